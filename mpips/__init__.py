@@ -12,9 +12,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from mpips.ending.children import install as _part_children
-from mpips.ending.finalize import install as _end_mpi_in_time
-from mpips.ending.last_words import install_hooks as _install_hooks
+from mpips.ending.process import keep_children_from_being_ranks as _end_mpi_in_time
+from mpips.ending.process import keep_children_from_being_ranks as _part_children
+from mpips.ending.uncaught import install_hooks as _install_hooks
 
 if TYPE_CHECKING:
     from collectives.errors import CollectiveError, MismatchError, StallError

@@ -13,9 +13,8 @@ from urllib.parse import unquote_to_bytes
 
 from mpi4py import run
 
-from mpips.ending.children import is_fork, is_started, leave_fork
-from mpips.ending.last_words import INTERRUPTED, end, end_unstarted
-from mpips.ending.status import StatusLine
+from mpips.ending.process import StatusLine, is_fork, is_started, leave_fork
+from mpips.ending.uncaught import INTERRUPTED, end, end_unstarted
 from mpips.store.world import ENCODED, launched_as
 
 COMMANDS = ("run", "doctor", "script", "train", "bench", "tune", "sim", "plan", "chaos", "lab")

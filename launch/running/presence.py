@@ -7,7 +7,7 @@ machine: only processes of our own user are heard, each rank once, and a word th
 
 Ranks on other hosts cannot be heard. What their mpirun prints is passed on as it is, and listened to: Open MPI's ends a
 job whose host is lost with exit code 0. That it was lost it says in one of two sentences. Whether the others had ended
-well by then says one of them (`mpips.ending.status`).
+well by then says one of them (`mpips.ending.process`).
 """
 
 from __future__ import annotations

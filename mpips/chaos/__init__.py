@@ -7,12 +7,10 @@
 A program notes `chaos.note(step, loss)` at the beginning of each step. That costs nothing where nobody watches.
 """
 
-from mpips.chaos.faults import Done
-from mpips.chaos.injector import note
+from mpips.chaos.injector import Made, Note, Recovered, note
 from mpips.chaos.plan import CALLS, KINDS, ROLES, Fault, Plan, PlanError, Point, Whom, check_lab, draw, load, save
 from mpips.chaos.report import Outcome, Report, judge
-from mpips.chaos.told import Made, Note, Recovered
-from mpips.chaos.watch import Run, watch
+from mpips.chaos.watch import Done, Run, watch
 
 __all__ = [
     "CALLS", "Done", "Fault", "KINDS", "Made", "Note", "Outcome", "Plan", "PlanError", "Point", "ROLES", "Recovered",

@@ -1,4 +1,4 @@
-"""`mpips chaos`: faults on purpose in a running job, by a plan that can be replayed, and a report."""
+"""`mpips chaos`: faults on purpose in a running job, by a plan that can be replayed, with a report and a picture."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from rich.table import Table
 from collectives import files
 from collectives.terminal import Interruptible, OutFile, Picture, console, show_table, writing
 from mpips import chaos
-from mpips.chaos import picture as pictures
+from mpips.chaos.report import began_at, notes_of
+from mpips.chaos.watch import Run
 
 Words = tuple[str, ...]
 PROGRESS_SECONDS = 3.0
@@ -84,7 +85,7 @@ def command(
             files.write(record, msgspec.json.format(msgspec.json.encode(report)) + b"\n")
     if picture:
         with writing(picture):
-            pictures.draw(picture, run, without)
+            draw(picture, run, without)
     sys.exit(0 if report.good else 1)
 
 
@@ -131,3 +132,34 @@ def _show(report: chaos.Report) -> None:
 
 if __name__ == "__main__":
     command()
+
+
+INCHES = (7.0, 4.0)
+
+
+def draw(path: Path, run: Run, reference: Run | None = None) -> None:
+    """Write a picture of the values that worker 0 noted. Needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=INCHES, layout="constrained")
+    axes = figure.subplots()
+    if reference is not None:
+        axes.plot(*curve(reference), color="0.6", linewidth=3, label="without faults")
+    axes.plot(*curve(run), color="tab:blue", label="with faults")
+    began = began_at(run)
+    for place, done in enumerate(done for done in run.done if not done.undone):
+        kind = run.plan.faults[done.fault].kind
+        axes.axvline(done.time - began, color="tab:red", linestyle=":", label="" if place else "a fault")
+        axes.text(done.time - began, 1.0, f"{kind} {done.rank}", transform=axes.get_xaxis_transform(), fontsize=7,
+                  rotation=90, va="top", ha="right")  # fmt: skip
+    axes.set_xlabel("seconds since the first store was made")
+    axes.set_ylabel("noted")
+    axes.legend()
+    files.write_picture(path, figure)
+
+
+def curve(run: Run) -> tuple[list[float], list[float]]:
+    """Seconds and values of what worker 0, whichever process that was, noted as numbers."""
+    began = began_at(run)
+    found = [note for note in notes_of(run) if note.worker == 0 and note.value is not None]
+    return [note.time - began for note in found], [note.value for note in found if note.value is not None]

@@ -1,6 +1,7 @@
-"""The part of `mpips chaos` that lives in a rank: says when it is at a point of the plan, and what its program notes.
+"""The part of `mpips chaos` inside a rank: records that tell where the rank is, and what its program notes.
 
 Faults are made from outside. Without a watched job `watched` returns the function itself, and `note` does nothing.
+Records go one in a message. Times are of CLOCK_MONOTONIC, which a machine shares.
 """
 
 from __future__ import annotations
@@ -22,8 +23,60 @@ from typing import Any, TypeVar
 import msgspec
 
 from mpips.chaos.plan import CALLS, Plan, Point, load
-from mpips.chaos.told import CHAOS, PLAN, SOCKET, Here, Made, Note, Reached, Recovered, Told
-from mpips.store.world import launched_as
+from mpips.store.world import WATCHED, launched_as
+
+PLAN, SOCKET = "plan.json", "ranks"
+
+
+class Here(msgspec.Struct, tag=True, frozen=True):
+    """It is there, or has another role now. `host`: what its machine is called."""
+
+    rank: int
+    role: str
+    host: str
+
+
+class Made(msgspec.Struct, tag=True, frozen=True):
+    """It has a store: as worker `worker` of `workers`."""
+
+    time: float
+    rank: int
+    worker: int
+    workers: int
+
+
+class Reached(msgspec.Struct, tag=True, frozen=True):
+    """It is at the point of fault `fault` of the plan."""
+
+    time: float
+    rank: int
+    fault: int
+
+
+class Recovered(msgspec.Struct, tag=True, frozen=True):
+    """`recover` has returned: all keys stand at `step`; None where they do not stand at one."""
+
+    time: float
+    rank: int
+    worker: int
+    workers: int
+    step: int | None
+
+
+class Note(msgspec.Struct, tag=True, frozen=True):
+    """What its program has noted. `value` is None where that was no number; `digest` stands for its bits."""
+
+    time: float
+    rank: int
+    worker: int
+    workers: int
+    step: int
+    value: float | None
+    digest: str
+
+
+Told = Here | Made | Reached | Recovered | Note
+
 
 SHOW_STACK = signal.SIGRTMIN + 8
 """On this signal a watched rank writes the stack of every thread to standard error."""
@@ -93,7 +146,7 @@ _injectors: list[Injector] = []
 
 def watched(create: Create) -> Create:
     """`create` as it is; in a job that is watched, one that tells of itself and of the calls of the stores it makes."""
-    folder = os.environ.get(CHAOS)
+    folder = os.environ.get(WATCHED)
     if not folder:
         return create
     rank, size = launched_as(os.environ) or (0, 1)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from mpips.chaos.told import Made, Note, Recovered, Told
+from mpips.chaos.injector import Made, Note, Recovered, Told
 from mpips.chaos.watch import Done, Run
 
 EQUAL = "equal"

@@ -1,1 +1,1 @@
-"""How a rank ends: what it tells its launcher, how an error ends the job, and how MPI ends after a death."""
+"""The life of a rank's process: its start, its end, and an error that ends the job."""

@@ -21,8 +21,7 @@ from mpips.mlp.parallel import on_host, put
 from mpips.mlp.training import UpdateServers, Worker
 from mpips.optimizers import Optimizer, decode, encode
 from mpips.optimizers.base import initial
-from mpips.store.checkpoint.file import why
-from mpips.store.checkpoint.tensors import TensorFile, write
+from mpips.store.checkpoint.file import TensorFile, why, write
 from mpips.store.options import MOST
 
 T = TypeVar("T")

@@ -7,11 +7,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from collectives.errors import Uncopied, of_caller
-from mpips.store.checkpoint.load import load
-from mpips.store.checkpoint.save import save
-from mpips.store.checkpoint.saving import Saving
+from mpips.store.checkpoint.load import load, load_states, save_states
+from mpips.store.checkpoint.save import Saving, save
 from mpips.store.checkpoint.source import Saves
-from mpips.store.checkpoint.states import load_states, save_states
 from mpips.store.keys.key import Name, Rounds
 from mpips.store.roles import Layout
 from mpips.store.runtime.engine import Handle

@@ -6,25 +6,24 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from mpi4py import MPI
 
 from collectives.errors import of_caller
 from collectives.network.failures import Making, able, deaths
-from mpips.chaos import injector
-from mpips.ending.status import say_role
+from mpips.ending.process import say_role
 from mpips.store import api as stores
 from mpips.store import options as option_table
 from mpips.store import roles as layouts
 from mpips.store import world
 from mpips.store.api import KVStore
-from mpips.store.checkpoint import resuming
-from mpips.store.checkpoint.regular import Regular
+from mpips.store.checkpoint import resume as resuming
+from mpips.store.checkpoint.resume import Regular
 from mpips.store.cores import Seat
 from mpips.store.options import OptionError, Options
-from mpips.store.recovery import spare
-from mpips.store.recovery.spare import StandBy
+from mpips.store.recovery import recover as spare
+from mpips.store.recovery.recover import StandBy
 from mpips.store.remote.served import Served
 from mpips.store.replicated.serverless import Serverless
 from mpips.store.roles import Layout
@@ -34,6 +33,8 @@ from mpips.store.server.loop import Server, serve
 from mpips.store.transport.frames import OpenStore
 from mpips.store.worker.backend import Backend, Recovered
 from mpips.store.worker.settings import Settings
+
+Create = TypeVar("Create", bound=Callable[..., Any])
 
 
 @dataclass
@@ -55,7 +56,16 @@ _surviving: list[int] = []
 """With how many spares this process has made its one store that survives deaths."""
 
 
-@injector.watched
+def _watched(call: Create) -> Create:
+    """Return `call`; in a job that `mpips chaos` watches, one that tells of itself and of the stores it makes."""
+    if world.WATCHED not in os.environ:
+        return call
+    from mpips.chaos.injector import watched
+
+    return watched(call)
+
+
+@_watched
 def create(kind: str, comm: MPI.Intracomm | None = None, **options: Any) -> KVStore:
     """Make a store of a job. Collective over `comm` (COMM_WORLD; `local`: this process alone); blocking.
 

@@ -22,8 +22,8 @@ from collectives.network.failures import made
 from collectives.network.requests import Roll
 from mpips.store.keys.sharding import Interval, owners, split
 from mpips.store.options import OptionError, Options
+from mpips.store.recovery import membership as ring
 from mpips.store.recovery.membership import Before, Roles, refusal, succession
-from mpips.store.recovery.mirrors import ring
 from mpips.store.runtime.errors import LostError
 from mpips.store.runtime.rendezvous import Gathering, Watch
 
@@ -204,7 +204,7 @@ def create(comm: MPI.Intracomm, kind: str, options: Options | None, refusal: str
     workers = options.workers_of(size)
     clients = tuple(split(Interval(0, workers), options.clients_of(kind, size)))
     nodes = _nodes(world, options.shared_memory)
-    if why := ring.refusal(options.mirrors, options.spares, nodes[workers : workers + options.servers]):
+    if why := ring.refuse_mirrors(options.mirrors, options.spares, nodes[workers : workers + options.servers]):
         part(world)
         raise OptionError(why)
     spares = max(0, options.spares)

@@ -33,6 +33,8 @@ PRESENT, STARTED, STEP, ROLE, GOODBYE, FAILING = b"present", b"started", b"step"
 
 # The same where the launcher is on another host, and others have died: the one word that is said for all.
 WELL_WITHOUT = b"mpips: the job has ended well without rank"
+WATCHED = "_MPIPS_CHAOS"
+"""Names, in the environment of a job that `mpips chaos` watches, the folder with the plan and the socket."""
 
 
 def implementation(library: str) -> str:

@@ -27,7 +27,8 @@ from collectives.errors import warn
 from collectives.files import ABANDONED_SECONDS, remove_abandoned
 from mpips.optimizers.base import unlike
 from mpips.optimizers.registry import as_data, from_data
-from mpips.store.checkpoint import file, tensors
+from mpips.store.checkpoint import file
+from mpips.store.checkpoint import file as tensors
 from mpips.store.runtime.rendezvous import attempt
 from mpips.training.exchange import Job, Update
 from mpips.training.history import Position, decode

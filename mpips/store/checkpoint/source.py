@@ -1,15 +1,21 @@
-"""What a checkpoint needs of a store: its keys, a frozen copy of them, and a way to run what takes a while."""
+"""A store as checkpoints see it: its keys, a way to run tasks, and what compression has kept back of each worker.
+
+Where as many workers (or clients) load as have saved, each gets back its own residuals. Otherwise worker i of n gets
+the sum of those numbered i, i + n, i + 2n, ...: nothing that was kept back is lost, and nothing is sent twice.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 from numpy.typing import NDArray
 
 import collectives
 from mpips.compression.base import Compressor
 from mpips.optimizers.groups import Groups
+from mpips.store.checkpoint.file import residual_dtype
 from mpips.store.keys.arrays import packed, runs, unpack
 from mpips.store.keys.key import Key, Name, label
 from mpips.store.roles import Layout
@@ -172,3 +178,40 @@ def from_worker(layout: Layout, root: int, names: Sequence[Name], arrays: Sequen
             vector = packed(arrays[run])
             collectives.broadcast(vector, layout.workers, root=root, label=text)
             unpack(vector, arrays[run])
+
+
+def compressible(dtype: np.dtype | str) -> bool:
+    """Whether pushes of keys of this dtype are compressed."""
+    return np.dtype(dtype).kind not in "iub"
+
+
+def gathered(layout: Layout, stored: Stored, keys: Sequence[Key]) -> Task[list[list[Array]]]:
+    """Return the residuals of float keys, an array a key, of each sender; on worker 0 only (elsewhere: nothing).
+    Collective."""
+    mine = yield from stored.residuals(keys)
+    ends = np.cumsum([key.size for key in keys])[:-1]
+    parts = [np.zeros(key.size) for key in keys] if mine is None else np.split(mine, ends)
+    kept = [part.astype(residual_dtype(key.dtype.name)) for key, part in zip(keys, parts, strict=True)]
+    found = []
+    for group in senders(layout):
+        arrays = kept if group[0] == layout.rank else [np.empty_like(array) for array in kept]
+        if group[0]:
+            from_worker(layout, group[0], [key.name for key in keys], arrays, "save")
+        found.append(arrays)
+    return found if layout.rank == 0 else []
+
+
+def given_back(
+    layout: Layout, stored: Stored, keys: Sequence[Key], saved: Sequence[Sequence[Array]], groups: int
+) -> Task[None]:
+    """Give each sender what is its own of `saved` (worker 0's count; an array a key), which `groups` senders had.
+    Collective."""
+    group = next(number for number, ranks in enumerate(senders(layout)) if layout.rank in ranks)
+    mine = [np.zeros(key.size) for key in keys]
+    for number in range(groups):
+        arrays = saved[number]
+        from_worker(layout, 0, [key.name for key in keys], arrays)
+        if number % len(senders(layout)) == group:
+            for total, array in zip(mine, arrays, strict=True):
+                total += array
+    yield from stored.put_residuals(keys, mine)

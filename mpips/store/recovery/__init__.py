@@ -1,8 +1,7 @@
-"""How a store goes on after a death: what is left of a generation becomes the next one.
+"""A store goes on after a failure or a death: what is left of a generation becomes the next one.
 
-Ranks: `membership` (who takes which place), `shrink` (the communicator of those who are left, on which all agree),
-`renewal` (how the next generation begins), `spare` (how one waits). `memory`: that of servers, which outlives them.
-The next
-generation: `inventory` (what there is), `rounds` and `choice` (at which round keys stand), `plan` (who keeps what),
-`fill` (how it gets there), `rebuild` (what all ranks do together).
+`recover` tells the whole story. Pure: `membership` (which rank takes which place), `plan` (at which round keys stand,
+and where each unit comes from). `memory`: units in shared memory that outlives their server, with an `undo` copy of the
+round before. `copies` and `mirror`: a second copy of each unit on another node. `transfer`: bytes go where the plan
+says.
 """

@@ -1,9 +1,9 @@
-"""Who takes which place when ranks have died, or workers are to be more. Pure.
+"""Which rank takes which place when ranks have died, or workers are to be more; and which server mirrors which. Pure.
 
 Ranks of a store are workers, then servers, then spares. A dead server's place is taken by a spare, if there is one,
 then a dead worker's; but first, where no server is left or no worker, one of these. A place that nobody takes vanishes:
 clients keep the members that are left, and clients without any vanish, too. Where the store grows, the spares that are
-left become workers.
+left become workers. A server's mirror is the next one in a ring that is on another node.
 """
 
 from __future__ import annotations
@@ -106,3 +106,23 @@ def refusal(old: Roles, new: Succession) -> str:
     if not old.num_servers and all(rank >= old.num_workers for rank in new.origin[: roles.num_workers]):
         return f"all {old.num_workers} workers have died, which alone held the values: load a checkpoint"
     return ""
+
+
+def mirror_of(server: int, nodes: Sequence[int]) -> int | None:
+    """The server that keeps the copies of this one; None where all share a node. `nodes`: of each server."""
+    count = len(nodes)
+    following = ((server + step) % count for step in range(1, count))
+    return next((other for other in following if nodes[other] != nodes[server]), None)
+
+
+def refuse_mirrors(mirrors: int, spares: int, nodes: Sequence[int]) -> str:
+    """Why servers on these nodes can have no mirrors, where they are asked for; "" where they can."""
+    if mirrors and spares < 0:
+        return f"mirrors={mirrors} and spares={spares}: a death ends the store all the same; ask for spares=0 or more"
+    if not mirrors or len(set(nodes)) > 1:
+        return ""
+    there = "this store has no servers"
+    if nodes:
+        there = f"all {len(nodes)} share one" if len(nodes) > 1 else "there is one server"
+    start = "start one on another host, or leave it out"
+    return f"mirrors={mirrors} needs servers on at least two nodes, but {there}: {start}"

@@ -1,18 +1,236 @@
-"""Who keeps what in the next generation, and takes it from where: the same on every rank. Pure."""
+"""The plan of a recovery: at which round each key stands, and from whose memory each unit comes. Pure.
+
+Every rank brings an `Inventory`; the same plan follows on every rank. A round may have ended for some keys and not for
+others. Where all can be put back to one, none is lost and none counts twice: the training loop makes the others again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
 
 from mpips.store.keys.key import Key, Name
 from mpips.store.keys.sharding import Interval
-from mpips.store.recovery.choice import Found, Part, Whole, find, parts_by_server
-from mpips.store.recovery.inventory import Holding, Inventory, Shelf, common_keys
 from mpips.store.remote.cutting import Cards, Cutting
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import LostError
 from mpips.store.transport.frames import UnitCard, dtype_of
+
+
+def copies_of(rank: int) -> int:
+    """The owner of the shelf with the copies that this rank keeps."""
+    return -1 - rank
+
+
+class Holding(msgspec.Struct, array_like=True):
+    """What is there of a unit: elements [start, stop) of a key."""
+
+    key: int | str
+    start: int
+    stop: int
+    standings: list[tuple[int, int | None]]
+    """The rounds at which it can be had, the newest first, each with the optimizer's step; None: no state yet."""
+    torn: bool
+    states: list[str]
+    """Dtypes of the optimizer's state."""
+    pushes: list[tuple[int, int]] = []
+    """In an asynchronous store, of each contributor how many of its pushes are in it."""
+
+
+class Shelf(msgspec.Struct, array_like=True):
+    """What is there of a server, and who it was in the generation before. `live`: who says so is that server itself.
+    The copies that it keeps of others' units as their mirror are another shelf."""
+
+    owner: int
+    live: bool
+    settings: bytes
+    units: list[Holding]
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether these are copies."""
+        return self.owner < 0
+
+
+class KeyCard(msgspec.Struct, array_like=True):
+    """A key as a worker knows it."""
+
+    name: int | str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, key: Key) -> KeyCard:
+        """The card of a key."""
+        return cls(key.name, tuple(key.shape), key.dtype.name)
+
+
+class Inventory(msgspec.Struct, array_like=True):
+    """What one rank brings to the beginning of a generation."""
+
+    shelves: list[Shelf]
+    mapped: list[int]
+    """Servers of the generation before whose memory it has mapped."""
+    keys: list[KeyCard] | None = None
+    """On a worker that was one before."""
+    local: bool = True
+    """On a worker: whether all servers share its node."""
+    shared_cores: bool = False
+    """Whether processes of its node share cores."""
+    changes: tuple[int, int, bytes] = (0, 0, b"")
+    """On a worker: how many changes of settings it has begun, how many it has made, and the last one."""
+
+
+def common_keys(said: Sequence[Inventory]) -> list[KeyCard]:
+    """The keys that all workers know which were workers before, in the order of the first of them."""
+    lists = [one.keys for one in said if one.keys is not None]
+    if not lists:
+        return []
+    known = [{card.name for card in cards} for cards in lists]
+    return [card for card in lists[0] if all(card.name in names for names in known)]
+
+
+def dtype_names(arrays: Sequence[Any]) -> list[str]:
+    """Dtypes of arrays as messages hold them."""
+    return [np.asarray(array).dtype.name for array in arrays]
+
+
+class Chosen(NamedTuple):
+    """The round of each key, and that of all of them together, if there is one."""
+
+    rounds: dict[Name, int]
+    step: int | None
+
+
+def choose(available: Mapping[Name, Collection[int]], synchronous: bool) -> Chosen:
+    """From the rounds at which each key can be had whole, one at least, to the one at which it is to stand.
+
+    In a synchronous store all keys stand at one round where they can: the lowest of their newest ones. Keys that were
+    never pushed do not hinder that. Else each stands at its own newest.
+    """
+    newest = {name: max(rounds) for name, rounds in available.items()}
+    for names in (list(newest), [name for name, round_ in newest.items() if round_]):
+        common = min((newest[name] for name in names), default=0)
+        if synchronous and all(common in available[name] for name in names):
+            return Chosen(newest | dict.fromkeys(names, common), common)
+    return Chosen(newest, None)
+
+
+class Part(NamedTuple):
+    """Elements [start, stop) of a key from a unit of an old server, or a copy of it: its place on the shelf of the
+    `owner`, as it is, or as it was a round `before`."""
+
+    owner: int
+    unit: int
+    before: bool
+    start: int
+    stop: int
+
+
+class KeyPlan(NamedTuple):
+    """A key in the next generation, and the parts that it is made of."""
+
+    round: int
+    torn: bool
+    parts: list[Part]
+
+
+class Found(NamedTuple):
+    """All keys in the next generation: at one step of training where they could be put there. `lost`: keys of which
+    something is nowhere."""
+
+    keys: dict[Name, KeyPlan]
+    step: int | None
+    lost: list[Name]
+
+
+Place = tuple[Shelf, int, Holding]
+
+
+def find(cards: Sequence[KeyCard], sizes: Sequence[int], shelves: Sequence[Shelf], synchronous: bool) -> Found:
+    """What each key is to hold. A torn key is one of which no whole round is there."""
+    size_of = dict(zip([card.name for card in cards], sizes, strict=True))
+    places = _places(size_of, shelves)
+    whole = {name: _rounds(size_of[name], places[name]) for name in places if synchronous}
+    chosen = choose({name: rounds for name, rounds in whole.items() if rounds}, synchronous)
+    keys: dict[Name, KeyPlan] = {}
+    for name, there in places.items():
+        if name in chosen.rounds:
+            round_ = chosen.rounds[name]
+            parts, torn = _cover(size_of[name], there, round_), any(holding.torn for _, _, holding in there)
+        else:
+            round_ = max((holding.standings[0][0] for _, _, holding in there), default=0)
+            parts = _cover(size_of[name], there, None)
+            torn = synchronous or any(holding.torn for _, _, holding in there)
+        if parts is not None:
+            keys[name] = KeyPlan(round_, torn, parts)
+    step = chosen.step if len(chosen.rounds) == len(places) else None
+    return Found(keys, step if synchronous else None, [name for name in places if name not in keys])
+
+
+def parts_by_server(chosen: Mapping[Name, KeyPlan], first_server: int) -> dict[Name, list[tuple[int, int, int]]]:
+    """Where keys lay before: (server, start, stop), what lies side by side on a server as one."""
+    found = {}
+    for name, one in chosen.items():
+        joined: list[tuple[int, int, int]] = []
+        for part in one.parts:
+            server = part.owner - first_server
+            if joined and joined[-1][0] == server and joined[-1][2] == part.start:
+                joined[-1] = server, joined[-1][1], part.stop
+            else:
+                joined.append((server, part.start, part.stop))
+        found[name] = joined
+    return found
+
+
+def _places(size_of: Mapping[Name, int], shelves: Sequence[Shelf]) -> dict[Name, list[Place]]:
+    """What there is of each key: copies of mirrors only where servers' own memory is not all there."""
+    own: dict[Name, list[Place]] = {name: [] for name in size_of}
+    copies: dict[Name, list[Place]] = {name: [] for name in size_of}
+    for shelf in shelves:
+        for index, holding in enumerate(shelf.units):
+            if holding.key in size_of:
+                (copies if shelf.is_copy else own)[holding.key].append((shelf, index, holding))
+    return {
+        name: there if _cover(size_of[name], there, None) is not None else there + copies[name]
+        for name, there in own.items()
+    }
+
+
+def _rounds(size: int, places: Sequence[Place]) -> list[int]:
+    """The rounds at which a key can be had whole."""
+    rounds = {round_ for _, _, holding in places for round_, _ in holding.standings}
+    return [round_ for round_ in rounds if _cover(size, places, round_) is not None]
+
+
+def _cover(size: int, places: Sequence[Place], round_: int | None) -> list[Part] | None:
+    """Units that make up a whole key at this round, or, where None, each at its newest; None where they do not."""
+    fit = sorted(_at_round(places, round_), key=lambda each: (each[0].start, each[0].stop))
+    if not size:
+        return [fit[0][0]] if fit else None
+    parts: list[Part] = []
+    at = 0
+    while at < size:
+        here = [each for each in fit if each[0].start <= at < each[0].stop]
+        if not here:
+            return None
+        part, _ = max(here, key=lambda each: (each[1], each[0].stop))
+        parts.append(Part(part.owner, part.unit, part.before, at, part.stop))
+        at = part.stop
+    return parts
+
+
+def _at_round(places: Sequence[Place], round_: int | None) -> Iterable[tuple[Part, tuple[bool, bool, int]]]:
+    """Each unit that can stand at this round, and how good it is: its server lives, it is not a copy, it is new."""
+    for shelf, index, holding in places:
+        for number, (standing, _) in enumerate(holding.standings[: 1 if round_ is None else None]):
+            if round_ is None or standing == round_:
+                goodness = shelf.live, not shelf.is_copy, standing
+                yield Part(shelf.owner, index, number > 0, holding.start, holding.stop), goodness
+
 
 SHOWN = 4
 
@@ -28,7 +246,7 @@ class Transfer(NamedTuple):
     sent: bool
 
 
-class Filling(NamedTuple):
+class UnitPlan(NamedTuple):
     """A new unit: on which rank, and from what. `adopted`: the whole unit is one that the server has already."""
 
     server: int
@@ -41,19 +259,19 @@ class Filling(NamedTuple):
     """In an asynchronous store, of each contributor how many of its pushes are in it."""
 
 
-class Plan(NamedTuple):
+class RecoveryPlan(NamedTuple):
     """The next generation. `cards`: the units of each server; `fillings` has them in the same order."""
 
     found: Found
     keys: list[Key]
     cutting: Cutting
     cards: Cards
-    fillings: list[Filling]
+    fillings: list[UnitPlan]
     holdings: dict[int, list[Holding]]
     """By the ranks that old servers had."""
 
 
-def make(layout: Layout, said: Sequence[Inventory], lines: Sequence[Any]) -> Plan:
+def make(layout: Layout, said: Sequence[Inventory], lines: Sequence[Any]) -> RecoveryPlan:
     """The plan. `said`: by rank. `lines`: to the servers; on a server anything. LostError where a key is lost."""
     cards = common_keys(said)
     keys = [Key(card.name, tuple(card.shape), dtype_of(card.dtype)) for card in cards]
@@ -81,7 +299,7 @@ def make(layout: Layout, said: Sequence[Inventory], lines: Sequence[Any]) -> Pla
         _filling(layout.server_rank(server), card, found, owners, holders, said, counts)
         for server, cut in new.items() for card in cut
     ]  # fmt: skip
-    return Plan(found, keys, cutting, new, fillings, {owner: shelf.units for owner, shelf in owners.items()})
+    return RecoveryPlan(found, keys, cutting, new, fillings, {owner: shelf.units for owner, shelf in owners.items()})
 
 
 def _cutting(layout: Layout, said: Sequence[Inventory]) -> Cutting:
@@ -89,7 +307,7 @@ def _cutting(layout: Layout, said: Sequence[Inventory]) -> Cutting:
     return Cutting(layout, one_node, not (said[0].shared_cores or layout.asynchronous))
 
 
-def _stays(layout: Layout, chosen: Mapping[Name, Whole]) -> bool:
+def _stays(layout: Layout, chosen: Mapping[Name, KeyPlan]) -> bool:
     """Whether each key stays on the servers, by their number, that it was on."""
     before = layout.before
     if before is None:
@@ -103,7 +321,7 @@ def _stays(layout: Layout, chosen: Mapping[Name, Whole]) -> bool:
 def _filling(
     rank: int, card: UnitCard, found: Found, shelves: dict[int, Shelf], holders: dict[int, int],
     said: Sequence[Inventory], counts: Mapping[Name, Sequence[int]],
-) -> Filling:  # fmt: skip
+) -> UnitPlan:  # fmt: skip
     name: Name = card.key
     chosen = found.keys[name]
     transfers: list[Transfer] = []
@@ -118,10 +336,10 @@ def _filling(
     same = len(transfers) == 1 and (unit.start, unit.stop) == (card.start, card.stop)
     adopted = same and first.live and transfers[0].holder == rank
     pushes = [counts[name][worker] for worker in card.contributors] if counts else None
-    return Filling(rank, card, chosen.round, chosen.torn, adopted, transfers, pushes)
+    return UnitPlan(rank, card, chosen.round, chosen.torn, adopted, transfers, pushes)
 
 
-def _pushes(layout: Layout, chosen: Mapping[Name, Whole], shelves: Sequence[Shelf]) -> dict[Name, list[int]]:
+def _pushes(layout: Layout, chosen: Mapping[Name, KeyPlan], shelves: Sequence[Shelf]) -> dict[Name, list[int]]:
     """Of each key, how many pushes count of each worker, or of its client, in an asynchronous store. Of one that was
     under way some shards may have it: it counts. A worker by which the store has grown begins with the slowest."""
     units = {shelf.owner: shelf.units for shelf in shelves}

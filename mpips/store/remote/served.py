@@ -16,11 +16,11 @@ from mpips.compression import Compressor, Residuals
 from mpips.optimizers import Optimizer
 from mpips.store.keys.key import Fast, FastList, Key, Name
 from mpips.store.keys.row_sparse import RowSparse
-from mpips.store.recovery import rebuild
-from mpips.store.recovery.fill import Reached, sends
-from mpips.store.recovery.inventory import Inventory, KeyCard
-from mpips.store.recovery.memory.held import Held, Settled
-from mpips.store.recovery.rebuild import Placed
+from mpips.store.recovery import recover as rebuild
+from mpips.store.recovery.memory import LastGeneration, NodeMemory
+from mpips.store.recovery.plan import Inventory, KeyCard
+from mpips.store.recovery.recover import Placed
+from mpips.store.recovery.transfer import ReachableMemory, sends
 from mpips.store.remote.alone import Alone
 from mpips.store.remote.client import Client
 from mpips.store.remote.cutting import Cutting
@@ -48,7 +48,7 @@ class Kept(NamedTuple):
     keys: list[Key]
     residuals: Residuals | None
     changes: Changes
-    held: Held
+    held: NodeMemory
 
 
 class Served:
@@ -59,15 +59,17 @@ class Served:
     keys, settings and states.
     """
 
-    def __init__(self, layout: Layout, generation: Generation, cores_shared: bool, held: Held | None = None) -> None:
+    def __init__(
+        self, layout: Layout, generation: Generation, cores_shared: bool, held: NodeMemory | None = None
+    ) -> None:
         self.layout, self._generation, self._cores_shared = layout, generation, cores_shared
         self.direct = False
         self._link = Link(layout, [], generation)
         self._push, self._pull = Push(layout, self._link), Pull(layout, self._link)
         self._setup = Setup(layout, generation, self._link)
         self._settings = Settings(layout, self._setup, self._push)
-        self._held = held or Held()
-        self._settled: Settled[Kept] = Settled()
+        self._held = held or NodeMemory()
+        self._settled: LastGeneration[Kept] = LastGeneration()
         generation.on_end.append(self._quiesce)
 
     def begin(self) -> None:
@@ -78,7 +80,7 @@ class Served:
         self._serve([data == b"1" for data in told])
         side_by_side = not (self._cores_shared or self.layout.asynchronous)
         self._setup.cut_by(Cutting(self.layout, self.one_node, side_by_side))
-        self._held = Held(ledgers)
+        self._held = NodeMemory(ledgers)
 
     def _serve(self, near: Sequence[bool]) -> None:
         """What a generation has of its own. `near`: whether each worker shares its node with all servers."""
@@ -222,7 +224,7 @@ class Served:
             mine.keys, mine.changes = [KeyCard.of(key) for key in old.keys], old.changes
         outlook = rebuild.outlook(layout, self._generation, mine, lines)
         plan = outlook.plan
-        requests = sends(plan, layout, Reached([], -1, old.held, number))
+        requests = sends(plan, layout, ReachableMemory([], -1, old.held, number))
         placed = rebuild.place(layout, self._generation, Placed())
         self._generation.wait(lambda: MPI.Request.Testall(requests), rebuild.WHAT)
         self._serve([one.local for one in outlook.said[: layout.num_workers]])
@@ -231,7 +233,7 @@ class Served:
         self._settings.begin(Changes(*changes), groups)
         self._push.residuals = _residuals(old, plan.keys, compressor, Changes(*changes), layout.rank)
         self._bind_all()
-        self._held = Held(ledgers)
+        self._held = NodeMemory(ledgers)
         return Recovered(outlook.rounds(), plan.keys, groups, compressor)
 
     def committed(self) -> None:

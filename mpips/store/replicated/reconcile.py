@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import msgspec
 
 from mpips.store.keys.key import Name, Rounds
-from mpips.store.recovery.rounds import choose
+from mpips.store.recovery.plan import choose
+from mpips.store.recovery.undo import Copy
 from mpips.store.replicated.replica import Replica
-from mpips.store.replicated.undo import Copy
 
 
 class Stand(msgspec.Struct, array_like=True, frozen=True):
@@ -59,7 +59,7 @@ class Having(msgspec.Struct, array_like=True):
     fresh: bool = False
 
 
-class Source(msgspec.Struct):
+class ReplicaSource(msgspec.Struct):
     """From whom workers take a key, to be as `stand` says. `holders` have it, the others do not."""
 
     rank: int
@@ -75,7 +75,7 @@ def settings_from(having: Sequence[Having]) -> int:
     return max(range(len(having)), key=lambda rank: (not having[rank].fresh, having[rank].changes, -rank))
 
 
-def sources(having: Sequence[Having]) -> tuple[dict[Name, Source], Rounds]:
+def sources(having: Sequence[Having]) -> tuple[dict[Name, ReplicaSource], Rounds]:
     """Of every key that all workers have, but for fresh ones, from whom to take it; and at which rounds keys stand."""
     tables = {rank: {each.name: each for each in one.keys} for rank, one in enumerate(having) if not one.fresh}
     first = next(iter(tables.values()), {})
@@ -96,7 +96,7 @@ def _alike(one: Standing | None, other: Standing) -> bool:
     return one is not None and (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
-def _source(standings: dict[int, Standing], having: Sequence[Having], round_: int | None) -> Source:
+def _source(standings: dict[int, Standing], having: Sequence[Having], round_: int | None) -> ReplicaSource:
     """`round_`: None where no worker has the key whole; then all take what the one has that came furthest."""
     stands = {rank: _at(standing, round_) for rank, standing in standings.items()}
     best = max(
@@ -108,7 +108,7 @@ def _source(standings: dict[int, Standing], having: Sequence[Having], round_: in
     holders = [
         rank for rank, other in stands.items() if other == stand and having[rank].changes == having[best].changes
     ]
-    return Source(best, standings[best], stand, holders, len(holders) == len(having) and round_ is not None)
+    return ReplicaSource(best, standings[best], stand, holders, len(holders) == len(having) and round_ is not None)
 
 
 def _at(standing: Standing, round_: int | None) -> Stand | None:

@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 from collectives.fabric import arena
 from mpips.store.keys.key import Key, Name, Rounds, label
+from mpips.store.recovery.undo import Copy
 from mpips.store.replicated import spread
-from mpips.store.replicated.reconcile import Having, Source, settings_from, sources, standing
+from mpips.store.replicated.reconcile import Having, ReplicaSource, settings_from, sources, standing
 from mpips.store.replicated.replica import Replica
 from mpips.store.replicated.settings import Settings
 from mpips.store.replicated.sums import Sums
-from mpips.store.replicated.surviving import Surviving
-from mpips.store.replicated.undo import Copy
+from mpips.store.replicated.surviving import SurvivingReplica
 from mpips.store.runtime.tasks import Task
 from mpips.store.worker.backend import States
 
@@ -49,7 +49,7 @@ class Replicas:
         self.by_name.update((replica.key.name, replica) for replica in made)
 
     def _replica(self, key: Key, value: Array) -> Replica:
-        kind = Surviving if self._survives else Replica
+        kind = SurvivingReplica if self._survives else Replica
         return kind(key, value, self._settings.groups.of(key.name), self._allocate)
 
     def _share(self, replicas: Sequence[Replica], direct: bool) -> Task[None]:
@@ -126,7 +126,7 @@ class Replicas:
             self._take_over(name, source)
         return rounds
 
-    def _take_over(self, name: Name, source: Source) -> None:
+    def _take_over(self, name: Name, source: ReplicaSource) -> None:
         there, stand = source.standing, source.stand
         if name not in self.by_name:
             key = Key(name, there.shape, np.dtype(there.dtype))
@@ -141,7 +141,7 @@ class Replicas:
                 self.sums.give(array, source.rank, label("recover", [name]))
             replica.updating = False
 
-    def _stand(self, replica: Replica, source: Source) -> None:
+    def _stand(self, replica: Replica, source: ReplicaSource) -> None:
         """The same where what is there must stay until all is: others may die meanwhile, and it is begun again."""
         stand, holds, key = source.stand, self.sums.rank in source.holders, replica.key
         copy = next((copy for copy in replica.copies() if holds and copy.round == stand.round), None)
@@ -152,7 +152,7 @@ class Replicas:
             for array in copy.arrays:
                 self.sums.give(array, source.rank, label("recover", [key.name]))
         if replica.updating or copy.value is not replica.value:
-            assert isinstance(replica, Surviving)
+            assert isinstance(replica, SurvivingReplica)
             replica.become_copy(copy)
 
 

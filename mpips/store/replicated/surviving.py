@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from mpips.optimizers import Optimizer
 from mpips.store.keys.key import Key
 from mpips.store.keys.row_sparse import RowSparse
+from mpips.store.recovery.undo import Copy, ReplicaUndo
 from mpips.store.replicated.replica import Replica
-from mpips.store.replicated.undo import Copy, Undo
 
 Array = NDArray[Any]
 
 
-class Surviving(Replica):
+class SurvivingReplica(Replica):
     """A replica that also keeps what it was before its last round."""
 
     __slots__ = ("undo",)
@@ -27,7 +27,7 @@ class Surviving(Replica):
     ) -> None:
         """As of a replica."""
         super().__init__(key, value, optimizer, allocate)
-        self.undo = Undo(allocate)
+        self.undo = ReplicaUndo(allocate)
 
     def room(self) -> Array:
         """What it was is not kept there any more."""

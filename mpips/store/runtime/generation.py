@@ -2,7 +2,7 @@
 
 A generation stands on what `collectives` keeps for the store's world: a flag and a sentence in memory that the ranks of
 a node share, and notes between nodes. Who finds a failure calls `end`; every wait looks, and raises the same sentence.
-What comes after it the ranks tell each other by its `succession`. `recovery.renewal` makes the next one.
+What comes after it the ranks tell each other by its `succession`. `recovery.recover` makes the next one.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ class Generation:
         self.check()
         return room
 
-    # ---- from generation to generation, see `recovery.renewal`
+    # ---- from generation to generation, see `recovery.recover`
 
     def advance(self) -> None:
         """Be the next generation from now on, on the layout's new communicators. Collective, blocking."""

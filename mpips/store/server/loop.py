@@ -23,17 +23,14 @@ from mpips.compression import Compressor
 from mpips.optimizers import Groups
 from mpips.store.cores import Seat
 from mpips.store.keys.key import Rounds
-from mpips.store.recovery import fill, rebuild
-from mpips.store.recovery.fill import Reached
-from mpips.store.recovery.inventory import Inventory, Shelf
-from mpips.store.recovery.memory.held import Held, Settled
-from mpips.store.recovery.memory.ledger import Ledger
-from mpips.store.recovery.memory.units import Memory, holding
-from mpips.store.recovery.mirrors.copies import Copies
-from mpips.store.recovery.mirrors.mirror import Mirror
-from mpips.store.recovery.rebuild import Placed
-from mpips.store.recovery.renewal import renew
-from mpips.store.recovery.settings import encode_settings
+from mpips.store.recovery import recover as rebuild
+from mpips.store.recovery import transfer as fill
+from mpips.store.recovery.copies import MirroredUnits
+from mpips.store.recovery.memory import LastGeneration, Ledger, NodeMemory, UnitMemory, encode_settings, holding_of_unit
+from mpips.store.recovery.mirror import Mirror
+from mpips.store.recovery.plan import Inventory, Shelf
+from mpips.store.recovery.recover import Placed, renew
+from mpips.store.recovery.transfer import ReachableMemory
 from mpips.store.roles import Layout
 from mpips.store.runtime.generation import Generation
 from mpips.store.server.late import Gossip, Late
@@ -109,30 +106,30 @@ class Serving(NamedTuple):
 
     state: ServerState
     requests: Requests
-    held: Held
+    held: NodeMemory
 
 
 class Server:
     """One store on one server rank; it serves once it has begun, or rebuilt. `held`: what this rank kept while it was a
     spare."""
 
-    def __init__(self, layout: Layout, seat: Seat, generation: Generation, held: Held | None = None) -> None:
+    def __init__(self, layout: Layout, seat: Seat, generation: Generation, held: NodeMemory | None = None) -> None:
         self.layout, self.generation = layout, generation
         if layout.survives:
             arena.in_one_segment()
         self._ledger = Ledger() if layout.survives else None
-        self._memory = Memory(self._ledger)
+        self._memory = UnitMemory(self._ledger)
         self._shared_cores = seat.shared
         # Workers wait during a long sum, so the servers of a node share all cores that this one may use.
         every = range(layout.num_workers, layout.num_workers + layout.num_servers)
         here = sum(layout.same_node(layout.rank, server) for server in every)
         threads = max(1, min(MOST_THREADS, seat.usable // here))
         self._reduce = Reduce(threads, seat.step_aside, seat.shared)
-        self._copies, self._rounds = Copies(), Rounds()
-        self._settled: Settled[Serving] = Settled()
-        self._now = self._serving(SynchronousState(), 0, None, held or Held())
+        self._copies, self._rounds = MirroredUnits(), Rounds()
+        self._settled: LastGeneration[Serving] = LastGeneration()
+        self._now = self._serving(SynchronousState(), 0, None, held or NodeMemory())
 
-    def _serving(self, state: ServerState, generation: int, compressor: Compressor | None, held: Held) -> Serving:
+    def _serving(self, state: ServerState, generation: int, compressor: Compressor | None, held: NodeMemory) -> Serving:
         name = f"server rank {self.layout.rank}"
         return Serving(state, Requests(state, name, self._memory, generation, compressor), held)
 
@@ -148,7 +145,7 @@ class Server:
     def begin(self) -> None:
         """Begin the store's first generation. Collective over its workers and servers, blocking."""
         lines, rings, ledgers = connect(self.layout, self.generation, self._region)
-        serving = self._serving(self._new_state(lines), self.generation.number, None, Held(ledgers))
+        serving = self._serving(self._new_state(lines), self.generation.number, None, NodeMemory(ledgers))
         serving.requests.publish()
         self._serve(lines, rings, serving)
 
@@ -294,14 +291,15 @@ class Server:
         mine = Inventory(old.held.shelves(layout, number), old.held.ranks, shared_cores=self._shared_cores)
         if (owner := rebuild.former(layout)) >= 0:
             settings = encode_settings(old.state.optimizers, old.requests.compressor)
-            mine.shelves.append(Shelf(owner, True, settings, [holding(unit, layout.asynchronous) for unit in units]))
+            there = [holding_of_unit(unit, layout.asynchronous) for unit in units]
+            mine.shelves.append(Shelf(owner, True, settings, there))
             mine.shelves += self._copies.shelves(layout.before, owner)
         outlook = rebuild.outlook(layout, self.generation, mine, [None] * layout.num_servers)
         groups, compressor = outlook.settings()
         state = self._new_state(lines, groups)
-        serving = self._serving(state, number, compressor, Held(ledgers))
-        there = Reached(units, owner, old.held, number, self._copies)
-        made = fill.server(layout, outlook.plan, self._memory, groups, there)
+        serving = self._serving(state, number, compressor, NodeMemory(ledgers))
+        reached = ReachableMemory(units, owner, old.held, number, self._copies)
+        made = fill.server(layout, outlook.plan, self._memory, groups, reached)
         self.generation.wait(lambda: MPI.Request.Testall(made.requests), "recover")
         for unit in made.finish():
             state.create(unit)

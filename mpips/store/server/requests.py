@@ -19,8 +19,7 @@ import numpy as np
 
 from mpips import compression, optimizers
 from mpips.compression import Compressor
-from mpips.store.recovery.memory.units import Memory
-from mpips.store.recovery.settings import encode_settings
+from mpips.store.recovery.memory import UnitMemory, encode_settings
 from mpips.store.server.state import ServerState
 from mpips.store.server.unit import Frozen, Unit
 from mpips.store.transport import frames
@@ -35,7 +34,8 @@ class Requests:
     """What one server answers, in one generation. `generation`: its number."""
 
     def __init__(
-        self, state: ServerState, name: str, memory: Memory, generation: int = 0, compressor: Compressor | None = None
+        self, state: ServerState, name: str, memory: UnitMemory, generation: int = 0,
+        compressor: Compressor | None = None,
     ) -> None:
         self._state, self._name, self._memory, self._generation = state, name, memory, generation
         self.compressor = compressor

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from collectives.errors import CollectiveError
 from mpips.optimizers.base import Optimizer, State, initial
 from mpips.store.keys.row_sparse import RowSparse, update_rows
-from mpips.store.recovery.memory.undo import Undo
+from mpips.store.recovery.undo import Undo
 
 Array = NDArray[Any]
 
@@ -158,7 +158,7 @@ class Unit:
         self.readers, self.pulls = [], []
         self.reset()
 
-    # ---- what is stored; `recovery.memory.surviving` does more
+    # ---- what is stored; `recovery.memory` does more
 
     @property
     def stands_at(self) -> int | None:

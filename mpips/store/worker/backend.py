@@ -193,7 +193,7 @@ class Backend(Protocol):
     # ---- generations and the end
 
     def recover(self, known: Container[Name]) -> Recovered:
-        """Within `recovery.renewal`: everything anew, nothing under way. Sets `key.round` and binds fast routes.
+        """Within `recovery.recover`: everything anew, nothing under way. Sets `key.round` and binds fast routes.
         Collective, blocking. May be called again: nothing is dropped that another attempt needs.
 
         A key stays if it is `known` on all workers, whose `init` has come to its end. Others are forgotten. A
@@ -202,7 +202,7 @@ class Backend(Protocol):
         ...
 
     def committed(self) -> None:
-        """After `recovery.renewal`: drop what was kept for another attempt. Local."""
+        """After `recovery.recover`: drop what was kept for another attempt. Local."""
         ...
 
     def finish(self) -> None:

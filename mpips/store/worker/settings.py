@@ -19,11 +19,11 @@ from collectives.errors import CollectiveError, MismatchError, warn
 from mpips import compression, optimizers
 from mpips.compression import Compressor
 from mpips.optimizers import Groups, Optimizer
-from mpips.store.checkpoint.held import Claims
+from mpips.store.checkpoint.resume import Claims
 from mpips.store.checkpoint.source import Saves, Written
 from mpips.store.keys import arguments, calls
 from mpips.store.keys.key import Key, Name, Rounds
-from mpips.store.recovery.renewal import renew
+from mpips.store.recovery.recover import renew
 from mpips.store.roles import Layout
 from mpips.store.runtime import rendezvous
 from mpips.store.runtime.engine import Engine, Handle

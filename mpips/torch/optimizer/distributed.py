@@ -28,7 +28,7 @@ from mpips.store.create import create
 from mpips.torch.backend import check_joined
 from mpips.torch.optimizer.consensus import UNKNOWN, Brought, Consensus
 from mpips.torch.optimizer.exchange import ServerExchange, check_elastic, choose_exchange, worker_collectives
-from mpips.torch.optimizer.survival import Survival
+from mpips.torch.optimizer.rejoin import Survival
 from mpips.torch.state import broadcast_bytes, broadcast_tensors
 
 warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", FutureWarning)  # to `step`

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mpips.store.api import KVStore
     from mpips.store.roles import Layout
     from mpips.store.runtime.generation import Generation
-    from mpips.torch.optimizer.survival import Way
+    from mpips.torch.optimizer.rejoin import Way
 
 WARN_SECONDS = 10.0
 """After so long a worker of an asynchronous store warns that others have not come to a call of all."""

@@ -21,7 +21,7 @@ from tests.mpi.sizes import JOB_LIMIT
 
 pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size != 1, reason="starts jobs of its own; once is enough")
 
-PATIENT = "import mpips\nfrom mpips.ending import last_words\nlast_words.PATIENCE = 20\n"  # cores may be busy
+PATIENT = "import mpips\nfrom mpips.ending import uncaught\nuncaught.PATIENCE = 20\n"  # cores may be busy
 STORE = "import numpy as np\nkv = mpips.create('dist_sync')\nw = np.ones(3, np.float32)\nkv.init('w', w)\n"
 ROOT = Path(__file__).parents[3]
 
@@ -122,7 +122,7 @@ def test_one_rank_that_fails_before_mpi_has_started_ends_the_job(
 
 def test_an_error_of_all_ranks_is_said_once_and_one_of_a_single_rank_beside_it(tmp_path: Path) -> None:
     script = (
-        "from mpi4py import MPI\nfrom mpips.ending import last_words as last\nlast.PATIENCE, last.LAST_WORDS = 2, 4\n"
+        "from mpi4py import MPI\nfrom mpips.ending import uncaught as last\nlast.PATIENCE, last.LAST_WORDS = 2, 4\n"
         "MPI.COMM_WORLD.Barrier()\n"
         "if MPI.COMM_WORLD.rank == 2:\n    raise KeyError('another')\n"
         "import mpips\nraise ValueError('all have it')\n"

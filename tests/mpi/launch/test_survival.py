@@ -52,7 +52,7 @@ while comm.size > w.size - len(victims):
     comm = comm.Shrink()
 os.write(1, f"last {time.time()}\\n".encode())
 """
-PATIENT = "from mpips.ending import last_words\nlast_words.PATIENCE = 20\n"  # cores may be busy
+PATIENT = "from mpips.ending import uncaught\nuncaught.PATIENCE = 20\n"  # cores may be busy
 
 
 class Started:
@@ -143,7 +143,7 @@ def test_a_job_ends_when_only_spares_are_left(tmp_path: Path) -> None:
 
 
 def test_a_spare_with_a_role_works(tmp_path: Path) -> None:
-    takes = "from mpips.ending.status import say_role\nif w.rank == 3: say_role('worker')\n"
+    takes = "from mpips.ending.process import say_role\nif w.rank == 3: say_role('worker')\n"
     rest = f"{takes}time.sleep(0.5)\nfor rank in range(3): kill(rank)\ntime.sleep(4)\nos.write(1, b'it works')\n"
     job = Started(tmp_path, BEGIN + rest)
     assert job.code() == 0, job.err()

@@ -23,7 +23,7 @@ from safetensors import safe_open
 
 import mpips
 from launch import Job, build, find, this_machine
-from mpips.store.checkpoint.tensors import write
+from mpips.store.checkpoint.file import write
 from tests import child
 from tests.choice import first
 from tests.mpi.mpips.faults import workers

@@ -16,7 +16,7 @@ from collectives.fabric.wait import Limits
 from collectives.network.drain import sweep
 from mpips import Options, StoreError, StoreMismatchError, StoreStallError
 from mpips.store import roles as layouts
-from mpips.store.recovery.renewal import renew
+from mpips.store.recovery.recover import renew
 from mpips.store.runtime import generation as generations
 from mpips.store.runtime import rendezvous
 from mpips.store.runtime.generation import Generation

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip insta
 import mpips  # noqa: E402
 import mpips.torch  # noqa: E402
 from launch import find  # noqa: E402
-from mpips.torch.optimizer.positions import Position, meet  # noqa: E402
+from mpips.torch.optimizer.rejoin import Position, meet  # noqa: E402
 from tests import child  # noqa: E402
 from tests.mpi.sizes import JOB_LIMIT, only_on  # noqa: E402
 from tests.mpi.torch.support import WORLD, batch, network, train  # noqa: E402

@@ -309,7 +309,7 @@ def test_what_is_said_of_a_death_is_sure(status: int | None, code: int, said: st
     assert verdict._how_it_ended(Death(1, status), code) == said
 
 
-STARTED = f"from mpips.ending import status; status._lines[0].started(); {UP}"
+STARTED = f"from mpips.ending import process; process._lines[0].started(); {UP}"
 DIES = f"{STARTED}time.sleep(0.3); os.kill(os.getpid(), signal.SIGKILL)"
 TOLD = "mpips: rank 1 (server) was ended by SIGKILL; the others go on\n"
 OLD = TOLD.replace("was ended by SIGKILL", "ended without a word")  # of a kernel that does not keep it

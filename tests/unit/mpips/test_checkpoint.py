@@ -17,12 +17,10 @@ from safetensors import safe_open
 
 from collectives.files import ABANDONED_SECONDS
 from mpips import Options, compression, optimizers
-from mpips.store.checkpoint.file import Reader
+from mpips.store.checkpoint.file import Reader, Tensor, TensorFile, Writer, write
 from mpips.store.checkpoint.load import load
-from mpips.store.checkpoint.residuals import given_back
 from mpips.store.checkpoint.save import save
-from mpips.store.checkpoint.source import Frozen
-from mpips.store.checkpoint.tensors import Tensor, TensorFile, Writer, write
+from mpips.store.checkpoint.source import Frozen, given_back
 from mpips.store.keys.key import Key
 from mpips.store.keys.sharding import Interval
 from mpips.store.runtime.tasks import nothing
@@ -378,7 +376,7 @@ def test_what_was_kept_back_is_shared_out_where_fewer_load():
 
 SAVES = """
 import sys, numpy as np
-from mpips.store.checkpoint.tensors import write
+from mpips.store.checkpoint.file import write
 for number in range(10 ** 6):
     write(sys.argv[1], {"a": np.full(200_000, number), "b": np.full(3, number)}, {})
     print(number, flush=True)

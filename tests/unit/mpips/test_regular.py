@@ -13,8 +13,7 @@ from collectives.files import NewFile
 from mpips.compression.registry import create as compressor
 from mpips.optimizers import SGD, Adam, Groups
 from mpips.store.checkpoint import folder as files
-from mpips.store.checkpoint.held import Claims
-from mpips.store.checkpoint.regular import Regular
+from mpips.store.checkpoint.resume import Claims, Regular
 from mpips.store.keys.key import Key
 
 

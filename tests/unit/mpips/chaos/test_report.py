@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpips.chaos import Done, Fault, Made, Note, Plan, Recovered, Run, Whom, judge
-from mpips.chaos.told import Told
+from mpips.chaos.injector import Told
 
 RANKS = 3
 

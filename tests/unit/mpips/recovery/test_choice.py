@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpips.store.recovery.choice import find, parts_by_server
-from mpips.store.recovery.inventory import Holding, KeyCard, Shelf, copies_of
+from mpips.store.recovery.plan import Holding, KeyCard, Shelf, copies_of, find, parts_by_server
 
 SIZE = 10
 

@@ -15,9 +15,8 @@ from collectives.fabric import arena
 from mpips.compression import TwoBit
 from mpips.optimizers import SGD, Adam, Groups, blocks
 from mpips.store.keys.row_sparse import RowSparse
-from mpips.store.recovery.memory import ledger
-from mpips.store.recovery.memory.ledger import Ledger
-from mpips.store.recovery.memory.units import Memory
+from mpips.store.recovery import memory as ledger
+from mpips.store.recovery.memory import Ledger, UnitMemory
 from mpips.store.server import reduce
 from mpips.store.server.reduce import Reduce
 from mpips.store.server.sources import Compressed, Elements, Rows
@@ -27,7 +26,7 @@ from tests.unit.mpips.server.machine import Arriving
 
 WORKERS, ROUNDS, SIZE, ROW = 2, 3, 60, 5
 KILLED_IN = (
-    "mpips/store/server/", "mpips/store/recovery/memory/undo", "mpips/optimizers/", "mpips/store/keys/row_sparse",
+    "mpips/store/server/", "mpips/store/recovery/undo", "mpips/optimizers/", "mpips/store/keys/row_sparse",
     "mpips/store/runtime/team",
 )  # fmt: skip
 SURVIVES = 1
@@ -71,7 +70,7 @@ class Server:
     def __init__(self, optimizer, block, threads, asynchronous, way):
         self.asynchronous, self.way = asynchronous, way
         self.ledger = Ledger()
-        memory = Memory(self.ledger)
+        memory = UnitMemory(self.ledger)
         groups = Groups(optimizer)
         card = UnitCard(0, "w", "float32", 0, SIZE, ROW, block, tuple(range(WORKERS)))
         kind = AsynchronousState if asynchronous else SynchronousState
@@ -92,7 +91,7 @@ class Server:
 def left(region):
     """What is there of a unit: what can be had by round, and pushes that count, with those that were told of."""
     segment = arena.segment(region)
-    book = ledger.read(segment, region, SURVIVES + 1)
+    book = ledger.read_ledger(segment, region, SURVIVES + 1)
     (entry,) = book.units
     undo = ledger.undo_of(segment, entry)
     found = {}
@@ -100,7 +99,7 @@ def left(region):
         arrays = undo.at(bool(before))
         assert (step is None) == (len(arrays) == 1 < len(undo.arrays)) or len(undo.arrays) == 1
         found[round_] = step, [array.copy() for array in arrays]
-    told = ledger.told(segment, entry)
+    told = ledger.told_pushes(segment, entry)
     return SimpleNamespace(rounds=found, pushes=undo.pushes(told), told=told)
 
 

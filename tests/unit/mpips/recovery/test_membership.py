@@ -3,9 +3,11 @@
 from itertools import chain, combinations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mpips.store.keys.sharding import Interval, split
-from mpips.store.recovery.membership import Roles, refusal, succession
+from mpips.store.recovery.membership import Roles, mirror_of, refusal, refuse_mirrors, succession
 
 SIZES = [(w, s, p, c) for w in (1, 2, 3) for s in (0, 1, 2) for p in (0, 1, 2) for c in (1, 2) if c <= w]
 
@@ -107,3 +109,26 @@ def test_a_spare_of_the_node_is_preferred():
 def test_where_what_is_left_does_not_suffice_a_sentence_says_so(old, lost, sentence):
     said = refusal(old, succession(old, lost, [0] * old.size))
     assert said.startswith(sentence) and bool(said) == bool(sentence)
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=9))
+def test_a_mirror_is_on_another_node_if_there_is_one(nodes):
+    for server, node in enumerate(nodes):
+        mirror = mirror_of(server, nodes)
+        if mirror is None:
+            assert len(set(nodes)) == 1
+        else:
+            assert nodes[mirror] != node
+
+
+def test_servers_on_nodes_of_their_own_are_a_ring():
+    assert [mirror_of(server, [0, 1, 2, 3]) for server in range(4)] == [1, 2, 3, 0]
+    assert [mirror_of(server, [0, 0, 0, 7, 7]) for server in range(5)] == [3, 3, 3, 0, 0]
+
+
+def test_what_is_refused():
+    assert refuse_mirrors(0, -1, [3]) == refuse_mirrors(1, 0, [3, 4, 4]) == ""
+    assert "all 3 share one" in refuse_mirrors(1, 2, [4, 4, 4])
+    assert "there is one server" in refuse_mirrors(1, 2, [4])
+    assert "has no servers" in refuse_mirrors(1, 2, [])
+    assert "ask for spares=0 or more" in refuse_mirrors(1, -1, [3, 4])

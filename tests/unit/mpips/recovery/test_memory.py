@@ -10,21 +10,28 @@ import pytest
 from collectives import CollectiveError
 from collectives.fabric import arena
 from mpips.optimizers import SGD, Adam, Groups
-from mpips.store.recovery.memory import ledger
-from mpips.store.recovery.memory.held import Held, Settled
-from mpips.store.recovery.memory.ledger import SEQUENCE, SLOT_WORDS, SLOTS, Book, Ledger
-from mpips.store.recovery.memory.units import Memory
+from mpips.store.recovery import memory as ledger
+from mpips.store.recovery.memory import (
+    SEQUENCE,
+    SLOT_WORDS,
+    SLOTS,
+    LastGeneration,
+    Ledger,
+    LedgerText,
+    NodeMemory,
+    UnitMemory,
+)
 from mpips.store.server.sources import Elements
 from mpips.store.server.state import SynchronousState
 from mpips.store.transport.frames import UnitCard
 
 
 def text(name):
-    return Book([], name.encode())
+    return LedgerText([], name.encode())
 
 
 def read(one, generation):
-    book = ledger.read(arena.segment(one.region), one.region, generation)
+    book = ledger.read_ledger(arena.segment(one.region), one.region, generation)
     return None if book is None else book.settings.decode()
 
 
@@ -65,7 +72,7 @@ def test_memory_in_another_segment_is_refused():
 def server(optimizer, **cards):
     """A server with these keys, of so many float32 elements, and its ledger."""
     one = Ledger()
-    memory, groups = Memory(one), Groups(optimizer)
+    memory, groups = UnitMemory(one), Groups(optimizer)
     made = memory.make(
         [UnitCard(number, key, "float32", 0, size, 1, 4, (0,)) for number, (key, size) in enumerate(cards.items())],
         groups,
@@ -85,7 +92,7 @@ def test_what_is_read_are_the_servers_own_arrays():
             state.pushed(unit, 0, Elements(np.full(unit.stored.size, 2, np.float32)), 0, 0.0)
         while state.work()[0]:
             pass
-    book = ledger.read(arena.segment(one.region), one.region, 1)
+    book = ledger.read_ledger(arena.segment(one.region), one.region, 1)
     for entry, unit in zip(book.units, state.units.values(), strict=True):
         undo = ledger.undo_of(arena.segment(one.region), entry)
         assert undo.standings() == [(2, 2), (1, 1)]
@@ -120,11 +127,11 @@ def test_values_from_outside_leave_no_way_back(torn):
 
 def test_memory_of_a_process_that_cannot_be_mapped_is_not_there():
     region = arena.locate(arena.empty(8))._replace(inode=1, pid=os.getppid())
-    assert Held({3: region}).ranks == []
+    assert NodeMemory({3: region}).ranks == []
 
 
 def test_every_attempt_finds_what_was_there_before_the_first():
-    settled = Settled()
+    settled = LastGeneration()
     assert [settled.before(1, "old"), settled.before(1, "attempt"), settled.before(1, "another")] == ["old"] * 3
     settled.begun()
     assert settled.before(2, "new") == "new"

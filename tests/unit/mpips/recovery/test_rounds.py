@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpips.store.recovery.rounds import choose
+from mpips.store.recovery.plan import choose
 
 
 @pytest.mark.parametrize(

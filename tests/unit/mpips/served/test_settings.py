@@ -9,8 +9,8 @@ import pytest
 from collectives import CollectiveError
 from mpips import optimizers
 from mpips.compression import TwoBit
-from mpips.store.recovery.inventory import Inventory
-from mpips.store.recovery.rebuild import Outlook
+from mpips.store.recovery.plan import Inventory
+from mpips.store.recovery.recover import Outlook
 from mpips.store.remote.states import Changes, Settings
 from mpips.store.transport import frames
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mpips import optimizers
 from mpips.optimizers import SGD, Adam, Add
-from mpips.store.recovery.memory.units import Memory
+from mpips.store.recovery.memory import UnitMemory
 from mpips.store.server.requests import Requests
 from mpips.store.server.sources import Elements
 from mpips.store.server.state import AsynchronousState, SynchronousState
@@ -38,7 +38,7 @@ class Server:
 
     def __init__(self, asynchronous=False):
         self.state = AsynchronousState() if asynchronous else SynchronousState()
-        self.requests, self.line = Requests(self.state, "server rank 4", Memory(None)), Line()
+        self.requests, self.line = Requests(self.state, "server rank 4", UnitMemory(None)), Line()
         cards = [UnitCard(number, key, "float32", 0, 10, 1, 4, (0, 1)) for number, key in ((3, "a"), (7, "b"))]
         self.ask(frames.Create(cards))
         self.units = [self.state.units[3], self.state.units[7]]

@@ -5,15 +5,15 @@ import pytest
 
 from mpips import RowSparse, optimizers
 from mpips.store.keys.key import Key
-from mpips.store.replicated.surviving import Surviving
-from mpips.store.replicated.undo import Copy
+from mpips.store.recovery.undo import Copy
+from mpips.store.replicated.surviving import SurvivingReplica
 
 OPTIMIZERS = [None, ("sgd", {"learning_rate": 0.5}), ("sgd", {"learning_rate": 0.5, "momentum": 0.9}), ("adam", {})]
 
 
 def replica(chosen):
     optimizer = None if chosen is None else optimizers.create(chosen[0], **chosen[1])
-    return Surviving(Key("w", (7, 1), np.dtype(np.float32)), np.arange(7, dtype=np.float32), optimizer, np.empty)
+    return SurvivingReplica(Key("w", (7, 1), np.dtype(np.float32)), np.arange(7, dtype=np.float32), optimizer, np.empty)
 
 
 def push(one, number):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpips.store.recovery.inventory import copies_of
+from mpips.store.recovery.copies import MirroredUnits, VersionSent
 from mpips.store.recovery.membership import Before
-from mpips.store.recovery.mirrors.copies import Copies
-from mpips.store.recovery.mirrors.letters import Sent
+from mpips.store.recovery.plan import copies_of
 
 PLACE = ("w", 3, 10)
 BEFORE = Before((0, 1, 2), (3,), 2, 2, (0, 1, 2, 3), ((0, 1), (1, 2)), (0, 1))
@@ -15,7 +14,7 @@ BEFORE = Before((0, 1, 2), (3,), 2, 2, (0, 1, 2, 3), ((0, 1), (1, 2)), (0, 1))
 
 
 def sent(round_, continues=True, step=None, dtypes=("float32",), torn=False, place=PLACE):
-    return Sent(place, round_, round_, step, continues, torn, list(dtypes), [])
+    return VersionSent(place, round_, round_, step, continues, torn, list(dtypes), [])
 
 
 def put(copies, letter, value, generation=0):
@@ -39,14 +38,14 @@ def found(copies):
 
 
 def test_the_last_two_rounds_can_be_had():
-    copies = Copies()
+    copies = MirroredUnits()
     for round_ in range(1, 5):
         put(copies, sent(round_), round_)
         assert found(copies) == {PLACE: {n: float(n) for n in range(max(1, round_ - 1), round_ + 1)}}
 
 
 def test_a_version_that_is_cut_off_leaves_the_last_whole_one():
-    copies = Copies()
+    copies = MirroredUnits()
     for round_ in range(1, 4):
         put(copies, sent(round_), round_)
     for array in copies.of(PLACE).room(sent(4)):
@@ -55,7 +54,7 @@ def test_a_version_that_is_cut_off_leaves_the_last_whole_one():
 
 
 def test_two_versions_need_the_memory_of_two():
-    copies, seen = Copies(), set()
+    copies, seen = MirroredUnits(), set()
     for round_ in range(1, 9):
         put(copies, sent(round_, continues=round_ > 4), round_)
         seen.add(copies.of(PLACE).versions[0].arrays[0].ctypes.data)
@@ -63,7 +62,7 @@ def test_two_versions_need_the_memory_of_two():
 
 
 def test_there_is_no_way_back_over_values_from_outside():
-    copies = Copies()
+    copies = MirroredUnits()
     put(copies, sent(1), 1)
     put(copies, sent(2), 2)
     put(copies, sent(2, continues=False, torn=True), 7)
@@ -72,7 +71,7 @@ def test_there_is_no_way_back_over_values_from_outside():
 
 
 def test_state_begins_and_ends():
-    copies = Copies()
+    copies = MirroredUnits()
     put(copies, sent(1), 1)
     put(copies, sent(2, step=1, dtypes=["float32", "float64"]), 2)
     (unit,) = copies.shelves(BEFORE, 2)[0].units
@@ -81,7 +80,7 @@ def test_state_begins_and_ends():
 
 
 def test_copies_are_offered_where_a_server_has_died():
-    copies = Copies()
+    copies = MirroredUnits()
     assert copies.shelves(BEFORE, 2) == []
     put(copies, sent(1), 1)
     (shelf,) = copies.shelves(BEFORE, 2)
@@ -90,7 +89,7 @@ def test_copies_are_offered_where_a_server_has_died():
 
 
 def test_in_the_next_generation_copies_stay_until_all_is_sent_anew():
-    copies, other, gone = Copies(), ("v", 0, 5), ("u", 0, 5)
+    copies, other, gone = MirroredUnits(), ("v", 0, 5), ("u", 0, 5)
     for place in (PLACE, other, gone):
         for round_ in (1, 2, 3):
             put(copies, sent(round_, place=place), round_)
@@ -103,14 +102,14 @@ def test_in_the_next_generation_copies_stay_until_all_is_sent_anew():
 
 
 def test_asynchronous_copies_have_no_history_to_be_of():
-    copies = Copies()
+    copies = MirroredUnits()
     put(copies, sent(5, continues=False), 5)
     copies.begin(None)
     assert found(copies) == {PLACE: {5: 5.0}}
 
 
 def test_what_nobody_uses_is_forgotten():
-    copies = Copies()
+    copies = MirroredUnits()
     put(copies, sent(1), 1)
     copies.forget([PLACE, ("never", 0, 1)])
     assert found(copies) == {} and np.size(copies.of(PLACE).room(sent(1))[0]) == 7

@@ -1,4 +1,4 @@
-"""Units of the next generation take over values and state of the old ones.
+"""Units of the next generation take over values and state of the old ones, as the plan says.
 
 In place, by copies on a node, or as messages between nodes. All ranks walk through one plan in one order.
 """
@@ -14,12 +14,9 @@ from numpy.typing import NDArray
 
 from collectives.network.failures import send
 from mpips.optimizers import Groups, initial
-from mpips.store.recovery.inventory import Holding
-from mpips.store.recovery.memory.held import Held
-from mpips.store.recovery.memory.surviving import Surviving
-from mpips.store.recovery.memory.units import Made, Memory, at
-from mpips.store.recovery.mirrors.copies import Copies
-from mpips.store.recovery.plan import Filling, Plan, Transfer
+from mpips.store.recovery.copies import MirroredUnits
+from mpips.store.recovery.memory import Made, NodeMemory, SurvivingUnit, UnitMemory, unit_arrays
+from mpips.store.recovery.plan import Holding, RecoveryPlan, Transfer, UnitPlan
 from mpips.store.roles import Layout
 from mpips.store.server.unit import Unit
 from mpips.store.transport.frames import dtype_of
@@ -30,27 +27,27 @@ TAG = 5
 MESSAGE_BYTES = 64 << 20
 
 
-class Reached:
+class ReachableMemory:
     """What is in memory that this rank reaches: its own units, those of servers that are mapped here, and copies that
     it keeps of others."""
 
     def __init__(
-        self, units: Sequence[Unit], owner: int, held: Held, generation: int, copies: Copies | None = None
+        self, units: Sequence[Unit], owner: int, held: NodeMemory, generation: int, copies: MirroredUnits | None = None
     ) -> None:  # fmt: skip
         """`owner`: the rank that this one had as a server. `generation`: the one that is to begin."""
         self.units, self._owner, self._held, self._generation, self._copies = units, owner, held, generation, copies
 
-    def at(self, owner: int, index: int, before: bool) -> list[Array]:
+    def arrays_of(self, owner: int, index: int, before: bool) -> list[Array]:
         """Values and state of a unit; `before`: as they were a round before. Not to be changed."""
         if owner == self._owner:
-            return at(self.units[index], before)
+            return unit_arrays(self.units[index], before)
         if owner < 0:
             assert self._copies is not None
             return self._copies.at(index, before)
-        return self._held.at(owner, index, before, self._generation)
+        return self._held.arrays_of(owner, index, before, self._generation)
 
 
-def server(layout: Layout, plan: Plan, memory: Memory, groups: Groups, there: Reached) -> Filled:
+def server(layout: Layout, plan: RecoveryPlan, memory: UnitMemory, groups: Groups, there: ReachableMemory) -> Filled:
     """Make this server's units, and begin to fill them and to send what others need."""
     fillings = [filling for filling in plan.fillings if filling.server == layout.rank]
     adopted = {
@@ -67,14 +64,14 @@ def server(layout: Layout, plan: Plan, memory: Memory, groups: Groups, there: Re
     return filled
 
 
-def sends(plan: Plan, layout: Layout, there: Reached) -> list[MPI.Request]:
+def sends(plan: RecoveryPlan, layout: Layout, there: ReachableMemory) -> list[MPI.Request]:
     """Begin to send what other ranks need of this one's memory. The messages keep what they are made of."""
     requests: list[MPI.Request] = []
     for filling in plan.fillings:
         for transfer in filling.transfers:
             if transfer.sent and transfer.holder == layout.rank:
                 part, holding = transfer.part, _holding(plan, transfer)
-                for array in there.at(part.owner, part.unit, part.before):
+                for array in there.arrays_of(part.owner, part.unit, part.before):
                     cut = array[transfer.start - holding.start : transfer.stop - holding.start]
                     requests += [send(layout.world, data, filling.server, TAG) for data in _messages(cut)]
     return requests
@@ -83,14 +80,14 @@ def sends(plan: Plan, layout: Layout, there: Reached) -> list[MPI.Request]:
 class Filled:
     """The new units of one server, while they are being filled."""
 
-    def __init__(self, plan: Plan, layout: Layout, made: Made, there: Reached) -> None:
+    def __init__(self, plan: RecoveryPlan, layout: Layout, made: Made, there: ReachableMemory) -> None:
         self._plan, self._comm, self._there = plan, layout.world, there
         self._units, self.where = made
         self.requests: list[MPI.Request] = []
         """Messages under way; `finish` may be called when they have ended."""
-        self._left: list[tuple[Filling, Unit, list[list[Array]]]] = []
+        self._left: list[tuple[UnitPlan, Unit, list[list[Array]]]] = []
 
-    def begin(self, filling: Filling, unit: Unit) -> None:
+    def begin(self, filling: UnitPlan, unit: Unit) -> None:
         """Copy what is here, and begin to receive what is not."""
         if not filling.adopted:
             self._left.append((filling, unit, [self._take(unit, transfer) for transfer in filling.transfers]))
@@ -101,7 +98,7 @@ class Filled:
         values = unit.stored[transfer.start - unit.start : transfer.stop - unit.start]
         if not transfer.sent:
             first, last = transfer.start - holding.start, transfer.stop - holding.start
-            there, *state = self._there.at(part.owner, part.unit, part.before)
+            there, *state = self._there.arrays_of(part.owner, part.unit, part.before)
             values[...] = there[first:last]
             return [array[first:last] for array in state]
         names = [] if _step(holding, transfer) is None else holding.states
@@ -137,10 +134,10 @@ class Filled:
         return mine, max(known)
 
 
-def _adopt(filling: Filling, old: Unit, unit: Unit) -> None:
+def _adopt(filling: UnitPlan, old: Unit, unit: Unit) -> None:
     """The new unit has the old one's arrays: it stands where the old one does, or is put back to."""
     if filling.transfers[0].part.before:
-        assert isinstance(old, Surviving)
+        assert isinstance(old, SurvivingUnit)
         old.undo.back()
         old.goes_back_to(old.undo.standings()[0][1])
         old.round = filling.round
@@ -153,7 +150,7 @@ def _slots(unit: Unit) -> int:
     return 0 if unit.optimizer is None else len(initial(unit.optimizer, unit.stored[:0]))
 
 
-def _holding(plan: Plan, transfer: Transfer) -> Holding:
+def _holding(plan: RecoveryPlan, transfer: Transfer) -> Holding:
     return plan.holdings[transfer.part.owner][transfer.part.unit]
 
 

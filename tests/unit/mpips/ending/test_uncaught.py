@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from collectives.errors import of_caller
-from mpips.ending import last_words
+from mpips.ending import uncaught
 
 
 def ours(code: str) -> Callable[..., Any]:
@@ -29,7 +29,7 @@ def raised(call: Callable[..., object], *words: object) -> BaseException:
 
 
 def shown(error: BaseException) -> str:
-    return "".join(traceback.format_exception(type(error), error, last_words._users(error, error.__traceback__)))
+    return "".join(traceback.format_exception(type(error), error, uncaught._users(error, error.__traceback__)))
 
 
 refuse = ours("def call(words):\n    inner(words)\ndef inner(words):\n    raise of_caller(ValueError(words))\n")
@@ -37,11 +37,11 @@ refuse = ours("def call(words):\n    inner(words)\ndef inner(words):\n    raise 
 
 def test_the_rank_in_front_does_not_tell_sentences_apart_and_all_else_does() -> None:
     words = "rank {}: pull: key 'v' was not initialised"
-    assert last_words._nameless(words.format(0)) == last_words._nameless(words.format(31))
-    assert last_words._nameless(words.format(0)) != last_words._nameless(words.format(0).replace("'v'", "'w'"))
+    assert uncaught._nameless(words.format(0)) == uncaught._nameless(words.format(31))
+    assert uncaught._nameless(words.format(0)) != uncaught._nameless(words.format(0).replace("'v'", "'w'"))
     for other in ("rank 1 waits for ranks [0]", "init: rank 1: no array", "the rank 1: of 2"):
-        assert last_words._nameless(other) == other
-    assert last_words._nameless("rank 0: rank 1: twice") == "rank 1: twice"
+        assert uncaught._nameless(other) == other
+    assert uncaught._nameless("rank 0: rank 1: twice") == "rank 1: twice"
 
 
 def test_a_refused_argument_is_shown_with_the_lines_of_the_caller_alone() -> None:
@@ -73,7 +73,7 @@ def test_what_we_caught_on_the_way_is_not_shown_and_what_the_caller_caught_is() 
 def test_a_sentence_of_ours_is_the_same_wherever_it_is_raised() -> None:
     late = raised(ours("def call(words):\n    raise of_caller(RuntimeError(words))\n"), "rank 1: push: no")
     first = raised(refuse, "rank 1: push: no")
-    assert last_words._identity(first, first.__traceback__) == last_words._identity(late, late.__traceback__)
+    assert uncaught._identity(first, first.__traceback__) == uncaught._identity(late, late.__traceback__)
 
 
 @pytest.mark.parametrize("other", [lambda: int("x"), lambda: {}["x"]])
@@ -82,5 +82,5 @@ def test_other_errors_are_the_same_only_from_the_same_line(other: Callable[[], o
         return int("x")
 
     first, again, another = raised(here), raised(here), raised(other)
-    assert last_words._identity(first, first.__traceback__) == last_words._identity(again, again.__traceback__)
-    assert last_words._identity(first, first.__traceback__) != last_words._identity(another, another.__traceback__)
+    assert uncaught._identity(first, first.__traceback__) == uncaught._identity(again, again.__traceback__)
+    assert uncaught._identity(first, first.__traceback__) != uncaught._identity(another, another.__traceback__)

@@ -4,12 +4,16 @@ Before a block is written its old bytes are copied, then the mark moves on, then
 being written the one before is the copy up to the mark, and the values behind it. Once the round is complete, both can
 be had. A round that changes some rows keeps those rows and their numbers. All lies in memory that outlives the process;
 stores of one process are seen in their order.
+
+A replica of a store without servers dies with its process, so `ReplicaUndo` needs no marks. An optimizer updates in
+place, so value and state are copied before. Without an optimizer the array that was the value before still holds it,
+until the next sum goes there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -208,3 +212,56 @@ def _move(pairs: Sequence[tuple[Array, Array]], rows: NDArray[np.int64], row_ele
         for at in range(0, len(rows), ROWS_AT_A_TIME):
             some = rows[at : at + ROWS_AT_A_TIME]
             mine[some] = theirs[some]
+
+
+class Copy(NamedTuple):
+    """A replica after some round: its value, the optimizer's state, and how often it has updated."""
+
+    round: int
+    step: int
+    value: Array
+    state: list[Array] | None
+
+    @property
+    def arrays(self) -> list[Array]:
+        """All arrays."""
+        return [self.value, *(self.state or ())]
+
+
+class ReplicaUndo:
+    """What a replica was before its last round; `before` is None where that is not known."""
+
+    __slots__ = ("_allocate", "_room", "before")
+
+    def __init__(self, allocate: Callable[[int, np.dtype], Array]) -> None:
+        self._allocate = allocate
+        self.before: Copy | None = None
+        self._room: list[Array] = []
+
+    def copy(self, now: Copy) -> None:
+        """The replica is about to be updated in place."""
+        self.before = None
+        room = self._room if _same_arrays(self._room, now.arrays) else None
+        if room is None:
+            room = self._room = [self._allocate(array.size, array.dtype) for array in now.arrays]
+        for kept, array in zip(room, now.arrays):
+            kept[...] = array
+        self.before = Copy(now.round, now.step, room[0], None if now.state is None else room[1:])
+
+    def instead_of(self, now: Copy | None) -> None:
+        """The replica becomes another copy, whose arrays are not these: what it was is kept; None where it is torn."""
+        if now is not None:
+            self.before, self._room = now, now.arrays
+
+    def overwritten(self, array: Array) -> None:
+        """The array is about to be written."""
+        if self.before is not None and self.before.value is array:
+            self.before = None
+
+    def forget(self) -> None:
+        """The replica was changed otherwise than by a round."""
+        self.before = None
+
+
+def _same_arrays(one: Sequence[Array], other: Sequence[Array]) -> bool:
+    return [(array.size, array.dtype) for array in one] == [(array.size, array.dtype) for array in other]

@@ -1,10 +1,10 @@
-"""How an error ends a job: it is said once for all ranks that share it, and then all are ended.
+"""An uncaught error ends the job: it is said once for all ranks that share it, and then all ranks are ended.
 
-A rank with an uncaught error that is not rank 0 waits a moment whether another says the same: the same type and
+A rank with an uncaught error that is not rank 0 waits a moment for another that says the same: the same type and
 sentence (but for the rank in front of it), from the same place of the user's program; or, where the sentence is ours,
 the same sentence. If so it keeps silent; if another error is said, or none, it says its own, tells the others so, and
-ends the job. So an error that one rank alone has is always said. Who only heard that another rank has made a mistake
-waits longer: the lines to be seen are that rank's.
+ends the job. So an error that one rank alone has is always said. A rank that has only heard of another's mistake waits
+longer: the lines to be seen are that rank's.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
 from collectives.errors import is_ours
-from mpips.ending.children import is_started
-from mpips.ending.finalize import survives
-from mpips.ending.status import say_failure
+from mpips.ending.process import is_started, say_failure, survives
 from mpips.store.world import launched_as
 
 if TYPE_CHECKING:

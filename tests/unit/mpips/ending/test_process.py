@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from mpips.ending import finalize
+from mpips.ending import process
 
 ROOT = Path(__file__).parents[4]
 HANGS = """
 import atexit, sys, time
-from mpips.ending import finalize
+from mpips.ending import process
 atexit.register(print, "closed")
 def end():
-    if not finalize.finalized(lambda: time.sleep(600), 0.1):
-        finalize.leave_at_once()
+    if not process.finalized(lambda: time.sleep(600), 0.1):
+        process.leave_at_once()
 atexit.register(end)
 print("last", end=" ")
 """
@@ -38,7 +38,7 @@ def test_a_program_keeps_its_code_and_its_output(ends: str, code: int) -> None:
 
 def test_what_comes_back_is_not_waited_for() -> None:
     begun = time.monotonic()
-    assert finalize.finalized(lambda: None, 60)
+    assert process.finalized(lambda: None, 60)
     assert time.monotonic() - begun < 30
 
 
@@ -46,7 +46,7 @@ def test_what_comes_back_is_not_waited_for() -> None:
 def test_a_rank_knows_whether_it_outlives_others(
     monkeypatch: pytest.MonkeyPatch, value: str | None, survives: bool
 ) -> None:
-    monkeypatch.delenv(finalize.SURVIVES, raising=False)
+    monkeypatch.delenv(process.SURVIVES, raising=False)
     if value is not None:
-        monkeypatch.setenv(finalize.SURVIVES, value)
-    assert finalize.survives() is survives
+        monkeypatch.setenv(process.SURVIVES, value)
+    assert process.survives() is survives

@@ -1,0 +1,325 @@
+"""A store that goes on from a folder and saves itself there (options `checkpoint` and `every`).
+
+`resume` loads the newest checkpoint that can be read. A job that goes on makes the same calls as one that begins, and
+so does a worker that has joined a store which others train; after a recovery a program may repeat them. `Claims` are
+what such calls find: `init` of a key that is there keeps what is stored, `set_optimizer` keeps the optimizer with its
+numbers and state, and `set_gradient_compression` what was kept back. Such a call is local: other workers make it in
+their own time, or made it long ago.
+
+`Regular` saves. A *step* of a program pushes each key once. It ends on a worker when that begins to push a key once
+more than it has pushed any: so all workers of a synchronous store come to the same end, each in its own time, and save
+together there. Nothing is saved after a step at whose end keys have been pushed unequally often. In an asynchronous
+store worker 0 saves alone, after steps of its own: each key as it is then, with whatever others have pushed; what
+compression has kept back is not saved. Where the last save is still being written, the next one waits for a later step,
+and nobody waits for it. What the store holds when all workers close it is saved, too.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from collectives.errors import CollectiveError, warn
+from collectives.network import failures
+from mpips.compression.base import Compressor
+from mpips.compression.registry import options
+from mpips.optimizers.base import Optimizer, unlike
+from mpips.optimizers.groups import Groups
+from mpips.store.checkpoint import folder as files
+from mpips.store.checkpoint.load import load
+from mpips.store.checkpoint.save import Saving, save, save_alone
+from mpips.store.checkpoint.source import Store
+from mpips.store.keys.key import SHOWN, Key, Name
+from mpips.store.roles import Layout
+
+TAG = 6
+"""Of `tell`'s message on the store's communicator."""
+
+
+def resume(store: Store) -> tuple[int, Claims]:
+    """Take the newest checkpoint of the folder that can be read: its step, 0 where there is none, and what the program
+    may then ask for. Collective, blocking; ValueError on all workers where there is no folder, and none can be made, or
+    nothing in it can be read."""
+    folder = store.layout.options.checkpoint
+    steps: dict[int, str] = {}
+    refusal: BaseException | None = None
+    if store.layout.rank == 0:
+        try:
+            files.make(folder)
+            files.clear_parts(folder)
+            steps = files.steps_in(folder)
+        except ValueError as error:
+            refusal = error
+    told = store.agree("create", refusal=refusal, data=" ".join(map(str, steps)).encode())
+    failure: ValueError | None = None
+    for step in sorted(map(int, told[0].split()), reverse=True):
+        path = files.path_of(folder, step)
+        try:
+            load(store, path)
+        except CollectiveError:
+            raise
+        except ValueError as error:  # the same on all workers, and nothing has changed
+            failure = failure or error
+            if store.layout.rank == 0:
+                warn(f"the checkpoint of step {step} is left out: {error}")
+            continue
+        if store.layout.rank == 0:
+            print(f"mpips: the store goes on from step {step}, saved in {folder}", file=sys.stderr, flush=True)
+        return step, Claims(path, store.keys, store.groups, store.compressor, saved=True, strict=True)
+    if failure is not None:
+        raise failure
+    return 0, Claims()
+
+
+class Waits(Protocol):
+    """What waits: a `Generation`."""
+
+    def wait(self, ready: Callable[[], object], what: str) -> None: ...
+
+
+def tell_spares(layout: Layout, step: int | None) -> None:
+    """On worker 0: the store goes on from this step and saves itself; None: it does not. Does not block."""
+    if layout.spares and layout.rank == 0:
+        size = layout.world.Get_size()
+        failures.tell(layout.world, msgspec.msgpack.encode(step), range(size - layout.spares, size), TAG)
+
+
+def hear(layout: Layout, generation: Waits) -> int | None:
+    """On a spare: what worker 0 has told; blocking."""
+    said: list[bytes] = []
+
+    def heard() -> bool:
+        if (message := failures.received(layout.world, TAG)) is not None:
+            said.append(message[1])
+        return bool(said)
+
+    generation.wait(heard, "create")
+    return msgspec.msgpack.decode(said[0], type=int | None)
+
+
+LISTS = (list, tuple)
+LATER = 8
+"""While a save is under way, and after a recovery, the next one is tried after 1 / 8 of the steps between two."""
+
+
+class Regular:
+    """When the store of this worker saves itself. `step`: that from which it goes on."""
+
+    def __init__(self, store: Store, step: int) -> None:
+        options = store.layout.options
+        self.folder, self.every = options.checkpoint, options.every
+        self._store, self._step = store, step
+        self.pushing: Any = ()
+        self._counts: dict[Name, int] = {}
+        """How often this worker has pushed each key."""
+        self._most = 0
+        """The steps that this worker has begun."""
+        self._next: float = self._after(step)
+        self._saved = step
+        """The last step that was saved, or that it goes on from."""
+        self._warned = False
+
+    def _after(self, step: int) -> int:
+        return (step // self.every + 1) * self.every
+
+    def _soon(self, step: int) -> int:
+        return min(self._after(step), step + max(1, self.every // LATER))
+
+    def is_due(self, key: Any) -> bool:
+        """Whether a push of this key, or list of keys, begins a step before which the store has to be saved."""
+        if self._step + self._most < self._next:
+            return False
+        if self._store.layout.rank and self._store.layout.asynchronous:
+            return False
+        counts = self._counts
+        try:
+            pushed = max([counts.get(name, 0) for name in (key if type(key) in LISTS else (key,))], default=0)
+        except TypeError:  # such keys cannot be; the push says so
+            return False
+        return pushed == self._most and (self._store.layout.asynchronous or self._are_equal())
+
+    def count(self, key: Any) -> None:
+        """Such a push has been made."""
+        for name in key if type(key) in LISTS else (key,):
+            self._counts[name] = count = self._counts.get(name, 0) + 1
+            if count > self._most:
+                self._most = count
+
+    def leave(self) -> tuple[str, int]:
+        """Save no more, as the caller will: to which folder, and after how many rounds each."""
+        self._next = math.inf
+        return self.folder, self.every
+
+    def set_rounds(self, rounds: Mapping[Name, int]) -> None:
+        """The store stands at these rounds, after `recover`."""
+        self._counts, self._most = dict(rounds), max(rounds.values(), default=0)
+        self._next = self._soon(self._step + self._most)  # the last save may have been lost
+
+    def save(self) -> RegularSaving | None:
+        """Save what is stored, beside the training. None where that is left to a later step, or was not possible,
+        which is warned of. Collective in a synchronous store."""
+        store, step, alone = self._store, self._step + self._most, self._store.layout.asynchronous
+        store.finish()
+        busy = store.saving is not None and not store.saving.go_on()
+        if busy if alone else store.agree("save", data=b"busy" if busy else b"")[0]:
+            self._next = self._soon(step)
+            return None
+        self._next, self._saved = self._after(step), step
+        path = files.path_of(self.folder, step)
+        try:
+            saving = save_alone(store, path) if alone else save(store, path, wait=False)
+        except CollectiveError:
+            raise
+        except ValueError as error:  # the same on all workers, and nothing has changed
+            if store.layout.rank == 0:
+                warn(f"the store was not saved after step {step}: {error}")
+            return None
+        assert saving is not None
+        store.saving = made = RegularSaving(saving, self.folder if store.layout.rank == 0 else "")
+        return made
+
+    def save_last(self, alike: bool) -> None:
+        """Begin to save what is stored at the end, unless it has been, or the caller saves. `alike`: all workers have
+        pushed each key equally often. Collective in a synchronous store."""
+        store, step, alone = self._store, self._step + self._most, self._store.layout.asynchronous
+        if self._next == math.inf or step == self._saved or (alone and store.layout.rank):
+            return
+        if alone or (alike and self._are_equal()):
+            if store.saving is not None:
+                store.saving.finish()
+            self.save()
+        elif store.layout.rank == 0 and not alike:
+            warn(f"the store is not saved after step {step}: workers close it after unequal numbers of pushes")
+
+    def _are_equal(self) -> bool:
+        """Whether all keys that have been pushed were pushed equally often."""
+        pushed = {name: count for name in self._store.keys if (count := self._counts.get(name, 0))}
+        few = min(pushed, key=pushed.__getitem__, default=None)
+        if few is None or pushed[few] == self._most:
+            return True
+        if not self._warned and self._store.layout.rank == 0:
+            self._warned = True
+            warn(
+                f"the store is not saved: key {few!r} was pushed {pushed[few]} times, others {self._most} times; push "
+                "every key once a step, or save by kv.save"
+            )
+        return False
+
+
+class RegularSaving:
+    """A save that, once it is over, removes older ones from its folder ("": nothing)."""
+
+    def __init__(self, saving: Saving, folder: str) -> None:
+        self._saving, self._folder = saving, folder
+
+    def go_on(self) -> bool:
+        """See `Saving`."""
+        if over := self._saving.go_on():
+            self._prune()
+        return over
+
+    def finish(self) -> None:
+        """See `Saving`."""
+        self._saving.finish()
+        self._prune()
+
+    def _prune(self) -> None:
+        if self._folder:
+            files.prune(self._folder)
+            self._folder = ""
+
+
+class Claims:
+    """What the program may claim: each once, optimizers and compression before it pushes anything. `source` names where
+    it is from in sentences.
+
+    `later`: keys that may be claimed after the first push, too; all where None. `saved`: by another job, and so
+    perhaps by another training. `strict`: an optimizer of another class is an error.
+    """
+
+    def __init__(
+        self, source: str = "", names: Iterable[Name] = (), groups: Groups | None = None,
+        compressor: Compressor | None = None, *, later: Iterable[Name] | None = None, saved: bool = False,
+        strict: bool = False,
+    ) -> None:  # fmt: skip
+        self.source, self.names, self._compressor = source, set(names), compressor
+        self._cure = "give the same, or another folder" if saved else "give the same"
+        self._unasked, self._strict = saved, strict
+        self._default = None if groups is None else groups.default
+        self._own = {} if groups is None else dict(groups.own)
+        self._later = set(self.names if later is None else later)
+        """Keys that may also be claimed after the first push."""
+
+    def renewed(self, source: str, names: Iterable[Name], groups: Groups, compressor: Compressor | None) -> Claims:
+        """What it may claim after a recovery, until it pushes: everything."""
+        there = set(names)
+        return Claims(source, there, groups, compressor, later=there & self._later)
+
+    def pushed(self) -> None:
+        """The program has pushed: all other calls are made together from now on."""
+        self.names = self._later
+        self._default, self._own, self._compressor = None, {}, None
+
+    def see(self, here: Key, asked: Key) -> None:
+        """ValueError where `init` asks for a key that is held in another shape or dtype."""
+        if (here.shape, here.dtype) != (asked.shape, asked.dtype):
+            there, wanted = f"{here.dtype.name}{here.shape}", f"{asked.dtype.name}{asked.shape}"
+            raise ValueError(f"init: key {asked.name!r} is {there} in {self.source} and {wanted} here: {self._cure}")
+
+    def see_any(self, asked: Sequence[Name]) -> None:
+        """ValueError where the first `init` asks for keys of which none was saved, though some were."""
+        if self._unasked and self.names and asked and not any(name in self.names for name in asked):
+            some = ", ".join(map(repr, sorted(self.names, key=str)[:SHOWN]))
+            raise ValueError(
+                f"init: key {asked[0]!r} is not in {self.source}, which has {some}, so it was saved by another "
+                "training: give another folder"
+            )
+
+    def claim(self, names: Iterable[Name]) -> None:
+        """`init` has asked for these, or they are gone."""
+        self._unasked = False
+        self.keep((self.names | self._later).difference(names))
+
+    def keep(self, names: Collection[Name]) -> None:
+        """Only these keys are left."""
+        self.names.intersection_update(names)
+        self._later.intersection_update(names)
+
+    @property
+    def optimizers(self) -> bool:
+        """Whether there is one to be claimed."""
+        return self._default is not None or bool(self._own)
+
+    def unheld(self, chosen: Optimizer, names: Sequence[Name] | None) -> Sequence[Name] | None:
+        """The keys of a `set_optimizer` (None: all) for which it has to be set anew: none, [], where all are held."""
+        if names is None:
+            return [] if self._suits(self._default, chosen) else None
+        return [name for name in names if not self._suits(self._own.get(name, self._default), chosen)]
+
+    def _suits(self, there: Optimizer | None, chosen: Optimizer) -> bool:
+        if there is not None and type(there) is not type(chosen) and self._strict:
+            has, given = type(there).__name__, type(chosen).__name__
+            raise ValueError(f"set_optimizer: {self.source} has {has}, and this is {given}: {self._cure}")
+        return type(there) is type(chosen)
+
+    def kept(self, chosen: Optimizer, names: Sequence[Name] | None) -> str:
+        """What `set_optimizer` of keys (None: all) does not change, as the checkpoint of an earlier job has it."""
+        held = [self._default] if names is None else [self._own.get(name, self._default) for name in names]
+        told = [unlike(there, chosen) for there in held if self._strict and type(there) is type(chosen)]
+        return next(filter(None, told), "")
+
+    def claim_optimizers(self, names: Sequence[Name] | None) -> None:
+        """`set_optimizer` has asked for that of these keys, or for the default."""
+        if names is None:
+            self._default = None
+        for name in names or ():
+            self._own.pop(name, None)
+
+    def claims(self, chosen: Compressor) -> bool:
+        """Whether this compression is held, with what it has kept back; no longer."""
+        held, self._compressor = self._compressor, None
+        return held is not None and options(held) == options(chosen)

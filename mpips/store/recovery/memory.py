@@ -1,0 +1,433 @@
+"""The memory of a server's units, which outlives the server, and the ledger by which others find it.
+
+A server writes a ledger of its units into its own memory, and the other ranks of its node map that while it lives.
+There are two slots, so that an end in the middle of writing leaves the older text. Each text says of which generation
+it is. That of a generation which never began, because somebody died before, does not count.
+
+`UnitMemory` makes units, with undo copies where the store survives deaths (`SurvivingUnit`); `Ledger` tells where they
+lie; `NodeMemory` is what every rank of a node keeps of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.errors import CollectiveError
+from collectives.fabric import arena
+from collectives.fabric.arena import Region
+from mpips.compression import registry as compression
+from mpips.compression.base import Compressor
+from mpips.optimizers.base import Optimizer, State, state_dtypes
+from mpips.optimizers.groups import Groups
+from mpips.optimizers.registry import decode, encode
+from mpips.store.keys.key import Name
+from mpips.store.keys.row_sparse import RowSparse
+from mpips.store.recovery import undo
+from mpips.store.recovery.plan import Holding, Shelf, dtype_names
+from mpips.store.recovery.undo import WORDS, Undo, with_state
+from mpips.store.roles import Layout
+from mpips.store.server.unit import Unit
+from mpips.store.transport import frames
+from mpips.store.transport.frames import Created, UnitCard, dtype_of
+
+Array = NDArray[Any]
+SLOT_WORDS = 4
+SEQUENCE, GENERATION, OFFSET, NBYTES = range(SLOT_WORDS)
+"""Of a slot: the number of the text, 0 while it changes; its generation; where it lies in the segment."""
+SLOTS = 2
+
+
+class LedgerEntry(msgspec.Struct, array_like=True):
+    """One unit: what it is, and where its memory begins in the server's segment."""
+
+    key: int | str
+    dtype: str
+    start: int
+    stop: int
+    row_elements: int
+    contributors: tuple[int, ...]
+    words: int
+    """What its workers look at: word 1 + i counts pushes of contributor i."""
+    journal: int
+    """The words of its undo copy."""
+    rows: tuple[int, int]
+    """Room for numbers of rows: where, and how many."""
+    arrays: list[tuple[str, int, int]]
+    """Dtype of the values and of each array of state, where it is, and where its copy is."""
+
+
+class LedgerText(msgspec.Struct, array_like=True):
+    """All that a server has."""
+
+    units: list[LedgerEntry]
+    settings: bytes
+    """Its optimizers and its compression, see `encode_settings`."""
+
+
+class Ledger:
+    """A server's own ledger."""
+
+    def __init__(self) -> None:
+        self._memory = arena.empty(SLOTS * SLOT_WORDS, np.uint64)
+        self._memory[...] = 0
+        self._slots = memoryview(self._memory)  # type: ignore[arg-type]
+        self._texts: list[Array | None] = [None] * SLOTS
+        self._written = 0
+        region = arena.locate(self._memory)
+        assert region is not None
+        self.region: Region = region
+
+    def offset(self, array: Array) -> int:
+        """Where an array begins in the segment. CollectiveError where it lies in another one."""
+        region = arena.locate(array)
+        if region is None or region[:3] != self.region[:3]:
+            raise CollectiveError("a server's arrays lie in more than one segment: give the node fewer ranks")
+        return region.offset
+
+    def publish(self, book: LedgerText, generation: int) -> None:
+        """From now on this is what the server has, once that generation has begun."""
+        text = msgspec.msgpack.encode(book)
+        memory = arena.empty(len(text), np.uint8)
+        memory[...] = np.frombuffer(text, np.uint8)
+        slot = min(range(SLOTS), key=lambda slot: self._slots[slot * SLOT_WORDS + SEQUENCE])
+        at, self._written = slot * SLOT_WORDS, self._written + 1
+        words = self._slots
+        words[at + SEQUENCE] = 0
+        words[at + GENERATION], words[at + OFFSET], words[at + NBYTES] = generation, self.offset(memory), len(text)
+        words[at + SEQUENCE] = self._written
+        self._texts[slot] = memory
+
+    def attempt(self, generation: int) -> None:
+        """An attempt to begin that generation: what an earlier one has published for it does not count."""
+        for at in range(0, SLOTS * SLOT_WORDS, SLOT_WORDS):
+            if self._slots[at + GENERATION] >= generation:
+                self._slots[at + SEQUENCE] = 0
+
+
+def read_ledger(segment: NDArray[np.uint8], region: Region, generation: int) -> LedgerText | None:
+    """What the owner of a segment had when the last generation before `generation` was over; its header lies in
+    `region`."""
+    header = segment[region.offset : region.offset + 8 * SLOTS * SLOT_WORDS].view(np.uint64).reshape(SLOTS, SLOT_WORDS)
+    texts = [slot for slot in header.tolist() if slot[SEQUENCE] and slot[GENERATION] < generation]
+    if not texts:
+        return None
+    last = max(texts, key=lambda slot: slot[SEQUENCE])
+    data = segment[last[OFFSET] : last[OFFSET] + last[NBYTES]]
+    return msgspec.msgpack.decode(data.tobytes(), type=LedgerText)
+
+
+def ledger_entry(
+    ledger: Ledger, key: int | str, start: int, undo: Undo, words: Array, contributors: tuple[int, ...]
+) -> LedgerEntry:  # fmt: skip
+    """What the ledger says of a unit."""
+    values = undo.arrays[0]
+    rows = (0, 0) if undo.rows is None else (ledger.offset(undo.rows), len(undo.rows))
+    arrays = [
+        (array.dtype.name, ledger.offset(array), ledger.offset(copy))
+        for array, copy in zip(undo.arrays, undo.copies, strict=True)
+    ]
+    return LedgerEntry(
+        key, values.dtype.name, start, start + values.size, undo.row_elements, contributors, ledger.offset(words),
+        ledger.offset(np.asarray(undo.words)), rows, arrays,
+    )  # fmt: skip
+
+
+def undo_of(segment: NDArray[np.uint8], entry: LedgerEntry) -> Undo:
+    """The memory of a unit, in a segment that is mapped here."""
+    size = entry.stop - entry.start
+
+    def view(offset: int, count: int, dtype: Any) -> Array:
+        kind = np.dtype(dtype)
+        return segment[offset : offset + count * kind.itemsize].view(kind)
+
+    first = [view(array, size, dtype_of(name)) for name, array, _ in entry.arrays]
+    second = [view(copy, size, dtype_of(name)) for name, _, copy in entry.arrays]
+    rows = view(entry.rows[0], entry.rows[1], np.int64) if entry.rows[1] else None
+    return Undo(first, second, memoryview(view(entry.journal, WORDS, np.uint64)), rows, entry.row_elements)  # type: ignore[arg-type]
+
+
+def told_pushes(segment: NDArray[np.uint8], entry: LedgerEntry) -> Sequence[int]:
+    """How many pushes of each contributor the server has told of."""
+    words = segment[entry.words : entry.words + 8 * (1 + len(entry.contributors))].view(np.uint64)
+    return [int(word) for word in words[1:]]
+
+
+T = TypeVar("T")
+
+
+class LastGeneration(Generic[T]):
+    """What this rank had when the last generation was over, while attempts are made to begin the next one."""
+
+    def __init__(self) -> None:
+        self._value: T | None = None
+        self._generation = -1
+
+    def before(self, generation: int, now: T) -> T:
+        """What this rank had before the first attempt to begin that generation, which is what it has `now` if this is
+        it."""
+        if generation > self._generation or self._value is None:
+            self._value, self._generation = now, generation
+        return self._value
+
+    def begun(self) -> None:
+        """The generation has begun: what was before may go."""
+        self._value = None
+
+
+class Mapped(NamedTuple):
+    """A server's segment, and where its ledger lies."""
+
+    segment: NDArray[np.uint8]
+    region: Region
+
+
+class NodeMemory:
+    """The memory of the servers of one generation, by their ranks; of those that share this node and keep a ledger."""
+
+    def __init__(self, regions: Mapping[int, Region] | None = None) -> None:
+        self._mapped: dict[int, Mapped] = {}
+        for rank, region in (regions or {}).items():
+            try:
+                self._mapped[rank] = Mapped(arena.segment(region), region)
+            except CollectiveError:  # another container: MPI shares memory there, we cannot
+                continue
+        self._books: dict[tuple[int, int], LedgerText | None] = {}
+
+    @property
+    def ranks(self) -> list[int]:
+        """The servers whose memory is here."""
+        return list(self._mapped)
+
+    def shelves(self, layout: Layout, generation: int) -> list[Shelf]:
+        """What the dead servers had for which this rank speaks when `generation` is to begin: it is the lowest of
+        those left on their node."""
+        before = layout.before
+        if before is None:
+            return []
+        found = []
+        for rank in self._mapped:
+            here = min(old for old in before.origin if before.nodes[old] == before.nodes[rank])
+            if rank in before.lost and here == before.origin[layout.rank]:
+                book = self._book(rank, generation)
+                if book is not None:
+                    found.append(Shelf(rank, False, book.settings, self._holdings(rank, book, layout.asynchronous)))
+        return found
+
+    def arrays_of(self, owner: int, index: int, before: bool, generation: int) -> list[Array]:
+        """Values and state of a unit of a server whose memory is here; `before`: as they were a round before."""
+        book = self._book(owner, generation)
+        assert book is not None
+        return undo_of(self._mapped[owner].segment, book.units[index]).at(before)
+
+    def _book(self, rank: int, generation: int) -> LedgerText | None:
+        if (rank, generation) not in self._books:
+            self._books[rank, generation] = read_ledger(*self._mapped[rank], generation)
+        return self._books[rank, generation]
+
+    def _holdings(self, rank: int, book: LedgerText, asynchronous: bool) -> list[Holding]:
+        segment = self._mapped[rank].segment
+        found = []
+        for entry in book.units:
+            undo = undo_of(segment, entry)
+            standings = undo.standings()
+            counts = undo.pushes(told_pushes(segment, entry)) if asynchronous else []
+            if asynchronous:
+                standings = [(max(counts, default=0), standings[0][1])]
+            states = [dtype for dtype, _, _ in entry.arrays[1:]]
+            pushes = list(zip(entry.contributors, counts))
+            found.append(Holding(entry.key, entry.start, entry.stop, standings, undo.torn, states, pushes))
+        return found
+
+
+class Made(NamedTuple):
+    """Units in the order of their cards, and where workers find them."""
+
+    units: list[Unit]
+    where: Created
+
+
+class UnitMemory:
+    """What a server makes its units of. With a `ledger` the store survives deaths: each unit has an undo copy."""
+
+    def __init__(self, ledger: Ledger | None) -> None:
+        self.ledger = ledger
+
+    def make(self, cards: Sequence[UnitCard], groups: Groups, adopted: Mapping[int, Unit] | None = None) -> Made:
+        """Units for these cards, at round 0. `adopted`: old units, by new numbers, of which values and state stay where
+        they are."""
+        adopted = adopted or {}
+        fresh = [card for card in cards if card.number not in adopted]
+        itemsizes = [frames.dtype_of(card.dtype).itemsize for card in fresh]
+        first_bytes, nbytes = frames.arrange(fresh, itemsizes)
+        memory = arena.empty(nbytes, np.uint8)
+        places = dict(zip([card.number for card in fresh], first_bytes, strict=True))
+        first_words, count = frames.arrange_words(cards)
+        words = _zeros(count)
+        journals = _zeros(WORDS * len(cards))
+        units = []
+        for index, (card, word) in enumerate(zip(cards, first_words, strict=True)):
+            mine = memoryview(words[word : word + 1 + len(card.contributors)])  # type: ignore[arg-type]
+            journal = memoryview(journals[WORDS * index : WORDS * (index + 1)])  # type: ignore[arg-type]
+            old = adopted.get(card.number)
+            if old is None:
+                at, dtype = places[card.number], frames.dtype_of(card.dtype)
+                stored = memory[at : at + (card.stop - card.start) * dtype.itemsize].view(dtype)
+                kept = self._undo(card, stored, groups, journal)
+            else:
+                stored, kept = old.stored, self._again(old, journal)
+            unit = (Unit if kept is None else SurvivingUnit)(
+                card.number, card.key, stored, mine, card.contributors, card.block_elements, card.row_elements,
+                card.start, kept,
+            )  # fmt: skip
+            unit.optimizer = groups.of(card.key)
+            units.append(unit)
+        return Made(units, Created(_region(words), [_region(unit.stored) for unit in units]))
+
+    def _undo(self, card: UnitCard, stored: Array, groups: Groups, journal: memoryview) -> Undo | None:
+        if self.ledger is None:
+            return None
+        return undo.new(stored, card.row_elements, state_dtypes(groups.of(card.key), stored.dtype), journal)
+
+    def _again(self, old: Unit, journal: memoryview) -> Undo | None:
+        """The undo copy of an old unit, with words of its own: the old ones stay true until the next generation
+        begins."""
+        if old.undo is None:
+            return None
+        return Undo(old.undo.arrays, old.undo.copies, journal, old.undo.rows, old.undo.row_elements)
+
+    def publish(self, units: Iterable[Unit], settings: bytes, generation: int) -> None:
+        """Tell those who outlive this server what it has, from that generation on."""
+        if self.ledger is None:
+            return
+        entries = []
+        for unit in units:
+            assert unit.undo is not None
+            words = np.asarray(unit.words)
+            entries.append(ledger_entry(self.ledger, unit.key, unit.start, unit.undo, words, unit.contributors))
+        self.ledger.publish(LedgerText(entries, settings), generation)
+
+
+def holding_of_unit(unit: Unit, asynchronous: bool) -> Holding:
+    """What a living server has of a unit."""
+    stop = unit.start + unit.stored.size
+    if unit.undo is not None and not asynchronous:
+        standings = unit.undo.standings()
+    else:
+        round_ = max(unit.done, default=0) if asynchronous else unit.round
+        standings = [(round_, unit.stands_at)]
+    state = unit.undo.state if unit.undo is not None else unit.state or ()
+    pushes = list(zip(unit.contributors, unit.done)) if asynchronous else []
+    return Holding(unit.key, unit.start, stop, standings, unit.torn, dtype_names(state), pushes)
+
+
+def unit_arrays(unit: Unit, before: bool) -> list[Array]:
+    """Values and state of a living server's unit; `before`: as they were a round before."""
+    if unit.undo is not None:
+        return unit.undo.at(before)
+    return [unit.stored, *(unit.state or ())]
+
+
+def _zeros(count: int) -> Array:
+    words = arena.empty(max(count, 8), np.uint64)
+    words[...] = 0
+    return words
+
+
+def _region(array: Array) -> Region:
+    region = arena.locate(array)
+    assert region is not None
+    return region
+
+
+class SurvivingUnit(Unit):
+    """A unit with an undo copy. Its values and state lie in the memory of that, which outlives the process."""
+
+    undo: Undo
+
+    def open_write(self, start: int = 0, stop: int = 0) -> None:
+        """Also keep the round before, from here on."""
+        super().open_write()
+        self.undo.open()
+        if start < stop:
+            self.undo.keep(start, stop)
+
+    def pass_round(self) -> None:
+        """The round before is what is stored."""
+        self.undo.open()
+
+    def keep(self, start: int, stop: int) -> None:
+        """Copy what is about to be written."""
+        self.undo.keep(start, stop)
+
+    def keep_rows(self, gradient: RowSparse) -> RowSparse:
+        """The same; a row may come once only."""
+        gradient = gradient.merged()
+        self.undo.keep_rows(gradient.rows)
+        return gradient
+
+    def give_up(self) -> None:
+        """What is stored is that of the last complete round."""
+        self.goes_back_to(self.undo.undo()[1])
+
+    def goes_back_to(self, step: int | None) -> None:
+        """What is stored is that of an optimizer's step; None: it has no state yet."""
+        self.state, self.step = (None, 0) if step is None else (self.undo.state, step)
+
+    def set_optimizer(self, optimizer: Optimizer | None) -> None:
+        """Also take memory for its state."""
+        super().set_optimizer(optimizer)
+        self.undo = with_state(self.undo, state_dtypes(optimizer, self.stored.dtype))
+
+    def begin_state(self, state: State) -> None:
+        """Put it into the memory that outlives the process."""
+        super().begin_state(self._in_its_memory(state))
+
+    def put_state(self, state: State | None, step: int) -> None:
+        """The same; whoever is killed meanwhile has no state."""
+        self.undo.stated(None)
+        super().put_state(None if state is None else self._in_its_memory(state), step)
+        self.undo.stated(None if state is None else step)
+
+    def overwritten(self, torn: bool) -> None:
+        """Also say so to those who outlive this server."""
+        super().overwritten(torn)
+        self.undo.overwritten(torn)
+
+    def stands(
+        self, round_: int, pushes: Sequence[int] | None, state: State | None, step: int, torn: bool
+    ) -> None:  # fmt: skip
+        """Also say so to those who outlive this server."""
+        super().stands(round_, pushes, state, step, torn)
+        self.undo.stands(round_ if pushes is None else 0, self.stands_at, torn)
+
+    def _in_its_memory(self, state: Sequence[Array]) -> State:
+        for mine, given in zip(self.undo.state, state, strict=True):
+            mine[...] = given
+        return self.undo.state
+
+
+class _Settings(msgspec.Struct, array_like=True):
+    default: bytes | None = None
+    own: list[tuple[int | str, bytes]] = []
+    compression: dict[str, str | int | float] | None = None
+
+
+def encode_settings(groups: Groups, compressor: Compressor | None) -> bytes:
+    """Settings of a server as bytes."""
+    own: list[tuple[Name, bytes]] = [(name, encode(one)) for name, one in groups.own.items()]
+    default = None if groups.default is None else encode(groups.default)
+    chosen = None if compressor is None else compression.options(compressor)
+    return msgspec.msgpack.encode(_Settings(default, own, chosen))
+
+
+def decode_settings(data: bytes) -> tuple[Groups, Compressor | None]:
+    """What `encode_settings` was given."""
+    said = msgspec.msgpack.decode(data, type=_Settings)
+    default = None if said.default is None else decode(said.default)
+    groups = Groups(default, {name: decode(one) for name, one in said.own})
+    return groups, None if said.compression is None else compression.create(said.compression)
