@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import traceback
 from functools import partial
 from time import perf_counter
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -14,20 +16,27 @@ from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
 from collectives.machine import usable_cores
-from collectives.terminal import OutFile, Picture, RankedCommand, console, describe_unwritable, leave, show_table
-from mpips.mlp import checkpoint
-from mpips.mlp import options as usage
-from mpips.mlp import results as report
+from collectives.terminal import (
+    OutFile,
+    Picture,
+    RankedCommand,
+    console,
+    describe_unwritable,
+    leave,
+    show_table,
+    write_text,
+)  # fmt: skip
+from mpips.mlp import checkpoint, options, results
 from mpips.mlp.data.loading import WAYS, Data, Opened, load_opened, open_everywhere
 from mpips.mlp.data.sources import open_source
-from mpips.mlp.data.text import told
+from mpips.mlp.data.text import name_classes
 from mpips.mlp.mesh import Mesh, TrainingError, agree, counted, parse
 from mpips.mlp.network.layers import ACTIVATIONS, DTYPES, MODES, Specification
 from mpips.mlp.network.mlp import MLP
-from mpips.mlp.options import DEVICES, Finite, array_module, options_of, widths, words
-from mpips.mlp.prediction import Prediction, predict_all
+from mpips.mlp.options import FiniteRange, words
+from mpips.mlp.prediction import MeshPrediction, predict_all
 from mpips.mlp.servers import STORES, Servers
-from mpips.mlp.training import Epoch, check_fit, train
+from mpips.mlp.training import EpochResult, check_fit, train
 from mpips.optimizers.elastic import INTERVAL
 
 
@@ -39,7 +48,8 @@ from mpips.optimizers.elastic import INTERVAL
 @click.option("--features", default="", show_default="all others", help="Feature columns of a text.")
 @click.option("--header/--no-header", default=None, show_default="look", help="A text's first line holds names.")
 @click.option("--classify", is_flag=True, help="The target of a file is a label: a number or a word (softmax loss).")
-@click.option("--test-share", default=0.2, type=Finite(0, 1, max_open=True), help="Share of the rows kept for testing.")
+@click.option("--test-share", default=0.2, type=FiniteRange(0, 1, max_open=True),
+              help="Share of the rows kept for testing.")
 @click.option("--way", default="auto", type=click.Choice(["auto", *WAYS]), help="How rows reach the ranks.")
 @click.option("--hidden", default="512,512", help="Widths of the hidden layers, commas between.")
 @click.option("--activation", default="relu", type=click.Choice(list(ACTIVATIONS)))
@@ -50,29 +60,30 @@ from mpips.optimizers.elastic import INTERVAL
 @click.option("--batch", default=100, type=click.IntRange(1), help="Samples of a whole minibatch; --load: as before.")
 @click.option("--seed", default=1, type=click.IntRange(0), help="Of weights and of how rows are dealt.")
 @click.option("--dtype", default="float32", type=click.Choice(DTYPES), help="In mixed, float16 travels between nodes.")
-@click.option("--device", default="cpu", type=click.Choice(DEVICES), help="With gpu: CuPy; the node's GPUs are dealt.")
-@click.option("--optimizer", default="sgd", type=click.Choice(usage.OPTIMIZERS))
-@click.option("--learning-rate", default=0.01, type=Finite(0))
-@click.option("--momentum", default=0.0, type=Finite(0, 1, max_open=True), help="For sgd.")
+@click.option("--device", default="cpu", type=click.Choice(options.DEVICES),
+              help="With gpu: CuPy; the node's GPUs are dealt.")
+@click.option("--optimizer", default="sgd", type=click.Choice(options.OPTIMIZERS))
+@click.option("--learning-rate", default=0.01, type=FiniteRange(0))
+@click.option("--momentum", default=0.0, type=FiniteRange(0, 1, max_open=True), help="For sgd.")
 @click.option("--overlap/--no-overlap", default=None, show_default="between nodes", help="Send beside computation.")
 @click.option("--servers", default=0, type=click.IntRange(0), help="Ranks that are servers; they are the last ones.")
 @click.option("--clients", default=1, type=click.IntRange(1), help="With servers: clients, each of them a --grid.")
 @click.option("--averaging", default="sync", type=click.Choice(list(STORES)), help="With servers: what they do.")
 @click.option("--every", default=INTERVAL, type=click.IntRange(1), help="Elastic: steps between two exchanges.")
-@click.option("--alpha", default=0.5, type=Finite(0, 1, min_open=True), help="Elastic: how far they move.")
+@click.option("--alpha", default=0.5, type=FiniteRange(0, 1, min_open=True), help="Elastic: how far they move.")
 @click.option("--threads", default=0, type=click.IntRange(0), help="BLAS threads a rank; 0: cores / ranks of the node.")
 @click.option("--save", "save_path", type=OutFile(), help="Write a checkpoint (safetensors) after the last epoch.")
 @click.option("--load", "load_path", help="Go on from a checkpoint of any grid, with its network and optimizer.")
 @click.option("--json", "json_path", type=OutFile(), help="Write epochs, phases, memory as JSON.")
 @click.option("--plot", "plot_path", type=Picture(), help="Write a picture of losses and time budget.")
-def command(**options: Any) -> None:
+def command(**given: Any) -> None:
     """Train a multi-layer perceptron, batch, model or hybrid parallel over all ranks of the job.
 
     Start the ranks with `mpips train ... --ranks P` or with mpirun.
     """
     comm = MPI.COMM_WORLD
-    usage.check_words(comm.size, **options)
-    run = _Run(comm, options)
+    options.check_words(comm.size, **given)
+    run = _Run(comm, SimpleNamespace(**given))
     try:
         run.run()
     except TrainingError as error:
@@ -82,35 +93,29 @@ def command(**options: Any) -> None:
     except Exception:
         if comm.size == 1:
             raise
-        _abort(comm)
+        traceback.print_exc()  # one rank's unforeseen error ends all of them: the others would wait for ever
+        sys.stderr.flush()
+        comm.Abort(1)
 
 
-check = usage.check
-
-
-def _abort(comm: MPI.Comm) -> None:
-    """One rank's unforeseen error ends all of them: the others would wait for ever."""
-    traceback.print_exc()
-    sys.stderr.flush()
-    comm.Abort(1)
+check = options.check
 
 
 class _Run:
     """One call of the command, whose options have been checked."""
 
-    def __init__(self, comm: MPI.Intracomm, options: dict[str, Any]) -> None:
+    def __init__(self, comm: MPI.Intracomm, o: SimpleNamespace) -> None:
         self.comm: MPI.Comm = comm
-        self.console, self.options = console(), options_of(options)
-        self.optimizer = usage.optimizer_of(self.options)
-        self.last_epoch = self.options.epochs
+        self.console, self.options, self.optimizer = console(), o, options.optimizer_of(o)
         self.began = False
         """Whether steps have been taken: until then a training is refused."""
         self.xp: Any = np
-        o = self.options
         self.servers = Servers(o.servers, o.clients, o.averaging, o.every, o.alpha, comm) if o.servers else None
 
     def run(self) -> None:
-        with threadpool_limits(self.options.threads or _share_of_cores(self.comm), user_api="blas"):
+        """Let servers serve, and train on all other ranks."""
+        threads = self.options.threads or max(1, usable_cores() // _ranks_of_node(self.comm))
+        with threadpool_limits(threads, user_api="blas"):
             if self.servers is None:
                 self._prepare_and_train(None)
                 return
@@ -125,38 +130,39 @@ class _Run:
 
     def _prepare_and_train(self, mesh: Mesh | None) -> None:
         o = self.options
-        agree(self.comm, _unwritable(o) if self.comm.rank == 0 else None)
-        self.xp = array_module(o.device, self.comm)
-        if o.load_path and (rule := checkpoint.rule(o.load_path, self.comm)):
-            usage.deal_by(rule, o)
+        agree(self.comm, self._unwritable() if self.comm.rank == 0 else None)
+        self.xp = options.array_module(o.device, self.comm)
+        saved = checkpoint.read_header(o.load_path, self.comm) if o.load_path else None
+        labels = None
+        if saved is not None:
+            labels = saved.labels or tuple(str(number) for number in range(saved.specification.sizes[-1]))
+            if saved.rule:
+                options.deal_by(saved.rule, o)
         start = perf_counter()
         opened = open_everywhere(
             partial(
                 open_source, o.data, words(o.target), words(o.features), o.data_directory, o.classify, o.header
-            ), self.comm, o.way, checkpoint.labels(o.load_path, self.comm) if o.load_path else None,
+            ), self.comm, o.way, labels,
         )  # fmt: skip
-        opening = perf_counter() - start
-        specification = self._specification(opened)
+        opening, shape = perf_counter() - start, opened.shape
+        if saved is not None:
+            specification = saved.specification
+        else:
+            loss, sizes = "softmax" if shape.classes >= 0 else "l2", (*options.widths(o.hidden), shape.outputs)
+            specification = Specification((shape.features, *sizes), o.activation, loss, o.dtype, o.seed)
         agree(self.comm, self._too_large(specification, opened, mesh))
         if mesh is None:
-            mesh = self._mesh(specification, opened.shape.rows - int(opened.shape.rows * o.test_share))
+            mesh = self._mesh(specification, shape.rows - int(shape.rows * o.test_share))
         start = perf_counter()
-        scaling = checkpoint.scaling(o.load_path, mesh.comm) if o.load_path else None
-        data = load_opened(opened, mesh, o.batch, specification.dtype, o.seed, o.test_share, scaling=scaling)
+        scaling = checkpoint.read_scaling(o.load_path, mesh.comm) if o.load_path else None
+        data = load_opened(opened, mesh, o.batch, specification.dtype, o.seed, o.test_share, scaling)
         if o.explain:
-            self._say(report.explain_way(data))
-        self._say(f"{o.data}: {counted(opened.shape.rows, 'row')}; {opened.columns}; data by {data.way}")
-        if said := told(opened.labels):
-            self._say(said)
+            why = "every rank reads one part of the rows" if data.way == "read" else "rank 0 sends them by scatter"
+            self._say(f"data: {why}")
+        self._say(f"{o.data}: {counted(shape.rows, 'row')}; {opened.columns}; data by {data.way}")
+        if named := name_classes(opened.labels):
+            self._say(named)
         self._train(specification, data, mesh, opening + perf_counter() - start)
-
-    def _specification(self, opened: Opened) -> Specification:
-        """The network: the checkpoint's, or the one that fits data and options."""
-        o, shape = self.options, opened.shape
-        if o.load_path:
-            return checkpoint.specification(o.load_path, self.comm)
-        loss = "softmax" if shape.classes >= 0 else "l2"
-        return Specification((shape.features, *widths(o.hidden), shape.outputs), o.activation, loss, o.dtype, o.seed)
 
     def _too_large(self, specification: Specification, opened: Opened, mesh: Mesh | None) -> str | None:
         o = self.options
@@ -166,26 +172,26 @@ class _Run:
             batch, model = (self.comm.size, 1) if o.grid_text == "auto" else parse(o.grid_text)
             model = 1 if o.explain else model
         ranks = _ranks_of_node(self.comm)
-        return usage.too_large(specification, opened.shape, batch, model, o.split, ranks, self.xp is np)
+        return options.too_large(specification, opened.shape, batch, model, o.split, ranks, self.xp is np)
 
     def _mesh(self, specification: Specification, train_rows: int) -> Mesh:
         o = self.options
         shape = None if o.grid_text == "auto" else parse(o.grid_text)
-        predictions: list[Prediction] = []
+        predictions: list[MeshPrediction] = []
         if o.explain or shape is None:
             predictions = predict_all(specification, o.batch, self.comm, self.optimizer, o.split)
             if o.explain and self.comm.rank == 0:
-                show_table(report.explain(predictions, -(-train_rows // o.batch)), self.console)
+                show_table(results.prediction_table(predictions, -(-train_rows // o.batch)), self.console)
         return Mesh(*(shape or (predictions[0].batch, predictions[0].model)), self.comm)
 
     def _train(self, specification: Specification, data: Data, mesh: Mesh, data_seconds: float) -> None:
-        o, worker = self.options, None
+        o, worker, last = self.options, None, self.options.epochs
         check_fit(specification, data, mesh)
         if o.load_path:
             worker = checkpoint.load_checkpoint(
                 o.load_path, mesh, o.split, self.xp, overlap=o.overlap, servers=self.servers
             )
-            self.last_epoch += worker.updates // len(data.deal.samples)
+            last += worker.updates // len(data.deal.samples)
         self._say(
             f"{'-'.join(str(size) for size in specification.sizes)}, {counted(data.train_rows, 'row')}, "
             f"batch {o.batch}, grid {mesh} (batch x model), {specification.dtype}"
@@ -193,57 +199,49 @@ class _Run:
         self.began = True
         trained = train(
             MLP(*specification, xp=self.xp), data, mesh, o.epochs, None if worker else self.optimizer, o.split,
-            self._progress, worker, overlap=o.overlap, servers=self.servers,
+            lambda epoch: self._say(results.epoch_line(epoch, last)), worker, overlap=o.overlap, servers=self.servers,
         )  # fmt: skip
-        memory = np.zeros(self.comm.size, np.int64)
-        self.comm.Gather(np.array([report.peak_memory()], np.int64), memory, root=0)
-        content = report.record(
-            trained.worker, data, trained.epochs, data_seconds, memory.tolist(), o.overlap,
-            None if self.servers is None else self.servers.options,
-        )
-        phases = report.total_phases(trained.epochs, data_seconds)
+        memory = self.comm.gather(results.peak_memory())
         problem = None
-        if self.comm.rank == 0:
-            show_table(report.budget(phases, report.total_hidden(trained.epochs)), self.console)
-            peaks = ", ".join(f"{peak / 2**20:,.0f}" for peak in memory)
-            mean = report.mean_seconds(trained.epochs)
-            self._say(f"mean of an epoch: {mean:.2f} s; peak memory by rank, MiB: {peaks}")
-            problem = self._write(content, trained.epochs, phases, f"grid {mesh}")
+        if memory is not None:
+            problem = self._report(trained.epochs, data_seconds, memory, f"grid {mesh}", results.record(
+                trained.worker, data, trained.epochs, data_seconds, memory, o.overlap, self.servers
+            ))  # fmt: skip
         if o.save_path:  # neither the table nor the checkpoint is lost where another file cannot be written
             checkpoint.save_checkpoint(str(o.save_path), trained.worker, data)
         agree(self.comm, problem)
 
-    def _write(self, content: dict, epochs: list[Epoch], phases: dict[str, float], title: str) -> str | None:
+    def _report(
+        self, epochs: list[EpochResult], data_seconds: float, memory: list[int], title: str, content: dict[str, Any]
+    ) -> str | None:
+        """Print the time budget and write the files; says why one cannot be written."""
+        phases = results.total_phases(epochs, data_seconds)
+        show_table(results.budget_table(phases, results.total_hidden(epochs)), self.console)
+        mean = sum(epoch.seconds for epoch in epochs) / len(epochs)
+        peaks = ", ".join(f"{peak / 2**20:,.0f}" for peak in memory)
+        self._say(f"mean of an epoch: {mean:.2f} s; peak memory by rank, MiB: {peaks}")
         try:
             if self.options.json_path:
-                report.write_json(self.options.json_path, content)
+                write_text(self.options.json_path, json.dumps(content, indent=1) + "\n")
             if self.options.plot_path:
-                report.picture(self.options.plot_path, epochs, phases, title)
+                results.draw_picture(self.options.plot_path, epochs, phases, title)
         except click.ClickException as error:
             return error.message
         except (ImportError, ValueError) as error:
             return f"the results cannot be written: {error}"
         return None
 
-    def _progress(self, epoch: Epoch) -> None:
-        self._say(report.epoch_line(epoch, self.last_epoch))
+    def _unwritable(self) -> str | None:
+        """Say why a file to come cannot be written; asked before training, of the rank that will write."""
+        for name in ("save", "json", "plot"):
+            path = getattr(self.options, f"{name}_path")
+            if path and (reason := describe_unwritable(path)):
+                return f"--{name} {path} {reason}"
+        return None
 
     def _say(self, text: str) -> None:
         if self.comm.rank == 0:
             self.console.print(text, markup=False)
-
-
-def _unwritable(options: Any) -> str | None:
-    """Why one of the files to come cannot be written; asked before training, of the rank that will write."""
-    for name in ("save", "json", "plot"):
-        path = getattr(options, f"{name}_path")
-        if path and (reason := describe_unwritable(path)):
-            return f"--{name} {path} {reason}"
-    return None
-
-
-def _share_of_cores(comm: MPI.Comm) -> int:
-    return max(1, usable_cores() // _ranks_of_node(comm))
 
 
 def _ranks_of_node(comm: MPI.Comm) -> int:

@@ -2,46 +2,53 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 import numpy as np
 from mpi4py import MPI
 
-from mpips.mlp.data.loading import Data, Rule, Scaling
+from mpips.mlp.data.loading import Data, DealRule, Scaling
 from mpips.mlp.mesh import Mesh, agree
 from mpips.mlp.network.layers import Specification, Split, check, working_dtype
 from mpips.mlp.network.mlp import MLP
 from mpips.mlp.network.slice import Network
 from mpips.mlp.parallel import on_host, put
-from mpips.mlp.training import UpdateServers, Worker
+from mpips.mlp.training import Worker
 from mpips.optimizers import Optimizer, decode, encode
 from mpips.optimizers.base import initial
 from mpips.store.checkpoint.file import TensorFile, why, write
 from mpips.store.options import MOST
+
+if TYPE_CHECKING:
+    from mpips.mlp.servers import Servers
 
 T = TypeVar("T")
 WORD = "mpips"
 """Of the metadata, for the header."""
 SCALING = "scaling."
 FLOATS = re.compile(r"b?float\d+")
+_log = logging.getLogger("mpips.mlp")
 
 
-class _Header(msgspec.Struct):
+class CheckpointHeader(msgspec.Struct):
+    """The metadata of a checkpoint. `labels` are the names of the classes, in their order; none for 0, 1, ..."""
+
     specification: Specification
     optimizer: str
     updates: int
     loss_scale: tuple[float, int] | None = None
-    rule: Rule | None = None
+    rule: DealRule | None = None
     labels: tuple[str, ...] = ()
 
 
 def collect(worker: Worker) -> MLP:
-    """The whole trained network, on every rank. Collective over the mesh."""
+    """Return the whole trained network, on every rank. Collective over the mesh."""
     model = MLP(*worker.network.specification)
     for layer in range(len(worker.network.splits)):
         for kind, target in (("weight", model.parameters[2 * layer]), ("bias", model.parameters[2 * layer + 1])):
@@ -73,46 +80,30 @@ def save_checkpoint(path: str, worker: Worker, data: Data | None = None) -> None
     if worker.mesh.comm.rank == 0:
         if data is not None:
             arrays |= {f"{SCALING}{name}": array for name, array in data.scaling._asdict().items()}
-        problem = _write(path, arrays, worker, None if data is None else data.rule)
+        scale = worker.update.loss_scale
+        header = CheckpointHeader(
+            worker.network.specification, encode(worker.optimizer).hex(), worker.updates,
+            None if scale is None else (scale.scale, scale.good), None if data is None else data.rule, worker.labels,
+        )  # fmt: skip
+        try:
+            write(path, arrays, {WORD: msgspec.json.encode(header).decode()})
+            _log.info("checkpoint %s is written after %d updates", path, worker.updates)
+        except OSError as error:
+            problem = f"checkpoint {path} cannot be written: {why(error)}"
     agree(worker.mesh.comm, problem)
-
-
-def specification(path: str, comm: MPI.Comm) -> Specification:
-    """The network of a checkpoint. Collective; TrainingError on every rank where it cannot be read."""
-    return _read(path, comm, _header).specification
-
-
-def rule(path: str, comm: MPI.Comm) -> Rule | None:
-    """By what the rows were dealt that trained a checkpoint; None where it was saved without data. Collective."""
-    return _read(path, comm, _header).rule
-
-
-def labels(path: str, comm: MPI.Comm) -> tuple[str, ...]:
-    """What the data of a checkpoint call its classes, in their order; 0, 1, ... where it does not say. Collective."""
-    header = _read(path, comm, _header)
-    return header.labels or tuple(str(number) for number in range(header.specification.sizes[-1]))
-
-
-def scaling(path: str, comm: MPI.Comm) -> Scaling | None:
-    """The scaling that a checkpoint's inputs and targets have; None where it was saved without data. Collective."""
-
-    def get(file: TensorFile) -> Scaling | None:
-        _see_tensors(file, _header(file))
-        there = f"{SCALING}x_mean" in file.tensors
-        return Scaling(*(file.get(f"{SCALING}{name}") for name in Scaling._fields)) if there else None
-
-    return _read(path, comm, get)
 
 
 def load_checkpoint(
     path: str, mesh: Mesh, mode: str = "pairs", xp: Any = np, overlap: bool | None = None, half: bool | None = None,
-    servers: UpdateServers | None = None,
+    servers: Servers | None = None,
 ) -> Worker:  # fmt: skip
-    """This rank's slice of a saved network, ready to go on training on `mesh`. Collective; each rank reads only
-    its slice. `overlap`, `half`, `servers`: see `train`."""
+    """Return this rank's slice of a saved network, ready to go on training on `mesh`. Collective.
 
-    def see(file: TensorFile) -> tuple[_Header, Optimizer]:
-        header = _header(file)
+    Each rank reads only its slice. `overlap`, `half`, `servers`: see `train`.
+    """
+
+    def see(file: TensorFile) -> tuple[CheckpointHeader, Optimizer]:
+        header = _read_header(file)
         optimizer = _see_tensors(file, header)
         file.see_sums((WORD,), warns=mesh.comm.rank == 0)
         return header, optimizer
@@ -130,11 +121,28 @@ def load_checkpoint(
     flats = {f"state{slot}.": array for slot, array in enumerate(state)}
     _read(path, mesh.comm, lambda file: _fill(file, worker.network, flats))
     worker.update.restore(state, header.updates)
+    _log.info("checkpoint %s is read, of %d updates", path, header.updates)
     return worker
 
 
+def read_header(path: str, comm: MPI.Comm) -> CheckpointHeader:
+    """Return the metadata of a checkpoint. Collective; TrainingError on every rank where it cannot be read."""
+    return _read(path, comm, _read_header)
+
+
+def read_scaling(path: str, comm: MPI.Comm) -> Scaling | None:
+    """Return the scaling of a checkpoint's inputs and targets; None where it was saved without data. Collective."""
+
+    def get(file: TensorFile) -> Scaling | None:
+        _see_tensors(file, _read_header(file))
+        there = f"{SCALING}x_mean" in file.tensors
+        return Scaling(*(file.get(f"{SCALING}{name}") for name in Scaling._fields)) if there else None
+
+    return _read(path, comm, get)
+
+
 def _read(path: str, comm: MPI.Comm, get: Callable[[TensorFile], T]) -> T:
-    """What `get` reads from a checkpoint. Collective; TrainingError on every rank where a rank cannot read it."""
+    """Return what `get` reads from a checkpoint. Collective; TrainingError on every rank where one cannot read it."""
     found, problem = None, None
     try:
         with TensorFile(path) as file:
@@ -145,10 +153,10 @@ def _read(path: str, comm: MPI.Comm, get: Callable[[TensorFile], T]) -> T:
     return cast(T, found)
 
 
-def _header(file: TensorFile) -> _Header:
-    """What the file says of the network; ValueError where that is of no checkpoint of a network."""
+def _read_header(file: TensorFile) -> CheckpointHeader:
+    """Return the metadata; ValueError where they are not of a checkpoint of a network."""
     try:
-        header = msgspec.json.decode(file.metadata.get(WORD, ""), type=_Header)
+        header = msgspec.json.decode(file.metadata.get(WORD, ""), type=CheckpointHeader)
         check(header.specification)
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{file.path} cannot be read: it was not written by mpips train: {error}") from error
@@ -164,8 +172,8 @@ def _header(file: TensorFile) -> _Header:
     return header
 
 
-def _see_tensors(file: TensorFile, header: _Header) -> Optimizer:
-    """The optimizer; ValueError where the file does not have the tensors of its network and of that."""
+def _see_tensors(file: TensorFile, header: CheckpointHeader) -> Optimizer:
+    """Return the optimizer; ValueError where the file lacks tensors of its network or of the optimizer's state."""
     try:
         optimizer = decode(bytes.fromhex(header.optimizer))
     except (ValueError, TypeError) as error:
@@ -191,50 +199,36 @@ def _see_tensors(file: TensorFile, header: _Header) -> Optimizer:
 
 
 def _fill(file: TensorFile, network: Network, flats: dict[str, Any]) -> None:
-    """This rank's slice of arrays laid out as the flat parameters, by the prefix of their names."""
+    """Read this rank's slice of arrays laid out as the flat parameters, by the prefix of their names."""
     for prefix, flat in flats.items():
         for layer, split in enumerate(network.splits):
             for kind, view in zip(("weight", "bias"), network.views(flat)[2 * layer : 2 * layer + 2]):
                 if view.size:  # an idle rank holds an empty slice
-                    rows, *columns = _where(split, kind)
+                    rows, *columns = _place(split, kind)
                     put(file.get(f"{prefix}layer{layer}.{kind}", rows)[(slice(None), *columns)], view)
 
 
-def _where(split: Split, kind: str) -> tuple[slice, ...]:
+def _place(split: Split, kind: str) -> tuple[slice, ...]:
     rows, columns = slice(*split.outputs), slice(*split.inputs)
     return (rows, columns) if kind == "weight" else (rows,)
 
 
 def _gather(worker: Worker, layer: int, kind: str, flat: np.ndarray) -> np.ndarray:
-    """The whole weight or bias of a layer at model index 0, of an array laid out as the parameters; empty elsewhere."""
+    """Return a layer's whole weight or bias, at model index 0, of an array like the parameters; empty elsewhere."""
     network, comm = worker.network, worker.mesh.model_comm
     mine = on_host(network.views(flat)[2 * layer + (kind == "bias")])
-    whole_shape = (network.sizes[layer + 1], network.sizes[layer]) if kind == "weight" else (network.sizes[layer + 1],)
     cut = network.splits[layer].kind
     if cut == "whole" or (cut == "rows" and kind == "bias"):
         return mine.copy()
-    parts = [_where(each[layer], kind) for each in network.splits_of_all()]
+    parts = [_place(each[layer], kind) for each in network.splits_of_all()]
     counts = [int(np.prod([cut.stop - cut.start for cut in part])) for part in parts]
     received = np.empty(sum(counts), flat.dtype) if comm.rank == 0 else None
     comm.Gatherv(np.ascontiguousarray(mine), [received, counts, None, MPI._typedict[flat.dtype.char]], root=0)
     if received is None:
         return np.empty(0, flat.dtype)
-    whole, offset = np.empty(whole_shape, flat.dtype), 0
+    shape = (network.sizes[layer + 1], network.sizes[layer]) if kind == "weight" else (network.sizes[layer + 1],)
+    whole, offset = np.empty(shape, flat.dtype), 0
     for part, count in zip(parts, counts):
         whole[part] = received[offset : offset + count].reshape(whole[part].shape)
         offset += count
     return whole
-
-
-def _write(path: str, arrays: dict[str, np.ndarray], worker: Worker, rule: Rule | None) -> str | None:
-    optimizer = encode(worker.optimizer).hex()
-    scale = worker.update.loss_scale
-    header = _Header(
-        worker.network.specification, optimizer, worker.updates, None if scale is None else (scale.scale, scale.good),
-        rule, worker.labels,
-    )  # fmt: skip
-    try:
-        write(path, arrays, {WORD: msgspec.json.encode(header).decode()})
-    except OSError as error:
-        return f"checkpoint {path} cannot be written: {why(error)}"
-    return None

@@ -1,8 +1,6 @@
-"""The device mesh, batch x model: rank r is at (r // model, r % model); its communicators, and which span nodes.
+"""The device mesh, batch x model: rank r is at (r // model, r % model); and how its ranks agree before they act.
 
 Source: the paper, section 7, which calls it a process grid.
-
-Agreement of ranks: a problem that one sees, or arguments that differ, all of them raise in the same words.
 """
 
 from __future__ import annotations
@@ -21,18 +19,17 @@ from mpips.mlp.network.layers import Specification
 from mpips.optimizers.base import Optimizer
 from mpips.store.runtime.rendezvous import Gathering
 
-
-def factorings(ranks: int) -> list[tuple[int, int]]:
-    """All meshes (batch, model) of that many ranks, from pure batch to pure model parallel."""
-    return [(ranks // model, model) for model in range(1, ranks + 1) if ranks % model == 0]
+_NAMED = 8  # ranks that a sentence lists one by one
 
 
-def parse(text: str) -> tuple[int, int]:
-    """(batch, model) of a text like "4x2"."""
-    match = re.fullmatch(r"(\d+)x(\d+)", text.strip())
-    if not match or "0" in match.groups():
-        raise ValueError(f"grid {text!r} must be BATCHxMODEL, for instance 4x2, or auto")
-    return int(match[1]), int(match[2])
+class TrainingError(ValueError):
+    """Training cannot start or go on: bad data, arguments that differ, a mesh that does not fit the job.
+
+    Every rank raises the same sentence. `everywhere`: every rank of the world does, so that an uncaught one needs no
+    abort and only one rank to tell.
+    """
+
+    everywhere = False
 
 
 class Mesh:
@@ -67,8 +64,21 @@ class Mesh:
         return f"{self.batch}x{self.model}"
 
 
+def factorings(ranks: int) -> list[tuple[int, int]]:
+    """Return all meshes (batch, model) of that many ranks, from pure batch to pure model parallel."""
+    return [(ranks // model, model) for model in range(1, ranks + 1) if ranks % model == 0]
+
+
+def parse(text: str) -> tuple[int, int]:
+    """Return (batch, model) of a text like "4x2"."""
+    match = re.fullmatch(r"(\d+)x(\d+)", text.strip())
+    if not match or "0" in match.groups():
+        raise ValueError(f"grid {text!r} must be BATCHxMODEL, for instance 4x2, or auto")
+    return int(match[1]), int(match[2])
+
+
 def misfit(batch: int, model: int, ranks: int) -> str | None:
-    """Why a mesh does not fit that many ranks; None where it does."""
+    """Say why a mesh does not fit that many ranks; None where it does."""
     if batch * model == ranks and batch > 0:
         return None
     fitting = ", ".join(f"{b}x{m}" for b, m in factorings(ranks))
@@ -76,46 +86,36 @@ def misfit(batch: int, model: int, ranks: int) -> str | None:
     return f"{needs}; give another --ranks or choose one of {fitting}"
 
 
-def nodes(comm: MPI.Comm) -> int:
-    """On how many nodes the ranks are. Collective at first use of the communicator."""
-    return communicator(comm).nodes if comm.size > 1 else 1
-
-
 class Spans(NamedTuple):
-    """Whether the ranks of any batch and of any model communicator of a mesh are on several nodes: then messages travel
-    beside computation, and may be float16."""
+    """Tells whether the ranks of any batch and of any model communicator of a mesh are on several nodes.
+
+    Then messages travel beside computation, and may be float16.
+    """
 
     batch: bool
     model: bool
 
 
 def spans_nodes(mesh: Mesh) -> Spans:
-    """The same on every rank, though nodes may hold ranks that the mesh does not divide evenly. Collective."""
+    """Return the same on every rank, though nodes may hold ranks that the mesh does not divide evenly. Collective."""
     most = np.array([nodes(mesh.batch_comm), nodes(mesh.model_comm)])
     mesh.comm.Allreduce(MPI.IN_PLACE, most, MPI.MAX)
     return Spans(*(most > 1).tolist())
 
 
-_NAMED = 8  # ranks that a sentence lists one by one
+def nodes(comm: MPI.Comm) -> int:
+    """Count the nodes that the ranks are on. Collective at first use of the communicator."""
+    return communicator(comm).nodes if comm.size > 1 else 1
 
 
-class TrainingError(ValueError):
-    """Training cannot start or go on: bad data, arguments that differ, a mesh that does not fit the job.
-
-    Every rank raises the same sentence. `everywhere`: every rank of the world does, so that an uncaught one needs no
-    abort and only one rank to tell.
-    """
-
-    everywhere = False
+# -- agreement
 
 
 def agree(comm: MPI.Comm, problem: str | None) -> None:
     """Return if no rank of `comm` has a problem; otherwise raise the lowest such rank's sentence on all. Collective."""
-    mine = comm.rank if problem is not None else comm.size
-    first = np.array([mine], np.int64)
-    comm.Allreduce(MPI.IN_PLACE, first, MPI.MIN)
-    if first[0] < comm.size:
-        raise _error(comm, broadcast_bytes(comm, (problem or "").encode(), root=int(first[0])).decode())
+    problems = [each for each in comm.allgather(problem) if each is not None]
+    if problems:
+        raise _error(comm, problems[0])
 
 
 def alike(
@@ -131,22 +131,36 @@ def alike(
     payloads = Gathering(comm).meet(msgspec.json.encode((mine, problem)), call)
     if problem is None and all(payload == payloads[0] for payload in payloads):
         return
-    come = [msgspec.json.decode(payload, type=tuple[list[tuple[str, str]], str | None]) for payload in payloads]
-    told = [dict(each) for each, _ in come]
-    if difference := _difference(told):
-        raise _error(comm, f"{told[0]['the call']}: {difference}; {cure}")
-    raise _error(comm, next(each for _, each in come if each is not None))
-
-
-def _difference(told: Sequence[Mapping[str, str]]) -> str | None:
-    """The first argument that is not the same on all ranks, with its values."""
-    for name in dict.fromkeys(name for each in told for name in each):
+    brought = [msgspec.json.decode(payload, type=tuple[list[tuple[str, str]], str | None]) for payload in payloads]
+    asked = [dict(each) for each, _ in brought]
+    for name in dict.fromkeys(name for each in asked for name in each):
         ranks: dict[str, list[int]] = {}
-        for rank, each in enumerate(told):
+        for rank, each in enumerate(asked):
             ranks.setdefault(each.get(name, "not given"), []).append(rank)
         if len(ranks) > 1:
-            return f"{name} is {' but '.join(f'{value} on {_named(some)}' for value, some in ranks.items())}"
-    return None
+            values = " but ".join(f"{value} on {_named(some)}" for value, some in ranks.items())
+            raise _error(comm, f"{asked[0]['the call']}: {name} is {values}; {cure}")
+    raise _error(comm, next(each for _, each in brought if each is not None))
+
+
+def of_network(specification: Specification) -> dict[str, object]:
+    """Return the arguments of an MLP by name, as `alike` compares them."""
+    return {
+        "the network": "-".join(str(size) for size in specification.sizes), "activation": specification.activation,
+        "loss": specification.loss, "dtype of the network": specification.dtype,
+        "seed of the network": specification.seed,
+    }  # fmt: skip
+
+
+def of_optimizer(optimizer: Optimizer) -> dict[str, object]:
+    """Return an optimizer's kind and options by name, as `alike` compares them."""
+    options = {f"{field.name} of the optimizer": getattr(optimizer, field.name) for field in fields(optimizer)}
+    return {"the optimizer": type(optimizer).__name__, **options}
+
+
+def counted(count: int, thing: str) -> str:
+    """Return a number of things in words of a sentence: "1 row", "1,797 rows"."""
+    return f"{count:,} {thing}{'s'[: count != 1]}"
 
 
 def _named(ranks: Sequence[int]) -> str:
@@ -158,42 +172,3 @@ def _error(comm: MPI.Comm, sentence: str) -> TrainingError:
     error = TrainingError(sentence)
     error.everywhere = comm.size == MPI.COMM_WORLD.size
     return error
-
-
-def counted(count: int, thing: str) -> str:
-    """How many there are, in words of a sentence: "1 row", "1,797 rows"."""
-    return f"{count:,} {thing}{'s'[: count != 1]}"
-
-
-def broadcast_bytes(comm: MPI.Comm, data: bytes, root: int = 0) -> bytes:
-    """`data` of rank `root`, on every rank. Collective."""
-    size = np.array([len(data)], np.int64)
-    comm.Bcast(size, root)
-    buffer = bytearray(data) if comm.rank == root else bytearray(int(size[0]))
-    comm.Bcast([buffer, MPI.BYTE], root)
-    return bytes(buffer)
-
-
-def gather_bytes(comm: MPI.Comm, data: bytes) -> list[bytes]:
-    """Every rank's `data`, in rank order, on every rank. Collective."""
-    sizes = np.empty(comm.size, np.int64)
-    comm.Allgather(np.array([len(data)], np.int64), sizes)
-    buffer = bytearray(int(sizes.sum()))
-    comm.Allgatherv([data, MPI.BYTE], [buffer, sizes.tolist(), None, MPI.BYTE])
-    stops = np.cumsum(sizes).tolist()
-    return [bytes(buffer[stop - size : stop]) for stop, size in zip(stops, sizes.tolist())]
-
-
-def of_network(specification: Specification) -> dict[str, object]:
-    """The arguments of an MLP by name, as `alike` compares them."""
-    return {
-        "the network": "-".join(str(size) for size in specification.sizes), "activation": specification.activation,
-        "loss": specification.loss, "dtype of the network": specification.dtype,
-        "seed of the network": specification.seed,
-    }  # fmt: skip
-
-
-def of_optimizer(optimizer: Optimizer) -> dict[str, object]:
-    """Its kind and options by name, as `alike` compares them."""
-    options = {f"{field.name} of the optimizer": getattr(optimizer, field.name) for field in fields(optimizer)}
-    return {"the optimizer": type(optimizer).__name__, **options}

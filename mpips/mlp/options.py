@@ -1,7 +1,4 @@
-"""Checks of the options of `mpips train`, before anything starts: by every rank, or by the launcher alone.
-
-Where a network computes: NumPy on the host, or CuPy on a GPU of the node.
-"""
+"""The options of `mpips train`, checked before anything starts: by every rank, or by the launcher alone; its device."""
 
 from __future__ import annotations
 
@@ -19,44 +16,35 @@ from mpi4py import MPI
 
 from collectives.machine import check_memory
 from mpips import optimizers
-from mpips.mlp.data.loading import Rule, Shape
+from mpips.mlp.data.loading import DataShape, DealRule
 from mpips.mlp.data.sources import BUILT_IN, open_source
 from mpips.mlp.mesh import TrainingError, agree, misfit, parse
-from mpips.mlp.network.layers import Specification, working_dtype
-from mpips.mlp.prediction import parameter_bytes
-from mpips.mlp.servers import misfit as misfit_of_servers
+from mpips.mlp.network.layers import Specification, largest_slice, working_dtype
+from mpips.mlp.servers import servers_misfit
 
 OPTIMIZERS = ("sgd", "adagrad", "rmsprop", "adam", "adamw")
+DEVICES = ("cpu", "gpu")
+CUPY = "pip install cupy-cuda12x[ctk]"
 _OF_CHECKPOINT = ("hidden", "activation", "dtype", "optimizer", "learning_rate", "momentum")
 
 
-class Finite(click.FloatRange):
+class FiniteRange(click.FloatRange):
     """A number of a range, which infinity and NaN are not."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the number, or refuse it."""
         number = float(super().convert(value, param, ctx))
         if not math.isfinite(number):
             self.fail(f"{value!r} is no finite number", param, ctx)
         return number
 
 
-def options_of(options: dict[str, Any]) -> SimpleNamespace:
-    """The options by name."""
-    return SimpleNamespace(**options)
-
-
-def given(option: str) -> bool:
-    """Whether the user gave the option, rather than taking its default."""
-    context = click.get_current_context(silent=True)
-    return context is not None and context.get_parameter_source(option) is ParameterSource.COMMANDLINE
-
-
 def check(ranks: int, **options: Any) -> None:
-    """Refuses a command line that cannot be for that many ranks, by click.UsageError. Starts no MPI; for the launcher,
+    """Refuse a command line that cannot be for that many ranks, by click.UsageError. Starts no MPI; for the launcher,
     which sees the files of rank 0."""
-    o = options_of(options)
-    if problem := missing(o.device):
-        raise click.UsageError(f"--{problem}")
+    o = SimpleNamespace(**options)
+    if o.device != "cpu" and importlib.util.find_spec("cupy") is None:
+        raise click.UsageError(f"--device {o.device} needs CuPy, which is not installed: {CUPY}")
     check_words(ranks, **options)
     if not (o.data in BUILT_IN or o.data.startswith("synthetic:") or os.path.isfile(o.data)):
         raise click.UsageError(f"there is no data file {o.data!r}, nor is it one of {', '.join(BUILT_IN)}")
@@ -70,19 +58,25 @@ def check(ranks: int, **options: Any) -> None:
 
 
 def check_words(ranks: int, **options: Any) -> None:
-    """The same without a look at files, which ranks may see differently: they all raise or none does."""
-    o = options_of(options)
+    """Do the same without a look at files, which ranks may see differently: they all raise or none does."""
+    o = SimpleNamespace(**options)
     try:
         widths(o.hidden)
         optimizer_of(o)
-        for problem in (_grid(ranks, o), _servers(o), _data(o), _checkpoint(o), _device(o)):
+        for problem in (_mesh_problem(ranks, o), _servers_problem(o), _data_problem(o), _other_problem(o)):
             if problem:
                 raise TrainingError(problem)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
 
 
-def deal_by(rule: Rule, o: SimpleNamespace) -> None:
+def given(option: str) -> bool:
+    """Tell whether the user gave the option, rather than taking its default."""
+    context = click.get_current_context(silent=True)
+    return context is not None and context.get_parameter_source(option) is ParameterSource.COMMANDLINE
+
+
+def deal_by(rule: DealRule, o: SimpleNamespace) -> None:
     """Let the options deal rows as a checkpoint's were; TrainingError where the user says otherwise."""
     for name, before in (("seed", rule.seed), ("test_share", rule.test_share)):
         if given(name) and (now := getattr(o, name)) != before:
@@ -96,12 +90,12 @@ def deal_by(rule: Rule, o: SimpleNamespace) -> None:
 
 
 def words(text: str) -> list[str]:
-    """The words of an option between commas."""
+    """Return the words of an option between commas."""
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def widths(text: str) -> tuple[int, ...]:
-    """The widths of the hidden layers."""
+    """Return the widths of the hidden layers."""
     try:
         found = tuple(int(word) for word in words(text))
     except ValueError:
@@ -112,7 +106,7 @@ def widths(text: str) -> tuple[int, ...]:
 
 
 def optimizer_of(o: SimpleNamespace) -> optimizers.Optimizer:
-    """The optimizer of the options; TrainingError where they make none."""
+    """Return the optimizer of the options; TrainingError where they make none."""
     if o.momentum and o.optimizer != "sgd":
         raise TrainingError(f"--momentum is for sgd, not for {o.optimizer}")
     extra = {"momentum": o.momentum} if o.optimizer == "sgd" else {}
@@ -123,12 +117,14 @@ def optimizer_of(o: SimpleNamespace) -> optimizers.Optimizer:
 
 
 def too_large(
-    specification: Specification, shape: Shape, batch: int, model: int, split: str, ranks: int, on_host: bool = True
+    specification: Specification, shape: DataShape, batch: int, model: int, split: str, ranks: int, on_host: bool = True
 ) -> str | None:
-    """Why `ranks` ranks of one machine cannot hold what a mesh of batch x model puts there; None where nothing speaks
-    against it. Asked before anything large is made."""
+    """Say why `ranks` ranks of one machine cannot hold a mesh of batch x model; None where nothing speaks against it.
+
+    Asked before anything large is made.
+    """
     sizes, columns = specification.sizes, shape.features + shape.targets
-    weights = parameter_bytes(sizes, model, working_dtype(specification.dtype).itemsize, split)
+    weights = sum(largest_slice(sizes, model, split)) * working_dtype(specification.dtype).itemsize
     rows = 8 * max(columns * (shape.rows // batch), shape.rows)  # float64 values, or the numbers of all rows
     try:
         if on_host:  # weights and gradients
@@ -139,72 +135,8 @@ def too_large(
     return None
 
 
-def _grid(ranks: int, o: SimpleNamespace) -> str | None:
-    """Why the mesh and the servers do not fit the ranks; None where they do."""
-    if o.servers and o.grid_text == "auto":
-        return "with --servers, give the --grid of a client, for instance 1x2"
-    shape = None if o.grid_text == "auto" else parse(o.grid_text)
-    if o.servers and shape:
-        return misfit_of_servers(o.servers, o.clients, *shape, ranks)
-    if o.clients > 1:
-        return "--clients are clients of --servers: give some"
-    return misfit(*shape, ranks) if shape else None
-
-
-def _servers(o: SimpleNamespace) -> str | None:
-    if not o.servers and (lonely := [name for name in ("averaging", "every", "alpha") if given(name)]):
-        return f"--{lonely[0]} says what --servers do: give some"
-    if o.averaging == "sync" and (lonely := [name for name in ("every", "alpha") if given(name)]):
-        return f"--{lonely[0]} is for --averaging elastic"
-    if o.servers and o.dtype == "mixed":
-        return "--servers keep weights and take gradients in one dtype: choose --dtype float32, not mixed"
-    if o.servers and o.overlap and o.averaging == "sync" and o.servers < parse(o.grid_text)[1]:
-        return "--overlap needs a server for each slice of the network: give more --servers"
-    if o.servers and o.explain:
-        return "--explain predicts grids without --servers: leave one of them out"
-    return None
-
-
-def _data(o: SimpleNamespace) -> str | None:
-    names = ("target", "features", "header", "classify")
-    chosen = [name for name in names if given(name)]
-    built_in = o.data in BUILT_IN or o.data.startswith("synthetic:")
-    if chosen and (built_in or (o.data.endswith(".npz") and chosen != ["classify"])):
-        return f"--{chosen[0]} is for a {'file' if built_in else 'delimited text'}, not for {o.data}"
-    if o.data.split(":")[0] == "synthetic":
-        open_source(o.data)
-    return None
-
-
-def _checkpoint(o: SimpleNamespace) -> str | None:
-    if not o.load_path:
-        return None
-    if fixed := [name for name in _OF_CHECKPOINT if given(name)]:
-        return f"--{fixed[0].replace('_', '-')} is the checkpoint's with --load: leave it out"
-    return None
-
-
-def _device(o: SimpleNamespace) -> str | None:
-    if o.device != "cpu" and o.explain:
-        return "--explain predicts for --device cpu alone: leave it out"
-    if o.device != "cpu" and o.grid_text == "auto":
-        return f"--device {o.device} needs a --grid, as auto predicts for the cpu alone: for instance --grid 2x1"
-    return None
-
-
-DEVICES = ("cpu", "gpu")
-CUPY = "pip install cupy-cuda12x[ctk]"
-
-
-def missing(device: str) -> str | None:
-    """What of this machine's Python `device` needs and has not, with a cure. Looks, imports nothing."""
-    if device == "cpu" or importlib.util.find_spec("cupy") is not None:
-        return None
-    return f"device {device} needs CuPy, which is not installed: {CUPY}"
-
-
 def array_module(device: str, comm: MPI.Comm) -> Any:
-    """NumPy for "cpu"; CuPy for "gpu", on a GPU that this rank shares with as few others of its node as can be.
+    """Return NumPy for "cpu"; CuPy for "gpu", on a GPU that this rank shares with as few ranks as can be.
 
     Collective; TrainingError on every rank where one of them has no CuPy or no GPU.
     """
@@ -223,3 +155,49 @@ def array_module(device: str, comm: MPI.Comm) -> Any:
         problem = f"rank {comm.rank}: device gpu finds no GPU: {error}"
     agree(comm, problem)
     return module
+
+
+def _mesh_problem(ranks: int, o: SimpleNamespace) -> str | None:
+    """Say why the mesh and the servers do not fit the ranks; None where they do."""
+    if o.servers and o.grid_text == "auto":
+        return "with --servers, give the --grid of a client, for instance 1x2"
+    shape = None if o.grid_text == "auto" else parse(o.grid_text)
+    if o.servers and shape:
+        return servers_misfit(o.servers, o.clients, *shape, ranks)
+    if o.clients > 1:
+        return "--clients are clients of --servers: give some"
+    return misfit(*shape, ranks) if shape else None
+
+
+def _servers_problem(o: SimpleNamespace) -> str | None:
+    if not o.servers and (lonely := [name for name in ("averaging", "every", "alpha") if given(name)]):
+        return f"--{lonely[0]} says what --servers do: give some"
+    if o.averaging == "sync" and (lonely := [name for name in ("every", "alpha") if given(name)]):
+        return f"--{lonely[0]} is for --averaging elastic"
+    if o.servers and o.dtype == "mixed":
+        return "--servers keep weights and take gradients in one dtype: choose --dtype float32, not mixed"
+    if o.servers and o.overlap and o.averaging == "sync" and o.servers < parse(o.grid_text)[1]:
+        return "--overlap needs a server for each slice of the network: give more --servers"
+    if o.servers and o.explain:
+        return "--explain predicts grids without --servers: leave one of them out"
+    return None
+
+
+def _data_problem(o: SimpleNamespace) -> str | None:
+    chosen = [name for name in ("target", "features", "header", "classify") if given(name)]
+    built_in = o.data in BUILT_IN or o.data.startswith("synthetic:")
+    if chosen and (built_in or (o.data.endswith(".npz") and chosen != ["classify"])):
+        return f"--{chosen[0]} is for a {'file' if built_in else 'delimited text'}, not for {o.data}"
+    if o.data.split(":")[0] == "synthetic":
+        open_source(o.data)
+    return None
+
+
+def _other_problem(o: SimpleNamespace) -> str | None:
+    if o.load_path and (fixed := [name for name in _OF_CHECKPOINT if given(name)]):
+        return f"--{fixed[0].replace('_', '-')} is the checkpoint's with --load: leave it out"
+    if o.device != "cpu" and o.explain:
+        return "--explain predicts for --device cpu alone: leave it out"
+    if o.device != "cpu" and o.grid_text == "auto":
+        return f"--device {o.device} needs a --grid, as auto predicts for the cpu alone: for instance --grid 2x1"
+    return None

@@ -1,108 +1,139 @@
-"""Data parallelism: buckets of gradients, their sums over the ranks that hold the same slice, and the update with them.
+"""What ranks of a mesh exchange in a step: sums of gradients between batch ranks, activations between model ranks.
 
-Source: the paper, section 5, Algorithm 1. The flat gradients are summed in buckets of whole layers, from the last layer
-to the first. Beside computation, a bucket is on its way from the moment its lowest layer's gradient is there; otherwise
-buckets go one by one after the backward pass. Both give the same numbers, bit for bit.
-
-Tensor parallelism: what the ranks that share one network exchange in a step.
-
-Source: the paper, section 6, Algorithm 2, which calls it model parallelism. `network.splits` says how layers are cut.
-
-The collectives that a step needs, on arrays whose memory stays: sums in place, and gathers of blocks of rows.
-
-With `half` what travels is float16: the array is rounded into a copy, the copy is summed or gathered, and everybody,
-the sender too, takes the result from it, so that all ranks go on with the same numbers.
-
-Where the time of a rank goes: seconds of computation and communication by phase, and what was hidden.
+Source: the paper, section 5, Algorithm 1 (data parallelism), and section 6, Algorithm 2 (tensor parallelism, which it
+calls model parallelism). Gradients are summed in buckets of whole layers, from the last layer to the first. Beside
+computation a bucket leaves when its lowest layer's gradient is there; otherwise buckets go one by one after the
+backward pass. Both give the same numbers, bit for bit. With `half` arrays travel as float16: the array is rounded into
+a copy, the copy is summed or gathered, and everybody, the sender too, takes the result from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from mpi4py import MPI
 
 import collectives
 from collectives import plan
-from mpips.mlp.network.layers import interval, intervals
+from mpips.mlp.network.layers import interval
 from mpips.mlp.network.slice import Network
 from mpips.optimizers.base import Optimizer, State
 
 BUCKET_BYTES = 256 << 10
 START_SCALE, LEAST_SCALE, MOST_SCALE = 2.0**10, 1.0, 2.0**24
 GROWTH = 2000  # good updates, after which the loss scale doubles
+PHASES = ("compute", "forward", "backward", "data", "evaluate")
 
 
-class Bucket(NamedTuple):
-    """Elements [start, stop) of the flat gradients, complete when the gradient of `layer` is there."""
+class WeightUpdate(Protocol):
+    """One way from gradients to new weights."""
 
-    layer: int
-    start: int
-    stop: int
+    loss_scale: LossScale | None
+    """That of mixed precision."""
+
+    def gradient(self, layer: int) -> None:
+        """Take the gradients of a layer, which are there."""
+
+    def poll(self) -> None:
+        """Move messages on."""
+
+    def divisor(self, samples: int) -> float:
+        """Return the number that this rank's sum of gradients is divided by in a minibatch of so many samples."""
+
+    def run(self, step: int) -> None:
+        """Finish step number `step`, from 1: the weights become the new ones. Collective, blocking."""
+
+    def fetch(self) -> State:
+        """Return the optimizer's state, laid out as the flat parameters; valid at batch index 0. Collective."""
+
+    def restore(self, state: State, step: int) -> None:
+        """Go on from such a state, the same on all batch indices, after `step` updates. Collective."""
 
 
-def buckets(elements: Sequence[int], itemsize: int) -> list[Bucket]:
-    """Layers in the order of the backward pass, put together until a bucket has `BUCKET_BYTES`; `elements` by layer."""
-    found = []
-    stop = start = sum(elements)
-    for layer in range(len(elements) - 1, -1, -1):
-        start -= elements[layer]
-        if (stop - start) * itemsize >= BUCKET_BYTES or layer == 0:
-            found.append(Bucket(layer, start, stop))
-            stop = start
-    return found
-
-
-class GradientSums:
-    """Sums the flat gradients of the ranks that hold the same slice of the network."""
+class LocalUpdate:
+    """The optimizer runs on every rank, bucket by bucket as the sums arrive (Algorithms 1 and 3)."""
 
     def __init__(
-        self, gradients: np.ndarray, cut: Sequence[Bucket], comm: MPI.Comm, clock: Clock, overlap: bool, half: bool
-    ) -> None:
-        self.buckets = cut
-        self._sums = [Sum(gradients[bucket.start : bucket.stop], comm, half) for bucket in cut]
-        self._by_layer = {bucket.layer: sum_ for bucket, sum_ in zip(cut, self._sums)}
+        self, network: Network, comm: MPI.Comm, optimizer: Optimizer, clock: Clock, overlap: bool, half: bool,
+        scale: LossScale | None,
+    ) -> None:  # fmt: skip
+        self._network, self._optimizer, self.loss_scale = network, optimizer, scale
         self._clock, self._overlap = clock, overlap
+        self.state = optimizer.init(network.flat_parameters)
+        cut = buckets(network.layer_elements, 2 if half else network.dtype.itemsize)
+        self._parts = [slice(start, stop) for _, start, stop in cut]
+        self._sums = [Sum(network.flat_gradients[part], comm, half) for part in self._parts]
+        self._by_layer = {layer: sum_ for (layer, _, _), sum_ in zip(cut, self._sums)}
         self._started: list[Sum] = []
 
     def gradient(self, layer: int) -> None:
-        """The gradients of a layer and of all above it are there."""
+        """Send the bucket that the gradients of this layer complete; those of all layers above it are there."""
         if self._overlap and layer in self._by_layer:
             start = perf_counter()
-            sum_ = self._by_layer[layer].start()
+            sum_ = self._by_layer[layer]
+            sum_.start()
             if sum_.moves:
                 self._clock.sent()
                 self._started.append(sum_)
             self._clock.add("backward", start)
 
     def poll(self) -> None:
-        """Move on what has been started."""
+        """Move on the sums that have been started."""
         while self._started and self._started[0].test():
-            self._arrived()
+            del self._started[0]
+            self._clock.arrived()
 
-    def finish(self) -> Iterator[Bucket]:
-        """Every bucket, as its gradients become their sum over the batch ranks; blocking. One that is not beside
-        computation is begun here."""
-        for bucket, sum_ in zip(self.buckets, self._sums):
+    def divisor(self, samples: int) -> float:
+        """Return the samples, over the loss scale of mixed precision."""
+        return samples if self.loss_scale is None else samples / self.loss_scale.scale
+
+    def run(self, step: int) -> None:
+        """Take each bucket as its gradients become their sum over the batch ranks, and update its weights."""
+        parameters, gradients = self._network.flat_parameters, self._network.flat_gradients
+        for part, sum_ in zip(self._parts, self._sums):
             start = perf_counter()
             if self._overlap:
                 sum_.wait()
                 if self._started and self._started[0] is sum_:
-                    self._arrived()
+                    del self._started[0]
+                    self._clock.arrived()
             elif sum_.moves:
                 self._clock.sent()
                 sum_.run()
                 self._clock.arrived()
             self._clock.add("backward", start)
-            yield bucket
+            if self.loss_scale is None:
+                state = tuple(array[part] for array in self.state)
+                self._optimizer.update(parameters[part], gradients[part], state, step)
+        if self.loss_scale is not None and self.loss_scale.judge(gradients):
+            self._optimizer.update(parameters, gradients, self.state, step)
 
-    def _arrived(self) -> None:
-        """The sum that was started first, of those under way, is known to be there."""
-        del self._started[0]
-        self._clock.arrived()
+    def fetch(self) -> State:
+        """Return the optimizer's state, laid out as the flat parameters."""
+        return self.state
+
+    def restore(self, state: State, step: int) -> None:
+        """Go on from such a state."""
+        for mine, array in zip(self.state, state):
+            mine[...] = array
+
+
+def buckets(elements: Sequence[int], itemsize: int) -> list[tuple[int, int, int]]:
+    """Return (layer, start, stop) of each bucket of the flat gradients, complete with the gradient of `layer`.
+
+    Layers, in the order of the backward pass, are put together until a bucket has `BUCKET_BYTES`; `elements` by layer.
+    """
+    found = []
+    stop = start = sum(elements)
+    for layer in range(len(elements) - 1, -1, -1):
+        start -= elements[layer]
+        if (stop - start) * itemsize >= BUCKET_BYTES or layer == 0:
+            found.append((layer, start, stop))
+            stop = start
+    return found
 
 
 class LossScale:
@@ -134,68 +165,6 @@ class LossScale:
         return True
 
 
-class Update(Protocol):
-    """One way from gradients to new weights."""
-
-    loss_scale: LossScale | None
-    """That of mixed precision."""
-
-    def gradient(self, layer: int) -> None:
-        """The gradients of a layer are there."""
-
-    def poll(self) -> None:
-        """Look after what is on its way."""
-
-    def share(self, samples: int) -> float:
-        """By what this rank's sum of gradients is divided in a minibatch of so many samples; 0: it takes no part."""
-
-    def run(self, step: int) -> None:
-        """Finish step number `step`, from 1: the weights become the new ones. Collective, blocking."""
-
-    def fetch(self) -> State:
-        """The optimizer's state, laid out as the flat parameters; valid on the ranks of batch index 0. Collective."""
-
-    def restore(self, state: State, step: int) -> None:
-        """Go on from such a state, the same on all batch indices, after `step` updates. Collective."""
-
-
-class LocalUpdate:
-    """The optimizer runs on every rank, bucket by bucket as the sums arrive (Algorithms 1 and 3)."""
-
-    def __init__(
-        self, network: Network, comm: MPI.Comm, optimizer: Optimizer, clock: Clock, overlap: bool, half: bool,
-        scale: LossScale | None,
-    ) -> None:  # fmt: skip
-        self._network, self._optimizer, self.loss_scale = network, optimizer, scale
-        self.state = optimizer.init(network.flat_parameters)
-        cut = buckets(network.layer_elements, 2 if half else network.dtype.itemsize)
-        self._sums = GradientSums(network.flat_gradients, cut, comm, clock, overlap, half)
-        self.gradient, self.poll = self._sums.gradient, self._sums.poll
-
-    def share(self, samples: int) -> float:
-        return samples if self.loss_scale is None else samples / self.loss_scale.scale
-
-    def run(self, step: int) -> None:
-        parameters, gradients = self._network.flat_parameters, self._network.flat_gradients
-        if self.loss_scale is None:
-            for _, start, stop in self._sums.finish():
-                part = slice(start, stop)
-                state = tuple(array[part] for array in self.state)
-                self._optimizer.update(parameters[part], gradients[part], state, step)
-            return
-        for _ in self._sums.finish():
-            pass
-        if self.loss_scale.judge(gradients):
-            self._optimizer.update(parameters, gradients, self.state, step)
-
-    def fetch(self) -> State:
-        return self.state
-
-    def restore(self, state: State, step: int) -> None:
-        for mine, array in zip(self.state, state):
-            mine[...] = array
-
-
 class TensorExchange:
     """The exchange of one model communicator. Arrays come again every step, so what moves them is made once each.
 
@@ -213,7 +182,7 @@ class TensorExchange:
     def gather(self, full: np.ndarray) -> None:
         """Fill (neurons, samples) with every rank's slice of rows; blocking."""
         start = perf_counter()
-        key = _key(full)
+        key = _address(full), full.shape
         if key not in self._gathers:
             self._gathers[key] = Gather(full, self._comm, self._half)
         self._clock.sent()
@@ -224,7 +193,7 @@ class TensorExchange:
     def sum(self, array: np.ndarray) -> None:
         """Sum a forward array over the ranks; blocking."""
         start = perf_counter()
-        sum_ = self._sum(array)
+        sum_ = self._sum_of(array)
         self._clock.sent()
         sum_.run()
         self._clock.arrived()
@@ -233,7 +202,8 @@ class TensorExchange:
     def start_sum(self, array: np.ndarray) -> TensorExchange:
         """Begin to sum a backward array over the ranks; one at a time."""
         start = perf_counter()
-        self._running = self._sum(array).start()
+        self._running = self._sum_of(array)
+        self._running.start()
         self._clock.sent()
         self._under_way = True
         self._clock.add("backward", start)
@@ -242,7 +212,7 @@ class TensorExchange:
     def poll(self) -> None:
         """Move on the sum that has been started."""
         if self._running is not None and self._running.test():
-            self._arrived()
+            self._note_arrival()
 
     def wait(self) -> None:
         """Finish the sum that has been started."""
@@ -250,29 +220,19 @@ class TensorExchange:
         assert self._running is not None
         self._running.wait()
         self._running = None
-        self._arrived()
+        self._note_arrival()
         self._clock.add("backward", start)
 
-    def _arrived(self) -> None:
+    def _note_arrival(self) -> None:
         if self._under_way:
             self._under_way = False
             self._clock.arrived()
 
-    def _sum(self, array: np.ndarray) -> Sum:
-        key = _key(array)
+    def _sum_of(self, array: np.ndarray) -> Sum:
+        key = _address(array), array.shape
         if key not in self._sums:
             self._sums[key] = Sum(array, self._comm, self._half)
         return self._sums[key]
-
-
-def _key(array: np.ndarray) -> tuple[int, tuple[int, ...]]:
-    return address(array), array.shape
-
-
-def narrow(array: Any, half: Any) -> None:
-    """half = array, rounded; what float16 cannot hold becomes infinite."""
-    with np.errstate(over="ignore"):
-        half[...] = array
 
 
 class Sum:
@@ -288,42 +248,42 @@ class Sum:
             self._half = collectives.empty(array.shape, np.float16, comm) if half else None
             self._plan = plan("allreduce", array if self._half is None else self._half, comm)
 
-    def start(self) -> Sum:
-        if self._plan:
-            if self._half is not None:
-                narrow(on_host(self._array), self._half)
-            self._plan.start()
-        return self
-
     @property
     def moves(self) -> bool:
-        """Whether there is anything to send."""
+        """Tell whether there is anything to send."""
         return self._plan is not None
 
+    def start(self) -> None:
+        """Begin, without waiting."""
+        if self._plan:
+            if self._half is not None:
+                _round(self._array, self._half)
+            self._plan.start()
+
     def test(self) -> bool:
-        """Move on as far as possible without waiting; whether it has arrived."""
+        """Move on as far as possible without waiting; True where it has arrived."""
         return self._plan is None or self._plan.test()
 
     def wait(self) -> None:
+        """Return when the array holds the sum."""
         if self._plan:
             self._plan.wait()
-            self._widen()
+            if self._half is not None:
+                put(self._half, self._array)
 
     def run(self) -> None:
         """Start and wait."""
         if self._plan:
             if self._half is not None:
-                narrow(on_host(self._array), self._half)
+                _round(self._array, self._half)
             self._plan()
-            self._widen()
+            if self._half is not None:
+                put(self._half, self._array)
 
     def free(self) -> None:
+        """Give back what the sum holds."""
         if self._plan:
             self._plan.free()
-
-    def _widen(self) -> None:
-        if self._half is not None:
-            put(self._half, self._array)
 
 
 class Gather:
@@ -338,21 +298,20 @@ class Gather:
         self._comm, self._plan, self._array = comm, None, array
         self._own = slice(*interval(rows, comm.size, comm.rank))
         wire = array
-        if half:
-            wire = collectives.empty(array.shape, np.float16, comm)
-        elif not isinstance(array, np.ndarray):
-            wire = collectives.empty(array.shape, array.dtype, comm)
+        if half or not isinstance(array, np.ndarray):
+            wire = collectives.empty(array.shape, np.float16 if half else array.dtype, comm)
         self._copy = None if wire is array else wire
         if rows % comm.size == 0 and array.size:
             self._plan = plan("allgather", wire, comm)
         row = columns * wire.dtype.itemsize
-        slices = intervals(rows, comm.size)
+        slices = [interval(rows, comm.size, rank) for rank in range(comm.size)]
         counts, offsets = [(stop - start) * row for start, stop in slices], [start * row for start, _ in slices]
         self._buffer = [wire, counts, offsets, MPI.BYTE]
 
     def run(self) -> None:
+        """Gather; blocking."""
         if self._copy is not None:
-            narrow(on_host(self._array[self._own]), self._copy[self._own])
+            _round(self._array[self._own], self._copy[self._own])
         if self._plan:
             self._plan()
         else:
@@ -361,31 +320,34 @@ class Gather:
             put(self._copy, self._array)
 
 
-def address(array: Any) -> int:
-    """Where an array of the host or of a GPU begins."""
+def _round(array: Any, copy: np.ndarray) -> None:
+    """Write copy = array, rounded; numbers that float16 cannot hold become infinite."""
+    with np.errstate(over="ignore"):
+        copy[...] = on_host(array)
+
+
+def _address(array: Any) -> int:
+    """Return the address of an array of the host or of a GPU."""
     interface = getattr(array, "__cuda_array_interface__", None) or array.__array_interface__
     return int(interface["data"][0])
 
 
 def on_host(array: Any) -> np.ndarray:
-    """The array, or the host's copy of one that a GPU holds."""
+    """Return the array, or the host's copy of one that a GPU holds."""
     return array if isinstance(array, np.ndarray) else array.get()
 
 
 def put(source: np.ndarray, target: Any) -> None:
-    """target = source, which is on the host, wherever the target is."""
+    """Write target = source, which is on the host, wherever the target is."""
     if isinstance(target, np.ndarray):
         target[...] = source
     else:
         target.set(np.ascontiguousarray(source, target.dtype))
 
 
-PHASES = ("compute", "forward", "backward", "data", "evaluate")
-
-
 class Clock:
-    """Seconds by phase: compute; forward gathers and sums; backward reductions; data (reading and distribution);
-    evaluate.
+    """Seconds of a rank by phase: compute; forward gathers and sums; backward reductions; data (reading and
+    distribution); evaluate.
 
     A phase of communication counts what computation waits for, slower ranks too. `under_way`: seconds with a message on
     its way, whether computation goes on beside it or not.
@@ -402,13 +364,13 @@ class Clock:
         self.under_way = 0.0
 
     def sent(self) -> None:
-        """A message has left."""
+        """Note that a message has left."""
         if not self._messages:
             self._since = perf_counter()
         self._messages += 1
 
     def arrived(self) -> None:
-        """One that left is known to have arrived."""
+        """Note that one that left is known to have arrived."""
         self._messages -= 1
         if not self._messages:
             self.under_way += perf_counter() - self._since
@@ -420,20 +382,10 @@ class Clock:
         return now
 
     def communication(self) -> float:
-        """Seconds in forward and backward communication so far."""
-        return exposed(self.seconds)
+        """Return the seconds in which computation waited for communication so far."""
+        return self.seconds["forward"] + self.seconds["backward"]
 
 
-def exposed(seconds: Mapping[str, float]) -> float:
-    """Seconds, of those by phase, in which computation waited for communication."""
-    return seconds["forward"] + seconds["backward"]
-
-
-def hidden(seconds: Mapping[str, float], under_way: float) -> float | None:
-    """The share of the seconds with messages under way that computation did not wait for; None without messages."""
-    return share(exposed(seconds), under_way)
-
-
-def share(waited: float, under_way: float) -> float | None:
-    """`hidden`, where computation waited so many seconds."""
+def hidden_share(waited: float, under_way: float) -> float | None:
+    """Return the share of the seconds with messages under way that computation did not wait for; None without any."""
     return max(0.0, 1 - waited / under_way) if under_way else None

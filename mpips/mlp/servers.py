@@ -1,48 +1,41 @@
-"""The servers of a job, for clients that are model parallel inside: joining, connecting a worker, and leaving.
+"""Servers that keep the weights of a network, for clients that are model parallel inside: joining, updates, leaving.
 
 The conclusion of the MXNET-MPI paper suggests them. A client is a mesh of batch x model ranks. The slices of the
 network are dealt to the servers: with at least as many servers as slices, each slice has servers of its own, and each
 model rank pushes its own slice's gradients. With fewer, a server keeps several slices, for which one of their ranks
-speaks (`leaders`). So the workers that push to a server always hold the same slices, and no server holds what nobody
-pushes to it. Ranks: client by client, each as `Mesh` numbers it, then the servers, dealt to the groups of slices in
-order.
+speaks, the leader (`SliceGroup`). So the workers that push to a server always hold the same slices, and no server holds
+weights that nobody pushes to it. Ranks: client by client, each as `Mesh` numbers it, then the servers, dealt to the
+groups of slices in order.
 
 sync     the servers sum over all clients and run the optimizer (mpi_sync); the same numbers as without servers
 elastic  every client trains by itself; now and then its weights and the servers' centre attract each other (mpi_async,
          equations 2 and 3 of MXNET-MPI)
-
-Which ranks are servers, and for which slices: what `Servers` are asked to be, and how slices are dealt to them.
-
-Synchronous servers: they sum gradients over all clients and run the optimizer; a worker pushes and pulls.
-
-Elastic averaging: a client trains by itself; every so many steps its weights and the servers' centre attract.
-
-Source: MXNET-MPI, section 5 and equations 2 and 3 (`mpips.optimizers.Elastic1`, `Elastic2`).
-
-Groups of slices, where servers are fewer than slices: one rank of each, the leader, speaks to the servers for it.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from itertools import pairwise
 from time import perf_counter
-from typing import Any, Protocol
 
 import numpy as np
 from mpi4py import MPI
 
 from mpips.mlp.mesh import Mesh, TrainingError, agree, alike, counted, nodes
-from mpips.mlp.network.layers import interval, intervals
+from mpips.mlp.network.layers import interval
 from mpips.mlp.network.slice import Network
-from mpips.mlp.parallel import Clock, LocalUpdate, LossScale, Update
+from mpips.mlp.parallel import Clock, LocalUpdate, LossScale, WeightUpdate
 from mpips.optimizers.base import Optimizer, State, initial
 from mpips.optimizers.elastic import INTERVAL, Elastic1, Elastic2
 from mpips.store.api import KVStore
 from mpips.store.checkpoint.source import Handle, States, Store
 from mpips.store.create import create
+
+STORES = {"sync": "mpi_sync", "elastic": "mpi_async"}
+"""The kind of store behind each kind of servers."""
+_log = logging.getLogger("mpips.mlp")
 
 
 class Servers:
@@ -56,7 +49,13 @@ class Servers:
         self, count: int, clients: int = 1, kind: str = "sync", every: int = INTERVAL, alpha: float = 0.5,
         comm: MPI.Intracomm | None = None,
     ) -> None:  # fmt: skip
-        self.options = ServerOptions(count, clients, kind, every, alpha)
+        if kind not in STORES:
+            raise TrainingError(f"servers of kind {kind!r}: choose one of {', '.join(STORES)}")
+        if every < 1:
+            raise TrainingError(f"elastic averaging every {every} steps: give at least 1")
+        if not (math.isfinite(alpha) and 0 < alpha <= 1):
+            raise TrainingError(f"elastic averaging by alpha {alpha}: give more than 0 and at most 1")
+        self.count, self.clients, self.kind, self.every, self.alpha = count, clients, kind, every, alpha
         self.comm = MPI.COMM_WORLD if comm is None else comm
         self.between = False
         """Whether the ranks are on several nodes."""
@@ -69,37 +68,39 @@ class Servers:
         """On a worker that speaks to servers, once opened."""
 
     def __str__(self) -> str:
-        return f"Servers({', '.join(f'{name}={value}' for name, value in asdict(self.options).items())})"
+        return (f"Servers(count={self.count}, clients={self.clients}, kind={self.kind}, every={self.every}, "
+                f"alpha={self.alpha})")
 
     def join(self, batch: int, model: int) -> Mesh:
-        """The mesh of all workers, clients x batch by model; on a server this call serves and ends in SystemExit.
+        """Return the mesh of all workers, clients x batch by model; on a server this call serves and ends in
+        SystemExit.
 
         Collective over the job. TrainingError on every rank where the ranks do not fit or ask for different jobs,
         and on the servers with the sentence of `give_up`.
         """
-        asked, ranks = self.options, self.comm.size
-        problem = misfit(asked.count, asked.clients, batch, model, ranks)
+        rank, ranks = self.comm.rank, self.comm.size
+        problem = servers_misfit(self.count, self.clients, batch, model, ranks)
         alike(self.comm, "join", {**self.arguments(), "the grid of a client": f"{batch}x{model}"}, problem)
         self.between = nodes(self.comm) > 1
-        self._groups = min(model, asked.count)
-        place = group_of(self.comm.rank, ranks, asked.count, model)
-        serves = self.comm.rank >= ranks - asked.count
-        role = self.comm.Split(int(serves), self.comm.rank)
-        members = self.comm.Split(MPI.UNDEFINED if place is None else place[0], self.comm.rank)
+        self._groups = min(model, self.count)
+        place = group_of(rank, ranks, self.count, model)
+        serves = rank >= ranks - self.count
+        role = self.comm.Split(int(serves), rank)
+        members = self.comm.Split(MPI.UNDEFINED if place is None else place[0], rank)
         self._members = members  # type: ignore[assignment]
         self._share = 0 if place is None else place[1]
         if not serves:
-            return Mesh(asked.clients * batch, model, role)
+            return Mesh(self.clients * batch, model, role)
         agree(self.comm, None)
+        _log.info("rank %d serves the slices of group %s", rank, place)
         self._create()
         raise AssertionError("a server leaves inside create")
 
     def arguments(self) -> dict[str, object]:
-        """What must be the same on every rank, by name."""
-        asked = self.options
+        """Return what must be the same on every rank, by name."""
         return {
-            "the number of servers": asked.count, "the number of clients": asked.clients, "the averaging": asked.kind,
-            "every": asked.every, "alpha": float(asked.alpha),
+            "the number of servers": self.count, "the number of clients": self.clients, "the averaging": self.kind,
+            "every": self.every, "alpha": float(self.alpha),
         }  # fmt: skip
 
     def give_up(self, sentence: str) -> None:
@@ -110,37 +111,23 @@ class Servers:
 
     def connect(
         self, network: Network, mesh: Mesh, optimizer: Optimizer, clock: Clock, overlap: bool | None
-    ) -> Update:
-        """What updates a worker's slice. `overlap`: whether gradients leave during the backward pass; None: where ranks
-        are on several nodes. Collective over the job; TrainingError on all workers and servers where they cannot serve
-        this network."""
-        if problem := self._refusal(network, overlap):
-            self.give_up(problem)
-            raise TrainingError(problem)
-        store, asked = self._open(), self.options
-        group = SliceGroup(network, mesh.model_comm, self._groups)
-        beside = self.between if overlap is None else overlap
-        if asked.kind == "sync":
-            return Synchronous(store, group, network, mesh, optimizer, clock, beside)
-        return ElasticAveraging(store, group, network, mesh, optimizer, clock, beside, asked)
+    ) -> WeightUpdate:
+        """Return the update of a worker's slice. Collective over the job.
 
-    def close(self) -> None:
-        """Let the servers go; also done when the process ends. Collective over the workers."""
-        if self._store is not None:
-            self._store.close()
-
-    def _refusal(self, network: Network, overlap: bool | None) -> str | None:
+        `overlap`: whether gradients leave during the backward pass; None: where ranks are on several nodes.
+        TrainingError on all workers and servers where they cannot serve this network.
+        """
+        problem = None
         if network.specification.dtype == "mixed":
-            return "servers keep weights and take gradients in one dtype: choose float32, not mixed"
-        if overlap and self.options.kind == "sync" and self._groups < network.exchange.parts:
-            return (
-                f"{self.options.count} servers for {network.exchange.parts} slices: gradients pass through one rank "
+            problem = "servers keep weights and take gradients in one dtype: choose float32, not mixed"
+        elif overlap and self.kind == "sync" and self._groups < network.parts:
+            problem = (
+                f"{self.count} servers for {network.parts} slices: gradients pass through one rank "
                 f"of several, all at once, so there is nothing to overlap; give a server for each slice"
             )
-        return None
-
-    def _open(self) -> KVStore | None:
-        """The store of this worker's group of slices, if it speaks for it. Collective over the job, the first time."""
+        if problem:
+            self.give_up(problem)
+            raise TrainingError(problem)
         if self._gone:
             raise TrainingError("the servers left when training was refused: make Servers and join them again")
         if not self._opened:
@@ -148,38 +135,23 @@ class Servers:
             self._opened = True
             if self._members != MPI.COMM_NULL:
                 self._store = self._create()
-        return self._store
+        group = SliceGroup(network, mesh.model_comm, self._groups)
+        beside = self.between if overlap is None else overlap
+        if self.kind == "sync":
+            return SynchronousUpdate(self._store, group, network, mesh, optimizer, clock, beside)
+        return ElasticUpdate(self._store, group, network, mesh, optimizer, clock, beside, self)
+
+    def close(self) -> None:
+        """Let the servers go; also done when the process ends. Collective over the workers."""
+        if self._store is not None:
+            self._store.close()
 
     def _create(self) -> KVStore:
-        asked = self.options
-        return create(STORES[asked.kind], self._members, servers=self._share, clients=asked.clients)
+        return create(STORES[self.kind], self._members, servers=self._share, clients=self.clients)
 
 
-STORES = {"sync": "mpi_sync", "elastic": "mpi_async"}
-"""The kind of store behind each kind of servers."""
-
-
-@dataclass(frozen=True)
-class ServerOptions:
-    """The arguments of `Servers`; TrainingError where one is out of its range."""
-
-    count: int
-    clients: int = 1
-    kind: str = "sync"
-    every: int = INTERVAL
-    alpha: float = 0.5
-
-    def __post_init__(self) -> None:
-        if self.kind not in STORES:
-            raise TrainingError(f"servers of kind {self.kind!r}: choose one of {', '.join(STORES)}")
-        if self.every < 1:
-            raise TrainingError(f"elastic averaging every {self.every} steps: give at least 1")
-        if not (math.isfinite(self.alpha) and 0 < self.alpha <= 1):
-            raise TrainingError(f"elastic averaging by alpha {self.alpha}: give more than 0 and at most 1")
-
-
-def misfit(servers: int, clients: int, batch: int, model: int, ranks: int) -> str | None:
-    """Why such a job does not fit its ranks; None where it does."""
+def servers_misfit(servers: int, clients: int, batch: int, model: int, ranks: int) -> str | None:
+    """Say why such a job does not fit its ranks; None where it does."""
     needed = clients * batch * model + servers
     if min(servers, clients, batch, model) < 1 or needed != ranks:
         return (
@@ -190,50 +162,99 @@ def misfit(servers: int, clients: int, batch: int, model: int, ranks: int) -> st
 
 
 def group_of(rank: int, ranks: int, servers: int, model: int) -> tuple[int, int] | None:
-    """The group of slices that this rank of the job serves or speaks for, and how many servers that group has; None
-    for a worker that speaks for none.
+    """Return the group of slices that this rank of the job serves or speaks for, and the number of its servers.
 
-    Slices are dealt to min(model, servers) groups of neighbours, the servers (the last ranks) to the groups in order.
+    None for a worker that speaks for none. Slices are dealt to min(model, servers) groups of neighbours, the servers
+    (the last ranks) to the groups in order.
     """
     groups = min(model, servers)
-    dealt = intervals(servers, groups)
+    dealt = [interval(servers, groups, group) for group in range(groups)]
     server, slice_ = rank - (ranks - servers), rank % model
-    if server >= 0:
-        group = next(g for g, (_, stop) in enumerate(dealt) if server < stop)
-    elif led := [g for g in range(groups) if interval(model, groups, g)[0] == slice_]:
-        group = led[0]
-    else:
-        return None
-    return group, dealt[group][1] - dealt[group][0]
+    for group, (start, stop) in enumerate(dealt):
+        if start <= server < stop or (server < 0 and interval(model, groups, group)[0] == slice_):
+            return group, stop - start
+    return None
 
 
-class Synchronous:
-    """An `Update` through servers: push gradients, pull weights, one key a layer of each slice.
+class SliceGroup:
+    """The ranks of one model, in `groups` groups of neighbours; the first of each is its leader.
+
+    It speaks to the servers for all. Everything here is collective over a group. Arrays are laid out as the flat
+    parameters: a member's its own slice's, the leader's `whole` all members' one behind the other. A group of one
+    copies nothing.
+    """
+
+    def __init__(self, network: Network, model_comm: MPI.Comm, groups: int) -> None:
+        mine = [interval(model_comm.size, groups, group) for group in range(groups)]
+        group = next(group for group, (_, stop) in enumerate(mine) if model_comm.rank < stop)
+        self.first = mine[group][0]
+        self._comm = model_comm.Split(group, model_comm.rank)
+        self.single, self.leads = self._comm.size == 1, self._comm.rank == 0
+        elements = np.array(network.layer_elements, np.int64)
+        self._layers = np.empty((self._comm.size, len(elements)), np.int64)
+        self._comm.Allgather(elements, self._layers)
+        self._counts = self._layers.sum(axis=1).tolist()
+
+    def whole(self, flat: np.ndarray) -> np.ndarray:
+        """Return memory on the leader for all members' arrays like `flat`: `flat` itself if there is one member; else
+        empty on the others."""
+        return flat if self.single else np.empty(sum(self._counts) if self.leads else 0, flat.dtype)
+
+    def gather(self, flat: np.ndarray, whole: np.ndarray) -> None:
+        """Write whole = all members' `flat`."""
+        if not self.single:
+            kind = MPI._typedict[flat.dtype.char]
+            self._comm.Gatherv(flat, [whole, self._counts, None, kind] if self.leads else None, root=0)
+
+    def scatter(self, whole: np.ndarray, flat: np.ndarray) -> None:
+        """Write every member's `flat` from `whole`."""
+        if not self.single:
+            kind = MPI._typedict[flat.dtype.char]
+            self._comm.Scatterv([whole, self._counts, None, kind] if self.leads else None, flat, root=0)
+
+    def keyed(self, whole: np.ndarray) -> dict[str, np.ndarray]:
+        """Return views of `whole`, one for each slice's layer that is not empty, by the name of its key."""
+        cuts = np.cumsum([0, *self._layers.ravel()]).tolist()
+        names = [f"slice{self.first + member}.layer{layer}" for member, layer in np.ndindex(*self._layers.shape)]
+        return {name: whole[start:stop] for name, (start, stop) in zip(names, pairwise(cuts)) if stop > start}
+
+    def init_store(self, store: KVStore | None, whole: np.ndarray, optimizer: Optimizer) -> dict[str, np.ndarray]:
+        """Let the servers behind `store` keep `whole`, updated by `optimizer`; the array of each of its keys.
+
+        Empty where this rank does not speak to servers (`store` is None), and where there is nothing to keep: slices
+        may be empty. Collective over the workers of the store.
+        """
+        named = {} if store is None else self.keyed(whole)
+        if store is not None and named:
+            store.init(list(named), list(named.values()))
+            store.set_optimizer(optimizer)
+        return named
+
+
+class SynchronousUpdate:
+    """An update through servers: push gradients, pull weights, one key a layer of each slice.
 
     `store` is None on a worker that does not speak to servers. Collective over the workers.
     """
 
+    loss_scale: LossScale | None = None
+
     def __init__(
-        self, store: WeightStore | None, group: SliceGroup, network: Network, mesh: Mesh, optimizer: Optimizer,
+        self, store: KVStore | None, group: SliceGroup, network: Network, mesh: Mesh, optimizer: Optimizer,
         clock: Clock, overlap: bool,
     ) -> None:  # fmt: skip
         self._mesh, self._network, self._optimizer, self._clock = mesh, network, optimizer, clock
-        self.loss_scale: LossScale | None = None
-        self._group = group
-        self._overlap = overlap and group.alone
-        self._gradients, self._weights = (
-            group.whole(flat) for flat in (network.flat_gradients, network.flat_parameters)
-        )
+        self._group, self._overlap = group, overlap and group.single
+        self._gradients, self._weights = group.whole(network.flat_gradients), group.whole(network.flat_parameters)
         group.gather(network.flat_parameters, self._weights)
-        self._in = group.keep(store, self._weights, optimizer)
+        self._in = group.init_store(store, self._weights, optimizer)
         self._kv = store if self._in else None
         self._out = group.keyed(self._gradients) if self._in else {}
-        self._keys = list(self._out)
         self._pushes: list[Handle] = []
         self._read = 0  # pushes, from the first on, that are known to have been read
 
     def gradient(self, layer: int) -> None:
-        """The gradients of a layer leave, the first layers' with the highest priority."""
+        """Push the gradients of a layer, the first layers' with the highest priority."""
         key = f"slice{self._group.first}.layer{layer}"
         if self._kv is not None and self._overlap and key in self._out:
             start = perf_counter()
@@ -247,10 +268,12 @@ class Synchronous:
             self._read += 1
             self._clock.arrived()
 
-    def share(self, samples: int) -> float:
+    def divisor(self, samples: int) -> float:
+        """Return the samples of the whole minibatch."""
         return samples
 
     def run(self, step: int) -> None:
+        """Push what has not left, and pull the new weights."""
         start = perf_counter()
         self._clock.sent()
         if self._kv is not None and self._pushes:
@@ -265,12 +288,13 @@ class Synchronous:
         else:
             self._group.gather(self._network.flat_gradients, self._gradients)
             if self._kv is not None:
-                self._kv.pushpull(self._keys, list(self._out.values()), out=list(self._in.values()))
+                self._kv.pushpull(list(self._out), list(self._out.values()), out=list(self._in.values()))
             self._group.scatter(self._weights, self._network.flat_parameters)
         self._clock.arrived()
         self._clock.add("backward", start)
 
     def fetch(self) -> State:
+        """Return the optimizer's state, which the servers send."""
         state = initial(self._optimizer, self._network.flat_parameters)
         wholes = [self._group.whole(array) for array in state]
 
@@ -283,26 +307,27 @@ class Synchronous:
                         view[str(name)][...] = array
 
         if state:
-            self._together(work)
+            self._work_with_states(work)
         for whole, array in zip(wholes, state):
             self._group.scatter(whole, array)
         return state
 
     def restore(self, state: State, step: int) -> None:
+        """Send the servers such a state, after `step` updates."""
         wholes = [self._group.whole(array) for array in state]
         for whole, array in zip(wholes, state):
             self._group.gather(array, whole)
 
         def work(store: Store) -> None:
             views = [self._group.keyed(whole) for whole in wholes]
-            states: States = {name: (step, [view[name] for view in views]) for name in self._keys}
-            store.run("restore", store.backend.stored.put_states([store.keys[name] for name in self._keys], states))
+            states: States = {name: (step, [view[name] for view in views]) for name in self._out}
+            store.run("restore", store.backend.stored.put_states([store.keys[name] for name in self._out], states))
 
         if state:
-            self._together(work)
+            self._work_with_states(work)
 
-    def _together(self, work: Callable[[Store], None]) -> None:
-        """Let the speakers of a group work with what their servers keep, when all that was pushed has been applied."""
+    def _work_with_states(self, work: Callable[[Store], None]) -> None:
+        """Let the leaders work with the states of their servers, when all that was pushed has been applied."""
         problem = None
         if self._kv is not None:
             try:
@@ -313,46 +338,50 @@ class Synchronous:
         agree(self._mesh.comm, problem)
 
 
-class ElasticAveraging:
-    """An `Update` inside the client, on the mean over the client's share of each minibatch; the centre now and then.
+class ElasticUpdate:
+    """An update inside the client, on the mean over the client's share of each minibatch; the centre now and then.
 
-    `store` is None on a worker that does not speak to servers. Collective over the workers.
+    Source: MXNET-MPI, section 5 and equations 2 and 3 (`mpips.optimizers.Elastic1`, `Elastic2`). `store` is None on a
+    worker that does not speak to servers. Collective over the workers.
     """
 
+    loss_scale: LossScale | None = None
+
     def __init__(
-        self, store: WeightStore | None, group: SliceGroup, network: Network, mesh: Mesh, optimizer: Optimizer,
-        clock: Clock, overlap: bool, asked: ServerOptions,
+        self, store: KVStore | None, group: SliceGroup, network: Network, mesh: Mesh, optimizer: Optimizer,
+        clock: Clock, overlap: bool, servers: Servers,
     ) -> None:  # fmt: skip
-        self._clock, self._every, self._weights = clock, asked.every, network.flat_parameters
-        self._ranks, self._members = mesh.batch, mesh.batch // asked.clients
+        self._clock, self._every, self._weights = clock, servers.every, network.flat_parameters
+        self._ranks, self._members = mesh.batch, mesh.batch // servers.clients
         client, place = divmod(mesh.batch_index, self._members)
         self._first, self._samples = mesh.batch_index - place, 0
         comm = mesh.batch_comm.Split(client, place)
         self._local = LocalUpdate(network, comm, optimizer, clock, overlap, half=False, scale=None)
-        self.loss_scale: LossScale | None = None
-        self.fetch, self.restore, self.poll = self._local.fetch, self._local.restore, self._local.poll
-        self._attract = Elastic2(alpha=asked.alpha)
-        self._centre = np.empty_like(network.flat_parameters)
-        self._group = group
+        self._attract = Elastic2(alpha=servers.alpha)
+        self._group, self._centre = group, network.flat_parameters.copy()
         self._whole = group.whole(self._centre)
-        self._centre[...] = self._weights
         group.gather(self._centre, self._whole)
-        self._centres = group.keep(store, self._whole, Elastic1(alpha=asked.alpha))
+        self._centres = group.init_store(store, self._whole, Elastic1(alpha=servers.alpha))
         self._kv = store if self._centres else None
 
     def gradient(self, layer: int) -> None:
-        """The gradients of a layer are summed over the client."""
+        """Sum the gradients of a layer over the client."""
         if self._samples:
             self._local.gradient(layer)
 
-    def share(self, samples: int) -> float:
-        """The samples of this client."""
+    def poll(self) -> None:
+        """Move sums on."""
+        self._local.poll()
+
+    def divisor(self, samples: int) -> float:
+        """Return the samples of this client."""
         last = self._first + self._members - 1
         start, stop = interval(samples, self._ranks, self._first)[0], interval(samples, self._ranks, last)[1]
         self._samples = stop - start
         return max(1, self._samples)
 
     def run(self, step: int) -> None:
+        """Attract, where it is time; then update by the client's mean gradient."""
         if (step - 1) % self._every == 0:
             start = perf_counter()
             self._clock.sent()
@@ -369,82 +398,10 @@ class ElasticAveraging:
         if self._samples:
             self._local.run(step)
 
+    def fetch(self) -> State:
+        """Return the state of the client's own optimizer."""
+        return self._local.fetch()
 
-class WeightStore(Protocol):
-    """What is used of a `KVStore` that keeps weights. Arrays are 1-D views, one a key; see there."""
-
-    @property
-    def settings(self) -> Store:
-        """What a checkpoint needs of it."""
-
-    def init(self, key: Any, value: Any) -> None: ...
-
-    def set_optimizer(self, optimizer: str | Optimizer) -> None: ...
-
-    def push(self, key: Any, value: Any) -> None: ...
-
-    def pull(self, key: Any, out: Any) -> None: ...
-
-    def pushpull(self, key: Any, value: Any, out: Any = None) -> None: ...
-
-    def ipush(self, key: Any, value: Any, priority: int = 0) -> Handle: ...
-
-    def ipull(self, key: Any, out: Any, priority: int = 0) -> Handle: ...
-
-
-class SliceGroup:
-    """The ranks of one model, in `groups` groups of neighbours; the first of each is its leader.
-
-    Everything here is collective over a group. Arrays are laid out as the flat parameters: a member's its own slice's,
-    the leader's `whole` all members' one behind the other. A group of one copies nothing.
-    """
-
-    def __init__(self, network: Network, model_comm: MPI.Comm, groups: int) -> None:
-        mine = [interval(model_comm.size, groups, g) for g in range(groups)]
-        group = next(g for g, (_, stop) in enumerate(mine) if model_comm.rank < stop)
-        self.first = mine[group][0]
-        self._comm = model_comm.Split(group, model_comm.rank)
-        self.alone = self._comm.size == 1
-        self.leads = self._comm.rank == 0
-        elements = np.array(network.layer_elements, np.int64)
-        everyone = np.empty((self._comm.size, len(elements)), np.int64)
-        self._comm.Allgather(elements, everyone)
-        self._layers = everyone
-        self._counts = everyone.sum(axis=1).tolist()
-
-    def whole(self, flat: np.ndarray) -> np.ndarray:
-        """Memory on the leader for all members' arrays like `flat`: `flat` itself if there is one member; else empty
-        on the others."""
-        return flat if self.alone else np.empty(sum(self._counts) if self.leads else 0, flat.dtype)
-
-    def gather(self, flat: np.ndarray, whole: np.ndarray) -> None:
-        """whole = all members' `flat`."""
-        if not self.alone:
-            kind = MPI._typedict[flat.dtype.char]
-            self._comm.Gatherv(flat, [whole, self._counts, None, kind] if self.leads else None, root=0)
-
-    def scatter(self, whole: np.ndarray, flat: np.ndarray) -> None:
-        """Every member's `flat` from `whole`."""
-        if not self.alone:
-            kind = MPI._typedict[flat.dtype.char]
-            self._comm.Scatterv([whole, self._counts, None, kind] if self.leads else None, flat, root=0)
-
-    def keyed(self, whole: np.ndarray) -> dict[str, np.ndarray]:
-        """Views of `whole`, one for each slice's layer that is not empty, by the name of its key."""
-        cuts = np.cumsum([0, *self._layers.ravel()]).tolist()
-        names = [f"slice{self.first + member}.layer{layer}" for member, layer in np.ndindex(*self._layers.shape)]
-        return {name: whole[start:stop] for name, (start, stop) in zip(names, pairwise(cuts)) if stop > start}
-
-    def keep(self, store: WeightStore | None, whole: np.ndarray, optimizer: Optimizer) -> dict[str, np.ndarray]:
-        """Let the servers behind `store` keep `whole`, updated by `optimizer`; the array of each of its keys.
-
-        Empty where this rank does not speak to servers (`store` is None), and where there is nothing to keep: slices
-        may be empty. Collective over the workers of the store.
-        """
-        if store is None:
-            return {}
-        named = self.keyed(whole)
-        if named:
-            store.init(list(named), list(named.values()))
-            store.set_optimizer(optimizer)
-        return named
+    def restore(self, state: State, step: int) -> None:
+        """Go on from such a state."""
+        self._local.restore(state, step)

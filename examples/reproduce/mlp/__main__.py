@@ -27,11 +27,11 @@ from collectives.machine import usable_cores
 from collectives.terminal import Interruptible, OutFile, Picture, show_table, writing
 from examples.reproduce.results import write_json
 from mpips.mlp.mesh import factorings
-from mpips.mlp.network.layers import Specification, interval
-from mpips.mlp.prediction import Link, allreduce_seconds, compute_seconds, exchange_seconds, messages, parameter_bytes
+from mpips.mlp.network.layers import Specification, interval, largest_slice
+from mpips.mlp.prediction import LinkCost, allreduce_seconds, exchange_seconds, messages, trace
 from mpips.optimizers import SGD
 
-CORI = Link(1e-6, 1 / 5.6e12)  # section 7: "bandwidth is 5.6TB/s and latency is 1 us"
+CORI = LinkCost(1e-6, 1 / 5.6e12)  # section 7: "bandwidth is 5.6TB/s and latency is 1 us"
 WIDTHS = (32, 64, 128, 512, 1024)
 PROCESSES = (1, 2, 4, 8, 16, 32)
 QUICK_WIDTHS, QUICK_PROCESSES = (32, 512), (1, 2, 4)
@@ -57,13 +57,14 @@ def sizes(width: int) -> tuple[int, ...]:
     return (16, width, width, 2)
 
 
-def predicted(width: int, batch: int, model: int, link: Link) -> float:
+def predicted(width: int, batch: int, model: int, link: LinkCost) -> float:
     """Seconds of a step of BATCH samples: measured computation, the paper's communication."""
     samples = interval(BATCH, batch, 0)[1]
     specification = Specification(sizes(width), "relu", "l2", "float32", 1)
-    seconds = compute_seconds(specification, model, samples, BATCH, SGD(learning_rate=0.01), SPLIT)
+    events = trace(specification, model, samples, BATCH, SGD(learning_rate=0.01), SPLIT)
+    seconds = sum(event.compute for event in events)
     if batch > 1:
-        seconds += allreduce_seconds(batch, parameter_bytes(sizes(width), model, 4, SPLIT), link)
+        seconds += allreduce_seconds(batch, 4 * sum(largest_slice(sizes(width), model, SPLIT)), link)
     return seconds + exchange_seconds(messages(sizes(width), model, samples, 4, SPLIT), model, link)
 
 
@@ -82,7 +83,7 @@ def measured(width: int, batch: int, model: int) -> float:
     return median(epoch["seconds"] for epoch in epochs[1:]) / steps
 
 
-def points(link: Link, measure: bool, quick: bool = False) -> list[Point]:
+def points(link: LinkCost, measure: bool, quick: bool = False) -> list[Point]:
     """All points of the three figures, or some of each; a run is made where every rank has a core."""
     widths, processes = (QUICK_WIDTHS, QUICK_PROCESSES) if quick else (WIDTHS, PROCESSES)
     wanted = {(width, p, 1) for width in widths for p in processes}
@@ -197,7 +198,7 @@ def command(
 ) -> None:
     """Redraw the paper's figures 5, 6 and 7."""
     with threadpool_limits(1, user_api="blas"):
-        found = points(Link(alpha, beta), measure, quick)
+        found = points(LinkCost(alpha, beta), measure, quick)
     ends = summary(found)
     if ends:
         show_table(_table(ends))

@@ -16,7 +16,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpips.mlp import MLP, Mesh, TrainingError, load, open_source, train
-from mpips.mlp.data.sources import Source
+from mpips.mlp.data.sources import DataSource
 from mpips.mlp.mesh import factorings
 from mpips.mlp.network.layers import MODES
 from mpips.optimizers import SGD
@@ -25,7 +25,7 @@ WIDTHS = {"8 divides": (32, 16), "odd": (13, 11, 7), "narrow": (2, 3, 1, 5)}
 EPOCHS, BATCH = 3, 97  # the last minibatch is smaller
 
 
-def curve(opened: Callable[[], Source], mesh: Mesh, hidden: tuple[int, ...], dtype: str, mode: str) -> np.ndarray:
+def curve(opened: Callable[[], DataSource], mesh: Mesh, hidden: tuple[int, ...], dtype: str, mode: str) -> np.ndarray:
     """Losses on training and test rows, (epochs, 2)."""
     data = load(opened, mesh, BATCH, dtype, seed=1)
     loss = "softmax" if data.classes else "l2"
@@ -34,7 +34,7 @@ def curve(opened: Callable[[], Source], mesh: Mesh, hidden: tuple[int, ...], dty
     return np.array([[epoch.train_loss, epoch.test_loss] for epoch in epochs])
 
 
-def sources(directory: str) -> Iterator[tuple[str, Callable[[], Source]]]:
+def sources(directory: str) -> Iterator[tuple[str, Callable[[], DataSource]]]:
     """The data sets that are here."""
     for name in ("airfoil", "digits"):
         opened = partial(open_source, name, directory=directory)

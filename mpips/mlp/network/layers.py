@@ -1,12 +1,6 @@
-"""What a network is: sizes, activation, loss, dtype and seed, whoever holds it.
+"""What a network is, whoever holds it: its specification, first weights, how layers are cut, activations and losses.
 
-Activations and losses: what they compute in place, and their derivatives.
-
-Everything is column-wise, (neurons, samples), as everything inside a network (the paper writes X_l in R^{d_l x B}).
-
-Balanced half-open intervals: who holds which rows, columns and samples.
-
-Which rank of a mesh holds which rows and columns of each layer: by its model index, rank % model (`mesh`).
+A layer's kind says which rank of a model (`part`, its model index on the mesh) holds what of it:
 
 - ``columns``: a rank holds some outputs of the layer (rows of its matrix). The inputs must be whole; the outputs
   are gathered, and the gradient of the inputs is summed over the ranks (the paper's Algorithm 2).
@@ -14,22 +8,23 @@ Which rank of a mesh holds which rows and columns of each layer: by its model in
   by columns and is then not gathered. The outputs are summed over the ranks; backward nothing moves.
 - ``whole``: every rank holds and computes the whole layer; nothing moves.
 
-First weights, drawn by the seed, that do not depend on how the network is cut.
-
-Element (r, c) of layer l is number ``r * columns + c`` of the random stream seeded by (seed, l). A rank that holds
-a slice jumps to it, so every device mesh starts from the same matrices without sending any (the batch ranks of
-the paper "share a layer's seed"; its model ranks drew unrelated slices, ours draw slices of one matrix).
+Everything is column-wise, (neurons, samples), as in the paper, which writes X_l in R^{d_l x B}. No MPI in here.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from collectives.schedule.model import cut
+
 DTYPES = ("float32", "float64", "mixed")
+MODES = ("pairs", "columns")
+_FEWEST_OUTPUTS_PER_RANK = 8  # below this a gather's latency costs more than computing a last layer on every rank
+_BLOCK_ELEMENTS = 1 << 20
 
 
 class Specification(NamedTuple):
@@ -46,11 +41,6 @@ class Specification(NamedTuple):
     seed: int
 
 
-def working_dtype(dtype: str) -> np.dtype:
-    """The dtype of weights, activations and data in a network of this `dtype`."""
-    return np.dtype("float32" if dtype == "mixed" else dtype)
-
-
 def check(specification: Specification) -> None:
     """Raise ValueError, naming the argument and the choices, unless such a network can be made."""
     sizes, activation, loss, dtype, _ = specification
@@ -63,13 +53,88 @@ def check(specification: Specification) -> None:
         raise ValueError(f"dtype {dtype!r} is not supported; choose one of {', '.join(DTYPES)}")
 
 
-class Activation(NamedTuple):
-    """`apply(z)` overwrites z with its activation; `backward(delta, y, mask, scratch)` multiplies delta
-    by the derivative at y.
-    """
+def working_dtype(dtype: str) -> np.dtype:
+    """Return the dtype of weights, activations and data in a network of this `dtype`."""
+    return np.dtype("float32" if dtype == "mixed" else dtype)
 
-    apply: Callable[[np.ndarray], None]
-    backward: Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], None]
+
+# -- how layers are cut
+
+
+class Split(NamedTuple):
+    """One rank's part of a layer: its kind and the intervals of outputs and inputs whose weights it holds."""
+
+    kind: str
+    outputs: tuple[int, int]
+    inputs: tuple[int, int]
+    gathered: bool  # columns only: whether the next layer needs the outputs of all ranks
+
+
+def interval(count: int, parts: int, part: int) -> tuple[int, int]:
+    """Return [start, stop) of one of `parts` slices of `count` items: lengths differ by one at most, longer first."""
+    return cut(count, parts, part), cut(count, parts, part + 1)
+
+
+def kinds(sizes: Sequence[int], parts: int, mode: str = "pairs") -> list[str]:
+    """Return the kind of every layer: the paper's ("columns"), or pairs of columns and rows, with one sum a pair."""
+    layers = len(sizes) - 1
+    if mode not in MODES:
+        raise ValueError(f"split mode {mode!r} is unknown; choose one of {', '.join(MODES)}")
+    if parts == 1:
+        return ["whole"] * layers
+    if mode == "columns":
+        return ["columns"] * layers
+    chosen = ["columns" if layer % 2 == 0 else "rows" for layer in range(layers)]
+    if layers % 2 and sizes[-1] < parts * _FEWEST_OUTPUTS_PER_RANK:
+        chosen[-1] = "whole"
+    return chosen
+
+
+def splits(sizes: Sequence[int], parts: int, part: int, mode: str = "pairs") -> list[Split]:
+    """Return what rank `part` of `parts` holds of each layer of a network of these sizes (inputs first)."""
+    chosen = kinds(sizes, parts, mode)
+    result = []
+    for layer, kind in enumerate(chosen):
+        rows, columns = sizes[layer + 1], sizes[layer]
+        outputs = interval(rows, parts, part) if kind == "columns" else (0, rows)
+        inputs = interval(columns, parts, part) if kind == "rows" else (0, columns)
+        followed = layer + 1 < len(chosen) and chosen[layer + 1] == "rows"
+        result.append(Split(kind, outputs, inputs, gathered=kind == "columns" and not followed))
+    return result
+
+
+def largest_slice(sizes: Sequence[int], model: int, mode: str = "pairs") -> list[int]:
+    """Return the parameters of each layer on the rank that holds the most (part 0)."""
+    return [(outputs[1] - outputs[0]) * (inputs[1] - inputs[0] + 1) for _, outputs, inputs, _ in
+            splits(sizes, model, 0, mode)]  # fmt: skip
+
+
+# -- first weights
+
+
+def draw_weight(out: np.ndarray, specification: Specification, layer: int, first_row: int, first_column: int) -> None:
+    """Fill `out` (rows, width) with the slice at (first_row, first_column) of a layer's first matrix.
+
+    Element (r, c) of layer l is number ``r * columns + c`` of the random stream seeded by (seed, l), drawn uniformly
+    in float64: He et al. (2015) before a ReLU, variance 1/fan-in otherwise. A rank that holds a slice jumps to it. So
+    every mesh starts from the same matrices without sending any (the paper's model ranks drew unrelated slices).
+    """
+    (rows, width), columns = out.shape, specification.sizes[layer]
+    if not rows or not width:
+        return
+    relu = specification.activation == "relu" and layer + 2 < len(specification.sizes)
+    half_width = math.sqrt((6.0 if relu else 3.0) / columns)
+    block = max(1, _BLOCK_ELEMENTS // columns)
+    bits = np.random.PCG64(np.random.SeedSequence([specification.seed, layer]))
+    bits.advance(first_row * columns)
+    generator = np.random.Generator(bits)
+    for start in range(0, rows, block):
+        stop = min(rows, start + block)
+        values = generator.random((stop - start, columns))[:, first_column : first_column + width]
+        out[start:stop] = half_width * (2.0 * values - 1.0)
+
+
+# -- activations, in place: z becomes its activation; delta is multiplied by the derivative at y
 
 
 def _relu(z: np.ndarray) -> None:
@@ -91,13 +156,17 @@ def _tanh_backward(delta: np.ndarray, y: np.ndarray, mask: np.ndarray, scratch: 
     np.multiply(delta, scratch, out=delta)
 
 
-ACTIVATIONS = {"relu": Activation(_relu, _relu_backward), "tanh": Activation(_tanh, _tanh_backward)}
+ACTIVATIONS = {"relu": (_relu, _relu_backward), "tanh": (_tanh, _tanh_backward)}
+"""Forward and backward by name."""
+
+
+# -- losses
 
 
 def l2(
     output: np.ndarray, target: np.ndarray, delta: np.ndarray, scratch: np.ndarray, scale: float, xp: Any = np
 ) -> float:
-    """Sum over samples of ``1/2 |output - target|^2``; `delta` becomes its gradient times `scale`.
+    """Return the sum over samples of ``1/2 |output - target|^2``; `delta` becomes its gradient times `scale`.
 
     `target` is (samples, outputs) or, with one output, (samples,); `scratch` is overwritten.
     """
@@ -111,8 +180,8 @@ def l2(
 def softmax(
     output: np.ndarray, target: np.ndarray, delta: np.ndarray, scratch: np.ndarray, scale: float, xp: Any = np
 ) -> float:
-    """Sum over samples of the cross-entropy ``-log softmax(output)[target]``; `delta` becomes its gradient times
-    `scale`.
+    """Return the sum over samples of the cross-entropy ``-log softmax(output)[target]``; `delta` becomes its gradient
+    times `scale`.
 
     `target` is (samples,) of class numbers; `scratch` is overwritten; `xp` is the array module of all of them.
     """
@@ -127,105 +196,5 @@ def softmax(
     return total
 
 
-class Loss(NamedTuple):
-    """A loss by name, and whether its targets are class numbers."""
-
-    function: Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray, float, Any], float]
-    classes: bool
-
-
-LOSSES = {"l2": Loss(l2, classes=False), "softmax": Loss(softmax, classes=True)}
-
-
-def interval(count: int, parts: int, index: int) -> tuple[int, int]:
-    """Slice `index` of `count` items cut into `parts` contiguous slices whose lengths differ by at most one.
-
-    The first ``count % parts`` slices are the longer ones; with fewer items than parts the last slices are empty.
-    """
-    if not 0 <= index < parts:
-        raise ValueError(f"slice {index} of {parts} parts does not exist")
-    short, longer = divmod(count, parts)
-    start = index * short + min(index, longer)
-    return start, start + short + (index < longer)
-
-
-def intervals(count: int, parts: int) -> list[tuple[int, int]]:
-    """All slices of `count` items cut into `parts`, in order."""
-    return [interval(count, parts, index) for index in range(parts)]
-
-
-MODES = ("pairs", "columns")
-_FEWEST_OUTPUTS_PER_RANK = 8  # below this a gather's latency costs more than computing a last layer on every rank
-
-
-class Split(NamedTuple):
-    """One rank's part of a layer: its kind and the intervals of outputs and inputs whose weights it holds."""
-
-    kind: str
-    outputs: tuple[int, int]
-    inputs: tuple[int, int]
-    gathered: bool  # columns only: whether the next layer needs the outputs of all ranks
-
-
-def kinds(sizes: Sequence[int], parts: int, mode: str = "pairs") -> list[str]:
-    """The kind of every layer: the paper's ("columns"), or pairs of columns and rows, which need one allreduce a
-    pair."""
-    layers = len(sizes) - 1
-    if mode not in MODES:
-        raise ValueError(f"split mode {mode!r} is unknown; choose one of {', '.join(MODES)}")
-    if parts == 1:
-        return ["whole"] * layers
-    if mode == "columns":
-        return ["columns"] * layers
-    chosen = ["columns" if layer % 2 == 0 else "rows" for layer in range(layers)]
-    if layers % 2 and sizes[-1] < parts * _FEWEST_OUTPUTS_PER_RANK:
-        chosen[-1] = "whole"
-    return chosen
-
-
-def splits(sizes: Sequence[int], parts: int, part: int, mode: str = "pairs") -> list[Split]:
-    """What rank `part` of `parts` holds of each layer of a network with these sizes (inputs first, outputs last)."""
-    chosen = kinds(sizes, parts, mode)
-    result = []
-    for layer, kind in enumerate(chosen):
-        rows, columns = sizes[layer + 1], sizes[layer]
-        outputs = interval(rows, parts, part) if kind == "columns" else (0, rows)
-        inputs = interval(columns, parts, part) if kind == "rows" else (0, columns)
-        followed = layer + 1 < len(chosen) and chosen[layer + 1] == "rows"
-        result.append(Split(kind, outputs, inputs, gathered=kind == "columns" and not followed))
-    return result
-
-
-_BLOCK_ELEMENTS = 1 << 20
-
-
-def bound(activation: str, columns: int) -> float:
-    """Half-width of the uniform distribution: He et al. (2015) before a ReLU, variance 1/fan-in otherwise."""
-    return math.sqrt((6.0 if activation == "relu" else 3.0) / columns)
-
-
-def draw(
-    out: np.ndarray,
-    seed: int,
-    layer: int,
-    columns: int,
-    first_row: int = 0,
-    first_column: int = 0,
-    half_width: float = 1.0,
-) -> None:
-    """Fill `out` (rows, width) with the slice at (first_row, first_column) of layer `layer`'s matrix of `columns`
-    columns.
-
-    The numbers are uniform in [-half_width, half_width), drawn in float64 and rounded to the dtype of `out`.
-    """
-    rows, width = out.shape
-    if not rows or not width:
-        return
-    block = max(1, _BLOCK_ELEMENTS // columns)
-    bits = np.random.PCG64(np.random.SeedSequence([seed, layer]))
-    bits.advance(first_row * columns)
-    generator = np.random.Generator(bits)
-    for start in range(0, rows, block):
-        stop = min(rows, start + block)
-        values = generator.random((stop - start, columns))[:, first_column : first_column + width]
-        out[start:stop] = half_width * (2.0 * values - 1.0)
+LOSSES = {"l2": l2, "softmax": softmax}
+"""Softmax takes class numbers, l2 takes targets."""

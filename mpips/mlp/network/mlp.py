@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpips.mlp.network.layers import LOSSES, Specification, check
+from mpips.mlp.network.layers import Specification, check
 from mpips.mlp.network.slice import Empty, LayerHook, Network, numpy_empty
 from mpips.store.keys.tables import in_memory
 
@@ -111,7 +111,7 @@ class MLP:
 
     def _check_targets(self, y: np.ndarray) -> None:
         outputs, shape, loss = self.specification.sizes[-1], np.shape(y), self.specification.loss
-        if LOSSES[loss].classes:
+        if loss == "softmax":
             if len(shape) != 1 or y.dtype.kind not in "iu":
                 flat = "y.argmax(axis=1)" if outputs in shape[1:] else "y.ravel()"
                 cure = "y.astype(int)" if len(shape) == 1 else flat

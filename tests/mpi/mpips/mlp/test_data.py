@@ -18,7 +18,7 @@ def shared_path(tmp_path_factory, name):
     return f"{COMM.bcast(folder)}/{name}"
 
 
-@pytest.mark.parametrize("way", ["read", "scatter", "broadcast"])
+@pytest.mark.parametrize("way", ["read", "scatter"])
 def test_every_way_brings_the_same_rows(way):
     def only_at_rank_0():
         if way != "read" and COMM.rank:
@@ -55,7 +55,7 @@ class Spy(ArraySource):
         return super().read(start, stop)
 
 
-@pytest.mark.parametrize("way", ["read", "scatter", "broadcast"])
+@pytest.mark.parametrize("way", ["read", "scatter"])
 def test_no_row_is_read_twice_and_no_rank_reads_what_another_does(way):
     x = np.random.default_rng(0).standard_normal((203, 3))
     ok = []
@@ -126,11 +126,10 @@ def test_auto_sends_rows_where_only_rank_0_can_read_them():
     mesh.free()
     assert same_everywhere(np.array_equal(data.x, everywhere.x))
     assert same_everywhere(everywhere.way == "read")
-    assert same_everywhere(data.way == ("read" if COMM.size == 1 else data.way))
-    assert same_everywhere(COMM.size == 1 or data.way in ("scatter", "broadcast"))
+    assert same_everywhere(data.way == ("read" if COMM.size == 1 else "scatter"))
 
 
-@pytest.mark.parametrize("way", ["read", "scatter", "broadcast"])
+@pytest.mark.parametrize("way", ["read", "scatter"])
 @pytest.mark.parametrize(
     "line, words",
     [
@@ -178,7 +177,7 @@ def test_wrong_options_are_refused(arguments, words):
     mesh.free()
 
 
-WAYS = pytest.mark.parametrize("way", ["read", "scatter", "broadcast"])
+WAYS = pytest.mark.parametrize("way", ["read", "scatter"])
 
 
 def labelled(tmp_path_factory, labels):

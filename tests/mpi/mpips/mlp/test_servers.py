@@ -15,7 +15,7 @@ from mpips.mlp import (
     save_checkpoint,
     train,
 )
-from mpips.mlp.data.loading import order
+from mpips.mlp.data.loading import epoch_order
 from mpips.mlp.results import total_hidden
 from mpips.optimizers import SGD, Adam
 from tests.mpi.sizes import either_mpi, only_on
@@ -176,7 +176,7 @@ def test_one_elastic_client_follows_the_equations():
     data = load(lambda: SyntheticSource(103, 5, 3), alone(), 20, "float64", seed=1)
     steps = []
     for epoch in range(2):
-        for index in order(len(data.deal.samples), epoch, 1):
+        for index in epoch_order(len(data.deal.samples), epoch, 1):
             part = slice(data.deal.bounds[index], data.deal.bounds[index + 1])
             steps.append((data.x[part], data.y[part]))
     expected = elastic_by_hand(steps, every, alpha, rate)

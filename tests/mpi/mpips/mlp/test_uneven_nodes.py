@@ -53,7 +53,7 @@ def test_what_all_ranks_of_a_model_hold_stays_equal_though_gradients_travel_as_f
     rng = np.random.default_rng(mesh.batch_index)
     for _ in range(5):
         worker.step(rng.standard_normal((9, 4)).astype("f4"), rng.standard_normal((9, 3)).astype("f4"), 18)
-    last = np.concatenate([worker.network.weight(2).ravel(), worker.network.bias(2)])
+    last = np.concatenate([array.ravel() for array in worker.network.parameters[4:6]])
     everybody = COMM.allgather(last)
     mesh.free()
     assert worker.network.splits[2].kind == "whole"

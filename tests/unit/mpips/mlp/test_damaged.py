@@ -57,8 +57,7 @@ def read_rows(path: Path) -> None:
 
 def read_weights(path: Path) -> None:
     mesh = Mesh(1, 1, MPI.COMM_SELF)
-    checkpoint.scaling(str(path), mesh.comm)
-    checkpoint.labels(str(path), mesh.comm)
+    checkpoint.read_scaling(str(path), mesh.comm)
     checkpoint.load_checkpoint(str(path), mesh)
 
 
@@ -196,6 +195,6 @@ def test_foreign_files_are_called_by_their_name(tmp_path, content, words):
 def test_what_is_no_checkpoint_is_said(tmp_path, content):
     path = tmp_path / "other.safetensors"
     path.write_bytes(content)
-    for read in (checkpoint.specification, checkpoint.rule, checkpoint.labels):
+    for read in (checkpoint.read_header, checkpoint.read_scaling):
         with pytest.raises(TrainingError, match=r"other\.safetensors"):
             read(str(path), MPI.COMM_SELF)

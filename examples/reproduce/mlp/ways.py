@@ -1,0 +1,81 @@
+"""The paper's two ways to hand out rows (section 7), predicted and measured on every mesh of the job.
+
+    mpips run -w 4 -s 0 -m examples.reproduce.mlp.ways
+
+Rank 0 holds all rows. It scatters them to all ranks, or scatters them to one rank of each model, which broadcasts.
+Alpha and beta come from two scatters timed on the job. `mpips train` itself lets every rank read its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from time import perf_counter
+
+import numpy as np
+from mpi4py import MPI
+
+from collectives.simulator.cost import LinkCost, fit
+from mpips.mlp.mesh import Mesh, factorings
+
+SIZES = (1 << 10, 1 << 16, 1 << 22)
+"""Bytes of the rows of one batch index."""
+REPEATS = 5
+
+
+def scatter_seconds(batch: int, model: int, data: float, link: LinkCost) -> float:
+    """Return the time of one scatter to all ranks, `data` bytes a batch part: ``alpha + nb nm data beta``."""
+    return link.alpha + batch * model * data * link.beta
+
+
+def broadcast_seconds(batch: int, model: int, data: float, link: LinkCost) -> float:
+    """Return the time of a scatter to one rank a part, then broadcasts: ``2 alpha + max(nb, nm) data beta``."""
+    return 2 * link.alpha + max(batch, model) * data * link.beta
+
+
+def scatter(mesh: Mesh, mine: np.ndarray) -> None:
+    """Send every rank its rows, the ranks of one model the same ones."""
+    everything = np.zeros(mesh.comm.size * mine.size) if mesh.comm.rank == 0 else None
+    mesh.comm.Scatter(everything, mine, root=0)
+
+
+def scatter_and_broadcast(mesh: Mesh, mine: np.ndarray) -> None:
+    """Send rows to one rank of each model, which broadcasts them to the others."""
+    if mesh.model_index == 0:
+        everything = np.zeros(mesh.batch * mine.size) if mesh.comm.rank == 0 else None
+        mesh.batch_comm.Scatter(everything, mine, root=0)
+    mesh.model_comm.Bcast(mine, root=0)
+
+
+def median_seconds(comm: MPI.Comm, call: Callable[[], object]) -> float:
+    """Return the median time of some calls after one, each taken at the slowest rank. Collective."""
+    times = np.empty(REPEATS)
+    for index in range(-1, REPEATS):
+        comm.Barrier()
+        start = perf_counter()
+        call()
+        if index >= 0:
+            times[index] = perf_counter() - start
+    comm.Allreduce(MPI.IN_PLACE, times, MPI.MAX)
+    return float(np.median(times))
+
+
+def main() -> None:
+    comm = MPI.COMM_WORLD
+    whole = Mesh(comm.size, 1)
+    points = [(comm.size * n, median_seconds(comm, partial(scatter, whole, np.empty(n // 8)))) for n in (8, 1 << 18)]
+    link = fit(points)
+    for batch, model in factorings(comm.size):
+        mesh = Mesh(batch, model)
+        for size in SIZES:
+            mine = np.empty(size // 8)
+            one, two = (median_seconds(comm, partial(way, mesh, mine)) for way in (scatter, scatter_and_broadcast))
+            if comm.rank == 0:
+                predicted = [seconds(batch, model, size, link) for seconds in (scatter_seconds, broadcast_seconds)]
+                print(f"{mesh}, {size:>9,} bytes: scatter {1e6 * predicted[0]:9.1f} us predicted, {1e6 * one:9.1f} "
+                      f"measured; broadcast {1e6 * predicted[1]:9.1f} predicted, {1e6 * two:9.1f} measured")
+        mesh.free()
+
+
+if __name__ == "__main__":
+    main()
