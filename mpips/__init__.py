@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mpips.store.api import KVStore
     from mpips.store.create import create
     from mpips.store.keys.key import Rounds
-    from mpips.store.keys.row_sparse import RowSparse
+    from mpips.store.keys.rows import RowSparse
     from mpips.store.options import OptionError, Options
     from mpips.store.runtime.errors import StoreError, StoreMismatchError, StoreStallError
     from mpips.training.elastic import Elastic
@@ -38,7 +38,7 @@ _part_children()
 
 _HOMES = {
     "create": "mpips.store.create", "KVStore": "mpips.store.api", "Options": "mpips.store.options",
-    "OptionError": "mpips.store.options", "RowSparse": "mpips.store.keys.row_sparse",
+    "OptionError": "mpips.store.options", "RowSparse": "mpips.store.keys.rows",
     "Rounds": "mpips.store.keys.key", "Trainer": "mpips.training.trainer", "Elastic": "mpips.training.elastic",
     "Model": "mpips.training.model", "empty": "collectives.fabric.arena", "CollectiveError": "collectives.errors",
     "MismatchError": "collectives.errors", "StallError": "collectives.errors",

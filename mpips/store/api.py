@@ -17,8 +17,8 @@ from mpips.store.runtime.errors import Step
 from mpips.store.runtime.generation import Generation
 from mpips.store.worker.backend import Backend, Recovered
 from mpips.store.worker.beside import Calls
-from mpips.store.worker.quick import Quick
 from mpips.store.worker.recut import recut
+from mpips.store.worker.route import Quick
 from mpips.store.worker.settings import Generations, Settings
 
 if TYPE_CHECKING:

@@ -13,20 +13,17 @@ from mpi4py import MPI
 from collectives.errors import of_caller
 from collectives.network.failures import Making, able, deaths
 from mpips.ending.process import say_role
-from mpips.store import api as stores
-from mpips.store import options as option_table
-from mpips.store import roles as layouts
-from mpips.store import world
+from mpips.store import api, roles, world
+from mpips.store import options as table
 from mpips.store.api import KVStore
 from mpips.store.checkpoint import resume as resuming
 from mpips.store.checkpoint.resume import Regular
-from mpips.store.cores import Seat
 from mpips.store.options import OptionError, Options
 from mpips.store.recovery import recover as spare
 from mpips.store.recovery.recover import StandBy
-from mpips.store.remote.served import Served
-from mpips.store.replicated.serverless import Serverless
-from mpips.store.roles import Layout
+from mpips.store.remote.backend import Served
+from mpips.store.replicated.backend import Serverless
+from mpips.store.roles import Layout, Seat
 from mpips.store.runtime.errors import StoreError
 from mpips.store.runtime.generation import Generation
 from mpips.store.server.loop import Server, serve
@@ -79,7 +76,7 @@ def create(kind: str, comm: MPI.Intracomm | None = None, **options: Any) -> KVSt
     if word == "local":
         if chosen is None or refusal:
             raise OptionError(refusal)
-        return _serverless(layouts.create(MPI.COMM_SELF, word, Options(stall_seconds=chosen.stall_seconds)))
+        return _serverless(roles.create(MPI.COMM_SELF, word, Options(stall_seconds=chosen.stall_seconds)))
     if _surviving:
         raise of_caller(RuntimeError(f"create: a job with spares={_surviving[0]} has one store, which was made before"))
     if comm is None:
@@ -90,10 +87,10 @@ def create(kind: str, comm: MPI.Intracomm | None = None, **options: Any) -> KVSt
     if before is not None:
         if chosen is not None and not refusal:
             refusal = _unfit(chosen, before.layout)
-        asked = layouts.record(chosen or Options())
+        asked = roles.record(chosen or Options())
         before.store.settings.run("create", before.served.open_store(OpenStore(word, asked)))
     with _all_alive(comm, chosen):
-        layout = layouts.create(comm, word, chosen, refusal or _unable(chosen))
+        layout = roles.create(comm, word, chosen, refusal or _unable(chosen))
         if layout.survives:
             _surviving.append(layout.spares)
         if layout.is_worker:
@@ -108,10 +105,10 @@ def _asked(kind: str, options: dict[str, Any]) -> tuple[str, Options | None, str
     """The kind, the options, and what is wrong with them: all ranks raise that once they have met."""
     word, chosen = "", None
     try:
-        word = option_table.kind_of(kind)
-        chosen = option_table.read(options)
-        option_table.check_kind(word, options)
-        option_table.check_saves(chosen)
+        word = table.kind_of(kind)
+        chosen = table.read(options)
+        table.check_kind(word, options)
+        table.check_saves(chosen)
     except OptionError as error:
         return word, chosen, str(error)
     return word, chosen, ""
@@ -119,16 +116,16 @@ def _asked(kind: str, options: dict[str, Any]) -> tuple[str, Options | None, str
 
 def _serverless(layout: Layout) -> KVStore:
     generation = Generation(layout)
-    with generation.failing(layouts.WHAT):
-        return stores.made(layout, Serverless(layout, generation), generation, generation.close, _saves(layout))
+    with generation.failing(roles.WHAT):
+        return api.made(layout, Serverless(layout, generation), generation, generation.close, _saves(layout))
 
 
 def _served(comm: MPI.Intracomm, layout: Layout) -> KVStore:
     generation = Generation(layout)
-    with generation.failing(layouts.WHAT):
+    with generation.failing(roles.WHAT):
         served = Served(layout, generation, _seat(layout, generation).shared)
         served.begin()
-        store = stores.made(layout, served, generation, _closer(layout, generation), _saves(layout))
+        store = api.made(layout, served, generation, _closer(layout, generation), _saves(layout))
     _open.append(_Open(comm, layout, store, served))
     return store
 
@@ -212,9 +209,9 @@ class _Spare:
         self._seat: Seat | None = None
         self._stands_by: StandBy | None = None
         if layout.num_servers:
-            with self._generation.failing(layouts.WHAT):
+            with self._generation.failing(roles.WHAT):
                 self._seat, self._stands_by = _seat(layout, self._generation), StandBy(layout, self._generation)
-        with self._generation.failing(layouts.WHAT):
+        with self._generation.failing(roles.WHAT):
             step = resuming.hear(layout, self._generation)
         self._saves = None if step is None else _saves_from(step)
 
@@ -236,7 +233,7 @@ class _Spare:
         role = "worker" if len(layout.clients) == 1 else f"worker of client {layout.client_number}"
         say_role(role, recovered.rounds.step)
         backend.committed()
-        return stores.made(layout, backend, generation, _closer(layout, generation), self._saves, recovered)
+        return api.made(layout, backend, generation, _closer(layout, generation), self._saves, recovered)
 
     def _rebuild(self) -> list[Server | tuple[Backend, Recovered]]:
         """What this rank has become while all begin the next generation, or nothing. Collective, blocking."""
@@ -269,7 +266,7 @@ def _serve(server: Server, opened: Callable[[OpenStore], Server | None] | None =
 
 def _server(layout: Layout) -> Server:
     generation = Generation(layout)
-    with generation.failing(layouts.WHAT):
+    with generation.failing(roles.WHAT):
         server = Server(layout, _seat(layout, generation), generation)
         server.begin()
         return server
@@ -279,12 +276,12 @@ def _one_more(comm: MPI.Intracomm, first: Layout, asked: OpenStore) -> Server | 
     """On a server: join in making one more store, for which all workers have asked; None where it is refused."""
     refusal, chosen = "", None
     try:
-        chosen = option_table.read(asked.options, {})
+        chosen = table.read(asked.options, {})
         refusal = _unfit(chosen, first)
     except OptionError as error:
         refusal = str(error)
     try:
-        layout = layouts.create(comm, asked.kind, chosen, refusal)
+        layout = roles.create(comm, asked.kind, chosen, refusal)
     except OptionError:  # all workers raise it
         return None
     return _server(layout)

@@ -1,15 +1,21 @@
-"""Who is who: ranks become workers, clients, masters and servers. Each store has communicators of its own.
+"""Make ranks workers, clients, masters, servers and spares, with a store's communicators and a core for each process.
 
-Workers are ranks 0..W-1, client c has the workers from c*W//C up to (c+1)*W//C; servers come after them, and spares, if
-there are any, are the last ranks. Every communicator of a store comes from here, and each generation has communicators
-of its own.
+Workers are ranks 0..W-1, client c has the workers from c*W//C up to (c+1)*W//C. Servers come after them, and spares are
+the last ranks. Every communicator of a store comes from here, and each generation has its own.
+
+Where a machine has more processes than cores, each process gets one core, in turn (`Seat`), unless a launcher has bound
+any of them. A process that waits gives its core away at every look, which the kernel takes for work: it might leave
+both servers on one core for seconds. In containers, or on hosts of a lab, nobody is bound.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -17,6 +23,7 @@ from mpi4py import MPI
 
 from collectives.communicator import abandon
 from collectives.fabric.wait import Limits, drive, until
+from collectives.machine import Quota, bound_cores, find_quota, usable_cores
 from collectives.network.drain import leave, part
 from collectives.network.failures import made
 from collectives.network.requests import Roll
@@ -25,7 +32,7 @@ from mpips.store.options import OptionError, Options
 from mpips.store.recovery import membership as ring
 from mpips.store.recovery.membership import Before, Roles, refusal, succession
 from mpips.store.runtime.errors import LostError
-from mpips.store.runtime.rendezvous import Gathering, Watch
+from mpips.store.runtime.rendezvous import Gathering, MeetingPlace, Watch
 
 WHAT = "mpips.create"
 _arrivals: list[Roll] = []
@@ -289,3 +296,74 @@ def _nodes(world: MPI.Intracomm, shared_memory: bool) -> tuple[int, ...]:
     node.Free()
     world.Allgather(lowest, nodes)
     return tuple(nodes.tolist())
+
+
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+"""Another one for each start of a machine, and the same in all its containers."""
+Cores = frozenset[int]
+
+
+class Ranks(Protocol):
+    """Which ranks share a node: a `layout.Layout`."""
+
+    rank: int
+    num_workers: int
+    num_servers: int
+
+    def same_node(self, a: int, b: int) -> bool: ...
+
+
+class Place(msgspec.Struct, array_like=True, frozen=True):
+    """Where a process runs."""
+
+    machine: str
+    cores: list[int]
+    quota: Quota | None
+
+
+def crowded(allowed: Sequence[Cores], quotas: Sequence[Quota | None] = ()) -> bool:
+    """Return whether processes of a machine, which may use these cores within these quotas, are more than the cores."""
+    return bound_cores(len(frozenset().union(*allowed)), quotas) < len(allowed)
+
+
+def spread(allowed: Sequence[Cores]) -> list[int] | None:
+    """A core for each process of a machine, from the cores that each may use; None where they stay as they are."""
+    cores = sorted(allowed[0])
+    if len(set(allowed)) > 1 or not 1 < len(cores) < len(allowed):
+        return None
+    return [cores[index % len(cores)] for index in range(len(allowed))]
+
+
+class Seat:
+    """The core of this process, until it leaves."""
+
+    def __init__(self, layout: Ranks, generation: MeetingPlace) -> None:
+        """Collective over all ranks of the store, blocking. `shared`: some process has no core alone. Spares sleep, and
+        do not count in that."""
+        self.before: Cores = frozenset(os.sched_getaffinity(0))
+        self.usable = usable_cores()
+        mine = Place(BOOT.read_text(), sorted(self.before), find_quota())
+        said = generation.meet(msgspec.msgpack.encode(mine), "mpips.create", True)
+        every = [msgspec.msgpack.decode(data, type=Place) for data in said]
+        here = [rank for rank, place in enumerate(every) if place.machine == mine.machine]
+        allowed = [frozenset(every[rank].cores) for rank in here]
+        alone = all(layout.same_node(rank, layout.rank) for rank in here)
+        busy = [rank for rank in here if rank < layout.num_workers + layout.num_servers]
+        busy = busy or here
+        self.shared = crowded([frozenset(every[rank].cores) for rank in busy], [every[rank].quota for rank in busy])
+        cores = spread(allowed) if alone else None
+        self.own = frozenset([cores[here.index(layout.rank)]]) if cores else self.before
+        self._take(self.own)
+
+    def step_aside(self) -> None:
+        """The calling thread leaves this process' core to its main thread, where it has but that one."""
+        self._take(self.before - self.own or self.before)
+
+    def leave(self) -> None:
+        """The process runs where it ran before."""
+        self._take(self.before)
+
+    def _take(self, cores: Cores) -> None:
+        if cores != frozenset(os.sched_getaffinity(0)):
+            with suppress(OSError):  # where a container forbids it, all stays as it is
+                os.sched_setaffinity(0, cores)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mpips.store.keys.tables import CURE, in_memory, table
+from mpips.store.keys.rows import CURE, in_memory, table
 from mpips.training.model import samples_of
 
 Batch = tuple[Any, Any]

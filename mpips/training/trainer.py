@@ -19,7 +19,7 @@ from mpips.overlap.measure import job_profile
 from mpips.overlap.profile import Profile, save_profile
 from mpips.overlap.report import Recorder, Report, blocking
 from mpips.store.api import KVStore
-from mpips.store.keys.tables import Rows, table
+from mpips.store.keys.rows import Rows, table
 from mpips.store.runtime.rendezvous import attempt
 from mpips.training import checkpoint
 from mpips.training.batches import BLOCK, Source, see_samples, source_of

@@ -12,7 +12,7 @@ import numpy as np
 
 from mpips.mlp.network.layers import Specification, check
 from mpips.mlp.network.slice import Empty, LayerHook, Network, numpy_empty
-from mpips.store.keys.tables import in_memory
+from mpips.store.keys.rows import in_memory
 
 _PREDICT_SAMPLES = 1024
 

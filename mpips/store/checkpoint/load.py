@@ -27,7 +27,7 @@ from mpips.store.checkpoint import file as tensors
 from mpips.store.checkpoint import source as residuals
 from mpips.store.checkpoint.file import Header, Reader, Record, file_name, residual_name, state_name, value_name
 from mpips.store.checkpoint.source import States, Store, from_worker, served
-from mpips.store.keys.arrays import runs
+from mpips.store.keys.arguments import runs
 from mpips.store.keys.key import Key, Name
 from mpips.store.options import MOST
 from mpips.store.runtime.rendezvous import attempt

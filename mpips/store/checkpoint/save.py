@@ -39,7 +39,7 @@ from mpips.store.checkpoint.file import (
     why,
 )
 from mpips.store.checkpoint.source import Handle, Snapshot, Store, senders
-from mpips.store.keys.arrays import runs
+from mpips.store.keys.arguments import runs
 from mpips.store.keys.key import Key
 from mpips.store.runtime.errors import StoreError
 from mpips.store.runtime.rendezvous import attempt

@@ -16,7 +16,7 @@ import collectives
 from mpips.compression.base import Compressor
 from mpips.optimizers.groups import Groups
 from mpips.store.checkpoint.file import residual_dtype
-from mpips.store.keys.arrays import packed, runs, unpack
+from mpips.store.keys.arguments import packed, runs, unpack
 from mpips.store.keys.key import Key, Name, label
 from mpips.store.roles import Layout
 from mpips.store.runtime.rendezvous import Items

@@ -1,19 +1,32 @@
-"""What a caller may hand to a store, made uniform: pairs of a key and its arrays. Pure; errors name key and values."""
+"""Check what a caller hands to a store, and view any library's arrays as host arrays: NumPy, PyTorch, JAX, CuPy.
+
+A call becomes pairs of a key and its arrays; errors name the key and the values. Host arrays are viewed, never copied:
+NumPy's, those with `__array_interface__` or DLPack, CPU tensors of PyTorch. JAX arrays are read and cannot be written.
+Arrays on GPUs are summed on the device into pinned host memory, and results are copied back from there
+(`collectives.tensor`), after the work that the user has queued on his streams.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+import contextlib
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from operator import is_
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives import arrays
 from collectives.arrays import see_unmasked
 from collectives.errors import of_caller
-from mpips.store.keys import arrays
 from mpips.store.keys.key import Key, Name
-from mpips.store.keys.row_sparse import RowSparse
+from mpips.store.keys.rows import RowSparse
 from mpips.store.options import LEAST, MOST
+from mpips.store.runtime.tasks import Task
+
+if TYPE_CHECKING:
+    from collectives.tensor.vectors import Ticket
+
 
 T = TypeVar("T")
 Array = NDArray[Any]
@@ -124,7 +137,7 @@ def _contiguous(value: Any, name: Name, what: str, cure: str) -> Array:
 
 def writable(value: Any, name: Name, what: str) -> Array:
     """A host array to write to: C-contiguous and not read-only."""
-    if arrays.is_jax(value):
+    if is_jax(value):
         raise TypeError(
             f"{what}: key {name!r} got an array of JAX to write to, which cannot be written: pass a NumPy array as "
             "out, and make a JAX array of it"
@@ -138,11 +151,11 @@ def writable(value: Any, name: Name, what: str) -> Array:
 def _host(value: Any, name: Name, what: str, cure: str) -> Array:
     if isinstance(value, RowSparse):
         raise TypeError(f"{what}: key {name!r} got a RowSparse where an array is needed; pass its to_dense()")
-    if arrays.is_device(value):
+    if is_device(value):
         raise TypeError(f"{what}: key {name!r} got an array on a GPU where a host array is needed; copy it there first")
     see_unmasked(value, f"{what}: the array of key {name!r}")
     try:
-        array = arrays.host(value)
+        array = host(value)
     except TypeError as error:
         kind = type(value).__name__
         why = f" ({error})" if hasattr(value, "shape") else ""
@@ -202,3 +215,127 @@ def see_one_round(what: str, keys: Sequence[Key], rounds: Sequence[Sequence[int]
                 f"{what}: key {key.name!r} was pushed {most} times by rank {counts.index(most)} and {least} times by "
                 f"rank {counts.index(least)}: call it after a round that all have pushed"
             ))  # fmt: skip
+
+
+PACK_BYTES = 4 << 20
+"""Of many small arrays so many bytes travel as one."""
+
+
+def is_device(x: Any) -> bool:
+    """Whether it is an array in the memory of a GPU."""
+    return type(x) is not np.ndarray and arrays.is_device(x)
+
+
+def host(x: Any) -> Array:
+    """The array as a NumPy view of its memory; TypeError, which says what to pass, where it has none on the host."""
+    if type(x) is np.ndarray:
+        return x
+    if is_jax(x):
+        return np.asarray(x)
+    try:
+        return arrays.host(x)
+    except TypeError:
+        raise
+    except Exception as error:  # of whatever library it is
+        raise TypeError(f"{type(x).__name__} cannot be viewed as a host array ({error})") from error
+
+
+def viewed(x: Any) -> Any:
+    """A CPU tensor of PyTorch's as a view of it, a list with such views in it; anything else as it is."""
+    if type(x) is np.ndarray:
+        return x
+    if type(x) in (list, tuple):
+        views = [viewed(one) for one in x]
+        return x if all(map(is_, views, x)) else views
+    if not arrays.is_torch(x) or x.device.type != "cpu":
+        return x
+    try:
+        return arrays.host(x)
+    except (TypeError, RuntimeError):  # the checks of a call say why
+        return x
+
+
+def is_jax(x: Any) -> bool:
+    """Whether it is an array of JAX, which must not be written."""
+    return type(x).__module__.split(".")[0] in ("jax", "jaxlib")
+
+
+def runs(sizes: Iterable[int], most: int = PACK_BYTES) -> Iterator[slice]:
+    """Yield slices of neighbours that have at most `most` bytes together; what is larger comes alone."""
+    start, end, total = 0, 0, 0
+    for size in sizes:
+        if end > start and total + size > most:
+            yield slice(start, end)
+            start, total = end, 0
+        end, total = end + 1, total + size
+    if end > start:
+        yield slice(start, end)
+
+
+def packed(given: Sequence[Array]) -> Array:
+    """Return the bytes of C-contiguous arrays, one behind the other; of one alone the array itself."""
+    return given[0] if len(given) == 1 else np.concatenate([array.reshape(-1).view(np.uint8) for array in given])
+
+
+def unpack(vector: Array, into: Sequence[Array]) -> None:
+    """Write what `packed` returned on another rank to arrays like those."""
+    if len(into) == 1:
+        return  # it is the array itself
+    at = 0
+    for array in into:
+        array.reshape(-1).view(np.uint8)[...] = vector[at : at + array.nbytes]
+        at += array.nbytes
+
+
+class Staged:
+    """Arrays of one shape on GPUs (and perhaps the host), with one host array beside them in pinned memory.
+
+    Made in the thread that calls the store, as what its streams hold comes first. `host` has the shape of the arrays.
+    ValueError or TypeError where the arrays do not suit. The arrays stay as they are until a task of this is over.
+    """
+
+    def __init__(self, values: Sequence[Any], written: bool) -> None:
+        from collectives.tensor.arguments import place
+        from collectives.tensor.cuda import CudaVectors  # needs CuPy
+
+        self._values = values  # places keep no array alive
+        places = [place(value, f"array {index}", written) for index, value in enumerate(values)]
+        shapes = {tuple(value.shape) for value in values}
+        if len(shapes) > 1 or len({one.dtype for one in places}) > 1:
+            kinds = ", ".join(f"{one.dtype.name}{tuple(value.shape)}" for one, value in zip(places, values))
+            raise ValueError(f"the arrays of one key, one per device, differ in shape or dtype: {kinds}")
+        self._vectors = CudaVectors(places, places, "add")
+        self.host: Array = self._vectors.host(places[0].n).reshape(shapes.pop())
+        self._open = False
+
+    def begin(self) -> Ticket:
+        """Queue `host` = the sum of the arrays, after what the caller has queued; the ticket says when it is there."""
+        self._vectors.begin()
+        self._open = True
+        flat = self.host.reshape(-1)
+        return self._vectors.gather(0, flat.size, None, flat)
+
+    def gathered(self, ticket: Ticket) -> Task[None]:
+        """Wait for the sum."""
+        with contextlib.closing(self):
+            while not ticket():
+                yield False
+
+    def spread(self) -> Task[None]:
+        """Every array = `host`."""
+        self._vectors.begin()
+        self._open = True
+        with contextlib.closing(self):
+            ticket = self._vectors.spread(0, self.host.size, self.host.reshape(-1))
+            while not ticket():
+                yield False
+
+    def close(self) -> None:
+        """Nothing runs on the arrays and the pinned memory any more."""
+        if self._open:
+            self._open = False
+            self._vectors.finish()
+
+    def __del__(self) -> None:
+        if getattr(self, "_open", False):
+            self.close()

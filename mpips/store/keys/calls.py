@@ -13,10 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.arrays import see_unmasked
-from mpips.store.keys import arguments, arrays, row_sparse
-from mpips.store.keys.arrays import Staged
+from mpips.store.keys import arguments
+from mpips.store.keys import rows as sparse
+from mpips.store.keys.arguments import Staged
 from mpips.store.keys.key import Key, Name
-from mpips.store.keys.row_sparse import RowSparse
+from mpips.store.keys.rows import RowSparse
 from mpips.store.runtime.tasks import Task
 
 Array = NDArray[Any]
@@ -113,7 +114,7 @@ def _row_ids(key: Key, row_ids: Any) -> NDArray[np.int64]:
 def _payload(key: Key, values: Sequence[Any], what: str) -> tuple[Array | RowSparse, Task[None] | None]:
     if any(isinstance(value, RowSparse) for value in values):
         return _row_payload(key, values, what), None
-    if any(map(arrays.is_device, values)):
+    if any(map(arguments.is_device, values)):
         staged = _staged(key, values, what, False)
         return staged.host, staged.gathered(staged.begin())
     given = [arguments.readable(value, key.name, what) for value in values]
@@ -127,12 +128,12 @@ def _row_payload(key: Key, values: Sequence[Any], what: str) -> RowSparse:
         if not isinstance(value, RowSparse):
             raise TypeError(f"{what}: key {key.name!r} got arrays and RowSparse in one list; pass either")
         arguments.fits(value, key.shape, key.dtype, key.name, what)
-    return values[0] if len(values) == 1 else row_sparse.add(values)
+    return values[0] if len(values) == 1 else sparse.add(values)
 
 
 def _targets(key: Key, outs: Sequence[Any], what: str) -> tuple[list[Array], Staged | None]:
-    on_gpus = [out for out in outs if arrays.is_device(out)]
-    targets = [arguments.writable(out, key.name, what) for out in outs if not arrays.is_device(out)]
+    on_gpus = [out for out in outs if arguments.is_device(out)]
+    targets = [arguments.writable(out, key.name, what) for out in outs if not arguments.is_device(out)]
     for target in targets:
         arguments.fits(target, key.shape, key.dtype, key.name, what)
     if not on_gpus:
@@ -144,7 +145,7 @@ def _targets(key: Key, outs: Sequence[Any], what: str) -> tuple[list[Array], Sta
 def _staged(key: Key, values: Sequence[Any], what: str, written: bool) -> Staged:
     """Host memory beside arrays on GPUs that fit the key; ValueError or TypeError with the key's name."""
     for value in values:
-        if arrays.is_jax(value):
+        if arguments.is_jax(value):
             raise TypeError(f"{what}: key {key.name!r} got a JAX array on a GPU: pass numpy.asarray of it")
     try:
         staged = Staged(values, written)
@@ -158,7 +159,7 @@ def first_value(name: Name, values: Sequence[Any]) -> Array:
     """What `init` stores: a host array of the sum of a key's arrays. From GPUs it is copied, blocking."""
     what = "init"
     given = [value.to_dense() if isinstance(value, RowSparse) else value for value in values]
-    if not any(map(arrays.is_device, given)):
+    if not any(map(arguments.is_device, given)):
         hosts = [arguments.readable(value, name, what) for value in given]
         arguments.see_alike(hosts, name, what)
         return arguments.total(hosts)

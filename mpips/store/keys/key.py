@@ -1,4 +1,4 @@
-"""A key as a worker knows it: what all agreed on, where its elements are, how often it was pushed. No I/O."""
+"""Record one key on a worker: what all agreed on, where its elements lie on the servers, how often it was pushed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mpips.store.keys.shard import Piece, Shard
 from mpips.store.runtime.tasks import Task
 
 Array = NDArray[Any]
@@ -117,3 +116,69 @@ def label(what: str, names: Sequence[Name]) -> str:
         checksum = zlib.crc32(repr(list(names)).encode())
         keys += f", ... ({len(names)} in all, {checksum:08x})"
     return f"{what} of {keys}"
+
+
+
+
+@dataclass
+class Shard:
+    """Elements [start, stop) of a key's flattened array: one unit of the state of one server."""
+
+    number: int
+    """The unit's number on its server."""
+    server: int
+    start: int
+    stop: int
+    line: Any
+    """To that server: a `transport` line."""
+    contributors: tuple[int, ...]
+    """Ranks of the workers that push it."""
+    block_elements: int
+    blocks: int
+    least: int = 1
+    """Blocks that a pull on a node waits for before it copies them, if so many are left (`sharding.pulled_at_once`)."""
+    mine: int = -1
+    """Word that counts this worker's pushes read by the server; -1 where it does not contribute."""
+    words: Any = None
+    """The unit's words in the server's memory, on one node: word 0 counts blocks summed over all rounds."""
+    stored: Array | None = None
+    """The unit's values in the server's memory, on one node."""
+    outbox: Any = None
+    """Through which ordinary arrays go to a server of this node."""
+    copy: Any = None
+    """The push of what lies there."""
+    kept: Array | None = None
+    """Between nodes: this worker's copy of what it pushed, until the server has asked for all of it."""
+    credits: list[int] = field(default_factory=list)
+    """Blocks that the server of another node has asked for."""
+    sending: int = -1
+    """The round whose blocks this worker sends to a server of another node."""
+    told: int = 0
+    """Between nodes: pushes that the server said it has read."""
+    granted: bool = False
+    """Between nodes: whether the server has let this worker's pull go on."""
+
+    @property
+    def local(self) -> bool:
+        """Whether its server shares this worker's node."""
+        return bool(self.line.local)
+
+    def enough(self, done: int) -> int:
+        """Of how many blocks a pull waits that has copied `done`."""
+        return done + self.least if self.blocks - done >= 2 * self.least else self.blocks
+
+    def consumed(self) -> int:
+        """How many of this worker's pushes the server has read."""
+        return int(self.words[self.mine]) if self.local else self.told
+
+
+@dataclass
+class Piece:
+    """Elements [cuts[0], cuts[-1]) of a key, on one server; member i of this client owns [cuts[i], cuts[i+1])."""
+
+    cuts: list[int]
+    pushes: list[Shard]
+    number: int
+    """Its place among the pieces of the key."""
+    reduced: Array | None = None
+    """Memory for the client's sum of what this worker owns of it."""

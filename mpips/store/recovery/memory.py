@@ -26,7 +26,7 @@ from mpips.optimizers.base import Optimizer, State, state_dtypes
 from mpips.optimizers.groups import Groups
 from mpips.optimizers.registry import decode, encode
 from mpips.store.keys.key import Name
-from mpips.store.keys.row_sparse import RowSparse
+from mpips.store.keys.rows import RowSparse
 from mpips.store.recovery import undo
 from mpips.store.recovery.plan import Holding, Shelf, dtype_names
 from mpips.store.recovery.undo import WORDS, Undo, with_state

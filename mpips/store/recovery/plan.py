@@ -14,7 +14,7 @@ import numpy as np
 
 from mpips.store.keys.key import Key, Name
 from mpips.store.keys.sharding import Interval
-from mpips.store.remote.cutting import Cards, Cutting
+from mpips.store.remote.setup import Cards, Cutting
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import LostError
 from mpips.store.transport.frames import UnitCard, dtype_of

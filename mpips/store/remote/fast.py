@@ -17,12 +17,10 @@ from numpy.typing import NDArray
 
 import collectives
 from collectives.fabric import arena
-from mpips.store.keys.key import Fast, Key
-from mpips.store.keys.shard import Shard
+from mpips.store.keys.key import Fast, Key, Shard
+from mpips.store.remote.client import label
 from mpips.store.remote.link import Link
-from mpips.store.remote.members import label
-from mpips.store.remote.pull import Pull, snapshot
-from mpips.store.remote.push import Push
+from mpips.store.remote.transfers import Pull, Push, snapshot
 from mpips.store.roles import Layout
 from mpips.store.runtime.tasks import Task
 from mpips.store.transport.lines import RepeatedPush

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 from numpy.typing import NDArray
 
 from collectives.errors import warn
-from mpips.store.keys.key import Key, Name
-from mpips.store.keys.shard import Shard
+from mpips.store.keys.key import Key, Name, Shard
 from mpips.store.roles import Layout
 from mpips.store.runtime.generation import Generation
 from mpips.store.runtime.tasks import Task, goes_on

@@ -20,10 +20,9 @@ from numpy.typing import NDArray
 
 from collectives.network.failures import send
 from mpips.store.keys.key import Key
-from mpips.store.keys.row_sparse import EmptyPush, RowSparse, merge, packed, unpacked
-from mpips.store.remote.members import Members, label
-from mpips.store.remote.pull import Pull, Rows
-from mpips.store.remote.push import Push
+from mpips.store.keys.rows import EmptyPush, RowSparse, merge, packed, unpacked
+from mpips.store.remote.client import Members, label
+from mpips.store.remote.transfers import Pull, Push, Rows
 from mpips.store.roles import Layout
 from mpips.store.runtime.tasks import Task, together
 from mpips.store.transport.frames import Coding

@@ -13,12 +13,11 @@ from collectives.errors import CollectiveError, of_caller
 from mpips import compression
 from mpips.compression import Compressor, Residuals
 from mpips.optimizers import Groups, Optimizer, encode, encode_numbers
-from mpips.store.keys.arrays import runs
-from mpips.store.keys.key import Key, Name
-from mpips.store.keys.shard import Shard
+from mpips.store.keys.arguments import runs
+from mpips.store.keys.key import Key, Name, Shard
 from mpips.store.remote.link import Link
-from mpips.store.remote.push import Push
 from mpips.store.remote.setup import Setup
+from mpips.store.remote.transfers import Push
 from mpips.store.roles import Layout
 from mpips.store.runtime.tasks import Task
 from mpips.store.transport import frames

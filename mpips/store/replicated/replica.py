@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from mpips.optimizers.base import Optimizer, initial
 from mpips.store.keys.key import Key
-from mpips.store.keys.row_sparse import RowSparse, update_rows
+from mpips.store.keys.rows import RowSparse, update_rows
 from mpips.store.recovery.undo import Copy
 
 Array = NDArray[Any]

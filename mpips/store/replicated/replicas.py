@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from collectives.fabric import arena
 from mpips.store.keys.key import Key, Name, Rounds, label
 from mpips.store.recovery.undo import Copy
-from mpips.store.replicated import spread
+from mpips.store.replicated import sparse
+from mpips.store.replicated.fast import Sums
 from mpips.store.replicated.reconcile import Having, ReplicaSource, settings_from, sources, standing
 from mpips.store.replicated.replica import Replica
 from mpips.store.replicated.settings import Settings
-from mpips.store.replicated.sums import Sums
 from mpips.store.replicated.surviving import SurvivingReplica
 from mpips.store.runtime.tasks import Task
 from mpips.store.worker.backend import States
@@ -45,7 +45,7 @@ class Replicas:
             made.append(self._replica(key, stored))
         yield from self.sums.broadcast([replica.value for replica in made], 0, _label("init", keys), direct)
         if self.sums.one_node and not self._survives:  # a block that lies in a worker's memory alone dies with it
-            yield from self._share([replica for replica in made if spread.long(replica.key)], direct)
+            yield from self._share([replica for replica in made if sparse.long(replica.key)], direct)
         self.by_name.update((replica.key.name, replica) for replica in made)
 
     def _replica(self, key: Key, value: Array) -> Replica:
@@ -55,11 +55,11 @@ class Replicas:
     def _share(self, replicas: Sequence[Replica], direct: bool) -> Task[None]:
         """Tell the other workers where long values lie."""
         if replicas:
-            mine = spread.regions(replicas)
+            mine = sparse.regions(replicas)
             table = np.empty((self.sums.size, *mine.shape), np.int64)
             text = _label("init", [replica.key for replica in replicas])
             yield from self.sums.gather(mine.reshape(-1), table.reshape(-1), text, direct)
-            spread.share(replicas, table, self.sums.rank)
+            sparse.share(replicas, table, self.sums.rank)
 
     def _allocate(self, size: int, dtype: np.dtype) -> Array:
         """Memory for a key, where collectives are fastest."""

@@ -1,4 +1,4 @@
-"""What all keys of a store without servers have in common: optimizers and compression, as every worker knows them."""
+"""Keep the optimizers and the compression that every worker of a store without servers applies."""
 
 from __future__ import annotations
 

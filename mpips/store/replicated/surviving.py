@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from mpips.optimizers import Optimizer
 from mpips.store.keys.key import Key
-from mpips.store.keys.row_sparse import RowSparse
+from mpips.store.keys.rows import RowSparse
 from mpips.store.recovery.undo import Copy, ReplicaUndo
 from mpips.store.replicated.replica import Replica
 

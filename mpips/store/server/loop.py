@@ -21,7 +21,6 @@ from collectives.fabric import arena
 from collectives.fabric.arena import Region
 from mpips.compression import Compressor
 from mpips.optimizers import Groups
-from mpips.store.cores import Seat
 from mpips.store.keys.key import Rounds
 from mpips.store.recovery import recover as rebuild
 from mpips.store.recovery import transfer as fill
@@ -31,7 +30,7 @@ from mpips.store.recovery.mirror import Mirror
 from mpips.store.recovery.plan import Inventory, Shelf
 from mpips.store.recovery.recover import Placed, renew
 from mpips.store.recovery.transfer import ReachableMemory
-from mpips.store.roles import Layout
+from mpips.store.roles import Layout, Seat
 from mpips.store.runtime.generation import Generation
 from mpips.store.server.late import Gossip, Late
 from mpips.store.server.reduce import Reduce

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpips.store.keys.row_sparse import merge
+from mpips.store.keys.rows import merge
 from mpips.store.server.unit import Source, Unit
 
 BURST = 4

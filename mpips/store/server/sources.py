@@ -29,7 +29,7 @@ from collectives.fabric.arena import Region
 from collectives.network.failures import is_death, send
 from collectives.network.requests import keep, over
 from mpips.compression import Compressor
-from mpips.store.keys.row_sparse import RowSparse
+from mpips.store.keys.rows import RowSparse
 from mpips.store.server.unit import Source, Unit
 from mpips.store.transport.frames import ALONG, ROUND_AT, Coding, Frame, Op
 from mpips.store.transport.lines import Line, MessageLine

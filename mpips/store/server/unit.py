@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from collectives.errors import CollectiveError
 from mpips.optimizers.base import Optimizer, State, initial
-from mpips.store.keys.row_sparse import RowSparse, update_rows
+from mpips.store.keys.rows import RowSparse, update_rows
 from mpips.store.recovery.undo import Undo
 
 Array = NDArray[Any]

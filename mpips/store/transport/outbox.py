@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from collectives.fabric import arena
 from collectives.fabric.arena import Region
-from mpips.store.keys.shard import Shard
+from mpips.store.keys.key import Shard
 from mpips.store.transport.frames import NOWHERE
 from mpips.store.transport.lines import RepeatedPush
 

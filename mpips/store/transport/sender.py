@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from collectives.fabric.arena import Region
 from collectives.network.failures import send
-from mpips.store.keys.key import Key, Name
-from mpips.store.keys.shard import Shard
+from mpips.store.keys.key import Key, Name, Shard
 from mpips.store.roles import Layout
 from mpips.store.runtime.tasks import Task
 from mpips.store.transport.frames import ALONG, Coding, Op

@@ -17,7 +17,7 @@ from mpips.compression.base import Compressor
 from mpips.optimizers.base import Optimizer
 from mpips.optimizers.groups import Groups
 from mpips.store.keys.key import FastList, Key, Name, Rounds
-from mpips.store.keys.row_sparse import RowSparse
+from mpips.store.keys.rows import RowSparse
 from mpips.store.runtime.tasks import Task
 
 Array = NDArray[Any]

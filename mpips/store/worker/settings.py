@@ -31,9 +31,9 @@ from mpips.store.runtime.errors import Step, StoreError, at_exit, in_order, skip
 from mpips.store.runtime.generation import NEVER, Generation
 from mpips.store.runtime.rendezvous import Items
 from mpips.store.runtime.tasks import Task, kept
-from mpips.store.worker import closing, standing
+from mpips.store.worker import waiting
 from mpips.store.worker.backend import Backend, Recovered
-from mpips.store.worker.operations import GIVEN, Operations
+from mpips.store.worker.route import GIVEN, Operations
 
 Array = NDArray[Any]
 T = TypeVar("T")
@@ -248,7 +248,7 @@ class Settings:
         if any(name in used for name in self.backend.communicators):
             return b""
         keys = self.keys.values() if self.layout.num_servers else ()
-        return standing.stand(what, self.backend.sums()[0], keys, used)
+        return waiting.stand(what, self.backend.sums()[0], keys, used)
 
     def see_standing(self) -> None:
         """MismatchError where the program waits for one that waits for it in a call of all workers."""
@@ -264,9 +264,9 @@ class Settings:
                 names = self.engine.names_in_use() | set(names)  # those before it hold it up
             elif not self.layout.num_servers:
                 return
-        rounds = {key.name: standing.needed(key, call) for key in self.keys.values() if key.name in names}
-        mine = standing.Blocked(call, sums, rounds, blocked is None)
-        if why := standing.in_vain(mine, self.layout, others):
+        rounds = {key.name: waiting.needed(key, call) for key in self.keys.values() if key.name in names}
+        mine = waiting.Blocked(call, sums, rounds, blocked is None)
+        if why := waiting.why_in_vain(mine, self.layout, others):
             raise MismatchError(why)
 
     def _names(self, keys: Any, what: str) -> list[Name] | None:
@@ -357,7 +357,7 @@ class Generations:
         try:
             with store.operations.guard("close"):
                 store.settle()
-                return rendezvous.agree(store.generation, closing.CLOSE, data=closing.said(store.keys))
+                return rendezvous.agree(store.generation, waiting.CLOSE, data=waiting.pushes_of(store.keys))
         except (CollectiveError, ValueError):  # the others do something else, and hear of this
             return ()
 
@@ -372,11 +372,11 @@ class Generations:
             return ()
         store.settle()  # what is complete then stays
         pushed = {name: key.round for name, key in store.keys.items()}
-        told = closing.said(store.keys)
+        told = waiting.pushes_of(store.keys)
         while True:
             try:
                 with store.operations.guard("close"):
-                    return rendezvous.agree(store.generation, closing.CLOSE, data=told)
+                    return rendezvous.agree(store.generation, waiting.CLOSE, data=told)
             except StoreError:
                 pass
             try:
@@ -407,7 +407,7 @@ class Generations:
         ahead = store.layout.options.staleness if store.layout.asynchronous else 0
         now = () if store.regular is None or store.layout.num_servers else store.regular.pushing
         pushing = now if isinstance(now, (list, tuple)) else (now,)
-        if ahead >= 0 and (why := closing.in_vain(store.generation.words(), store.keys, ahead, pushing)):
+        if ahead >= 0 and (why := waiting.waits_for_closed(store.generation.words(), store.keys, ahead, pushing)):
             raise CollectiveError(why)
 
     def _leave(self) -> None:

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from mpips.store.cores import spread
+from mpips.store.roles import spread
 from tests.mpi.mpips.support import WORLD, run
 
 

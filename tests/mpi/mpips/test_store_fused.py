@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mpips
-from mpips.store.worker import bundle
+from mpips.store.worker import route as bundle
 from tests.choice import once
 from tests.mpi.mpips.support import failure, need, run
 

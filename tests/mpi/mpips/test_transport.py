@@ -15,8 +15,7 @@ from mpi4py import MPI
 
 from collectives.network.drain import part
 from mpips import Options
-from mpips.store.keys.key import Key
-from mpips.store.keys.shard import Shard
+from mpips.store.keys.key import Key, Shard
 from mpips.store.remote.link import Link
 from mpips.store.runtime.tasks import goes_on, together
 from mpips.store.server.sources import Blocks, Receiver

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpips.store.keys import arguments, arrays, calls
+from mpips.store.keys import arguments, calls
+from mpips.store.keys import arguments as arrays
 from mpips.store.keys.key import Key
 from tests.unit.collectives import device
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpips.store.keys.shard import Shard
+from mpips.store.keys.key import Shard
 from mpips.store.keys.sharding import (
     SHORT,
     Interval,

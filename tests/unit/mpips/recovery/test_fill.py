@@ -20,7 +20,7 @@ from mpips.store.recovery.membership import Before, Roles, succession
 from mpips.store.recovery.memory import Ledger, NodeMemory, UnitMemory, holding_of_unit
 from mpips.store.recovery.plan import Inventory, KeyCard, Shelf
 from mpips.store.recovery.transfer import ReachableMemory
-from mpips.store.remote.cutting import Cutting
+from mpips.store.remote.setup import Cutting
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import LostError
 from mpips.store.server.sources import Elements

@@ -14,7 +14,7 @@ import pytest
 from collectives.fabric import arena
 from mpips.compression import TwoBit
 from mpips.optimizers import SGD, Adam, Groups, blocks
-from mpips.store.keys.row_sparse import RowSparse
+from mpips.store.keys.rows import RowSparse
 from mpips.store.recovery import memory as ledger
 from mpips.store.recovery.memory import Ledger, UnitMemory
 from mpips.store.server import reduce

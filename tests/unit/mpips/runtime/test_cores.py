@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collectives.machine import Quota
-from mpips.store.cores import Seat, crowded, spread
+from mpips.store.roles import Seat, crowded, spread
 
 MANY = len(os.sched_getaffinity(0)) + 2
 

@@ -11,7 +11,7 @@ import pytest
 from mpips import Options
 from mpips.store.keys.key import Key
 from mpips.store.keys.sharding import Interval, owners, split
-from mpips.store.remote.cutting import Cutting
+from mpips.store.remote.setup import Cutting
 
 
 def cutting(kind="dist_sync", workers=4, servers=2, clients=2, rank=0, one_node=True, **options):

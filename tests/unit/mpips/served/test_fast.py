@@ -10,11 +10,9 @@ import pytest
 import mpips.store.remote.fast as fast
 from collectives.fabric import arena
 from mpips import Options
-from mpips.store.keys.key import Key
-from mpips.store.keys.shard import Shard
+from mpips.store.keys.key import Key, Shard
 from mpips.store.remote.link import Link
-from mpips.store.remote.pull import Pull
-from mpips.store.remote.push import Push
+from mpips.store.remote.transfers import Pull, Push
 from mpips.store.transport.frames import Coding, Frame
 
 STEP = 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpips.store.remote.pull import TRIES, snapshot
+from mpips.store.remote.transfers import TRIES, snapshot
 
 
 class Words:

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from mpips import Options
-from mpips.store.keys.key import Key
-from mpips.store.keys.shard import Shard
+from mpips.store.keys.key import Key, Shard
 from mpips.store.remote.link import Link
 from mpips.store.runtime.tasks import goes_on
 from mpips.store.transport import frames

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mpips.store.keys.key import Key
-from mpips.store.worker import closing
+from mpips.store.worker import waiting as closing
 
 
 def keys(**rounds: int) -> dict[str, Key]:
@@ -24,8 +24,8 @@ def word(what: str, data: bytes) -> bytes:
     ({"a": 4}, 1, ""),
 ])  # fmt: skip
 def test_who_needs_another_push_is_told_whose(mine, ahead, name):
-    words = [b"", word(closing.CLOSE, closing.said(keys(a=3, b=5, new=1)))]
-    why = closing.in_vain(words, keys(**mine), ahead)
+    words = [b"", word(closing.CLOSE, closing.pushes_of(keys(a=3, b=5, new=1)))]
+    why = closing.waits_for_closed(words, keys(**mine), ahead)
     assert bool(why) == bool(name)
     assert not name or (f"pushes of key {name!r}" in why and why.startswith("rank 1 has closed the store"))
 
@@ -34,4 +34,4 @@ def test_who_needs_another_push_is_told_whose(mine, ahead, name):
     b"", word("barrier", b"x"), msgspec.msgpack.encode(("", [b"", b"1"])), msgspec.msgpack.encode([3]), b"\xc1",
 ])  # fmt: skip
 def test_words_of_other_calls_say_nothing(other):
-    assert closing.in_vain([other], keys(a=9), 0) == ""
+    assert closing.waits_for_closed([other], keys(a=9), 0) == ""

@@ -14,8 +14,7 @@ from collectives.fabric.wait import Limits
 from mpips import RowSparse, StoreError
 from mpips.store.keys.key import Key
 from mpips.store.runtime.engine import Engine
-from mpips.store.worker.operations import Operations
-from mpips.store.worker.quick import Quick
+from mpips.store.worker.route import Operations, Quick
 from tests.unit.collectives import device
 
 F4 = np.dtype(np.float32)

@@ -1,4 +1,4 @@
-"""The operations of a store with servers, on a worker: `worker.backend.Backend` says what each does.
+"""Serve the calls of a store with servers, on a worker: `Served`, and `Alone` for a worker that is in no client.
 
 dist_*: every worker pushes and pulls by itself. mpi_*: the members of a client push once (`client`).
 """
@@ -15,26 +15,22 @@ from numpy.typing import NDArray
 from mpips.compression import Compressor, Residuals
 from mpips.optimizers import Optimizer
 from mpips.store.keys.key import Fast, FastList, Key, Name
-from mpips.store.keys.row_sparse import RowSparse
+from mpips.store.keys.rows import RowSparse
 from mpips.store.recovery import recover as rebuild
 from mpips.store.recovery.memory import LastGeneration, NodeMemory
 from mpips.store.recovery.plan import Inventory, KeyCard
 from mpips.store.recovery.recover import Placed
 from mpips.store.recovery.transfer import ReachableMemory, sends
-from mpips.store.remote.alone import Alone
-from mpips.store.remote.client import Client
-from mpips.store.remote.cutting import Cutting
+from mpips.store.remote.client import Client, Members
 from mpips.store.remote.fast import General, by_itself, in_client
 from mpips.store.remote.link import Link
-from mpips.store.remote.members import Members
-from mpips.store.remote.pull import Pull
-from mpips.store.remote.push import Push
-from mpips.store.remote.setup import Setup
+from mpips.store.remote.setup import Cutting, Setup
 from mpips.store.remote.sparse import Sparse
 from mpips.store.remote.states import Changes, Settings, Stored
+from mpips.store.remote.transfers import Pull, Push
 from mpips.store.roles import Layout
 from mpips.store.runtime.generation import Generation
-from mpips.store.runtime.tasks import Task
+from mpips.store.runtime.tasks import Task, together
 from mpips.store.transport import frames
 from mpips.store.transport.lines import connect
 from mpips.store.worker.backend import Recovered
@@ -271,3 +267,51 @@ def _residuals(
         for shard in key.pushes:
             made.put(shard.number, whole[shard.start : shard.stop], key.dtype)
     return made
+
+
+
+
+class Alone:
+    """A worker by itself. `one_node`: all servers are on its node."""
+
+    def __init__(self, push: Push, pull: Pull, one_node: bool, asynchronous: bool) -> None:
+        self._push, self._pull = push, pull
+        self._one_node, self._asynchronous = one_node, asynchronous
+
+    def push(self, key: Key, flat: Array, priority: int) -> Task[None]:
+        """Contribute `flat` (1-D) to the key's next round."""
+        return self._push.whole(key, flat, priority)
+
+    def pull(self, key: Key, out: Array) -> Task[None]:
+        """Read the key into `out` (1-D)."""
+        return self._pull.part(key, out, key.shards)
+
+    def pushpull(self, key: Key, flat: Array, out: Array, priority: int) -> Task[None]:
+        """Both. Between nodes later pieces go to the servers while the answer to earlier ones comes."""
+        if self._one_node or self._asynchronous or len(key.pieces) == 1:
+            # Servers may still read later elements of `flat` while earlier ones of the result are written.
+            wait = self._asynchronous or (out is not flat and np.may_share_memory(flat, out))
+            yield from self._push.whole(key, flat, priority, wait)
+            yield from self._pull.part(key, out, key.shards)
+            return
+        key.round += 1
+        pushes = [self._push.part(key, key.round, flat, priority, piece.pushes, wait=False) for piece in key.pieces]
+        pairs = zip(key.pieces, pushes, strict=True)
+        yield from together([self._pull.exchange(key, push, out, piece.pushes) for piece, push in pairs])
+
+    # ---- lists
+
+    def push_list(self, keys: Sequence[Key], flats: Sequence[Array], priority: int) -> Task[None]:
+        """Push all keys before one is waited for."""
+        return together([self.push(key, flat, priority) for key, flat in zip(keys, flats, strict=True)])
+
+    def pull_list(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[None]:
+        """Ask for all keys before one is waited for."""
+        return together([self.pull(key, out) for key, out in zip(keys, outs, strict=True)])
+
+    def pushpull_list(
+        self, keys: Sequence[Key], flats: Sequence[Array], outs: Sequence[Array], priority: int
+    ) -> Task[None]:
+        """Both, of all keys."""
+        each = zip(keys, flats, outs, strict=True)
+        return together([self.pushpull(key, flat, out, priority) for key, flat, out in each])

@@ -1,20 +1,40 @@
-"""What a worker stands at that waits in a call of all workers: so nobody waits for a push of it that cannot come.
+"""Find workers that wait in vain: for a push of one that has closed the store, or that waits for all in another call.
 
-A worker that has waited for a moment in a meeting says how often it has pushed what nothing under way pushes any more.
-That stays so until all have come. Another one whose program waits in a call that needs one more of these pushes does
-not come: both would wait for ever. Pure.
+A worker that closes says how often it has pushed each key. A worker that waits for all says the same of the keys that
+nothing under way pushes any more. Another worker that needs one push more compares, and names both. Pure.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from mpips.store.keys.key import Key, Name
 from mpips.store.roles import Layout
+from mpips.store.runtime.rendezvous import data_of
+
+CLOSE = "close"
+"""The call in which it says so."""
+
+
+def pushes_of(keys: Mapping[Name, Key]) -> bytes:
+    """How often this worker has pushed each key."""
+    return msgspec.msgpack.encode([(name, key.round) for name, key in keys.items()])
+
+
+def waits_for_closed(words: Sequence[bytes], keys: Mapping[Name, Key], ahead: int, pushing: Sequence[Name] = ()) -> str:
+    """Whose next push a worker with these keys waits for though that one closes; "" where it does for none. `words`: of
+    each worker. `ahead`: so many pushes may one be ahead of another. `pushing`: keys of a push that is not counted
+    yet."""
+    for rank, word in enumerate(words):
+        data = data_of(word, CLOSE)
+        for name, count in msgspec.msgpack.decode(data, type=list[tuple[Name, int]]) if data else ():
+            if name in keys and keys[name].round + (name in pushing) > count + ahead:
+                return f"rank {rank} has closed the store after {count} pushes of key {name!r}, and this needs another"
+    return ""
 
 
 class Stand(msgspec.Struct, array_like=True):
@@ -54,7 +74,7 @@ def needed(key: Key, call: str) -> int:
     return key.round - early
 
 
-def in_vain(mine: Blocked, layout: Layout, others: Mapping[int, bytes]) -> str:
+def why_in_vain(mine: Blocked, layout: Layout, others: Mapping[int, bytes]) -> str:
     """Return why this worker waits in vain, "" where it may not. `others`: what workers say that wait in a meeting."""
     for rank, word in others.items():
         theirs = msgspec.msgpack.decode(word, type=Stand)
