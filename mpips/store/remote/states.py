@@ -197,7 +197,7 @@ class Snapshot:
         self._servers = list(by_server)
         found: dict[int, tuple[int, int, list[str]]] = {}
         for server, units in by_server.items():
-            answer = yield from self._link.request(server, frames.Snapshot(self._number, units))
+            answer = yield from self._link.request(server, frames.TakeSnapshot(self._number, units))
             found.update(zip(units, answer.units, strict=True))
         for key in keys:
             parts = [found[shard.number] for shard in key.shards]

@@ -1,1 +1,3 @@
-"""What the store stands on while it runs: its generation, how ranks meet, how they wait, and how they end."""
+"""The ground of a store: `generation` (how it ends, and what comes next), `rendezvous` (ranks meet), `engine`
+(operations beside compute, as `tasks`), `errors`.
+"""

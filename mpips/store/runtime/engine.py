@@ -409,8 +409,8 @@ class Engine:
 
 
 class _Watch:
-    """How a wait of this engine looks around (`collectives.fabric.wait.Generation`). Servers and collectives, which
-    know who is late, end a wait that is too long a little before it does."""
+    """The view of a wait of this engine (`collectives.fabric.wait.Generation`). Servers and collectives, which know who
+    is late, end a wait that is too long a little before it does."""
 
     nap_after = wait.NAP_AFTER_BETWEEN_NODES
 
@@ -419,5 +419,5 @@ class _Watch:
         self.limits, self.look = Limits(limits.stall_seconds, timeout and 1.1 * timeout + GRACE_SECONDS), look
 
     def late(self) -> Sequence[int]:
-        """Who is waited for is not known here."""
+        """Return nobody: who is waited for is not known here."""
         return ()

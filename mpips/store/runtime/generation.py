@@ -296,11 +296,11 @@ class Generation:
 
 
 class Succession:
-    """How ranks go on after a generation: all begin the next one together, or each leaves.
+    """The ranks' way on after a generation: all begin the next one together, or each leaves.
 
-    What makes new communicators blocks in MPI until all ranks have come, so no rank may begin with it before it knows
-    that all will. So each says that it would go on, then, when it has heard all say so, that it goes. `gone()`: ranks
-    that have left, and how. `survives`: whether others go on where one has died; then "all" are those who live.
+    Calls that make new communicators block in MPI until all ranks have come, so no rank may begin with them before it
+    knows that all will. So each says that it would go on, then, when it has heard all say so, that it goes. `gone()`:
+    ranks that have left, and how. `survives`: whether others go on where one has died; "all" are then those who live.
     """
 
     def __init__(self, comm: MPI.Comm, gone: Callable[[], dict[int, str]], survives: bool) -> None:
@@ -309,12 +309,12 @@ class Succession:
         self._attempt = 0
 
     def is_due(self) -> bool:
-        """Whether another rank goes on, or has left. Does not block."""
+        """Return whether another rank goes on, or has left. Does not block."""
         self._room.missing()
         return any(self._room.last()) or bool(self._gone())
 
     def is_closing(self) -> bool:
-        """Whether another rank leaves. Does not block."""
+        """Return whether another rank leaves. Does not block."""
         self._room.missing()
         return LEAVES in self._room.last() or DEPARTURES[CLOSED] in self._gone().values()
 

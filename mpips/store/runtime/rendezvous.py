@@ -38,7 +38,7 @@ Items = Sequence[tuple[Any, str]]
 
 
 class MeetingPlace(Protocol):
-    """Where ranks meet: a `Generation`, or a `Gathering`."""
+    """A place where ranks meet: a `Generation`, or a `Gathering`."""
 
     def meet(self, payload: bytes, what: str, everybody: bool = False) -> list[bytes]:
         """Return each worker's payload (`everybody`: each rank's), in rank order. Collective, blocking."""
@@ -48,7 +48,7 @@ class MeetingPlace(Protocol):
 
 
 class _Word(msgspec.Struct, array_like=True):
-    """What a rank brings: the call, what it calls it with, why it cannot (`refusal`, a TypeError or a ValueError)."""
+    """A rank's word: the call, what it calls it with, why it cannot (`refusal`, a TypeError or a ValueError)."""
 
     what: str
     items: list[tuple[str, str]]
@@ -140,7 +140,7 @@ def _decoded(word: bytes) -> _Word | None:
 
 @dataclass
 class Watch:
-    """How one wait looks around: how long it may last, what else may end it, who is late."""
+    """The view of one wait: how long it may last, what else may end it, who is late."""
 
     limits: Limits
     look: Callable[[float], None] = lambda waited: None
@@ -213,7 +213,7 @@ class Room:
 
 
 class Gathering:
-    """Where ranks of a communicator meet that belongs to no generation. Its room stays with the communicator."""
+    """A place where ranks of a communicator meet that belongs to no generation. The communicator keeps its room."""
 
     def __init__(self, comm: MPI.Comm, limits: Limits | None = None) -> None:
         found = comm.Get_attr(_room_key())

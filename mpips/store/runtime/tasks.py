@@ -45,7 +45,7 @@ def together(tasks: Iterable[Task[T]], most: int = sys.maxsize) -> Task[None]:
 
 
 def kept(task: Task[T], results: list[T]) -> Task[None]:
-    """The same task; its result goes into `results`."""
+    """Run a task, and put its result into `results`."""
     results.append((yield from task))
 
 

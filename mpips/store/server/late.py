@@ -1,4 +1,4 @@
-"""Who has waited long for whom at a server: warnings, the end of a wait that is too long, and circles.
+"""Long waits at a server, who for whom: warnings, the end of a wait that is too long, and circles.
 
 A worker whose program has waited long for a round says so (`waits`). It stands still until that round is complete, so
 workers that wait for one another's pushes in a circle can be told: they use keys in different orders. `Late` is a
@@ -72,11 +72,11 @@ class Late:
     # ---- workers that wait for one another
 
     def waits(self, unit: Unit, worker: int, round_: int) -> None:
-        """A worker's program waits until this round of the unit is complete, and does nothing else."""
+        """Note that a worker's program waits until this round of the unit is complete, and does nothing else."""
         self._said[worker] = unit, round_
 
     def own(self) -> list[Wait]:
-        """Who waits at this server for whom, as of now."""
+        """Return who waits at this server for whom, as of now."""
         waits = []
         for worker, (unit, round_) in list(self._said.items()):
             if unit.round >= round_:
@@ -86,11 +86,11 @@ class Late:
         return waits
 
     def told(self, server: int, waits: list[Wait]) -> None:
-        """What another server's `own` says now."""
+        """Take what another server's `own` says now."""
         self._told[server] = waits
 
     def look(self, clock: float) -> None:
-        """MismatchError if workers have waited in a circle for a while: what another server has said may be over."""
+        """Raise MismatchError if workers have waited in a circle for a while: another server's words may be old."""
         waits = {wait.worker: wait for wait in self.own()}
         for others in self._told.values():
             waits.update((wait.worker, wait) for wait in others)
@@ -106,17 +106,17 @@ class Late:
             raise MismatchError(f"{steps}: use keys in the same order on all ranks")
 
     def forget(self, units: Sequence[Unit]) -> None:
-        """Units that nobody will use again."""
+        """Forget units that nobody will use again."""
         self._said = {worker: wait for worker, wait in self._said.items() if wait[0] not in units}
 
     def clear(self) -> None:
-        """Nobody waits any more."""
+        """Forget all waits."""
         self._said, self._told, self._suspected = {}, {}, []
 
 
 def find_circle(waits: dict[int, Wait]) -> list[Wait]:
-    """Waits of which each is for the next one's worker, the last for the first one's; the lowest rank first; empty if
-    there is no circle."""
+    """Return waits that are each for the next one's worker, the last for the first one's; the lowest rank first; none
+    where there is no circle."""
     free: set[int] = set()  # workers from which no circle is reached
     for start in sorted(waits):
         way: list[int] = []
@@ -138,26 +138,26 @@ def find_circle(waits: dict[int, Wait]) -> list[Wait]:
 
 
 def _absent(unit: Unit, round_: int, but: int) -> tuple[int, ...]:
-    """Workers that have not pushed to a round of the unit, but for one."""
+    """Return the workers that have not pushed to a round of the unit, but for one."""
     behind = (worker for worker, queue in zip(unit.contributors, unit.queues) if unit.round + len(queue) < round_)
     return tuple(worker for worker in behind if worker != but)
 
 
 def _sentence(units: Sequence[Unit], waited: float) -> str:
-    """What is said of units that wait for the same workers, so long for the first."""
+    """Return the sentence on units that wait for the same workers, so long for the first."""
     first, others = units[0], {unit.key for unit in units} - {units[0].key}
     more = f" (and {len(others)} more key{'s' * (len(others) > 1)})" if others else ""
     return f"key {first.key!r}{more}: round {first.round + 1} has waited {waited:.3g} s for {_who(first)}"
 
 
 def _who(unit: Unit) -> str:
-    """Which workers have pushed to the unit's round, and which have not."""
+    """Return which workers have pushed to the unit's round, and which have not."""
     came = [worker for worker, queue in zip(unit.contributors, unit.queues) if queue]
     return f"ranks {unit.absent()}; ranks {came} have pushed"
 
 
 class Gossip:
-    """What the servers of one generation tell the first one. `comm`: theirs."""
+    """Words of the servers of one generation to the first one. `comm`: theirs."""
 
     def __init__(self, comm: MPI.Comm, late: Late) -> None:
         self._comm, self._late = comm, late

@@ -101,7 +101,7 @@ def serve(servers: Sequence[Server], opened: Callable[[OpenStore], Server | None
 
 
 class Serving(NamedTuple):
-    """What a server has of one generation; `held`: what this rank kept while it was a spare."""
+    """A server's part in one generation; `held`: what this rank kept while it was a spare."""
 
     state: ServerState
     requests: Requests
@@ -126,25 +126,26 @@ class Server:
         self._reduce = Reduce(threads, seat.step_aside, seat.shared)
         self._copies, self._rounds = MirroredUnits(), Rounds()
         self._settled: LastGeneration[Serving] = LastGeneration()
-        self._now = self._serving(SynchronousState(), 0, None, held or NodeMemory())
+        self._now = self._serving([], held or NodeMemory())
 
-    def _serving(self, state: ServerState, generation: int, compressor: Compressor | None, held: NodeMemory) -> Serving:
-        name = f"server rank {self.layout.rank}"
-        return Serving(state, Requests(state, name, self._memory, generation, compressor), held)
-
-    def _new_state(self, lines: Sequence[Line], groups: Groups | None = None) -> ServerState:
-        options = self.layout.options
-        self._mirror = Mirror(self.layout, self._copies, self.generation.number) if options.mirrors else None
+    def _serving(
+        self, lines: Sequence[Line], held: NodeMemory, groups: Groups | None = None,
+        compressor: Compressor | None = None,
+    ) -> Serving:  # fmt: skip
+        """Make what this server has of the present generation, without units."""
+        layout, number = self.layout, self.generation.number
+        options = layout.options
+        self._mirror = Mirror(layout, self._copies, number) if options.mirrors and lines else None
         remote = [worker for worker, line in enumerate(lines) if not line.local]
         late = Late(options.stall_seconds, options.timeout_seconds)
-        if self.layout.asynchronous:
-            return AsynchronousState(options.staleness, remote, late, self._reduce, groups, self._mirror)
-        return SynchronousState(remote, late, self._reduce, groups, self._mirror)
+        rest = remote, late, self._reduce, groups, self._mirror, compressor
+        state = AsynchronousState(options.staleness, *rest) if layout.asynchronous else SynchronousState(*rest)
+        return Serving(state, Requests(state, f"server rank {layout.rank}", self._memory, number), held)
 
     def begin(self) -> None:
         """Begin the store's first generation. Collective over its workers and servers, blocking."""
         lines, rings, ledgers = connect(self.layout, self.generation, self._region)
-        serving = self._serving(self._new_state(lines), self.generation.number, None, NodeMemory(ledgers))
+        serving = self._serving(lines, NodeMemory(ledgers))
         serving.requests.publish()
         self._serve(lines, rings, serving)
 
@@ -164,12 +165,12 @@ class Server:
 
     @property
     def finished(self) -> bool:
-        """Whether every worker has left."""
+        """Return whether every worker has left."""
         return self._closed or self._traffic.over
 
     @property
     def is_summing(self) -> bool:
-        """Whether a worker of this node may let a sum go on at any moment."""
+        """Return whether a worker of this node may let a sum go on at any moment."""
         return bool(self._state.ready) and not self._traffic.remote
 
     def opens(self) -> OpenStore | None:
@@ -207,7 +208,7 @@ class Server:
         heard = traffic.hear()
         if self._mirror is not None:
             heard |= self._mirror.turn()
-            self._requests.say()
+            self._requests.say_mirrored()
         worked, replies = state.work()
         if replies:
             traffic.send(replies)
@@ -223,7 +224,7 @@ class Server:
             return
         try:
             self._traffic.flush()
-            self._requests.snapshots.copy_next()
+            self._requests.copy_next()
             if now > self._next_tick:
                 self._next_tick = now + TICK_SECONDS
                 self.generation.look()
@@ -289,22 +290,21 @@ class Server:
         units = list(old.state.units.values())
         mine = Inventory(old.held.shelves(layout, number), old.held.ranks, shared_cores=self._shared_cores)
         if (owner := rebuild.former(layout)) >= 0:
-            settings = encode_settings(old.state.optimizers, old.requests.compressor)
+            settings = encode_settings(old.state.optimizers, old.state.compressor)
             there = [holding_of_unit(unit, layout.asynchronous) for unit in units]
             mine.shelves.append(Shelf(owner, True, settings, there))
             mine.shelves += self._copies.shelves(layout.before, owner)
         outlook = rebuild.outlook(layout, self.generation, mine, [None] * layout.num_servers)
         groups, compressor = outlook.settings()
-        state = self._new_state(lines, groups)
-        serving = self._serving(state, number, compressor, NodeMemory(ledgers))
+        serving = self._serving(lines, NodeMemory(ledgers), groups, compressor)
         reached = ReachableMemory(units, owner, old.held, number, self._copies)
         made = fill.server(layout, outlook.plan, self._memory, groups, reached)
         self.generation.wait(lambda: MPI.Request.Testall(made.requests), "recover")
         for unit in made.finish():
-            state.create(unit)
-            state.changed(unit)
+            serving.state.create(unit)
+            serving.state.changed(unit)
         self._rounds = outlook.rounds()
-        rebuild.place(layout, self.generation, Placed(made.where, serving.requests.once_more(outlook.change)))
+        rebuild.place(layout, self.generation, Placed(made.where, serving.requests.repeat_change(outlook.change)))
         self._serve(lines, rings, serving)
         return True
 
@@ -325,14 +325,14 @@ class Traffic:
         self._callers = [*enumerate(lines)][first:] + [*enumerate(lines)][:first]
         self._firsts: list[tuple[Callable[[], bool], int, Line]] = []
         """First values on their way: whether one is there, its unit, and the line of its worker."""
-        self._pushes = Pushes(state.units, self._receiver, requests)
+        self._pushes = Pushes(state, self._receiver)
         assert layout.servers is not None
         self._gossip = Gossip(layout.servers, state.late)
         self._units_changed()
 
     @property
     def over(self) -> bool:
-        """Whether every worker has left."""
+        """Return whether every worker has left."""
         return not self._callers
 
     # ---- in
@@ -371,7 +371,7 @@ class Traffic:
                 state.units[unit].thaw()
                 self._firsts.append((self._receiver.first(state.units[unit], worker), unit, line))
             case Op.CONTROL:
-                if self._requests.heard(worker, line, frame):
+                if self._requests.hear(worker, line, frame):
                     self._units_changed()
             case Op.WAITS:
                 state.waits(unit, worker, frame.round)
@@ -444,12 +444,12 @@ class Traffic:
     def _units_changed(self) -> None:
         units = self._state.units
         self._receiver.buffers.limit = sum(unit.stored.nbytes for unit in units.values())
-        self._pushes.keep(units)
+        self._pushes.forget_others()
 
     # ---- the end
 
     def done(self) -> bool:
-        """Whether everything sent has been taken."""
+        """Return whether everything sent has been taken."""
         return self._receiver.done(self._lines)
 
     def stop(self) -> None:

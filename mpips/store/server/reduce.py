@@ -1,8 +1,7 @@
-"""How a server sums contributions to a unit and writes the sum: block by block, while a block is in the cache.
+"""Arithmetic of a server: contributions to a unit are summed and written block by block, while a block is in the cache.
 
 Parts are added in the order of the contributors, so results are the same bit for bit, however many threads share a sum.
-
-Threads of a server that share a long sum. A share of it takes some 50 us, so little may go by around it.
+A share of a long sum takes some 50 us, so little may go by around it (`Team`).
 """
 
 from __future__ import annotations
@@ -78,8 +77,11 @@ class Reduce:
         return True
 
     def worth_sharing(self, unit: Unit, sources: Sequence[Source], first: int, stop: int) -> bool:
-        """Whether blocks are summed on all threads. Workers that wait leave their cores to them; those that still copy
-        need them, unless this server is far behind, or cores are shared, where who waits for it gives his away."""
+        """Return whether blocks are summed on all threads.
+
+        Workers that wait leave their cores to them; those that still copy need them, unless this server is far behind,
+        or cores are shared, where who waits for it gives his away.
+        """
         threads = self._team.threads
         if threads == 1 or unit.stored.nbytes < SHARED_BYTES:
             return False
@@ -122,7 +124,7 @@ class Reduce:
             unit.write(start, stop, total)
 
     def _sum(self, unit: Unit, parts: Sequence[Array], start: int, stop: int, thread: int) -> Array | None:
-        """The parts added from first to last; None where the sum was written at once."""
+        """Return the parts added from first to last; None where the sum was written at once."""
         if len(parts) == 1:
             return parts[0]
         stored = unit.optimizer is None
@@ -257,13 +259,13 @@ def _add_next(unit: Unit, source: Source) -> bool:
 
 
 def _tell(unit: Unit, blocks: int) -> None:
-    """Tell readers that so many blocks of the round are written; of the last one they hear when the round ends."""
+    """Tell readers that so many blocks of the round are written; of the last they hear when the round ends."""
     if blocks < unit.blocks:
         unit.words[0] = unit.round * unit.blocks + blocks
 
 
 def _add(parts: Sequence[Array], total: Array) -> None:
-    """The sum of two or more parts, added from first to last."""
+    """Put the sum of two or more parts, added from first to last, into total."""
     np.add(parts[0], parts[1], out=total)
     for part in parts[2:]:
         np.add(total, part, out=total)
@@ -273,21 +275,21 @@ Work = Callable[[int, int], None]
 
 
 class _Task:
-    """What is to be done: `work(item, thread)` for every item that is left."""
+    """A task for all threads: `work(item, thread)` for every item that is left."""
 
     def __init__(self, work: Work, items: Iterable[int]) -> None:
         self._work, self._left = work, deque(items)
         self.errors: list[Exception] = []
 
     def front(self) -> None:
-        """Item after item from the front, as thread 0."""
+        """Do item after item from the front, as thread 0."""
         try:
             self._take(0, self._left.popleft)
         finally:
             self._left.clear()  # where it has raised, the others are to end
 
     def back(self, thread: int) -> None:
-        """Item after item from the back."""
+        """Do item after item from the back."""
         try:
             self._take(thread, self._left.pop)
         except Exception as error:
@@ -313,7 +315,7 @@ class Team:
             weakref.finalize(self, other.give, None)
 
     def share(self, work: Work, items: Iterable[int]) -> None:
-        """`work(item, thread)` for every item. Thread 0 takes them from the front, the others from the back.
+        """Do `work(item, thread)` for every item. Thread 0 takes them from the front, the others from the back.
         Blocking; raises what one of them raises, after all have ended. A thread that wakes up when nothing is
         left is not waited for."""
         task = _Task(work, items)

@@ -3,27 +3,21 @@
 Settings count from the next push on, so they wait until everything that was pushed before has been applied. What
 concerns no push is answered at once: others may push only after it.
 
-Values and states of units as they were at one moment, while updates go on: copied before a unit is next written to.
-
-Nothing is copied when a snapshot is taken. A unit that is about to be written to is copied first, whole; while the
-server has nothing else to do, it copies the others. So it needs memory for a copy of what is frozen, until that is
-dropped.
+A snapshot holds values and states of units as they were at one moment, while updates go on. Nothing is copied when it
+is taken. A unit that is about to be written to is copied first, whole; while the server has nothing else to do, it
+copies the others. So it needs memory for a copy of what is frozen, until that is dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
-
 import numpy as np
 
 from mpips import compression, optimizers
-from mpips.compression import Compressor
 from mpips.store.recovery.memory import UnitMemory, encode_settings
 from mpips.store.server.state import ServerState
-from mpips.store.server.unit import Frozen, Unit
+from mpips.store.server.unit import FrozenUnit, Unit
 from mpips.store.transport import frames
-from mpips.store.transport.frames import Answer, Bytes, Frame, Op, OpenStore, Request, Snapshotted
+from mpips.store.transport.frames import Answer, Frame, Op, OpenStore, Request
 from mpips.store.transport.lines import Line
 
 REFUSALS = (ValueError, TypeError, MemoryError)
@@ -31,77 +25,43 @@ REFUSALS = (ValueError, TypeError, MemoryError)
 
 
 class Requests:
-    """What one server answers, in one generation. `generation`: its number."""
+    """The requests to one server in one generation, of this number. `name`: the server's, in sentences."""
 
-    def __init__(
-        self, state: ServerState, name: str, memory: UnitMemory, generation: int = 0,
-        compressor: Compressor | None = None,
-    ) -> None:
+    def __init__(self, state: ServerState, name: str, memory: UnitMemory, generation: int = 0) -> None:
         self._state, self._name, self._memory, self._generation = state, name, memory, generation
-        self.compressor = compressor
-        self.snapshots = FrozenUnits()
+        self.snapshots: dict[int, dict[int, tuple[Unit, FrozenUnit]]] = {}
+        """Snapshots by number: their units by number, with what is frozen of each."""
+        self._due: list[Unit] = []
+        """Units that may be copied while there is time."""
         self.waiting: list[tuple[int, Line, int, Request]] = []
         """(worker, line, token, request) of what waits until all that was pushed has been applied."""
         self._unsaid: list[tuple[Line, int, bytes, list[Unit]]] = []
         """(line, token, answer, units) of what is said once these units are with the mirror."""
         self.opening: dict[int, OpenStore] = {}
         """By workers that have asked for one more store: for which."""
-        self._answers: dict[type[Request], Callable[[Any], Answer]] = {
-            frames.Create: self._create, frames.Forget: self._forget, frames.Flush: self._flush,
-            frames.SetOptimizer: self._set, frames.UpdateOptimizer: self._set, frames.SetCompression: self._set,
-            frames.GetState: self._get_state, frames.PutState: self._put_state, frames.SetTorn: self._set_torn,
-            frames.Snapshot: self._snapshot, frames.ReadSnapshot: self._read_snapshot,
-            frames.DropSnapshot: self._drop_snapshot,
-        }  # fmt: skip
 
-    def heard(self, worker: int, line: Line, frame: Frame) -> bool:
-        """A worker asks: answer, or keep the question for `answer_all`. Whether there are other units now."""
+    # ---- questions and answers
+
+    def hear(self, worker: int, line: Line, frame: Frame) -> bool:
+        """Answer a request, or keep it for `answer_all`; return whether there are other units now."""
         request = frames.decode_request(line.body(frame))
-        if self._at_once(request):
+        if isinstance(request, frames.Forget | frames.SetTorn):
+            at_once = self._state.idle(request.units)
+        else:
+            at_once = isinstance(request, frames.Create | OpenStore | frames.ReadSnapshot | frames.DropSnapshot)
+        if at_once:
             return self._reply(worker, line, frame.token, request)
         self.waiting.append((worker, line, frame.token, request))
         return False
 
     def answer_all(self) -> bool:
-        """All that was pushed has been applied: answer what has waited. Whether there are other units now."""
+        """Answer what has waited, as all that was pushed has been applied; return whether there are other units now."""
         waiting, self.waiting = self.waiting, []
         changed = [self._reply(*question) for question in waiting]
         return any(changed)
 
-    def drop(self) -> None:
-        """The generation is over: nobody waits for an answer."""
-        self.waiting.clear()
-        self._unsaid.clear()
-        self.opening.clear()
-        self.snapshots.clear()
-
-    def _at_once(self, request: Request) -> bool:
-        if isinstance(request, frames.Forget | frames.SetTorn):
-            return self._state.idle(request.units)
-        return isinstance(request, frames.Create | OpenStore | frames.ReadSnapshot | frames.DropSnapshot)
-
-    def _reply(self, worker: int, line: Line, token: int, request: Request) -> bool:
-        """Answer; where a request cannot be served, nothing has changed, and the worker hears why."""
-        try:
-            answer = self._answer(worker, request)
-        except REFUSALS as error:
-            line.post_body(f"{self._name}: {error}".encode(), Op.ANSWER, token=token, flags=1)
-            return False
-        unsaid = [unit for unit in self._changed(request) if not unit.mirrored]
-        self._unsaid.append((line, token, frames.encode(answer), unsaid))
-        self.say()
-        return isinstance(request, frames.Create | frames.Forget)
-
-    def _changed(self, request: Request) -> Iterable[Unit]:
-        """Return the units that a request may have changed."""
-        if isinstance(request, frames.SetOptimizer):
-            return self._state.units.values()
-        if isinstance(request, frames.PutState | frames.SetTorn):
-            return [self._state.units[number] for number in request.units]
-        return ()
-
-    def say(self) -> None:
-        """Answer what the mirror has by now, too; to be called after each look at the mirror."""
+    def say_mirrored(self) -> None:
+        """Say answers whose units the mirror has by now; to be called after each look at the mirror."""
         unsaid, self._unsaid = self._unsaid, []
         for line, token, answer, units in unsaid:
             if rest := [unit for unit in units if not unit.mirrored]:
@@ -109,29 +69,70 @@ class Requests:
             else:
                 line.post_body(answer, Op.ANSWER, token=token)
 
+    def drop(self) -> None:
+        """Drop all, as the generation is over: nobody waits for an answer."""
+        self.waiting.clear()
+        self._unsaid.clear()
+        self.opening.clear()
+        for number in list(self.snapshots):
+            self._drop_snapshot(number)
+
+    def _reply(self, worker: int, line: Line, token: int, request: Request) -> bool:
+        """Answer; where a request cannot be served, nothing has changed, and the worker hears why."""
+        try:
+            answer = frames.encode(self._answer(worker, request))
+        except REFUSALS as error:
+            line.post_body(f"{self._name}: {error}".encode(), Op.ANSWER, token=token, flags=1)
+            return False
+        changed: list[Unit] = []
+        if isinstance(request, frames.SetOptimizer):
+            changed = list(self._state.units.values())
+        elif isinstance(request, frames.PutState | frames.SetTorn):
+            changed = [self._state.units[number] for number in request.units]
+        self._unsaid.append((line, token, answer, changed))
+        self.say_mirrored()
+        return isinstance(request, frames.Create | frames.Forget)
+
     def _answer(self, worker: int, request: Request) -> Answer:
-        if isinstance(request, OpenStore):
-            self.opening[worker] = request
-            return frames.Done()
-        return self._answers[type(request)](request)
-
-    # ---- units
-
-    def _create(self, request: frames.Create) -> frames.Created:
-        made = self._memory.make(request.units, self._state.optimizers)
-        for unit in made.units:
-            self._state.create(unit)
-        self.publish()
-        return made.where
-
-    def _forget(self, request: frames.Forget) -> frames.Done:
-        gone = [self._state.units.get(number) for number in request.units]
-        self._state.forget(request.units)
-        self.publish()
-        del gone  # their memory may be another's only when the ledger does not name it any more
-        return frames.Done()
-
-    def _flush(self, request: frames.Flush) -> frames.Done:
+        """Do what is asked."""
+        units = self._state.units
+        match request:
+            case frames.Create():
+                made = self._memory.make(request.units, self._state.optimizers)
+                for unit in made.units:
+                    self._state.create(unit)
+                self.publish()
+                return made.where
+            case frames.Forget():
+                gone = [units.get(number) for number in request.units]
+                self._state.forget(request.units)
+                self.publish()
+                del gone  # their memory may be another's only when the ledger does not name it any more
+            case frames.SetOptimizer() | frames.UpdateOptimizer() | frames.SetCompression():
+                self.change(request)
+            case frames.GetState():
+                unit = units[request.unit]
+                arrays = list(unit.state or ())
+                return frames.StatePart(unit.step, [one.dtype.name for one in arrays], [a.tobytes() for a in arrays])
+            case frames.PutState():
+                chosen = [units[number] for number in request.units]
+                states = [_fitting(unit, part) for unit, part in zip(chosen, request.states, strict=True)]
+                for unit, part, state in zip(chosen, request.states, states):
+                    unit.put_state(state, part.step)
+                    self._state.changed(unit)
+            case frames.SetTorn():
+                for number in request.units:
+                    units[number].overwritten(request.torn)
+                    self._state.changed(units[number])
+            case frames.TakeSnapshot():
+                return self._take_snapshot(request.number, [units[number] for number in request.units])
+            case frames.ReadSnapshot():
+                frozen = self.snapshots[request.number][request.unit][1]
+                return frames.Bytes(frozen.arrays[1 + request.slot][request.start : request.stop].tobytes())
+            case frames.DropSnapshot():
+                self._drop_snapshot(request.number)
+            case OpenStore():
+                self.opening[worker] = request
         return frames.Done()
 
     # ---- settings
@@ -144,13 +145,13 @@ class Requests:
         elif isinstance(request, frames.UpdateOptimizer):
             self._state.update_optimizer(optimizers.decode_numbers(request.numbers), request.keys)
         else:
-            self.compressor = compression.create(request.options)
+            self._state.compressor = compression.create(request.options)
         self.publish()
-        del before  # as in `_forget`
+        del before  # their memory may be another's only when the ledger does not name it any more
 
-    def once_more(self, change: frames.Change | None) -> str:
-        """A generation begins: make the change that the end of the last one has interrupted; why it cannot be made, or
-        "". The ledger says then what there is."""
+    def repeat_change(self, change: frames.Change | None) -> str:
+        """Make the change that the end of the last generation has interrupted; return why it cannot be made, or "". The
+        ledger says then what there is."""
         try:
             if change is not None:
                 self.change(change)
@@ -162,46 +163,31 @@ class Requests:
     def publish(self) -> None:
         """Tell those who outlive this server what it has."""
         if self._memory.ledger is not None:
-            settings = encode_settings(self._state.optimizers, self.compressor)
+            settings = encode_settings(self._state.optimizers, self._state.compressor)
             self._memory.publish(self._state.units.values(), settings, self._generation)
-
-    def _set(self, request: frames.Change) -> frames.Done:
-        self.change(request)
-        return frames.Done()
-
-    # ---- states
-
-    def _get_state(self, request: frames.GetState) -> frames.StatePart:
-        unit = self._state.units[request.unit]
-        arrays = list(unit.state or ())
-        return frames.StatePart(unit.step, [array.dtype.name for array in arrays], [a.tobytes() for a in arrays])
-
-    def _put_state(self, request: frames.PutState) -> frames.Done:
-        units = [self._state.units[number] for number in request.units]
-        states = [_fitting(unit, part) for unit, part in zip(units, request.states, strict=True)]
-        for unit, part, state in zip(units, request.states, states):
-            unit.put_state(state, part.step)
-            self._state.changed(unit)
-        return frames.Done()
-
-    def _set_torn(self, request: frames.SetTorn) -> frames.Done:
-        for number in request.units:
-            unit = self._state.units[number]
-            unit.overwritten(request.torn)
-            self._state.changed(unit)
-        return frames.Done()
 
     # ---- snapshots
 
-    def _snapshot(self, request: frames.Snapshot) -> frames.Snapshotted:
-        return self.snapshots.take(request.number, [self._state.units[number] for number in request.units])
+    def _take_snapshot(self, number: int, units: list[Unit]) -> frames.Snapshotted:
+        """Freeze these units, none of which is being written to."""
+        taken = self.snapshots[number] = {}
+        for unit in units:
+            frozen = FrozenUnit(unit)
+            unit.frozen.append(frozen)
+            taken[unit.number] = unit, frozen
+            self._due.append(unit)
+        every = [frozen for _, frozen in taken.values()]
+        return frames.Snapshotted([(it.round, it.step, [array.dtype.name for array in it.arrays[1:]]) for it in every])
 
-    def _read_snapshot(self, request: frames.ReadSnapshot) -> frames.Bytes:
-        return self.snapshots.read(request.number, request.unit, request.slot, request.start, request.stop)
+    def copy_next(self) -> None:
+        """Copy one unit that is frozen; call it when there is nothing else to do."""
+        if self._due:
+            self._due.pop().thaw()
 
-    def _drop_snapshot(self, request: frames.DropSnapshot) -> frames.Done:
-        self.snapshots.drop(request.number)
-        return frames.Done()
+    def _drop_snapshot(self, number: int) -> None:
+        """Let go what is frozen under this number; it may have gone already."""
+        for unit, frozen in self.snapshots.pop(number, {}).values():
+            unit.frozen = [other for other in unit.frozen if other is not frozen]
 
 
 def _fitting(unit: Unit, part: frames.StatePart) -> list[np.ndarray] | None:
@@ -218,43 +204,3 @@ def _fitting(unit: Unit, part: frames.StatePart) -> list[np.ndarray] | None:
     for array, values in zip(state, given, strict=True):
         array[...] = values
     return state
-
-
-class FrozenUnits:
-    """The snapshots of one server, by number."""
-
-    def __init__(self) -> None:
-        self._frozen: dict[int, dict[int, tuple[Unit, Frozen]]] = {}
-        self._due: list[Unit] = []
-        """Units that may be copied while there is time."""
-
-    def take(self, number: int, units: Iterable[Unit]) -> Snapshotted:
-        """Freeze these units, of which none is being written to."""
-        taken = self._frozen[number] = {}
-        for unit in units:
-            frozen = Frozen(unit)
-            unit.frozen.append(frozen)
-            taken[unit.number] = unit, frozen
-            self._due.append(unit)
-        every = [frozen for _, frozen in taken.values()]
-        return Snapshotted([(it.round, it.step, [array.dtype.name for array in it.arrays[1:]]) for it in every])
-
-    def read(self, number: int, unit: int, slot: int, start: int, stop: int) -> Bytes:
-        """Elements [start, stop) of a frozen unit's values (slot -1), or of array `slot` of its state."""
-        array = self._frozen[number][unit][1].arrays[1 + slot][start:stop]
-        return Bytes(array.tobytes())
-
-    def copy_next(self) -> None:
-        """Copy one unit; call it when there is nothing else to do."""
-        if self._due:
-            self._due.pop().thaw()
-
-    def drop(self, number: int) -> None:
-        """What is frozen under this number may go; it may have gone already."""
-        for unit, frozen in self._frozen.pop(number, {}).values():
-            unit.frozen = [other for other in unit.frozen if other is not frozen]
-
-    def clear(self) -> None:
-        """Drop all."""
-        for number in list(self._frozen):
-            self.drop(number)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,7 +37,7 @@ from mpips.store.transport.messages import LOOK_SECONDS, Bytes, cut_bytes, pull_
 from mpips.store.transport.outbox import PLACES, header_bytes
 
 if TYPE_CHECKING:
-    from mpips.store.server.requests import Requests
+    from mpips.store.server.state import ServerState
 
 VIEWS = 4096
 """Least number of regions that are kept mapped."""
@@ -59,8 +59,8 @@ class Pushes:
     """The contributions that push frames name. Where the same region may be pushed again, what is known of it is kept
     by the frame but for its round."""
 
-    def __init__(self, units: Mapping[int, Unit], receiver: Receiver, requests: Requests) -> None:
-        self._units, self._receiver, self._requests = units, receiver, requests
+    def __init__(self, state: ServerState, receiver: Receiver) -> None:
+        self._state, self._receiver = state, receiver
         self._views: dict[tuple[int, ...], Array] = {}
         self._most = VIEWS
         self.known: dict[bytes, Push] = {}
@@ -68,7 +68,7 @@ class Pushes:
     def new(self, worker: int, line: Line, data: bytes) -> Push:
         """Return what a frame pushes that is not known."""
         frame = Frame.of(data)
-        unit = self._units[frame.unit]
+        unit = self._state.units[frame.unit]
         push = unit, unit.position[worker], self._source(worker, line, frame, unit), frame.priority
         if type(push[2]) in (Elements, Filling):
             if len(self.known) >= self._most:
@@ -76,8 +76,9 @@ class Pushes:
             self.known[data[:ROUND_AT]] = push
         return push
 
-    def keep(self, units: Mapping[int, Unit]) -> None:
+    def forget_others(self) -> None:
         """Forget pushes of units that are no more; make room for those of new ones."""
+        units = self._state.units
         self._most = max(VIEWS, 2 * sum(len(unit.contributors) for unit in units.values()))
         for frame in [frame for frame, push in self.known.items() if push[0].number not in units]:
             del self.known[frame]
@@ -101,7 +102,7 @@ class Pushes:
         if frame.coding == Coding.ROWS:
             shape = (unit.stored.size // max(1, unit.row_elements), unit.row_elements)
             return lambda payload: Rows(payload, frame.aux, shape, unit.stored.dtype)
-        compressor = self._requests.compressor
+        compressor = self._state.compressor
         assert compressor is not None
         return lambda payload: Compressed(payload, compressor)
 
@@ -151,7 +152,7 @@ class Filling(Source):
 
 
 class Compressed(Source):
-    """What a compressor made of a unit's elements; `payload` is uint8."""
+    """A unit's elements as a compressor has made them; `payload` is uint8."""
 
     coded = True
 
@@ -212,7 +213,7 @@ class Blocks(Source):
             self._asked = 1
 
     def ready(self, block: int) -> bool:
-        """Whether this block is there; asks for it, and for some that follow, where there is room."""
+        """Return whether this block is there; asks for it, and for some that follow, where there is room."""
         while self._asked < min(self._blocks, block + self._early) and self._ask(self._asked == block):
             self._asked += 1
         return block < self._asked and self._receiver.came(self._coming[0])
@@ -325,7 +326,7 @@ class Receiver:
         return _Block(request, data, due)
 
     def came(self, block: _Block) -> bool:
-        """Whether a block is there; never, where its worker has died before."""
+        """Return whether a block is there; never, where its worker has died before."""
         name = id(block.request)
         if block.request:  # null once it has ended
             try:
@@ -374,7 +375,7 @@ class Receiver:
     # ---- the end
 
     def done(self, lines: Iterable[Line]) -> bool:
-        """Whether everything sent has been taken; when all workers have left."""
+        """Return whether everything sent has been taken; when all workers have left."""
         self.delivered()
         return not self._shipping and all(line.done() for line in lines if isinstance(line, MessageLine))
 

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from numpy.typing import NDArray
 
 from collectives.errors import CollectiveError, MismatchError
+from mpips.compression import Compressor
 from mpips.optimizers import Groups, Optimizer
 from mpips.store.server.late import Late
 from mpips.store.server.reduce import Reduce
@@ -53,10 +54,10 @@ class ServerState(ABC):
 
     def __init__(
         self, remote: Iterable[int] = (), late: Late | None = None, reduce: Reduce | None = None,
-        optimizers: Groups | None = None, mirror: Mirror | None = None,
+        optimizers: Groups | None = None, mirror: Mirror | None = None, compressor: Compressor | None = None,
     ) -> None:  # fmt: skip
         self.units: dict[int, Unit] = {}
-        self.optimizers = optimizers or Groups()
+        self.optimizers, self.compressor = optimizers or Groups(), compressor
         self.late = late or Late()
         self.ready: dict[int, Unit] = {}
         """Units with something to apply."""
@@ -111,8 +112,8 @@ class ServerState(ABC):
 
     @property
     def quiet(self) -> bool:
-        """Whether everything that was pushed has been applied, but for rounds that are too far ahead; and is with the
-        mirror, where there is one."""
+        """Return whether everything that was pushed has been applied, but for rounds that are too far ahead; and is
+        with the mirror, where there is one."""
         return not self.ready and not self.open and (self._mirror is None or self._mirror.quiet)
 
     # ---- work
@@ -155,7 +156,7 @@ class ServerState(ABC):
 
     @abstractmethod
     def _may_read(self, unit: Unit, worker: int, round_: int) -> bool:
-        """Whether a worker may read after `round_` of its own pushes."""
+        """Return whether a worker may read after `round_` of its own pushes."""
 
     def _grant(self, unit: Unit) -> Replies:
         """Let those read whose own pushes count by now; nothing is written until they have finished."""
@@ -213,7 +214,7 @@ class ServerState(ABC):
         self.optimizers.forget({unit.key for unit in gone} - kept)
 
     def idle(self, numbers: Iterable[int]) -> bool:
-        """Whether all that was pushed of these units has been applied."""
+        """Return whether all that was pushed of these units has been applied."""
         return not any(number in self.ready or number in self.open for number in numbers)
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Name] | None = None) -> None:
@@ -357,9 +358,9 @@ class AsynchronousState(ServerState):
 
     def __init__(
         self, staleness: int = -1, remote: Iterable[int] = (), late: Late | None = None, reduce: Reduce | None = None,
-        optimizers: Groups | None = None, mirror: Mirror | None = None,
+        optimizers: Groups | None = None, mirror: Mirror | None = None, compressor: Compressor | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(remote, late, reduce, optimizers, mirror)
+        super().__init__(remote, late, reduce, optimizers, mirror, compressor)
         self.staleness = staleness
 
     def pushed(self, unit: Unit, index: int, source: Source, priority: int, clock: float) -> None:
@@ -381,7 +382,7 @@ class AsynchronousState(ServerState):
         return (index is None or unit.done[index] >= round_) and not self._too_far(unit, round_)
 
     def _too_far(self, unit: Unit, steps: int) -> bool:
-        """Whether a worker after `steps` pushes of the unit is more than `staleness` ahead of the slowest."""
+        """Return whether a worker after `steps` pushes of the unit is more than `staleness` ahead of the slowest."""
         if self.staleness < 0:
             return False
         present = (done for worker, done in zip(unit.contributors, unit.done) if worker not in self.gone)

@@ -31,7 +31,7 @@ class Source:
     """All elements of the unit, where they lie in memory of this node and are there."""
 
     def ready(self, block: int) -> bool:
-        """Whether this block can be read; asking may start to fetch it."""
+        """Return whether this block can be read; asking may start to fetch it."""
         return True
 
     def part(self, block: int, start: int, stop: int) -> Array:
@@ -66,7 +66,7 @@ class Reply(NamedTuple):
 Replies = list[Reply]
 
 
-class Frozen:
+class FrozenUnit:
     """Values and state of a unit as they were: the unit's own arrays until it is about to write there, then copies."""
 
     def __init__(self, unit: Unit) -> None:
@@ -98,7 +98,7 @@ class Unit:
         self.optimizer: Optimizer | None = None
         self.state: State | None = None
         self.step = 0
-        self.frozen: list[Frozen] = []  # to be copied before the next write
+        self.frozen: list[FrozenUnit] = []  # to be copied before the next write
         self.torn = False  # some blocks are of a round that was never finished
         self.mirrored = True  # False: its mirror is to have what is stored before that changes, or is told to workers
         self.round = 0  # synchronous: rounds that are complete
@@ -130,7 +130,7 @@ class Unit:
 
     @property
     def waits(self) -> bool:
-        """Whether anybody's contribution is here."""
+        """Return whether anybody's contribution is here."""
         return self.missing < len(self.queues)
 
     @property

@@ -1,4 +1,4 @@
-"""What workers and servers say to each other: a 64-byte frame for everything, typed bodies (msgspec) for rare things.
+"""The words between workers and servers: a 64-byte frame for everything, typed bodies (msgspec) for rare things.
 
 A frame tells an operation, a unit, a round and where the payload lies: a region of node-shared memory (pid, fd, inode,
 offset, nbytes) between processes of one node. Between nodes only its nbytes count, and the payload follows as
@@ -29,7 +29,7 @@ ALONG = 1
 
 
 class Op(IntEnum):
-    """What a frame asks for or tells. Worker to server first, then server to worker."""
+    """Operations that a frame asks for or tells. Worker to server first, then server to worker."""
 
     PUSH = 1
     """A contribution to a round of a unit; the payload is a region, or messages."""
@@ -65,7 +65,7 @@ WITH_BODY = frozenset({Op.CONTROL, Op.PULL_ROWS, Op.WARNING, Op.ANSWER})
 
 
 class Coding(IntEnum):
-    """How a payload is to be read (the `coding` of a frame)."""
+    """Codings of a payload (the `coding` of a frame)."""
 
     PLAIN = 0
     """The elements, all there."""
@@ -98,12 +98,12 @@ class Frame(NamedTuple):
 
     @classmethod
     def of(cls, data: bytes) -> Frame:
-        """The fields of a packed frame."""
+        """Return the fields of a packed frame."""
         return cls._make(FRAME.unpack(data))
 
     @property
     def region(self) -> tuple[int, ...]:
-        """Where the payload lies, as fields of `arena.Region`."""
+        """Return where the payload lies, as fields of `arena.Region`."""
         return self[6:11]
 
 
@@ -127,7 +127,7 @@ class Create(msgspec.Struct, tag=True):
 
 
 class Created(msgspec.Struct, tag=True):
-    """Where units of one server lie: a region with the words of all (`arrange_words`), and one of values for each."""
+    """Regions of new units of one server: one with the words of all (`arrange_words`), and one of values for each."""
 
     words: tuple[int, ...]
     values: list[tuple[int, ...]]
@@ -167,7 +167,7 @@ class UpdateOptimizer(msgspec.Struct, tag=True):
 
 
 class SetCompression(msgspec.Struct, tag=True):
-    """How compressed contributions are to be read (`mpips.compression.create`)."""
+    """The compressor of contributions from now on (`mpips.compression.create`)."""
 
     options: dict[str, str | int | float]
 
@@ -200,7 +200,7 @@ class SetTorn(msgspec.Struct, tag=True):
     torn: bool
 
 
-class Snapshot(msgspec.Struct, tag=True):
+class TakeSnapshot(msgspec.Struct, tag=True):
     """Freeze values and states of units under a number; answered with Snapshotted."""
 
     number: int
@@ -230,7 +230,7 @@ class Bytes(msgspec.Struct, tag=True):
 
 
 class DropSnapshot(msgspec.Struct, tag=True):
-    """What was frozen under this number may go."""
+    """Let what was frozen under this number go."""
 
     number: int
 
@@ -241,7 +241,7 @@ class Done(msgspec.Struct, tag=True):
 
 Request = (
     Create | Forget | Flush | OpenStore | SetOptimizer | UpdateOptimizer | SetCompression | GetState | PutState
-    | SetTorn | Snapshot | ReadSnapshot | DropSnapshot
+    | SetTorn | TakeSnapshot | ReadSnapshot | DropSnapshot
 )  # fmt: skip
 Answer = Created | StatePart | Snapshotted | Bytes | Done
 
@@ -254,8 +254,8 @@ decode_answer = msgspec.msgpack.Decoder(Answer).decode
 
 
 def arrange(cards: Sequence[UnitCard], itemsizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where values of units lie in memory for all of them: the first byte of each, and bytes in all. They start on
-    cache lines."""
+    """Return where values of units lie in memory for all of them: the first byte of each, and bytes in all. They start
+    on cache lines."""
     values, byte = [], 0
     for card, itemsize in zip(cards, itemsizes, strict=True):
         values.append(byte)
@@ -264,8 +264,8 @@ def arrange(cards: Sequence[UnitCard], itemsizes: Sequence[int]) -> tuple[list[i
 
 
 def arrange_words(cards: Sequence[UnitCard]) -> tuple[list[int], int]:
-    """Where words of units lie in their region: the first of each, and words in all. A unit has one word of progress
-    and one per contributor; they start on cache lines."""
+    """Return where words of units lie in their region: the first of each, and words in all. A unit has one word of
+    progress and one per contributor; they start on cache lines."""
     words, word = [], 0
     for card in cards:
         words.append(word)
@@ -274,7 +274,7 @@ def arrange_words(cards: Sequence[UnitCard]) -> tuple[list[int], int]:
 
 
 def dtype_of(name: str) -> np.dtype:
-    """The dtype of that name; bfloat16 and its like need the package ml_dtypes."""
+    """Return the dtype of that name; bfloat16 and its like need the package ml_dtypes."""
     try:
         return np.dtype(name)
     except TypeError:

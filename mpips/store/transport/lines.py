@@ -163,7 +163,7 @@ class SharedLine:
         return True
 
     def waiting(self) -> bool:
-        """Whether a frame has come."""
+        """Return whether a frame has come."""
         if self._backlog:
             self.flush()
         return self._in.waiting()
@@ -177,7 +177,7 @@ class SharedLine:
         return arena.attach(Region(*frame.region)).tobytes()
 
     def stopped(self) -> bool:
-        """Whether the server at the other end reads no more of this worker's memory, as its generation is over."""
+        """Return whether the server at the other end reads no more of this worker's memory: its generation is over."""
         return self._in.rings.stopped() or self._gone()
 
 
@@ -222,11 +222,11 @@ class MessageLine:
 
     @property
     def coming(self) -> bool:
-        """Whether the body of a frame is on its way."""
+        """Return whether the body of a frame is on its way."""
         return bool(self._frame)
 
     def waiting(self) -> bool:
-        """Whether a frame has come, or is coming with its body."""
+        """Return whether a frame has come, or is coming with its body."""
         return self.coming or self.comm.Iprobe(self.peer, TAG_FRAME)
 
     def read(self) -> Iterator[bytes]:
@@ -256,7 +256,7 @@ class MessageLine:
         return True
 
     def done(self) -> bool:
-        """Whether MPI has taken everything sent."""
+        """Return whether MPI has taken everything sent."""
         self._sends = [request for request in self._sends if not request.Test()]
         return not self._sends
 
@@ -271,7 +271,7 @@ Line = SharedLine | MessageLine
 
 
 def any_waiting(lines: Sequence[MessageLine]) -> bool:
-    """Whether any of these lines of one communicator may have a frame: one look at MPI for all of them."""
+    """Return whether any of these lines of one communicator may have a frame: one look at MPI for all of them."""
     return bool(lines) and (lines[0].comm.Iprobe(MPI.ANY_SOURCE, TAG_FRAME) or any(line.coming for line in lines))
 
 
@@ -318,7 +318,7 @@ class Rings:
         return cls(workers, memory)
 
     def any_written(self) -> bool:
-        """Whether any worker has written since the last call that said so; for the server."""
+        """Return whether any worker has written since the last call that said so; for the server."""
         tails = self.words[: self.workers].tobytes()
         if tails == self._seen:
             return False
@@ -330,7 +330,7 @@ class Rings:
         self.words[self._stopped] = 1
 
     def stopped(self) -> bool:
-        """Whether the server has said so."""
+        """Return whether the server has said so."""
         return bool(self.words[self._stopped])
 
     def request_ring(self, worker: int) -> Ring:
@@ -375,7 +375,7 @@ class Ring:
         return True
 
     def waiting(self) -> bool:
-        """Whether a frame is there."""
+        """Return whether a frame is there."""
         return self._words[self._tail_word] != self._head
 
     def read(self) -> Iterator[bytes]:
@@ -389,10 +389,10 @@ class Ring:
 
     @property
     def written(self) -> int:
-        """How many frames the writer has written."""
+        """Return how many frames the writer has written."""
         return self._tail
 
     @property
     def passed(self) -> int:
-        """How many frames the reader is through with."""
+        """Return how many frames the reader is through with."""
         return self._words[self._head_word]

@@ -73,7 +73,7 @@ class Outbox:
 
     @property
     def full(self) -> bool:
-        """Whether all blocks of the round are there."""
+        """Return whether all blocks of the round are there."""
         return self.filled >= self._blocks
 
     def put(self, values: Array) -> None:

@@ -106,8 +106,11 @@ class Sender:
             del self._waiting[where]
 
     def _admits(self, shard: Shard, data: Array) -> bool:
-        """Whether the payload may go to its server unasked: this worker may have its share of what lies there under
-        way, or two messages: one is on the link while the word that the other has been read is on its way."""
+        """Return whether the payload may go to its server unasked.
+
+        This worker may have its share of what lies there under way, or two messages: one is on the link while the word
+        that the other has been read is on its way.
+        """
         options = self._layout.options
         share = max(self._stored[shard.server] // self._senders, 2 * (options.chunk_bytes + FRAME_COST))
         most = min(options.chunks_in_flight * options.chunk_bytes, share)
@@ -135,7 +138,7 @@ class _Sent(NamedTuple):
 
 
 class Window:
-    """What a worker has sent to one server without being asked, and the server has not read yet.
+    """Payloads that a worker has sent to one server without being asked, and the server has not read yet.
 
     A payload has a place in its key: its round, and where in the key it begins. All workers send what a round of a key
     consists of, and a server reads what has come from everybody. So a worker may wait only for what comes before in
@@ -148,14 +151,14 @@ class Window:
         self._bytes = 0
 
     def admits(self, nbytes: int, limit: int) -> bool:
-        """Whether so many bytes more may be sent now: `limit` bytes in all at most, or one payload."""
+        """Return whether so many bytes more may be sent now: `limit` bytes in all at most, or one payload."""
         if self._open and self._bytes + nbytes + FRAME_COST > limit:
             self._open = [sent for sent in self._open if sent.consumed() < sent.place[0]]
             self._bytes = sum(sent.nbytes for sent in self._open)
         return not self._open or self._bytes + nbytes + FRAME_COST <= limit
 
     def holds(self, key: Hashable, before: Place) -> bool:
-        """Whether a payload of the key is under way that comes before that place."""
+        """Return whether a payload of the key is under way that comes before that place."""
         return any(sent.key == key and sent.consumed() < sent.place[0] and sent.place < before for sent in self._open)
 
     def add(self, key: Hashable, place: Place, consumed: Callable[[], int], nbytes: int) -> None:

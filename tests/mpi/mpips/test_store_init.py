@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpips.store.server import requests
+from mpips.store.recovery.memory import UnitMemory
 from tests.choice import once
 from tests.mpi.mpips import faults
 from tests.mpi.mpips.support import WORLD, failure, need, run
@@ -70,14 +70,14 @@ def test_a_server_without_memory_is_told_to_every_worker(monkeypatch, servers, s
     """Nothing has changed then: keys of before are there, and others can be made."""
     options = {"servers": servers, "big_array": 1000, "shared_memory": shared_memory}
     need(2, **options)
-    make = requests.Requests._create
+    make = UnitMemory.make
 
-    def create(self, request):
-        if WORLD.rank == WORLD.size - 1 and any(card.key == "big" for card in request.units):
+    def too_much(self, cards, groups):
+        if WORLD.rank == WORLD.size - 1 and any(card.key == "big" for card in cards):
             raise MemoryError("no memory for 42 bytes")
-        return make(self, request)
+        return make(self, cards, groups)
 
-    monkeypatch.setattr(requests.Requests, "_create", create)
+    monkeypatch.setattr(UnitMemory, "make", too_much)
 
     def body(kv):
         kv.init("a", np.zeros(10))

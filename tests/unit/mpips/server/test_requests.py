@@ -49,7 +49,7 @@ class Server:
         """The answer, if there is one."""
         self.line.answers.clear()
         self.line.asked = frames.encode(request)
-        self.requests.heard(0, self.line, Frame(int(Op.CONTROL), *[0] * 12))
+        self.requests.hear(0, self.line, Frame(int(Op.CONTROL), *[0] * 12))
         if self.requests.waiting and self.state.quiet:
             self.requests.answer_all()
         return self.line.answers[-1] if self.line.answers else None
@@ -165,16 +165,16 @@ def test_a_snapshot_holds_what_was_there_whatever_comes_after(events, asynchrono
         for unit in server.units
         for slot, array in enumerate([unit.stored, *unit.state], -1)
     }
-    taken = server.ask(frames.Snapshot(5, [3, 7]))
+    taken = server.ask(frames.TakeSnapshot(5, [3, 7]))
     assert [step for _, step, _ in taken.units] == [4 if asynchronous else 2] * 2
     assert all(dtypes == ["float32"] for _, _, dtypes in taken.units)
     for event in events:
         if event == "round":
             server.round(5, 6)
         elif event == "idle":
-            server.requests.snapshots.copy_next()
+            server.requests.copy_next()
         else:
-            server.ask(frames.Snapshot(6, [3]))
+            server.ask(frames.TakeSnapshot(6, [3]))
     found = contents(server, 5, 1)
     assert all((found[place] == array).all() for place, array in expected.items())
     server.ask(frames.DropSnapshot(5))
@@ -185,7 +185,7 @@ def test_a_snapshot_holds_what_was_there_whatever_comes_after(events, asynchrono
 
 def test_a_part_of_a_frozen_array_can_be_read():
     server = Server()
-    server.ask(frames.Snapshot(1, [3]))
+    server.ask(frames.TakeSnapshot(1, [3]))
     server.units[0].thaw()
     server.units[0].stored[...] = 1
     assert server.ask(frames.ReadSnapshot(1, 3, -1, 2, 5)).data == np.zeros(3, np.float32).tobytes()
