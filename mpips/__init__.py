@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from mpips.store.keys.rows import RowSparse
     from mpips.store.options import OptionError, Options
     from mpips.store.runtime.errors import StoreError, StoreMismatchError, StoreStallError
-    from mpips.training.elastic import Elastic
     from mpips.training.model import Model
     from mpips.training.trainer import Trainer
+    from mpips.training.updates import Elastic
 
 __version__ = "0.1.0"
 
@@ -39,7 +39,7 @@ _part_children()
 _HOMES = {
     "create": "mpips.store.create", "KVStore": "mpips.store.api", "Options": "mpips.store.options",
     "OptionError": "mpips.store.options", "RowSparse": "mpips.store.keys.rows",
-    "Rounds": "mpips.store.keys.key", "Trainer": "mpips.training.trainer", "Elastic": "mpips.training.elastic",
+    "Rounds": "mpips.store.keys.key", "Trainer": "mpips.training.trainer", "Elastic": "mpips.training.updates",
     "Model": "mpips.training.model", "empty": "collectives.fabric.arena", "CollectiveError": "collectives.errors",
     "MismatchError": "collectives.errors", "StallError": "collectives.errors",
     "StoreError": "mpips.store.runtime.errors", "StoreMismatchError": "mpips.store.runtime.errors",

@@ -2,10 +2,21 @@
 
 from mpips.optimizers.adam import Adam, AdamW, Moments
 from mpips.optimizers.adaptive import AdaGrad, RMSProp, Squares
-from mpips.optimizers.base import Number, Optimizer, RateSchedule, State, at, changed, check, initial
-from mpips.optimizers.blocks import by_blocks, working_dtype, zeros
+from mpips.optimizers.base import (
+    Number,
+    Optimizer,
+    RateSchedule,
+    State,
+    Updater,
+    at,
+    by_blocks,
+    changed,
+    check,
+    initial,
+    working_dtype,
+    zeros,
+)
 from mpips.optimizers.elastic import Elastic1, Elastic2
-from mpips.optimizers.groups import Groups
 from mpips.optimizers.registry import (
     OPTIMIZERS,
     SCHEDULES,
@@ -16,9 +27,8 @@ from mpips.optimizers.registry import (
     encode_numbers,
     register,
 )  # fmt: skip
-from mpips.optimizers.schedules import Chained, Constant, Cosine, StepDecay, Warmup
+from mpips.optimizers.schedules import Chained, Constant, Cosine, Groups, StepDecay, Warmup
 from mpips.optimizers.sgd import SGD, Add, Momentum
-from mpips.optimizers.updater import Updater
 
 for _optimizer in (SGD, AdaGrad, RMSProp, Adam, AdamW, Elastic1, Elastic2, Add):
     register(_optimizer)

@@ -9,8 +9,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from mpips.optimizers.base import Number, State, at, check
-from mpips.optimizers.blocks import Numbers, by_blocks, decayed, scaled, zeros
+from mpips.optimizers.base import Number, Numbers, State, at, by_blocks, check, decayed, scaled, zeros
 
 
 class Moments(NamedTuple):

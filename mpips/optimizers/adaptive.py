@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpips.optimizers.base import Number, State, at, check
-from mpips.optimizers.blocks import Numbers, by_blocks, decayed, zeros
+from mpips.optimizers.base import Number, Numbers, State, at, by_blocks, check, decayed, zeros
 
 
 class Squares(NamedTuple):

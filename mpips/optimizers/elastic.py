@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mpips.optimizers.base import State, check
-from mpips.optimizers.blocks import Numbers, by_blocks, scaled, zeros
+from mpips.optimizers.base import Numbers, State, by_blocks, check, scaled, zeros
 
 INTERVAL = 64
 """Iterations between two exchanges of elastic averaging (MXNET-MPI, section 5)."""

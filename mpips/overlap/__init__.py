@@ -4,8 +4,8 @@
     best = mpips.overlap.plan(profile, "optimal")             # groups (buckets), predicted seconds, timeline
     trainer = mpips.Trainer(model, kv, "sgd", overlap="auto") # measures, plans and executes
 
-problem, profile, strategies -> planner, timeline: pure. layers: what a model offers. measure, messages, runtime,
-exchange, report: on the ranks of a job. The names are loaded when they are first used, so that planning needs no MPI.
+`problem`, `strategies`, `planner` and `timeline` are pure. `measure`, `messages` and `exchange` run on ranks of a job.
+The names are loaded when they are first used, so that planning needs no MPI.
 """
 
 from __future__ import annotations
@@ -14,44 +14,42 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .exchange import Overlapped
-    from .layers import Hook, LayeredModel, check_model, lay_out
-    from .measure import fit_costs, job_profile
-    from .networks import MODELS
-    from .planner import Plan, plan, plans
-    from .problem import JointPlan, Problem, check_groups, makespan
-    from .profile import (
+    from mpips.overlap.exchange import Overlapped, Report
+    from mpips.overlap.measure import fit_costs, job_profile
+    from mpips.overlap.messages import Hook, LayeredModel, check_model, lay_out
+    from mpips.overlap.networks import MODELS
+    from mpips.overlap.planner import Plan, plan, plans
+    from mpips.overlap.problem import (
         TEN_GIGABIT,
+        JointPlan,
         Layer,
         Linear,
+        Problem,
         Profile,
         Ring,
+        check_groups,
         create_profile,
         load_profile,
+        makespan,
         profile_from_dict,
         profile_to_dict,
         save_profile,
     )
-    from .report import Report
-    from .strategies import PARTITIONS, STRATEGIES
-    from .timeline import Task, hidden_share
-    from .trace import draw, save_chrome
+    from mpips.overlap.strategies import PARTITIONS, STRATEGIES
+    from mpips.overlap.timeline import Task, draw, hidden_share, save_chrome
 
 _NAMES = {
-    "exchange": ["Overlapped"],
-    "layers": ["Hook", "LayeredModel", "check_model", "lay_out"],
+    "exchange": ["Overlapped", "Report"],
     "measure": ["fit_costs", "job_profile"],
+    "messages": ["Hook", "LayeredModel", "check_model", "lay_out"],
     "networks": ["MODELS"],
     "planner": ["Plan", "plan", "plans"],
-    "problem": ["JointPlan", "Problem", "check_groups", "makespan"],
-    "profile": [
-        "TEN_GIGABIT", "Layer", "Linear", "Profile", "Ring", "create_profile", "load_profile", "profile_from_dict",
-        "profile_to_dict", "save_profile",
+    "problem": [
+        "TEN_GIGABIT", "JointPlan", "Layer", "Linear", "Problem", "Profile", "Ring", "check_groups", "create_profile",
+        "load_profile", "makespan", "profile_from_dict", "profile_to_dict", "save_profile",
     ],
-    "report": ["Report"],
     "strategies": ["PARTITIONS", "STRATEGIES"],
-    "timeline": ["Task", "hidden_share"],
-    "trace": ["draw", "save_chrome"],
+    "timeline": ["Task", "draw", "hidden_share", "save_chrome"],
 }  # fmt: skip
 _HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
 

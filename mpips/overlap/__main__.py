@@ -13,12 +13,10 @@ from click.core import ParameterSource
 from rich.table import Table
 
 from collectives.terminal import Interruptible, OutFile, Picture, console, show_table, write_text, writing
-
-from . import networks, trace
-from .planner import Plan, plans
-from .problem import Groups, shown
-from .profile import LARGEST, TEN_GIGABIT, Profile, Ring, load_profile, save_profile
-from .strategies import STRATEGIES
+from mpips.overlap import networks, timeline
+from mpips.overlap.planner import Plan, plans
+from mpips.overlap.problem import LARGEST, TEN_GIGABIT, Groups, Profile, Ring, load_profile, save_profile, shown
+from mpips.overlap.strategies import STRATEGIES
 
 GAP = 3  # between columns of the table
 DEFAULT_NODES = (4, 8, 16, 32, 64)  # MG-WFBP, figure 9
@@ -140,10 +138,10 @@ def command(
         click.echo(f"drawing {plot}", err=True)
         where = "" if found[-1].nodes is None else f", {found[-1].nodes} nodes"
         with writing(plot):
-            trace.draw(timelines, plot, f"{model or profile_file}{where}")
+            timeline.draw(timelines, plot, f"{model or profile_file}{where}")
     if trace_file:
         with writing(trace_file):
-            trace.save_chrome(timelines, trace_file, [layer.name for layer in profile.layers])
+            timeline.save_chrome(timelines, trace_file, [layer.name for layer in profile.layers])
 
 
 def _model_profile(model: str, rate: float, batch: int) -> Profile:

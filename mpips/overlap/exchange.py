@@ -1,12 +1,10 @@
-"""Training with the exchange beside the compute: `Overlapped`, the Trainer's exchange with `overlap=`.
+"""Train with the exchange beside the compute: `Overlapped`, the Trainer's exchange with `overlap=`, and its report.
 
-Groups of layers are pushed when their gradients are there. The next forward pass takes up a layer when its parameters
-have come back.
-
-The gradients of a group (a bucket) are one interval of the model's flat array, so nothing is packed (messages.py).
-Which layers make a group is a strategy's plan, from what is measured on the first batch: `auto` takes the optimum.
-Layers and waits are clocked in every step. Every `review_every` steps all workers look together whether the plan still
-fits, and take another where that saves enough (planner.py).
+`Execution` carries a plan out: a group of layers is pushed when its gradients are there, and the next forward pass
+takes
+up a layer when its parameters have come back. Which layers make a group is a strategy's plan, from what is measured on
+the first batch: `auto` takes the optimum. Every `review_every` steps all workers look together whether the plan still
+fits, and take another where that saves enough (`planner`). Reports come from this worker's clocks; nothing is sent.
 
 All strategies give the numbers of no overlap, before and after a change of plan, bit for bit where the store is
 synchronous. An iteration uses the parameters that all gradients of the last one made. A store adds the workers'
@@ -16,25 +14,308 @@ gradients in an order that does not depend on how keys are cut.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from mpips.overlap import planner, timeline
+from mpips.overlap.measure import Costs, Stopwatch, job_costs, job_profile
+from mpips.overlap.messages import Carrier, LayeredModel, Message, Store, StoreMessages, check_model
+from mpips.overlap.problem import Group, Groups, JointPlan, Linear, Profile, create_profile, from_ends, shown
+from mpips.overlap.strategies import STRATEGIES
+from mpips.overlap.timeline import COMPUTE, RECEIVE, SEND, Kind, Task
 from mpips.store.runtime.rendezvous import attempt
-
-from . import planner
-from .layers import LayeredModel, check_model
-from .measure import Costs, Stopwatch, job_costs, job_profile
-from .messages import Store, StoreMessages
-from .problem import JointPlan, from_ends
-from .profile import Linear, Profile, create_profile
-from .report import Recorder, Report
-from .runtime import Execution
-from .strategies import STRATEGIES
 
 if TYPE_CHECKING:
     from mpips.optimizers import Optimizer
+
+
+POLL_SECONDS = 5e-4
+Compute = Callable[[int], Any]
+"""Computes a layer, 1..L; blocking."""
+
+
+class Sent(NamedTuple):
+    """A push from its start until it was taken in."""
+
+    push: Message
+    taken: Message
+
+    @property
+    def started(self) -> float:
+        return self.push.started
+
+    @property
+    def ended(self) -> float:
+        return self.taken.ended
+
+    @property
+    def done(self) -> bool:
+        return self.taken.done
+
+    def wait(self) -> None:
+        """Until both have ended. Blocking."""
+        self.push.wait()
+        self.taken.wait()
+
+
+def wait_asleep(message: Message) -> None:
+    """Wait without moving any message: that is left to the communication thread, as beside compute."""
+    while not message.done:
+        time.sleep(POLL_SECONDS)
+    message.wait()
+
+
+class Execution:
+    """One plan's messages, iteration after iteration; `wait` is how to wait for one (None: its own way).
+
+    A group is pushed as soon as its first layer's gradients are there, the last of the group's to come. Early groups
+    are pulled right behind their push, the others in layer order behind the last push.
+    """
+
+    def __init__(self, carrier: Carrier, plan: JointPlan, wait: Callable[[Message], object] | None = None) -> None:
+        self._wait: Callable[[Message], object] = wait or (lambda message: message.wait())
+        self._carrier, self.plan, self.one_way = carrier, plan, carrier.one_way
+        self._last_of = dict(plan.push)
+        early = plan.push[len(plan.push) - plan.early :]
+        self._comes_with = {layer: group for group in plan.pull + early for layer in range(group[0], group[1] + 1)}
+        self._pushes: dict[Group, Message] = {}
+        self._awaited: dict[Group, Message] = {}
+        self.sent: list[tuple[Kind, int, int, Message]] = []
+        """Messages of the iteration so far."""
+
+    def begin(self) -> None:
+        """A new iteration: what was pushed in the last one has come back by now."""
+        for message in self._pushes.values():
+            self._wait(message)
+        self._pushes.clear()
+        self.sent.clear()
+
+    def ready(self, layer: int) -> None:
+        """The gradients of `layer` are there, and its parameters may be overwritten."""
+        last = self._last_of.get(layer)
+        if last is not None:
+            message = self._push(layer, last)
+            if self.one_way:
+                self._awaited[layer, last] = message
+            else:
+                self._pushes[layer, last] = message
+                if layer >= self.plan.first_early_layer:
+                    self._awaited[layer, last] = self._pull(layer, last, early=True)
+        if layer == 1:
+            for group in self.plan.pull:
+                self._awaited[group] = self._pull(*group)
+
+    def before(self, layer: int) -> None:
+        """Wait for the parameters of `layer`. Blocking; raises what made its messages fail."""
+        message = self._awaited.pop(self._comes_with[layer], None)
+        if message is not None:
+            self._wait(message)
+
+    def finish(self) -> None:
+        """Wait for everything under way. Blocking."""
+        for under_way in (self._awaited, self._pushes):
+            while under_way:
+                self._wait(under_way.pop(next(iter(under_way))))
+
+    def _push(self, first: int, last: int) -> Message:
+        message = self._carrier.push(first, last)
+        if not self.one_way:
+            message = Sent(message, self._carrier.taken(first, last, message))
+        self.sent.append(("push", first, last, message))
+        return message
+
+    def _pull(self, first: int, last: int, early: bool = False) -> Message:
+        message = self._carrier.pull(first, last, early)
+        self.sent.append(("pull", first, last, message))
+        return message
+
+
+def iteration(execution: Execution, layers: int, forward: Compute, backward: Compute) -> list[Task]:
+    """One iteration, clocked; everything on the calling thread but the messages. Blocking.
+
+    Where pushes bring the parameters back it is MG-WFBP's: forward, then backward with the pushes. Elsewhere it goes
+    from the start of a backward pass to the end of the next forward pass, with the pushes and pulls between them.
+    """
+    clock = _Clock()
+    execution.begin()
+
+    def down() -> None:
+        for layer in range(layers, 0, -1):
+            with clock.computing("backward", layer):
+                backward(layer)
+            execution.ready(layer)
+
+    def up() -> None:
+        for layer in range(1, layers + 1):
+            execution.before(layer)
+            with clock.computing("forward", layer):
+                forward(layer)
+
+    for half in (up, down) if execution.one_way else (down, up):
+        half()
+    execution.finish()
+    return [*clock.tasks, *sent_tasks(execution.sent, clock.begin)]
+
+
+def sent_tasks(sent: Iterable[tuple[Kind, int, int, Message]], begin: float = 0.0) -> Iterator[Task]:
+    """Ended messages as tasks, in seconds from `begin`.
+
+    A message may be started while the one before it is on its way, or a pull while the servers lack its push. It is
+    counted from that one's end: until then it waited.
+    """
+    before: dict[Kind, float] = {"push": 0.0, "pull": 0.0}
+    pushed: dict[Group, float] = {}
+    for kind, first, last, message in sent:
+        waited = max(before[kind], pushed.get((first, last), 0.0) if kind == "pull" else 0.0)
+        start = min(max(message.started, waited), message.ended)
+        before[kind] = max(before[kind], message.ended)
+        if kind == "push":
+            pushed[first, last] = message.ended
+        yield Task(kind, first, last, start - begin, message.ended - begin, SEND if kind == "push" else RECEIVE)
+
+
+class _Clock:
+    """Tasks of one iteration, in seconds since it began."""
+
+    def __init__(self) -> None:
+        self.begin = time.perf_counter()
+        self.tasks: list[Task] = []
+
+    @contextmanager
+    def computing(self, kind: Kind, layer: int) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.add(kind, layer, layer, start, time.perf_counter(), COMPUTE)
+
+    def add(self, kind: Kind, first: int, last: int, start: float, end: float, lane: str) -> None:
+        self.tasks.append(Task(kind, first, last, start - self.begin, end - self.begin, lane))
+
+
+STEPS = 16
+"""Iterations of which the clocks are kept."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Medians over the last `iterations` on this worker; seconds. `print` shows it in words.
+
+    push, pull: groups of layers, (first, last) from 1; early: how many of the last push groups are pulled right behind
+    their push. predicted_*: by the profile of the job, None where none was measured. hidden: share of the seconds in
+    which messages were under way that something was computed. tasks: of the last whole iteration, from its start.
+    """
+
+    strategy: str
+    push: Groups
+    pull: Groups
+    early: int
+    iterations: int
+    measured_s: float
+    predicted_s: float | None
+    hidden: float
+    predicted_hidden: float | None
+    tasks: tuple[Task, ...]
+
+    def __str__(self) -> str:
+        predicted = "not predicted, since nothing was measured for it"
+        if self.predicted_s is not None:
+            predicted = f"predicted {self.predicted_s:.4g} s with {self.predicted_hidden:.0%} hidden"
+        pulls = f", pulled as {_words(self.pull)}{f', the last {self.early} early' if self.early else ''}"
+        return (f"overlap {self.strategy}: {self.measured_s:.4g} s an iteration (median of {self.iterations}), "
+                f"{self.hidden:.0%} of the communication hidden; {predicted}; pushed as {_words(self.push)}"
+                f"{pulls if self.pull else ''}")
+
+    def row(self) -> dict[str, Any]:
+        """The report as JSON data."""
+        return {"strategy": self.strategy, "push": self.push, "pull": self.pull, "early": self.early,
+                "iterations": self.iterations, "measured_s": self.measured_s, "predicted_s": self.predicted_s,
+                "hidden": self.hidden, "predicted_hidden": self.predicted_hidden}  # fmt: skip
+
+    def save_trace(self, path: str | Path) -> None:
+        """The last iteration as a Chrome trace, for chrome://tracing or Perfetto."""
+        timeline.save_chrome({f"overlap {self.strategy}": self.tasks}, path)
+
+    def save_picture(self, path: str | Path) -> None:
+        """The last iteration as a PNG. Needs matplotlib (extra `plot`)."""
+        timeline.draw({f"overlap {self.strategy}": self.tasks}, path, str(self).split(";")[0])
+
+
+class Step(NamedTuple):
+    """One step as clocked: compute and messages by time.perf_counter(). Messages have (start, end) once they ended."""
+
+    seconds: float
+    compute: tuple[Task, ...]
+    messages: tuple[tuple[Kind, int, int, Any], ...]
+
+
+class Recorder:
+    """The last steps of a worker."""
+
+    def __init__(self) -> None:
+        self._steps: deque[Step] = deque(maxlen=STEPS + 1)
+
+    def step(self, seconds: float, compute: list[Task], messages: list[tuple[Kind, int, int, Any]]) -> None:
+        """Messages are (kind, first, last, handle), and may still be under way."""
+        self._steps.append(Step(seconds, tuple(compute), tuple(messages)))
+
+    def waited(self, seconds: float) -> None:
+        """The last step took so much longer."""
+        if self._steps:
+            last = self._steps.pop()
+            self._steps.append(last._replace(seconds=last.seconds + seconds))
+
+    def report(self, strategy: str, push: Groups, pull: Groups, early: int, predicted: list[Task] | None) -> Report:
+        """RuntimeError where there was no step whose messages have ended."""
+        whole = [tasks for tasks in map(self._tasks, range(len(self._steps))) if tasks]
+        if not whole:
+            raise RuntimeError("a report needs a step that has ended: call step or fit first")
+        return Report(
+            strategy, push, pull, early, len(whole),
+            float(np.median([step.seconds for step in self._steps])),
+            None if predicted is None else timeline.end(predicted),
+            float(np.median([timeline.hidden_share(tasks) for tasks in whole])),
+            None if predicted is None else timeline.hidden_share(predicted),
+            tuple(whole[-1]),
+        )  # fmt: skip
+
+    def _tasks(self, index: int) -> list[Task]:
+        """An iteration from its start on: its compute, its messages, and what the next step computed beside them.
+        Empty while some are under way."""
+        step = self._steps[index]
+        if not all(handle.done for *_, handle in step.messages):
+            return []
+        messages = list(sent_tasks(step.messages))
+        end = max(task.end for task in (*step.compute, *messages))
+        behind = [task for later in list(self._steps)[index + 1 : index + 2] for task in later.compute]
+        begin = step.compute[0].start
+        return [task._replace(start=task.start - begin, end=task.end - begin)
+                for task in (*step.compute, *messages, *(task for task in behind if task.start < end))]
+
+
+class Ended(NamedTuple):
+    """A message that blocked, as a handle."""
+
+    started: float
+    ended: float
+    done: bool = True
+
+
+def blocking(recorder: Recorder, arrays: int, begin: float, computed: float, exchanged: float) -> None:
+    """Record a step without overlap: compute until `computed`, then the exchange of all arrays."""
+    compute = Task("compute", 1, arrays, begin, computed, COMPUTE)
+    recorder.step(exchanged - begin, [compute], [("push", 1, arrays, Ended(computed, exchanged))])
+
+
+def _words(groups: Groups) -> str:
+    """So many groups, and the first of them."""
+    few = " ".join(map(shown, groups[:4]))
+    return f"{len(groups)} group{'s' if len(groups) > 1 else ''} ({few}{' ..' if len(groups) > 4 else ''})"
+
 
 FIXED = ("sequential", "single", "layerwise")  # they need no profile
 CHOICES = ("auto", *STRATEGIES)

@@ -16,13 +16,10 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import ArrayLike, NDArray
 
+from mpips.overlap.messages import Hook, LayeredModel, Message, Store, StoreMessages
+from mpips.overlap.problem import PARAMETER_BYTES, Collective, Groups, Linear, Profile, bandwidth, create_profile
+from mpips.overlap.timeline import COMPUTE, Task
 from mpips.store.runtime.rendezvous import attempt
-
-from .layers import Hook, LayeredModel
-from .messages import Message, Store, StoreMessages
-from .problem import Groups
-from .profile import PARAMETER_BYTES, Collective, Linear, Profile, bandwidth, create_profile
-from .timeline import COMPUTE, Task
 
 POLL_SECONDS = 5e-4
 REPEATS = 3  # of every run of messages

@@ -10,11 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from . import timeline
-from .problem import Groups, JointPlan, Link
-from .profile import Profile
-from .strategies import PARTITIONS, STRATEGIES, joint
-from .timeline import Task
+from mpips.overlap import timeline
+from mpips.overlap.problem import Groups, JointPlan, Link, Profile
+from mpips.overlap.strategies import PARTITIONS, STRATEGIES, joint
+from mpips.overlap.timeline import Task
 
 Direction = Literal["push", "pull", "both"]
 GAIN = 0.05

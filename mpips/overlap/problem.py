@@ -1,4 +1,4 @@
-"""The partition problem behind MG-WFBP and iBatch: which layers of one direction of an iteration travel together.
+"""State the partition problem of MG-WFBP and iBatch (which layers travel together), from the profile of a job.
 
 Both papers overlap a chain of layer computations with messages, one per contiguous group of layers. A group is what
 PyTorch calls a bucket:
@@ -15,15 +15,33 @@ recurrences gives one and the same longest path. For groups g_1, .., g_K in laye
 
 Pull reads it from left to right, push from right to left in reversed time. Hence every strategy for one direction is a
 strategy for the other, and one exact planner serves both.
+
+The profile of a job has the compute times of its layers and the costs of its network. Its JSON file:
+
+{"layers": [{"name", "parameters", "forward_s", "backward_s"}, ...] in forward order,
+ "network": {"a", "b", "collective": "allreduce" (the default), "ring" or "servers"}
+            or {"alpha", "beta", "gamma", "collective": "ring"},
+ "startup_s": T_s, "bandwidth_Bps": bytes/s, "nodes": optional, the size at which a and b were measured}
+
+Times are seconds, sizes bytes; a parameter is 4 bytes (float32). `network` prices an allreduce of M bytes as
+t = a + b M (MG-WFBP, Eq. 9), or so a push to servers; `startup_s` and `bandwidth_Bps` price one push or pull of a
+parameter server as T_s + M / bandwidth (iBatch, "Problem Formulation"). Only a ring's costs follow at another number of
+nodes. A store without servers sums by another algorithm, so a measured profile says "allreduce".
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Literal, NamedTuple
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+from collectives import files
 
 Group = tuple[int, int]
 """Layers (first, last) that travel together, both inclusive, counted from 1."""
@@ -125,3 +143,271 @@ def makespan(problem: Problem, groups: Groups) -> float:
     begun = np.array([compute[first - 1] for first, _ in groups])
     return float(np.max(np.cumsum(message_times(problem, groups)) + compute[-1] - begun))
 
+
+PARAMETER_BYTES = 4
+_TIMES = ("forward_s", "backward_s")
+LARGEST = 10**18
+"""Of all numbers of a profile, so that no sum or product of some overflows."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One learnable layer. A layer without parameters belongs to the one before it, as in iBatch's case study."""
+
+    name: str
+    parameters: int
+    forward_s: float
+    backward_s: float
+
+
+Collective = Literal["allreduce", "servers", "ring"]
+COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Time a + b M of an allreduce, or of a push to servers, on `nodes` nodes (None: not known, so never rescaled).
+
+    collective: "ring" where the allreduce is known to be a ring; "allreduce" where it may be any.
+    """
+
+    a: float
+    b: float
+    nodes: int | None = None
+    collective: Collective = "allreduce"
+
+    def at(self, nodes: int | None) -> tuple[float, float]:
+        """(a, b) at another size, by the ring's dependence on N: a ~ N - 1, b ~ (N - 1) / N.
+
+        ValueError where that does not follow: from one node, which has no network, from pushes to servers, and from an
+        allreduce that need not be a ring.
+        """
+        if nodes is None or nodes == self.nodes:
+            return self.a, self.b
+        if self.collective == "servers":
+            measured = "" if self.nodes is None else f"measured on {self.nodes}, "
+            raise ValueError(f"network: a and b are those of a push to servers, which do not scale as a ring does: "
+                             f"{measured}they say nothing of {nodes} nodes; plan without --nodes")
+        if self.nodes == 1:
+            raise ValueError(f"network: a and b were measured on 1 node, which says nothing of a network of {nodes}: "
+                             "plan without --nodes, or measure a profile on at least 2")
+        if self.nodes is None:
+            return self.a, self.b
+        if self.collective != "ring":
+            raise ValueError(f"network: a and b were measured on {self.nodes} nodes with an allreduce that need not be "
+                             f"a ring, so they say nothing of {nodes}: plan without --nodes, or give network "
+                             '"collective": "ring" if it is one')
+        ratio = (nodes - 1) / (self.nodes - 1)
+        return self.a * ratio, self.b * ratio * self.nodes / nodes
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Ring allreduce from a link's costs: startup alpha, transfer beta s/B, sum gamma s/B (MG-WFBP, section II.D).
+
+    a = 2 (N - 1) alpha,  b = 2 (N - 1) / N beta + (N - 1) / N gamma.
+    """
+
+    alpha: float
+    beta: float
+    gamma: float
+
+    def at(self, nodes: int | None) -> tuple[float, float]:
+        if nodes is None:
+            raise ValueError("network alpha, beta, gamma give a ring's time only for a number of nodes: say how many")
+        share = (nodes - 1) / nodes
+        return 2 * (nodes - 1) * self.alpha, share * (2 * self.beta + self.gamma)
+
+
+Network = Linear | Ring
+TEN_GIGABIT = Ring(alpha=45.26e-6, beta=1.2 / (9 * 2**30 / 8), gamma=2.5e-9 / 4)
+"""MG-WFBP's cluster on 10 Gbit/s Ethernet. alpha: section II.D, 2 (N - 1) alpha = 90.52, 271.56, 633.64 us on 2, 4, 8
+nodes. beta: the authors' simulator. gamma: its 2.5e-9 s, read as the time of one sum of 4-byte numbers."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a planner needs to know of a job; `create_profile`, `profile_from_dict` and `load_profile` check it."""
+
+    layers: tuple[Layer, ...]
+    network: Network
+    startup_s: float
+    bandwidth_Bps: float
+
+    def push(self, nodes: int | None = None) -> Problem:
+        """Backward against allreduces of gradients on `nodes` nodes (MG-WFBP)."""
+        a, b = self.network.at(nodes)
+        return Problem.of([x.backward_s for x in self.layers], a, b * self.nbytes)
+
+    def pull(self) -> Problem:
+        """Forward against pulls of parameters from servers (iBatch)."""
+        return Problem.of([x.forward_s for x in self.layers], self.startup_s, self.nbytes / self.bandwidth_Bps)
+
+    @property
+    def nbytes(self) -> np.ndarray:
+        """Bytes of every layer, float64 (L,)."""
+        return PARAMETER_BYTES * np.array([x.parameters for x in self.layers], np.float64)
+
+    @property
+    def forward_s(self) -> float:
+        return math.fsum(x.forward_s for x in self.layers)
+
+    @property
+    def backward_s(self) -> float:
+        return math.fsum(x.backward_s for x in self.layers)
+
+    def with_compute(self, forward_s: NDArray[np.float64], backward_s: NDArray[np.float64]) -> Profile:
+        """The profile with other times of its layers, float64 (L,) each."""
+        times = zip(self.layers, forward_s.tolist(), backward_s.tolist(), strict=True)
+        return replace(self, layers=tuple(replace(layer, forward_s=f, backward_s=b) for layer, f, b in times))
+
+    def with_network(self, push: tuple[float, float], pull: tuple[float, float], nodes: int) -> Profile:
+        """The profile with other costs of messages, (startup seconds, seconds a byte) each; its network is Linear."""
+        assert isinstance(self.network, Linear)
+        network = Linear(*push, nodes, self.network.collective)
+        return replace(self, network=network, startup_s=pull[0], bandwidth_Bps=bandwidth(pull[1]))
+
+
+def bandwidth(per_byte_s: float) -> float:
+    """Bytes a second from seconds a byte, finite even where a byte costs nothing that clocks see."""
+    return 1 / max(per_byte_s, 1e-15)
+
+
+def create_profile(
+    names: Sequence[str],
+    parameters: Sequence[int],
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    network: Network,
+    startup_s: float,
+    bandwidth_Bps: float,
+) -> Profile:
+    """A checked profile from columns of equal length; ValueError naming the column or the value."""
+    columns = {"names": names, "parameters": parameters, "forward_s": forward_s, "backward_s": backward_s}
+    if len({len(column) for column in columns.values()}) != 1:
+        lengths = ", ".join(f"{name} has {len(column)}" for name, column in columns.items())
+        raise ValueError(f"columns of a profile need one length: {lengths}")
+    rows = zip(names, parameters, forward_s, backward_s)
+    layers = [dict(zip(("name", "parameters", *_TIMES), row)) for row in rows]
+    return profile_from_dict({"layers": layers, "network": _network_dict(network), "startup_s": startup_s,
+                      "bandwidth_Bps": bandwidth_Bps, **_nodes_dict(network)})
+
+
+def profile_from_dict(data: Any) -> Profile:
+    """A profile from the parsed JSON; ValueError with a sentence that names the entry that is wrong."""
+    if not isinstance(data, Mapping):
+        raise ValueError(f"a profile is a JSON object, not {type(data).__name__}")
+    _known(data, "profile", {"layers", "network", "startup_s", "bandwidth_Bps", "nodes"})
+    rows = _get(data, "profile", "layers")
+    if not isinstance(rows, Sequence) or isinstance(rows, str) or not rows:
+        raise ValueError("profile: layers must be a list of at least one layer")
+    layers = tuple(_layer(row, index) for index, row in enumerate(rows))
+    nodes = data.get("nodes")
+    if nodes is not None and (not isinstance(nodes, int) or isinstance(nodes, bool) or not 1 <= nodes <= LARGEST):
+        raise ValueError(f"profile: nodes is {_shown(nodes)}, not a number of nodes")
+    bandwidth = _number(data, "profile", "bandwidth_Bps")
+    if bandwidth < 1 / LARGEST:
+        raise ValueError(f"profile: bandwidth_Bps is {bandwidth}: give bytes per second")
+    network = _network(_get(data, "profile", "network"), nodes)
+    return Profile(layers, network, _number(data, "profile", "startup_s"), bandwidth)
+
+
+def profile_to_dict(profile: Profile) -> dict[str, Any]:
+    """The profile as JSON data; `profile_from_dict` gives it back."""
+    layers = [vars(layer).copy() for layer in profile.layers]
+    return {"layers": layers, "network": _network_dict(profile.network), "startup_s": profile.startup_s,
+            "bandwidth_Bps": profile.bandwidth_Bps, **_nodes_dict(profile.network)}
+
+
+def load_profile(path: str | Path) -> Profile:
+    """The profile in a JSON file; OSError or ValueError naming the file."""
+    try:
+        return profile_from_dict(json.loads(Path(path).read_text(encoding="utf-8-sig")))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not a text file, so no profile in JSON") from error
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{path}: not JSON ({error}); a profile is a JSON object with layers and network") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def save_profile(profile: Profile, path: str | Path) -> None:
+    """Writes the profile as JSON."""
+    files.write(path, json.dumps(profile_to_dict(profile), indent=1).encode() + b"\n")
+
+
+def _layer(row: Any, index: int) -> Layer:
+    where = f"layers[{index}]"
+    if not isinstance(row, Mapping):
+        raise ValueError(f"{where} is {row!r}, not an object with name, parameters, forward_s, backward_s")
+    name = _get(row, where, "name")
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"{where}: name is {name!r}, not a non-empty string")
+    where = f"{where} ({name})"
+    _known(row, where, {"name", "parameters", *_TIMES})
+    parameters = _number(row, where, "parameters")
+    if parameters != int(parameters):
+        raise ValueError(f"{where}: parameters is {parameters!r}, not a whole number")
+    return Layer(name, int(parameters), *(_number(row, where, field) for field in _TIMES))
+
+
+def _network(data: Any, nodes: int | None) -> Network:
+    if not isinstance(data, Mapping):
+        raise ValueError(f"network is {data!r}, not an object with a and b, or alpha, beta, gamma and collective")
+    if "alpha" in data or "beta" in data or "gamma" in data:
+        _known(data, "network", {"alpha", "beta", "gamma", "collective"})
+        if data.get("collective", "ring") != "ring":
+            raise ValueError(f"network: collective is {data['collective']!r}; only 'ring' has a formula here")
+        return Ring(*(_number(data, "network", field) for field in ("alpha", "beta", "gamma")))
+    _known(data, "network", {"a", "b", "collective"})
+    collective = data.get("collective", "allreduce")
+    if collective not in COLLECTIVES:
+        raise ValueError(f"network: collective is {_shown(collective)}; a and b are of one of {', '.join(COLLECTIVES)}")
+    return Linear(_number(data, "network", "a"), _number(data, "network", "b"), nodes, collective)
+
+
+def _network_dict(network: Network) -> dict[str, Any]:
+    if isinstance(network, Linear):
+        marked = {} if network.collective == "allreduce" else {"collective": network.collective}
+        return {"a": network.a, "b": network.b, **marked}
+    return {"alpha": network.alpha, "beta": network.beta, "gamma": network.gamma, "collective": "ring"}
+
+
+def _nodes_dict(network: Network) -> dict[str, int]:
+    measured = network.nodes if isinstance(network, Linear) else None
+    return {} if measured is None else {"nodes": measured}
+
+
+def _get(data: Mapping[str, Any], where: str, field: str) -> Any:
+    if field not in data:
+        raise ValueError(f"{where}: {field} is missing")
+    return data[field]
+
+
+def _number(data: Mapping[str, Any], where: str, field: str) -> float:
+    value = _get(data, where, field)
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{where}: {field} is {value!r}, not a number")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{where}: {field} is {value}, not a finite number")
+    if value < 0:
+        raise ValueError(f"{where}: {field} is {_shown(value)}, and may not be negative")
+    if value > LARGEST:
+        raise ValueError(f"{where}: {field} is {_shown(value)}: above {LARGEST:.0e} it fits no machine")
+    return value
+
+
+def _shown(value: Any) -> str:
+    """The value in a sentence, cut short."""
+    if isinstance(value, int) and abs(value) > LARGEST:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}.."
+
+
+def _known(data: Mapping[str, Any], where: str, fields: set[str]) -> None:
+    unknown = sorted(set(data) - fields)
+    if unknown:
+        raise ValueError(f"{where}: unknown {', '.join(map(repr, unknown))}; known are {', '.join(sorted(fields))}")

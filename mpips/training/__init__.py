@@ -1,16 +1,13 @@
-"""Training through a store: `Trainer`, and what goes with it.
+"""Train a model through a store: `Trainer`, its loop, and what becomes of a step's gradients.
 
-`trainer`: what users see. `fit`: its loop; `rejoin`: the loop after deaths. `batches`: arrays and iterables;
-`evaluation`; `history`; `callbacks`: `Checkpoint`, `EarlyStop`, `LearningRate`, `Progress`; `checkpoint`: a Trainer's
-files. A step: `exchange` (compute, accumulation), `gradients` (synchronous and asynchronous), `elastic`, `clipping`.
-`model`: what a model has to offer.
+`trainer`: what users see. `loop`: epochs and steps. `rejoin`: the loop after deaths. `step`: compute, accumulate, clip.
+`updates`: gradients become parameters, by the store's optimizer, by every worker, or by elastic averaging.
 """
 
-from mpips.training.callbacks import Callback, Checkpoint, EarlyStop, Fitting, LearningRate, Progress
-from mpips.training.elastic import Elastic
-from mpips.training.history import Epoch
+from mpips.training.callbacks import Callback, Checkpoint, EarlyStop, Epoch, Fitting, LearningRate, Progress
 from mpips.training.model import EvaluatedModel, Model
 from mpips.training.trainer import Trainer
+from mpips.training.updates import Elastic
 
 __all__ = [
     "Callback", "Checkpoint", "EarlyStop", "Elastic", "Epoch", "EvaluatedModel", "Fitting", "LearningRate", "Model",

@@ -30,8 +30,8 @@ from mpips.optimizers.registry import as_data, from_data
 from mpips.store.checkpoint import file
 from mpips.store.checkpoint import file as tensors
 from mpips.store.runtime.rendezvous import attempt
-from mpips.training.exchange import Job, Update
-from mpips.training.history import Position, decode
+from mpips.training.callbacks import Position, decode
+from mpips.training.step import Job, Update
 
 STORE, TRAINER = ".store.safetensors", ".trainer.safetensors"
 STEP = re.compile(r"step-\d{8,}")

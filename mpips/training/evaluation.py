@@ -16,8 +16,8 @@ import numpy as np
 
 from collectives.errors import CollectiveError
 from mpips.training.batches import Arrays, Source, counted, share_of
-from mpips.training.exchange import Job
 from mpips.training.model import see_method
+from mpips.training.step import Job
 
 Metric = Callable[[Any, Any], Any]
 Sums = dict[str, float]

@@ -24,8 +24,8 @@ from mpips.optimizers.registry import as_data, from_data
 from mpips.store.runtime.errors import LostError, StoreError
 from mpips.store.runtime.rendezvous import Items
 from mpips.training.batches import Arrays, Source
-from mpips.training.exchange import Blocking, Job
-from mpips.training.history import Epoch, Position
+from mpips.training.callbacks import Epoch, Position
+from mpips.training.step import Blocking, Job
 
 
 class Back(NamedTuple):

@@ -13,27 +13,22 @@ import numpy as np
 from collectives.errors import Uncopied
 from mpips.optimizers.base import Optimizer
 from mpips.optimizers.registry import create
-from mpips.overlap.exchange import Overlapped
-from mpips.overlap.layers import check_model
+from mpips.overlap.exchange import Overlapped, Recorder, Report, blocking
 from mpips.overlap.measure import job_profile
-from mpips.overlap.profile import Profile, save_profile
-from mpips.overlap.report import Recorder, Report, blocking
+from mpips.overlap.messages import check_model
+from mpips.overlap.problem import Profile, save_profile
 from mpips.store.api import KVStore
 from mpips.store.keys.rows import Rows, table
 from mpips.store.runtime.rendezvous import attempt
 from mpips.training import checkpoint
 from mpips.training.batches import BLOCK, Source, see_samples, source_of
-from mpips.training.callbacks import Callback, of_job
-from mpips.training.clipping import check_clip
-from mpips.training.elastic import Elastic, ElasticAveraging
+from mpips.training.callbacks import Callback, Epoch, Position, of_job
 from mpips.training.evaluation import Metric, check_metrics, evaluate, test_words
-from mpips.training.exchange import Blocking, Exchange, Job, Update, update_optimizer
-from mpips.training.fit.loop import Fit
-from mpips.training.fit.request import begin, requested, words_of
-from mpips.training.gradients import Gradients, Summed, averaged, workers_in_a_sum
-from mpips.training.history import Epoch, Position
+from mpips.training.loop import Fit, begin, requested, words_of
 from mpips.training.model import see_method, see_model
 from mpips.training.rejoin import see_alike, survival_of
+from mpips.training.step import Blocking, Exchange, Job, Update, check_clip, update_optimizer
+from mpips.training.updates import Elastic, ElasticAveraging, Gradients, Summed, averaged, workers_in_a_sum
 
 
 class Trainer(Uncopied):

@@ -23,8 +23,7 @@ from rich.table import Table
 
 from collectives.terminal import Interruptible, OutFile, console, show_table, write_text
 from mpips.overlap.networks import MODELS
-from mpips.overlap.problem import Problem, makespan
-from mpips.overlap.profile import TEN_GIGABIT
+from mpips.overlap.problem import TEN_GIGABIT, Problem, makespan
 from mpips.overlap.strategies import PARTITIONS, joint
 
 RATES = (1.33e12, 5e12, 2e13)  # a K80 half, and newer devices

@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 
 from examples.reproduce.overlap.figures import Comparison, Figure, Point, speedup
 from mpips.overlap.networks import MODELS, Table, googlenet
-from mpips.overlap.problem import Problem, makespan
-from mpips.overlap.profile import PARAMETER_BYTES
+from mpips.overlap.problem import PARAMETER_BYTES, Problem, makespan
 from mpips.overlap.strategies import PARTITIONS
 
 BLADES, BLADE_BYTES_PER_S = 8, 10e9 / 8

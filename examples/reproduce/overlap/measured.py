@@ -3,7 +3,7 @@
     mpips run -n 4 -m examples.reproduce.overlap.measured --layers 20
 
 Compute is emulated by sleeping, so that it needs no core. Messages are real and go through the store as in training
-(`mpips.overlap.messages`, `mpips.overlap.runtime`). First the job measures what messages cost and how long its sleeps
+(`mpips.overlap.messages`, `mpips.overlap.exchange`). First the job measures what messages cost and how long its sleeps
 last. All predictions come from that profile. Every iteration pushes other values, and the parameters that it leaves are
 looked at.
 
@@ -39,12 +39,13 @@ from rich.table import Table
 from collectives.benchmark.harness import take_turns
 from collectives.terminal import OutFile, Picture, RankedCommand, console, show_table, write_text, writing
 from mpips.bench.kvstore import mark, marked
-from mpips.overlap import measure, planner, runtime, timeline, trace
+from mpips.overlap import exchange as runtime
+from mpips.overlap import measure, planner, timeline
+from mpips.overlap import timeline as trace
 from mpips.overlap.messages import StoreMessages
 from mpips.overlap.networks import MODELS
-from mpips.overlap.problem import JointPlan
-from mpips.overlap.profile import PARAMETER_BYTES, Linear, Profile, bandwidth, create_profile
-from mpips.overlap.profile import save_profile as write_profile
+from mpips.overlap.problem import PARAMETER_BYTES, JointPlan, Linear, Profile, bandwidth, create_profile
+from mpips.overlap.problem import save_profile as write_profile
 from mpips.overlap.strategies import PARTITIONS
 from mpips.overlap.timeline import Task
 from mpips.store import create as processes

@@ -15,7 +15,7 @@ from __future__ import annotations
 from examples.reproduce.overlap.figures import Comparison, Figure, Point, speedup
 from mpips.overlap.networks import MODELS
 from mpips.overlap.planner import plan
-from mpips.overlap.profile import TEN_GIGABIT, Profile
+from mpips.overlap.problem import TEN_GIGABIT, Profile
 
 NODES = (4, 8, 16, 32, 64)
 BATCH = {"googlenet": 64, "resnet50": 32}  # section V

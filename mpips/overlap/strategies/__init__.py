@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..problem import Groups, Problem
-from . import baselines, ibatch, joint, merged, optimal
+from mpips.overlap.problem import Groups, Problem
+from mpips.overlap.strategies import baselines, ibatch, joint, merged, optimal
 
 PARTITIONS: dict[str, Callable[[Problem], Groups]] = {
     "sequential": baselines.sequential,

@@ -9,7 +9,7 @@
   (figure 4b).
 """
 
-from ..problem import Groups, Problem
+from mpips.overlap.problem import Groups, Problem
 
 
 def sequential(problem: Problem) -> Groups:

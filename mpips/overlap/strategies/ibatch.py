@@ -15,7 +15,7 @@ followed where its pseudo-code says too little:
 
 import numpy as np
 
-from ..problem import Groups, Problem, from_ends, makespan, sums
+from mpips.overlap.problem import Groups, Problem, from_ends, makespan, sums
 
 
 def partition(problem: Problem) -> Groups:

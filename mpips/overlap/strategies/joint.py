@@ -34,8 +34,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..problem import Groups, JointPlan, Link, Problem, from_ends, makespan, sums
-from . import optimal
+from mpips.overlap.problem import Groups, JointPlan, Link, Problem, from_ends, makespan, sums
+from mpips.overlap.strategies import optimal
 
 Array = NDArray[np.float64]
 Numbers = NDArray[np.int64]

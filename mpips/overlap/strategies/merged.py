@@ -14,7 +14,7 @@ O(L): the paper computes all of tau_c again after every merge, O(L^2), but a mer
 
 import numpy as np
 
-from ..problem import Groups, Problem, from_ends
+from mpips.overlap.problem import Groups, Problem, from_ends
 
 
 def partition(problem: Problem) -> Groups:

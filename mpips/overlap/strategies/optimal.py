@@ -18,7 +18,7 @@ O(L^2) time, O(L) memory, the inner minimum in NumPy: about 1 ms for 200 layers.
 
 import numpy as np
 
-from ..problem import Groups, Problem, from_ends, sums
+from mpips.overlap.problem import Groups, Problem, from_ends, sums
 
 
 def partition(problem: Problem) -> Groups:

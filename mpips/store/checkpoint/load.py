@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from mpips.compression.base import Compressor
 from mpips.compression.registry import create, options
 from mpips.optimizers.base import Optimizer, initial
-from mpips.optimizers.groups import Groups
 from mpips.optimizers.registry import as_data, from_data
+from mpips.optimizers.schedules import Groups
 from mpips.store.checkpoint import file
 from mpips.store.checkpoint import file as tensors
 from mpips.store.checkpoint import source as residuals

@@ -28,7 +28,7 @@ from collectives.network import failures
 from mpips.compression.base import Compressor
 from mpips.compression.registry import options
 from mpips.optimizers.base import Optimizer, unlike
-from mpips.optimizers.groups import Groups
+from mpips.optimizers.schedules import Groups
 from mpips.store.checkpoint import folder as files
 from mpips.store.checkpoint.load import load
 from mpips.store.checkpoint.save import Saving, save, save_alone

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 import collectives
 from mpips.compression.base import Compressor
-from mpips.optimizers.groups import Groups
+from mpips.optimizers.schedules import Groups
 from mpips.store.checkpoint.file import residual_dtype
 from mpips.store.keys.arguments import packed, runs, unpack
 from mpips.store.keys.key import Key, Name, label

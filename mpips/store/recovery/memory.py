@@ -23,8 +23,8 @@ from collectives.fabric.arena import Region
 from mpips.compression import registry as compression
 from mpips.compression.base import Compressor
 from mpips.optimizers.base import Optimizer, State, state_dtypes
-from mpips.optimizers.groups import Groups
 from mpips.optimizers.registry import decode, encode
+from mpips.optimizers.schedules import Groups
 from mpips.store.keys.key import Name
 from mpips.store.keys.rows import RowSparse
 from mpips.store.recovery import undo

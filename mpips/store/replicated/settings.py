@@ -10,11 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpips.compression import registry as compression
-from mpips.compression.base import Compressor
-from mpips.compression.residuals import Residuals
+from mpips.compression.base import Compressor, Residuals
 from mpips.optimizers import registry as optimizers
 from mpips.optimizers.base import Optimizer
-from mpips.optimizers.groups import Groups
+from mpips.optimizers.schedules import Groups
 from mpips.store.keys.key import Key, Name
 
 Array = NDArray[Any]

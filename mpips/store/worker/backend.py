@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from mpips.compression.base import Compressor
 from mpips.optimizers.base import Optimizer
-from mpips.optimizers.groups import Groups
+from mpips.optimizers.schedules import Groups
 from mpips.store.keys.key import FastList, Key, Name, Rounds
 from mpips.store.keys.rows import RowSparse
 from mpips.store.runtime.tasks import Task

@@ -19,7 +19,7 @@ from mpi4py import MPI
 import mpips
 from examples.reproduce.overlap import measured as bench
 from mpips.mlp import MLP
-from mpips.overlap import runtime
+from mpips.overlap import exchange as runtime
 from mpips.overlap.exchange import CHOICES, Overlapped
 from mpips.training import Trainer
 from tests.mpi.mpips.overlap.support import SIZES, STORES, WORLD, all_ranks, exchange_of, worker

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpips.overlap import JointPlan, runtime
+from mpips.overlap import JointPlan
+from mpips.overlap import exchange as runtime
 from mpips.overlap.messages import StoreMessages
 from mpips.store.runtime.engine import Engine
 from tests.mpi.mpips.overlap.support import WORLD, all_ranks, worker

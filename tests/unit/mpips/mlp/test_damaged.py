@@ -17,7 +17,7 @@ from mpips.mlp import MLP, Mesh, TrainingError, checkpoint
 from mpips.mlp.data.sources import open_source, read_checked
 from mpips.mlp.training import Worker
 from mpips.optimizers import Adam
-from mpips.overlap.profile import load_profile
+from mpips.overlap.problem import load_profile
 
 MUTATIONS = 500
 SLACK = 2 << 20

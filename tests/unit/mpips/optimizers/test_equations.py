@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mpips import optimizers
 from mpips.optimizers import SGD, AdaGrad, Adam, AdamW, Add, Elastic1, Elastic2, RMSProp
-from mpips.optimizers.blocks import BLOCK_BYTES
+from mpips.optimizers.base import BLOCK_BYTES
 
 ALL = [
     SGD(learning_rate=0.1),

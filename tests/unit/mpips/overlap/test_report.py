@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mpips.overlap.report import STEPS, Ended, Recorder, blocking
+from mpips.overlap.exchange import STEPS, Ended, Recorder, blocking
 from mpips.overlap.timeline import COMPUTE, Task
 
 PUSHED, PULLED = ((1, 1), (2, 2)), ((1, 2),)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from mpips.overlap.report import Ended
-from mpips.overlap.runtime import sent_tasks
+from mpips.overlap.exchange import Ended, sent_tasks
 
 
 def test_a_message_counts_from_where_it_stopped_waiting_for_another() -> None:

@@ -1,30 +1,46 @@
-"""The one training loop (`Fit`): epochs, steps, callbacks, from any position on; workers with unlike batches.
+"""Run the one training loop (`Fit`): epochs, steps and callbacks from any position on, on workers with unlike batches.
 
-Where the store survives deaths, the fit does: it is put back to a moment that all workers know (`rejoin`).
+`Request` has the arguments of a fit, and `Course` what its callbacks see of it. Where the store survives deaths, the
+fit does: it goes back to a moment that all workers know (`rejoin`).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import os
+import struct
 import time
 import warnings
-from collections.abc import Iterator
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 import collectives
 from collectives.errors import CollectiveError, MismatchError
+from mpips.store.runtime.rendezvous import attempt
 from mpips.training import callbacks as hooks
-from mpips.training.batches import Batch
-from mpips.training.callbacks import Callback
-from mpips.training.evaluation import evaluate, evaluate_here
-from mpips.training.exchange import Blocking, Job
-from mpips.training.fit.course import Course, Request
-from mpips.training.history import Epoch, Position
+from mpips.training import checkpoint
+from mpips.training.batches import (
+    Arrays,
+    Batch,
+    Source,
+    samples_shown,
+    see_again,
+    see_enough,
+    see_same,
+    see_samples,
+    source_of,
+    test_of,
+    whole,
+)
+from mpips.training.callbacks import Callback, Epoch, Position, see_order
+from mpips.training.evaluation import LOSS, evaluate, evaluate_here, names_of, test_words
 from mpips.training.model import samples_of
 from mpips.training.rejoin import BEGIN, COUNTED, ENDED, OVER, TOLD, Back, Survival
+from mpips.training.step import Blocking, Job, see_joined, update_optimizer
 
 UNEVEN, MANY = 100, 2000
 """So many times the steps of another worker, and so many more, are taken for a stream without an end."""
@@ -236,3 +252,168 @@ class Fit:
             self._job.kv.settings.agree("fit", [ended], noun="callback")
         elif (client := self._job.kv.layout.client).Get_size() > 1:
             collectives.allreduce(np.zeros(1), client, label="fit: the next epoch")
+
+
+class Request(NamedTuple):
+    """What `fit` was asked for, checked."""
+
+    source: Source
+    epochs: int
+    test: Source | None
+    callbacks: tuple[Callback, ...]
+
+
+class Course:
+    """How far a fit is on this worker, and what its callbacks may do (`callbacks.Fitting`)."""
+
+    def __init__(self, job: Job, request: Request, position: Position) -> None:
+        self.epochs, self.joined, self.asynchronous = request.epochs, request.source.joined, job.kv.layout.asynchronous
+        self.accumulate = 1 if job.blocking is None else job.blocking.accumulate
+        tested = (LOSS, *names_of(job, request.test)) if request.test is not None else ()
+        self.measures = (LOSS, *(f"test_{name}" for name in tested))
+        self.callbacks = sorted(request.callbacks, key=lambda callback: callback.last)
+        self.alone = False
+        """Whether the other workers are elsewhere: then nothing is sent."""
+        self.position, self._job, self._source = position, job, request.source
+        self.count_workers()
+
+    def count_workers(self) -> None:
+        """What depends on how many there are."""
+        kv, source = self._job.kv, self._source
+        per_epoch = source.steps(kv.num_workers)
+        self.rank, self.steps = kv.rank, None if per_epoch is None else -(-per_epoch // self.accumulate)
+        self.position.order = order_of(self._job, source, kv.num_workers)
+
+    def restore(self) -> None:
+        """Callbacks have again what they kept at this position."""
+        for name, callback in hooks.named(self.callbacks).items():
+            if name in self.position.callbacks:
+                callback.restore(self.position.callbacks[name])
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is under way, from 1."""
+        return self.position.epoch
+
+    @property
+    def step(self) -> int:
+        """Exchanges since the training began."""
+        return self.position.step
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of this worker's batches in this epoch so far."""
+        return self.position.loss
+
+    @property
+    def last_loss(self) -> float:
+        """Loss of this worker's last batch."""
+        return self.position.last_loss
+
+    @property
+    def history(self) -> Sequence[Epoch]:
+        """All epochs that have ended."""
+        return tuple(self.position.history)
+
+    def mean(self, value: float) -> float:
+        """The mean over the workers, equal on all; those that bring NaN are left out. Collective, blocking."""
+        if self.alone:
+            return value
+        told = self._job.kv.settings.agree("fit: a mean", data=struct.pack("<d", value))
+        found = [each for data in told for each in struct.unpack("<d", data) if not math.isnan(each)]
+        return sum(found) / len(found) if found else math.nan
+
+    def save(self, path: str | os.PathLike[str], keep: int | None = None) -> None:
+        """Write a checkpoint that `fit(resume=path)` goes on from. Collective, blocking."""
+        if self.alone:
+            return
+        self.position.callbacks = hooks.states(self.callbacks)
+        checkpoint.save(self._job, path, self.position, keep)
+
+    def see_folder(self, path: str | os.PathLike[str]) -> None:
+        """ValueError or TypeError on rank 0 where `save(path)` could not write after the next step. Local."""
+        if self.rank == 0:
+            checkpoint.see_folder(path, self.step)
+
+    def update_optimizer(self, **numbers: Any) -> None:
+        """Change numbers of the optimizer; its state stays. Collective, blocking."""
+        if not self.alone:
+            update_optimizer(self._job, numbers)
+
+
+def order_of(job: Job, source: Source, workers: int) -> str:
+    """What decides which samples come in which step, in words."""
+    accumulate = job.blocking.accumulate if job.blocking is not None else 1
+    return source.order(workers) + (f", accumulate={accumulate}" if accumulate > 1 else "")
+
+
+def requested(
+    job: Job, x: Any, y: Any, batch_size: int | None, epochs: int, seed: int, steps: int | None, test: Any,
+    callbacks: Sequence[Callback], on_epoch: Callable[[Epoch], object] | None, resume: object, spares: int,
+) -> Request:  # fmt: skip
+    """The arguments of `fit`; TypeError or ValueError where they are wrong. `spares`: may become workers. Local."""
+    epochs = whole("epochs", epochs, 0)
+    accumulate = 1 if job.blocking is None else job.blocking.accumulate
+    most = None if steps is None else whole("steps", steps, 1) * accumulate
+    source, workers = source_of(x, y, batch_size, seed, most=most), job.kv.num_workers + spares
+    see_again(source, epochs, job.kv.layout.survives)
+    see_joined(job, source)
+    if not source.joined:
+        see_enough(len(source.x), source.batch_size, workers)  # type: ignore[union-attr]
+    if isinstance(callbacks, Callback) or not all(isinstance(each, Callback) for each in callbacks):
+        raise TypeError(f"callbacks={callbacks!r}: give a list of mpips.training.Callback objects")
+    if resume is not None:
+        checkpoint.saved_by(job, "resume")
+    found, tested = (*callbacks, hooks.OnEpoch(on_epoch)) if on_epoch is not None else tuple(callbacks), test_of(test)
+    for given in (source, tested):
+        see_samples(job.model, given)
+    return Request(source, epochs, tested, found)
+
+
+def begin(job: Job, request: Request, resume: str | os.PathLike[str] | None, own: Sequence[Position]) -> Position:
+    """Where this worker begins: at the folder's newest checkpoint, which is taken back, or else at its `own` position.
+
+    `own`: of one worker, or of all those that a checkpoint was of. Collective; ValueError or TypeError on all workers,
+    before anything has changed, where the fit cannot go on from there.
+    """
+    shown = samples_shown(request.source, request.test)
+    see_same([np.frombuffer(told) for told in job.kv.settings.agree("fit", data=shown.tobytes())])
+    found = checkpoint.find(job, resume, begin=True) if resume is not None else None
+    position, refusal = attempt(lambda: _start(job, request, own if found is None else found.positions))
+    job.kv.settings.agree("fit", refusal=refusal)
+    if found is not None:
+        checkpoint.take(job, found, any(isinstance(each, hooks.LearningRate) for each in request.callbacks))
+    if job.blocking is not None and job.blocking.flush():  # what `step` has left
+        position.step += 1
+    started: Position = position
+    return started
+
+
+def _start(job: Job, request: Request, positions: Sequence[Position]) -> Position:
+    """This worker's position of those of all; ValueError or TypeError where the order or a callback does not fit."""
+    source, before, workers = request.source, len(positions), job.kv.num_workers
+    order = order_of(job, source, workers)
+    same = {order, order_of(job, source, before)} if isinstance(source, Arrays) else {order}
+    for position in positions:
+        see_order(position, order, same)
+    position = replace(checkpoint.of_worker(positions, job.kv.rank))
+    if isinstance(source, Arrays) and position.batches and before != workers and position.order != order:
+        position.deal(source.batch_size * before)
+    course = Course(job, request, position)
+    for callback in request.callbacks:
+        callback.check(course)
+    return position
+
+
+def words_of(request: Request | None, resume: object) -> list[tuple[str, str]]:
+    """What of a fit must be equal on all workers, by name; little of one that is refused."""
+    given = ("resume", "not given" if resume is None else "given")
+    if request is None:
+        return [given]
+    source = request.source
+    arrays = [("steps", str(source.steps(1)))] if source.joined else [
+        ("x", str(source.x.shape)), ("y", str(source.y.shape)),  # type: ignore[union-attr]
+        ("batch_size", str(source.batch_size)), ("seed", str(source.seed)),  # type: ignore[union-attr]
+    ]  # fmt: skip
+    return [*arrays, ("batches", str(source.joined)), ("epochs", str(request.epochs)), *test_words(request.test),
+            ("callbacks", hooks.words_of(request.callbacks)), given]
