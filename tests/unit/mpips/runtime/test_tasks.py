@@ -46,7 +46,7 @@ def endless(number: int, closed: list[int]) -> Generator[bool, None, None]:
         closed.append(number)
 
 
-def test_the_first_failure_is_raised_at_once_and_the_others_are_closed():
+def test_the_first_failure_closes_the_others():
     def fails() -> Generator[bool, None, None]:
         yield True
         raise RuntimeError("broken pipe")

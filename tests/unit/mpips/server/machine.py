@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpips.store.server.late import Late
 from mpips.store.server.reduce import Reduce
 from mpips.store.server.sources import Elements
 from mpips.store.server.state import AsynchronousState, SynchronousState
 from mpips.store.server.unit import Unit
 
 WORKERS = 3
-
-
-def late(stall_seconds=60.0, timeout_seconds=0.0):
-    return Late(stall_seconds, timeout_seconds)
 
 
 class Machine:

@@ -13,7 +13,7 @@ from mpips.store.server.sources import Elements
 from tests.unit.mpips.server.machine import WORKERS, Arriving, Growing, Machine
 
 
-def test_a_complete_round_is_finished_at_the_end_of_an_generation():
+def test_a_complete_round_is_finished_at_the_end():
     machine = Machine()
     for worker in range(WORKERS):
         machine.push(worker, worker + 1)
@@ -39,7 +39,7 @@ def test_a_round_that_is_not_complete_has_never_been(optimizer):
 
 
 @pytest.mark.parametrize("kind", [Growing, Arriving])
-def test_a_unit_of_which_a_round_stays_half_applied_is_torn_until_a_whole_sum_replaces_it(kind):
+def test_a_half_applied_round_tears_a_unit(kind):
     machine, there = Machine(), [2]
     sources = [kind(np.ones(10, np.float32), there) for _ in range(WORKERS)]
     for worker, source in enumerate(sources):
@@ -98,7 +98,7 @@ BUILT_IN, OWN = "mpips.optimizers.sgd", "train"
         (0, ValueError("no"), OWN, True),  # nobody knows what it has changed before
     ],
 )  # fmt: skip
-def test_an_update_that_fails_tears_what_it_may_have_changed(monkeypatch, block, error, module, torn):
+def test_a_failed_update_tears_what_it_changed(monkeypatch, block, error, module, torn):
     monkeypatch.setattr(Failing, "error", error)
     monkeypatch.setattr(Failing, "__module__", module)
     machine = Machine(optimizer=Failing(1.0, momentum=0.5))
@@ -115,7 +115,7 @@ def test_an_update_that_fails_tears_what_it_may_have_changed(monkeypatch, block,
 
 
 @given(st.lists(st.integers(0, WORKERS - 1), max_size=12), st.integers(0, 12), st.booleans())
-def test_after_any_end_rounds_count_on_from_the_last_complete_one(pushes, cut, coded):
+def test_rounds_count_on_after_any_end(pushes, cut, coded):
     machine, counts = Machine(), [0] * WORKERS
     for number, worker in enumerate(pushes):
         if number == cut:

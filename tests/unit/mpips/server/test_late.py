@@ -15,7 +15,7 @@ from tests.unit.mpips.server.machine import WORKERS, Growing, Machine
 
 
 @pytest.mark.parametrize("left_first", [False, True])
-def test_a_worker_that_left_ends_the_generation_of_those_who_need_it(left_first):
+def test_a_needed_worker_that_left_ends_the_generation(left_first):
     machine = Machine()
     events = [lambda: machine.push(0, 1), lambda: machine.state.left(1)]
     events[left_first]()
@@ -34,7 +34,7 @@ def test_a_worker_that_has_pushed_may_leave():
         assert machine.work() == [3 * value] * 10
 
 
-def test_a_round_that_waits_for_a_worker_that_left_is_seen_when_it_begins():
+def test_a_later_round_sees_that_a_worker_left():
     machine = Machine()
     machine.push(1, 1)
     machine.state.left(1)
@@ -45,7 +45,7 @@ def test_a_round_that_waits_for_a_worker_that_left_is_seen_when_it_begins():
         machine.work()
 
 
-def test_a_long_wait_warns_once_and_then_ends_the_generation():
+def test_a_long_wait_warns_and_then_ends():
     machine = Machine(late=Late(1, 3))
     machine.push(0, 1, clock=10)
     for clock in (10.5, 11.5, 12):
@@ -58,7 +58,7 @@ def test_a_long_wait_warns_once_and_then_ends_the_generation():
         machine.state.tick(13.5)
 
 
-def test_keys_that_wait_for_the_same_workers_are_warned_of_together():
+def test_keys_with_the_same_late_workers_warn_together():
     machine = Machine(late=Late(1))
     units = [machine.unit]
     for number, name in enumerate("xyz", 1):
@@ -76,7 +76,7 @@ def test_keys_that_wait_for_the_same_workers_are_warned_of_together():
     ]
 
 
-def test_a_round_to_which_all_have_contributed_is_not_late():
+def test_a_round_of_all_contributions_is_not_late():
     machine = Machine(late=Late(1, 3))
     there = [2]
     for worker in range(WORKERS):
@@ -87,7 +87,7 @@ def test_a_round_to_which_all_have_contributed_is_not_late():
     assert machine.work() == [3] * 10
 
 
-def test_a_round_waits_from_the_end_of_the_one_before():
+def test_a_round_waits_from_the_last_ones_end():
     machine = Machine(workers=2, late=Late(1, 3))
     machine.push(0, 1, clock=10.0)
     machine.push(0, 1, clock=10.1)
@@ -115,7 +115,7 @@ def two_keys():
     return machine, other
 
 
-def test_workers_that_use_keys_in_other_orders_and_wait_for_one_another_are_told():
+def test_a_circle_of_waiting_workers_is_told():
     machine, _ = two_keys()
     machine.state.waits(0, 0, 1)
     machine.state.waits(1, 1, 1)

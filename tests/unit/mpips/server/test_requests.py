@@ -65,7 +65,7 @@ class Server:
             pass
 
 
-def test_settings_wait_until_what_was_pushed_before_has_been_applied():
+def test_settings_wait_for_earlier_pushes():
     server = Server()
     unit = server.units[0]
     server.push(unit, 1)
@@ -81,7 +81,7 @@ def test_settings_wait_until_what_was_pushed_before_has_been_applied():
     assert list(unit.stored) == [6] * 10
 
 
-def test_groups_of_keys_have_their_own_optimizers_and_new_units_the_default():
+def test_groups_of_keys_have_their_own_optimizers():
     server = Server()
     server.ask(frames.SetOptimizer(optimizers.encode(Add())))
     server.ask(frames.SetOptimizer(optimizers.encode(SGD(1.0)), ["b"]))
@@ -91,7 +91,7 @@ def test_groups_of_keys_have_their_own_optimizers_and_new_units_the_default():
     assert server.state.units[9].optimizer == Add()
 
 
-def test_changed_numbers_keep_momentum_and_count_from_the_next_round():
+def test_changed_numbers_keep_momentum():
     server, serial, state = Server(), np.zeros(10, np.float32), None
     server.ask(frames.SetOptimizer(optimizers.encode(SGD(0.5, momentum=0.5))))
     state = optimizers.initial(SGD(0.5, momentum=0.5), serial)
@@ -132,7 +132,7 @@ def test_states_come_back_as_they_were():
     assert (one.units[0].stored == other.units[0].stored).all()
 
 
-def test_values_that_are_being_overwritten_are_torn_until_all_are_there():
+def test_values_are_torn_while_they_are_overwritten():
     server = Server()
     assert server.ask(frames.SetTorn([3], True)) == frames.Done()
     assert [unit.torn for unit in server.units] == [True, False]
@@ -155,7 +155,7 @@ def contents(server, number, slots):
 
 
 @given(st.lists(st.sampled_from(["round", "idle", "second"]), max_size=8), st.booleans())
-def test_a_snapshot_holds_what_was_there_whatever_comes_after(events, asynchronous):
+def test_a_snapshot_holds_what_was_there(events, asynchronous):
     server = Server(asynchronous)
     server.ask(frames.SetOptimizer(optimizers.encode(SGD(0.5, momentum=0.5))))
     server.round(1, 2)

@@ -26,7 +26,7 @@ def test_buffers_fill_no_more_than_the_limit_and_one_block(steps):
         assert buffers.held == sum(buffer.size for buffer, _ in taken) <= 100 + largest
 
 
-def test_early_blocks_leave_room_for_those_that_are_due():
+def test_early_blocks_leave_room_for_due_ones():
     buffers = Buffers()
     buffers.limit = 100
     early = [buffers.take(25, False) for _ in range(4)]
@@ -49,7 +49,7 @@ def test_a_window_opens_when_the_server_has_read():
     assert window.admits(10**9, limit)  # one payload may always go
 
 
-def test_what_waits_for_others_does_not_keep_room_that_later_payloads_have_given_back():
+def test_a_slow_key_keeps_no_others_room():
     window, read = Window(), {"slow": 0, "w": 0}
     limit = 2 * (100 + FRAME_COST)
     for key in read:
@@ -59,7 +59,7 @@ def test_what_waits_for_others_does_not_keep_room_that_later_payloads_have_given
     assert window.admits(100, limit)
 
 
-def test_a_window_knows_what_is_under_way_before_a_place_in_the_key():
+def test_a_window_knows_payloads_before_a_place():
     window, read = Window(), {"a": 0, "b": 0}
     for key, place in (("a", (1, 10)), ("b", (1, 0))):
         window.add(key, place, lambda key=key: read[key], 100)

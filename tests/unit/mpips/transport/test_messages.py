@@ -21,7 +21,7 @@ def test_no_two_units_in_use_share_a_tag(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(set(given)) == len(given)
 
 
-def test_when_all_tags_are_in_use_the_key_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lack_of_tags_names_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "most_units", lambda: 2)
     numbers = UnitNumbers()
     numbers.release([numbers.assign("a")])
@@ -37,7 +37,7 @@ def test_tags_are_what_mpi_allows() -> None:
     assert push_tag(most - 1) + 1 == pull_tag(most - 1) < max(32767, 2 * most + 16)
 
 
-def test_members_of_a_client_never_take_a_comparison_for_a_piece() -> None:
+def test_pieces_never_have_the_comparison_tag() -> None:
     most = 2 * messages.most_units() + messages.TAG_DATA
     pieces = (0, 1, 7, most // 4, most, 10 * most)
     texts = (b"", b"push of key 'a'", b"push of key 'b'")
@@ -50,11 +50,11 @@ def test_pieces_and_calls_have_tags_of_their_own() -> None:
     assert len({member_tag(piece, call) for piece in range(1000) for call in range(calls)}) == 1000 * calls
 
 
-def test_calls_of_other_texts_do_not_get_each_others_messages() -> None:
+def test_calls_of_other_texts_have_other_tags() -> None:
     assert len({member_tag(3, 1, f"push of key {number}".encode()) for number in range(100)}) > 90
 
 
-def test_after_a_recovery_numbers_go_on_after_those_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_go_on_after_a_recovery(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "most_units", lambda: 4)
     numbers = UnitNumbers([2, 5])
     taken = [numbers.assign("a"), numbers.assign("b")]

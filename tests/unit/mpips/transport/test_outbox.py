@@ -73,7 +73,7 @@ def test_a_server_that_keeps_up_needs_few_slots():
     assert len(worker.slots(source)) == 2
 
 
-def test_nobody_waits_for_a_server_that_has_not_begun_or_stops():
+def test_nobody_waits_for_an_idle_server():
     worker = Worker()
     for stops in (0, 2):
         source = worker.begin()
@@ -94,7 +94,7 @@ def test_what_was_summed_before_this_round_frees_nothing():
     assert len(worker.slots(source)) == BLOCKS
 
 
-def test_a_slot_that_an_interrupt_has_lost_is_found_again():
+def test_a_slot_lost_to_an_interrupt_is_found():
     worker = Worker()
     for lost in range(3):
         source = worker.begin()
@@ -106,7 +106,7 @@ def test_a_slot_that_an_interrupt_has_lost_is_found_again():
         worker.words[0] = worker.round * BLOCKS
 
 
-def test_what_an_interrupt_has_left_is_filled_from_where_it_was():
+def test_filling_goes_on_after_an_interrupt():
     class Interrupted(Outbox):
         def put(self, values):
             calls.append(self.filled)

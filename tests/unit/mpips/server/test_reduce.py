@@ -1,10 +1,14 @@
-"""Synchronous rounds of a server, event by event, without MPI."""
+"""Sums of a server: order, blocks, threads, messages, rows and compressed payloads change no bit."""
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
+from collections import Counter
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,6 +19,7 @@ from collectives import CollectiveError
 from mpips import RowSparse, compression
 from mpips.optimizers import SGD, Adam, Add
 from mpips.store.server import reduce
+from mpips.store.server.reduce import Team
 from mpips.store.server.sources import Compressed, Elements, Empty, Rows
 from tests.unit.mpips.server.machine import WORKERS, Arriving, Growing, Machine
 
@@ -131,7 +136,7 @@ class Slow(Growing):
         return super().part(block, start, stop)
 
 
-def test_readers_are_told_only_of_blocks_that_have_been_summed():
+def test_readers_hear_of_summed_blocks_only():
     machine = Machine(size=96, block=8, threads=3)
     machine.unit.words = Watched(machine.unit.words, machine.unit, WORKERS)
     for worker in range(WORKERS):
@@ -161,26 +166,8 @@ class Broken(SGD):
         self.begun.wait(10)
 
 
-def test_an_optimizer_updates_once_a_round():
-    machine = Machine()
-    machine.state.set_optimizer(SGD(0.5, momentum=0.5))
-    for _ in range(2):
-        for worker in range(WORKERS):
-            machine.push(worker, 1)
-        machine.work()
-    expected, state = np.zeros(10, np.float32), SGD(0.5, momentum=0.5).init(np.zeros(10, np.float32))
-    for step in (1, 2):
-        SGD(0.5, momentum=0.5).update(expected, np.full(10, 3, np.float32), state, step)
-    assert list(machine.unit.stored) == list(expected)
 
 
-def test_an_update_that_raises_ends_the_generation():
-    machine = Machine(workers=1)
-    machine.unit.stored = np.zeros(10, np.int64)
-    machine.state.set_optimizer(Add())
-    machine.push(0, Elements(np.ones(10, np.int64)))
-    with pytest.raises(CollectiveError, match=r"key 'w': the server could not apply what was pushed: .*float weights"):
-        machine.work()
 
 
 def test_rows_and_compressed_payloads_add_up_with_plain_ones():
@@ -196,7 +183,7 @@ def test_rows_and_compressed_payloads_add_up_with_plain_ones():
     assert machine.work() == list((rows.to_dense() + 10.5).reshape(-1))
 
 
-def test_blocks_of_messages_are_taken_once_however_long_they_take():
+def test_blocks_of_messages_are_taken_once():
     machine, values = Machine(), [np.random.default_rng(worker).normal(size=10).astype("f4") for worker in range(3)]
     there = [[0] for _ in range(WORKERS)]
     for worker in range(WORKERS):
@@ -208,15 +195,6 @@ def test_blocks_of_messages_are_taken_once_however_long_they_take():
     assert machine.work() == list((values[0] + values[1]) + values[2])
 
 
-def test_rows_and_dense_contributions_add_up_in_one_round():
-    machine = Machine(size=12, block=4)
-    rows = RowSparse(np.array([0, 3]), np.ones((2, 3), np.float32), (4, 3))
-    packed = np.concatenate([rows.rows.view(np.uint8), rows.values.reshape(-1).view(np.uint8)])
-    machine.push(0, Rows(packed, 2, (4, 3), np.dtype("f4")))
-    machine.push(1, 2)
-    machine.push(2, Rows(packed, 2, (4, 3), np.dtype("f4")))
-    assert machine.work() == [4] * 3 + [2] * 6 + [4] * 3
-    assert machine.unit.words == [3, 1, 1, 1]  # every contributor hears that its push was read
 
 
 def packed_rows(rows):
@@ -226,7 +204,7 @@ def packed_rows(rows):
 
 
 @given(st.lists(st.tuples(st.permutations(range(WORKERS)), st.booleans(), st.booleans(), st.booleans()), max_size=4))
-def test_rows_that_nobody_names_keep_their_momentum_whatever_the_order(rounds):
+def test_rows_that_nobody_names_keep_their_momentum(rounds):
     """And what a worker writes to its payload once it hears that its push was read changes nothing."""
     machine, serial = Machine(size=12, block=4), np.zeros(12, np.float32)
     machine.unit.row_elements = 3
@@ -293,3 +271,88 @@ def test_an_empty_push_beside_others_counts_as_zeros(empty):
     for worker in range(WORKERS):
         machine.push(worker, Empty(machine.unit) if worker in empty else worker + 1)
     assert machine.work() == [sum(worker + 1 for worker in range(WORKERS) if worker not in empty)] * 10
+
+
+@given(st.integers(1, 4), st.lists(st.integers(0, 30), min_size=1, max_size=4))
+def test_every_block_is_done_once_and_before_it_returns(threads, counts):
+    team = Team(threads)
+    for count in counts:
+        done = []
+        team.share(lambda block, thread, done=done: done.append(block), range(count))
+        assert Counter(done) == Counter(range(count))
+
+
+def test_the_first_thread_has_the_first_blocks_in_order():
+    done = []
+
+    def work(block, thread):
+        time.sleep(1e-3)
+        done.append((thread, block))
+
+    Team(2).share(work, range(40))
+    first = [block for thread, block in done if thread == 0]
+    assert 0 < len(first) < 40 and first == list(range(len(first)))
+
+
+@pytest.mark.parametrize("raises", [0, 1])
+def test_a_thread_s_error_is_raised_after_all_ended(raises):
+    team, running = Team(2), []
+
+    def work(block, thread):
+        running.append(block)
+        time.sleep(1e-3)
+        running.remove(block)
+        if thread == raises:
+            raise ValueError("no")
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no"):
+            team.share(work, range(40))
+        assert not running
+    done = []
+    team.share(lambda block, thread: done.append(block), range(5))
+    assert sorted(done) == list(range(5))
+
+
+def test_other_threads_begin_as_told():
+    began = []
+    team = Team(3, lambda: began.append(threading.current_thread() is threading.main_thread()))
+    for _ in range(2):
+        team.share(lambda block, thread: time.sleep(1e-3), range(20))
+    assert began == [False, False]
+
+
+class Memory:
+    """What a task works on."""
+
+
+def test_a_thread_that_wakes_late_keeps_nothing():
+    awake, done = threading.Event(), []
+    team = Team(2, awake.wait)
+    for count in (5, 7):
+        memory = Memory()
+        gone = weakref.ref(memory)
+        team.share(partial(lambda memory, block, thread: done.append((block, thread)), memory), range(count))
+        del memory
+        gc.collect()
+        assert gone() is None
+    assert done == [(block, 0) for count in (5, 7) for block in range(count)]
+    awake.set()
+    team.share(lambda block, thread: time.sleep(1e-3), range(20))
+
+
+def test_threads_end_with_the_team():
+    before, memory = set(threading.enumerate()), Memory()
+    team, gone = Team(3), weakref.ref(memory)
+    team.share(partial(lambda memory, block, thread: time.sleep(1e-3), memory), range(10))
+    mine = set(threading.enumerate()) - before
+    assert len(mine) == 2
+    del memory
+    gc.collect()
+    assert gone() is None
+    del team
+    gc.collect()
+    until = time.monotonic() + 10
+    for thread in mine:
+        thread.join(until - time.monotonic())
+    assert not any(thread.is_alive() for thread in mine)
