@@ -22,6 +22,8 @@ FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGERS = (torch.uint8, torch.int8, torch.int32, torch.int64)
 OTHERS = (torch.bool, torch.complex64)
 SHAPES = ((), (1,), (0,), (7,), (3, 5), (0, 4), (1025,))
+FINE = ("equal", "refused by both", "more")
+"""Verdicts: the third where only mpips can."""
 OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 
 
@@ -211,15 +213,14 @@ def main() -> int:
     for cell in cells():
         words: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(words, verdict(cell, ours, theirs), theirs)
-        worst = max(set(words), key=lambda word: word not in ("equal", "refused by both", "more"))
+        worst = max(set(words), key=lambda word: word not in FINE)
         found.setdefault(cell.call, Counter())[worst] += 1
-        if dist.get_rank() == 0 and worst not in ("equal", "refused by both", "more"):
+        if dist.get_rank() == 0 and worst not in FINE:
             print(f"{cell.call} of {cell.dtype} {cell.shape}: {words}", flush=True)
     if dist.get_rank() == 0:
         for call, counts in found.items():
             print(f"{call:26}", ", ".join(f"{word} {count}" for word, count in counts.items()))
-    wrong = sum(counts[word] for counts in found.values() for word in counts
-                if word not in ("equal", "refused by both", "more"))  # fmt: skip
+    wrong = sum(count for counts in found.values() for word, count in counts.items() if word not in FINE)
     dist.destroy_process_group()
     return min(wrong, 1)
 

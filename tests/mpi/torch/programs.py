@@ -19,6 +19,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 from torch.utils.checkpoint import checkpoint
 
 import mpips.torch
@@ -54,14 +55,20 @@ class Way:
         """Return the context in which a backward pass only adds to the gradients."""
         return nullcontext() if self.name == "optimizer" else model.no_sync()
 
-    def batch(self, step: int, outputs: int = 1) -> tuple[Tensor, Tensor]:
-        """Return this worker's inputs (BATCH, FEATURES) and targets (BATCH, outputs) of a step."""
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Return this worker's inputs (BATCH, FEATURES) and targets (BATCH, 1) of a step."""
         generator = torch.Generator().manual_seed(1000 * step + self.rank)
         x = torch.randn(BATCH, FEATURES, generator=generator)
-        return x, x[:, :1].repeat(1, outputs) + 0.1 * torch.randn(BATCH, outputs, generator=generator)
+        return x, x[:, :1] + 0.1 * torch.randn(BATCH, 1, generator=generator)
+
+    def words(self, step: int, most: int = 11) -> Tensor:
+        """Return BATCH words of this worker."""
+        return torch.randint(most, (BATCH,), generator=torch.Generator().manual_seed(77 * step + self.rank))
 
 
 Program = Callable[[Way], nn.Module]
+Loss = Callable[[Any, int], Tensor]
+"""Gets the wrapped model and the step."""
 PROGRAMS: dict[str, Program] = {}
 
 
@@ -81,50 +88,56 @@ def sgd(parameters: Iterable[Any], lr: float = 0.05) -> torch.optim.SGD:
     return torch.optim.SGD(parameters, lr=lr, momentum=0.9, weight_decay=0.05)
 
 
-def train(way: Way, model: nn.Module, optimizer: Any, after: Callable[[int], Any] = lambda step: None) -> nn.Module:
+def nothing(step: int) -> None:
+    pass
+
+
+def train(
+    way: Way, model: nn.Module, optimizer: Any = None, loss: Loss | None = None, before: Any = nothing,
+    clip: Any = nothing, after: Any = nothing, scheduler: Any = None, metric: Any = lambda step: (),
+    to_none: bool = True, **ddp: Any,
+) -> nn.Module:  # fmt: skip
     """Train by the usual loop, and return the model as it was before it was wrapped."""
-    net, optimizer = way.begin(model, optimizer)
-    for step in range(STEPS):
+
+    def regression(net: Any, step: int) -> Tensor:
         x, y = way.batch(step)
-        optimizer.zero_grad()
-        mse_loss(net(x), y).backward()
+        return mse_loss(net(x), y)
+
+    net, optimizer = way.begin(model, optimizer or sgd(model.parameters()), **ddp)
+    schedule = scheduler(optimizer) if scheduler else None
+    for step in range(STEPS):
+        before(step)
+        optimizer.zero_grad(set_to_none=to_none)
+        (loss or regression)(net, step).backward()
+        clip(step)
         optimizer.step()
         after(step)
+        if schedule:
+            schedule.step(*metric(step))
     return model
+
+
+# ---- what is trained
 
 
 @program
 def plain(way: Way) -> nn.Module:
-    model = mlp()
-    return train(way, model, sgd(model.parameters()))
-
-
-@program
-def adamw(way: Way) -> nn.Module:
-    model = mlp()
-    return train(way, model, torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1))
+    return train(way, mlp())
 
 
 @program
 def frozen(way: Way) -> nn.Module:
     model = mlp()
     model[2].requires_grad_(False)
-    return train(way, model, sgd(model.parameters()))
+    return train(way, model)
 
 
 @program
 def frozen_later(way: Way) -> nn.Module:
     """Freeze a layer in mid-training. DDP itself needs to be told that gradients may miss."""
     model = mlp()
-    net, optimizer = way.begin(model, sgd(model.parameters()), find_unused_parameters=True)
-    for step in range(STEPS):
-        if step == STEPS // 2:
-            model[0].requires_grad_(False)
-        x, y = way.batch(step)
-        optimizer.zero_grad()
-        mse_loss(net(x), y).backward()
-        optimizer.step()
-    return model
+    freeze = lambda step: step == STEPS // 2 and model[0].requires_grad_(False)  # noqa: E731
+    return train(way, model, before=freeze, find_unused_parameters=True)
 
 
 class Branches(nn.Module):
@@ -139,14 +152,11 @@ class Branches(nn.Module):
 
 
 def branches(way: Way, takes_left: Callable[[int], bool]) -> nn.Module:
-    model = Branches()
-    net, optimizer = way.begin(model, sgd(model.parameters()), find_unused_parameters=True)
-    for step in range(STEPS):
+    def loss(net: Any, step: int) -> Tensor:
         x, y = way.batch(step)
-        optimizer.zero_grad()
-        mse_loss(net(x, takes_left(step)), y).backward()
-        optimizer.step()
-    return model
+        return mse_loss(net(x, takes_left(step)), y)
+
+    return train(way, Branches(), loss=loss, find_unused_parameters=True)
 
 
 @program
@@ -168,13 +178,12 @@ def branch_never(way: Way) -> nn.Module:
 def two_forwards(way: Way) -> nn.Module:
     """A critic sees two batches before one backward pass."""
     model = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
-    net, optimizer = way.begin(model, sgd(model.parameters(), 0.01), broadcast_buffers=False)
-    for step in range(STEPS):
+
+    def loss(net: Any, step: int) -> Tensor:
         x, y = way.batch(step)
-        optimizer.zero_grad()
-        (net(x + 1).mean() - net(y.repeat(1, FEATURES)).mean()).backward()
-        optimizer.step()
-    return model
+        return net(x + 1).mean() - net(y.repeat(1, FEATURES)).mean()
+
+    return train(way, model, sgd(model.parameters(), 0.01), loss, broadcast_buffers=False)
 
 
 class Siamese(nn.Module):
@@ -184,20 +193,14 @@ class Siamese(nn.Module):
         super().__init__()
         self.net = mlp(4)
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return (self.net(x) - self.net(y)).pow(2).sum(1, keepdim=True)
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.net(x) - self.net(x.flip(0))).pow(2).sum(1, keepdim=True)
 
 
 @program
 def shared_twice(way: Way) -> nn.Module:
     model = Siamese()
-    net, optimizer = way.begin(model, sgd(model.parameters(), 0.01))
-    for step in range(STEPS):
-        x, y = way.batch(step)
-        optimizer.zero_grad()
-        mse_loss(net(x, x.flip(0)), y).backward()
-        optimizer.step()
-    return model
+    return train(way, model, sgd(model.parameters(), 0.01))
 
 
 class Checkpointed(nn.Module):
@@ -217,14 +220,144 @@ class Checkpointed(nn.Module):
 
 @program
 def checkpointed(way: Way) -> nn.Module:
-    model = Checkpointed(False, 2)
-    return train(way, model, sgd(model.parameters()))
+    return train(way, Checkpointed(False, 2))
 
 
 @program
 def checkpointed_reentrant(way: Way) -> nn.Module:
-    model = Checkpointed(True, 1)
-    return train(way, model, sgd(model.parameters()))
+    return train(way, Checkpointed(True, 1))
+
+
+class Tied(nn.Module):
+    """A language model whose embedding is its output layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.mix = nn.Embedding(11, 6), nn.Linear(6, 6)
+        self.out = nn.Linear(6, 11, bias=False)
+        self.out.weight = self.embedding.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.mix(self.embedding(words))))
+
+
+def next_word(way: Way) -> Loss:
+    def loss(net: Any, step: int) -> Tensor:
+        text = way.words(step)
+        return cross_entropy(net(text), text.roll(1))
+
+    return loss
+
+
+@program
+def tied(way: Way) -> nn.Module:
+    return train(way, Tied(), loss=next_word(way))
+
+
+@program
+def sparse_embedding(way: Way) -> nn.Module:
+    model = nn.Sequential(nn.Embedding(11, 4, sparse=True), nn.Linear(4, 11))
+    return train(way, model, torch.optim.SGD(model.parameters(), lr=0.1), next_word(way))
+
+
+@program
+def spectral_norm(way: Way) -> nn.Module:
+    model = mlp()
+    nn.utils.parametrizations.spectral_norm(model[2])
+    return train(way, model)
+
+
+@program
+def quantisation_aware(way: Way) -> nn.Module:
+    from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
+
+    fake = FakeQuantize(observer=MovingAverageMinMaxObserver, quant_min=0, quant_max=255)
+    return train(way, nn.Sequential(nn.Linear(FEATURES, 8), nn.ReLU(), fake, nn.Linear(8, 1)))
+
+
+class Recurrent(nn.Module):
+    """An LSTM over sequences of unlike lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.out = nn.LSTM(1, 5, batch_first=True), nn.Linear(5, 1)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x.unsqueeze(2), lengths, batch_first=True, enforce_sorted=False)
+        return self.out(self.lstm(packed)[1][0][-1])
+
+
+@program
+def packed_sequences(way: Way) -> nn.Module:
+    def loss(net: Any, step: int) -> Tensor:
+        x, y = way.batch(step)
+        return mse_loss(net(x, 1 + torch.arange(BATCH).add(step) % FEATURES), y)
+
+    return train(way, Recurrent(), loss=loss)
+
+
+@program
+def transformer(way: Way) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    model = nn.Sequential(nn.Linear(1, 8), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(8, 1))
+
+    def loss(net: Any, step: int) -> Tensor:
+        x, y = way.batch(step)
+        return mse_loss(net(x.unsqueeze(2))[:, 0], y)
+
+    return train(way, model, sgd(model.parameters(), 0.01), loss)
+
+
+@program
+def convolution(way: Way) -> nn.Module:
+    layers = [nn.Unflatten(1, (1, FEATURES)), nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.ReLU(), nn.Flatten()]
+    model = nn.Sequential(*layers, nn.Linear(16, 1))
+    return train(way, model, sgd(model.parameters(), 0.01))
+
+
+@program
+def compiled(way: Way) -> nn.Module:
+    model = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    quick: list[Any] = []
+
+    def loss(net: Any, step: int) -> Tensor:
+        if not quick:
+            quick.append(torch.compile(net, backend="eager"))
+        x, y = way.batch(step)
+        return mse_loss(quick[0](x), y)
+
+    return train(way, model, sgd(model.parameters(), 0.01), loss, bucket_cap_mb=25)
+
+
+# ---- how it is trained
+
+
+@program
+def adamw(way: Way) -> nn.Module:
+    model = mlp()
+    return train(way, model, torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1))
+
+
+@program
+def groups(way: Way) -> nn.Module:
+    model = mlp()
+    biases = [p for p in model.parameters() if p.dim() == 1]
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    parts = [{"params": weights, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0, "lr": 0.01}]
+    return train(way, model, torch.optim.Adam(parts, lr=0.005))
+
+
+@program
+def scheduled(way: Way) -> nn.Module:
+    return train(way, mlp(), scheduler=lambda optimizer: OneCycleLR(
+        optimizer, max_lr=0.1, total_steps=STEPS, cycle_momentum=False))  # fmt: skip
+
+
+@program
+def plateau(way: Way) -> nn.Module:
+    """ReduceLROnPlateau on a loss that all ranks share."""
+    make = lambda optimizer: ReduceLROnPlateau(optimizer, patience=0, factor=0.5)  # noqa: E731
+    return train(way, mlp(), scheduler=make, metric=lambda step: (1.0 if step % 3 else 0.5,))
 
 
 @program
@@ -242,40 +375,10 @@ def accumulated(way: Way) -> nn.Module:
 
 
 @program
-def scheduled(way: Way) -> nn.Module:
-    model = mlp()
-    optimizer = sgd(model.parameters())
-    net, optimizer = way.begin(model, optimizer)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=STEPS, cycle_momentum=False)
-    for step in range(STEPS):
-        x, y = way.batch(step)
-        optimizer.zero_grad()
-        mse_loss(net(x), y).backward()
-        optimizer.step()
-        scheduler.step()
-    return model
-
-
-@program
-def plateau(way: Way) -> nn.Module:
-    """ReduceLROnPlateau on a loss that all ranks share."""
-    model = mlp()
-    net, optimizer = way.begin(model, sgd(model.parameters()))
-    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
-    for step in range(STEPS):
-        x, y = way.batch(step)
-        optimizer.zero_grad()
-        mse_loss(net(x), y).backward()
-        optimizer.step()
-        scheduler.step(1.0 if step % 3 else 0.5)
-    return model
-
-
-@program
 def averaged_weights(way: Way) -> nn.Module:
     model = mlp()
     averaged = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
-    train(way, model, sgd(model.parameters()), lambda step: averaged.update_parameters(model))
+    train(way, model, after=lambda step: averaged.update_parameters(model))
     return averaged.module
 
 
@@ -283,23 +386,7 @@ def averaged_weights(way: Way) -> nn.Module:
 def clipped(way: Way) -> nn.Module:
     """Clip what backward has left, as every recipe does."""
     model = mlp()
-    net, optimizer = way.begin(model, sgd(model.parameters()))
-    for step in range(STEPS):
-        x, y = way.batch(step)
-        optimizer.zero_grad()
-        mse_loss(net(x), y).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        optimizer.step()
-    return model
-
-
-@program
-def groups(way: Way) -> nn.Module:
-    model = mlp()
-    biases = [p for p in model.parameters() if p.dim() == 1]
-    weights = [p for p in model.parameters() if p.dim() > 1]
-    parts = [{"params": weights, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0, "lr": 0.01}]
-    return train(way, model, torch.optim.Adam(parts, lr=0.005))
+    return train(way, model, clip=lambda step: nn.utils.clip_grad_norm_(model.parameters(), 0.05))
 
 
 @program
@@ -319,67 +406,14 @@ def lbfgs(way: Way) -> nn.Module:
     return model
 
 
-class Tied(nn.Module):
-    """A language model whose embedding is its output layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.mix = nn.Embedding(11, 6), nn.Linear(6, 6)
-        self.out = nn.Linear(6, 11, bias=False)
-        self.out.weight = self.embedding.weight
-
-    def forward(self, words: Tensor) -> Tensor:
-        return self.out(torch.tanh(self.mix(self.embedding(words))))
-
-
-def words(way: Way, step: int, most: int = 11) -> Tensor:
-    """Return BATCH words of this worker."""
-    return torch.randint(most, (BATCH,), generator=torch.Generator().manual_seed(77 * step + way.rank))
-
-
-@program
-def tied(way: Way) -> nn.Module:
-    model = Tied()
-    net, optimizer = way.begin(model, sgd(model.parameters()))
-    for step in range(STEPS):
-        text = words(way, step)
-        optimizer.zero_grad()
-        cross_entropy(net(text), text.roll(1)).backward()
-        optimizer.step()
-    return model
-
-
-@program
-def spectral_norm(way: Way) -> nn.Module:
-    model = mlp()
-    nn.utils.parametrizations.spectral_norm(model[2])
-    return train(way, model, sgd(model.parameters()))
-
-
-@program
-def sparse_embedding(way: Way) -> nn.Module:
-    model = nn.Sequential(nn.Embedding(11, 4, sparse=True), nn.Linear(4, 11))
-    net, optimizer = way.begin(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for step in range(STEPS):
-        text = words(way, step)
-        optimizer.zero_grad()
-        cross_entropy(net(text), text.roll(1)).backward()
-        optimizer.step()
-    return model
-
-
 @program
 def autocast(way: Way) -> nn.Module:
-    model = mlp()
-    net, optimizer = way.begin(model, sgd(model.parameters()))
-    for step in range(STEPS):
+    def loss(net: Any, step: int) -> Tensor:
         x, y = way.batch(step)
-        optimizer.zero_grad()
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = mse_loss(net(x), y)
-        loss.backward()
-        optimizer.step()
-    return model
+            return mse_loss(net(x), y)
+
+    return train(way, mlp(), loss=loss)
 
 
 @program
@@ -399,119 +433,28 @@ def grad_scaler(way: Way) -> nn.Module:
 
 
 @program
-def quantisation_aware(way: Way) -> nn.Module:
-    from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
-
-    class Quantised(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(FEATURES, 8), nn.Linear(8, 1)
-            self.fake = FakeQuantize(observer=MovingAverageMinMaxObserver, quant_min=0, quant_max=255)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(self.fake(torch.relu(self.first(x))))
-
-    model = Quantised()
-    net, optimizer = way.begin(model, sgd(model.parameters()))
-    for step in range(STEPS):
-        x, y = way.batch(step)
-        optimizer.zero_grad()
-        mse_loss(net(x), y).backward()
-        optimizer.step()
-    return model
-
-
-class Recurrent(nn.Module):
-    """An LSTM over sequences of unlike lengths."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.out = nn.LSTM(1, 5, batch_first=True), nn.Linear(5, 1)
-
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        packed = nn.utils.rnn.pack_padded_sequence(x.unsqueeze(2), lengths, batch_first=True, enforce_sorted=False)
-        return self.out(self.lstm(packed)[1][0][-1])
-
-
-@program
-def packed_sequences(way: Way) -> nn.Module:
-    model = Recurrent()
-    net, optimizer = way.begin(model, sgd(model.parameters()))
-    for step in range(STEPS):
-        x, y = way.batch(step)
-        lengths = 1 + torch.arange(BATCH).add(step) % FEATURES
-        optimizer.zero_grad()
-        mse_loss(net(x, lengths), y).backward()
-        optimizer.step()
-    return model
-
-
-@program
-def transformer(way: Way) -> nn.Module:
-    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    model = nn.Sequential(nn.Linear(1, 8), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(8, 1))
-    net, optimizer = way.begin(model, sgd(model.parameters(), 0.01))
-    for step in range(STEPS):
-        x, y = way.batch(step)
-        optimizer.zero_grad()
-        mse_loss(net(x.unsqueeze(2))[:, 0], y).backward()
-        optimizer.step()
-    return model
-
-
-@program
-def convolution(way: Way) -> nn.Module:
-    model = nn.Sequential(nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 1))
-    net, optimizer = way.begin(model, sgd(model.parameters(), 0.01))
-    for step in range(STEPS):
-        x, y = way.batch(step)
-        optimizer.zero_grad()
-        mse_loss(net(x.unsqueeze(1)), y).backward()
-        optimizer.step()
-    return model
-
-
-@program
 def gradient_penalty(way: Way) -> nn.Module:
     """A loss that holds the gradient by the inputs: gradients of gradients."""
     model = mlp()
-    net, optimizer = way.begin(model, sgd(model.parameters(), 0.01))
-    for step in range(STEPS):
-        x, _ = way.batch(step)
-        x.requires_grad_()
-        optimizer.zero_grad()
+
+    def loss(net: Any, step: int) -> Tensor:
+        x = way.batch(step)[0].requires_grad_()
         out = net(x)
         (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        (out.pow(2).mean() + (slope.norm(dim=1) - 1).pow(2).mean()).backward()
-        optimizer.step()
-    return model
+        return out.pow(2).mean() + (slope.norm(dim=1) - 1).pow(2).mean()
+
+    return train(way, model, sgd(model.parameters(), 0.01), loss)
 
 
 @program
 def zeroed_gradients(way: Way) -> nn.Module:
-    """Gradients stay zeros between steps, so a branch that is not used has one; a hook doubles another."""
+    """Gradients stay zeros between steps; a hook doubles one."""
     model = mlp()
     model[4].weight.register_hook(lambda gradient: 2 * gradient)
-    net, optimizer = way.begin(model, sgd(model.parameters()))
-    for step in range(STEPS):
-        x, y = way.batch(step)
-        optimizer.zero_grad(set_to_none=False)
-        mse_loss(net(x), y).backward()
-        optimizer.step()
-    return model
+    return train(way, model, to_none=False)
 
 
-@program
-def compiled(way: Way) -> nn.Module:
-    model = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-    net, optimizer = way.begin(model, sgd(model.parameters(), 0.01), bucket_cap_mb=25)
-    quick = torch.compile(net, backend="eager")
-    for step in range(STEPS):
-        x, y = way.batch(step)
-        optimizer.zero_grad()
-        mse_loss(quick(x), y).backward()
-        optimizer.step()
-    return model
+# ---- the job
 
 
 def outcome(way: Way, run: Program) -> tuple[list[Tensor], str]:
@@ -536,19 +479,15 @@ def main(name: str, path: str, *chosen: str) -> None:
     for each in chosen or PROGRAMS:
         trained, error = outcome(Way(name, workers), PROGRAMS[each])
         everybody = workers.allgather((trained, error))
-        found[each] = (everybody[0][0], _apart([one for one, _ in everybody]), [said for _, said in everybody])
+        pairs = [pair for one, _ in everybody[1:] for pair in zip(everybody[0][0], one)]
+        apart = max((float((a - b).abs().max()) for a, b in pairs), default=0.0)
+        found[each] = (everybody[0][0], apart, [said for _, said in everybody])
         if workers.rank == 0:
             print(f"{name} {each}: {error or 'trained'}", file=sys.stderr, flush=True)
     if workers.rank == 0:
         torch.save(found, path)
     if keeper:
         keeper.close()
-
-
-def _apart(everybody: list[list[Tensor]]) -> float:
-    """Return the largest difference between any worker's parameters and worker 0's."""
-    pairs = [pair for one in everybody[1:] for pair in zip(everybody[0], one)]
-    return max((float((a - b).abs().max()) for a, b in pairs), default=0.0)
 
 
 if __name__ == "__main__":

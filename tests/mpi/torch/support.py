@@ -1,23 +1,32 @@
-"""What the tests of PyTorch share: models, batches, a group, and training steps."""
+"""What the tests of PyTorch share: models, batches, groups, stores, and training steps.
+
+Where a test fails on one rank it fails on all (`tests/mpi/conftest.py`): ranks assert what they see themselves.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor, nn
 
-import mpips.torch  # noqa: F401  (makes the backend known)
+import mpips.torch
 
 WORLD = MPI.COMM_WORLD
+ODD = WORLD.size - 1
+"""The rank that does something else than the others."""
 BATCH = 4
+EARLY = 0.00001
+"""MiB of a bucket: every gradient travels alone, as soon as it is there."""
+several = pytest.mark.skipif(WORLD.size == 1, reason="one rank has nobody to differ from")
 
 
-@contextmanager
+@contextlib.contextmanager
 def groups() -> Iterator[None]:
     """c10d with "mpips" as its default group."""
     dist.init_process_group("mpips")
@@ -28,21 +37,22 @@ def groups() -> Iterator[None]:
 
 
 def network(dtype: torch.dtype = torch.float64) -> nn.Module:
-    """The same on every rank and at every call."""
+    """Return a network that is the same on every rank and at every call."""
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)).to(dtype)
 
 
-def joined_batch(step: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """All ranks' batches of one step, in the order of ranks."""
+def joined_batch(step: int, dtype: torch.dtype = torch.float64, ranks: int = WORLD.size) -> tuple[Tensor, Tensor]:
+    """Return all ranks' batches of one step, in the order of ranks."""
     generator = torch.Generator().manual_seed(100 + step)
     size = BATCH * WORLD.size
-    x = torch.randn(size, 5, generator=generator, dtype=torch.float64)
-    return x.to(dtype), torch.randn(size, 3, generator=generator, dtype=torch.float64).to(dtype)
+    x = torch.randn(size, 5, generator=generator, dtype=torch.float64)[: BATCH * ranks]
+    y = torch.randn(size, 3, generator=generator, dtype=torch.float64)[: BATCH * ranks]
+    return x.to(dtype), y.to(dtype)
 
 
 def batch(step: int, dtype: torch.dtype = torch.float64, rank: int = WORLD.rank) -> tuple[Tensor, Tensor]:
-    """One rank's."""
+    """Return one rank's batch."""
     x, y = joined_batch(step, dtype)
     mine = slice(BATCH * rank, BATCH * (rank + 1))
     return x[mine], y[mine]
@@ -52,7 +62,7 @@ def train(
     model: nn.Module, optimizer: Any, steps: int, batches: Callable[[int], tuple[Tensor, Tensor]],
     after: Callable[[], Any] = lambda: None,
 ) -> list[float]:  # fmt: skip
-    """The losses of some steps."""
+    """Train by the usual loop, and return the losses."""
     losses = []
     for step in range(steps):
         x, y = batches(step)
@@ -66,12 +76,52 @@ def train(
 
 
 def far(model: nn.Module, other: nn.Module) -> float:
-    """The largest difference of parameters, relative to the largest value."""
+    """Return the largest difference of parameters, relative to the largest value."""
     pairs = list(zip(model.parameters(), other.parameters(), strict=True))
     with torch.no_grad():
         return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-12)) for a, b in pairs)
 
 
-def worst(value: float) -> float:
-    """The largest of all ranks'."""
-    return WORLD.allreduce(value, MPI.MAX)
+def alike(mine: Any) -> bool:
+    """Return whether all ranks bring the same. Collective."""
+    every = WORLD.allgather(mine)
+    return all(each == every[0] for each in every)
+
+
+def sums(model: nn.Module) -> list[float]:
+    """Return the sum of each parameter, to compare ranks by."""
+    return [float(p.detach().double().sum()) for p in model.parameters()]
+
+
+def heard(call: Callable[[], Any]) -> str:
+    """Return the error that a call raises, as text; "" where it raises none."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+# ---- stores
+
+SERVERLESS: dict[str, Any] = {"kind": "dist_sync"}
+SERVED: dict[str, Any] = {"kind": "dist_sync", "servers": 1}
+
+
+@contextlib.contextmanager
+def on_workers(options: dict[str, Any], least: int = 1) -> Iterator[None]:
+    """Servers leave the block by themselves. `least`: workers that the test takes."""
+    if WORLD.size - options.get("servers", 0) < least:
+        pytest.skip(f"it takes {least} worker{'s' * (least > 1)}, beside servers")
+    with contextlib.suppress(SystemExit):
+        yield
+
+
+def wrapped(model: nn.Module, optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> Any:
+    """Return a worker's DistributedOptimizer."""
+    return mpips.torch.DistributedOptimizer(optimizer, model.named_parameters(), **options)
+
+
+def mine(optimizer: Any) -> Callable[[int], tuple[Tensor, Tensor]]:
+    """Return the batches of one worker, by step."""
+    return lambda step: batch(step, rank=optimizer.store.rank)

@@ -7,21 +7,18 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
-torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'mpips[torch]'")
-
-import torch.distributed as dist  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch.nn.parallel import DistributedDataParallel  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
-
-import mpips.torch  # noqa: E402
-from tests.mpi.torch.support import WORLD, groups  # noqa: E402
+from mpips.torch import DataParallel
+from tests.mpi.torch.support import EARLY, ODD, WORLD, batch, far, groups, network, train
 
 Program = Callable[[nn.Module, nn.Module], None]
 """Gets the wrapped model and its module, and leaves gradients."""
-EARLY = 0.00001
-"""MiB of a bucket: every gradient travels alone, as soon as it is there."""
+buckets = pytest.mark.parametrize("buckets", ["single", EARLY])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,8 +55,12 @@ def normed() -> nn.Module:
 
 
 def x(number: int = 0) -> Tensor:
-    """One rank's batch."""
+    """Return one rank's batch."""
     return torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * WORLD.rank + number))
+
+
+def backward(model: nn.Module, number: int = 0, **options: Any) -> None:
+    model(x(number)).pow(2).mean().backward(**options)
 
 
 def two_forwards(model: nn.Module, module: nn.Module) -> None:
@@ -67,7 +68,7 @@ def two_forwards(model: nn.Module, module: nn.Module) -> None:
 
 
 def generator_and_critic(model: nn.Module, module: nn.Module) -> None:
-    (model(x(0).detach()).mean() - model(x(1)).pow(2).mean()).backward()
+    two_forwards(model, module)
     model.zero_grad()
     model(x(2)).mean().backward()
 
@@ -100,7 +101,7 @@ def retained(model: nn.Module, module: nn.Module) -> None:
 
 def accumulated(model: nn.Module, module: nn.Module) -> None:
     for number in range(3):
-        model(x(number)).pow(2).mean().backward()
+        backward(model, number)
 
 
 def without_sync(to_none: bool) -> Program:
@@ -108,9 +109,8 @@ def without_sync(to_none: bool) -> Program:
         for step in range(3):
             model.zero_grad(set_to_none=to_none)
             for number in range(3):
-                no_sync = getattr(model, "no_sync", nullcontext)
-                with no_sync() if number < 2 else nullcontext():
-                    model(x(3 * step + number)).pow(2).mean().backward()
+                with getattr(model, "no_sync", nullcontext)() if number < 2 else nullcontext():
+                    backward(model, 3 * step + number)
 
     return program
 
@@ -124,26 +124,26 @@ def gradient_penalty(model: nn.Module, module: nn.Module) -> None:
 
 def create_graph(model: nn.Module, module: nn.Module) -> None:
     for number in range(2):
-        model(x(number)).pow(2).mean().backward(create_graph=True)
+        backward(model, number, create_graph=True)
 
 
 def saliency_on_one_rank(model: nn.Module, module: nn.Module) -> None:
     if WORLD.rank == 0 and not isinstance(model, DistributedDataParallel):
         given = x().requires_grad_()
         torch.autograd.grad(model(given).sum(), given)
-    model(x()).pow(2).mean().backward()
+    backward(model)
 
 
 def frozen_afterwards(model: nn.Module, module: nn.Module) -> None:
-    model(x()).pow(2).mean().backward()
+    backward(model)
     model.zero_grad()
     module[2].requires_grad_(False)
-    model(x(1)).pow(2).mean().backward()
+    backward(model, 1)
 
 
 def tensor_hooks(model: nn.Module, module: nn.Module) -> None:
     module[2].weight.register_hook(lambda gradient: gradient * 2)
-    model(x()).pow(2).mean().backward()
+    backward(model)
 
 
 def tripled(parameter: Tensor) -> None:
@@ -153,14 +153,14 @@ def tripled(parameter: Tensor) -> None:
 def accumulation_hooks(model: nn.Module, module: nn.Module) -> None:
     module[0].bias.register_post_accumulate_grad_hook(tripled)
     module[2].weight.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", weight.grad * 2))
-    model(x()).pow(2).mean().backward()
+    backward(model)
 
 
 def replaced(model: nn.Module, module: nn.Module) -> None:
-    model(x()).pow(2).mean().backward()
+    backward(model)
     module[2].weight.grad = torch.ones(4, 4)
     module[0].weight.grad = None
-    model(x(1)).pow(2).mean().backward()
+    backward(model, 1)
 
 
 SHAPES: dict[str, tuple[Callable[[], nn.Module], Program, dict[str, Any] | None]] = {
@@ -187,47 +187,54 @@ SHAPES: dict[str, tuple[Callable[[], nn.Module], Program, dict[str, Any] | None]
 """Module, program, and options of DDP; None where DDP has another meaning, or refuses."""
 
 
-def gradients(make: Callable[[], nn.Module], program: Program, wrap: Callable[[nn.Module], nn.Module]) -> list[Tensor]:
-    torch.manual_seed(0)
-    module = make()
-    program(wrap(module), module)
+def left_by(module: nn.Module) -> list[Tensor]:
+    """Return the gradients of a module; one without elements for none."""
     return [torch.zeros(0) if p.grad is None else p.grad.detach().clone() for p in module.parameters()]
 
 
-def far(some: list[Tensor], others: list[Tensor]) -> float:
-    """The largest difference, infinity where one has a gradient and the other none."""
+def apart(some: list[Tensor], others: list[Tensor]) -> float:
+    """Return the largest difference, infinity where one has a gradient and the other none."""
     return max(
         float("inf") if a.shape != b.shape else float((a - b).abs().max()) if a.numel() else 0.0
         for a, b in zip(some, others, strict=True)
     )
 
 
+def apart_on_ranks(some: list[Tensor]) -> float:
+    """Return the largest difference between rank 0's tensors and those of any rank. Collective."""
+    every = WORLD.allgather(some)
+    return max(apart(every[0], each) for each in every)
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("buckets", ["single", EARLY])
+@buckets
 @pytest.mark.parametrize("shape", SHAPES)
 def test_gradients_are_the_mean(shape: str, buckets: str | float, gloo: Any) -> None:
     make, program, options = SHAPES[shape]
-    ours = gradients(make, program, lambda module: mpips.torch.DataParallel(module, buckets=buckets))
-    theirs = gradients(make, program, lambda module: module)
-    theirs = [sum(every) / WORLD.size for every in zip(*WORLD.allgather(theirs))]
-    if shape == "two forwards, a buffer":  # rank 0's counts in all forward passes
-        theirs = ours
-    off = [far(ours, theirs)]
+
+    def run(wrap: Callable[[nn.Module], nn.Module]) -> list[Tensor]:
+        torch.manual_seed(0)
+        module = make()
+        program(wrap(module), module)
+        return left_by(module)
+
+    ours = run(lambda module: DataParallel(module, buckets=buckets))
+    means = [sum(every) / WORLD.size for every in zip(*WORLD.allgather(run(lambda module: module)))]
+    off = [apart_on_ranks(ours)]
+    if shape != "two forwards, a buffer":  # of which rank 0's counts in all forward passes
+        off.append(apart(ours, means))
     if options is not None:
-        ddp = gradients(make, program, lambda module: DistributedDataParallel(module, process_group=gloo, **options))
-        off.append(far(ours, ddp))
-    off.append(max(far(other, ours) for other in WORLD.allgather(ours)))
-    everybody = WORLD.allgather(off)
-    assert all(max(each) < 1e-6 for each in everybody), everybody
+        ddp = run(lambda module: DistributedDataParallel(module, process_group=gloo, **options))
+        off.append(apart(ours, ddp))
+    assert max(off) < 1e-6, off
 
 
 def test_a_buffer_that_autograd_has_saved_keeps_its_values() -> None:
     """The gradient of each forward pass is made with the buffers that it had."""
     torch.manual_seed(0)
     module = Scaled()
-    model = mpips.torch.DataParallel(module)
-    scales = []
-    loss = torch.zeros(())
+    model = DataParallel(module)
+    scales, loss = [], torch.zeros(())
     for number in range(2):
         out = model(x(number))
         scales.append(WORLD.bcast(module.scale - x(number).mean()))
@@ -235,8 +242,7 @@ def test_a_buffer_that_autograd_has_saved_keeps_its_values() -> None:
     loss.backward()
     local = sum(scale[:, None] * x(number).sum(0) for number, scale in enumerate(scales))
     mean = sum(WORLD.allgather(local)) / WORLD.size
-    off = WORLD.allgather(float((module.layer.weight.grad - mean).abs().max()))
-    assert max(off) < 1e-4, off
+    assert float((module.layer.weight.grad - mean).abs().max()) < 1e-4
 
 
 class Branching(nn.Module):
@@ -244,16 +250,16 @@ class Branching(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(4, 1) for _ in range(3))
 
-    def forward(self, x: Tensor, which: int | None) -> Tensor:
-        return x.sum() * 1.0 if which is None else self.layers[which](x)
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        return self.layers[which](x) if which < 3 else x.sum() * 1.0
 
 
-@pytest.mark.parametrize("buckets", ["single", EARLY])
-def test_other_parameters_on_every_rank_and_in_every_step(buckets: str | float, gloo: Any) -> None:
+@buckets
+def test_each_rank_and_step_uses_other_parameters(buckets: str | float, gloo: Any) -> None:
     """A rank that uses none of them takes part: its loss comes from the model's output all the same."""
     found = []
     for wrap in (
-        lambda module: mpips.torch.DataParallel(module, buckets=buckets),
+        lambda module: DataParallel(module, buckets=buckets),
         lambda module: DistributedDataParallel(module, process_group=gloo, find_unused_parameters=True),
     ):
         torch.manual_seed(0)
@@ -261,34 +267,29 @@ def test_other_parameters_on_every_rank_and_in_every_step(buckets: str | float, 
         model, every = wrap(module), []
         for step in range(4):
             model.zero_grad()
-            which = (step + WORLD.rank) % 4
-            given = x(step).requires_grad_()
-            model(given, which if which < 3 else None).sum().backward()
-            every += [torch.zeros(0) if p.grad is None else p.grad.clone() for p in module.parameters()]
+            model(x(step).requires_grad_(), (step + WORLD.rank) % 4).sum().backward()
+            every += left_by(module)
         found.append(every)
-    off = WORLD.allgather(far(*found))
-    assert max(off) < 1e-6, off
+    assert apart(*found) < 1e-6
 
 
-@pytest.mark.parametrize("buckets", ["single", EARLY])
-def test_parameters_that_are_unfrozen_after_wrapping(buckets: str | float) -> None:
+@buckets
+def test_parameters_may_be_unfrozen_after_wrapping(buckets: str | float) -> None:
     torch.manual_seed(0)
     module = plain()
     module[0].requires_grad_(False)
-    model = mpips.torch.DataParallel(module, buckets=buckets)
-    model(x()).pow(2).mean().backward()
+    model = DataParallel(module, buckets=buckets)
+    backward(model)
     module[0].requires_grad_(True)
     model.zero_grad()
-    model(x(1)).pow(2).mean().backward()
-    both = WORLD.allgather([p.grad for p in module.parameters()])
-    alike = [far(both[0], each) for each in both]
-    assert max(alike) == 0 and (WORLD.size == 1 or module[0].weight.grad.abs().max() > 0)
+    backward(model, 1)
+    assert apart_on_ranks(left_by(module)) == 0 and module[0].weight.grad.abs().max() > 0
 
 
-def test_join_with_evaluation_and_two_forwards_within() -> None:
+def test_join_takes_evaluation_and_two_forwards_within() -> None:
     torch.manual_seed(0)
     module = normed()
-    model = mpips.torch.DataParallel(module, buckets=EARLY)
+    model = DataParallel(module, buckets=EARLY)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with model.join():
         for step in range(1 + WORLD.rank):
@@ -299,22 +300,29 @@ def test_join_with_evaluation_and_two_forwards_within() -> None:
             with torch.no_grad():
                 model(x())
             model.train()
-    (model(x(1)).pow(2).mean()).backward()
-    every = WORLD.allgather([*(p.detach() for p in module.parameters()), *(p.grad for p in module.parameters())])
-    off = [far(every[0], each) for each in every]
-    assert max(off) == 0, off
+    backward(model, 1)
+    assert apart_on_ranks([*(p.detach() for p in module.parameters()), *left_by(module)]) == 0
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_compiled_model_with_buffers() -> None:
+def test_a_compiled_model_takes_buffers() -> None:
     torch.manual_seed(0)
     module = normed()
-    model = torch.compile(mpips.torch.DataParallel(module), backend="eager")
+    model = torch.compile(DataParallel(module), backend="eager")
     for step in range(2):
-        model(x(step)).pow(2).mean().backward()
-    every = WORLD.allgather([p.grad for p in module.parameters()])
-    off = [far(every[0], each) for each in every]
-    assert max(off) == 0, off
+        backward(model, step)
+    assert apart_on_ranks(left_by(module)) == 0
+
+
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, DataParallel])
+def test_a_compiled_model_trains_alike(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    made = []
+    for compiled in (False, True):
+        model = wrap(network())
+        step = torch.compile(model, backend="aot_eager") if compiled else model
+        train(step, torch.optim.SGD(model.parameters(), 0.1), 5, batch)
+        made.append(model)
+    assert far(*made) < 1e-12
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -322,17 +330,15 @@ def test_all_ranks_see_an_overflow_of_one() -> None:
     """GradScaler looks at averaged gradients: all leave the same step out, and have the same scale."""
     torch.manual_seed(0)
     module = plain()
-    model = mpips.torch.DataParallel(module, buckets=EARLY)
+    model = DataParallel(module, buckets=EARLY)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
     for step in range(4):
         optimizer.zero_grad()
-        loss = model(x(step)).pow(2).mean()
-        if step == 1 and WORLD.rank == WORLD.size - 1:
-            loss = loss * float("inf")
+        loss = model(x(step)).pow(2).mean() * (float("inf") if step == 1 and WORLD.rank == ODD else 1.0)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-    every = WORLD.allgather(([p.detach() for p in module.parameters()], scaler.get_scale()))
-    finite = all(bool(torch.isfinite(p).all()) for p in module.parameters())
-    assert finite and all(far(parameters, every[0][0]) == 0 and scale == 64.0 for parameters, scale in every), every
+    parameters = [p.detach() for p in module.parameters()]
+    assert all(torch.isfinite(p).all() for p in parameters) and scaler.get_scale() == 64.0
+    assert apart_on_ranks(parameters) == 0

@@ -10,16 +10,15 @@ import time
 from io import BytesIO
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'mpips[torch]'")
-
-import collectives  # noqa: E402
-import mpips.torch  # noqa: E402
-from launch import find  # noqa: E402
-from tests import child  # noqa: E402
-from tests.mpi.collectives.fault_table import NOT_DONE, ROOT, Place  # noqa: E402
-from tests.mpi.sizes import only_on  # noqa: E402
-from tests.mpi.torch.support import WORLD, batch, dist, groups, network, nn, train  # noqa: E402
+import collectives
+import mpips.torch
+from launch import find
+from tests import child
+from tests.mpi.collectives.fault_table import NOT_DONE, ROOT, Place
+from tests.mpi.sizes import only_on
+from tests.mpi.torch.support import WORLD, batch, dist, groups, network, nn, train
 
 MODULE = "tests.mpi.torch.test_faults"
 LAUNCHER = find(python=sys.executable)

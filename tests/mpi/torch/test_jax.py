@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 jax = pytest.importorskip("jax", reason="JAX is not installed: pip install 'mpips[jax]'")
-pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'mpips[torch]'")
 
 import mpips.jax  # noqa: E402
 from tests.mpi.torch.support import WORLD  # noqa: E402

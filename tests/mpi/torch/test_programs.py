@@ -12,10 +12,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'mpips[torch]'")
-
-from tests.mpi.sizes import only_on  # noqa: E402
+from tests.mpi.sizes import only_on
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAMS = re.findall(r"^@program\ndef (\w+)", (Path(__file__).parent / "programs.py").read_text(), re.MULTILINE)

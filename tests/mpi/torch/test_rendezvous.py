@@ -9,18 +9,16 @@ from io import BytesIO
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
-torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'mpips[torch]'")
-
-import torch.distributed as dist  # noqa: E402
-
-from collectives.simulator.topology import parse  # noqa: E402
-from launch.lab import client  # noqa: E402
-from launch.lab.kernel import find_missing  # noqa: E402
-from launch.lab.layout import lay_out  # noqa: E402
-from tests import child  # noqa: E402
-from tests.mpi.sizes import only_on  # noqa: E402
-from tests.mpi.torch.support import WORLD  # noqa: E402
+from collectives.simulator.topology import parse
+from launch.lab import client
+from launch.lab.kernel import find_missing
+from launch.lab.layout import lay_out
+from tests import child
+from tests.mpi.sizes import only_on
+from tests.mpi.torch.support import WORLD
 
 ROOT = Path(__file__).resolve().parents[3]
 LIMIT = 60

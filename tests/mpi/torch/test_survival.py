@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'mpips[torch]'")
-
-import mpips  # noqa: E402
-import mpips.torch  # noqa: E402
-from launch import find  # noqa: E402
-from mpips.torch.optimizer.rejoin import Position, meet  # noqa: E402
-from tests import child  # noqa: E402
-from tests.mpi.sizes import JOB_LIMIT, only_on  # noqa: E402
-from tests.mpi.torch.support import WORLD, batch, network, train  # noqa: E402
+import mpips
+import mpips.torch
+from launch import find
+from mpips.torch.optimizer.rejoin import Position, meet
+from tests import child
+from tests.mpi.sizes import JOB_LIMIT, only_on
+from tests.mpi.torch.support import WORLD, batch, network, train
 
 ROOT = Path(__file__).resolve().parents[3]
 LAUNCHER = find(python=sys.executable)
