@@ -24,9 +24,9 @@ from torch.autograd.graph import get_gradient_edge
 import collectives
 from collectives.communicator import communicator
 from mpips.torch.backend import check_joined
-from mpips.torch.buckets import BackwardProfile, Bucket, check_buckets, cut_by_bytes, cut_by_strategy, measure_costs
+from mpips.torch.buckets import Bucket, check_buckets, cut_by_bytes, cut_by_strategy, measure_costs
 from mpips.torch.lockstep import Lockstep, agree, check_weights, model_items
-from mpips.torch.reducer import Reducer
+from mpips.torch.reducer import BackwardProfile, Reducer
 from mpips.torch.state import broadcast_tensors, broadcast_values
 from mpips.torch.tensors import check_on_host, find_tensors, uncompiled
 

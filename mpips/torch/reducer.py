@@ -1,12 +1,15 @@
 """The reducer averages a model's gradients, bucket by bucket, while backward goes on.
 
-Gradients lie in one stretch of memory that the ranks of a node share, in the order in which they become ready. Behind
-them stand words: for each parameter whether anybody used it, then what ranks compare.
+`Reducer` starts the allreduces, and `BackwardProfile` takes the times from which buckets are planned. `Gradients` lie
+in one stretch of memory that the ranks of a node share, in the order in which they become ready. Behind them stand
+words: for each parameter whether anybody used it, then those that ranks compare.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -27,6 +30,8 @@ NUMPY: dict[torch.dtype, np.dtype[Any]] = {
 
 COMPARED = 2 * BITS + 1
 """Words that ranks compare: those of a token, and whether gradients came late."""
+DRIFT = 0.3
+"""How far backward's time may move before buckets are planned again."""
 
 
 class Reducer:
@@ -90,7 +95,7 @@ class Reducer:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a bucket of this backward has started."""
+        """True where a bucket of this backward has started."""
         return self._next > 0
 
     def free(self) -> None:
@@ -140,6 +145,47 @@ class Reducer:
                     self._start(plan, False).wait()
         finally:
             self.reset()
+
+
+class BackwardProfile:
+    """Times of one rank's backward passes over `count` gradients, in seconds from the first gradient."""
+
+    def __init__(self, count: int, comm: MPI.Intracomm) -> None:
+        self._comm = comm
+        self._times, self._spans = np.zeros(count), list[float]()
+        self._began = self._usual_span = 0.0
+
+    def begin(self) -> None:
+        """Note that the first gradient of a backward is there."""
+        self._began = time.perf_counter()
+
+    def note_ready(self, index: int) -> None:
+        """Note that a gradient is there."""
+        self._times[index] = time.perf_counter() - self._began
+
+    def end(self) -> None:
+        """Note that backward has ended."""
+        self._spans.append(time.perf_counter() - self._began)
+
+    def average(self) -> tuple[list[int], list[float]]:
+        """Return gradients in the order of readiness, and when each is ready, by the mean over ranks. Collective."""
+        collectives.allreduce(self._times, self._comm, op="mean")
+        order = sorted(range(len(self._times)), key=lambda index: (self._times[index], index))
+        self._usual_span = self._average_span()
+        ready = list(accumulate((float(self._times[index]) for index in order), max))
+        self._times = self._times[order]
+        return order, ready
+
+    def has_drifted(self) -> bool:
+        """Return whether backward takes longer, or shorter, than at the last `average`. Collective."""
+        span = self._average_span()
+        return bool(self._usual_span) and abs(span - self._usual_span) > DRIFT * self._usual_span
+
+    def _average_span(self) -> float:
+        """Return backward's seconds: the median of the last passes but the first, its mean over ranks. Collective."""
+        middle = np.array([float(np.median(self._spans[1:] or self._spans or [0.0]))])
+        self._spans = []
+        return float(collectives.allreduce(middle, self._comm, op="mean")[0])
 
 
 class Gradients:

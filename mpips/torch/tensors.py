@@ -92,7 +92,7 @@ def find_tensors(value: Any) -> Iterator[Tensor]:
 
 
 class Reduction(NamedTuple):
-    """How tensors are reduced."""
+    """A way to reduce tensors."""
 
     name: str
     """As `collectives` calls it; "" where it is bitwise."""

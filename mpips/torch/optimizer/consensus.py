@@ -41,7 +41,7 @@ ALL = "all workers make each call of a DistributedOptimizer together"
 
 
 class Brought(NamedTuple):
-    """What this worker brings to a step."""
+    """The words of one worker for a step."""
 
     overflow: bool = False
     """Whether GradScaler has found an infinity or a NaN in its gradients."""

@@ -100,7 +100,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def on_servers(self) -> bool:
-        """Whether the store's servers make the updates."""
+        """True where the store's servers make the updates."""
         return isinstance(self._exchange, ServerExchange)
 
     def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: GradScaler | None = None) -> Any:

@@ -36,7 +36,7 @@ WARN_SECONDS = 10.0
 
 
 class Step(NamedTuple):
-    """What the workers of a step have agreed on."""
+    """The agreement of the workers of a step."""
 
     used: Sequence[bool]
     """Which parameters have a gradient on any of them; none where the step is skipped."""
@@ -396,8 +396,10 @@ def group_numbers(group: Mapping[str, Any]) -> dict[str, Any]:
 def server_optimizer(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], rescale: float
 ) -> Optimizer | None:
-    """Return what updates a group on a server as `optimizer` does here, for gradients that arrive as a sum; None where
-    no optimizer of the store does."""
+    """Return the store's optimizer that updates a group as `optimizer` does here; None where there is none.
+
+    Gradients arrive as a sum, which `rescale` makes their mean.
+    """
     make = _MAKERS.get(type(optimizer))
     if make is None or group.get("maximize") or isinstance(group["lr"], Tensor):
         return None
