@@ -13,12 +13,6 @@ class World:
 
     size, rank = 2, 0
 
-    def Get_size(self) -> int:
-        return self.size
-
-    def Get_rank(self) -> int:
-        return self.rank
-
     def Allgather(self, mine: object, every: object) -> None:
         """Gathers nothing."""
 
@@ -26,9 +20,11 @@ class World:
 def measured(monkeypatch: pytest.MonkeyPatch, share: float) -> list[Result]:
     """The commands, where an idle process takes that share of a core."""
     monkeypatch.setattr(idle, "share", lambda pid, shared_memory, seconds: (0.9, share))
-    monkeypatch.setattr(idle.MPI, "COMM_WORLD", World())
     monkeypatch.setattr(waiting, "share", lambda engine, count, seconds, inside: share)
-    return [CliRunner().invoke(module.command, []) for module in (idle, waiting)]
+    with monkeypatch.context() as patched:
+        patched.setattr(idle.MPI, "COMM_WORLD", World())
+        done = CliRunner().invoke(idle.command, [])
+    return [done, CliRunner().invoke(waiting.command, [])]
 
 
 def test_a_share_above_the_limit_fails(monkeypatch: pytest.MonkeyPatch) -> None:
