@@ -16,7 +16,7 @@ TESTS = $(VENV) --extra test && $(BIN)/python -m tests.run --python $(BIN)/pytho
 TEST_TORCH = .venv-torch/bin/python -m tests.run --stages mpi --ranks 1,2,3 --python .venv-torch/bin/python tests/mpi/torch
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-all test-pythons test-slow test-torch unit lab lint install clean overlap \
+.PHONY: help demo docs test test-quick test-all test-pythons test-slow test-torch unit lab lint install clean overlap \
 	reproduce-mg-wfbp reproduce-ibatch reproduce-bml reproduce-mxnet-mpi reproduce-tensor reproduce-mlp
 
 help: ## this list
@@ -28,6 +28,10 @@ demo: ## train on real data with servers and MPI clients in every mode: out/demo
 
 test: ## in 14 minutes: lint, unit and lab tests, MPI tests on 1, 3 and 7 ranks with Open MPI, on 2 and 4 with MPICH
 	$(TESTS) --ranks $(RANKS)
+
+test-quick: ## in two minutes: lint, unit tests, MPI tests on 4 ranks of one MPI
+	$(VENV) --extra test
+	$(BIN)/python -m tests.run --stages lint,unit,mpi --ranks 4
 
 test-all: ## everything, before a release: both MPIs on 1 to 7 ranks, every Python that is here, PyTorch if there
 	$(TESTS) --ranks $(ALL_RANKS) --full --limit 1800 --total 7200

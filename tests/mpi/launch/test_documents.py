@@ -15,8 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from mpi4py import MPI
 
+from launch import cli
 from tests.mpi.sizes import JOB_LIMIT
 from tests.pages import PAGES, ROOT, blocks, programs
 
@@ -84,7 +86,8 @@ SEPARATE = ("measurements", "promises")  # their commands make the figures that 
 
 def commands(page: Path) -> Iterator[str]:
     """Every command in the blocks of a page, once, in its order. Hosts are not here, nor their NICs: --dry-run."""
-    lines = [line.strip().removeprefix("$ ") for block in blocks(page) for line in block.splitlines()]
+    every = [line.strip().removeprefix("$ ") for block in blocks(page) for line in block.splitlines()]
+    lines = [re.sub(r" +# .*", "", line) for line in every]
     found = [line for line in lines if re.match(r"(mpips|python) [-a-z]", line) and not ELSEWHERE.search(line)]
     for line in dict.fromkeys(found):
         dry = re.sub("--interface [a-z0-9]+", "", line).replace("mpips run ", "mpips run --dry-run ")
@@ -92,9 +95,12 @@ def commands(page: Path) -> Iterator[str]:
 
 
 def command_cases() -> Iterator[object]:
+    """A simulation that several pages show runs once."""
+    simulated: set[str] = set()
     for page in PAGES:
         for quick in (True, False):
-            mine = [line for line in commands(page) if bool(QUICK.search(line)) == quick]
+            mine = [line for line in commands(page) if bool(QUICK.search(line)) == quick and line not in simulated]
+            simulated |= {line for line in mine if line.startswith("mpips sim ")}
             if mine and page.stem not in SEPARATE:
                 name = page.relative_to(ROOT).with_suffix("").as_posix()
                 yield pytest.param(page, mine, id=name, marks=() if quick else pytest.mark.full)
@@ -102,7 +108,9 @@ def command_cases() -> Iterator[object]:
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("page", "lines"), command_cases())
-def test_commands_run_as_printed(page: Path, lines: list[str], tmp_path: Path) -> None:
+def test_commands_run_as_printed(
+    page: Path, lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The page's own files are there, and what it takes for granted: a program, a table, a profile, the examples."""
     (tmp_path / "train.py").write_text(TRAIN, encoding="utf-8")
     (tmp_path / "table.csv").write_text(TABLE, encoding="utf-8")
@@ -119,7 +127,16 @@ def test_commands_run_as_printed(page: Path, lines: list[str], tmp_path: Path) -
                    "WANDB_MODE": "offline"}
     words = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": 2 * JOB_LIMIT}
     subprocess.run(["mpips", "plan", "--model", "lenet5", "--save-profile", "job.json"], check=True, **words)  # type: ignore[call-overload]
+    monkeypatch.chdir(tmp_path)
+    for name in os.environ.keys() - environment.keys():
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     for line in lines:
+        if QUICK.search(line) and not re.search(r"[<>|&;$*`]", line):  # no shell, no other process
+            here = CliRunner().invoke(cli.main, shlex.split(line)[1:], prog_name="mpips")
+            assert here.exit_code == 0, f"{line}\n{here.output[-2000:]}"
+            continue
         asks = re.search(r"torch|jax", line)
         if asks and importlib.util.find_spec(asks[0]) is None:
             continue

@@ -28,7 +28,7 @@ import mpips
 kind, steps, pause, last = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
 kv = mpips.create(kind)
 w = np.zeros(10, np.float32)
-kv.init("w", w)
+kv.init("v" if last == "another key" else "w", w)
 kv.set_optimizer("sgd", learning_rate=0.1, momentum=0.9)
 for step in range(kv.resumed, steps):
     kv.pushpull("w", np.ones(10, np.float32), out=w)
@@ -77,6 +77,10 @@ def test_the_last_step_is_saved_and_the_next_job_says_that_it_goes_on_from_it(tm
     assert code == 0, said
     assert said.count(f"mpips: the store goes on from step 7, saved in {tmp_path / 'saved'}\n") == 1
     assert saved(tmp_path) == ["store-00000007.safetensors", "store-00000009.safetensors"]
+    code, _, said = done(start(tmp_path, kind, 9, last="another key"))
+    assert code == 1
+    assert re.search(r"ValueError: init: key 'v' is not in .*/saved/store-\d+\.safetensors, which has 'w', so it "
+                     r"was saved by another training: give another folder", said)  # fmt: skip
     if kind != "dist_async":
         shutil.rmtree(tmp_path / "saved")
         code, straight, _ = done(start(tmp_path, kind, 9))
@@ -108,7 +112,7 @@ def test_an_interrupted_job_says_from_where_the_next_goes_on(tmp_path: Path, num
 
 
 def test_a_folder_that_vanishes_is_told_and_the_training_goes_on(tmp_path: Path) -> None:
-    job = start(tmp_path, "mpi_sync", 300, pause=0.02)
+    job = start(tmp_path, "mpi_sync", 120, pause=0.02)
     while not list(tmp_path.glob("saved/store-*.safetensors")) and job.poll() is None:
         time.sleep(0.1)
     (tmp_path / "saved").rename(tmp_path / "gone")

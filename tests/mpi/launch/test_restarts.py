@@ -109,7 +109,7 @@ def again(done: Run) -> list[int]:
     return [int(step or 0) for step in found]
 
 
-@first(1, **{"kind, servers, kills": [("dist_sync", 2, 2), ("mpi_sync", 0, 1), ("dist_sync", 1, 3)]})
+@first(1, **{"kind, servers, kills": [("dist_sync", 2, 1), ("mpi_sync", 0, 1), ("dist_sync", 1, 3)]})
 def test_a_killed_training_comes_to_the_same_bits(tmp_path: Path, kind: str, servers: int, kills: int) -> None:
     roles = {"kind": kind, "servers": servers, "steps": 80}
     plain = run(tmp_path / "plain", [], **roles)
@@ -168,16 +168,6 @@ def test_a_program_that_raises_is_not_started_again(tmp_path: Path) -> None:
     done = with_script(tmp_path, "", 5, train=RAISES)
     assert done.code == 1
     assert done.said.count("ZeroDivisionError: one bad step") == 1
-    assert "again" not in done.said
-
-
-def test_a_folder_of_another_training_is_told(tmp_path: Path) -> None:
-    assert with_script(tmp_path, "", 0, steps=30).code == 0
-    other = "import mpips\nkv = mpips.create('dist_sync')\nkv.init('v', __import__('numpy').ones(3))\n"
-    done = with_script(tmp_path, "", 3, train=other)
-    assert done.code == 1
-    assert re.search(r"ValueError: init: key 'v' is not in .*/saved/store-\d+\.safetensors, which has 'b', 'w', so it "
-                     r"was saved by another training: give another folder", done.said)  # fmt: skip
     assert "again" not in done.said
 
 

@@ -144,7 +144,7 @@ def test_a_job_ends_when_only_spares_are_left(tmp_path: Path) -> None:
 
 def test_a_spare_with_a_role_works(tmp_path: Path) -> None:
     takes = "from mpips.ending.process import say_role\nif w.rank == 3: say_role('worker')\n"
-    rest = f"{takes}time.sleep(0.5)\nfor rank in range(3): kill(rank)\ntime.sleep(4)\nos.write(1, b'it works')\n"
+    rest = f"{takes}time.sleep(0.3)\nfor rank in range(3): kill(rank)\ntime.sleep(2.5)\nos.write(1, b'it works')\n"
     job = Started(tmp_path, BEGIN + rest)
     assert job.code() == 0, job.err()
     assert job.out().endswith("it works")
