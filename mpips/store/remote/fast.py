@@ -23,8 +23,7 @@ from mpips.store.remote.link import Link
 from mpips.store.remote.transfers import Pull, Push, snapshot
 from mpips.store.roles import Layout
 from mpips.store.runtime.tasks import Task
-from mpips.store.transport.lines import RepeatedPush
-from mpips.store.transport.outbox import InPlacePushes
+from mpips.store.transport.outbox import InPlacePushes, RepeatedPush
 
 Array = NDArray[Any]
 YIELDS = 500

@@ -17,9 +17,9 @@ from mpips.store.runtime.generation import Generation
 from mpips.store.runtime.tasks import Task, goes_on
 from mpips.store.transport import frames
 from mpips.store.transport.frames import Coding, Frame, Op
-from mpips.store.transport.lines import Line, MessageLine, RepeatedPush, any_waiting
+from mpips.store.transport.lines import Line, MessageLine, any_waiting
 from mpips.store.transport.messages import QUIET_SECONDS
-from mpips.store.transport.outbox import Grows, Outbox, fill
+from mpips.store.transport.outbox import Grows, Outbox, RepeatedPush, fill
 from mpips.store.transport.sender import FRAME_COST, Sender
 
 Array = NDArray[Any]
@@ -85,7 +85,7 @@ class Link:
             size = shard.stop - shard.start
             outbox = Outbox(shard.words, size, shard.blocks, shard.block_elements, key.dtype)
             region, coding = (outbox.plain, Coding.PLAIN) if shard.blocks == 1 else (outbox.growing, Coding.GROWING)
-            shard.copy = RepeatedPush(shard.line, shard.number, region, coding)
+            shard.copy = RepeatedPush(shard.line.repost, shard.number, region, coding)
             shard.outbox = outbox
         made: Outbox = shard.outbox
         return made

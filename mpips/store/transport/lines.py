@@ -29,10 +29,9 @@ from collectives.network.failures import send
 from collectives.network.requests import keep
 from mpips.store.roles import Layout
 from mpips.store.runtime.generation import Generation
-from mpips.store.transport.frames import FRAME, FRAME_BYTES, NOWHERE, ROUND, ROUND_AT, WITH_BODY, Frame, Op
+from mpips.store.transport.frames import FRAME, FRAME_BYTES, NOWHERE, ROUND, ROUND_AT, WITH_BODY, Frame
 from mpips.store.transport.messages import TAG_BODY, TAG_FRAME
 
-PUSH = int(Op.PUSH)
 WHAT = "mpips.create"
 SENT = 32
 """Sends of a line after which it looks which of them MPI has taken."""
@@ -273,23 +272,6 @@ Line = SharedLine | MessageLine
 def any_waiting(lines: Sequence[MessageLine]) -> bool:
     """Return whether any of these lines of one communicator may have a frame: one look at MPI for all of them."""
     return bool(lines) and (lines[0].comm.Iprobe(MPI.ANY_SOURCE, TAG_FRAME) or any(line.coming for line in lines))
-
-
-class RepeatedPush:
-    """The push of one region, round after round: its frame is packed once for a priority."""
-
-    __slots__ = ("_coding", "_frame", "_priority", "_region", "_repost", "_unit")
-
-    def __init__(self, line: Line, unit: int, region: Region, coding: int = 0) -> None:
-        self._repost, self._unit, self._region, self._coding = line.repost, unit, region, coding
-        self._priority, self._frame = 0, b""
-
-    def post(self, round_: int, priority: int) -> None:
-        """Push the region to this round."""
-        if priority != self._priority or not self._frame:
-            frame = FRAME.pack(PUSH, 0, self._coding, priority, self._unit, 0, *self._region, 0, 0)
-            self._frame, self._priority = frame, priority
-        self._repost(self._frame, round_)
 
 
 class Rings:

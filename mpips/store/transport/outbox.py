@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 from collectives.fabric import arena
 from collectives.fabric.arena import Region
 from mpips.store.keys.key import Shard
-from mpips.store.transport.frames import NOWHERE
-from mpips.store.transport.lines import RepeatedPush
+from mpips.store.transport.frames import FRAME, NOWHERE, Op
 
 Array = NDArray[Any]
+PUSH = int(Op.PUSH)
 PLACES = 8
 WARM = 3
 """Slots that are taken before a server is waited for: as many blocks are filled and summed at a time."""
@@ -133,6 +133,24 @@ def fill(grows: Grows) -> None:
 
 
 
+class RepeatedPush:
+    """The push of one region, round after round: its frame is packed once for a priority."""
+
+    __slots__ = ("_coding", "_frame", "_priority", "_region", "_repost", "_unit")
+
+    def __init__(self, repost: Callable[[bytes, int], None], unit: int, region: Region, coding: int = 0) -> None:
+        """`repost`: that of the line to the unit's server."""
+        self._repost, self._unit, self._region, self._coding = repost, unit, region, coding
+        self._priority, self._frame = 0, b""
+
+    def post(self, round_: int, priority: int) -> None:
+        """Push the region to this round."""
+        if priority != self._priority or not self._frame:
+            frame = FRAME.pack(PUSH, 0, self._coding, priority, self._unit, 0, *self._region, 0, 0)
+            self._frame, self._priority = frame, priority
+        self._repost(self._frame, round_)
+
+
 class InPlacePushes:
     """The pushes of one array to these shards; kept, as a training loop pushes the same again."""
 
@@ -150,7 +168,7 @@ class InPlacePushes:
             region = arena.locate(array)
             size = array.itemsize
             pushes = [] if region is None else [
-                RepeatedPush(shard.line, shard.number, region._replace(
+                RepeatedPush(shard.line.repost, shard.number, region._replace(
                     offset=region.offset + shard.start * size, nbytes=(shard.stop - shard.start) * size
                 ))
                 for shard in self._shards
