@@ -16,11 +16,11 @@ from mpips.ending.process import say_role
 from mpips.store import api, roles, world
 from mpips.store import options as table
 from mpips.store.api import KVStore
-from mpips.store.checkpoint import resume as resuming
+from mpips.store.checkpoint import resume
 from mpips.store.checkpoint.resume import Regular
 from mpips.store.options import OptionError, Options
-from mpips.store.recovery import recover as spare
-from mpips.store.recovery.recover import StandBy
+from mpips.store.recovery.plan import Member
+from mpips.store.recovery.recover import StandBy, wait_for_role
 from mpips.store.remote.backend import Served
 from mpips.store.replicated.backend import Serverless
 from mpips.store.roles import Layout, Seat
@@ -28,7 +28,6 @@ from mpips.store.runtime.errors import StoreError
 from mpips.store.runtime.generation import Generation
 from mpips.store.server.loop import Server, serve
 from mpips.store.transport.frames import OpenStore
-from mpips.store.worker.backend import Backend, Recovered
 from mpips.store.worker.settings import Settings
 
 Create = TypeVar("Create", bound=Callable[..., Any])
@@ -135,14 +134,14 @@ def _saves(layout: Layout) -> Callable[[Settings], Regular] | None:
     is on all ranks of the job."""
     folder = layout.options.checkpoint
     if not folder or folder in _folders or layout.world.Get_size() < MPI.COMM_WORLD.Get_size():
-        resuming.tell_spares(layout, None)
+        resume.tell_spares(layout, None)
         return None
     _folders.add(folder)
 
     def begin(settings: Settings) -> Regular:
-        settings.base, settings.held = resuming.resume(settings)
+        settings.base, settings.held = resume.resume(settings)
         settings.resumed = settings.base
-        resuming.tell_spares(layout, settings.base)
+        resume.tell_spares(layout, settings.base)
         return Regular(settings, settings.base)
 
     return begin
@@ -207,12 +206,11 @@ class _Spare:
     def __init__(self, layout: Layout) -> None:
         self._layout, self._generation = layout, Generation(layout)
         self._seat: Seat | None = None
-        self._stands_by: StandBy | None = None
-        if layout.num_servers:
-            with self._generation.failing(roles.WHAT):
-                self._seat, self._stands_by = _seat(layout, self._generation), StandBy(layout, self._generation)
         with self._generation.failing(roles.WHAT):
-            step = resuming.hear(layout, self._generation)
+            if layout.num_servers:
+                self._seat = _seat(layout, self._generation)
+            self._stands_by: StandBy | None = StandBy(layout, self._generation)
+            step = resume.hear(layout, self._generation)
         self._saves = None if step is None else _saves_from(step)
 
     def wait(self) -> KVStore:
@@ -220,41 +218,32 @@ class _Spare:
         before, or when it has ended after this rank took a server's, it leaves by SystemExit(0)."""
         layout, generation = self._layout, self._generation
         with generation.failing("the wait of a spare"):
-            became = spare.wait(generation, self._rebuild, self._committed)
+            became = wait_for_role(generation, self._member)
+        self._stands_by = None
         if became is None:
             _rise()
             generation.close()
             raise SystemExit(0)
-        if isinstance(became, Server):
+        member, recovered = became
+        if isinstance(member, Server):
             say_role("server")
-            became.committed()
-            _serve(became)
-        backend, recovered = became
+            _serve(member)
+        assert isinstance(member, Served | Serverless)
         role = "worker" if len(layout.clients) == 1 else f"worker of client {layout.client_number}"
         say_role(role, recovered.rounds.step)
-        backend.committed()
-        return api.made(layout, backend, generation, _closer(layout, generation), self._saves, recovered)
+        return api.made(layout, member, generation, _closer(layout, generation), self._saves, recovered)
 
-    def _rebuild(self) -> list[Server | tuple[Backend, Recovered]]:
-        """What this rank has become while all begin the next generation, or nothing. Collective, blocking."""
+    def _member(self) -> Member[Any]:
+        """What this rank is in the generation that is about to begin."""
         layout, generation, seat, stands_by = self._layout, self._generation, self._seat, self._stands_by
+        assert stands_by is not None
         if layout.is_spare:
-            if stands_by is not None:
-                stands_by.rebuild()
-            return []
-        if seat is None or stands_by is None:
-            backend: Backend = Serverless(layout, generation)
-        elif layout.is_worker:
-            backend = Served(layout, generation, seat.shared, stands_by.held())
-        else:
-            server = Server(layout, seat, generation, stands_by.held())
-            server.rebuild()
-            return [server]
-        return [(backend, backend.recover(()))]
-
-    def _committed(self) -> None:
-        if self._stands_by is not None:
-            self._stands_by.committed()
+            return stands_by
+        if seat is None:
+            return Serverless(layout, generation)
+        if layout.is_worker:
+            return Served(layout, generation, seat.shared, stands_by.held())
+        return Server(layout, seat, generation, stands_by.held())
 
 
 def _serve(server: Server, opened: Callable[[OpenStore], Server | None] | None = None) -> NoReturn:

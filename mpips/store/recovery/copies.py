@@ -14,8 +14,8 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.network import failures
+from mpips.store.recovery.inventory import Holding, Shelf, copies_of, dtype_names
 from mpips.store.recovery.membership import Before
-from mpips.store.recovery.plan import Holding, Shelf, copies_of, dtype_names
 from mpips.store.transport.frames import dtype_of
 
 Array = NDArray[Any]
@@ -105,7 +105,7 @@ class MirroredUnits:
         units = [copy.holding(place) for place, copy in self._whole()]
         return [Shelf(copies_of(rank), False, b"", units)] if units else []
 
-    def at(self, index: int, before: bool) -> list[Array]:
+    def arrays_of(self, index: int, before: bool) -> list[Array]:
         """Values and state of a unit on the shelf; `before`: as they were a round before."""
         return self._whole()[index][1].versions[int(before)].arrays
 

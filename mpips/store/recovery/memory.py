@@ -11,7 +11,7 @@ lie; `NodeMemory` is what every rank of a node keeps of them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -20,15 +20,11 @@ from numpy.typing import NDArray
 from collectives.errors import CollectiveError
 from collectives.fabric import arena
 from collectives.fabric.arena import Region
-from mpips.compression import registry as compression
-from mpips.compression.base import Compressor
 from mpips.optimizers.base import Optimizer, State, state_dtypes
-from mpips.optimizers.registry import decode, encode
 from mpips.optimizers.schedules import Groups
-from mpips.store.keys.key import Name
 from mpips.store.keys.rows import RowSparse
 from mpips.store.recovery import undo
-from mpips.store.recovery.plan import Holding, Shelf, dtype_names
+from mpips.store.recovery.inventory import Holding, Shelf, dtype_names
 from mpips.store.recovery.undo import WORDS, Undo, with_state
 from mpips.store.roles import Layout
 from mpips.store.server.unit import Unit
@@ -174,26 +170,20 @@ class LastGeneration(Generic[T]):
             self._value, self._generation = now, generation
         return self._value
 
-    def begun(self) -> None:
-        """The generation has begun: what was before may go."""
+    def forget(self) -> None:
+        """Let go what was before, as the next generation has begun."""
         self._value = None
-
-
-class Mapped(NamedTuple):
-    """A server's segment, and where its ledger lies."""
-
-    segment: NDArray[np.uint8]
-    region: Region
 
 
 class NodeMemory:
     """The memory of the servers of one generation, by their ranks; of those that share this node and keep a ledger."""
 
     def __init__(self, regions: Mapping[int, Region] | None = None) -> None:
-        self._mapped: dict[int, Mapped] = {}
+        self._mapped: dict[int, tuple[NDArray[np.uint8], Region]] = {}
+        """Of each server its segment, and where its ledger lies."""
         for rank, region in (regions or {}).items():
             try:
-                self._mapped[rank] = Mapped(arena.segment(region), region)
+                self._mapped[rank] = arena.segment(region), region
             except CollectiveError:  # another container: MPI shares memory there, we cannot
                 continue
         self._books: dict[tuple[int, int], LedgerText | None] = {}
@@ -222,7 +212,7 @@ class NodeMemory:
         """Values and state of a unit of a server whose memory is here; `before`: as they were a round before."""
         book = self._book(owner, generation)
         assert book is not None
-        return undo_of(self._mapped[owner].segment, book.units[index]).at(before)
+        return undo_of(self._mapped[owner][0], book.units[index]).at(before)
 
     def _book(self, rank: int, generation: int) -> LedgerText | None:
         if (rank, generation) not in self._books:
@@ -230,7 +220,7 @@ class NodeMemory:
         return self._books[rank, generation]
 
     def _holdings(self, rank: int, book: LedgerText, asynchronous: bool) -> list[Holding]:
-        segment = self._mapped[rank].segment
+        segment = self._mapped[rank][0]
         found = []
         for entry in book.units:
             undo = undo_of(segment, entry)
@@ -244,22 +234,17 @@ class NodeMemory:
         return found
 
 
-class Made(NamedTuple):
-    """Units in the order of their cards, and where workers find them."""
-
-    units: list[Unit]
-    where: Created
-
-
 class UnitMemory:
     """What a server makes its units of. With a `ledger` the store survives deaths: each unit has an undo copy."""
 
     def __init__(self, ledger: Ledger | None) -> None:
         self.ledger = ledger
 
-    def make(self, cards: Sequence[UnitCard], groups: Groups, adopted: Mapping[int, Unit] | None = None) -> Made:
-        """Units for these cards, at round 0. `adopted`: old units, by new numbers, of which values and state stay where
-        they are."""
+    def make(
+        self, cards: Sequence[UnitCard], groups: Groups, adopted: Mapping[int, Unit] | None = None
+    ) -> tuple[list[Unit], Created]:
+        """Return units for these cards, at round 0, in their order, and where workers find them. `adopted`: old units,
+        by new numbers, of which values and state stay where they are."""
         adopted = adopted or {}
         fresh = [card for card in cards if card.number not in adopted]
         itemsizes = [frames.dtype_of(card.dtype).itemsize for card in fresh]
@@ -286,7 +271,7 @@ class UnitMemory:
             )  # fmt: skip
             unit.optimizer = groups.of(card.key)
             units.append(unit)
-        return Made(units, Created(_region(words), [_region(unit.stored) for unit in units]))
+        return units, Created(_region(words), [_region(unit.stored) for unit in units])
 
     def _undo(self, card: UnitCard, stored: Array, groups: Groups, journal: memoryview) -> Undo | None:
         if self.ledger is None:
@@ -325,7 +310,7 @@ def holding_of_unit(unit: Unit, asynchronous: bool) -> Holding:
     return Holding(unit.key, unit.start, stop, standings, unit.torn, dtype_names(state), pushes)
 
 
-def unit_arrays(unit: Unit, before: bool) -> list[Array]:
+def arrays_of_unit(unit: Unit, before: bool) -> list[Array]:
     """Values and state of a living server's unit; `before`: as they were a round before."""
     if unit.undo is not None:
         return unit.undo.at(before)
@@ -409,25 +394,3 @@ class SurvivingUnit(Unit):
         for mine, given in zip(self.undo.state, state, strict=True):
             mine[...] = given
         return self.undo.state
-
-
-class _Settings(msgspec.Struct, array_like=True):
-    default: bytes | None = None
-    own: list[tuple[int | str, bytes]] = []
-    compression: dict[str, str | int | float] | None = None
-
-
-def encode_settings(groups: Groups, compressor: Compressor | None) -> bytes:
-    """Settings of a server as bytes."""
-    own: list[tuple[Name, bytes]] = [(name, encode(one)) for name, one in groups.own.items()]
-    default = None if groups.default is None else encode(groups.default)
-    chosen = None if compressor is None else compression.options(compressor)
-    return msgspec.msgpack.encode(_Settings(default, own, chosen))
-
-
-def decode_settings(data: bytes) -> tuple[Groups, Compressor | None]:
-    """What `encode_settings` was given."""
-    said = msgspec.msgpack.decode(data, type=_Settings)
-    default = None if said.default is None else decode(said.default)
-    groups = Groups(default, {name: decode(one) for name, one in said.own})
-    return groups, None if said.compression is None else compression.create(said.compression)

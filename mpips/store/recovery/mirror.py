@@ -31,9 +31,9 @@ from mpips.store.recovery.copies import (
     post,
     taken,
 )
+from mpips.store.recovery.inventory import dtype_names
 from mpips.store.recovery.membership import mirror_of
-from mpips.store.recovery.memory import holding_of_unit, unit_arrays
-from mpips.store.recovery.plan import dtype_names
+from mpips.store.recovery.memory import arrays_of_unit, holding_of_unit
 from mpips.store.roles import Layout
 from mpips.store.server.unit import Unit
 
@@ -194,7 +194,7 @@ class MirrorSender:
     def _send(self, unit: Unit) -> None:
         told = holding_of_unit(unit, self._asynchronous)
         (round_, step), *before = told.standings
-        arrays = unit_arrays(unit, False)
+        arrays = arrays_of_unit(unit, False)
         nbytes = sum(array.nbytes for array in arrays)
         along = [array.tobytes() for array in arrays] if nbytes <= ALONG_BYTES else []
         self._number += 1

@@ -1,126 +1,46 @@
 """The plan of a recovery: at which round each key stands, and from whose memory each unit comes. Pure.
 
-Every rank brings an `Inventory`; the same plan follows on every rank. A round may have ended for some keys and not for
-others. Where all can be put back to one, none is lost and none counts twice: the training loop makes the others again.
+Every rank brings an `Inventory`, and the same plan follows on every rank: `choose_rounds`, then `make_plan`. A round
+may have ended for some keys and not for others. Where all can be put back to one, none is lost and none counts twice:
+the training loop makes the others again.
+
+Without servers all workers have the same sums. So a worker that has completed a round has the right value and state:
+the lowest rank of those that have it gives them to those that have not. A worker that has just begun takes all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
-import numpy as np
 
-from mpips.store.keys.key import Key, Name
+from collectives.errors import CollectiveError
+from mpips import compression
+from mpips.compression.base import Compressor
+from mpips.optimizers import Groups, decode, decode_numbers
+from mpips.store.keys.key import Key, Name, Rounds
 from mpips.store.keys.sharding import Interval
+from mpips.store.recovery.inventory import Holding, Inventory, Shelf, common_keys, decode_settings
 from mpips.store.remote.setup import Cards, Cutting
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import LostError
-from mpips.store.transport.frames import UnitCard, dtype_of
+from mpips.store.transport import frames
+from mpips.store.transport.frames import Change, Created, UnitCard, dtype_of
+
+Result = TypeVar("Result", covariant=True)
+SHOWN = 4
+REFUSALS = (ValueError, TypeError)
 
 
-def copies_of(rank: int) -> int:
-    """The owner of the shelf with the copies that this rank keeps."""
-    return -1 - rank
-
-
-class Holding(msgspec.Struct, array_like=True):
-    """What is there of a unit: elements [start, stop) of a key."""
-
-    key: int | str
-    start: int
-    stop: int
-    standings: list[tuple[int, int | None]]
-    """The rounds at which it can be had, the newest first, each with the optimizer's step; None: no state yet."""
-    torn: bool
-    states: list[str]
-    """Dtypes of the optimizer's state."""
-    pushes: list[tuple[int, int]] = []
-    """In an asynchronous store, of each contributor how many of its pushes are in it."""
-
-
-class Shelf(msgspec.Struct, array_like=True):
-    """What is there of a server, and who it was in the generation before. `live`: who says so is that server itself.
-    The copies that it keeps of others' units as their mirror are another shelf."""
-
-    owner: int
-    live: bool
-    settings: bytes
-    units: list[Holding]
-
-    @property
-    def is_copy(self) -> bool:
-        """Whether these are copies."""
-        return self.owner < 0
-
-
-class KeyCard(msgspec.Struct, array_like=True):
-    """A key as a worker knows it."""
-
-    name: int | str
-    shape: tuple[int, ...]
-    dtype: str
-
-    @classmethod
-    def of(cls, key: Key) -> KeyCard:
-        """The card of a key."""
-        return cls(key.name, tuple(key.shape), key.dtype.name)
-
-
-class Inventory(msgspec.Struct, array_like=True):
-    """What one rank brings to the beginning of a generation."""
-
-    shelves: list[Shelf]
-    mapped: list[int]
-    """Servers of the generation before whose memory it has mapped."""
-    keys: list[KeyCard] | None = None
-    """On a worker that was one before."""
-    local: bool = True
-    """On a worker: whether all servers share its node."""
-    shared_cores: bool = False
-    """Whether processes of its node share cores."""
-    changes: tuple[int, int, bytes] = (0, 0, b"")
-    """On a worker: how many changes of settings it has begun, how many it has made, and the last one."""
-
-
-def common_keys(said: Sequence[Inventory]) -> list[KeyCard]:
-    """The keys that all workers know which were workers before, in the order of the first of them."""
-    lists = [one.keys for one in said if one.keys is not None]
-    if not lists:
-        return []
-    known = [{card.name for card in cards} for cards in lists]
-    return [card for card in lists[0] if all(card.name in names for names in known)]
-
-
-def dtype_names(arrays: Sequence[Any]) -> list[str]:
-    """Dtypes of arrays as messages hold them."""
-    return [np.asarray(array).dtype.name for array in arrays]
-
-
-class Chosen(NamedTuple):
-    """The round of each key, and that of all of them together, if there is one."""
-
-    rounds: dict[Name, int]
-    step: int | None
-
-
-def choose(available: Mapping[Name, Collection[int]], synchronous: bool) -> Chosen:
-    """From the rounds at which each key can be had whole, one at least, to the one at which it is to stand.
-
-    In a synchronous store all keys stand at one round where they can: the lowest of their newest ones. Keys that were
-    never pushed do not hinder that. Else each stands at its own newest.
-    """
-    newest = {name: max(rounds) for name, rounds in available.items()}
-    for names in (list(newest), [name for name, round_ in newest.items() if round_]):
-        common = min((newest[name] for name in names), default=0)
-        if synchronous and all(common in available[name] for name in names):
-            return Chosen(newest | dict.fromkeys(names, common), common)
-    return Chosen(newest, None)
+# ---- what is chosen, and what follows
 
 
 class Part(NamedTuple):
-    """Elements [start, stop) of a key from a unit of an old server, or a copy of it: its place on the shelf of the
+    """Elements [start, stop) of a key from a unit of an old owner, or a copy of it: its place on the shelf of the
     `owner`, as it is, or as it was a round `before`."""
 
     owner: int
@@ -130,109 +50,21 @@ class Part(NamedTuple):
     stop: int
 
 
-class KeyPlan(NamedTuple):
-    """A key in the next generation, and the parts that it is made of."""
+class KeyChoice(NamedTuple):
+    """The round of a key in the next generation, and the parts that it is made of."""
 
     round: int
     torn: bool
     parts: list[Part]
 
 
-class Found(NamedTuple):
+class Choice(NamedTuple):
     """All keys in the next generation: at one step of training where they could be put there. `lost`: keys of which
     something is nowhere."""
 
-    keys: dict[Name, KeyPlan]
+    keys: dict[Name, KeyChoice]
     step: int | None
     lost: list[Name]
-
-
-Place = tuple[Shelf, int, Holding]
-
-
-def find(cards: Sequence[KeyCard], sizes: Sequence[int], shelves: Sequence[Shelf], synchronous: bool) -> Found:
-    """What each key is to hold. A torn key is one of which no whole round is there."""
-    size_of = dict(zip([card.name for card in cards], sizes, strict=True))
-    places = _places(size_of, shelves)
-    whole = {name: _rounds(size_of[name], places[name]) for name in places if synchronous}
-    chosen = choose({name: rounds for name, rounds in whole.items() if rounds}, synchronous)
-    keys: dict[Name, KeyPlan] = {}
-    for name, there in places.items():
-        if name in chosen.rounds:
-            round_ = chosen.rounds[name]
-            parts, torn = _cover(size_of[name], there, round_), any(holding.torn for _, _, holding in there)
-        else:
-            round_ = max((holding.standings[0][0] for _, _, holding in there), default=0)
-            parts = _cover(size_of[name], there, None)
-            torn = synchronous or any(holding.torn for _, _, holding in there)
-        if parts is not None:
-            keys[name] = KeyPlan(round_, torn, parts)
-    step = chosen.step if len(chosen.rounds) == len(places) else None
-    return Found(keys, step if synchronous else None, [name for name in places if name not in keys])
-
-
-def parts_by_server(chosen: Mapping[Name, KeyPlan], first_server: int) -> dict[Name, list[tuple[int, int, int]]]:
-    """Where keys lay before: (server, start, stop), what lies side by side on a server as one."""
-    found = {}
-    for name, one in chosen.items():
-        joined: list[tuple[int, int, int]] = []
-        for part in one.parts:
-            server = part.owner - first_server
-            if joined and joined[-1][0] == server and joined[-1][2] == part.start:
-                joined[-1] = server, joined[-1][1], part.stop
-            else:
-                joined.append((server, part.start, part.stop))
-        found[name] = joined
-    return found
-
-
-def _places(size_of: Mapping[Name, int], shelves: Sequence[Shelf]) -> dict[Name, list[Place]]:
-    """What there is of each key: copies of mirrors only where servers' own memory is not all there."""
-    own: dict[Name, list[Place]] = {name: [] for name in size_of}
-    copies: dict[Name, list[Place]] = {name: [] for name in size_of}
-    for shelf in shelves:
-        for index, holding in enumerate(shelf.units):
-            if holding.key in size_of:
-                (copies if shelf.is_copy else own)[holding.key].append((shelf, index, holding))
-    return {
-        name: there if _cover(size_of[name], there, None) is not None else there + copies[name]
-        for name, there in own.items()
-    }
-
-
-def _rounds(size: int, places: Sequence[Place]) -> list[int]:
-    """The rounds at which a key can be had whole."""
-    rounds = {round_ for _, _, holding in places for round_, _ in holding.standings}
-    return [round_ for round_ in rounds if _cover(size, places, round_) is not None]
-
-
-def _cover(size: int, places: Sequence[Place], round_: int | None) -> list[Part] | None:
-    """Units that make up a whole key at this round, or, where None, each at its newest; None where they do not."""
-    fit = sorted(_at_round(places, round_), key=lambda each: (each[0].start, each[0].stop))
-    if not size:
-        return [fit[0][0]] if fit else None
-    parts: list[Part] = []
-    at = 0
-    while at < size:
-        here = [each for each in fit if each[0].start <= at < each[0].stop]
-        if not here:
-            return None
-        part, _ = max(here, key=lambda each: (each[1], each[0].stop))
-        parts.append(Part(part.owner, part.unit, part.before, at, part.stop))
-        at = part.stop
-    return parts
-
-
-def _at_round(places: Sequence[Place], round_: int | None) -> Iterable[tuple[Part, tuple[bool, bool, int]]]:
-    """Each unit that can stand at this round, and how good it is: its server lives, it is not a copy, it is new."""
-    for shelf, index, holding in places:
-        for number, (standing, _) in enumerate(holding.standings[: 1 if round_ is None else None]):
-            if round_ is None or standing == round_:
-                goodness = shelf.live, not shelf.is_copy, standing
-                yield Part(shelf.owner, index, number > 0, holding.start, holding.stop), goodness
-
-
-SHOWN = 4
 
 
 class Transfer(NamedTuple):
@@ -259,71 +91,306 @@ class UnitPlan(NamedTuple):
     """In an asynchronous store, of each contributor how many of its pushes are in it."""
 
 
-class RecoveryPlan(NamedTuple):
-    """The next generation. `cards`: the units of each server; `fillings` has them in the same order."""
+class ReplicaPlan(NamedTuple):
+    """A key of a store without servers: at which round and step it stands, and the worker `root` that gives it."""
 
-    found: Found
-    keys: list[Key]
-    cutting: Cutting
-    cards: Cards
-    fillings: list[UnitPlan]
-    holdings: dict[int, list[Holding]]
+    root: int
+    round: int
+    step: int | None
+    """The optimizer's; None: it has no state yet."""
+    states: list[str]
+    holders: list[int]
+    """Workers that have it so; the others take it."""
+    everybody: bool
+    """Whether all workers are holders, and nothing has to travel."""
+
+
+@dataclass
+class RecoveryPlan:
+    """What all ranks have said, and what follows from it: the next generation. The same on every rank."""
+
+    said: Sequence[Inventory]
+    choice: Choice
+    keys: list[Key] = field(default_factory=list)
+    cutting: Cutting | None = None
+    cards: Cards = field(default_factory=dict)
+    """The units of each server; `units` has them in the same order."""
+    units: list[UnitPlan] = field(default_factory=list)
+    replicas: dict[Name, ReplicaPlan] = field(default_factory=dict)
+    """In the place of units where no servers are."""
+
+    holdings: dict[int, list[Holding]] = field(default_factory=dict)
     """By the ranks that old servers had."""
 
+    def holding(self, transfer: Transfer) -> Holding:
+        """Return the old unit that a transfer takes from."""
+        return self.holdings[transfer.part.owner][transfer.part.unit]
 
-def make(layout: Layout, said: Sequence[Inventory], lines: Sequence[Any]) -> RecoveryPlan:
-    """The plan. `said`: by rank. `lines`: to the servers; on a server anything. LostError where a key is lost."""
-    cards = common_keys(said)
-    keys = [Key(card.name, tuple(card.shape), dtype_of(card.dtype)) for card in cards]
-    shelves = [shelf for one in said for shelf in one.shelves]
-    found = find(cards, [key.size for key in keys], shelves, not layout.asynchronous)
-    if found.lost:
-        names = ", ".join(map(repr, found.lost[:SHOWN])) + ", ..." * (len(found.lost) > SHOWN)
+    @property
+    def rounds(self) -> Rounds:
+        """At which round keys stand; in an asynchronous store, how many pushes of this worker are in them."""
+        rounds = Rounds({key.name: key.round for key in self.keys})
+        rounds.torn = tuple(name for name, chosen in self.choice.keys.items() if chosen.torn)
+        rounds.step = self.choice.step
+        return rounds
+
+    # ---- optimizers and compression
+
+    @property
+    def best_settings(self) -> Shelf | None:
+        """The shelf whose settings count: of the owner that has made most changes, the lowest of these."""
+        own = [shelf for one in self.said for shelf in one.shelves if not shelf.is_copy]
+        return max(own, key=lambda shelf: (shelf.changes, -shelf.owner), default=None)
+
+    def settings(self) -> tuple[Groups, Compressor | None]:
+        """Return optimizers and compression, before `change`."""
+        shelf = self.best_settings
+        return (Groups(), None) if shelf is None else decode_settings(shelf.settings)
+
+    @property
+    def change(self) -> Change | None:
+        """A change of settings that no worker knows to be made everywhere: servers make it once more."""
+        begun, _, last = self._last_change()
+        if not last or max(one.changes[1] for one in self.said) >= begun:
+            return None
+        return frames.decode_request(last)  # type: ignore[return-value]
+
+    def settings_after(self, refusals: Sequence[str]) -> tuple[Groups, Compressor | None, tuple[int, int, bytes]]:
+        """Return settings with that change, if the servers have not refused it; and how many changes workers have begun
+        and made, with the last one."""
+        groups, compressor = self.settings()
+        begun, made, last = self._last_change()
+        change = self.change
+        if change is None:
+            return groups, compressor, (begun, begun, last)
+        if all(refusals):
+            return groups, compressor, (made, made, b"")
+        if any(refusals):
+            raise CollectiveError(f"servers differ: {next(filter(None, refusals))}; others have done it")
+        if isinstance(change, frames.SetOptimizer):
+            groups.set(decode(change.optimizer), change.keys)
+        elif isinstance(change, frames.UpdateOptimizer):
+            with suppress(*REFUSALS):
+                groups.update(decode_numbers(change.numbers), change.keys)
+        else:
+            compressor = compression.create(change.options)
+        return groups, compressor, (begun, begun, last)
+
+    def _last_change(self) -> tuple[int, int, bytes]:
+        return max((one.changes for one in self.said), key=lambda changes: changes[0])
+
+
+# ---- who makes it come true
+
+
+class Placed(msgspec.Struct, array_like=True):
+    """Where a server's units lie; and why it refuses the change of settings that the end of the generation
+    interrupted. Of other ranks nothing."""
+
+    where: Created | None = None
+    refusal: str = ""
+
+
+class Member(Protocol[Result]):
+    """The part of one rank in a recovery. All of it may be asked for again, in another attempt."""
+
+    @property
+    def lines(self) -> Sequence[Any]:
+        """A worker's lines to the servers; on other ranks anything, as often."""
+        ...
+
+    def take_inventory(self, known: Container[Name]) -> Inventory:
+        """Connect anew, and return what this rank holds. A worker's keys count if they are `known`. Collective."""
+        ...
+
+    def transfer(self, plan: RecoveryPlan) -> Placed:
+        """Send what others need, and take in what this rank needs. Collective, blocking."""
+        ...
+
+    def rebuild(self, plan: RecoveryPlan, placed: Sequence[Placed]) -> Result:
+        """Be what the plan says; return what this rank is then. `placed`: of each server. Local."""
+        ...
+
+    def commit(self) -> None:
+        """Drop what was kept for another attempt: the generation has begun. Local."""
+        ...
+
+
+# ---- the choice of rounds
+
+Candidate = tuple[Shelf, int, Holding]
+"""A unit of a key, and its place on a shelf."""
+
+
+def choose_rounds(said: Sequence[Inventory], synchronous: bool, replicas: bool = False) -> Choice:
+    """Return the round of each key that all workers know, and from whose memory it comes.
+
+    A torn key is one of which no whole round is there. `replicas`: without servers, where a torn one is not whole.
+    """
+    sizes = {card.name: prod(card.shape) for card in common_keys(said)}
+    found = _candidates(sizes, [shelf for one in said for shelf in one.shelves])
+    whole = {
+        name: [one for one in there if not (replicas and one[2].torn)] for name, there in found.items() if synchronous
+    }
+    available = {name: _whole_rounds(sizes[name], there) for name, there in whole.items()}
+    rounds, step = common_round({name: rounds for name, rounds in available.items() if rounds}, synchronous)
+    keys: dict[Name, KeyChoice] = {}
+    for name, there in found.items():
+        if name in rounds:
+            round_, torn = rounds[name], any(holding.torn for _, _, holding in whole[name])
+            parts = _cover(sizes[name], whole[name], round_)
+        else:
+            round_ = max((holding.standings[0][0] for _, _, holding in there), default=0)
+            torn = synchronous or any(holding.torn for _, _, holding in there)
+            parts = _cover(sizes[name], there, None)
+        if parts is not None:
+            keys[name] = KeyChoice(round_, torn, parts)
+    together = synchronous and len(rounds) == len(found)
+    return Choice(keys, step if together else None, [name for name in found if name not in keys])
+
+
+def common_round(
+    available: Mapping[Name, Collection[int]], synchronous: bool
+) -> tuple[dict[Name, int], int | None]:
+    """Return the round of each key, and that of all of them together, if there is one. `available`: the rounds at which
+    each key can be had whole, one at least.
+
+    In a synchronous store all keys stand at one round where they can: the lowest of their newest ones. Keys that were
+    never pushed do not hinder that. Else each stands at its own newest.
+    """
+    newest = {name: max(rounds) for name, rounds in available.items()}
+    for names in (list(newest), [name for name, round_ in newest.items() if round_]):
+        common = min((newest[name] for name in names), default=0)
+        if synchronous and all(common in available[name] for name in names):
+            return newest | dict.fromkeys(names, common), common
+    return newest, None
+
+
+def _candidates(sizes: Mapping[Name, int], shelves: Sequence[Shelf]) -> dict[Name, list[Candidate]]:
+    """Return the units of each key: copies of mirrors only where servers' own memory is not all there."""
+    own: dict[Name, list[Candidate]] = {name: [] for name in sizes}
+    copies: dict[Name, list[Candidate]] = {name: [] for name in sizes}
+    for shelf in shelves:
+        for index, holding in enumerate(shelf.units):
+            if holding.key in sizes:
+                (copies if shelf.is_copy else own)[holding.key].append((shelf, index, holding))
+    return {
+        name: there if _cover(sizes[name], there, None) is not None else there + copies[name]
+        for name, there in own.items()
+    }
+
+
+def _whole_rounds(size: int, candidates: Sequence[Candidate]) -> list[int]:
+    """Return the rounds at which a key can be had whole."""
+    rounds = {round_ for _, _, holding in candidates for round_, _ in holding.standings}
+    return [round_ for round_ in rounds if _cover(size, candidates, round_) is not None]
+
+
+Goodness = tuple[bool, bool, int, int]
+"""Of a unit that may be taken: its owner lives, it is not a copy, its owner's changes of settings, it is new."""
+
+
+def _cover(size: int, candidates: Sequence[Candidate], round_: int | None) -> list[Part] | None:
+    """Return units that make up a whole key at this round, or, where None, each at its newest; None where they do
+    not."""
+    fit = sorted(_at_round(candidates, round_), key=lambda each: (each[0].start, each[0].stop))
+    if not size:
+        return [max(fit, key=lambda each: each[1])[0]] if fit else None
+    parts: list[Part] = []
+    at = 0
+    while at < size:
+        here = [each for each in fit if each[0].start <= at < each[0].stop]
+        if not here:
+            return None
+        part, _ = max(here, key=lambda each: (each[1], each[0].stop))
+        parts.append(part._replace(start=at))
+        at = part.stop
+    return parts
+
+
+def _at_round(candidates: Sequence[Candidate], round_: int | None) -> Iterable[tuple[Part, Goodness]]:
+    """Yield each unit that can stand at this round, and how good it is."""
+    for shelf, index, holding in candidates:
+        for number, (standing, _) in enumerate(holding.standings[: 1 if round_ is None else None]):
+            if round_ is None or standing == round_:
+                goodness = shelf.live, not shelf.is_copy, shelf.changes, standing
+                yield Part(shelf.owner, index, number > 0, holding.start, holding.stop), goodness
+
+
+# ---- the plan
+
+
+def make_plan(layout: Layout, said: Sequence[Inventory], choice: Choice, lines: Sequence[Any] = ()) -> RecoveryPlan:
+    """Return the plan. `said`: by rank. `lines`: to the servers; on a server anything. LostError where a key is
+    lost."""
+    if choice.lost:
+        names = ", ".join(map(repr, choice.lost[:SHOWN])) + ", ..." * (len(choice.lost) > SHOWN)
         raise LostError(f"recover: all memory with parts of these keys has gone, with their hosts: {names}; "
                          "start again from a checkpoint")  # fmt: skip
-    counts = _pushes(layout, found.keys, shelves) if layout.asynchronous else {}
+    keys = [Key(card.name, tuple(card.shape), dtype_of(card.dtype)) for card in common_keys(said)]
     for key in keys:
-        key.round = counts[key.name][layout.rank] if counts and layout.is_worker else found.keys[key.name].round
+        key.round = choice.keys[key.name].round
+    if layout.num_servers:
+        return _plan_units(layout, said, choice, keys, lines)
+    return RecoveryPlan(said, choice, keys, replicas=_plan_replicas(layout, said, choice))
+
+
+def _plan_replicas(layout: Layout, said: Sequence[Inventory], choice: Choice) -> dict[Name, ReplicaPlan]:
+    shelves = {shelf.owner: shelf for one in said for shelf in one.shelves}
+    found = {}
+    for name, chosen in choice.keys.items():
+        root = chosen.parts[0].owner
+        stands = {owner: _replica_stand(shelf, name, chosen) for owner, shelf in shelves.items()}
+        stand = stands[root]
+        assert stand is not None
+        _, step, states = stand
+        holders = [owner for owner, other in stands.items() if other == stand]
+        everybody = len(holders) == layout.num_workers and not chosen.torn
+        found[name] = ReplicaPlan(root, chosen.round, step, states, holders, everybody)
+    return found
+
+
+def _replica_stand(shelf: Shelf, name: Name, chosen: KeyChoice) -> tuple[int, int | None, list[str]] | None:
+    """Return changes of settings, optimizer's step and state with which an owner has a key at the chosen round; None
+    where it has not."""
+    for holding in shelf.units:
+        for round_, step in holding.standings if holding.key == name else ():
+            if round_ == chosen.round and holding.torn == chosen.torn:
+                return shelf.changes, step, [] if step is None else holding.states
+    return None
+
+
+def _plan_units(
+    layout: Layout, said: Sequence[Inventory], choice: Choice, keys: list[Key], lines: Sequence[Any]
+) -> RecoveryPlan:
+    shelves = {shelf.owner: shelf for one in said for shelf in one.shelves}
+    counts = _count_pushes(layout, choice.keys, shelves) if layout.asynchronous else {}
     if layout.asynchronous:
-        found = found._replace(step=min(filter(None, (key.round for key in keys)), default=0))
-    cutting = _cutting(layout, said)
-    new: Cards = {server: [] for server in range(layout.num_servers)}
-    stays = _stays(layout, found.keys)
-    places = parts_by_server(found.keys, layout.num_workers if layout.before is None else layout.before.num_workers)
+        for key in keys:
+            if layout.is_worker:
+                key.round = counts[key.name][layout.rank]
+        choice = choice._replace(step=min(filter(None, (key.round for key in keys)), default=0))
+    one_node = all(one.local for one in said[: layout.num_workers])
+    cutting = Cutting(layout, one_node, not (said[0].shared_cores or layout.asynchronous))
+    cards: Cards = {server: [] for server in range(layout.num_servers)}
+    places = places_by_server(choice.keys, layout.num_workers if layout.before is None else layout.before.num_workers)
+    stays = _keys_stay(layout, choice.keys)
     for key in keys:
         parts = [(server, Interval(start, stop)) for server, start, stop in places[key.name]]
-        cutting.cut(key, lines, new, parts if stays else None)
+        cutting.cut(key, lines, cards, parts if stays else None)
     holders = {shelf.owner: rank for rank, one in enumerate(said) for shelf in one.shelves}
-    owners = {shelf.owner: shelf for shelf in shelves}
-    fillings = [
-        _filling(layout.server_rank(server), card, found, owners, holders, said, counts)
-        for server, cut in new.items() for card in cut
+    units = [
+        _plan_unit(layout.server_rank(server), card, choice.keys[card.key], shelves, holders, said, counts)
+        for server, cut in cards.items() for card in cut
     ]  # fmt: skip
-    return RecoveryPlan(found, keys, cutting, new, fillings, {owner: shelf.units for owner, shelf in owners.items()})
+    holdings = {owner: shelf.units for owner, shelf in shelves.items()}
+    return RecoveryPlan(said, choice, keys, cutting, cards, units, holdings=holdings)
 
 
-def _cutting(layout: Layout, said: Sequence[Inventory]) -> Cutting:
-    one_node = all(one.local for one in said[: layout.num_workers])
-    return Cutting(layout, one_node, not (said[0].shared_cores or layout.asynchronous))
-
-
-def _stays(layout: Layout, chosen: Mapping[Name, KeyPlan]) -> bool:
-    """Whether each key stays on the servers, by their number, that it was on."""
-    before = layout.before
-    if before is None:
-        return True
-    owners = {part.owner for one in chosen.values() for part in one.parts}  # no server where a mirror's copy is used
-    return before.num_servers == layout.num_servers and all(
-        before.num_workers <= owner < before.num_workers + before.num_servers for owner in owners
-    )
-
-
-def _filling(
-    rank: int, card: UnitCard, found: Found, shelves: dict[int, Shelf], holders: dict[int, int],
+def _plan_unit(
+    rank: int, card: UnitCard, chosen: KeyChoice, shelves: Mapping[int, Shelf], holders: Mapping[int, int],
     said: Sequence[Inventory], counts: Mapping[Name, Sequence[int]],
 ) -> UnitPlan:  # fmt: skip
-    name: Name = card.key
-    chosen = found.keys[name]
     transfers: list[Transfer] = []
     for part in chosen.parts:
         start, stop = max(part.start, card.start), min(part.stop, card.stop)
@@ -335,20 +402,50 @@ def _filling(
     unit = first.units[transfers[0].part.unit]
     same = len(transfers) == 1 and (unit.start, unit.stop) == (card.start, card.stop)
     adopted = same and first.live and transfers[0].holder == rank
-    pushes = [counts[name][worker] for worker in card.contributors] if counts else None
+    pushes = [counts[card.key][worker] for worker in card.contributors] if counts else None
     return UnitPlan(rank, card, chosen.round, chosen.torn, adopted, transfers, pushes)
 
 
-def _pushes(layout: Layout, chosen: Mapping[Name, KeyPlan], shelves: Sequence[Shelf]) -> dict[Name, list[int]]:
-    """Of each key, how many pushes count of each worker, or of its client, in an asynchronous store. Of one that was
-    under way some shards may have it: it counts. A worker by which the store has grown begins with the slowest."""
-    units = {shelf.owner: shelf.units for shelf in shelves}
+def places_by_server(chosen: Mapping[Name, KeyChoice], first_server: int) -> dict[Name, list[tuple[int, int, int]]]:
+    """Return where keys lay before: (server, start, stop), what lies side by side on a server as one."""
+    found = {}
+    for name, one in chosen.items():
+        joined: list[tuple[int, int, int]] = []
+        for part in one.parts:
+            server = part.owner - first_server
+            if joined and joined[-1][0] == server and joined[-1][2] == part.start:
+                joined[-1] = server, joined[-1][1], part.stop
+            else:
+                joined.append((server, part.start, part.stop))
+        found[name] = joined
+    return found
+
+
+def _keys_stay(layout: Layout, chosen: Mapping[Name, KeyChoice]) -> bool:
+    """Whether each key stays on the servers, by their number, that it was on."""
+    before = layout.before
+    if before is None:
+        return True
+    owners = {part.owner for one in chosen.values() for part in one.parts}  # no server where a mirror's copy is used
+    return before.num_servers == layout.num_servers and all(
+        before.num_workers <= owner < before.num_workers + before.num_servers for owner in owners
+    )
+
+
+def _count_pushes(
+    layout: Layout, chosen: Mapping[Name, KeyChoice], shelves: Mapping[int, Shelf]
+) -> dict[Name, list[int]]:
+    """Return for each key how many pushes count of each worker, or of its client, in an asynchronous store.
+
+    Of a push that was under way some shards may have it: it counts. A worker by which the store has grown begins with
+    the slowest.
+    """
     before, found = layout.before, {}
     assert before is not None
     for name, one in chosen.items():
         told: dict[int, int] = {}
         for part in one.parts:
-            for worker, count in units[part.owner][part.unit].pushes:
+            for worker, count in shelves[part.owner].units[part.unit].pushes:
                 told[worker] = max(count, told.get(worker, 0))
         theirs = [
             [told[old] for old in before.in_whose_place(worker, layout.kind) if old in told]

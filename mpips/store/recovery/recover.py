@@ -1,16 +1,24 @@
-"""`recover()`: the next generation of a store begins, with all ranks that are left, or with none.
+"""`recover()`: a store goes on after a failure or a death. The next generation begins with all ranks left, or none.
 
-All say first that they go on (`runtime.generation.Succession`). Where the store survives deaths, it goes on with the
-ranks that live. A process may die at any moment, also while the others make new communicators, which blocks in MPI. So
-a thread watches (`collectives.network.failures.Making`), and at the end all agree, uniformly, whether everybody has
-come through; if not, all is put back, and tried again.
+    1 agree who is left         `renew`: all that live say that they go on, and take roles (`membership`)
+    2 gather what each holds    `Member.take_inventory`, and one exchange (`inventory`)
+    3 choose the round          `plan.choose_rounds`: one for all keys, if it can be had
+    4 plan                      `plan.make_plan`: pure data, the same on every rank
+    5 transfer                  `Member.transfer`: bytes go where the plan says (`transfer`)
+    6 rebuild                   `Member.rebuild`: lines, keys and units of the new generation
+    7 begin the generation      all agree that all have come through; else all is put back, and tried again
+
+Members are servers, workers with servers, workers without (replicas) and spares. A process may die at any moment, also
+while the others make new communicators, which blocks in MPI. So a thread watches
+(`collectives.network.failures.Making`), and at the end all agree, uniformly, whether everybody has come through.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -20,23 +28,66 @@ from mpi4py import MPI
 from collectives.errors import CollectiveError, StallError
 from collectives.network.drain import sweep
 from collectives.network.failures import Making, deaths
-from mpips import compression
-from mpips.compression import Compressor
-from mpips.optimizers import Groups, decode, decode_numbers
-from mpips.store.keys.key import Rounds
-from mpips.store.recovery import plan as planning
-from mpips.store.recovery.memory import LastGeneration, NodeMemory, decode_settings
-from mpips.store.recovery.plan import Inventory, RecoveryPlan
-from mpips.store.recovery.transfer import ReachableMemory, sends
+from mpips.store.keys.key import Name
+from mpips.store.recovery.inventory import Inventory
+from mpips.store.recovery.memory import LastGeneration, NodeMemory
+from mpips.store.recovery.plan import Member, Placed, RecoveryPlan, choose_rounds, make_plan
+from mpips.store.recovery.transfer import ReachableMemory, UnitTransfer
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import LostError, StoreError, of_kind, uninterrupted
 from mpips.store.runtime.generation import FREEING_SECONDS, NEVER, Generation
-from mpips.store.runtime.rendezvous import MeetingPlace
-from mpips.store.transport import frames
-from mpips.store.transport.frames import Change, Created
 from mpips.store.transport.lines import connect
 
 T = TypeVar("T")
+WHAT = "recover"
+SLEEP_SECONDS = 0.01
+LOG = logging.getLogger("mpips.store")
+
+
+def recover(
+    generation: Generation, join: Callable[[], Member[T]], known: Container[Name] = (), grow: bool = False
+) -> tuple[Member[T], T] | None:
+    """Begin the next generation of a store with what is left; return this rank's member, and what it is then.
+
+    `join` returns the member, when this rank knows its role. `known`: this worker's keys whose `init` is over. `grow`:
+    spares that are left become workers. Collective over all ranks of the store that live, blocking. Raises and returns
+    None as `renew` does.
+    """
+    begun_at = time.monotonic()
+
+    def rebuild() -> tuple[Member[T], T]:
+        layout, member = generation.layout, join()
+        inventory = member.take_inventory(known)
+        said = _gather(generation, inventory, Inventory)
+        choice = choose_rounds(said, not layout.asynchronous, not layout.num_servers)
+        plan = make_plan(layout, said, choice, member.lines)
+        placed = _gather(generation, member.transfer(plan), Placed)
+        servers = placed[layout.num_workers : layout.num_workers + layout.num_servers]
+        return member, member.rebuild(plan, servers)
+
+    begun = renew(generation, rebuild, grow)
+    if begun is not None:
+        begun[0].commit()
+        LOG.info("rank %d: recovered in %.3f s", generation.rank, time.monotonic() - begun_at)
+    return begun
+
+
+def _gather(generation: Generation, mine: T, kind: type[T]) -> list[T]:
+    """Return what each rank says, in rank order. Collective, blocking."""
+    told = generation.meet(msgspec.msgpack.encode(mine), WHAT, True)
+    return [msgspec.msgpack.decode(data, type=kind) for data in told]
+
+
+def former_rank(layout: Layout) -> int:
+    """Return the rank that this one had in the generation before; -1 where it was neither worker nor server."""
+    before = layout.before
+    if before is None:
+        return layout.rank
+    rank = before.origin[layout.rank]
+    return rank if rank < before.num_workers + before.num_servers else -1
+
+
+# ---- 1 and 7: a generation begins with all ranks that are left, or with none
 
 
 def renew(generation: Generation, rebuild: Callable[[], T], grow: bool = False) -> T | None:
@@ -53,10 +104,16 @@ def renew(generation: Generation, rebuild: Callable[[], T], grow: bool = False) 
         generation.end("recover", CollectiveError(f"rank {generation.rank} calls recover"))
     layout, succession = generation.layout, generation.succession
     limits = generation.limits if layout.is_worker else NEVER
+
+    def begin() -> list[T]:
+        if layout.survives:
+            return _begin_with_survivors(generation, rebuild, grow)
+        return _begin_with_all(generation, rebuild)
+
     try:
         while not (why := succession.wait_until_all_would(limits)):
             with uninterrupted():
-                if not (why := succession.wait_until_all_go(limits)) and (begun := _begin(generation, rebuild, grow)):
+                if not (why := succession.wait_until_all_go(limits)) and (begun := begin()):
                     return begun[0]
     except StallError as error:
         raise of_kind(error) from None
@@ -65,12 +122,8 @@ def renew(generation: Generation, rebuild: Callable[[], T], grow: bool = False) 
     return None
 
 
-def _begin(generation: Generation, rebuild: Callable[[], T], grow: bool) -> list[T]:
-    return _attempt(generation, rebuild, grow) if generation.layout.survives else _with_all(generation, rebuild)
-
-
-def _with_all(generation: Generation, rebuild: Callable[[], T]) -> list[T]:
-    """Begin it on the same ranks; what `rebuild` has returned."""
+def _begin_with_all(generation: Generation, rebuild: Callable[[], T]) -> list[T]:
+    """Begin the generation on the same ranks; return what `rebuild` does."""
     old = copy.copy(generation.layout)
     generation.layout.again(old.world)
     old.part()
@@ -79,9 +132,9 @@ def _with_all(generation: Generation, rebuild: Callable[[], T]) -> list[T]:
     return [rebuild()]
 
 
-def _attempt(generation: Generation, rebuild: Callable[[], T], grow: bool) -> list[T]:
-    """Begin it on the ranks that live; [] where one has died meanwhile. What was before stays until all have come
-    through, and is put back where not."""
+def _begin_with_survivors(generation: Generation, rebuild: Callable[[], T], grow: bool) -> list[T]:
+    """Begin the generation on the ranks that live; return [] where one has died meanwhile. What was before stays until
+    all have come through, and is put back where not."""
     layout, old, put_back = generation.layout, copy.copy(generation.layout), generation.put_back()
 
     def make(left: MPI.Intracomm) -> T:
@@ -152,101 +205,13 @@ WHAT = "recover"
 REFUSALS = (ValueError, TypeError)
 
 
-class Placed(msgspec.Struct, array_like=True):
-    """Where a server's units lie; and why it refuses the change of settings that the end of the generation
-    interrupted."""
-
-    where: Created | None = None
-    refusal: str = ""
+# ---- spares
 
 
-class Outlook(msgspec.Struct):
-    """What all ranks have said, and what follows from it."""
+def wait_for_role(generation: Generation, join: Callable[[], Member[T]]) -> tuple[Member[T], T] | None:
+    """Wait as a spare until this rank has a role; return its member, and what it is then; None where the store ends.
 
-    said: list[Inventory]
-    plan: RecoveryPlan
-
-    @property
-    def change(self) -> Change | None:
-        """A change of settings that no worker knows to be made everywhere: servers make it once more."""
-        begun = max(self.said, key=lambda one: one.changes[0])
-        made = max(one.changes[1] for one in self.said)
-        if not begun.changes[2] or made >= begun.changes[0]:
-            return None
-        return frames.decode_request(begun.changes[2])  # type: ignore[return-value]
-
-    def settings(self) -> tuple[Groups, Compressor | None]:
-        """Optimizers and compression of a server, before that change."""
-        own = (shelf for one in self.said for shelf in one.shelves if not shelf.is_copy)
-        shelves = sorted(own, key=lambda shelf: shelf.owner)
-        return decode_settings(shelves[0].settings) if shelves else (Groups(), None)
-
-    def after(self, refusals: Sequence[str]) -> tuple[Groups, Compressor | None, tuple[int, int, bytes]]:
-        """The same with that change, if the servers have not refused it; and how many changes workers have begun and
-        made, with the last one."""
-        groups, compressor = self.settings()
-        begun, made, last = max((one.changes for one in self.said), key=lambda changes: changes[0])
-        change = self.change
-        if change is None:
-            return groups, compressor, (begun, begun, last)
-        if all(refusals):
-            return groups, compressor, (made, made, b"")
-        if any(refusals):
-            raise CollectiveError(f"servers differ: {next(filter(None, refusals))}; others have done it")
-        return groups, changed(groups, compressor, change), (begun, begun, last)
-
-    def rounds(self) -> Rounds:
-        """At which round keys stand; in an asynchronous store, how many pushes of this worker are in them."""
-        found = self.plan.found
-        rounds = Rounds({key.name: key.round for key in self.plan.keys})
-        rounds.torn = tuple(name for name, chosen in found.keys.items() if chosen.torn)
-        rounds.step = found.step
-        return rounds
-
-
-def former(layout: Layout) -> int:
-    """The rank that this one had in the generation before; -1 where it was neither worker nor server."""
-    before = layout.before
-    if before is None:
-        return layout.rank
-    rank = before.origin[layout.rank]
-    return rank if rank < before.num_workers + before.num_servers else -1
-
-
-def outlook(layout: Layout, generation: MeetingPlace, mine: Inventory, lines: Sequence[Any]) -> Outlook:
-    """Learn what all have, and plan. Collective over workers and servers, blocking. See `plan.make`."""
-    told = generation.meet(msgspec.msgpack.encode(mine), WHAT, True)
-    said = [msgspec.msgpack.decode(data, type=Inventory) for data in told]
-    return Outlook(said, planning.make(layout, said, lines))
-
-
-def place(layout: Layout, generation: MeetingPlace, mine: Placed) -> list[Placed]:
-    """What all servers say. Collective over workers and servers, blocking."""
-    told = generation.meet(msgspec.msgpack.encode(mine), WHAT, True)
-    servers = map(layout.server_rank, range(layout.num_servers))
-    return [msgspec.msgpack.decode(told[server], type=Placed) for server in servers]
-
-
-def changed(groups: Groups, compressor: Compressor | None, change: Change) -> Compressor | None:
-    """Make a change of settings in `groups`; the compression after it."""
-    if isinstance(change, frames.SetOptimizer):
-        groups.set(decode(change.optimizer), change.keys)
-    elif isinstance(change, frames.UpdateOptimizer):
-        with suppress(*REFUSALS):
-            groups.update(decode_numbers(change.numbers), change.keys)
-    else:
-        return compression.create(change.options)
-    return compressor
-
-
-SLEEP_SECONDS = 0.01
-
-
-def wait(generation: Generation, rebuild: Callable[[], list[T]], committed: Callable[[], None]) -> T | None:
-    """Wait until this rank has a role, and return what it is then; None where the store ends. Blocking.
-
-    `rebuild` is this rank's part in an attempt to begin the next generation: what the rank has become, or [] where it
-    stays a spare. `committed` is called when a generation has begun.
+    It sleeps, looks now and then, and takes part in every recovery. Blocking.
     """
     while not generation.succession.is_closing():
         try:
@@ -256,41 +221,50 @@ def wait(generation: Generation, rebuild: Callable[[], list[T]], committed: Call
         if generation.over is None:
             time.sleep(SLEEP_SECONDS)
             continue
-        became = renew(generation, rebuild)
-        if became is None:
-            return None
-        committed()
-        if became:
-            return became[0]
+        became = recover(generation, join)
+        if became is None or not generation.layout.is_spare:
+            return became
     return None
 
 
 class StandBy:
-    """What a spare of a store with servers does while it is one: it keeps their memory for the others.
+    """A spare while it is one: it keeps the memory of servers for the others.
 
     Made while workers and servers begin: collective with them, blocking.
     """
 
     def __init__(self, layout: Layout, generation: Generation) -> None:
         self._layout, self._generation = layout, generation
-        self._now = NodeMemory(connect(layout, generation).ledgers)
-        self._settled: LastGeneration[NodeMemory] = LastGeneration()
+        self._now = self._next = self._map_servers()
+        self._last: LastGeneration[NodeMemory] = LastGeneration()
+
+    def _map_servers(self) -> NodeMemory:
+        return NodeMemory(connect(self._layout, self._generation).ledgers if self._layout.num_servers else {})
+
+    @property
+    def lines(self) -> Sequence[Any]:
+        """See `Member`: a spare has none."""
+        return [None] * self._layout.num_servers
 
     def held(self) -> NodeMemory:
-        """What it keeps, in every attempt to begin the next generation."""
-        return self._settled.before(self._generation.number, self._now)
+        """Return what this rank keeps, in every attempt to begin the next generation."""
+        return self._last.before(self._generation.number, self._now)
 
-    def rebuild(self) -> None:
-        """Take part in the others' beginning of the next generation, and stay a spare. Collective, blocking."""
-        layout, generation, held = self._layout, self._generation, self.held()
-        ledgers = connect(layout, generation).ledgers
-        mine = Inventory(held.shelves(layout, generation.number), held.ranks)
-        found = outlook(layout, generation, mine, [None] * layout.num_servers)
-        requests = sends(found.plan, layout, ReachableMemory([], -1, held, generation.number))
-        place(layout, generation, Placed())
-        generation.wait(lambda: MPI.Request.Testall(requests), WHAT)
-        self._now = NodeMemory(ledgers)
+    def take_inventory(self, known: Container[Name]) -> Inventory:
+        """See `Member`."""
+        held, self._next = self.held(), self._map_servers()
+        return Inventory(held.shelves(self._layout, self._generation.number), held.ranks)
 
-    def committed(self) -> None:
-        """The next generation has begun: what was before may go."""
-        self._settled.begun()
+    def transfer(self, plan: RecoveryPlan) -> Placed:
+        """See `Member`."""
+        moved = UnitTransfer(plan, self._layout, ReachableMemory(self.held(), self._generation.number))
+        self._generation.wait(moved.is_over, WHAT)
+        return Placed()
+
+    def rebuild(self, plan: RecoveryPlan, placed: Sequence[Placed]) -> None:
+        """See `Member`: it stays a spare."""
+        self._now = self._next
+
+    def commit(self) -> None:
+        """See `Member`."""
+        self._last.forget()

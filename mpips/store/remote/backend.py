@@ -9,18 +9,17 @@ from collections.abc import Container, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from mpi4py import MPI
 from numpy.typing import NDArray
 
 from mpips.compression import Compressor, Residuals
 from mpips.optimizers import Optimizer
 from mpips.store.keys.key import Fast, FastList, Key, Name
 from mpips.store.keys.rows import RowSparse
-from mpips.store.recovery import recover as rebuild
+from mpips.store.recovery.inventory import Inventory, KeyCard
 from mpips.store.recovery.memory import LastGeneration, NodeMemory
-from mpips.store.recovery.plan import Inventory, KeyCard
-from mpips.store.recovery.recover import Placed
-from mpips.store.recovery.transfer import ReachableMemory, sends
+from mpips.store.recovery.plan import Placed, RecoveryPlan
+from mpips.store.recovery.recover import WHAT, former_rank
+from mpips.store.recovery.transfer import ReachableMemory, UnitTransfer
 from mpips.store.remote.client import Client, Members
 from mpips.store.remote.fast import General, by_itself, in_client
 from mpips.store.remote.link import Link
@@ -32,7 +31,7 @@ from mpips.store.roles import Layout
 from mpips.store.runtime.generation import Generation
 from mpips.store.runtime.tasks import Task, together
 from mpips.store.transport import frames
-from mpips.store.transport.lines import connect
+from mpips.store.transport.lines import Line, connect
 from mpips.store.worker.backend import Recovered
 
 Array = NDArray[Any]
@@ -65,7 +64,7 @@ class Served:
         self._setup = Setup(layout, generation, self._link)
         self._settings = Settings(layout, self._setup, self._push)
         self._held = held or NodeMemory()
-        self._settled: LastGeneration[Kept] = LastGeneration()
+        self._last: LastGeneration[Kept] = LastGeneration()
         generation.on_end.append(self._quiesce)
 
     def begin(self) -> None:
@@ -207,34 +206,47 @@ class Served:
 
     # ---- generations and the end
 
-    def recover(self, known: Container[Name]) -> Recovered:
-        """See `Backend`."""
+    @property
+    def lines(self) -> Sequence[Line]:
+        """See `Member`."""
+        return self._link.lines
+
+    def take_inventory(self, known: Container[Name]) -> Inventory:
+        """See `Member`: this worker's keys and changes of settings, and the memory of dead servers on its node."""
         layout, number = self.layout, self._generation.number
         keys = self._setup.standing(known)
-        old = self._settled.before(number, Kept(keys, self._push.residuals, self._settings.changes, self._held))
-        lines, _, ledgers = connect(layout, self._generation)
+        old = self._last.before(number, Kept(keys, self._push.residuals, self._settings.changes, self._held))
+        lines, _, self._ledgers = connect(layout, self._generation)
         self._link.renew(lines)
         mine = Inventory(old.held.shelves(layout, number), old.held.ranks)
         mine.local, mine.shared_cores = self._link.all_local, self._cores_shared
-        if rebuild.former(layout) >= 0:
+        if former_rank(layout) >= 0:
             mine.keys, mine.changes = [KeyCard.of(key) for key in old.keys], old.changes
-        outlook = rebuild.outlook(layout, self._generation, mine, lines)
-        plan = outlook.plan
-        requests = sends(plan, layout, ReachableMemory([], -1, old.held, number))
-        placed = rebuild.place(layout, self._generation, Placed())
-        self._generation.wait(lambda: MPI.Request.Testall(requests), rebuild.WHAT)
-        self._serve([one.local for one in outlook.said[: layout.num_workers]])
-        self._setup.begin(plan.keys, plan.cutting, plan.cards, [one.where for one in placed])
-        groups, compressor, changes = outlook.after([one.refusal for one in placed])
-        self._settings.begin(Changes(*changes), groups)
-        self._push.residuals = _residuals(old, plan.keys, compressor, Changes(*changes), layout.rank)
-        self._bind_all()
-        self._held = NodeMemory(ledgers)
-        return Recovered(outlook.rounds(), plan.keys, groups, compressor)
+        self._old = old
+        return mine
 
-    def committed(self) -> None:
-        """See `Backend`."""
-        self._settled.begun()
+    def transfer(self, plan: RecoveryPlan) -> Placed:
+        """See `Member`."""
+        reached = ReachableMemory(self._old.held, self._generation.number)
+        moved = UnitTransfer(plan, self.layout, reached)
+        self._generation.wait(moved.is_over, WHAT)
+        return Placed()
+
+    def rebuild(self, plan: RecoveryPlan, placed: Sequence[Placed]) -> Recovered:
+        """See `Member`."""
+        assert plan.cutting is not None
+        self._serve([one.local for one in plan.said[: self.layout.num_workers]])
+        self._setup.begin(plan.keys, plan.cutting, plan.cards, [one.where for one in placed])
+        groups, compressor, changes = plan.settings_after([one.refusal for one in placed])
+        self._settings.begin(Changes(*changes), groups)
+        self._push.residuals = _residuals(self._old, plan.keys, compressor, Changes(*changes), self.layout.rank)
+        self._bind_all()
+        self._held = NodeMemory(self._ledgers)
+        return Recovered(plan.rounds, plan.keys, groups, compressor)
+
+    def commit(self) -> None:
+        """See `Member`."""
+        self._last.forget()
 
     def open_store(self, request: frames.OpenStore) -> Task[None]:
         """Ask all servers to take part in the making of one more store. All workers ask, and then make it."""

@@ -13,6 +13,8 @@ from mpips.compression import Compressor
 from mpips.optimizers import Groups, Optimizer
 from mpips.store.keys.key import Key, Name, label
 from mpips.store.keys.rows import RowSparse
+from mpips.store.recovery.inventory import Inventory
+from mpips.store.recovery.plan import Placed, RecoveryPlan
 from mpips.store.replicated.fast import Blocks, Fast, Lists, Sums, blocks_of, take_from
 from mpips.store.replicated.replica import Replica
 from mpips.store.replicated.replicas import Replicas
@@ -193,20 +195,33 @@ class Serverless:
 
     # ---- generations and the end
 
-    def recover(self, known: Container[Name]) -> Recovered:
-        """All workers have the same again; see `reconcile` and `Backend`. Collective, blocking."""
+    @property
+    def lines(self) -> Sequence[None]:
+        """See `Member`: there are no servers."""
+        return ()
+
+    def take_inventory(self, known: Container[Name]) -> Inventory:
+        """See `Member`: what this worker has of each key, and its settings."""
         self._replicas.sums = self._joined()
         self._join()
         self._replicas.keep(known)
-        rounds = self._replicas.reconcile(lambda data: self._generation.meet(data, "recover"), self.layout.fresh)
+        return self._replicas.inventory(self.layout.rank, self.layout.fresh)
+
+    def transfer(self, plan: RecoveryPlan) -> Placed:
+        """See `Member`: workers that lack what was chosen take it from one that has it."""
+        self._replicas.take_over(plan)
+        return Placed()
+
+    def rebuild(self, plan: RecoveryPlan, placed: Sequence[Placed]) -> Recovered:
+        """See `Member`."""
         self._bind_all()
         keys = [replica.key for replica in self._replicas.by_name.values()]
         residuals = self._settings.residuals
         groups = Groups(self._settings.groups.default, self._settings.groups.own)
-        return Recovered(rounds, keys, groups, None if residuals is None else residuals.compressor)
+        return Recovered(plan.rounds, keys, groups, None if residuals is None else residuals.compressor)
 
-    def committed(self) -> None:
-        """Nothing is kept that only another attempt would need."""
+    def commit(self) -> None:
+        """See `Member`: nothing is kept that only another attempt would need."""
 
     def finish(self) -> None:
         """There is nobody to say goodbye to."""

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from collectives.fabric import arena
-from mpips.store.keys.key import Key, Name, Rounds, label
+from mpips.store.keys.key import Key, Name, label
+from mpips.store.recovery.inventory import Holding, Inventory, KeyCard, Shelf, dtype_names
+from mpips.store.recovery.plan import RecoveryPlan, ReplicaPlan
 from mpips.store.recovery.undo import Copy
 from mpips.store.replicated import sparse
 from mpips.store.replicated.fast import Sums
-from mpips.store.replicated.reconcile import Having, ReplicaSource, settings_from, sources, standing
 from mpips.store.replicated.replica import Replica
 from mpips.store.replicated.settings import Settings
 from mpips.store.replicated.surviving import SurvivingReplica
@@ -110,50 +110,61 @@ class Replicas:
         """Forget all other keys."""
         self.forget([replica.key for name, replica in self.by_name.items() if name not in known])
 
-    def reconcile(self, exchange: Callable[[bytes], list[bytes]], fresh: bool) -> Rounds:
-        """Have what the other workers have, settings, values and states. `exchange` gives every worker's bytes.
-        `fresh`: this one has just begun. Collective, blocking."""
-        keys = [] if fresh else [*map(standing, self.by_name.values())]
-        mine = Having(self._settings.changes, self._settings.encode(), keys, fresh)
-        told = exchange(msgspec.msgpack.encode(mine))
-        having = [msgspec.msgpack.decode(each, type=Having) for each in told]
-        best = having[settings_from(having)]
-        if fresh or best.changes != mine.changes:
-            self._settings.take(best.settings, best.changes)
-        found, rounds = sources(having)
-        self.forget([replica.key for name, replica in self.by_name.items() if name not in found])
-        for name, source in found.items():
-            self._take_over(name, source)
-        return rounds
+    def inventory(self, rank: int, fresh: bool) -> Inventory:
+        """Return what this worker has of each key. `fresh`: it has just begun, and has nothing."""
+        if fresh:
+            return Inventory()
+        keys = [KeyCard.of(replica.key) for replica in self.by_name.values()]
+        units = [_holding(replica) for replica in self.by_name.values()]
+        return Inventory([Shelf(rank, True, self._settings.encode(), units, self._settings.changes)], keys=keys)
 
-    def _take_over(self, name: Name, source: ReplicaSource) -> None:
-        there, stand = source.standing, source.stand
-        if name not in self.by_name:
-            key = Key(name, there.shape, np.dtype(there.dtype))
-            self.by_name[name] = self._replica(key, self._allocate(key.size, key.dtype))
-            self.by_name[name].updating = True
-        replica = self.by_name[name]
-        replica.optimizer = self._settings.groups.of(name)
+    def take_over(self, plan: RecoveryPlan) -> None:
+        """Have what the plan says: settings, values and states. Collective, blocking."""
+        best = plan.best_settings
+        if best is not None and (best.changes != self._settings.changes or plan.said[self.sums.rank].keys is None):
+            self._settings.take(best.settings, best.changes)
+        self.forget([replica.key for name, replica in self.by_name.items() if name not in plan.replicas])
+        for key in plan.keys:
+            self._take_over(key, plan.replicas[key.name])
+
+    def _take_over(self, key: Key, plan: ReplicaPlan) -> None:
+        if key.name not in self.by_name:
+            self.by_name[key.name] = self._replica(key, self._allocate(key.size, key.dtype))
+            self.by_name[key.name].updating = True
+        replica = self.by_name[key.name]
+        replica.optimizer = self._settings.groups.of(key.name)
+        states = None if plan.step is None else plan.states
         if self._survives:
-            self._stand(replica, source)
-        elif not source.everybody:
-            for array in replica.become(stand.round, stand.step, stand.state, source.rank == self.sums.rank):
-                self.sums.give(array, source.rank, label("recover", [name]))
+            self._stand(replica, plan, states)
+        elif not plan.everybody:
+            for array in replica.become(plan.round, plan.step or 0, states, plan.root == self.sums.rank):
+                self.sums.give(array, plan.root, label("recover", [key.name]))
             replica.updating = False
 
-    def _stand(self, replica: Replica, source: ReplicaSource) -> None:
-        """The same where what is there must stay until all is: others may die meanwhile, and it is begun again."""
-        stand, holds, key = source.stand, self.sums.rank in source.holders, replica.key
-        copy = next((copy for copy in replica.copies() if holds and copy.round == stand.round), None)
+    def _stand(self, replica: Replica, plan: ReplicaPlan, states: Sequence[str] | None) -> None:
+        """Take a key over where what is there must stay until all is: others may die meanwhile, and it is begun
+        again."""
+        key = replica.key
+        holds = self.sums.rank in plan.holders
+        there = replica.copies() or [replica.now()]
+        copy = next((copy for copy in there if holds and copy.round == plan.round), None)
         if copy is None:
-            state = None if stand.state is None else [self._allocate(key.size, np.dtype(d)) for d in stand.state]
-            copy = Copy(stand.round, stand.step, self._allocate(key.size, key.dtype), state)
-        if not source.everybody:
+            state = None if states is None else [self._allocate(key.size, np.dtype(name)) for name in states]
+            copy = Copy(plan.round, plan.step or 0, self._allocate(key.size, key.dtype), state)
+        if not plan.everybody:
             for array in copy.arrays:
-                self.sums.give(array, source.rank, label("recover", [key.name]))
+                self.sums.give(array, plan.root, label("recover", [key.name]))
         if replica.updating or copy.value is not replica.value:
             assert isinstance(replica, SurvivingReplica)
             replica.become_copy(copy)
+
+
+def _holding(replica: Replica) -> Holding:
+    """Return what there is of a replica; of a torn one what it holds."""
+    copies = replica.copies()
+    standings = [(copy.round, None if copy.state is None else copy.step) for copy in copies or [replica.now()]]
+    states = next((dtype_names(copy.state) for copy in copies or [replica.now()] if copy.state is not None), [])
+    return Holding(replica.key.name, 0, replica.key.size, standings, not copies, states)
 
 
 def _label(what: str, keys: Sequence[Key]) -> str:

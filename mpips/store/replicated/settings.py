@@ -5,24 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from mpips.compression import registry as compression
 from mpips.compression.base import Compressor, Residuals
-from mpips.optimizers import registry as optimizers
 from mpips.optimizers.base import Optimizer
 from mpips.optimizers.schedules import Groups
 from mpips.store.keys.key import Key, Name
+from mpips.store.recovery.inventory import decode_settings, encode_settings
 
 Array = NDArray[Any]
-
-
-class _Record(msgspec.Struct, array_like=True):
-    default: bytes
-    own: list[tuple[Name, bytes]]
-    compression: dict[str, Any] | None
 
 
 class Settings:
@@ -81,21 +73,11 @@ class Settings:
 
     def encode(self) -> bytes:
         """All of it but the residuals, which each worker has of its own."""
-        default = self.groups.default
-        return msgspec.msgpack.encode(
-            _Record(
-                b"" if default is None else optimizers.encode(default),
-                [(name, optimizers.encode(optimizer)) for name, optimizer in self.groups.own.items()],
-                None if self.residuals is None else compression.options(self.residuals.compressor),
-            )
-        )
+        return encode_settings(self.groups, None if self.residuals is None else self.residuals.compressor)
 
     def take(self, data: bytes, changes: int) -> None:
         """What another worker has encoded, after so many changes. Residuals stay where the compressor is the same."""
-        record = msgspec.msgpack.decode(data, type=_Record)
-        default = optimizers.decode(record.default) if record.default else None
-        self.groups = Groups(default, {name: optimizers.decode(optimizer) for name, optimizer in record.own})
-        compressor = None if record.compression is None else compression.create(record.compression)
+        self.groups, compressor = decode_settings(data)
         if self.residuals is None or self.residuals.compressor != compressor:
             self.residuals = None if compressor is None else Residuals(compressor, self._rank)
         self.changes = changes

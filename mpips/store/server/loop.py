@@ -9,27 +9,25 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from mpi4py import MPI
 
 from collectives.errors import CollectiveError, StallError
 from collectives.fabric import arena
 from collectives.fabric.arena import Region
 from mpips.compression import Compressor
 from mpips.optimizers import Groups
-from mpips.store.keys.key import Rounds
-from mpips.store.recovery import recover as rebuild
-from mpips.store.recovery import transfer as fill
+from mpips.store.keys.key import Name, Rounds
 from mpips.store.recovery.copies import MirroredUnits
-from mpips.store.recovery.memory import LastGeneration, Ledger, NodeMemory, UnitMemory, encode_settings, holding_of_unit
+from mpips.store.recovery.inventory import Inventory, Shelf, encode_settings
+from mpips.store.recovery.memory import LastGeneration, Ledger, NodeMemory, UnitMemory, holding_of_unit
 from mpips.store.recovery.mirror import Mirror
-from mpips.store.recovery.plan import Inventory, Shelf
-from mpips.store.recovery.recover import Placed, renew
-from mpips.store.recovery.transfer import ReachableMemory
+from mpips.store.recovery.plan import Placed, RecoveryPlan
+from mpips.store.recovery.recover import WHAT, former_rank, recover
+from mpips.store.recovery.transfer import ReachableMemory, UnitTransfer, make_units
 from mpips.store.roles import Layout, Seat
 from mpips.store.runtime.generation import Generation
 from mpips.store.server.late import Gossip, Late
@@ -125,7 +123,7 @@ class Server:
         threads = max(1, min(MOST_THREADS, seat.usable // here))
         self._reduce = Reduce(threads, seat.step_aside, seat.shared)
         self._copies, self._rounds = MirroredUnits(), Rounds()
-        self._settled: LastGeneration[Serving] = LastGeneration()
+        self._last: LastGeneration[Serving] = LastGeneration()
         self._now = self._serving([], held or NodeMemory())
 
     def _serving(
@@ -268,45 +266,60 @@ class Server:
             if limit and time.monotonic() - self._ended > max(limit, ORPHAN_SECONDS):
                 raise StallError("the generation is over, and no worker has called recover() or close()")
             return False
-        if renew(self.generation, self.rebuild):
-            self.committed()
-        else:
-            self._closed = True
+        self._closed = recover(self.generation, lambda: self) is None
         return True
 
-    def committed(self) -> None:
-        """Let go what was before, as the next generation has begun."""
-        self._settled.begun()
-        self._copies.begin(None if self.layout.asynchronous else self._rounds)
+    # ---- the next generation: this server as a `recovery.recover.Member`
 
-    def rebuild(self) -> bool:
-        """Begin the next generation with what is left of the one before. Collective over its workers and servers,
-        blocking; where somebody dies meanwhile, it is done once more."""
+    @property
+    def lines(self) -> Sequence[Any]:
+        """See `Member`: a server cuts keys, and reaches no server by lines."""
+        return [None] * self.layout.num_servers
+
+    def take_inventory(self, known: Container[Name] = ()) -> Inventory:
+        """Return what this server holds, the copies that it keeps, and the memory of dead servers on its node."""
         layout, number = self.layout, self.generation.number
-        old = self._settled.before(number, self._now)
+        old = self._last.before(number, self._now)
         if self._ledger is not None:
             self._ledger.attempt(number)
-        lines, rings, ledgers = connect(layout, self.generation, self._region)
-        units = list(old.state.units.values())
+        self._connection = connect(layout, self.generation, self._region)
         mine = Inventory(old.held.shelves(layout, number), old.held.ranks, shared_cores=self._shared_cores)
-        if (owner := rebuild.former(layout)) >= 0:
+        if (owner := former_rank(layout)) >= 0:
             settings = encode_settings(old.state.optimizers, old.state.compressor)
-            there = [holding_of_unit(unit, layout.asynchronous) for unit in units]
-            mine.shelves.append(Shelf(owner, True, settings, there))
+            units = [holding_of_unit(unit, layout.asynchronous) for unit in old.state.units.values()]
+            mine.shelves.append(Shelf(owner, True, settings, units))
             mine.shelves += self._copies.shelves(layout.before, owner)
-        outlook = rebuild.outlook(layout, self.generation, mine, [None] * layout.num_servers)
-        groups, compressor = outlook.settings()
-        serving = self._serving(lines, NodeMemory(ledgers), groups, compressor)
-        reached = ReachableMemory(units, owner, old.held, number, self._copies)
-        made = fill.server(layout, outlook.plan, self._memory, groups, reached)
-        self.generation.wait(lambda: MPI.Request.Testall(made.requests), "recover")
-        for unit in made.finish():
+        return mine
+
+    def transfer(self, plan: RecoveryPlan) -> Placed:
+        """Make this server's units, fill them from old memory here and elsewhere, and send what others need."""
+        layout, number = self.layout, self.generation.number
+        old = self._last.before(number, self._now)
+        lines, _, ledgers = self._connection
+        groups, compressor = plan.settings()
+        self._next = serving = self._serving(lines, NodeMemory(ledgers), groups, compressor)
+        there = [*old.state.units.values()]
+        reached = ReachableMemory(old.held, number, there, former_rank(layout), self._copies)
+        units, where = make_units(plan, layout.rank, self._memory, groups, reached)
+        moved = UnitTransfer(plan, layout, reached, units)
+        self.generation.wait(moved.is_over, WHAT)
+        moved.finish()
+        for unit in units:
             serving.state.create(unit)
             serving.state.changed(unit)
-        self._rounds = outlook.rounds()
-        rebuild.place(layout, self.generation, Placed(made.where, serving.requests.repeat_change(outlook.change)))
-        self._serve(lines, rings, serving)
-        return True
+        self._rounds = plan.rounds
+        LOG.info("server rank %d: %d units, %d bytes moved", layout.rank, len(units), moved.nbytes)
+        return Placed(where, serving.requests.repeat_change(plan.change))
+
+    def rebuild(self, plan: RecoveryPlan, placed: Sequence[Placed]) -> None:
+        """Serve the new units over the new lines."""
+        lines, rings, _ = self._connection
+        self._serve(lines, rings, self._next)
+
+    def commit(self) -> None:
+        """Let go what was before, as the next generation has begun."""
+        self._last.forget()
+        self._copies.begin(None if self.layout.asynchronous else self._rounds)
 
 
 class Traffic:

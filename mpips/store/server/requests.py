@@ -13,7 +13,8 @@ from __future__ import annotations
 import numpy as np
 
 from mpips import compression, optimizers
-from mpips.store.recovery.memory import UnitMemory, encode_settings
+from mpips.store.recovery.inventory import encode_settings
+from mpips.store.recovery.memory import UnitMemory
 from mpips.store.server.state import ServerState
 from mpips.store.server.unit import FrozenUnit, Unit
 from mpips.store.transport import frames
@@ -98,11 +99,11 @@ class Requests:
         units = self._state.units
         match request:
             case frames.Create():
-                made = self._memory.make(request.units, self._state.optimizers)
-                for unit in made.units:
+                made, where = self._memory.make(request.units, self._state.optimizers)
+                for unit in made:
                     self._state.create(unit)
                 self.publish()
-                return made.where
+                return where
             case frames.Forget():
                 gone = [units.get(number) for number in request.units]
                 self._state.forget(request.units)

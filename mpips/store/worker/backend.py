@@ -8,7 +8,7 @@ who runs them (`worker.operations`) ends the generation, but for a ValueError th
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from mpips.optimizers.base import Optimizer
 from mpips.optimizers.schedules import Groups
 from mpips.store.keys.key import FastList, Key, Name, Rounds
 from mpips.store.keys.rows import RowSparse
+from mpips.store.recovery.plan import Member
 from mpips.store.runtime.tasks import Task
 
 Array = NDArray[Any]
@@ -85,8 +86,9 @@ class Stored(Protocol):
         ...
 
 
-class Backend(Protocol):
-    """The operations of one store on one worker. "Collective": all workers call it, in the same order."""
+class Backend(Member[Recovered], Protocol):
+    """The operations of one store on one worker, which is also its member in a recovery. "Collective": all workers
+    call it, in the same order."""
 
     direct: bool
     """Set by `worker.operations` while it runs a task with nothing else under way: a task may then block in a
@@ -190,20 +192,7 @@ class Backend(Protocol):
         """Compress pushes of float keys from now on; residuals start at zero. Collective."""
         ...
 
-    # ---- generations and the end
-
-    def recover(self, known: Container[Name]) -> Recovered:
-        """Within `recovery.recover`: everything anew, nothing under way. Sets `key.round` and binds fast routes.
-        Collective, blocking. May be called again: nothing is dropped that another attempt needs.
-
-        A key stays if it is `known` on all workers, whose `init` has come to its end. Others are forgotten. A
-        worker that has just begun takes all from the others.
-        """
-        ...
-
-    def committed(self) -> None:
-        """After `recovery.recover`: drop what was kept for another attempt. Local."""
-        ...
+    # ---- the end
 
     def finish(self) -> None:
         """This worker makes no more calls: say goodbye to the servers. Not collective; does not wait."""

@@ -23,7 +23,7 @@ from mpips.store.checkpoint.resume import Claims
 from mpips.store.checkpoint.source import Saves, Written
 from mpips.store.keys import arguments, calls
 from mpips.store.keys.key import Key, Name, Rounds
-from mpips.store.recovery.recover import renew
+from mpips.store.recovery.recover import recover
 from mpips.store.roles import Layout
 from mpips.store.runtime import rendezvous
 from mpips.store.runtime.engine import Engine, Handle
@@ -288,10 +288,9 @@ class Generations:
         store.operations.check_not_closed()
         with store.operations.guard("recover"):
             store.engine.forget()
-            recovered = renew(store.generation, lambda: store.backend.recover(store.keys), grow)
-            assert recovered is not None
-            store.backend.committed()
-        rounds = self._take(recovered)
+            begun = recover(store.generation, lambda: store.backend, store.keys, grow)
+            assert begun is not None
+        rounds = self._take(begun[1])
         if store.layout.survives:
             store.held = store.held.renewed(STORE, store.keys, store.groups, store.compressor)
         else:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from mpi4py import MPI
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from mpips.store.api import KVStore
     from mpips.store.roles import Layout
     from mpips.store.runtime.generation import Generation
-    from mpips.torch.optimizer.rejoin import Way
 
 WARN_SECONDS = 10.0
 """After so long a worker of an asynchronous store warns that others have not come to a call of all."""
@@ -46,6 +45,37 @@ class Step(NamedTuple):
     """Whether a gradient has overflowed on any of them (GradScaler): no parameter changes."""
     changed: bool
     """Whether the program has changed parameters since the last step, on all of them."""
+
+
+class Way(Protocol):
+    """How gradients become new parameters: `on_servers`, `on_workers`, `elastic`."""
+
+    sent: bool
+    """Whether gradients of this step may have been pushed."""
+
+    def begin(self, new: bool) -> None:
+        """Have the parameters that the others have. `new`: this worker was given something."""
+        ...
+
+    def push(self, step: Step) -> None:
+        """Exchange gradients, and take what comes of them. Blocking; may be called again after a StoreError."""
+        ...
+
+    def take(self) -> None:
+        """The same where the store is done with the exchange. Blocking."""
+        ...
+
+    def end(self, step: Step) -> None:
+        """The exchange is over: what is left of the step on this worker."""
+        ...
+
+    def renew(self) -> None:
+        """The store has recovered, perhaps with fewer workers."""
+        ...
+
+    def give(self, giver: int, new: bool) -> None:
+        """What the store does not have, from worker `giver` to those that are new. Collective, blocking."""
+        ...
 
 
 def choose_exchange(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -20,40 +20,9 @@ from mpips.store.api import KVStore
 from mpips.store.keys.key import Name
 from mpips.store.runtime.errors import StoreError
 from mpips.torch.optimizer.consensus import Brought, Consensus
-from mpips.torch.optimizer.exchange import Step
+from mpips.torch.optimizer.exchange import Step, Way
 
 T = TypeVar("T")
-
-
-class Way(Protocol):
-    """How gradients become new parameters: `on_servers`, `on_workers`, `elastic`."""
-
-    sent: bool
-    """Whether gradients of this step may have been pushed."""
-
-    def begin(self, new: bool) -> None:
-        """Have the parameters that the others have. `new`: this worker was given something."""
-        ...
-
-    def push(self, step: Step) -> None:
-        """Exchange gradients, and take what comes of them. Blocking; may be called again after a StoreError."""
-        ...
-
-    def take(self) -> None:
-        """The same where the store is done with the exchange. Blocking."""
-        ...
-
-    def end(self, step: Step) -> None:
-        """The exchange is over: what is left of the step on this worker."""
-        ...
-
-    def renew(self) -> None:
-        """The store has recovered, perhaps with fewer workers."""
-        ...
-
-    def give(self, giver: int, new: bool) -> None:
-        """What the store does not have, from worker `giver` to those that are new. Collective, blocking."""
-        ...
 
 
 class Survival:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from mpips.store.recovery.copies import MirroredUnits, VersionSent
+from mpips.store.recovery.inventory import copies_of
 from mpips.store.recovery.membership import Before
-from mpips.store.recovery.plan import copies_of
 
 PLACE = ("w", 3, 10)
 BEFORE = Before((0, 1, 2), (3,), 2, 2, (0, 1, 2, 3), ((0, 1), (1, 2)), (0, 1))
@@ -31,7 +31,8 @@ def found(copies):
     shelves = copies.shelves(BEFORE, 2)
     return {
         (unit.key, unit.start, unit.stop): {
-            round_: float(copies.at(index, bool(before))[0][0]) for before, (round_, _) in enumerate(unit.standings)
+            round_: float(copies.arrays_of(index, bool(before))[0][0])
+            for before, (round_, _) in enumerate(unit.standings)
         }
         for shelf in shelves for index, unit in enumerate(shelf.units)
     }  # fmt: skip
@@ -76,7 +77,7 @@ def test_state_begins_and_ends():
     put(copies, sent(2, step=1, dtypes=["float32", "float64"]), 2)
     (unit,) = copies.shelves(BEFORE, 2)[0].units
     assert unit.standings == [(2, 1), (1, None)] and unit.states == ["float64"]
-    assert [len(copies.at(0, before)) for before in (False, True)] == [2, 1]
+    assert [len(copies.arrays_of(0, before)) for before in (False, True)] == [2, 1]
 
 
 def test_copies_are_offered_where_a_server_has_died():

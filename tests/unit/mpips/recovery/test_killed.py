@@ -27,7 +27,7 @@ from tests.unit.mpips.server.machine import Arriving
 
 WORKERS, ROUNDS, SIZE, ROW = 2, 3, 60, 5
 KILLED_IN = (
-    "mpips/store/server/", "mpips/store/recovery/undo", "mpips/optimizers/", "mpips/store/keys/row_sparse",
+    "mpips/store/server/", "mpips/store/recovery/undo", "mpips/optimizers/", "mpips/store/keys/rows",
     "mpips/store/runtime/team",
 )  # fmt: skip
 SURVIVES = 1
@@ -76,7 +76,7 @@ class Server:
         card = UnitCard(0, "w", "float32", 0, SIZE, ROW, block, tuple(range(WORKERS)))
         kind = AsynchronousState if asynchronous else SynchronousState
         self.state = kind(reduce=Reduce(threads), optimizers=groups)
-        (self.unit,) = memory.make([card], groups).units
+        (self.unit,) = memory.make([card], groups)[0]
         self.unit.stored[...] = np.arange(SIZE)
         self.state.create(self.unit)
         memory.publish([self.unit], b"", SURVIVES)

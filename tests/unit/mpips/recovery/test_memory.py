@@ -76,7 +76,7 @@ def server(optimizer, **cards):
     made = memory.make(
         [UnitCard(number, key, "float32", 0, size, 1, 4, (0,)) for number, (key, size) in enumerate(cards.items())],
         groups,
-    ).units
+    )[0]
     state = SynchronousState(optimizers=groups)
     for unit in made:
         unit.stored[...] = 1
@@ -131,8 +131,8 @@ def test_memory_of_a_process_that_cannot_be_mapped_is_not_there():
 
 
 def test_every_attempt_finds_what_was_there_before_the_first():
-    settled = LastGeneration()
-    assert [settled.before(1, "old"), settled.before(1, "attempt"), settled.before(1, "another")] == ["old"] * 3
-    settled.begun()
-    assert settled.before(2, "new") == "new"
-    assert settled.before(3, "newer") == "newer"  # nobody said that generation 2 has begun, but it has ended
+    last = LastGeneration()
+    assert [last.before(1, "old"), last.before(1, "attempt"), last.before(1, "another")] == ["old"] * 3
+    last.forget()
+    assert last.before(2, "new") == "new"
+    assert last.before(3, "newer") == "newer"  # nobody said that generation 2 has begun, but it has ended

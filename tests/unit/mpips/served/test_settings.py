@@ -9,8 +9,8 @@ import pytest
 from collectives import CollectiveError
 from mpips import optimizers
 from mpips.compression import TwoBit
-from mpips.store.recovery.plan import Inventory
-from mpips.store.recovery.recover import Outlook
+from mpips.store.recovery.inventory import Inventory
+from mpips.store.recovery.plan import RecoveryPlan, choose_rounds
 from mpips.store.remote.states import Changes, Settings
 from mpips.store.transport import frames
 
@@ -70,11 +70,11 @@ def attempt(task):
 def after(store, *refusals):
     """The change that servers make once more, and how all go on when they have said these refusals."""
     said = [Inventory([], [], [], changes=one.changes) for one in store.settings]
-    outlook = Outlook(said, None)
-    groups, compressor, changes = outlook.after(refusals or ("", ""))
+    plan = RecoveryPlan(said, choose_rounds(said, True))
+    groups, compressor, changes = plan.settings_after(refusals or ("", ""))
     for settings in store.settings:
         settings.begin(Changes(*changes), groups)
-    return outlook.change, groups, compressor
+    return plan.change, groups, compressor
 
 
 def test_servers_make_a_change_once_more_that_only_some_had_heard(store):

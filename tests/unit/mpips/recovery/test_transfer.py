@@ -14,12 +14,11 @@ from mpips import Options
 from mpips.optimizers import SGD, Groups
 from mpips.store.keys.key import Key
 from mpips.store.keys.sharding import Interval, split
-from mpips.store.recovery import plan
-from mpips.store.recovery import transfer as fill
+from mpips.store.recovery.inventory import Inventory, KeyCard, Shelf
 from mpips.store.recovery.membership import Before, Roles, succession
 from mpips.store.recovery.memory import Ledger, NodeMemory, UnitMemory, holding_of_unit
-from mpips.store.recovery.plan import Inventory, KeyCard, Shelf
-from mpips.store.recovery.transfer import ReachableMemory
+from mpips.store.recovery.plan import choose_rounds, make_plan
+from mpips.store.recovery.transfer import ReachableMemory, UnitTransfer, make_units
 from mpips.store.remote.setup import Cutting
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import LostError
@@ -69,7 +68,7 @@ def old_servers(kind, masters, roles, nodes, optimizer, ahead):
         ledger, groups = Ledger(), Groups(optimizer)
         memory = UnitMemory(ledger)
         state = SynchronousState(optimizers=groups)
-        units = memory.make(cut, groups).units
+        units, _ = memory.make(cut, groups)
         for unit in units:
             unit.stored[...] = np.arange(unit.start, unit.start + unit.stored.size)
             state.create(unit)
@@ -131,27 +130,28 @@ def test_every_key_is_what_it_was(kind, lost, optimizer, ahead, where, spares, g
     there = {shelf.owner for one in said for shelf in one.shelves}
     if there != set(servers):
         with pytest.raises(LostError, match="start again from a checkpoint"):
-            plan.make(ranks[0][0], said, [None, None])
+            make_plan(ranks[0][0], said, choose_rounds(said, True), [None, None])
         return
     found, filled = {}, []
-    for here, maps, origin in ranks:
-        made = plan.make(here, said, [None, None])
-        reached = ReachableMemory(servers[origin].units if origin in servers else [], origin, maps, 1)
+    for rank, (here, maps, origin) in enumerate(ranks):
+        made = make_plan(here, said, choose_rounds(said, True), [None, None])
+        reached = ReachableMemory(maps, 1, servers[origin].units if origin in servers else [], origin)
+        units = []
         if here.is_server:
             ledger = servers[origin].ledger if origin in servers else Ledger()
-            filled.append((here, fill.server(here, made, UnitMemory(ledger), Groups(optimizer), reached)))
-        else:
-            fill.sends(made, here, reached)
-    for here, one in filled:
+            units, _ = make_units(made, rank, UnitMemory(ledger), Groups(optimizer), reached)
+        filled.append((here, units, UnitTransfer(made, here, reached, units)))
+    for here, units, one in filled:
         here.world.deliver()
-        for unit in one.finish():
+        one.finish()
+        for unit in units:
             found.setdefault(unit.key, {})[unit.start] = [unit.stored, *(unit.state or ())]
-            assert unit.round == made.found.keys[unit.key].round and list(unit.words)[1:] == unit.done
+            assert unit.round == made.choice.keys[unit.key].round and list(unit.words)[1:] == unit.done
             assert set(unit.contributors) <= set(range(new.roles.num_workers))
-    assert made.found.step == 2 or set(ahead) >= {unit.number for one in servers.values() for unit in one.units}
+    assert made.choice.step == 2 or set(ahead) >= {unit.number for one in servers.values() for unit in one.units}
     for name in SHAPES:
-        arrays, wanted = whole(found[name]), whole(held[made.found.keys[name].round][name])
+        arrays, wanted = whole(found[name]), whole(held[made.choice.keys[name].round][name])
         assert len(arrays) == len(wanted) == (1 if optimizer is None else 2)
         assert all(np.array_equal(a, b) for a, b in zip(arrays, wanted, strict=True)), name
     if not lost and not (grow and spares):  # one more member cuts a client's slices anew
-        assert all(filling.adopted for filling in made.fillings)
+        assert all(one.adopted for one in made.units)

@@ -1,0 +1,212 @@
+"""The plan of a recovery: one round for all keys where it can be had, and from whose memory; the living first."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpips.store.recovery.inventory import Holding, Inventory, KeyCard, Shelf, copies_of
+from mpips.store.recovery.plan import RecoveryPlan, choose_rounds, common_round, make_plan, places_by_server
+
+SIZE = 10
+
+
+def shelf(owner, *units, live=True):
+    return Shelf(owner, live, b"", list(units))
+
+
+def unit(start, stop, *rounds, key="w", torn=False):
+    return Holding(key, start, stop, [(round_, round_) for round_ in rounds], torn, [])
+
+
+def found(*shelves, names="w", size=SIZE, synchronous=True):
+    cards = [KeyCard(name, (size,), "float32") for name in names]
+    return choose_rounds([Inventory(list(shelves), keys=cards)], synchronous)
+
+
+def test_shards_that_were_a_round_further_go_back():
+    seen = found(shelf(4, unit(0, 6, 3, 2)), shelf(5, unit(6, 10, 2), live=False))
+    assert seen.step == 2 and seen.keys["w"].round == 2 and not seen.keys["w"].torn
+    assert [(part.owner, part.before) for part in seen.keys["w"].parts] == [(4, True), (5, False)]
+
+
+def test_all_keys_go_back_to_one_step():
+    seen = found(shelf(4, unit(0, 10, 3, 2), unit(0, 10, 2, 1, key="v"), unit(0, 10, 0, key="u")), names="wvu")
+    assert seen.step == 2
+    assert {name: one.round for name, one in seen.keys.items()} == {"w": 2, "v": 2, "u": 0}
+
+
+def test_a_first_step_that_was_not_made_by_all_keys_begins_anew():
+    seen = found(shelf(4, unit(0, 10, 1, 0), unit(0, 10, 0, key="v")), names="wv")
+    assert seen.step == 0 and {one.round for one in seen.keys.values()} == {0}
+
+
+def test_keys_that_cannot_stand_at_one_step_stand_at_their_own():
+    seen = found(shelf(4, unit(0, 10, 9, 8), unit(0, 10, 2, 1, key="v")), names="wv")
+    assert seen.step is None and {name: one.round for name, one in seen.keys.items()} == {"w": 9, "v": 2}
+
+
+def test_a_key_without_a_common_round_is_torn():
+    seen = found(shelf(4, unit(0, 6, 5, 4)), shelf(5, unit(6, 10, 2, 1)))
+    assert seen.keys["w"].torn and seen.keys["w"].round == 5 and seen.step is None
+    assert not any(part.before for part in seen.keys["w"].parts)
+
+
+def test_a_key_of_which_a_part_is_nowhere_is_lost():
+    seen = found(shelf(4, unit(0, 6, 5), unit(0, 10, 5, key="v")), names="wv")
+    assert seen.lost == ["w"] and list(seen.keys) == ["v"]
+
+
+def test_asynchronous_shards_stand_each_at_its_own():
+    seen = found(shelf(4, unit(0, 6, 5)), shelf(5, unit(6, 10, 2)), synchronous=False)
+    assert seen.keys["w"].round == 5 and not seen.keys["w"].torn and seen.step is None
+
+
+def test_an_empty_key_is_had_from_anybody():
+    seen = found(shelf(4, unit(0, 0, 1)), size=0)
+    assert seen.keys["w"].parts[0].owner == 4 and seen.keys["w"].round == 1
+
+
+def test_where_keys_lay_is_told_by_server():
+    seen = found(shelf(4, unit(0, 3, 1), unit(3, 6, 1)), shelf(5, unit(6, 10, 1)))
+    assert places_by_server(seen.keys, 4) == {"w": [(0, 0, 6), (1, 6, 10)]}
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 10), st.integers(0, 2), st.booleans()), max_size=9))
+def test_parts_cover_the_key_once_and_the_living_give_what_they_have(units):
+    shelves = [
+        shelf(owner, unit(start, min(SIZE, start + length), round_), live=live)
+        for owner, (start, length, round_, live) in enumerate(units)
+    ]
+    seen = found(*shelves)
+    if "w" not in seen.keys:
+        return
+    chosen = seen.keys["w"]
+    assert [part.start for part in chosen.parts] == [0, *(part.stop for part in chosen.parts)][:-1]
+    assert chosen.parts[-1].stop == SIZE
+    for part in chosen.parts:
+        (holding,) = shelves[part.owner].units
+        assert holding.start <= part.start < part.stop <= holding.stop
+        assert chosen.torn or holding.standings[0][0] == chosen.round
+        here = [one for one in shelves if one.live and one.units[0].start <= part.start < one.units[0].stop
+                and (chosen.torn or one.units[0].standings[0][0] == chosen.round)]  # fmt: skip
+        assert shelves[part.owner].live or not here
+
+
+def test_copies_count_only_where_servers_own_memory_is_not_all_there():
+    copies = shelf(copies_of(5), unit(0, 6, 3, 2), live=False)
+    seen = found(shelf(4, unit(0, 6, 3, 2), live=False), shelf(5, unit(6, 10, 3, 2)), copies)
+    assert seen.step == 3 and [part.owner for part in seen.keys["w"].parts] == [4, 5]
+    seen = found(shelf(5, unit(6, 10, 4, 3)), copies)
+    assert seen.step == 3
+    assert [(part.owner, part.before) for part in seen.keys["w"].parts] == [(copies_of(5), False), (5, True)]
+    assert found(copies).lost == ["w"]
+
+
+def test_the_newest_of_two_copies_counts_where_there_are_no_rounds():
+    old, new = shelf(copies_of(5), unit(0, 10, 3), live=False), shelf(copies_of(6), unit(0, 10, 4), live=False)
+    for shelves in [(old, new), (new, old)]:
+        seen = found(*shelves, synchronous=False)
+        assert seen.keys["w"].round == 4 and [part.owner for part in seen.keys["w"].parts] == [copies_of(6)]
+
+
+@pytest.mark.parametrize(
+    ("available", "rounds", "step"),
+    [
+        pytest.param({}, {}, 0, id="no keys"),
+        pytest.param({"a": {3}, "b": {3}}, {"a": 3, "b": 3}, 3, id="all alike"),
+        pytest.param({"a": {4, 3}, "b": {3, 2}}, {"a": 3, "b": 3}, 3, id="one is undone"),
+        pytest.param({"a": {4, 3}, "b": {4}}, {"a": 4, "b": 4}, 4, id="all have come through"),
+        pytest.param({"a": {4}, "b": {3}}, {"a": 4, "b": 3}, None, id="one cannot be undone"),
+        pytest.param({"a": {9, 8}, "b": {4, 3}}, {"a": 9, "b": 4}, None, id="pushed at another rate"),
+        pytest.param({"a": {9, 8}, "b": {0}}, {"a": 9, "b": 0}, 9, id="one that is never pushed"),
+        pytest.param({"a": {1, 0}, "b": {0}}, {"a": 0, "b": 0}, 0, id="the first round has broken off"),
+    ],
+)
+def test_all_keys_stand_at_the_newest_round_that_all_can(available, rounds, step):
+    assert common_round(available, True) == (rounds, step)
+
+
+def test_keys_of_an_asynchronous_store_stand_each_at_its_own():
+    assert common_round({"a": {4, 3}, "b": {3, 2}}, False) == ({"a": 4, "b": 3}, None)
+
+
+# ---- replicas
+
+
+def replica(
+    round_: int, torn: bool = False, name: str = "w", size: int = 4, before: int | None = None, step: int | None = None,
+) -> tuple[KeyCard, Holding]:  # fmt: skip
+    """A replica with the rounds that it can be put to; a torn one has what it holds where there is none."""
+    rounds = [*([] if torn else [round_]), *([] if before is None else [before])]
+    standings = [(each, step) for each in rounds or [round_]]
+    holding = Holding(name, 0, size, standings, not rounds, [] if step is None else ["float32"])
+    return KeyCard(name, (size,), "float32"), holding
+
+
+def planned(*workers: list[tuple[KeyCard, Holding]] | None, changes: tuple[int, ...] = (0,) * 9) -> RecoveryPlan:
+    """The plan for workers with these replicas, after so many changes of settings; None: one that has just begun."""
+    said = [
+        Inventory() if keys is None else Inventory(
+            [Shelf(rank, True, b"", [holding for _, holding in keys], changes[rank])], keys=[card for card, _ in keys]
+        )
+        for rank, keys in enumerate(workers)
+    ]  # fmt: skip
+    layout = SimpleNamespace(num_servers=0, num_workers=len(said))
+    return make_plan(layout, said, choose_rounds(said, True, True))
+
+
+@pytest.mark.parametrize(
+    ("workers", "root", "round_", "holders", "everybody"),
+    [
+        pytest.param([replica(3), replica(3)], 0, 3, [0, 1], True, id="nobody takes over what all have"),
+        pytest.param([replica(3), replica(4), replica(4)], 1, 4, [1, 2], False, id="those behind take"),
+        pytest.param([replica(4, torn=True), replica(4), replica(5)], 2, 5, [2], False, id="who is torn takes"),
+        pytest.param([replica(4, torn=True, before=4), replica(4)], 0, 4, [0, 1], True, id="a torn key is undone"),
+        pytest.param([replica(4), replica(4, step=1)], 0, 4, [0], False, id="another state is taken over"),
+        pytest.param([replica(4, torn=True)] * 2, 0, 4, [0, 1], False, id="all are torn"),
+    ],
+)
+def test_replicas_take_from_the_lowest_rank_that_has_the_round(workers, root, round_, holders, everybody):
+    plan = planned(*([one] for one in workers)).replicas["w"]
+    assert (plan.root, plan.round, plan.holders, plan.everybody) == (root, round_, holders, everybody)
+
+
+def test_where_all_replicas_are_torn_the_key_is():
+    rounds = planned([replica(4, torn=True)], [replica(4, torn=True)]).rounds
+    assert rounds.torn == ("w",) and rounds.step is None
+
+
+def test_a_round_that_no_other_key_has_is_undone_by_all_who_can_and_others_take_it_over():
+    ahead, behind = replica(5, before=4), replica(4, name="b")
+    plan = planned([ahead, behind], [replica(5), behind], [replica(4), behind])
+    assert plan.rounds == {"w": 4, "b": 4} and plan.rounds.step == 4
+    assert (plan.replicas["w"].root, plan.replicas["w"].holders) == (0, [0, 2])
+    assert plan.replicas["b"].everybody
+
+
+def test_who_has_just_begun_takes_all_and_hinders_nothing():
+    plan = planned(None, [replica(4)], [replica(4)])
+    assert plan.rounds.step == 4 and plan.best_settings.owner == 1
+    assert plan.replicas["w"][:1] == (1,) and plan.replicas["w"].holders == [1, 2] and not plan.replicas["w"].everybody
+
+
+def test_keys_that_somebody_lacks_or_has_made_otherwise_are_forgotten():
+    both = [[replica(1), replica(2, name="b")], [replica(2, name="b")]]
+    assert list(planned(*both).replicas) == list(planned(*both[::-1]).replicas) == ["b"]
+    assert planned([replica(1)], [replica(1, size=5)]).replicas == {}
+
+
+def test_who_has_missed_a_change_of_settings_takes_state_over():
+    plan = planned([replica(4)], [replica(4)], [replica(4)], changes=(1, 2, 2))
+    assert plan.replicas["w"].root == 1 and plan.replicas["w"].holders == [1, 2] and plan.best_settings.owner == 1
+
+
+def test_an_inventory_travels():
+    card, holding = replica(4, before=3, step=1)
+    told = Inventory([Shelf(0, True, b"x", [holding], 3)], [2], [card], changes=(1, 2, b"y"))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=Inventory) == told
