@@ -35,7 +35,7 @@ def test_a_server_is_lost_with_its_memory(tmp_path, kind, masters, spares, optim
 @jobs
 def test_without_mirrors_it_is_lost_for_good(tmp_path):
     with pytest.raises(AssertionError, match="start again from a checkpoint"):
-        run(tmp_path, Job("dist_sync", spares=0, mirrors=0, steps=2000, kills={"4": 0.2}))
+        run(tmp_path, Job("dist_sync", spares=0, mirrors=0, steps=2000, kills={"4": 1.0}))
 
 
 @jobs
