@@ -26,10 +26,7 @@ from mpips.store.transport.frames import UnitCard
 from tests.unit.mpips.server.machine import Arriving
 
 WORKERS, ROUNDS, SIZE, ROW = 2, 3, 60, 5
-KILLED_IN = (
-    "mpips/store/server/", "mpips/store/recovery/undo", "mpips/optimizers/", "mpips/store/keys/rows",
-    "mpips/store/runtime/team",
-)  # fmt: skip
+KILLED_IN = ("mpips/store/server/", "mpips/store/recovery/undo", "mpips/optimizers/", "mpips/store/keys/rows")
 SURVIVES = 1
 """The generation that is over."""
 
