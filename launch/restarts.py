@@ -7,6 +7,7 @@ to this command has ended. With spares the others go on first, and the job start
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import subprocess
@@ -20,6 +21,8 @@ from launch.running.process import Ended, tell
 from launch.running.verdict import signal_in
 from mpips.store.checkpoint import folder as files
 from mpips.store.options import Options
+
+_log = logging.getLogger("mpips.launch")
 
 LIMIT = 20.0  # seconds for a host to answer
 LASTING = ("sleep", "1")  # Open MPI's mpirun may wait for ever for a program of another host that ends at once
@@ -74,6 +77,8 @@ def until_it_ends(
         tell(f"mpips: {why}: the job starts again from {_begin(options.checkpoint)}, restart {restarts - left} of "
              f"{restarts}{_roles(options, changed)}")  # fmt: skip
         options = changed
+        _log.warning("restart %d of %d: %s, %d workers, %d servers", restarts - left, restarts, why, options.workers,
+                     options.servers)  # fmt: skip
         ended = start(options)
     tell(ended.sentence)
     if ended.heard and (step := files.newest_step(options.checkpoint)):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import select
 import shlex
@@ -29,6 +30,8 @@ from launch.lab import job
 from launch.lab.job import AGENT
 from launch.lab.layout import LabPlan, encode
 from launch.mpirun import find
+
+_log = logging.getLogger("mpips.lab")
 
 END_SECONDS = 10.0
 LOCK, SOCKET = ".lock", ".socket"
@@ -75,6 +78,7 @@ def up(name: str, plan: LabPlan) -> socket.socket:
     if "error" in reply:
         owner.close()
         raise LabError(f"lab {name!r} could not be made: {reply['error']}")
+    _log.info("lab %s begins: %s, %d hosts", name, plan.topology, len(plan.hosts))
     return owner
 
 
@@ -119,6 +123,7 @@ def down(name: str) -> None:
     try:
         ask(name, {"do": "down"})
         _wait_for_end(handle)
+        _log.info("lab %s has ended", name)
     finally:
         os.close(handle)
 

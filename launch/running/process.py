@@ -9,9 +9,11 @@ missed by the others for ever, while they start MPI.
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 import os
 import select
+import shlex
 import signal
 import struct
 import subprocess
@@ -43,6 +45,7 @@ SIGNAL_RECORD = struct.Struct("Iii116x")  # of signalfd: number, errno, code
 MASK_BYTES = 128
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None, use_errno=True)
+_log = logging.getLogger("mpips.launch")
 
 
 class Ended(NamedTuple):
@@ -79,7 +82,8 @@ def run(
     is what rank i is; `here` ranks are sure to start on this machine. Where others may not, mpirun is listened to.
     """
     all_here = here >= max(1, len(roles))
-    hands_over = _input_of_rank_0(argv) if all_here else -1
+    hands_over, began = _input_of_rank_0(argv) if all_here else -1, time.monotonic()
+    _log.info("job begins: %s", shlex.join(argv))
     signals, presence = HeldSignals(), Presence(here, survives=spares >= 0, hands_over=hands_over)
     verdict: Verdict = OneDeathEnds(presence, roles) if spares < 0 else OthersGoOn(presence, roles, spares)
     try:
@@ -90,6 +94,8 @@ def run(
         end = watched.end()
         code, sentence, death = verdict.code(end), verdict.sentence(end), verdict.death(end)
         watched.clear(others=bool(code))
+        _log.info("job has ended after %.1f s: code %d, mpirun's %d, %s", time.monotonic() - began, code, end.returned,
+                  death or "no death that ended it")  # fmt: skip
     finally:
         presence.close()
         signals.close()
@@ -158,6 +164,7 @@ class Watched:
                 tell(f"mpips: starting {self._ranks} rank{'s' * (self._ranks > 1)}{self._where()}")
             if not self._heard and not self._deserted:
                 for sentence in self._verdict.news():
+                    _log.warning("death seen: %s", sentence)
                     tell(f"mpips: {sentence}")
             due = self._verdict.due(time.monotonic())
             if time.monotonic() >= due and self._ends_by == math.inf:
