@@ -77,7 +77,7 @@ def until_it_ends(
         tell(f"mpips: {why}: the job starts again from {_begin(options.checkpoint)}, restart {restarts - left} of "
              f"{restarts}{_roles(options, changed)}")  # fmt: skip
         options = changed
-        _log.warning("restart %d of %d: %s, %d workers, %d servers", restarts - left, restarts, why, options.workers,
+        _log.info("restart %d of %d: %s, %d workers, %d servers", restarts - left, restarts, why, options.workers,
                      options.servers)  # fmt: skip
         ended = start(options)
     tell(ended.sentence)

@@ -164,7 +164,7 @@ class Watched:
                 tell(f"mpips: starting {self._ranks} rank{'s' * (self._ranks > 1)}{self._where()}")
             if not self._heard and not self._deserted:
                 for sentence in self._verdict.news():
-                    _log.warning("death seen: %s", sentence)
+                    _log.info("death seen: %s", sentence)
                     tell(f"mpips: {sentence}")
             due = self._verdict.due(time.monotonic())
             if time.monotonic() >= due and self._ends_by == math.inf:
