@@ -16,10 +16,10 @@ from mpips.store.runtime.engine import Handle
 from mpips.store.runtime.errors import Step
 from mpips.store.runtime.generation import Generation
 from mpips.store.worker.backend import Backend, Recovered
-from mpips.store.worker.beside import Calls
+from mpips.store.worker.generations import Generations
 from mpips.store.worker.recut import recut
-from mpips.store.worker.route import Quick
-from mpips.store.worker.settings import Generations, Settings
+from mpips.store.worker.route import Route
+from mpips.store.worker.settings import Settings
 
 if TYPE_CHECKING:
     from mpips.optimizers.base import Optimizer
@@ -42,11 +42,11 @@ class KVStore(Uncopied):
     `recover()`.
     """
 
-    def __init__(self, settings: Settings, calls: Calls, closed: Step) -> None:
-        """`calls`: how pushes and pulls are made. `closed` is called when it has closed."""
+    def __init__(self, settings: Settings, route: Route, closed: Step) -> None:
+        """`route`: how pushes and pulls are made. `closed` is called when it has closed."""
         self.settings, self.layout = settings, settings.layout
         """What the workers agree on, for other packages of mpips; roles and communicators."""
-        self._calls, self._operations, self.generations = calls, settings.operations, Generations(settings, closed)
+        self._route, self._operations, self.generations = route, settings.operations, Generations(settings, closed)
 
     # ---- who we are
 
@@ -139,7 +139,7 @@ class KVStore(Uncopied):
         returned blocks until the file is there. ValueError where it cannot be written.
         """
         saving = save(self.settings, path, wait)
-        self._calls.write(saving)
+        self._route.write(saving)
         return saving
 
     def load(self, path: str | os.PathLike[str]) -> None:
@@ -167,7 +167,7 @@ class KVStore(Uncopied):
         """
         rounds = self.generations.recover(grow)
         if self.layout.survives:
-            self._calls.before_a_push(self.settings.pushes)
+            self._route.before_a_push(self.settings.pushes)
         return rounds
 
     # ---- pushes and pulls
@@ -177,8 +177,8 @@ class KVStore(Uncopied):
 
         Without an optimizer the stored value becomes the sum over all workers. A value may be an `mpips.RowSparse`.
         """
-        if not self._calls.call("push", key, value, None, priority):
-            self._operations.do("push", key, value, None, priority)
+        if not self._route.try_fast("push", key, value, None, priority):
+            self._route.call("push", key, value, None, priority)
 
     def ipush(self, key: Any, value: Any, priority: int = 0, turns: Turns = ()) -> Handle:
         """`push` that returns a handle at once; the arrays must stay as they are until it is done.
@@ -187,7 +187,7 @@ class KVStore(Uncopied):
         those that may run, higher priority goes first; but in program order where they hold collectives (`mpi_*` kinds,
         and stores without servers), as these must start in one order on all workers.
         """
-        return self._calls.start("push", key, value, None, priority, turns)
+        return self._route.start("push", key, value, None, priority, turns)
 
     def taken(self, key: Any, push: Handle) -> Handle:
         """A handle that ends when the servers have read what `push`, the last `ipush` of these keys, sends. (The push
@@ -197,21 +197,21 @@ class KVStore(Uncopied):
 
     def pull(self, key: Any, out: Any, priority: int = 0, ignore_sparse: bool = True) -> None:
         """Write the keys' values into `out`, after this worker's pushes of them; returns when they are there."""
-        if not self._calls.call("pull", key, None, out, priority):
-            self._operations.do("pull", key, None, out, priority)
+        if not self._route.try_fast("pull", key, None, out, priority):
+            self._route.call("pull", key, None, out, priority)
 
     def ipull(self, key: Any, out: Any, priority: int = 0, turns: Turns = ()) -> Handle:
         """`pull` that returns a handle at once; `out` holds the values when it is done."""
-        return self._calls.start("pull", key, None, out, priority, turns)
+        return self._route.start("pull", key, None, out, priority, turns)
 
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
         """`push` and `pull` in one, into `value` where `out` is None; returns when the result is there."""
-        if not self._calls.call("pushpull", key, value, out, priority):
-            self._operations.do("pushpull", key, value, out, priority)
+        if not self._route.try_fast("pushpull", key, value, out, priority):
+            self._route.call("pushpull", key, value, out, priority)
 
     def ipushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0, turns: Turns = ()) -> Handle:
         """`pushpull` that returns a handle at once."""
-        return self._calls.start("pushpull", key, value, out, priority, turns)
+        return self._route.start("pushpull", key, value, out, priority, turns)
 
     def row_sparse_pull(self, key: Any, out: Any, priority: int = 0, row_ids: Any = None) -> None:
         """Write rows of the keys into `out` of shape (len(row_ids), ...), in the order of `row_ids`; blocking.
@@ -249,13 +249,13 @@ def made(
     dead one's place."""
     settings = Settings(layout, backend, generation)
     operations = settings.operations
-    calls = Calls(Quick(settings.keys, settings.engine.under_way, operations, backend).call, operations.start)
+    route = Route(settings.keys, settings.engine.under_way, operations, backend)
     if saves is not None:
         settings.regular = saves(settings)
-        calls.save_regularly(settings.regular, operations.do)
+        route.save_regularly(settings.regular)
     if joined is not None or settings.held.names:
-        calls.before_a_push(settings.pushes)
-    store = KVStore(settings, calls, closed)
+        route.before_a_push(settings.pushes)
+    store = KVStore(settings, route, closed)
     if joined is not None:
         store.generations.join(joined)
     return store

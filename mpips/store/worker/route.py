@@ -1,8 +1,9 @@
 """Route every push, pull and pushpull of a worker: the fast way for plain arrays, else the general way.
 
-The fast way (`Quick`) has one straight function for each key. Where it cannot serve a call it has done nothing, and the
-general way (`Operations`) checks the arguments, orders the call among those under way and runs it as a task. A bad
-argument is raised before anything was sent; nothing has changed. Any other error ends the generation.
+`Route.try_fast` has one straight function for each key. Where it cannot serve a call it has done nothing. The general
+way
+(`Route.call`, `Operations`) then checks the arguments, orders the call among those under way and runs it as a task. A
+bad argument is raised before anything was sent; nothing has changed. Any other error ends the generation.
 
 Small keys of one list travel as one vector (`Vectors`), since a collective of a small key costs its latency only (as
 MG-WFBP merges gradients, section 4). Servers and optimizers still see every key by itself.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Generator, Hashable, Mapping, Sequence, Sized
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence, Sized
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 
 from collectives.errors import CollectiveError, of_caller
 from collectives.fabric import arena
+from mpips.store.checkpoint.source import Saves, Written
 from mpips.store.keys import arguments, calls
 from mpips.store.keys.arguments import PRIORITY_BITS
 from mpips.store.keys.calls import Call
@@ -37,23 +39,30 @@ T = TypeVar("T")
 LISTS = (list, tuple)
 
 
-class Quick:
-    """`push`, `pull` and `pushpull`, blocking. `known`: initialised keys; `under_way`: empty where nothing is.
+class Route:
+    """Make the calls of a store on a worker: `try_fast` first, and where that has done nothing, `call`.
 
-    Of a list all keys are pushed before one is waited for, as other workers may have another order; then they are
-    pulled in turn, from the first that has to be waited for together.
+    `known`: the initialised keys. `under_way`: empty where no operation is. Of a list all keys are pushed before one is
+    waited for, as other workers may have another order. Then they are pulled in turn, from the first that has to be
+    waited for together.
     """
 
     def __init__(self, known: Mapping[Name, Key], under_way: Sized, operations: Operations, backend: Backend) -> None:
         self._known, self._under_way, self._operations, self._backend = known, under_way, operations, backend
+        self._saves: Saves | None = None
+        self._written: Written | None = None
+        self._first_push: Callable[[], None] | None = None
+        self._extra = False  # one of these three is there, and calls take the general way
 
-    def call(self, what: str, key: Any, value: Any, out: Any, priority: int) -> bool:
-        """Make a call (`what`: push, pull or pushpull); whether it was made. Nothing has been done where it was not."""
+    def try_fast(self, what: str, key: Any, value: Any, out: Any, priority: int) -> bool:
+        """Make a call (push, pull or pushpull), blocking. Return False, with nothing done, where `call` has to."""
+        if self._extra:
+            return False
         record = self._one(key, out if what == "pull" else value, priority)
         if record is None and "torch" in sys.modules:
             views = arguments.viewed(value), arguments.viewed(out)
             if views[0] is not value or views[1] is not out:
-                return self.call(what, key, *views, priority)
+                return self.try_fast(what, key, *views, priority)
         try:
             if record is None:
                 return type(key) in LISTS and self._several(what, key, value, out, priority)
@@ -74,6 +83,66 @@ class Quick:
         if left is not None:
             self._operations.run([record.name], left, priority, what)
         return True
+
+    def call(self, what: str, key: Any, value: Any, out: Any, priority: int) -> None:
+        """Make a call, blocking, with what is due before and after it: a save, the next piece of a checkpoint."""
+        if not self._extra:
+            self._operations.do(what, key, value, out, priority)
+            return
+        saves = self._prepare(what, key)
+        self._extra = False
+        if saves is not None:
+            saves.pushing = key
+        try:
+            if not self.try_fast(what, key, value, out, priority):
+                self._operations.do(what, key, value, out, priority)
+        finally:
+            if saves is not None:
+                saves.pushing = ()
+            self._extra = True
+        self._follow(saves, key)
+
+    def start(self, what: str, key: Any, value: Any, out: Any, priority: int, turns: Sequence[Hashable]) -> Handle:
+        """Start a call and return its handle, not blocking; it takes turns on its keys and on `turns`."""
+        saves = self._prepare(what, key) if self._extra else None
+        handle = self._operations.start(what, key, value, out, priority, turns)
+        if self._extra:
+            self._follow(saves, key)
+        return handle
+
+    # ---- what is due before and after a call
+
+    def save_regularly(self, saves: Saves) -> None:
+        """Let `saves` have its turn before each step."""
+        self._saves, self._extra = saves, True
+
+    def write(self, saving: Written | None) -> None:
+        """Go on with a checkpoint after each call, until it is there or another one begins."""
+        if saving is not None:
+            self._written, self._extra = saving, True
+
+    def before_a_push(self, do: Callable[[], None]) -> None:
+        """Before the next push `do`, once."""
+        self._first_push, self._extra = do, True
+
+    def _prepare(self, what: str, key: Any) -> Saves | None:
+        """Do what is due before a call; return the saves in which this push counts."""
+        if what == "pull":
+            return None
+        if self._first_push is not None:
+            do, self._first_push = self._first_push, None
+            do()
+        if self._saves is not None and self._saves.is_due(key):
+            self.write(self._saves.save())
+        return self._saves
+
+    def _follow(self, saves: Saves | None, key: Any) -> None:
+        """Do what is due after a call."""
+        if saves is not None:
+            saves.count(key)
+        if self._written is not None and self._written.go_on():
+            self._written = None
+        self._extra = self._saves is not None or self._written is not None or self._first_push is not None
 
     # ---- lists
 

@@ -14,7 +14,7 @@ from collectives.fabric.wait import Limits
 from mpips import RowSparse, StoreError
 from mpips.store.keys.key import Key
 from mpips.store.runtime.engine import Engine
-from mpips.store.worker.route import Operations, Quick
+from mpips.store.worker.route import Operations, Route
 from tests.unit.collectives import device
 
 F4 = np.dtype(np.float32)
@@ -97,7 +97,7 @@ class Store:
         self.engine = Engine(self.generation, background)
         self.keys = {name: Key(name, (2, 3), F4) for name in "ab"}
         self.operations = Operations(0, self.backend, self.engine, self.keys)  # type: ignore[arg-type]
-        self.quick = Quick(self.keys, self.engine.under_way, self.operations, self.backend)  # type: ignore[arg-type]
+        self.quick = Route(self.keys, self.engine.under_way, self.operations, self.backend)  # type: ignore[arg-type]
 
 
 @pytest.fixture(params=[True, False], ids=["background", "foreground"])
@@ -196,7 +196,7 @@ def test_a_fast_route_that_fails_ends_the_generation(store: Store, error: BaseEx
 
     store.keys["a"].fast = Fast()  # type: ignore[assignment]
     with pytest.raises(type(error) if not isinstance(error, CollectiveError) else StoreError):
-        store.quick.call("push", "a", full(1), None, 0)
+        store.quick.try_fast("push", "a", full(1), None, 0)
     assert store.generation.over is not None
 
 
@@ -220,19 +220,19 @@ def test_the_fast_route_takes_plain_arrays_alone(store: Store) -> None:
     for key in store.keys.values():
         key.fast = Fast()  # type: ignore[assignment]
     ones = full(1)
-    assert store.quick.call("push", "a", ones, None, 0)
+    assert store.quick.try_fast("push", "a", ones, None, 0)
     assert pushed[0] is ones
-    assert store.quick.call("push", ["a", "b"], [ones, ones], None, 0)
+    assert store.quick.try_fast("push", ["a", "b"], [ones, ones], None, 0)
     assert len(pushed) == 3
     out = full(0)
-    assert store.quick.call("pushpull", "a", ones, out, 0)
+    assert store.quick.try_fast("pushpull", "a", ones, out, 0)
     assert (out == 1).all()
     locked = full(0)
     locked.flags.writeable = False
     for value, target in ((ones.T, None), (ones.astype(int), None), ([ones], None), (locked, None), (ones, [out])):
-        assert not store.quick.call("pushpull", "a", value, target, 0)
-    assert not store.quick.call("push", np.int64(3), ones, None, 0)
-    assert not store.quick.call("push", "a", ones, None, "high")
+        assert not store.quick.try_fast("pushpull", "a", value, target, 0)
+    assert not store.quick.try_fast("push", np.int64(3), ones, None, 0)
+    assert not store.quick.try_fast("push", "a", ones, None, "high")
     assert len(pushed) == 3
 
 
