@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from collectives.terminal import check_known, format_examples, keep_stdout
+from collectives.terminal import Whole, check_known, format_examples, keep_stdout
 from launch.run import options_of, start
 from launch.running.process import INTERRUPTED
 
@@ -225,7 +225,7 @@ def _load(sub: Sub, runs_here: bool = False) -> click.Command:
 
 
 def _ranks_option(**more: Any) -> click.Option:
-    return click.Option(["-n", "--ranks"], type=click.IntRange(1), help="Start that many ranks under mpirun.", **more)
+    return click.Option(["-n", "--ranks"], type=Whole(1), help="Start that many ranks under mpirun.", **more)
 
 
 def _check(sub: Sub, target: Target, ranks: int) -> None:

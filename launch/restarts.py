@@ -77,8 +77,8 @@ def until_it_ends(
         tell(f"mpips: {why}: the job starts again from {_begin(options.checkpoint)}, restart {restarts - left} of "
              f"{restarts}{_roles(options, changed)}")  # fmt: skip
         options = changed
-        _log.info("restart %d of %d: %s, %d workers, %d servers", restarts - left, restarts, why, options.workers,
-                     options.servers)  # fmt: skip
+        roles = options.workers, options.servers
+        _log.info("restart %d of %d: %s, %d workers, %d servers", restarts - left, restarts, why, *roles)
         ended = start(options)
     tell(ended.sentence)
     if ended.heard and (step := files.newest_step(options.checkpoint)):

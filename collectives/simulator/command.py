@@ -24,6 +24,7 @@ from collectives.terminal import (
     OutFile,
     Picture,
     Seconds,
+    Whole,
     console,
     parse_sizes,
     show_bytes,
@@ -49,7 +50,7 @@ MANY = 2048  # ranks from which a run may take long enough for a progress bar
 @click.option("--beta", type=Seconds(), help="Seconds a byte, in place of --rate.")
 @click.option("--alpha", default=0.0, type=TIME, show_default=True, help="Seconds a message.")
 @click.option("--gamma", default=0.0, type=TIME, show_default=True, help="Seconds to add a byte.")
-@click.option("--per-host", default=1, type=click.IntRange(1), show_default=True, help="Ranks on each host.")
+@click.option("--per-host", default=1, type=Whole(1), show_default=True, help="Ranks on each host.")
 @click.option("--near-alpha", default=0.0, type=TIME, show_default=True, help="Seconds a message inside a host.")
 @click.option("--near-beta", default=0.0, type=TIME, show_default=True, help="Seconds a byte inside a host.")
 @click.option("--figure5", "figure", is_flag=True, help="Figure 5 of the BML paper, for --bytes and --rate.")

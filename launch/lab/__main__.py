@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from collectives.simulator.topology import parse, parse_rate
-from collectives.terminal import InterruptibleGroup, OutFile, format_examples, show_table, write_text
+from collectives.terminal import InterruptibleGroup, OutFile, Whole, format_examples, show_table, write_text
 from launch.lab import client, job
 from launch.lab.client import PATIENCE, NetworkWatch
 from launch.lab.kernel import find_missing
@@ -84,8 +84,8 @@ def up(topology: str, speed: str, name: str) -> None:
     ),
 )
 @named
-@click.option("-n", "--ranks", type=click.IntRange(1), required=True, help="Ranks of the job.")
-@click.option("--per-host", type=click.IntRange(1), default=1, show_default=True, help="Ranks on each host.")
+@click.option("-n", "--ranks", type=Whole(1), required=True, help="Ranks of the job.")
+@click.option("--per-host", type=Whole(1), default=1, show_default=True, help="Ranks on each host.")
 @click.option("--mpirun", help="The mpirun to use instead of the one found (Open MPI or MPICH).")
 @click.option("--mpi-arg", "extra", multiple=True, help="A further word for mpirun; may be repeated.")
 @click.option(

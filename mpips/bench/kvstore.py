@@ -32,6 +32,7 @@ from collectives.terminal import (
     Picture,
     RankedCommand,
     Seconds,
+    Whole,
     parse_counts,
     show_bytes,
     show_progress,
@@ -112,11 +113,11 @@ def check(
 @click.command("kvstore", cls=RankedCommand)
 @click.option("--kind", default="dist_sync", show_default=True,
               help="Of the store: dist_sync, dist_async, mpi_sync or mpi_async.")
-@click.option("--servers", default=1, type=click.IntRange(0), show_default=True, help="Server ranks; the others work.")
-@click.option("--clients", default=1, type=click.IntRange(1), show_default=True, help="Of an mpi_* store.")
+@click.option("--servers", default=1, type=Whole(0), show_default=True, help="Server ranks; the others work.")
+@click.option("--clients", default=1, type=Whole(1), show_default=True, help="Of an mpi_* store.")
 @click.option("--masters", type=click.Choice(("one", "all")), default="one", show_default=True, help="Of each client.")
 @click.option("--sizes", default="1024,262144,4194304,67108864", show_default=True, help="MIN:MAX[:FACTOR] or a list.")
-@click.option("--keys", default=1, type=click.IntRange(1, MOST_KEYS), show_default=True, help="Of each size, a list.")
+@click.option("--keys", default=1, type=Whole(1, MOST_KEYS), show_default=True, help="Of each size, a list.")
 @click.option("--arrays", default="ordinary,empty", show_default=True, help="NumPy's (ordinary) or mpips.empty's.")
 @click.option("--seconds", default=1.0, type=Seconds(), show_default=True, help="About so long for each case.")
 @click.option("--json", "json_path", type=OutFile(), help="Write the rows as JSON.")

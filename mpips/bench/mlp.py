@@ -27,7 +27,16 @@ from threadpoolctl import threadpool_limits
 from collectives.benchmark.case import find_free_port
 from collectives.benchmark.harness import Contender, compare_steps
 from collectives.machine import usable_cores
-from collectives.terminal import OutFile, RankedCommand, WholeList, console, show_progress, show_table, write_text
+from collectives.terminal import (
+    OutFile,
+    RankedCommand,
+    Whole,
+    WholeList,
+    console,
+    show_progress,
+    show_table,
+    write_text,
+)
 from mpips.mlp.mesh import Mesh, TrainingError, agree, misfit, parse
 from mpips.mlp.network.layers import interval
 from mpips.mlp.network.mlp import MLP
@@ -56,7 +65,7 @@ def check(ranks: int, *, grid_text: str, **_: Any) -> None:
 @click.option("--batch", default="100,1000", type=WholeList(), help="Minibatches, commas between.")
 @click.option("--width", default="1024", type=WholeList(), help="Widths of the two hidden layers, commas between.")
 @click.option("--seconds", default=15.0, help="About how long each case is timed.")
-@click.option("--rounds", default=15, type=click.IntRange(1), help="In each of them every contender has a turn.")
+@click.option("--rounds", default=15, type=Whole(1), help="In each of them every contender has a turn.")
 @click.option("--torch/--no-torch", "with_torch", default=True, help="PyTorch beside it, where it is installed.")
 @click.option("--json", "json_path", type=OutFile(), help="Write the rows as JSON.")
 def command(

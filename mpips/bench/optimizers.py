@@ -14,7 +14,7 @@ from rich.table import Table
 
 from collectives.benchmark.harness import take_turns, time_call
 from collectives.machine import check_memory
-from collectives.terminal import Interruptible, OutFile, console, show_progress, show_table, write_text
+from collectives.terminal import Interruptible, OutFile, Whole, console, show_progress, show_table, write_text
 from mpips import optimizers
 
 CASES = (
@@ -28,7 +28,7 @@ CASES = (
 )
 
 ARRAYS = 7  # at once, where there is most: five of `measure`, and Adam's two of state
-COUNT = click.IntRange(1)
+COUNT = Whole(1)
 Step = Callable[[], Any]
 
 

@@ -37,7 +37,7 @@ from mpi4py import MPI
 from rich.table import Table
 
 from collectives.benchmark.harness import take_turns
-from collectives.terminal import OutFile, Picture, RankedCommand, console, show_table, write_text, writing
+from collectives.terminal import OutFile, Picture, RankedCommand, Whole, console, show_table, write_text, writing
 from mpips.bench.kvstore import mark, marked
 from mpips.overlap import exchange as runtime
 from mpips.overlap import measure, planner, timeline
@@ -163,11 +163,11 @@ def check(ranks: int, *, servers: int, startups: float | None, topk: float | Non
 
 
 @click.command("overlap", cls=RankedCommand)
-@click.option("--servers", type=click.IntRange(0), default=0, show_default=True,
+@click.option("--servers", type=Whole(0), default=0, show_default=True,
               help="Servers among the ranks; 0: allreduces.")
 @click.option("--setting", type=click.Choice(SETTINGS), default="uniform", show_default=True,
               help="Layers of the job.")
-@click.option("--layers", type=click.IntRange(1), default=40, show_default=True, help="Of uniform and hidden.")
+@click.option("--layers", type=Whole(1), default=40, show_default=True, help="Of uniform and hidden.")
 @click.option("--kilobytes", default=32.0, show_default=True, help="Of a layer, on average.")
 @click.option("--startups", type=click.FloatRange(0, 1, min_open=True, max_open=True),
               help="Without servers: layers so large that startups are this share of communication; --kilobytes to "
@@ -177,8 +177,8 @@ def check(ranks: int, *, servers: int, startups: float | None, topk: float | Non
 @click.option("--asleep", is_flag=True,
               help="Waits leave messages to the communication thread too, so that a startup is the same beside compute "
                    "and behind it, as in the papers' models.")
-@click.option("--iterations", type=click.IntRange(1), default=10, show_default=True, help="Of every run.")
-@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True,
+@click.option("--iterations", type=Whole(1), default=10, show_default=True, help="Of every run.")
+@click.option("--repeats", type=Whole(1), default=3, show_default=True,
               help="Of every run when the network is measured.")
 @click.option("--json", "json_file", type=OutFile(), help="Write the results here.")
 @click.option("--save-profile", type=OutFile(), help="Write the measured profile here, for `mpips plan`.")
