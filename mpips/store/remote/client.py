@@ -29,7 +29,7 @@ from mpips.store.keys.key import Key, Piece
 from mpips.store.keys.key import label as key_label
 from mpips.store.remote.transfers import Pull, Push
 from mpips.store.roles import Layout
-from mpips.store.runtime.rendezvous import Presence
+from mpips.store.runtime.rendezvous import LeftRanks
 from mpips.store.runtime.tasks import Task, together
 from mpips.store.transport.client_sums import ClientSums
 from mpips.store.transport.messages import COMPARE_TAG, MessageGroup, MessagesUnderWay, member_tag
@@ -285,7 +285,7 @@ class CallBetween(Call):
         self._theirs = np.zeros((members.size, TEXT_BYTES), np.uint8)
         self._receives: list[MPI.Request] = []
         self._exchange: MessageGroup | None = None
-        self._presence, self._due = Presence(text), time.monotonic() + LOOK_SECONDS
+        self._presence, self._due = LeftRanks(text), time.monotonic() + LOOK_SECONDS
 
     def run(self, task: Task[None]) -> Task[None]:
         """Run what the call does; MismatchError where another member makes another call."""

@@ -32,7 +32,7 @@ from collectives.fabric.wait import (
 from collectives.network.drain import sweep
 from collectives.network.failures import failed
 from mpips.store.runtime.errors import StoreError, of_kind, uninterrupted
-from mpips.store.runtime.rendezvous import LAST_WORD_SECONDS, Presence, Room, Watch
+from mpips.store.runtime.rendezvous import LAST_WORD_SECONDS, LeftRanks, Room, Watch
 from mpips.store.runtime.tasks import Task
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ class Generation:
 
     def _watch(self, room: Room, what: str) -> Watch:
         """Return how this rank waits in a room: it looks at the generation, and sees who comes no more."""
-        presence, stands = Presence(what), False
+        presence, stands = LeftRanks(what), False
 
         def look(waited: float) -> None:
             nonlocal stands

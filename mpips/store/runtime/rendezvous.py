@@ -232,7 +232,7 @@ def _room_key() -> int:
     return MPI.Comm.Create_keyval()
 
 
-class Presence:
+class LeftRanks:
     """Sees whether those whom `what` waits for are still there."""
 
     def __init__(self, what: str) -> None:

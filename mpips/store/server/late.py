@@ -160,30 +160,19 @@ class Gossip:
     """Words of the servers of one generation to the first one. `comm`: theirs."""
 
     def __init__(self, comm: MPI.Comm, late: Late) -> None:
-        self._comm, self._late = comm, late
-        self._others = range(1, comm.Get_size())
+        self._comm, self._late, self._alone = comm, late, comm.Get_size() == 1
         self._said: list[Wait] = []
 
     def tick(self) -> None:
         """Tell what has changed; or, on the first server, hear of it. Call it now and then while idle."""
-        if not self._others:
+        if self._alone:
             return
-        from collectives.network.failures import send
-        from collectives.network.requests import keep
+        from collectives.network.failures import received, tell
 
         if self._comm.Get_rank() == 0:
-            for server in self._others:
-                while self._comm.Iprobe(server, WAITS_TAG):
-                    self._late.told(server, self._hear(server))
+            while (message := received(self._comm, WAITS_TAG)) is not None:
+                server, data = message
+                self._late.told(server, msgspec.msgpack.decode(data, type=list[Wait]))
         elif (waits := self._late.own()) != self._said:
-            self._said, data = waits, msgspec.msgpack.encode(waits)
-            keep([send(self._comm, data, 0, WAITS_TAG)])
-
-    def _hear(self, server: int) -> list[Wait]:
-        from mpi4py import MPI
-
-        status = MPI.Status()
-        self._comm.Probe(server, WAITS_TAG, status)
-        data = bytearray(status.Get_count(MPI.BYTE))
-        self._comm.Recv(data, server, WAITS_TAG)
-        return msgspec.msgpack.decode(data, type=list[Wait])
+            self._said = waits
+            tell(self._comm, msgspec.msgpack.encode(waits), [0], WAITS_TAG)

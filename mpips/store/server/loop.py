@@ -1,4 +1,4 @@
-"""The loop of a server: frames in and out (`Traffic`), `ServerState` between them, until every worker has left.
+"""The loop of a server: frames in and out (`WorkerTraffic`), `ServerState` between them, until every worker has left.
 
 `serve` gives each store of this process its turn. What a turn raises ends that store's generation; the server then
 waits until the workers begin the next one, or close.
@@ -33,7 +33,7 @@ from mpips.store.runtime.generation import Generation
 from mpips.store.server.late import Gossip, Late
 from mpips.store.server.reduce import Reduce
 from mpips.store.server.requests import Requests
-from mpips.store.server.sources import Filling, Pushes, Receiver
+from mpips.store.server.sources import FillingOutbox, Pushes, Receiver
 from mpips.store.server.state import AsynchronousState, ServerState, SynchronousState
 from mpips.store.server.unit import Replies
 from mpips.store.transport.frames import ROUND, ROUND_AT, Frame, Op, OpenStore
@@ -146,12 +146,13 @@ class Server:
         serving = self._serving(lines, NodeMemory(ledgers))
         serving.requests.publish()
         self._serve(lines, rings, serving)
+        LOG.info("server rank %d has begun, for %d workers", self.layout.rank, len(lines))
 
     def _serve(self, lines: list[Line], rings: Rings | None, serving: Serving) -> None:
         """Serve a generation over these lines."""
         self._now = serving
         self._state, self._requests = serving.state, serving.requests
-        self._traffic = Traffic(self.layout, lines, rings, self._state, self._requests)
+        self._traffic = WorkerTraffic(self.layout, lines, rings, self._state, self._requests)
         self._flag = self.generation.flag
         self._next_tick = 0.0
         self._ended: float | None = None
@@ -322,7 +323,7 @@ class Server:
         self._copies.begin(None if self.layout.asynchronous else self._rounds)
 
 
-class Traffic:
+class WorkerTraffic:
     """The lines of one server in one generation: frames become events of its state, and replies go out. `lines` and
     `rings` as `connect` gave them."""
 
@@ -362,7 +363,7 @@ class Traffic:
                 for data in line.read():
                     if data[0] == PUSH:
                         unit, index, source, priority = known.get(data[:ROUND_AT]) or new(worker, line, data)
-                        if type(source) is Filling:
+                        if type(source) is FillingOutbox:
                             source.begin(ROUND.unpack_from(data, ROUND_AT)[0])
                         pushed(unit, index, source, priority, time.monotonic())
                     else:
@@ -404,7 +405,7 @@ class Traffic:
                 if data[0] != PUSH or Frame.of(data).unit not in self._state.units:
                     continue
                 unit, index, source, _ = known.get(data[:ROUND_AT]) or self._pushes.new(worker, line, data)
-                if type(source) is Filling:
+                if type(source) is FillingOutbox:
                     source.begin(ROUND.unpack_from(data, ROUND_AT)[0])
                 with suppress(CollectiveError):  # another worker, who has left, does not push to this round
                     self._state.pushed(unit, index, source, 0, time.monotonic())

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpips.store.keys.rows import merge
-from mpips.store.server.unit import Source, Unit
+from mpips.store.server.unit import Contribution, Unit
 
 BURST = 4
 """Blocks that are done before the server listens again, for each thread."""
@@ -55,7 +55,7 @@ class Reduce:
             unit.write(0, size, total)
         unit.block = 1
 
-    def blocks(self, unit: Unit, sources: Sequence[Source]) -> bool:
+    def blocks(self, unit: Unit, sources: Sequence[Contribution]) -> bool:
         """Sum and write those of the next blocks that are there, on all threads at once where that is long enough."""
         first = stop = unit.block
         limit = min(stop + BURST * self._team.threads, unit.blocks)
@@ -76,7 +76,7 @@ class Reduce:
         unit.block = stop
         return True
 
-    def worth_sharing(self, unit: Unit, sources: Sequence[Source], first: int, stop: int) -> bool:
+    def worth_sharing(self, unit: Unit, sources: Sequence[Contribution], first: int, stop: int) -> bool:
         """Return whether blocks are summed on all threads.
 
         Workers that wait leave their cores to them; those that still copy need them, unless this server is far behind,
@@ -92,7 +92,7 @@ class Reduce:
             return nbytes >= 2 * SHARED_BYTES
         return self._cores_shared or stop - first >= 2 * threads
 
-    def _share(self, unit: Unit, sources: Sequence[Source], first: int, stop: int) -> None:
+    def _share(self, unit: Unit, sources: Sequence[Contribution], first: int, stop: int) -> None:
         """Sum and write blocks on all threads; thread 0, which has the first parts, tells readers of each block."""
         step = max(1, PART_BYTES // unit.stored.itemsize)
         parts = []
@@ -116,7 +116,7 @@ class Reduce:
         _tell(unit, stop)
 
     def _sum_part(
-        self, unit: Unit, sources: Sequence[Source], block: int, start: int, stop: int, thread: int
+        self, unit: Unit, sources: Sequence[Contribution], block: int, start: int, stop: int, thread: int
     ) -> None:  # fmt: skip
         """Sum and write elements of a block."""
         total = self._sum(unit, [source.part(block, start, stop) for source in sources], start, stop, thread)
@@ -148,7 +148,7 @@ class Reduce:
 
     # ---- payloads of which some come as messages
 
-    def arriving(self, unit: Unit, sources: Sequence[Source]) -> bool:
+    def arriving(self, unit: Unit, sources: Sequence[Contribution]) -> bool:
         """Add what is there of the next block, contributor by contributor; write it when all have been added."""
         number, count, first = unit.block, len(sources), unit.part
         start, stop = unit.bounds(number)
@@ -181,7 +181,7 @@ class Reduce:
 
     # ---- payloads of which some are compressed or row-sparse
 
-    def coded(self, unit: Unit, sources: Sequence[Source]) -> bool:
+    def coded(self, unit: Unit, sources: Sequence[Contribution]) -> bool:
         """Add the next contributor; when all have been added, write the sum: only rows that somebody named, where all
         gave rows."""
         if unit.part < len(sources):
@@ -201,7 +201,7 @@ class Reduce:
 
     # ---- one contribution by itself
 
-    def single(self, unit: Unit, source: Source) -> bool:
+    def single(self, unit: Unit, source: Contribution) -> bool:
         """Write the next block of one contribution."""
         if not source.ready(unit.block):
             return False
@@ -230,7 +230,7 @@ class Reduce:
         return True
 
 
-def _add_next(unit: Unit, source: Source) -> bool:
+def _add_next(unit: Unit, source: Contribution) -> bool:
     """Add a contributor, or a block of it, to what was read of the round: rows as long as all gave rows."""
     if not source.ready(unit.part_block):
         return False

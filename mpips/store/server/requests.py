@@ -134,7 +134,7 @@ class Requests:
                 self._drop_snapshot(request.number)
             case OpenStore():
                 self.opening[worker] = request
-        return frames.Done()
+        return frames.RequestDone()
 
     # ---- settings
 

@@ -30,7 +30,7 @@ from collectives.network.failures import is_death, send
 from collectives.network.requests import keep, over
 from mpips.compression import Compressor
 from mpips.store.keys.rows import RowSparse
-from mpips.store.server.unit import Source, Unit
+from mpips.store.server.unit import Contribution, Unit
 from mpips.store.transport.frames import ALONG, ROUND_AT, Coding, Frame, Op
 from mpips.store.transport.lines import Line, MessageLine
 from mpips.store.transport.messages import LOOK_SECONDS, Bytes, cut_bytes, pull_tag, push_tag
@@ -49,9 +49,9 @@ DRAIN_SECONDS = 0.2
 """How long a server takes in what workers have under way when the generation is over, so that they need not wait for
 it."""
 Array = NDArray[Any]
-Push = tuple[Unit, int, Source, int]
+Push = tuple[Unit, int, Contribution, int]
 """Unit, position of the contributor, source and priority."""
-Read = Callable[[Array], Source]
+Read = Callable[[Array], Contribution]
 """Makes a source of a coded payload, whenever it is read."""
 
 
@@ -70,7 +70,7 @@ class Pushes:
         frame = Frame.of(data)
         unit = self._state.units[frame.unit]
         push = unit, unit.position[worker], self._source(worker, line, frame, unit), frame.priority
-        if type(push[2]) in (Elements, Filling):
+        if type(push[2]) in (Elements, FillingOutbox):
             if len(self.known) >= self._most:
                 self.known.clear()
             self.known[data[:ROUND_AT]] = push
@@ -83,14 +83,14 @@ class Pushes:
         for frame in [frame for frame, push in self.known.items() if push[0].number not in units]:
             del self.known[frame]
 
-    def _source(self, worker: int, line: Line, frame: Frame, unit: Unit) -> Source:
+    def _source(self, worker: int, line: Line, frame: Frame, unit: Unit) -> Contribution:
         if isinstance(line, MessageLine):
             if frame.coding == Coding.PLAIN:
-                return Blocks(self._receiver, line, worker, unit, frame)
+                return MessageBlocks(self._receiver, line, worker, unit, frame)
             return CodedMessage(self._receiver, line, worker, unit, frame, self._reader(frame, unit))
         payload = self._view(frame.region)
         if frame.coding == Coding.GROWING:
-            return Filling(payload, unit.blocks, unit.block_elements, unit.stored.dtype)
+            return FillingOutbox(payload, unit.blocks, unit.block_elements, unit.stored.dtype)
         if frame.coding == Coding.PLAIN:
             return Elements(payload.view(unit.stored.dtype))
         return self._reader(frame, unit)(payload)
@@ -101,7 +101,7 @@ class Pushes:
             return lambda payload: Empty(unit)
         if frame.coding == Coding.ROWS:
             shape = (unit.stored.size // max(1, unit.row_elements), unit.row_elements)
-            return lambda payload: Rows(payload, frame.aux, shape, unit.stored.dtype)
+            return lambda payload: PushedRows(payload, frame.aux, shape, unit.stored.dtype)
         compressor = self._state.compressor
         assert compressor is not None
         return lambda payload: Compressed(payload, compressor)
@@ -119,7 +119,7 @@ class Pushes:
 # ---- payloads in memory of this node
 
 
-class Elements(Source):
+class Elements(Contribution):
     """All elements of a unit."""
 
     def __init__(self, array: Array) -> None:
@@ -130,7 +130,7 @@ class Elements(Source):
         return self.array[start:stop]
 
 
-class Filling(Source):
+class FillingOutbox(Contribution):
     """A worker's `outbox`, perhaps still being filled; one round at a time, the next begins when it has been read."""
 
     def __init__(self, outbox: Array, blocks: int, block_elements: int, dtype: np.dtype) -> None:
@@ -151,7 +151,7 @@ class Filling(Source):
         return self._slots[at : at + stop - start]
 
 
-class Compressed(Source):
+class Compressed(Contribution):
     """A unit's elements as a compressor has made them; `payload` is uint8."""
 
     coded = True
@@ -163,7 +163,7 @@ class Compressed(Source):
         self._compressor.decode(self._payload, out, add=True)
 
 
-class Rows(Source):
+class PushedRows(Contribution):
     """Rows of a unit whose elements are whole rows: `payload` holds `count` row numbers (int64), then their values."""
 
     coded = True
@@ -181,7 +181,7 @@ class Rows(Source):
         return self._rows
 
 
-class Empty(Rows):
+class Empty(PushedRows):
     """A push that counts as a round only: no rows."""
 
     empty = True
@@ -194,7 +194,7 @@ class Empty(Rows):
 # ---- payloads that come as messages
 
 
-class Blocks(Source):
+class MessageBlocks(Contribution):
     """A plain payload that comes from another node block by block."""
 
     local = False
@@ -248,7 +248,7 @@ class Blocks(Source):
         self._coming.clear()
 
 
-class CodedMessage(Blocks):
+class CodedMessage(MessageBlocks):
     """A compressed or row-sparse payload from another node, in one message."""
 
     coded = True

@@ -33,7 +33,7 @@ from mpips.compression import Compressor
 from mpips.optimizers import Groups, Optimizer
 from mpips.store.server.late import Late
 from mpips.store.server.reduce import Reduce
-from mpips.store.server.unit import Replies, Reply, Source, Unit
+from mpips.store.server.unit import Contribution, Replies, Reply, Unit
 
 if TYPE_CHECKING:
     from mpips.store.recovery.mirrors.mirror import Mirror
@@ -71,7 +71,7 @@ class ServerState(ABC):
     # ---- events
 
     @abstractmethod
-    def pushed(self, unit: Unit, index: int, source: Source, priority: int, clock: float) -> None:
+    def pushed(self, unit: Unit, index: int, source: Contribution, priority: int, clock: float) -> None:
         """Take a contribution of the contributor at `index`. MismatchError if its round can never end."""
 
     def pulled(self, number: int, worker: int, round_: int, rows: NDArray[Any] | None = None) -> Replies:
@@ -257,7 +257,7 @@ class SynchronousState(ServerState):
 
     asynchronous = False
 
-    def pushed(self, unit: Unit, index: int, source: Source, priority: int, clock: float) -> None:
+    def pushed(self, unit: Unit, index: int, source: Contribution, priority: int, clock: float) -> None:
         """Take a contribution of the contributor at `index`. MismatchError if its round can never end."""
         if priority != unit.priority:
             unit.priority, self._ranked = priority, True
@@ -300,7 +300,7 @@ class SynchronousState(ServerState):
             self._written(unit)
         return worked, self._end_round(unit) if unit.mirrored else []
 
-    def _sum(self, unit: Unit, sources: Sequence[Source]) -> bool:
+    def _sum(self, unit: Unit, sources: Sequence[Contribution]) -> bool:
         """Sum what is there; whether anything was."""
         reduce = self._reduce
         if unit.blocks == 1 and not reduce.worth_sharing(unit, sources, 0, 1):
@@ -363,7 +363,7 @@ class AsynchronousState(ServerState):
         super().__init__(remote, late, reduce, optimizers, mirror, compressor)
         self.staleness = staleness
 
-    def pushed(self, unit: Unit, index: int, source: Source, priority: int, clock: float) -> None:
+    def pushed(self, unit: Unit, index: int, source: Contribution, priority: int, clock: float) -> None:
         """Take a contribution of the contributor at `index`."""
         if priority != unit.priority:
             unit.priority, self._ranked = priority, True

@@ -16,7 +16,7 @@ from mpips.store.recovery.undo import Undo
 Array = NDArray[Any]
 
 
-class Source:
+class Contribution:
     """A contribution's payload, wherever it lies (`server.sources`). As it stands here nothing has to be fetched."""
 
     local = True
@@ -112,7 +112,7 @@ class Unit:
 
     def reset(self) -> None:
         """Begin without contributions, and with no block of a round applied."""
-        self.queues: list[deque[Source]] = [deque() for _ in self.contributors]
+        self.queues: list[deque[Contribution]] = [deque() for _ in self.contributors]
         self.missing = len(self.contributors)  # contributors with an empty queue
         self.arrivals: deque[int] = deque()  # asynchronous: positions in order of arrival
         self.active = -1  # asynchronous: the contributor whose push is being applied

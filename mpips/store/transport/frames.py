@@ -235,7 +235,7 @@ class DropSnapshot(msgspec.Struct, tag=True):
     number: int
 
 
-class Done(msgspec.Struct, tag=True):
+class RequestDone(msgspec.Struct, tag=True):
     """It has been done."""
 
 
@@ -243,7 +243,7 @@ Request = (
     Create | Forget | Flush | OpenStore | SetOptimizer | UpdateOptimizer | SetCompression | GetState | PutState
     | SetTorn | TakeSnapshot | ReadSnapshot | DropSnapshot
 )  # fmt: skip
-Answer = Created | StatePart | Snapshotted | Bytes | Done
+Answer = Created | StatePart | Snapshotted | Bytes | RequestDone
 
 Change = SetOptimizer | UpdateOptimizer | SetCompression
 """What workers set for all of them."""

@@ -115,7 +115,7 @@ class SharedLine:
     """Whether both ends share memory."""
 
     def __init__(
-        self, outgoing: Ring, incoming: Ring, wait: Wait | None = None, gone: Callable[[], bool] = bool
+        self, outgoing: FrameRing, incoming: FrameRing, wait: Wait | None = None, gone: Callable[[], bool] = bool
     ) -> None:
         self._out, self._in, self._wait, self._gone = outgoing, incoming, wait, gone
         self._backlog: deque[tuple[tuple[int, ...], NDArray[Any] | None]] = deque()
@@ -315,16 +315,16 @@ class Rings:
         """Return whether the server has said so."""
         return bool(self.words[self._stopped])
 
-    def request_ring(self, worker: int) -> Ring:
+    def request_ring(self, worker: int) -> FrameRing:
         """Return the ring from the worker to the server."""
-        return Ring(self, 0, worker)
+        return FrameRing(self, 0, worker)
 
-    def reply_ring(self, worker: int) -> Ring:
+    def reply_ring(self, worker: int) -> FrameRing:
         """Return the ring from the server to the worker."""
-        return Ring(self, 1, worker)
+        return FrameRing(self, 1, worker)
 
 
-class Ring:
+class FrameRing:
     """One direction of one worker; `post` and `repost` for the writer, `waiting` and `read` for the reader."""
 
     __slots__ = ("_base", "_head", "_head_word", "_slots", "_tail", "_tail_word", "_words", "rings")

@@ -1,9 +1,9 @@
 """Payloads between a worker and servers of other nodes, on the worker's side: messages out of arrays and into them.
 
 What is one message goes unasked where its server has room for it; all else as the server asks for it, block by block.
-How much a worker may have under way unasked a `Window` says for each server: its share of a copy of what lies there, or
-two messages (what servers ask for they limit themselves, see `server.sources`). Tasks here do not hear the server: who
-runs them listens meanwhile (`remote.link`). A task that is given up leaves its messages to `stop`.
+`UnreadPayloads` limits for each server what a worker has under way unasked: its share of a copy of what lies there, or
+two messages. What servers ask for they limit themselves (`server.sources`). Tasks here do not hear the server: who runs
+them listens meanwhile (`remote.link`). A task that is given up leaves its messages to `stop`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Sender:
     def __init__(self, layout: Layout) -> None:
         self._layout, self._world = layout, layout.world
         self._under_way = MessagesUnderWay()
-        self._windows = [Window() for _ in range(layout.num_servers)]
+        self._windows = [UnreadPayloads() for _ in range(layout.num_servers)]
         self._waiting: dict[tuple[int, Name], list[Place]] = {}
         """The places of shards of a key that wait for room at a server."""
         self._stored = [0] * layout.num_servers
@@ -95,7 +95,7 @@ class Sender:
 
     def _turn(self, key: Key, shard: Shard, data: Array, round_: int) -> Task[None]:
         """Wait until the server has room, or for nothing that comes before in the key: so shards of a key end in turn,
-        and are answered while later ones come (see `Window`)."""
+        and are answered while later ones come (see `UnreadPayloads`)."""
         window, where, place = self._windows[shard.server], (shard.server, key.name), (round_, shard.start)
         waiting = self._waiting.setdefault(where, [])
         waiting.append(place)
@@ -137,7 +137,7 @@ class _Sent(NamedTuple):
     nbytes: int
 
 
-class Window:
+class UnreadPayloads:
     """Payloads that a worker has sent to one server without being asked, and the server has not read yet.
 
     A payload has a place in its key: its round, and where in the key it begins. All workers send what a round of a key

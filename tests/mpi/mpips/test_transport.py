@@ -18,7 +18,7 @@ from mpips import Options
 from mpips.store.keys.key import Key, Shard
 from mpips.store.remote.link import Link
 from mpips.store.runtime.tasks import goes_on, together
-from mpips.store.server.sources import Blocks, Receiver
+from mpips.store.server.sources import MessageBlocks, Receiver
 from mpips.store.server.unit import Unit
 from mpips.store.transport.client_sums import ClientSums
 from mpips.store.transport.frames import Frame, Op
@@ -142,7 +142,7 @@ class Server:
     def heard(self, worker, line, frame):
         unit = self.units.get(frame.unit)
         if frame.op == Op.PUSH:
-            self.queues[frame.unit][worker].append(Blocks(self.receiver, line, worker, unit, frame))
+            self.queues[frame.unit][worker].append(MessageBlocks(self.receiver, line, worker, unit, frame))
         elif frame.op == Op.SET:
             self.first.append((self.receiver.first(unit, worker), line, unit.number))
         elif frame.op == Op.PULL:

@@ -20,7 +20,7 @@ from mpips.store.recovery import memory as ledger
 from mpips.store.recovery.memory import Ledger, UnitMemory
 from mpips.store.server import reduce
 from mpips.store.server.reduce import Reduce
-from mpips.store.server.sources import Compressed, Elements, Rows
+from mpips.store.server.sources import Compressed, Elements, PushedRows
 from mpips.store.server.state import AsynchronousState, SynchronousState
 from mpips.store.transport.frames import UnitCard
 from tests.unit.mpips.server.machine import Arriving
@@ -40,7 +40,7 @@ def rows(value, count):
     return RowSparse(np.arange(count) * 3 % (SIZE // ROW), np.full((count, ROW), value, np.float32), (SIZE // ROW, ROW))
 
 
-class Gives(Rows):
+class Gives(PushedRows):
     """Rows, as they are."""
 
     def __init__(self, given):

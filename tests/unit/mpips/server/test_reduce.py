@@ -20,7 +20,7 @@ from mpips import RowSparse, compression
 from mpips.optimizers import SGD, Adam, Add
 from mpips.store.server import reduce
 from mpips.store.server.reduce import Team
-from mpips.store.server.sources import Compressed, Elements, Empty, Rows
+from mpips.store.server.sources import Compressed, Elements, Empty, PushedRows
 from tests.unit.mpips.server.machine import WORKERS, Arriving, Growing, Machine
 
 
@@ -177,7 +177,7 @@ def test_rows_and_compressed_payloads_add_up_with_plain_ones():
     payload = np.concatenate([rows.rows.view(np.uint8), rows.values.reshape(-1).view(np.uint8)])
     compressor = compression.create({"type": "2bit", "threshold": 0.5})
     residual = np.zeros(12, np.float32)
-    machine.push(0, Rows(payload, 3, (4, 3), np.dtype(np.float32)))
+    machine.push(0, PushedRows(payload, 3, (4, 3), np.dtype(np.float32)))
     machine.push(1, Compressed(compressor.encode(np.full(12, 0.5, np.float32), residual), compressor))
     machine.push(2, 10)
     assert machine.work() == list((rows.to_dense() + 10.5).reshape(-1))
@@ -215,7 +215,7 @@ def test_rows_that_nobody_names_keep_their_momentum(rounds):
         payloads = [packed_rows([worker, 3] if number % 2 else [0]) for worker in range(WORKERS)]
         for worker in order:
             mine = payloads[worker]
-            machine.push(worker, 2 if dense[worker] else Rows(mine, mine.size // 20, (4, 3), np.dtype("f4")))
+            machine.push(worker, 2 if dense[worker] else PushedRows(mine, mine.size // 20, (4, 3), np.dtype("f4")))
         machine.work()
         assert machine.unit.words[1:] == [number + 1] * WORKERS
         for mine in payloads:

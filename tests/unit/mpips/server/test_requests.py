@@ -76,7 +76,7 @@ def test_settings_wait_for_earlier_pushes():
         pass
     assert list(unit.stored) == [3] * 10
     server.requests.answer_all()
-    assert server.line.answers == [frames.Done(), frames.Done()]
+    assert server.line.answers == [frames.RequestDone(), frames.RequestDone()]
     server.round(1, 2)
     assert list(unit.stored) == [6] * 10
 
@@ -96,7 +96,8 @@ def test_changed_numbers_keep_momentum():
     server.ask(frames.SetOptimizer(optimizers.encode(SGD(0.5, momentum=0.5))))
     state = optimizers.initial(SGD(0.5, momentum=0.5), serial)
     for step, rate in enumerate((0.5, 0.25, 0.125), 1):
-        assert server.ask(frames.UpdateOptimizer(optimizers.encode_numbers({"learning_rate": rate}))) == frames.Done()
+        numbers = optimizers.encode_numbers({"learning_rate": rate})
+        assert server.ask(frames.UpdateOptimizer(numbers)) == frames.RequestDone()
         server.round(1, 2)
         SGD(rate, momentum=0.5).update(serial, np.full(10, 3, np.float32), state, step)
     assert (server.units[0].stored == serial).all()
@@ -126,7 +127,8 @@ def test_states_come_back_as_they_were():
         one.round(1, 2)
     for ours, theirs in zip(one.units, other.units):
         theirs.stored[...] = ours.stored
-        assert other.ask(frames.PutState([ours.number], [one.ask(frames.GetState(ours.number))])) == frames.Done()
+        state = one.ask(frames.GetState(ours.number))
+        assert other.ask(frames.PutState([ours.number], [state])) == frames.RequestDone()
     one.round(3, 4)
     other.round(3, 4)
     assert (one.units[0].stored == other.units[0].stored).all()
@@ -134,7 +136,7 @@ def test_states_come_back_as_they_were():
 
 def test_values_are_torn_while_they_are_overwritten():
     server = Server()
-    assert server.ask(frames.SetTorn([3], True)) == frames.Done()
+    assert server.ask(frames.SetTorn([3], True)) == frames.RequestDone()
     assert [unit.torn for unit in server.units] == [True, False]
     server.ask(frames.SetTorn([3, 7], False))
     assert [unit.torn for unit in server.units] == [False, False]

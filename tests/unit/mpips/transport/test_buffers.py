@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpips.store.server.sources import Buffers
-from mpips.store.transport.sender import FRAME_COST, Window
+from mpips.store.transport.sender import FRAME_COST, UnreadPayloads
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.booleans(), st.booleans())))
@@ -37,7 +37,7 @@ def test_early_blocks_leave_room_for_due_ones():
 
 
 def test_a_window_opens_when_the_server_has_read():
-    window, read = Window(), [0]
+    window, read = UnreadPayloads(), [0]
     limit = 2 * (100 + FRAME_COST)
     for round_ in (1, 2):
         assert window.admits(100, limit)
@@ -50,7 +50,7 @@ def test_a_window_opens_when_the_server_has_read():
 
 
 def test_a_slow_key_keeps_no_others_room():
-    window, read = Window(), {"slow": 0, "w": 0}
+    window, read = UnreadPayloads(), {"slow": 0, "w": 0}
     limit = 2 * (100 + FRAME_COST)
     for key in read:
         window.add(key, (1, 0), lambda key=key: read[key], 100)
@@ -60,7 +60,7 @@ def test_a_slow_key_keeps_no_others_room():
 
 
 def test_a_window_knows_payloads_before_a_place():
-    window, read = Window(), {"a": 0, "b": 0}
+    window, read = UnreadPayloads(), {"a": 0, "b": 0}
     for key, place in (("a", (1, 10)), ("b", (1, 0))):
         window.add(key, place, lambda key=key: read[key], 100)
     assert window.holds("a", (1, 11)) and window.holds("a", (2, 0))

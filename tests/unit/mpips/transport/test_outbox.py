@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collectives.fabric import arena
-from mpips.store.server.sources import Filling
+from mpips.store.server.sources import FillingOutbox
 from mpips.store.transport import outbox
 from mpips.store.transport.outbox import Outbox, fill
 
@@ -27,7 +27,7 @@ class Worker:
         self.round += 1
         self.values = np.arange(SIZE, dtype=np.float32) + 100 * self.round
         self.outbox.begin(self.round)
-        source = Filling(arena.attach(self.outbox.growing), BLOCKS, STEP, np.dtype(np.float32))
+        source = FillingOutbox(arena.attach(self.outbox.growing), BLOCKS, STEP, np.dtype(np.float32))
         source.begin(self.round)
         return source
 
@@ -121,7 +121,7 @@ def test_filling_goes_on_after_an_interrupt():
     while not box.full:
         with contextlib.suppress(KeyboardInterrupt):
             fill([(box, values)])
-    source = Filling(arena.attach(box.growing), BLOCKS, STEP, np.dtype(np.float32))
+    source = FillingOutbox(arena.attach(box.growing), BLOCKS, STEP, np.dtype(np.float32))
     source.begin(1)
     read = [source.part(block, block * STEP, min(SIZE, (block + 1) * STEP)) for block in range(BLOCKS)]
     assert np.concatenate(read).tolist() == values.tolist()
