@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -35,6 +35,7 @@ from mpips.store.checkpoint.save import Saving, save, save_alone
 from mpips.store.checkpoint.source import Store
 from mpips.store.keys.key import SHOWN, Key, Name
 from mpips.store.roles import Layout
+from mpips.store.runtime.generation import Generation
 
 TAG = 6
 """Of `tell`'s message on the store's communicator."""
@@ -75,12 +76,6 @@ def resume(store: Store) -> tuple[int, Claims]:
     return 0, Claims()
 
 
-class Waits(Protocol):
-    """What waits: a `Generation`."""
-
-    def wait(self, ready: Callable[[], object], what: str) -> None: ...
-
-
 def tell_spares(layout: Layout, step: int | None) -> None:
     """On worker 0: the store goes on from this step and saves itself; None: it does not. Does not block."""
     if layout.spares and layout.rank == 0:
@@ -88,7 +83,7 @@ def tell_spares(layout: Layout, step: int | None) -> None:
         failures.tell(layout.world, msgspec.msgpack.encode(step), range(size - layout.spares, size), TAG)
 
 
-def hear(layout: Layout, generation: Waits) -> int | None:
+def hear(layout: Layout, generation: Generation) -> int | None:
     """On a spare: what worker 0 has told; blocking."""
     said: list[bytes] = []
 

@@ -19,6 +19,8 @@ from mpips.store.checkpoint.file import residual_dtype
 from mpips.store.keys.arguments import packed, runs, unpack
 from mpips.store.keys.key import Key, Name, label
 from mpips.store.roles import Layout
+from mpips.store.runtime.engine import Handle
+from mpips.store.runtime.generation import Generation
 from mpips.store.runtime.rendezvous import Items
 from mpips.store.runtime.tasks import Task
 from mpips.store.worker.backend import Backend, Frozen, Snapshot, States, Stored
@@ -30,32 +32,6 @@ __all__ = [
 
 T = TypeVar("T")
 Array = NDArray[Any]
-
-
-class Handle(Protocol):
-    """An operation of the engine."""
-
-    done: bool
-    error: BaseException | None
-
-    def test(self) -> bool:
-        """Whether it is over; raises what made it fail."""
-        ...
-
-    def wait(self) -> Any:
-        """Block until it is over; what it returned."""
-        ...
-
-
-class GenerationView(Protocol):
-    """The store's generation: which it is, and whether it has ended."""
-
-    number: int
-
-    @property
-    def over(self) -> BaseException | None:
-        """What has ended it."""
-        ...
 
 
 class Written(Protocol):
@@ -114,7 +90,7 @@ class Store(Protocol):
     """The last one that was begun in the background."""
 
     @property
-    def generation(self) -> GenerationView: ...
+    def generation(self) -> Generation: ...
 
     def agree(
         self, what: str, items: Items = (), refusal: BaseException | None = None, noun: str = "key", data: bytes = b""

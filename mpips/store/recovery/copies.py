@@ -6,7 +6,7 @@ The older version's memory is that of the next one. So what is cut off while it 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Union
+from typing import Any, Union
 
 import msgspec
 import numpy as np
@@ -16,20 +16,11 @@ from numpy.typing import NDArray
 from collectives.network import failures
 from mpips.store.recovery.inventory import Holding, Shelf, copies_of, dtype_names
 from mpips.store.recovery.membership import Before
+from mpips.store.recovery.undo import Version
 from mpips.store.transport.frames import dtype_of
 
 Array = NDArray[Any]
 VERSIONS = 2
-
-
-class Version(NamedTuple):
-    """Values and state of a unit at one round; `step`: the optimizer's, None where there is no state yet. `pushes`: see
-    `Holding`."""
-
-    round: int
-    step: int | None
-    arrays: list[Array]
-    pushes: list[tuple[int, int]]
 
 
 class MirroredUnit:
@@ -63,7 +54,7 @@ class MirroredUnit:
         key, start, stop = place
         states = max((dtype_names(version.arrays[1:]) for version in self.versions), key=len)
         standings = [(one.round, one.step) for one in self.versions]
-        return Holding(key, start, stop, standings, self.torn, states, self.versions[0].pushes)
+        return Holding(key, start, stop, standings, self.torn, states, list(self.versions[0].pushes))
 
 
 class MirroredUnits:

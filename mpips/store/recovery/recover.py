@@ -20,7 +20,7 @@ import logging
 import time
 from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from mpi4py import MPI
@@ -42,6 +42,8 @@ T = TypeVar("T")
 WHAT = "recover"
 SLEEP_SECONDS = 0.01
 LOG = logging.getLogger("mpips.store")
+DONE, DIED, FAILED = 0b11, 0b10, 0b00
+"""How an attempt has ended. Of all ranks' words the bits that all have count."""
 
 
 def recover(
@@ -133,17 +135,31 @@ def _begin_with_all(generation: Generation, rebuild: Callable[[], T]) -> list[T]
 
 
 def _begin_with_survivors(generation: Generation, rebuild: Callable[[], T], grow: bool) -> list[T]:
-    """Begin the generation on the ranks that live; return [] where one has died meanwhile. What was before stays until
-    all have come through, and is put back where not."""
+    """Begin the generation on the ranks that live; return [] where one has died meanwhile.
+
+    Where a process dies, the others raise sooner or later, and it is to be tried again. Where one raises though all
+    live, all raise. What was before stays until all have come through, and is put back where not.
+    """
     layout, old, put_back = generation.layout, copy.copy(generation.layout), generation.put_back()
-
-    def make(left: MPI.Intracomm) -> T:
-        layout.again(left, grow)
-        generation.advance()
-        with generation.failing("recover"):
-            return rebuild()
-
-    verdict, results, error = attempt(old.world, make)
+    left = old.world.Shrink()
+    assert isinstance(left, MPI.Intracomm)
+    with suppress(MPI.Exception):
+        old.world.Agree(DONE)  # all have it: nobody may revoke it before
+    results: list[T] = []
+    verdict, raised = DONE, None
+    try:
+        with Making(left):
+            layout.again(left, grow)
+            generation.advance()
+            with generation.failing(WHAT):
+                results.append(rebuild())
+    except Exception as error:
+        raised = error
+        verdict = DIED if not isinstance(error, LostError) and deaths(left) else FAILED
+    try:
+        verdict = left.Agree(verdict)
+    except MPI.Exception:  # uniformly, too: somebody has died
+        verdict = DIED
     if verdict == DONE:
         old.abandon() if layout.lost else old.free()
         sweep()
@@ -152,57 +168,10 @@ def _begin_with_survivors(generation: Generation, rebuild: Callable[[], T], grow
         layout.abandon()
     vars(layout).update(vars(old))
     put_back()
+    LOG.info("rank %d: an attempt at generation %d has failed: %s", generation.rank, generation.number + 1, raised)
     if verdict == FAILED:
-        raise error or LostError("recover: another rank could not go on, as its own error says")
+        raise raised or LostError("recover: another rank could not go on, as its own error says")
     return []
-
-
-DONE, DIED, FAILED = 0b11, 0b10, 0b00
-"""How an attempt has ended. Of all ranks' words the bits that all have count."""
-
-
-class Attempt(NamedTuple, Generic[T]):
-    """What came of it: `verdict` is the same on all ranks that live, `results` and `error` are this rank's."""
-
-    verdict: int
-    results: list[T]
-    error: BaseException | None
-
-
-def attempt(world: MPI.Intracomm, make: Callable[[MPI.Intracomm], T]) -> Attempt[T]:
-    """Shrink `world` to the ranks that live, and call `make` with that. Collective over these ranks, blocking.
-
-    `make` meets the others, on communicators that it passes through `failures.made`. Where a process dies meanwhile it
-    raises, on all ranks sooner or later, and the verdict is DIED: to be tried again. Where it raises though all live,
-    on whatever rank, that is FAILED.
-    """
-    left = world.Shrink()
-    assert isinstance(left, MPI.Intracomm)
-    with suppress(MPI.Exception):
-        world.Agree(DONE)  # all have it: nobody may revoke it before
-    results: list[T] = []
-    raised: BaseException | None = None
-    try:
-        with Making(left):
-            results.append(make(left))
-    except Exception as error:
-        raised = error
-    return Attempt(_agreed(left, DONE if raised is None else _verdict(left, raised)), results, raised)
-
-
-def _verdict(left: MPI.Intracomm, error: BaseException) -> int:
-    return DIED if not isinstance(error, LostError) and deaths(left) else FAILED
-
-
-def _agreed(left: MPI.Intracomm, verdict: int) -> int:
-    try:
-        return left.Agree(verdict)
-    except MPI.Exception:  # uniformly, too: somebody has died
-        return DIED
-
-
-WHAT = "recover"
-REFUSALS = (ValueError, TypeError)
 
 
 # ---- spares

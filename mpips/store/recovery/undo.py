@@ -38,6 +38,17 @@ Standing = tuple[int, int | None]
 """A round that can be had: its number, and the optimizer's step, None where there is no state."""
 
 
+class Version(NamedTuple):
+    """A unit or a replica at one round: its values, then the optimizer's state."""
+
+    round: int
+    step: int | None
+    """The optimizer's; None: there is no state yet."""
+    arrays: list[Array]
+    pushes: Sequence[tuple[int, int]] = ()
+    """See `Holding.pushes`."""
+
+
 class Undo:
     """The memory of one unit: `arrays` are its values and the optimizer's state, all 1-D of one length, `copies` one of
     each, `rows` room for numbers of rows or None; `words` as above."""
@@ -214,20 +225,6 @@ def _move(pairs: Sequence[tuple[Array, Array]], rows: NDArray[np.int64], row_ele
             mine[some] = theirs[some]
 
 
-class Copy(NamedTuple):
-    """A replica after some round: its value, the optimizer's state, and how often it has updated."""
-
-    round: int
-    step: int
-    value: Array
-    state: list[Array] | None
-
-    @property
-    def arrays(self) -> list[Array]:
-        """All arrays."""
-        return [self.value, *(self.state or ())]
-
-
 class ReplicaUndo:
     """What a replica was before its last round; `before` is None where that is not known."""
 
@@ -235,10 +232,10 @@ class ReplicaUndo:
 
     def __init__(self, allocate: Callable[[int, np.dtype], Array]) -> None:
         self._allocate = allocate
-        self.before: Copy | None = None
+        self.before: Version | None = None
         self._room: list[Array] = []
 
-    def copy(self, now: Copy) -> None:
+    def copy(self, now: Version) -> None:
         """The replica is about to be updated in place."""
         self.before = None
         room = self._room if _same_arrays(self._room, now.arrays) else None
@@ -246,16 +243,16 @@ class ReplicaUndo:
             room = self._room = [self._allocate(array.size, array.dtype) for array in now.arrays]
         for kept, array in zip(room, now.arrays):
             kept[...] = array
-        self.before = Copy(now.round, now.step, room[0], None if now.state is None else room[1:])
+        self.before = Version(now.round, now.step, room)
 
-    def instead_of(self, now: Copy | None) -> None:
+    def instead_of(self, now: Version | None) -> None:
         """The replica becomes another copy, whose arrays are not these: what it was is kept; None where it is torn."""
         if now is not None:
             self.before, self._room = now, now.arrays
 
     def overwritten(self, array: Array) -> None:
         """The array is about to be written."""
-        if self.before is not None and self.before.value is array:
+        if self.before is not None and self.before.arrays[0] is array:
             self.before = None
 
     def forget(self) -> None:

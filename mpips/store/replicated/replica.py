@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from mpips.optimizers.base import Optimizer, initial
 from mpips.store.keys.key import Key
 from mpips.store.keys.rows import RowSparse, update_rows
-from mpips.store.recovery.undo import Copy
+from mpips.store.recovery.undo import Version
 
 Array = NDArray[Any]
 Arrays = tuple[Array, Array]
@@ -142,11 +142,12 @@ class Replica:
 
     # ---- rounds that it stands at; `surviving` may stand at others again
 
-    def now(self) -> Copy:
+    def now(self) -> Version:
         """What it holds."""
-        return Copy(self.key.round, self.step, self.value, self.state)
+        step = None if self.state is None else self.step
+        return Version(self.key.round, step, [self.value, *(self.state or ())])
 
-    def copies(self) -> list[Copy]:
+    def versions(self) -> list[Version]:
         """What it can be had as, whole; the newest first."""
         return [] if self.updating else [self.now()]
 

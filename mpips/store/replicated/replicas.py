@@ -12,7 +12,7 @@ from collectives.fabric import arena
 from mpips.store.keys.key import Key, Name, label
 from mpips.store.recovery.inventory import Holding, Inventory, KeyCard, Shelf, dtype_names
 from mpips.store.recovery.plan import RecoveryPlan, ReplicaPlan
-from mpips.store.recovery.undo import Copy
+from mpips.store.recovery.undo import Version
 from mpips.store.replicated import sparse
 from mpips.store.replicated.fast import Sums
 from mpips.store.replicated.replica import Replica
@@ -133,38 +133,38 @@ class Replicas:
             self.by_name[key.name].updating = True
         replica = self.by_name[key.name]
         replica.optimizer = self._settings.groups.of(key.name)
-        states = None if plan.step is None else plan.states
         if self._survives:
-            self._stand(replica, plan, states)
+            self._stand(replica, plan)
         elif not plan.everybody:
+            states = None if plan.step is None else plan.states
             for array in replica.become(plan.round, plan.step or 0, states, plan.root == self.sums.rank):
                 self.sums.give(array, plan.root, label("recover", [key.name]))
             replica.updating = False
 
-    def _stand(self, replica: Replica, plan: ReplicaPlan, states: Sequence[str] | None) -> None:
+    def _stand(self, replica: Replica, plan: ReplicaPlan) -> None:
         """Take a key over where what is there must stay until all is: others may die meanwhile, and it is begun
         again."""
         key = replica.key
-        holds = self.sums.rank in plan.holders
-        there = replica.copies() or [replica.now()]
-        copy = next((copy for copy in there if holds and copy.round == plan.round), None)
-        if copy is None:
-            state = None if states is None else [self._allocate(key.size, np.dtype(name)) for name in states]
-            copy = Copy(plan.round, plan.step or 0, self._allocate(key.size, key.dtype), state)
+        there = (replica.versions() or [replica.now()]) if self.sums.rank in plan.holders else []
+        version = next((one for one in there if one.round == plan.round), None)
+        if version is None:
+            dtypes = [key.dtype, *(np.dtype(name) for name in plan.states)]
+            version = Version(plan.round, plan.step, [self._allocate(key.size, dtype) for dtype in dtypes])
         if not plan.everybody:
-            for array in copy.arrays:
+            for array in version.arrays:
                 self.sums.give(array, plan.root, label("recover", [key.name]))
-        if replica.updating or copy.value is not replica.value:
+        if replica.updating or version.arrays[0] is not replica.value:
             assert isinstance(replica, SurvivingReplica)
-            replica.become_copy(copy)
+            replica.become_version(version)
 
 
 def _holding(replica: Replica) -> Holding:
     """Return what there is of a replica; of a torn one what it holds."""
-    copies = replica.copies()
-    standings = [(copy.round, None if copy.state is None else copy.step) for copy in copies or [replica.now()]]
-    states = next((dtype_names(copy.state) for copy in copies or [replica.now()] if copy.state is not None), [])
-    return Holding(replica.key.name, 0, replica.key.size, standings, not copies, states)
+    whole = replica.versions()
+    there = whole or [replica.now()]
+    states = next((dtype_names(one.arrays[1:]) for one in there if one.step is not None), [])
+    standings = [(one.round, one.step) for one in there]
+    return Holding(replica.key.name, 0, replica.key.size, standings, not whole, states)
 
 
 def _label(what: str, keys: Sequence[Key]) -> str:

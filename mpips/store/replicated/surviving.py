@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from mpips.optimizers import Optimizer
 from mpips.store.keys.key import Key
 from mpips.store.keys.rows import RowSparse
-from mpips.store.recovery.undo import Copy, ReplicaUndo
+from mpips.store.recovery.undo import ReplicaUndo, Version
 from mpips.store.replicated.replica import Replica
 
 Array = NDArray[Any]
@@ -41,19 +41,21 @@ class SurvivingReplica(Replica):
             self.undo.copy(self.now())
         super().take_rows(total)
 
-    def copies(self) -> list[Copy]:
+    def versions(self) -> list[Version]:
         """Also what it was before."""
-        return super().copies() + ([] if self.undo.before is None else [self.undo.before])
+        return super().versions() + ([] if self.undo.before is None else [self.undo.before])
 
-    def become_copy(self, copy: Copy) -> None:
+    def become_version(self, version: Version) -> None:
         """Be as it was before, or as another worker's is; what it holds is kept instead. `updating` ends."""
         now = None if self.updating else self.now()
-        if copy.value is self._arrays[1 - self._turn]:
+        value, *state = version.arrays
+        if value is self._arrays[1 - self._turn]:
             self._turn, self.undo.before = 1 - self._turn, now
         else:
-            self._arrays[self._turn] = copy.value
+            self._arrays[self._turn] = value
             self.undo.instead_of(now)
-        self.key.round, self.step, self.state, self.updating = copy.round, copy.step, copy.state, False
+        self.key.round, self.updating = version.round, False
+        self.step, self.state = (0, None) if version.step is None else (version.step, state)
 
     def changed(self) -> None:
         """There is no way back from that."""

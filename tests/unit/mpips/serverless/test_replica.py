@@ -94,7 +94,7 @@ def test_it_becomes_another_workers():
     other.prepare()
     other.take(np.ones(4, np.float32))
     there = other.now()
-    arrays = one.become(there.round, there.step, [array.dtype.name for array in there.state], False)
+    arrays = one.become(there.round, there.step, [array.dtype.name for array in there.arrays[1:]], False)
     for array, source in zip(arrays, [other.value, *other.state], strict=True):
         array[...] = source
     one.updating = False

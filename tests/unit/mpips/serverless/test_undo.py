@@ -5,7 +5,7 @@ import pytest
 
 from mpips import RowSparse, optimizers
 from mpips.store.keys.key import Key
-from mpips.store.recovery.undo import Copy
+from mpips.store.recovery.undo import Version
 from mpips.store.replicated.surviving import SurvivingReplica
 
 OPTIMIZERS = [None, ("sgd", {"learning_rate": 0.5}), ("sgd", {"learning_rate": 0.5, "momentum": 0.9}), ("adam", {})]
@@ -25,8 +25,8 @@ def push(one, number):
     one.take(total)
 
 
-def held(copy):
-    return copy.round, copy.step, [array.tobytes() for array in copy.arrays]
+def held(version):
+    return version.round, version.step, [array.tobytes() for array in version.arrays]
 
 
 @pytest.mark.parametrize("chosen", OPTIMIZERS)
@@ -39,27 +39,27 @@ def test_it_can_be_put_back_by_a_round_and_goes_on_as_if_it_had_not_been(chosen,
     before = held(one.now())
     push(one, rounds)
     after = held(one.now())
-    assert [copy.round for copy in one.copies()] == [rounds, rounds - 1]
+    assert [version.round for version in one.versions()] == [rounds, rounds - 1]
     for _ in range(2):
-        one.become_copy(one.copies()[1])
+        one.become_version(one.versions()[1])
         assert held(one.now()) == before
-        one.become_copy(one.copies()[1])
+        one.become_version(one.versions()[1])
         assert held(one.now()) == after
-    one.become_copy(one.copies()[1])
+    one.become_version(one.versions()[1])
     for number in range(rounds, rounds + 3):
         push(one, number)
     for number in range(1, rounds + 3):
         push(other, number)
     assert held(one.now()) == held(other.now())
-    assert held(one.copies()[1]) == held(other.copies()[1])
+    assert held(one.versions()[1]) == held(other.versions()[1])
 
 
 def test_what_is_under_way_in_the_free_array_takes_the_way_back():
     one = replica(None)
     push(one, 1)
-    assert len(one.copies()) == 2
+    assert len(one.versions()) == 2
     one.room()
-    assert [copy.round for copy in one.copies()] == [1]
+    assert [version.round for version in one.versions()] == [1]
 
 
 @pytest.mark.parametrize("chosen", OPTIMIZERS)
@@ -69,7 +69,7 @@ def test_a_round_of_rows_can_be_undone(chosen):
     before = held(one.now())
     one.take_rows(RowSparse(np.array([1, 3]), np.ones((2, 1), np.float32), (7, 1)))
     assert held(one.now()) != before
-    one.become_copy(one.copies()[1])
+    one.become_version(one.versions()[1])
     assert held(one.now()) == before
 
 
@@ -88,8 +88,8 @@ def test_an_update_that_breaks_off_is_undone():
     before = held(one.now())
     with pytest.raises(KeyboardInterrupt):
         one.take(np.ones(7, np.float32))
-    assert one.updating and [copy.round for copy in one.copies()] == [0]
-    one.become_copy(one.copies()[0])
+    assert one.updating and [version.round for version in one.versions()] == [0]
+    one.become_version(one.versions()[0])
     assert held(one.now()) == before and not one.updating
 
 
@@ -101,17 +101,16 @@ def test_it_becomes_another_workers_and_keeps_what_it_was(chosen):
     was = held(one.now())
     push(other, 2)
     there = other.now()
-    state = None if there.state is None else [array.copy() for array in there.state]
-    one.become_copy(Copy(there.round, there.step, there.value.copy(), state))
+    one.become_version(Version(there.round, there.step, [array.copy() for array in there.arrays]))
     assert held(one.now()) == held(other.now())
-    assert held(one.copies()[1]) == was
+    assert held(one.versions()[1]) == was
     push(one, 3)
     push(other, 3)
-    assert held(one.now()) == held(other.now()) and held(one.copies()[1]) == held(other.copies()[1])
+    assert held(one.now()) == held(other.now()) and held(one.versions()[1]) == held(other.versions()[1])
 
 
 def test_there_is_no_way_back_over_another_optimizer():
     one = replica(OPTIMIZERS[1])
     push(one, 1)
     one.set_optimizer(optimizers.create("adam"))
-    assert [copy.round for copy in one.copies()] == [1]
+    assert [version.round for version in one.versions()] == [1]
