@@ -90,7 +90,7 @@ def command(
 
 
 def watched(words: Words, plan: chaos.Plan, limit: float, lab: str, what: str) -> chaos.Run:
-    """The run of a command, of which a line is said every `PROGRESS_SECONDS`; UsageError where there is none."""
+    """Return the run of a command, of which a line is said every `PROGRESS_SECONDS`; UsageError where there is none."""
     said = time.monotonic()
 
     def look(run: chaos.Run) -> None:

@@ -64,7 +64,7 @@ class Recovered(msgspec.Struct, tag=True, frozen=True):
 
 
 class Note(msgspec.Struct, tag=True, frozen=True):
-    """What its program has noted. `value` is None where that was no number; `digest` stands for its bits."""
+    """A note of its program. `value` is None where that was no number; `digest` stands for its bits."""
 
     time: float
     rank: int
@@ -189,7 +189,7 @@ def _bytes(value: Any) -> bytes:
 
 
 def _role(rank: int, size: int, options: dict[str, Any]) -> str:
-    """What a rank of the launcher is at first: workers come first, then servers, then spares."""
+    """Return what a rank of the launcher is at first: workers come first, then servers, then spares."""
     servers, spares = (_number(name, options) for name in ("servers", "spares"))
     if rank >= size - spares:
         return "spare"

@@ -65,7 +65,7 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What is to be done to a job. `seed`: what it was drawn from."""
+    """The faults that are to be made in a job. `seed`: what they were drawn from."""
 
     seed: int = 0
     faults: tuple[Fault, ...] = ()
@@ -101,7 +101,7 @@ def save(plan: Plan, path: str | Path) -> None:
 
 
 def load(path: str | Path) -> Plan:
-    """The plan in a file that `save` wrote; PlanError where it holds none."""
+    """Return the plan in a file that `save` wrote; PlanError where it holds none."""
     try:
         return _checked(msgspec.json.decode(Path(path).read_bytes(), type=Plan))
     except OSError as error:

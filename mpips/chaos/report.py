@@ -1,4 +1,4 @@
-"""What came of a job under faults: seconds to go on, rounds done again, bits beside a run without faults. Pure."""
+"""The report of a job under faults: seconds to go on, rounds done again, bits beside a run without faults. Pure."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What came of a run. `repeated`: rounds that were done again after a recovery. `skipped`: steps that nobody noted.
-    `bits`: "equal", what differs, or "" where nothing was noted twice and there is no reference."""
+    """The report of a run.
+
+    `repeated`: rounds that were done again after a recovery. `skipped`: steps that nobody noted. `bits`: "equal", what differs, or "" where nothing was noted twice and there is no reference."""
 
     seed: int
     code: int
@@ -45,7 +46,7 @@ class Report(msgspec.Struct, frozen=True):
 
     @property
     def good(self) -> bool:
-        """Whether the job ended well, nothing is left of it, and no bits differ."""
+        """Return whether the job ended well, nothing is left of it, and no bits differ."""
         return not (self.code or self.hung or self.left) and self.bits in ("", EQUAL)
 
     def percentile(self, percent: float) -> float | None:
@@ -55,7 +56,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def judge(run: Run, reference: Run | None = None) -> Report:
-    """The report of a run, beside one of the same program without faults where there is one."""
+    """Return the report of a run, beside one of the same program without faults where there is one."""
     began = began_at(run)
     made = sorted(run.done, key=lambda done: done.time)
     times = [done.time for done in made if not done.undone]
@@ -85,12 +86,12 @@ def judge(run: Run, reference: Run | None = None) -> Report:
 
 
 def began_at(run: Run) -> float:
-    """When the first store was made; the beginning of a run that made none."""
+    """Return when the first store was made; the beginning of a run that made none."""
     return min((told.time for told in run.told if isinstance(told, Made)), default=run.began)
 
 
 def notes_of(run: Run) -> list[Note]:
-    """What its programs noted, in order of time."""
+    """Return what its programs noted, in order of time."""
     return sorted((told for told in run.told if isinstance(told, Note)), key=lambda note: note.time)
 
 
@@ -104,8 +105,8 @@ def _seconds(told: Sequence[Told], time: float, later: Sequence[float], killed: 
 
 
 def _went_on(told: Sequence[Told], time: float, end: float, killed: dict[int, float]) -> float | None:
-    """When the last of the ranks that worked at `time` began a new step, after its last recovery before `end`; None
-    where that is not before `end`."""
+    """Return when the last of the ranks that worked at `time` began a new step, after its last recovery before `end`;
+    None where that is not before `end`."""
     before: dict[int, int] = {}
     recovered: dict[int, float] = {}
     for one in told:
@@ -126,7 +127,7 @@ def _went_on(told: Sequence[Told], time: float, end: float, killed: dict[int, fl
 
 
 def _repeated(told: Sequence[Told]) -> int:
-    """The most rounds that a worker did again after its recoveries."""
+    """Return the most rounds that a worker did again after its recoveries."""
     again: defaultdict[int, int] = defaultdict(int)
     newest: dict[int, int] = {}
     fresh: set[int] = set()
@@ -142,7 +143,7 @@ def _repeated(told: Sequence[Told]) -> int:
 
 
 def _bits(notes: Sequence[Note], reference: Sequence[Note]) -> str:
-    """Whether notes of a step and worker are the same whenever it was done, and those of the reference."""
+    """Return whether notes of a step and worker are the same whenever it was done, and those of the reference."""
     wanted = {(note.step, note.worker): note for note in reference}
     for note in sorted(notes, key=lambda note: note.step):
         first = wanted.setdefault((note.step, note.worker), note)

@@ -147,7 +147,7 @@ LINK_SECONDS = 20.0  # for links to be set
 
 
 class Done(msgspec.Struct, frozen=True):
-    """What was done: fault `fault` of the plan, at `time`, to a rank with a role, or to its host; or why it was not.
+    """A fault that was made: `fault` of the plan, at `time`, to a rank with a role, or to its host; or why it was not.
     `killed`: all ranks that it ended."""
 
     fault: int
@@ -284,7 +284,7 @@ class Rank:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether it lives on a host that is not this machine itself."""
+        """Return whether it lives on a host that is not this machine itself."""
         with suppress(OSError):
             return os.readlink(f"/proc/{self.pid}/ns/net") != os.readlink("/proc/self/ns/net")
         return False
@@ -312,7 +312,7 @@ class Ranks:
         self._poll.register(self._listener, select.POLLIN)
 
     def hear(self, seconds: float) -> list[Told]:
-        """What has been told, after a wait of at most so many seconds."""
+        """Return what has been told, after a wait of at most so many seconds."""
         news: list[Told] = []
         for descriptor, _ in self._poll.poll(max(0.0, 1000 * seconds)):
             if descriptor == self._listener.fileno():
@@ -364,7 +364,7 @@ class Ranks:
 
 
 def _parent(pid: int) -> int:
-    """The parent of a process; 0 where it has ended."""
+    """Return the parent of a process; 0 where it has ended."""
     with suppress(OSError):
         return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()[1])
     return 0

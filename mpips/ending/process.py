@@ -123,7 +123,7 @@ OTHERWISE = 20.0  # the same where no death is known: other ranks may be busy ye
 
 
 def survives() -> bool:
-    """Whether this process was started so that it outlives other ranks of its job."""
+    """Return whether this process was started so that it outlives other ranks of its job."""
     return os.environ.get(SURVIVES, "").lower() in ("1", "true")
 
 

@@ -67,7 +67,7 @@ def install_hooks() -> None:
 
 
 def _alone() -> bool:
-    """Whether no other process depends on this one: a program without MPI, or a world of size 1."""
+    """Return whether no other process depends on this one: a program without MPI, or a world of size 1."""
     if not is_started():
         return True
     module = sys.modules["mpi4py.MPI"]
@@ -140,8 +140,8 @@ def _raised(kind: type[BaseException], error: BaseException | None, trace: Trace
 
 
 def _identity(error: BaseException | None, trace: TracebackType | None) -> Hashable:
-    """What errors have in common that are said once. On the rank with the mistake our sentence may be a ValueError, and
-    on those that wait for it, at other lines, a CollectiveError."""
+    """Return what errors have in common that are said once. On the rank with the mistake our sentence may be a
+    ValueError, and on those that wait for it, at other lines, a CollectiveError."""
     sentence = _nameless(str(error))
     if getattr(error, "of_caller", False):
         return sentence
@@ -150,12 +150,13 @@ def _identity(error: BaseException | None, trace: TracebackType | None) -> Hasha
 
 
 def _nameless(sentence: str) -> str:
-    """A sentence without the rank in front: what others say in the same words, of whichever rank, is the same."""
+    """Return a sentence without the rank in front: what others say in the same words, of whichever rank, is the same.
+    """
     return re.sub(r"^rank \d+: ", "", sentence)
 
 
 def _is_told(error: BaseException | None) -> bool:
-    """Whether the sentence is ours and about the mistake of another rank."""
+    """Return whether the sentence is ours and about the mistake of another rank."""
     from mpi4py import MPI
 
     named = re.match(r"(?:\w+: )?rank (\d+): ", str(error)) if getattr(error, "of_caller", False) else None
@@ -179,8 +180,8 @@ def _without_runner(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _users(error: BaseException, trace: TracebackType | None) -> TracebackType | None:
-    """The part of a traceback down to the user's last line, of an error that says that the caller is wrong. What was
-    caught on the way to it, by us, is left out, too."""
+    """Return the part of a traceback down to the user's last line, of an error that says that the caller is wrong. What
+    was caught on the way to it, by us, is left out, too."""
     if not getattr(error, "of_caller", False):
         return trace
     before = error.__cause__ or error.__context__
@@ -202,8 +203,8 @@ def _lines(frames: list[tuple[FrameType, int]]) -> Iterator[tuple[str, int]]:
 
 
 def _sayer(world: MPI.Comm, mark: bytes, told: bool) -> int | None:
-    """The rank that says this error already; None where this one is to say it, after a while or because another error
-    is being said. Rank 0 does not wait, unless it was told of another rank's mistake."""
+    """Return the rank that says this error already; None where this one is to say it, after a while or because another
+    error is being said. Rank 0 does not wait, unless it was told of another rank's mistake."""
     found: list[tuple[int, bytes]] = []
 
     def heard() -> bool:

@@ -29,7 +29,7 @@ from mpips.training.step import Blocking, Job
 
 
 class Back(NamedTuple):
-    """Where a worker goes on."""
+    """The moment at which a worker goes on."""
 
     position: Position
     """With its history, and with what callbacks keep."""
@@ -37,7 +37,7 @@ class Back(NamedTuple):
 
 
 class Survival:
-    """What one worker of a fit remembers. Only where the store survives."""
+    """The memory of one worker of a fit. Only where the store survives."""
 
     def __init__(self, job: Job, blocking: Blocking, source: Source, words: Items, grow: bool = False) -> None:
         self._kv, self._blocking, self._source, self._words = job.kv, blocking, source, words
@@ -56,12 +56,12 @@ class Survival:
 
     @property
     def fresh(self) -> bool:
-        """Whether this worker was a spare, and has not met the others yet."""
+        """Return whether this worker was a spare, and has not met the others yet."""
         return bool(self._kv.settings.fresh)
 
     @property
     def grows(self) -> bool:
-        """Whether spares are to become workers at the end of this epoch of training: the same on all workers."""
+        """Return whether spares are to become workers at the end of this epoch of training: the same on all workers."""
         return self._grow and self._kv.spares > 0
 
     # ---- what is remembered
@@ -105,7 +105,7 @@ class Survival:
                     self._blocking.update.numbers)  # fmt: skip
 
     def _all(self, position: Position) -> list[Row]:
-        """The sums of all workers' losses, and their batches. Collective."""
+        """Return the sums of all workers' losses, and their batches. Collective."""
         kv = self._kv
         table = np.zeros((kv.num_workers, 3))
         bits = table.view(np.int64)
@@ -217,7 +217,7 @@ class Survival:
         self._whole = True
 
     def _group(self) -> range:
-        """The workers that make every exchange together with this one."""
+        """Return the workers that make every exchange together with this one."""
         layout = self._kv.layout
         if self._synchronous:
             return range(layout.num_workers)
@@ -230,7 +230,7 @@ class Survival:
             self._kv.settings.generation.within(self._blocking.update.group, list(group))
 
     def _round(self) -> int:
-        """How often the Trainer's keys were pushed."""
+        """Return how often the Trainer's keys were pushed."""
         key: int = self._kv.settings.keys[self._blocking.update.keys[0]].round
         return key
 
@@ -293,7 +293,7 @@ class Mark(msgspec.Struct, frozen=True):
 
 
 class Word(msgspec.Struct, frozen=True):
-    """What a worker brings that knows where the training was; a spare brings nothing."""
+    """The word of a worker that knows where the training was; a spare brings nothing."""
 
     ranks: dict[int, int]
     """Its rank in the epochs of the store, by their number."""
@@ -321,11 +321,11 @@ class Word(msgspec.Struct, frozen=True):
         return self.done if self.ahead is None else self.ahead.step
 
     def last(self, step: int) -> tuple[int, int] | None:
-        """The place of its last mark of a step; None where it does not remember the step."""
+        """Return the place of its last mark of a step; None where it does not remember the step."""
         return max((mark.place for mark in self._all() if mark.step == step), default=None)
 
     def at(self, step: int, place: tuple[int, int]) -> Mark:
-        """The last mark of a step up to this place."""
+        """Return the last mark of a step up to this place."""
         marks = [mark for mark in self._all() if mark.step == step and mark.place <= place]
         return sorted(marks, key=lambda mark: mark.place)[-1]
 

@@ -54,7 +54,7 @@ class Record(msgspec.Struct):
 
 
 class Header(msgspec.Struct):
-    """What a file says beside its tensors."""
+    """The header of a file, beside its tensors."""
 
     version: int
     kind: str
@@ -69,7 +69,7 @@ class Header(msgspec.Struct):
     """How many workers or clients compressed their pushes; 0: none."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """All that the file holds, with its names."""
+        """Return all that the file holds, with its names."""
         for record in self.records:
             yield value_name(record.key), Tensor(np.dtype(record.dtype), record.shape)
             for slot, dtype in enumerate(record.state):
@@ -79,17 +79,17 @@ class Header(msgspec.Struct):
 
 
 def value_name(key: int | str) -> str:
-    """The tensor of a key's values."""
+    """Return the tensor of a key's values."""
     return f"value/{key}"
 
 
 def state_name(key: int | str, slot: int) -> str:
-    """The tensor of one array of the optimizer's state of a key."""
+    """Return the tensor of one array of the optimizer's state of a key."""
     return f"state{slot}/{key}"
 
 
 def residual_name(key: int | str, group: int) -> str:
-    """The tensor of what one worker's or client's compression kept back of a key."""
+    """Return the tensor of what one worker's or client's compression kept back of a key."""
     return f"residual{group}/{key}"
 
 
@@ -99,7 +99,8 @@ def residual_dtype(dtype: str) -> np.dtype:
 
 
 def file_name(what: str, argument: str, path: Any) -> str:
-    """The path as a str; TypeError or ValueError, which name call and argument, where no file can have that name."""
+    """Return the path as a str; TypeError or ValueError, which name call and argument, where no file can have that
+    name."""
     name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(name, str):
         raise TypeError(f"{what}: {argument} {path!r} is of type {type(path).__name__}: give a str or a Path")
@@ -111,7 +112,7 @@ def file_name(what: str, argument: str, path: Any) -> str:
 
 
 def why(error: Exception) -> str:
-    """What went wrong with a file, without its name."""
+    """Return what went wrong with a file, without its name."""
     return getattr(error, "strerror", None) or str(error)
 
 
@@ -146,7 +147,7 @@ class Reader:
         self._file.close()
 
     def get(self, name: str) -> Array:
-        """A tensor, writable. ValueError where the disk does not give it."""
+        """Return a tensor, writable. ValueError where the disk does not give it."""
         return self._file.get(name)
 
     def _see_header(self) -> None:
@@ -179,7 +180,7 @@ class Reader:
 
 
 def metadata(header: Header) -> dict[str, str]:
-    """The header as safetensors' metadata."""
+    """Return the header as safetensors' metadata."""
     return {STORE: msgspec.json.encode(header).decode()}
 
 
@@ -206,7 +207,7 @@ PIECE_BYTES = 1 << 20
 
 
 class Tensor(NamedTuple):
-    """What a file holds under a name."""
+    """Dtype and shape of an array in a file."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -375,7 +376,8 @@ class TensorFile:
                 raise self._damaged(f"tensor {name!r} does not fit its checksum")
 
     def get(self, name: str, rows: slice | None = None) -> Array:
-        """A tensor, writable, or these rows of it. ValueError where it is not there, or the disk does not give it."""
+        """Return a tensor, writable, or these rows of it. ValueError where it is not there, or the disk does not give
+        it."""
         if name not in self.tensors:
             raise ValueError(f"{self.path} has no tensor {name!r}: save it anew")
         dtype, shape = self.tensors[name]
@@ -408,7 +410,7 @@ class TensorFile:
         return ValueError(f"{self.path} is damaged: {why}; take another checkpoint")
 
     def _header(self) -> tuple[bytes, int]:
-        """The header, and how many bytes follow it."""
+        """Return the header, and how many bytes follow it."""
         size = os.fstat(self._fd).st_size
         length = bytearray(LENGTH_BYTES)
         if size >= LENGTH_BYTES:

@@ -22,7 +22,7 @@ TRAINERS = re.compile(r"step-(\d{8,})\.trainer\.safetensors")
 
 
 def path_of(folder: str, step: int) -> str:
-    """Where a store is saved after a step."""
+    """Return where a store is saved after a step."""
     return os.path.join(folder, f"store-{step:08d}.safetensors")
 
 

@@ -97,12 +97,12 @@ def _see_state(path: str, record: Record, optimizer: Optimizer | None) -> None:
 
 
 def _used(store: Store, groups: Groups) -> Groups:
-    """The optimizers after the load: those of the file, where it has any."""
+    """Return the optimizers after the load: those of the file, where it has any."""
     return Groups(groups.default or store.groups.default, groups.own) if groups else store.groups
 
 
 def _groups(header: Header) -> Groups:
-    """The optimizers; ValueError or TypeError where one is unknown here."""
+    """Return the optimizers; ValueError or TypeError where one is unknown here."""
     own = {record.key: from_data(record.optimizer) for record in header.records if record.optimizer is not None}
     return Groups(None if header.optimizer is None else from_data(header.optimizer), own)
 
@@ -180,7 +180,7 @@ def _residuals_loaded(store: Store, reader: Reader | None, header: Header, recor
 
 
 def _read(reader: Reader | None, name: str, shape: tuple[int, ...], dtype: str) -> Array:
-    """A tensor of the file; for those who do not read, an array that holds nothing of use."""
+    """Return a tensor of the file; for those who do not read, an array that holds nothing of use."""
     return np.empty(shape, np.dtype(dtype)) if reader is None else reader.get(name)
 
 
@@ -223,7 +223,7 @@ def _all_come(store: Store, what: str, fname: str) -> None:
 
 
 def _fitting(store: Store, states: States) -> States:
-    """The states; ValueError where one is not of its key's optimizer."""
+    """Return the states; ValueError where one is not of its key's optimizer."""
     for name, (step, arrays) in states.items():
         optimizer = store.groups.of(name)
         if not (step or arrays) or optimizer is None:
@@ -255,8 +255,8 @@ def _text(data: Any) -> str:
 
 
 def read(fname: str | os.PathLike[str], keys: Sequence[Key]) -> States:
-    """The states of `keys`; ValueError naming the file, and the key that is missing, or whose step or state cannot
-    be."""
+    """Return the states of `keys`; ValueError naming the file, and the key that is missing, or whose step or state
+    cannot be."""
     result: dict[Name, tuple[int, list[str]]] = {}
     with tensors.TensorFile(fname) as found:
         try:

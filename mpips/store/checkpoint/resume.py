@@ -102,7 +102,7 @@ LATER = 8
 
 
 class Regular:
-    """When the store of this worker saves itself. `step`: that from which it goes on."""
+    """The schedule by which the store of this worker saves itself. `step`: that from which it goes on."""
 
     def __init__(self, store: Store, step: int) -> None:
         options = store.layout.options
@@ -125,7 +125,7 @@ class Regular:
         return min(self._after(step), step + max(1, self.every // LATER))
 
     def is_due(self, key: Any) -> bool:
-        """Whether a push of this key, or list of keys, begins a step before which the store has to be saved."""
+        """Return whether a push of this key, or list of keys, begins a step before which the store has to be saved."""
         if self._step + self._most < self._next:
             return False
         if self._store.layout.rank and self._store.layout.asynchronous:
@@ -191,7 +191,7 @@ class Regular:
             warn(f"the store is not saved after step {step}: workers close it after unequal numbers of pushes")
 
     def _are_equal(self) -> bool:
-        """Whether all keys that have been pushed were pushed equally often."""
+        """Return whether all keys that have been pushed were pushed equally often."""
         pushed = {name: count for name in self._store.keys if (count := self._counts.get(name, 0))}
         few = min(pushed, key=pushed.__getitem__, default=None)
         if few is None or pushed[few] == self._most:
@@ -229,8 +229,9 @@ class RegularSaving:
 
 
 class Claims:
-    """What the program may claim: each once, optimizers and compression before it pushes anything. `source` names where
-    it is from in sentences.
+    """All that the program may claim: each once, optimizers and compression before it pushes anything.
+
+    `source` names the checkpoint or the store in sentences.
 
     `later`: keys that may be claimed after the first push, too; all where None. `saved`: by another job, and so
     perhaps by another training. `strict`: an optimizer of another class is an error.
@@ -250,7 +251,7 @@ class Claims:
         """Keys that may also be claimed after the first push."""
 
     def renewed(self, source: str, names: Iterable[Name], groups: Groups, compressor: Compressor | None) -> Claims:
-        """What it may claim after a recovery, until it pushes: everything."""
+        """Return what it may claim after a recovery, until it pushes: everything."""
         there = set(names)
         return Claims(source, there, groups, compressor, later=there & self._later)
 
@@ -286,11 +287,12 @@ class Claims:
 
     @property
     def optimizers(self) -> bool:
-        """Whether there is one to be claimed."""
+        """Return whether there is one to be claimed."""
         return self._default is not None or bool(self._own)
 
     def unheld(self, chosen: Optimizer, names: Sequence[Name] | None) -> Sequence[Name] | None:
-        """The keys of a `set_optimizer` (None: all) for which it has to be set anew: none, [], where all are held."""
+        """Return the keys of a `set_optimizer` (None: all) for which it has to be set anew: none, [], where all are
+        held."""
         if names is None:
             return [] if self._suits(self._default, chosen) else None
         return [name for name in names if not self._suits(self._own.get(name, self._default), chosen)]
@@ -302,7 +304,8 @@ class Claims:
         return type(there) is type(chosen)
 
     def kept(self, chosen: Optimizer, names: Sequence[Name] | None) -> str:
-        """What `set_optimizer` of keys (None: all) does not change, as the checkpoint of an earlier job has it."""
+        """Return what `set_optimizer` of keys (None: all) does not change, as the checkpoint of an earlier job has it.
+        """
         held = [self._default] if names is None else [self._own.get(name, self._default) for name in names]
         told = [unlike(there, chosen) for there in held if self._strict and type(there) is type(chosen)]
         return next(filter(None, told), "")
@@ -315,6 +318,6 @@ class Claims:
             self._own.pop(name, None)
 
     def claims(self, chosen: Compressor) -> bool:
-        """Whether this compression is held, with what it has kept back; no longer."""
+        """Return whether this compression is held, with what it has kept back; no longer."""
         held, self._compressor = self._compressor, None
         return held is not None and options(held) == options(chosen)

@@ -91,7 +91,7 @@ def save_alone(store: Store, path: str) -> Saving:
 
 
 def _opened(path: str) -> Writer:
-    """The writer; ValueError where there cannot be a file."""
+    """Return the writer; ValueError where there cannot be a file."""
     try:
         return Writer(path)
     except OSError as error:
@@ -101,7 +101,8 @@ def _opened(path: str) -> Writer:
 def _frozen(
     store: Store, keys: Sequence[Key], writer: Writer | None
 ) -> Task[tuple[Snapshot, BaseException | None]]:
-    """A snapshot of the store; its header, and what compression kept back, are in the file, or why they cannot be."""
+    """Return a snapshot of the store; its header, and what compression kept back, are in the file, or why they cannot
+    be."""
     snapshot = yield from store.backend.stored.snapshot(keys)
     groups = 0 if store.compressor is None else len(senders(store.layout))
     _, refusal = attempt(lambda: _begun(_header(store, keys, snapshot, groups), writer) if writer is not None else None)
@@ -171,7 +172,7 @@ class Piece(NamedTuple):
 
 
 def pieces(snapshot: Snapshot, keys: Sequence[Key]) -> Iterator[Piece]:
-    """All of a snapshot, in the order of the keys."""
+    """Return all of a snapshot, in the order of the keys."""
     for key in keys:
         for slot, dtype in enumerate((key.dtype.name, *snapshot.records[key.name].dtypes), -1):
             name = value_name(key.name) if slot < 0 else state_name(key.name, slot)
@@ -219,7 +220,7 @@ class Disk:
 
     @property
     def done(self) -> bool:
-        """Whether it is over; `failure` then says why the file is not in place."""
+        """Return whether it is over; `failure` then says why the file is not in place."""
         return not self._thread.is_alive()
 
 
@@ -239,7 +240,8 @@ class Saving:
         self._error: BaseException | None = None
 
     def test(self) -> bool:
-        """Whether the file is there; lets everything go on a little, and does not block. Raises as `wait` does."""
+        """Return whether the file is there; lets everything go on a little, and does not block. Raises as `wait` does.
+        """
         if self._step is not None:
             with contextlib.suppress(CollectiveError, RuntimeError):
                 self._step.test()
@@ -257,7 +259,7 @@ class Saving:
             raise self._error
 
     def finish(self) -> None:
-        """The same, with a warning in place of the error, unless somebody has heard of it."""
+        """Wait as `wait` does, with a warning in place of the error, unless somebody has heard of it."""
         self._finish()
         if self._error is not None and not self._told:
             warn(str(self._error))
@@ -285,7 +287,7 @@ class Saving:
         return "" if self._writer is None else self._writer.path
 
     def _lost(self) -> bool:
-        """Whether the servers have forgotten the snapshot, before all of it was written."""
+        """Return whether the servers have forgotten the snapshot, before all of it was written."""
         at = self._store.generation
         return self._disk is None and (at.over is not None or at.number != self._generation)
 

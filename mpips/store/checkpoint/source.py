@@ -47,13 +47,13 @@ class Written(Protocol):
 
 
 class Saves(Protocol):
-    """When a store saves itself (`regular`)."""
+    """The schedule by which a store saves itself (`resume.Regular`)."""
 
     pushing: Any
     """The key, or list of keys, of the push that is being made; (): none."""
 
     def is_due(self, key: Any) -> bool:
-        """Whether a push of this key, or list of keys, begins a step before which the store has to be saved."""
+        """Return whether a push of this key, or list of keys, begins a step before which the store has to be saved."""
         ...
 
     def count(self, key: Any) -> None:
@@ -78,7 +78,7 @@ class Saves(Protocol):
 
 
 class Store(Protocol):
-    """What `save`, `load` and `recut` see of a `KVStore`."""
+    """A `KVStore` as `save`, `load` and `recut` see it."""
 
     layout: Layout
     backend: Backend
@@ -95,7 +95,7 @@ class Store(Protocol):
     def agree(
         self, what: str, items: Items = (), refusal: BaseException | None = None, noun: str = "key", data: bytes = b""
     ) -> list[bytes]:
-        """All workers ask for the same, and learn everybody's data, or all raise the same ValueError or TypeError."""
+        """Return everybody's data, as all workers ask for the same; or all raise the same ValueError or TypeError."""
         ...
 
     def settled(
@@ -122,7 +122,7 @@ class Store(Protocol):
         ...
 
     def known(self, names: Any, what: str) -> list[Key]:
-        """The keys of these names, one or a list; ValueError or TypeError where there is none."""
+        """Return the keys of these names, one or a list; ValueError or TypeError where there is none."""
         ...
 
     def add(self, keys: Iterable[Key]) -> None:
@@ -135,12 +135,13 @@ class Store(Protocol):
 
 
 def served(layout: Layout) -> bool:
-    """Whether servers keep the values."""
+    """Return whether servers keep the values."""
     return layout.num_servers > 0
 
 
 def senders(layout: Layout) -> list[range]:
-    """The workers that compress as one, by ranks: clients where servers sum over clients, else each worker alone."""
+    """Return the workers that compress as one, by ranks: clients where servers sum over clients, else each worker
+    alone."""
     if served(layout) and layout.kind.startswith("mpi_"):
         return [range(*client) for client in layout.clients]
     return [range(worker, worker + 1) for worker in range(layout.num_workers)]
@@ -157,7 +158,7 @@ def from_worker(layout: Layout, root: int, names: Sequence[Name], arrays: Sequen
 
 
 def compressible(dtype: np.dtype | str) -> bool:
-    """Whether pushes of keys of this dtype are compressed."""
+    """Return whether pushes of keys of this dtype are compressed."""
     return np.dtype(dtype).kind not in "iub"
 
 

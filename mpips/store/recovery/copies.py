@@ -24,7 +24,7 @@ VERSIONS = 2
 
 
 class MirroredUnit:
-    """What there is of one unit."""
+    """The versions of one unit."""
 
     def __init__(self) -> None:
         self.versions: list[Version] = []
@@ -50,7 +50,7 @@ class MirroredUnit:
         self.torn, self.generation = sent.torn, generation
 
     def holding(self, place: UnitPlace) -> Holding:
-        """What this is for those who begin the next generation."""
+        """Return what this is for those who begin the next generation."""
         key, start, stop = place
         states = max((dtype_names(version.arrays[1:]) for version in self.versions), key=len)
         standings = [(one.round, one.step) for one in self.versions]
@@ -68,7 +68,7 @@ class MirroredUnits:
         self._copies: dict[UnitPlace, MirroredUnit] = {}
 
     def of(self, place: UnitPlace) -> MirroredUnit:
-        """The copy of a unit."""
+        """Return the copy of a unit."""
         return self._copies.setdefault(place, MirroredUnit())
 
     def forget(self, places: Iterable[UnitPlace]) -> None:
@@ -90,14 +90,14 @@ class MirroredUnits:
         self._copies = {place: copy for place, copy in self._copies.items() if copy.generation >= generation}
 
     def shelves(self, before: Before | None, rank: int) -> list[Shelf]:
-        """What is whole here, on the rank that this server had, where a server has died."""
+        """Return what is whole here, on the rank that this server had, where a server has died."""
         if before is None or not any(0 <= lost - before.num_workers < before.num_servers for lost in before.lost):
             return []
         units = [copy.holding(place) for place, copy in self._whole()]
         return [Shelf(copies_of(rank), False, b"", units)] if units else []
 
     def arrays_of(self, index: int, before: bool) -> list[Array]:
-        """Values and state of a unit on the shelf; `before`: as they were a round before."""
+        """Return values and state of a unit on the shelf; `before`: as they were a round before."""
         return self._whole()[index][1].versions[int(before)].arrays
 
     def _whole(self) -> Sequence[tuple[UnitPlace, MirroredUnit]]:
@@ -163,7 +163,7 @@ def taken(comm: MPI.Comm) -> Iterator[tuple[int, Letter]]:
 
 
 def cut(arrays: list[NDArray[Any]]) -> Iterator[NDArray[np.uint8]]:
-    """What each message of a version holds."""
+    """Return what each message of a version holds."""
     for array in arrays:
         data = array.view(np.uint8)
         yield from (data[at : at + MESSAGE_BYTES] for at in range(0, data.size, MESSAGE_BYTES))

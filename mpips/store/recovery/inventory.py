@@ -50,7 +50,7 @@ class Shelf(msgspec.Struct, array_like=True):
 
     @property
     def is_copy(self) -> bool:
-        """Whether these are copies."""
+        """Return whether these are copies."""
         return self.owner < 0
 
 
@@ -73,7 +73,7 @@ class KeyCard(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Inventory(msgspec.Struct, array_like=True):
-    """What one rank brings to the beginning of a generation."""
+    """All that one rank brings to the beginning of a generation."""
 
     shelves: list[Shelf] = []
     mapped: list[int] = []

@@ -17,7 +17,7 @@ NEW = -1
 
 
 class Before(NamedTuple):
-    """What the ranks of a generation were in the one before."""
+    """The ranks of a generation as they were in the one before."""
 
     origin: tuple[int, ...]
     """Of each rank the one that it had."""
@@ -44,7 +44,7 @@ class Before(NamedTuple):
 
 
 class Roles(NamedTuple):
-    """How many there are of each, and the workers of each client."""
+    """Numbers of workers, servers and spares, and the workers of each client."""
 
     num_workers: int
     num_servers: int
@@ -58,7 +58,7 @@ class Roles(NamedTuple):
 
 
 class Succession(NamedTuple):
-    """Who goes on: of each new rank the old one, and what they are now."""
+    """The ranks that go on: of each new rank the old one, and what they are now."""
 
     origin: tuple[int, ...]
     roles: Roles
@@ -69,8 +69,9 @@ class Succession(NamedTuple):
 def succession(
     old: Roles, lost: Collection[int], nodes: Sequence[int], grow: bool = False, alone: bool = False
 ) -> Succession:
-    """Who takes which place after the ranks of `lost` have died. `nodes`: of every old rank. A spare of the node is
-    preferred. Whether the store can go on so says `refusal`.
+    """Return the ranks that take each place after the ranks of `lost` have died. `nodes`: of every old rank.
+
+    A spare of the node is preferred. `refusal` tells whether the store can go on so.
 
     `grow`: each spare that is left becomes a worker, the last one of the smallest client (of several, of the last);
     where every worker is `alone` in its client, a client of its own.
@@ -109,7 +110,7 @@ def refusal(old: Roles, new: Succession) -> str:
 
 
 def mirror_of(server: int, nodes: Sequence[int]) -> int | None:
-    """The server that keeps the copies of this one; None where all share a node. `nodes`: of each server."""
+    """Return the server that keeps the copies of this one; None where all share a node. `nodes`: of each server."""
     count = len(nodes)
     following = ((server + step) % count for step in range(1, count))
     return next((other for other in following if nodes[other] != nodes[server]), None)

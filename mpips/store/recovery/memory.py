@@ -79,7 +79,7 @@ class Ledger:
         self.region: Region = region
 
     def offset(self, array: Array) -> int:
-        """Where an array begins in the segment. CollectiveError where it lies in another one."""
+        """Return where an array begins in the segment. CollectiveError where it lies in another one."""
         region = arena.locate(array)
         if region is None or region[:3] != self.region[:3]:
             raise CollectiveError("a server's arrays lie in more than one segment: give the node fewer ranks")
@@ -106,7 +106,7 @@ class Ledger:
 
 
 def read_ledger(segment: NDArray[np.uint8], region: Region, generation: int) -> LedgerText | None:
-    """What the owner of a segment had when the last generation before `generation` was over; its header lies in
+    """Return what the owner of a segment had when the last generation before `generation` was over; its header lies in
     `region`."""
     header = segment[region.offset : region.offset + 8 * SLOTS * SLOT_WORDS].view(np.uint64).reshape(SLOTS, SLOT_WORDS)
     texts = [slot for slot in header.tolist() if slot[SEQUENCE] and slot[GENERATION] < generation]
@@ -120,7 +120,7 @@ def read_ledger(segment: NDArray[np.uint8], region: Region, generation: int) -> 
 def ledger_entry(
     ledger: Ledger, key: int | str, start: int, undo: Undo, words: Array, contributors: tuple[int, ...]
 ) -> LedgerEntry:  # fmt: skip
-    """What the ledger says of a unit."""
+    """Return what the ledger says of a unit."""
     values = undo.arrays[0]
     rows = (0, 0) if undo.rows is None else (ledger.offset(undo.rows), len(undo.rows))
     arrays = [
@@ -134,7 +134,7 @@ def ledger_entry(
 
 
 def undo_of(segment: NDArray[np.uint8], entry: LedgerEntry) -> Undo:
-    """The memory of a unit, in a segment that is mapped here."""
+    """Return the memory of a unit, in a segment that is mapped here."""
     size = entry.stop - entry.start
 
     def view(offset: int, count: int, dtype: Any) -> Array:
@@ -148,7 +148,7 @@ def undo_of(segment: NDArray[np.uint8], entry: LedgerEntry) -> Undo:
 
 
 def told_pushes(segment: NDArray[np.uint8], entry: LedgerEntry) -> Sequence[int]:
-    """How many pushes of each contributor the server has told of."""
+    """Return how many pushes of each contributor the server has told of."""
     words = segment[entry.words : entry.words + 8 * (1 + len(entry.contributors))].view(np.uint64)
     return [int(word) for word in words[1:]]
 
@@ -157,15 +157,15 @@ T = TypeVar("T")
 
 
 class LastGeneration(Generic[T]):
-    """What this rank had when the last generation was over, while attempts are made to begin the next one."""
+    """A value as it was when the last generation was over, while attempts are made to begin the next one."""
 
     def __init__(self) -> None:
         self._value: T | None = None
         self._generation = -1
 
     def before(self, generation: int, now: T) -> T:
-        """What this rank had before the first attempt to begin that generation, which is what it has `now` if this is
-        it."""
+        """Return what this rank had before the first attempt to begin that generation, which is what it has `now` if
+        this is it."""
         if generation > self._generation or self._value is None:
             self._value, self._generation = now, generation
         return self._value
@@ -194,8 +194,8 @@ class NodeMemory:
         return list(self._mapped)
 
     def shelves(self, layout: Layout, generation: int) -> list[Shelf]:
-        """What the dead servers had for which this rank speaks when `generation` is to begin: it is the lowest of
-        those left on their node."""
+        """Return what the dead servers had for which this rank speaks when `generation` is to begin: it is the lowest
+        of those left on their node."""
         before = layout.before
         if before is None:
             return []
@@ -209,7 +209,7 @@ class NodeMemory:
         return found
 
     def arrays_of(self, owner: int, index: int, before: bool, generation: int) -> list[Array]:
-        """Values and state of a unit of a server whose memory is here; `before`: as they were a round before."""
+        """Return values and state of a unit of a server whose memory is here; `before`: as they were a round before."""
         book = self._book(owner, generation)
         assert book is not None
         return undo_of(self._mapped[owner][0], book.units[index]).at(before)
@@ -235,7 +235,7 @@ class NodeMemory:
 
 
 class UnitMemory:
-    """What a server makes its units of. With a `ledger` the store survives deaths: each unit has an undo copy."""
+    """The memory of a server's units. With a `ledger` the store survives deaths: each unit has an undo copy."""
 
     def __init__(self, ledger: Ledger | None) -> None:
         self.ledger = ledger
@@ -279,7 +279,7 @@ class UnitMemory:
         return undo.new(stored, card.row_elements, state_dtypes(groups.of(card.key), stored.dtype), journal)
 
     def _again(self, old: Unit, journal: memoryview) -> Undo | None:
-        """The undo copy of an old unit, with words of its own: the old ones stay true until the next generation
+        """Return the undo copy of an old unit, with words of its own: the old ones stay true until the next generation
         begins."""
         if old.undo is None:
             return None
@@ -298,7 +298,7 @@ class UnitMemory:
 
 
 def holding_of_unit(unit: Unit, asynchronous: bool) -> Holding:
-    """What a living server has of a unit."""
+    """Return what a living server has of a unit."""
     stop = unit.start + unit.stored.size
     if unit.undo is not None and not asynchronous:
         standings = unit.undo.standings()
@@ -311,7 +311,7 @@ def holding_of_unit(unit: Unit, asynchronous: bool) -> Holding:
 
 
 def arrays_of_unit(unit: Unit, before: bool) -> list[Array]:
-    """Values and state of a living server's unit; `before`: as they were a round before."""
+    """Return values and state of a living server's unit; `before`: as they were a round before."""
     if unit.undo is not None:
         return unit.undo.at(before)
     return [unit.stored, *(unit.state or ())]
@@ -350,17 +350,17 @@ class SurvivingUnit(Unit):
         self.undo.keep(start, stop)
 
     def keep_rows(self, gradient: RowSparse) -> RowSparse:
-        """The same; a row may come once only."""
+        """Copy rows that are about to be written; return the gradient, in which each row comes once."""
         gradient = gradient.merged()
         self.undo.keep_rows(gradient.rows)
         return gradient
 
     def give_up(self) -> None:
-        """What is stored is that of the last complete round."""
+        """Go back to the last complete round."""
         self.goes_back_to(self.undo.undo()[1])
 
     def goes_back_to(self, step: int | None) -> None:
-        """What is stored is that of an optimizer's step; None: it has no state yet."""
+        """Stand at this step of the optimizer, as what is stored does; None: it has no state yet."""
         self.state, self.step = (None, 0) if step is None else (self.undo.state, step)
 
     def set_optimizer(self, optimizer: Optimizer | None) -> None:
@@ -373,7 +373,7 @@ class SurvivingUnit(Unit):
         super().begin_state(self._in_its_memory(state))
 
     def put_state(self, state: State | None, step: int) -> None:
-        """The same; whoever is killed meanwhile has no state."""
+        """Take another state; a server that is killed meanwhile has none."""
         self.undo.stated(None)
         super().put_state(None if state is None else self._in_its_memory(state), step)
         self.undo.stated(None if state is None else step)

@@ -59,7 +59,7 @@ class Mirror:
 
     @property
     def quiet(self) -> bool:
-        """Whether the mirror has everything."""
+        """Return whether the mirror has everything."""
         return self._sending is None or self._sending.quiet
 
     def changed(self, unit: Unit) -> None:
@@ -124,12 +124,12 @@ class UnderWay(NamedTuple):
 
 
 def place_of(unit: Unit) -> UnitPlace:
-    """What a unit is for its mirror."""
+    """Return what a unit is for its mirror."""
     return unit.key, unit.start, unit.start + unit.stored.size
 
 
 class MirrorSender:
-    """What goes to the mirror, server `mirror` of `comm`."""
+    """The sender of units to the mirror, server `mirror` of `comm`."""
 
     def __init__(self, comm: MPI.Comm, mirror: int, asynchronous: bool) -> None:
         self._comm, self._mirror, self._asynchronous = comm, mirror, asynchronous
@@ -143,7 +143,7 @@ class MirrorSender:
 
     @property
     def quiet(self) -> bool:
-        """Whether the mirror has everything."""
+        """Return whether the mirror has everything."""
         return not self._due and not self._under_way
 
     def changed(self, unit: Unit) -> None:
@@ -225,7 +225,7 @@ class Coming(NamedTuple):
 
 
 class MirrorReceiver:
-    """What comes from servers of `comm` in this generation."""
+    """The receiver of versions from servers of `comm` in this generation."""
 
     def __init__(self, comm: MPI.Comm, copies: MirroredUnits, generation: int) -> None:
         self._comm, self._copies, self._generation = comm, copies, generation
@@ -275,7 +275,7 @@ class MirrorReceiver:
 
 
 def _there(requests: list[MPI.Request]) -> bool | None:
-    """Whether all has come; None where the sender has died before."""
+    """Return whether all has come; None where the sender has died before."""
     try:
         return bool(MPI.Request.Testall(requests))
     except MPI.Exception:

@@ -107,7 +107,7 @@ class ReplicaPlan(NamedTuple):
 
 @dataclass
 class RecoveryPlan:
-    """What all ranks have said, and what follows from it: the next generation. The same on every rank."""
+    """The next generation, as it follows from what all ranks have said. The same on every rank."""
 
     said: Sequence[Inventory]
     choice: Choice
@@ -184,8 +184,8 @@ class RecoveryPlan:
 
 
 class Placed(msgspec.Struct, array_like=True):
-    """Where a server's units lie; and why it refuses the change of settings that the end of the generation
-    interrupted. Of other ranks nothing."""
+    """A server's word to all when it is filled: where its units lie, and why it refuses the change of settings that
+    the end of the generation interrupted. Of other ranks nothing."""
 
     where: Created | None = None
     refusal: str = ""
@@ -422,7 +422,7 @@ def places_by_server(chosen: Mapping[Name, KeyChoice], first_server: int) -> dic
 
 
 def _keys_stay(layout: Layout, chosen: Mapping[Name, KeyChoice]) -> bool:
-    """Whether each key stays on the servers, by their number, that it was on."""
+    """Return whether each key stays on the servers, by their number, that it was on."""
     before = layout.before
     if before is None:
         return True

@@ -28,7 +28,7 @@ MESSAGE_BYTES = 64 << 20
 
 
 class ReachableMemory:
-    """What is in memory that this rank reaches: its own units, those of servers that are mapped here, and copies that
+    """The memory that this rank reaches: its own units, those of servers that are mapped here, and copies that
     it keeps of others."""
 
     def __init__(
@@ -81,7 +81,7 @@ class UnitTransfer:
                 self._left.append((one, unit, [self._take(unit, transfer) for transfer in one.transfers]))
 
     def is_over(self) -> bool:
-        """Whether all messages have come and gone."""
+        """Return whether all messages have come and gone."""
         return MPI.Request.Testall(self._requests)
 
     def finish(self) -> None:

@@ -64,7 +64,7 @@ class Undo:
 
     @property
     def torn(self) -> bool:
-        """Whether values were being overwritten from outside."""
+        """Return whether values were being overwritten from outside."""
         return bool(self.words[TORN])
 
     @property
@@ -75,7 +75,7 @@ class Undo:
     # ---- a round is written
 
     def open(self) -> None:
-        """What follows changes the unit."""
+        """Begin a round: what follows changes the unit."""
         words = self.words
         words[WHOLE] = 0
         words[MARK] = 0
@@ -148,7 +148,7 @@ class Undo:
     # ---- what there is
 
     def standings(self) -> list[Standing]:
-        """The rounds that can be had, the newest first."""
+        """Return the rounds that can be had, the newest first."""
         words = self.words
         if words[OPENED] != words[CLOSED]:
             return [_standing(words[CLOSED], words[STEP_BEFORE])]
@@ -156,8 +156,8 @@ class Undo:
         return [_standing(words[CLOSED], words[STEP]), *before]
 
     def at(self, before: bool) -> list[Array]:
-        """Values and state (where there is one) at the newest round that can be had, or at the one before; not to be
-        changed."""
+        """Return values and state (where there is one) at the newest round that can be had, or at the one before; not
+        to be changed."""
         words = self.words
         opened = words[OPENED] != words[CLOSED]
         stated = words[STEP_BEFORE if opened or before else STEP]
@@ -196,8 +196,8 @@ class Undo:
 
 
 def new(stored: Array, row_elements: int, states: Sequence[np.dtype], words: Any) -> Undo:
-    """An undo copy of a unit with these values, at round 0, and with memory for a state of these dtypes, but none yet;
-    `words` are zeros."""
+    """Return an undo copy of a unit with these values, at round 0, and with memory for a state of these dtypes, but
+    none yet; `words` are zeros."""
     count = stored.size // row_elements if row_elements >= SPARSE_ROW else 0
     rows = arena.empty(count, np.int64) if count else None
     first = Undo([stored], [arena.empty(stored.shape, stored.dtype)], words, rows, row_elements)
@@ -205,7 +205,7 @@ def new(stored: Array, row_elements: int, states: Sequence[np.dtype], words: Any
 
 
 def with_state(undo: Undo, states: Sequence[np.dtype]) -> Undo:
-    """The same unit with new memory for an optimizer's state of these dtypes, which does not hold any yet."""
+    """Return the same unit with new memory for an optimizer's state of these dtypes, which does not hold any yet."""
     undo.stated(None)
     values = undo.arrays[0]
     state, copies = ([arena.empty(values.shape, dtype) for dtype in states] for _ in range(2))
@@ -226,7 +226,7 @@ def _move(pairs: Sequence[tuple[Array, Array]], rows: NDArray[np.int64], row_ele
 
 
 class ReplicaUndo:
-    """What a replica was before its last round; `before` is None where that is not known."""
+    """A replica before its last round; `before` is None where that is not known."""
 
     __slots__ = ("_allocate", "_room", "before")
 

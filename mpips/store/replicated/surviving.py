@@ -30,7 +30,7 @@ class SurvivingReplica(Replica):
         self.undo = ReplicaUndo(allocate)
 
     def room(self) -> Array:
-        """What it was is not kept there any more."""
+        """Return memory for the next sum; what the replica was is not kept there any more."""
         room = super().room()
         self.undo.overwritten(room)
         return room

@@ -66,7 +66,7 @@ class Survival:
         return self._agreed.skipped
 
     def call(self, what: str, call: Callable[[], T]) -> T | None:
-        """A collective call between steps, one of `consensus.CALLS`. None where the others are done with it.
+        """Make a collective call between steps, one of `consensus.CALLS`. None where the others are done with it.
         Blocking."""
         self._calls += 1
         number = self._calls
@@ -106,11 +106,11 @@ class Survival:
             self._way.push(self._agreed)
 
     def _round(self) -> int:
-        """The round that the store stands at; in a step, the one that this worker has begun."""
+        """Return the round that the store stands at; in a step, the one that this worker has begun."""
         return self._store.settings.keys[self._names[0]].round
 
     def _through(self, call: Callable[[], T]) -> T:
-        """What `call` returns, which is called again after each death."""
+        """Return what `call` returns, which is called again after each death."""
         while True:
             try:
                 return call()
@@ -156,7 +156,7 @@ class Survival:
 
 
 class Position(msgspec.Struct, array_like=True, frozen=True):
-    """Where one worker stands."""
+    """The place of one worker in its program."""
 
     steps: int
     """Steps that it has made."""
@@ -169,7 +169,7 @@ class Position(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Meeting(NamedTuple):
-    """What workers learn from their positions."""
+    """The outcome of all workers' positions."""
 
     giver: int
     """The lowest worker that is not new: new ones take what they need from it."""
