@@ -32,7 +32,9 @@ class Outcome(msgspec.Struct, frozen=True):
 class Report(msgspec.Struct, frozen=True):
     """The report of a run.
 
-    `repeated`: rounds that were done again after a recovery. `skipped`: steps that nobody noted. `bits`: "equal", what differs, or "" where nothing was noted twice and there is no reference."""
+    `repeated`: rounds that were done again after a recovery. `skipped`: steps that nobody noted. `bits`: "equal", what
+    differs, or "" where nothing was noted twice and there is no reference.
+    """
 
     seed: int
     code: int
