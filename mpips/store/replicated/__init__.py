@@ -1,7 +1,6 @@
 """A store without servers: every worker keeps every key, a push is an allreduce, the optimizer runs on the workers.
 
-`serverless`: its operations. `replica`: what a worker keeps of a key; `replicas`: of all keys. `fast`: the fast routes
-of a key and of a list. `sums`: the collectives. `spread`: long values that the workers of a node keep together.
-`sparse`: row-sparse pushes. `settings`: optimizers and compression. `stored`: what goes to files. `surviving`: a
-replica that can go back to the round before, as `recovery.undo` keeps it.
+`backend`: its operations. `replica`: one key on a worker, which can go back a round where the store survives deaths;
+`replicas`: all keys. `fast`: the fast routes of a key and of a list, and the collectives. `sparse`: row-sparse pushes,
+and long values that the workers of a node keep together. `settings`: optimizers and compression.
 """

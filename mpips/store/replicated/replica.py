@@ -1,9 +1,11 @@
-"""What one worker keeps of one key: its value, the optimizer's state, and after which round. No I/O.
+"""A key of a store without servers, on one worker: its value, the optimizer's state, and after which round. No I/O.
 
 A value has two arrays, used in turn: a sum goes into the one that is free, so that nothing is lost where a round breaks
 off. An optimizer updates in place. On a node, a round may leave a long value *spread*: every worker has its own block,
 and takes the others' from their memory when it needs the whole. They stay there through the next round, which nobody
 can complete before all have come to it.
+
+Where the store survives deaths, `SurvivingReplica` can be put back to the round before its last one.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from numpy.typing import NDArray
 from mpips.optimizers.base import Optimizer, initial
 from mpips.store.keys.key import Key
 from mpips.store.keys.rows import RowSparse, update_rows
-from mpips.store.recovery.undo import Version
+from mpips.store.recovery.undo import ReplicaUndo, Version
 
 Array = NDArray[Any]
 Arrays = tuple[Array, Array]
@@ -140,7 +142,7 @@ class Replica:
         self.step += 1
         self.updating = False
 
-    # ---- rounds that it stands at; `surviving` may stand at others again
+    # ---- rounds that it stands at; `SurvivingReplica` may stand at others again
 
     def now(self) -> Version:
         """What it holds."""
@@ -189,3 +191,59 @@ class Replica:
         elif self.state is None or [array.dtype.name for array in self.state] != list(dtypes):
             self.state = [np.empty(self.key.size, np.dtype(name)) for name in dtypes]
         return [self.value, *(self.state or ())]
+
+
+class SurvivingReplica(Replica):
+    """A replica that also keeps what it was before its last round."""
+
+    __slots__ = ("undo",)
+
+    def __init__(
+        self, key: Key, value: Array, optimizer: Optimizer | None, allocate: Callable[[int, np.dtype], Array]
+    ) -> None:
+        """As of a replica."""
+        super().__init__(key, value, optimizer, allocate)
+        self.undo = ReplicaUndo(allocate)
+
+    def room(self) -> Array:
+        """Return memory for the next sum; what the replica was is not kept there any more."""
+        room = super().room()
+        self.undo.overwritten(room)
+        return room
+
+    def take_rows(self, total: RowSparse) -> None:
+        """Keep what it was, unless the rows take another array's place."""
+        if self.optimizer is not None:
+            self.undo.copy(self.now())
+        super().take_rows(total)
+
+    def versions(self) -> list[Version]:
+        """Also what it was before."""
+        return super().versions() + ([] if self.undo.before is None else [self.undo.before])
+
+    def become_version(self, version: Version) -> None:
+        """Be as it was before, or as another worker's is; what it holds is kept instead. `updating` ends."""
+        now = None if self.updating else self.now()
+        value, *state = version.arrays
+        if value is self._arrays[1 - self._turn]:
+            self._turn, self.undo.before = 1 - self._turn, now
+        else:
+            self._arrays[self._turn] = value
+            self.undo.instead_of(now)
+        self.key.round, self.updating = version.round, False
+        self.step, self.state = (0, None) if version.step is None else (version.step, state)
+
+    def changed(self) -> None:
+        """There is no way back from that."""
+        self.undo.forget()
+
+    def _replace(self) -> None:
+        """The old value is kept where it is."""
+        before = self.now()
+        super()._replace()
+        self.undo.before = before
+
+    def _update(self, total: Array) -> None:
+        """Keep a copy of what it was."""
+        self.undo.copy(self.now())
+        super()._update(total)

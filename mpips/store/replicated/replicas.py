@@ -15,9 +15,8 @@ from mpips.store.recovery.plan import RecoveryPlan, ReplicaPlan
 from mpips.store.recovery.undo import Version
 from mpips.store.replicated import sparse
 from mpips.store.replicated.fast import Sums
-from mpips.store.replicated.replica import Replica
+from mpips.store.replicated.replica import Replica, SurvivingReplica
 from mpips.store.replicated.settings import Settings
-from mpips.store.replicated.surviving import SurvivingReplica
 from mpips.store.runtime.tasks import Task
 from mpips.store.worker.backend import States
 

@@ -6,7 +6,7 @@ import pytest
 from mpips import RowSparse, optimizers
 from mpips.store.keys.key import Key
 from mpips.store.recovery.undo import Version
-from mpips.store.replicated.surviving import SurvivingReplica
+from mpips.store.replicated.replica import SurvivingReplica
 
 OPTIMIZERS = [None, ("sgd", {"learning_rate": 0.5}), ("sgd", {"learning_rate": 0.5, "momentum": 0.9}), ("adam", {})]
 
