@@ -25,7 +25,7 @@ CHOICES = f"auto, {', '.join(PARTITIONS)}, or a number of MiB"
 PROBE_BYTES, PROBES = (1 << 12, 1 << 18, 1 << 21), 5
 
 
-class Costs(NamedTuple):
+class AllreduceCosts(NamedTuple):
     """An allreduce of M bytes takes alpha + beta M seconds."""
 
     alpha: float
@@ -50,7 +50,9 @@ def check_buckets(asked: Any) -> None:
         raise ValueError(f"buckets is {asked}: pass {CHOICES} above 0")
 
 
-def cut_by_strategy(nbytes: Sequence[int], ready: Sequence[float], costs: Costs, strategy: str) -> list[Bucket]:
+def cut_by_strategy(
+    nbytes: Sequence[int], ready: Sequence[float], costs: AllreduceCosts, strategy: str
+) -> list[Bucket]:
     """Return buckets by a strategy: `nbytes` of each gradient, and the second at which it is ready, in this order."""
     if not nbytes:
         return []
@@ -81,7 +83,7 @@ def cut_by_type(buckets: Sequence[Bucket], dtypes: Sequence[object]) -> list[Buc
     return found
 
 
-def measure_costs(comm: MPI.Intracomm, algorithm: str) -> Costs:
+def measure_costs(comm: MPI.Intracomm, algorithm: str) -> AllreduceCosts:
     """Measure what an allreduce costs on this communicator now. Collective, blocking."""
     seconds = np.zeros(len(PROBE_BYTES))
     for index, nbytes in enumerate(PROBE_BYTES):
@@ -96,4 +98,4 @@ def measure_costs(comm: MPI.Intracomm, algorithm: str) -> Costs:
         seconds[index] = np.median(runs)
         run.free()
     collectives.allreduce(seconds, comm, op="mean")
-    return Costs(*fit_costs(np.ones(len(seconds)), PROBE_BYTES, seconds))
+    return AllreduceCosts(*fit_costs(np.ones(len(seconds)), PROBE_BYTES, seconds))

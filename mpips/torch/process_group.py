@@ -28,7 +28,7 @@ from mpips.torch.tensors import (
     reduction,
     uncompiled,
 )
-from mpips.torch.works import Job, Messages, Steps, Work, communication, wait_for_plan, watch
+from mpips.torch.works import GroupJob, Messages, Steps, Work, communication, wait_for_plan, watch
 
 Tensors = Sequence[Tensor]
 After = Callable[[], None] | None
@@ -48,7 +48,7 @@ class ProcessGroup(dist.ProcessGroup):
         home = communicator(comm)
         self._roomy = home.nodes > 1 or home.board.memory.roomy
 
-    def _start(self, job: Job, opts: Any, result: Any) -> Work:
+    def _start(self, job: GroupJob, opts: Any, result: Any) -> Work:
         """Run a job, beside compute where the options say so; its future gives `result`.
 
         DistributedDataParallel's come inside a backward pass: where ranks have one core each they are run at once, as
@@ -60,7 +60,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     # ---- reductions
 
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> Any:
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
         opts = opts or dist.AllreduceOptions()
         check_on_host(tensors, "all_reduce")
         if len(tensors) > 1:
@@ -69,12 +69,12 @@ class ProcessGroup(dist.ProcessGroup):
         how = reduction(opts.reduceOp, target.dtype)
         return self._start(self._jobs.reduce("allreduce", target, target, how, 0, copy_back), opts, list(tensors))
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
         opts = opts or dist.AllreduceCoalescedOptions()
         check_on_host(tensors, "all_reduce_coalesced")
         return self._start(self._jobs.allreduce_together(tensors, opts.reduceOp), opts, tensors)
 
-    def reduce(self, tensors: Tensors, opts: Any) -> Any:
+    def reduce(self, tensors: Tensors, opts: Any) -> Work:
         check_on_host(tensors, "reduce")
         (tensor,) = tensors
         given, root = flatten(tensor).clone(), opts.rootRank
@@ -82,7 +82,7 @@ class ProcessGroup(dist.ProcessGroup):
         how = reduction(opts.reduceOp, tensor.dtype)
         return self._start(self._jobs.reduce("reduce", given, target, how, root, copy_back), opts, list(tensors))
 
-    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Any:
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Work:
         opts = opts or dist.ReduceScatterOptions()
         check_on_host([*outputs, *inputs[0]], "reduce_scatter")
         (output,), (parts,) = outputs, inputs
@@ -92,10 +92,10 @@ class ProcessGroup(dist.ProcessGroup):
         job = self._jobs.reduce_scatter(output, _join(parts, output.dtype), sizes, opts.reduceOp)
         return self._start(job, opts, [output])
 
-    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
+    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Work:
         return self.reduce_scatter_single_coalesced([output], [given], opts)
 
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         opts, size = opts or dist.ReduceScatterOptions(), self.comm.size
         check_on_host([*outputs, *inputs], "reduce_scatter_tensor")
         jobs = [
@@ -109,22 +109,22 @@ class ProcessGroup(dist.ProcessGroup):
 
     # ---- the same values for all
 
-    def broadcast(self, tensors: Tensors, opts: Any = None) -> Any:
+    def broadcast(self, tensors: Tensors, opts: Any = None) -> Work:
         opts = opts or dist.BroadcastOptions()
         check_on_host(tensors, "broadcast")
         targets = [flatten_result(tensor) for tensor in tensors]
         jobs = [self._jobs.move("broadcast", target, None, opts.rootRank, after) for target, after in targets]
         return self._start(_in_turn(jobs), opts, list(tensors))
 
-    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Any:
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
         opts = opts or dist.AllgatherOptions()
         jobs = [self._jobs.allgather(out, given) for out, given in zip(outputs, inputs, strict=True)]
         return self._start(_in_turn(jobs), opts, list(outputs[0]) if len(outputs) == 1 else outputs)
 
-    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
+    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Work:
         return self.all_gather_single_coalesced([output], [given], opts)
 
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         opts = opts or dist.AllgatherOptions()
         check_on_host([*outputs, *inputs], "all_gather_into_tensor")
         jobs = []
@@ -136,14 +136,14 @@ class ProcessGroup(dist.ProcessGroup):
             jobs.append(self._jobs.move("allgather", flatten(given), target, 0, copy_back))
         return self._start(_in_turn(jobs), opts, outputs)
 
-    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Any:
+    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
         by_tensor = [[out[number] for out in outputs] for number in range(len(inputs))]  # c10d lists them by rank here
         return self.allgather(by_tensor, inputs, opts)
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def barrier(self, opts: Any = None) -> Any:
+    def barrier(self, opts: Any = None) -> Work:
         token = self._barrier_token
         job = self._jobs.reduce("allreduce", token, token, Reduction("sum"))
         return self._start(job, opts or dist.BarrierOptions(), [token])
@@ -153,7 +153,7 @@ class ProcessGroup(dist.ProcessGroup):
     def all_to_all_single(
         self, output: Tensor, given: Tensor, output_splits: Sequence[int] | None, input_splits: Sequence[int] | None,
         opts: Any = None,
-    ) -> Any:  # fmt: skip
+    ) -> Work:  # fmt: skip
         check_on_host([output, given], "all_to_all_single")
         source, (target, copy_back) = flatten(given), flatten_result(output)
         sent = _elements(given, input_splits, self.comm.size, "input_split_sizes")
@@ -163,7 +163,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     alltoall_base = all_to_all_single
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         check_on_host([*outputs, *inputs], "all_to_all")
         source = _join(inputs, inputs[0].dtype)
         received, sent = [tensor.numel() for tensor in outputs], [tensor.numel() for tensor in inputs]
@@ -172,7 +172,7 @@ class ProcessGroup(dist.ProcessGroup):
         job = self._jobs.exchange(steps, "all_to_all", lambda: _deal(target, outputs))
         return self._start(job, opts or dist.AllToAllOptions(), list(outputs))
 
-    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Any:
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Work:
         check_on_host(inputs, "gather")
         (given,) = inputs
         parts = outputs[0] if self.comm.rank == opts.rootRank else []
@@ -180,7 +180,7 @@ class ProcessGroup(dist.ProcessGroup):
         steps = self._jobs.messages.gather(target, [part.numel() for part in parts], flatten(given), opts.rootRank)
         return self._start(self._jobs.exchange(steps, "gather", lambda: _deal(target, parts)), opts, list(parts))
 
-    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Any:
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Work:
         check_on_host(outputs, "scatter")
         parts = inputs[0] if self.comm.rank == opts.rootRank else []
         source, (target, copy_back) = _join(parts, outputs[0].dtype), flatten_result(outputs[0])
@@ -189,19 +189,19 @@ class ProcessGroup(dist.ProcessGroup):
 
     # ---- from one to one
 
-    def send(self, tensors: Tensors, destination: int, tag: int) -> Any:
+    def send(self, tensors: Tensors, destination: int, tag: int) -> Work:
         check_on_host(tensors, "send")
         steps = self._jobs.messages.send(flatten(tensors[0]), destination, tag)
         return self._start(self._jobs.exchange(steps, f"send to rank {destination}", ordered=False), None, [])
 
-    def recv(self, tensors: Tensors, source: int, tag: int) -> Any:
+    def recv(self, tensors: Tensors, source: int, tag: int) -> Work:
         check_on_host(tensors, "recv")
         target, copy_back = flatten_result(tensors[0])
         steps = self._jobs.messages.receive(target, source, tag)
         job = self._jobs.exchange(steps, f"recv from rank {source}", copy_back, ordered=False)
         return self._start(job, None, list(tensors))
 
-    def recv_anysource(self, tensors: Tensors, tag: int) -> Any:
+    def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
         check_on_host(tensors, "recv")
         (target, copy_back), status = flatten_result(tensors[0]), MPI.Status()
         steps = self._jobs.messages.receive(target, MPI.ANY_SOURCE, tag, status)
@@ -232,7 +232,7 @@ class ProcessGroup(dist.ProcessGroup):
     def _start_coalescing(self, device: Any) -> None:
         """Do nothing: operations run in order in any case."""
 
-    def _end_coalescing(self, device: Any = None) -> Any:
+    def _end_coalescing(self, device: Any = None) -> Work:
         """Return a work that ends after the operations before it."""
         return Work(communication.run(self._jobs.empty(), False))
 
@@ -257,7 +257,7 @@ class Jobs:
 
     def reduce(
         self, kind: str, given: Tensor, target: Tensor, how: Reduction, root: int = 0, after: After = None
-    ) -> Job:
+    ) -> GroupJob:
         """Make a reduction into `target`, which may be `given` itself; both are contiguous and 1-D."""
         if how.factor is not None:
             given.mul_(how.factor)
@@ -268,7 +268,7 @@ class Jobs:
         out = None if target is given else as_numbers(target)
         return self._collective(kind, as_numbers(given), out, how.name, root, after)
 
-    def allreduce_together(self, tensors: Tensors, op: Any) -> Job:
+    def allreduce_together(self, tensors: Tensors, op: Any) -> GroupJob:
         """Make an allreduce of each tensor, in one operation where their type allows it."""
         hows = [reduction(op, tensor.dtype) for tensor in tensors]
         results = [flatten_result(tensor) for tensor in tensors]
@@ -286,17 +286,17 @@ class Jobs:
         if not targets:
             return self.empty(finish)
         name = hows[0].name
-        return Job(
+        return GroupJob(
             lambda: collectives.grouped_allreduce(targets, self.comm, name),
             lambda: wait_for_plan(begin("grouped_allreduce", targets, self.comm, op=name)), self._home, finish,
         )  # fmt: skip
 
-    def move(self, kind: str, given: Tensor, target: Tensor | None, root: int = 0, after: After = None) -> Job:
+    def move(self, kind: str, given: Tensor, target: Tensor | None, root: int = 0, after: After = None) -> GroupJob:
         """Make a collective that adds nothing, of any type."""
         out = None if target is None else as_movable(target)
         return self._collective(kind, as_movable(given), out, "sum", root, after)
 
-    def reduce_scatter(self, output: Tensor, given: Tensor, sizes: Sequence[int], op: Any) -> Job:
+    def reduce_scatter(self, output: Tensor, given: Tensor, sizes: Sequence[int], op: Any) -> GroupJob:
         """Make a reduction of `given`, of which this rank takes its part."""
         how, rank = reduction(op, given.dtype), self.comm.rank
         if output.numel() != sizes[rank] or sum(sizes) != given.numel():
@@ -315,7 +315,7 @@ class Jobs:
 
         return self.reduce("allreduce", whole, whole, how, 0, take_part)
 
-    def allgather(self, outputs: Tensors, given: Tensor) -> Job:
+    def allgather(self, outputs: Tensors, given: Tensor) -> GroupJob:
         """Make an exchange that leaves every rank's tensor in the output of that rank."""
         check_on_host([*outputs, given], "all_gather")
         if len(outputs) != self.comm.size:
@@ -327,7 +327,7 @@ class Jobs:
         steps = self.messages.allgather(target, sizes, flatten(given))
         return self.exchange(steps, "all_gather", lambda: _deal(target, outputs))
 
-    def exchange(self, steps: Steps, what: str, after: After = None, ordered: bool = True) -> Job:
+    def exchange(self, steps: Steps, what: str, after: After = None, ordered: bool = True) -> GroupJob:
         """Make a job of MPI's own calls; `steps` begin when they are first taken."""
 
         def run() -> None:
@@ -335,11 +335,11 @@ class Jobs:
             with self._home.failing(what):
                 self._home.run(steps, what)
 
-        return Job(run, lambda: watch(steps, self._home, what), self._home if ordered else None, after)
+        return GroupJob(run, lambda: watch(steps, self._home, what), self._home if ordered else None, after)
 
-    def empty(self, after: After = None) -> Job:
+    def empty(self, after: After = None) -> GroupJob:
         """Make a job that sends nothing, in its turn."""
-        return Job(lambda: None, _no_steps, self._home, after)
+        return GroupJob(lambda: None, _no_steps, self._home, after)
 
     def _divide(self, target: Tensor, after: After) -> Callable[[], None]:
         """Return what divides a sum of integers by the number of ranks, then does what follows."""
@@ -351,20 +351,20 @@ class Jobs:
 
         return divide
 
-    def _collective(self, kind: str, x: Tensor, out: Tensor | None, op: str, root: int, after: After) -> Job:
+    def _collective(self, kind: str, x: Tensor, out: Tensor | None, op: str, root: int, after: After) -> GroupJob:
         keywords: dict[str, Any] = {"out": out}
         if kind in ("allreduce", "reduce_scatter", "reduce"):
             keywords["op"] = op
         if kind in ("broadcast", "reduce"):
             keywords["root"] = root
         call = getattr(collectives, kind)
-        return Job(
+        return GroupJob(
             lambda: call(x, self.comm, **keywords),
             lambda: wait_for_plan(begin(kind, x, self.comm, op=op, out=out, root=root)), self._home, after,
         )  # fmt: skip
 
 
-def _in_turn(jobs: Sequence[Job]) -> Job:
+def _in_turn(jobs: Sequence[GroupJob]) -> GroupJob:
     """Make one job of several of one group."""
     if len(jobs) == 1:
         return jobs[0]
@@ -377,7 +377,7 @@ def _in_turn(jobs: Sequence[Job]) -> Job:
         for job in jobs:
             yield from job.steps()
 
-    return Job(run, steps, jobs[0].order if jobs else None)
+    return GroupJob(run, steps, jobs[0].order if jobs else None)
 
 
 def _no_steps() -> Steps:

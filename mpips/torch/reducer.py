@@ -1,6 +1,6 @@
 """The reducer averages a model's gradients, bucket by bucket, while backward goes on.
 
-`Reducer` starts the allreduces, and `BackwardProfile` takes the times from which buckets are planned. `Gradients` lie
+`Reducer` starts the allreduces. `BackwardProfile` takes the times from which buckets are planned. `SharedGradients` lie
 in one stretch of memory that the ranks of a node share, in the order in which they become ready. Behind them stand
 words: for each parameter whether anybody used it, then those that ranks compare.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,7 +22,10 @@ import collectives
 from collectives.communicator import communicator
 from mpips.torch.buckets import Bucket, cut_by_type
 from mpips.torch.lockstep import BITS
-from mpips.torch.works import Job, Steps, communication, wait_for_plan
+from mpips.torch.works import GroupJob, Steps, communication, wait_for_plan
+
+if TYPE_CHECKING:
+    from collectives.plan import Plan
 
 NUMPY: dict[torch.dtype, np.dtype[Any]] = {
     torch.float32: np.dtype(np.float32), torch.float64: np.dtype(np.float64), torch.float16: np.dtype(np.float16),
@@ -46,7 +49,7 @@ class Reducer:
         in_background: bool,
     ) -> None:  # fmt: skip
         before = [parameter.grad for parameter in parameters]
-        self.gradients = Gradients(parameters, comm)
+        self.gradients = SharedGradients(parameters, comm)
         self.buckets = cut_by_type(cuts, [parameter.dtype for parameter in parameters])
         self._place = {parameter: index for index, parameter in enumerate(parameters)}
         self._bucket_of = [number for number, bucket in enumerate(self.buckets) for _ in range(*bucket)]
@@ -123,12 +126,12 @@ class Reducer:
         self._under_way.append(self._start(self._plans[self._next], self._in_background))
         self._next += 1
 
-    def _start(self, plan: Any, in_background: bool) -> Future[Any]:
+    def _start(self, plan: Plan, in_background: bool) -> Future[Any]:
         def steps() -> Steps:
             plan.start()
             yield from wait_for_plan(plan)
 
-        return communication.run(Job(plan, steps, self._home), in_background)
+        return communication.run(GroupJob(plan, steps, self._home), in_background)
 
     def _reduce_rest(self, token: int | None, late: Sequence[int]) -> None:
         """Start the buckets that are left, and wait for all; then reduce again what came late on any rank."""
@@ -188,7 +191,7 @@ class BackwardProfile:
         return float(collectives.allreduce(middle, self._comm, op="mean")[0])
 
 
-class Gradients:
+class SharedGradients:
     """Flat memory for the gradients of `parameters`, in this order; parameters of one type lie in one tensor."""
 
     def __init__(self, parameters: Sequence[Tensor], comm: MPI.Comm) -> None:

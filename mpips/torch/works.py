@@ -1,6 +1,6 @@
 """Operations under way: run at once in the caller's thread, or by one communication thread, in program order.
 
-A `Job` is one operation, and a `Work` is what c10d hands to its users for it. `communication.run` runs jobs.
+A `GroupJob` is one operation, and a `Work` is what c10d hands to its users for it. `communication.run` runs jobs.
 Collectives of one group start one after the other, in the order in which the program made them. Those of other groups,
 sends and receives go on beside them: groups overlap, and each rank may call them in an order of its own.
 """
@@ -84,7 +84,7 @@ class Work(torch._C._distributed_c10d.Work):
         return self._future if fine else self._future.then(lambda future: future.wait())
 
 
-class Job:
+class GroupJob:
     """One operation: `run` makes it, blocking; `steps` makes the same beside others; `after` follows either.
 
     `order`: the communicator on which the job takes turns with others; None for sends and receives. `result`: the
@@ -117,12 +117,12 @@ class Communication:
 
     def __init__(self) -> None:
         self._state = threading.Condition()
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[GroupJob] = deque()
         self._busy = False
         self._closing = False
         self._thread: threading.Thread | None = None
 
-    def run(self, job: Job, in_background: bool) -> Future[Any]:
+    def run(self, job: GroupJob, in_background: bool) -> Future[Any]:
         """Run a job: now, blocking, where it need not go on `in_background` and no other is under way; else in the
         thread. Return its future. Errors of a job that runs now are raised here."""
         with self._state:
@@ -170,7 +170,7 @@ class Communication:
 
     def _run_side_by_side(self) -> None:
         """Run jobs until none is left. No job is waited for by itself: another rank may wait in another."""
-        under_way: list[tuple[Job, Steps]] = []
+        under_way: list[tuple[GroupJob, Steps]] = []
         moved = time.monotonic()
         while (job := self._next_job(under_way)) or under_way:
             if job is not None:
@@ -184,7 +184,7 @@ class Communication:
                 time.sleep(NAP_SECONDS)
             under_way = left
 
-    def _next_job(self, under_way: list[tuple[Job, Steps]]) -> Job | None:
+    def _next_job(self, under_way: list[tuple[GroupJob, Steps]]) -> GroupJob | None:
         """Return the next job that may begin: those of one communicator wait for the one before."""
         taken = {job.order for job, _ in under_way} - {None}
         with self._state:
@@ -200,7 +200,7 @@ communication = Communication()
 """The one of this process."""
 
 
-def _take_step(job: Job, steps: Steps) -> bool:
+def _take_step(job: GroupJob, steps: Steps) -> bool:
     """Advance a job to its next wait. Return whether it has ended; its future then has a result or an error."""
     try:
         next(steps)

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mpips.torch
 from examples.reproduce import rank
-from mpips.torch.buckets import Bucket, Costs, cut_by_strategy, measure_costs
+from mpips.torch.buckets import AllreduceCosts, Bucket, cut_by_strategy, measure_costs
 
 WORLD = MPI.COMM_WORLD
 WARM_STEPS = 4
@@ -109,7 +109,7 @@ def alone(model: nn.Module, x: Tensor, steps: int) -> Compute:
     return Compute(order, [ready[index] for index in order], backward, update)
 
 
-def predicted(found: Compute, nbytes: Sequence[int], cost: Costs, buckets: Sequence[Bucket]) -> float:
+def predicted(found: Compute, nbytes: Sequence[int], cost: AllreduceCosts, buckets: Sequence[Bucket]) -> float:
     """Seconds of a step with these buckets of `nbytes`, which are in the order of readiness."""
     end = 0.0
     for first, last in buckets:

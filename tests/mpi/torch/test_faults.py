@@ -14,15 +14,14 @@ import torch
 
 import collectives
 import mpips.torch
-from launch import find
 from tests import child
 from tests.mpi.collectives.fault_table import NOT_DONE, ROOT, Place
 from tests.mpi.sizes import only_on
 from tests.mpi.torch.support import WORLD, batch, dist, groups, network, nn, train
 
 MODULE = "tests.mpi.torch.test_faults"
-LAUNCHER = find(python=sys.executable)
 RANKS, ODD, STEP, LIMIT = 3, 1, 5, 60
+PLACE = Place(sys.executable, "", MODULE, (RANKS, RANKS))
 HEARD_SECONDS = 3.0
 """A second is promised; the machine may be busy."""
 WRAPS = ("ddp", "DataParallel")
@@ -77,40 +76,34 @@ def say(**words: object) -> None:
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_all_hear_of_a_fault(wrap: str, fault: str) -> None:
-    code, said = Place(sys.executable, "", MODULE, (RANKS, RANKS)).run([wrap, fault], LIMIT, survive=fault == "kill")
-    assert NOT_DONE not in said and "left behind" not in said, said[-2000:]
-    lines = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
-    moment = next(line["fault"] for line in lines if "fault" in line)
-    heard = {line["heard"]: line for line in lines if "heard" in line and line["heard"] != ODD}
-    assert len(heard) == RANKS - 1, said[-3000:]
-    for line in heard.values():
-        assert FAULTS[fault] in line["sentence"], said[-2000:]
-        assert line["at"] - moment < HEARD_SECONDS, line
-    assert code, "the job ended with 0"
+    check_heard(*PLACE.run([wrap, fault], LIMIT, survive=fault == "kill"), FAULTS[fault])
 
 
 @only_on(1)
-@pytest.mark.skipif(LAUNCHER.flavour == "mpich", reason="a death ends every job of this MPI")
+@pytest.mark.skipif(PLACE.launcher.flavour == "mpich", reason="a death ends every job of this MPI")
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_the_others_end_by_themselves_where_mpi_lets_them_live(wrap: str) -> None:
     start = [sys.executable, "-m", "launch.cli", "run", "-w", str(RANKS), "--spares", "0", "-m", MODULE, wrap, "kill"]
     said = BytesIO()
     code = child.run(start, LIMIT, ROOT, said)
-    text = said.getvalue().decode(errors="replace")
-    assert code and NOT_DONE not in text and "left behind" not in text, text[-3000:]
-    lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    check_heard(code, said.getvalue().decode(errors="replace"), FAULTS["kill"])
+
+
+def check_heard(code: int, said: str, words: str) -> None:
+    """See that all other ranks have heard of the fault soon, by this sentence, and that the job has ended badly."""
+    assert code and NOT_DONE not in said and "left behind" not in said, said[-3000:]
+    lines = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
     moment = next(line["fault"] for line in lines if "fault" in line)
-    heard = {line["heard"]: line for line in lines if "heard" in line}
-    assert len(heard) == RANKS - 1, text[-3000:]
+    heard = {line["heard"]: line for line in lines if line.get("heard", ODD) != ODD}
+    assert len(heard) == RANKS - 1, said[-3000:]
     for line in heard.values():
-        assert FAULTS["kill"] in line["sentence"] and line["at"] - moment < HEARD_SECONDS, line
+        assert words in line["sentence"] and line["at"] - moment < HEARD_SECONDS, line
 
 
 @only_on(1)
-@pytest.mark.parametrize("fault", ENDS)
-@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize(("wrap", "fault"), zip(WRAPS, ENDS))
 def test_what_nobody_catches_ends_the_job(wrap: str, fault: str) -> None:
-    code, said = Place(sys.executable, "", MODULE, (RANKS, RANKS)).run([wrap, fault], LIMIT)
+    code, said = PLACE.run([wrap, fault], LIMIT)
     assert NOT_DONE not in said and "left behind" not in said, said[-2000:]
     assert code and ENDS[fault] in said, said[-2000:]
 
