@@ -24,7 +24,7 @@ import collectives
 from collectives.errors import CollectiveError, of_caller
 from mpips.store.runtime.rendezvous import call_of
 from mpips.torch.lockstep import Items, digest, gather_difference, gather_rows
-from mpips.torch.optimizer.exchange import Step, group_numbers, warn_soon, worker_collectives
+from mpips.torch.optimizer.exchange import AgreedStep, group_numbers, warn_soon, worker_collectives
 from mpips.torch.tensors import bytes_of
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Consensus:
             assert layout.workers is not None
             self._compare(layout.workers, call, steps, Brought())
 
-    def agree(self, steps: int, brought: Brought) -> Step:
+    def agree(self, steps: int, brought: Brought) -> AgreedStep:
         """Return what the workers of this step have; they raise unless it is the same step, with equal numbers.
         Collective over them, blocking."""
         grads = [parameter.grad for parameter in self._parameters]
@@ -106,7 +106,7 @@ class Consensus:
                 either = np.bitwise_or.reduce(masks, axis=0)
                 used = np.unpackbits(either[:size], count=len(used)).astype(bool).tolist()
                 sparse = np.unpackbits(either[size:], count=len(used)).astype(bool).tolist()
-        return Step([False] * len(used) if skipped else used, sparse, skipped, changed)
+        return AgreedStep([False] * len(used) if skipped else used, sparse, skipped, changed)
 
     # ---- inside
 

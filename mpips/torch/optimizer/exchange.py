@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from mpi4py import MPI
@@ -34,7 +34,7 @@ WARN_SECONDS = 10.0
 """After so long a worker of an asynchronous store warns that others have not come to a call of all."""
 
 
-class Step(NamedTuple):
+class AgreedStep(NamedTuple):
     """The agreement of the workers of a step."""
 
     used: Sequence[bool]
@@ -47,41 +47,38 @@ class Step(NamedTuple):
     """Whether the program has changed parameters since the last step, on all of them."""
 
 
-class Way(Protocol):
-    """How gradients become new parameters: `on_servers`, `on_workers`, `elastic`."""
+class GradientExchange:
+    """How gradients become new parameters. A step calls `push`, or `take` after a death, then `end`."""
 
-    sent: bool
+    sent = False
     """Whether gradients of this step may have been pushed."""
 
     def begin(self, new: bool) -> None:
-        """Have the parameters that the others have. `new`: this worker was given something."""
-        ...
+        """Take the parameters that the others have. `new`: this worker was given some. Blocking."""
+        raise NotImplementedError
 
-    def push(self, step: Step) -> None:
-        """Exchange gradients, and take what comes of them. Blocking; may be called again after a StoreError."""
-        ...
+    def push(self, step: AgreedStep) -> None:
+        """Exchange gradients, and take the result. Blocking; may be called again after a StoreError."""
+        raise NotImplementedError
 
     def take(self) -> None:
-        """The same where the store is done with the exchange. Blocking."""
-        ...
+        """Take the result of an exchange that the store is done with. Blocking."""
 
-    def end(self, step: Step) -> None:
-        """The exchange is over: what is left of the step on this worker."""
-        ...
+    def end(self, step: AgreedStep) -> None:
+        """Make what is left of the step on this worker."""
+        raise NotImplementedError
 
     def renew(self) -> None:
-        """The store has recovered, perhaps with fewer workers."""
-        ...
+        """Go on with a store that was loaded, or has recovered, perhaps with fewer workers."""
 
     def give(self, giver: int, new: bool) -> None:
-        """What the store does not have, from worker `giver` to those that are new. Collective, blocking."""
-        ...
+        """Give new workers, from worker `giver`, what the store does not have. Collective, blocking."""
 
 
 def choose_exchange(
     store: KVStore, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], passes: int,
     elastic: float | None, interval: int,
-) -> Way:  # fmt: skip
+) -> GradientExchange:  # fmt: skip
     """Return the exchange for an optimizer and a store. Collective over the workers, blocking.
 
     ValueError where there is none.
@@ -121,7 +118,7 @@ def check_elastic(store: KVStore, elastic: float | None) -> None:
 # ---- on servers
 
 
-class ServerExchange:
+class ServerExchange(GradientExchange):
     """The optimizer's groups are records of the store, and the parameters are those that were pulled last."""
 
     def __init__(
@@ -134,7 +131,6 @@ class ServerExchange:
         self._all_keys = [names[parameter] for parameter in self._parameters]
         self._records, self._numbers = list(records), [group_numbers(group) for group in optimizer.param_groups]
         self._versions: list[int] = []
-        self.sent = False
         for group, record in zip(optimizer.param_groups, records, strict=True):
             store.set_optimizer(record, keys=self._keys(group))
         if store.resumed != 0:  # the store goes on with numbers of its own
@@ -144,7 +140,7 @@ class ServerExchange:
         """Take the servers' parameters."""
         self.take()
 
-    def push(self, step: Step) -> None:
+    def push(self, step: AgreedStep) -> None:
         """Let the servers update, and take the parameters from them. Those without a gradient stay as they are."""
         if step.changed:
             self._check_unchanged()
@@ -168,12 +164,9 @@ class ServerExchange:
         self._store.pull(self._all_keys, [parameter.detach() for parameter in self._parameters])
         self._note_versions()
 
-    def end(self, step: Step) -> None:
+    def end(self, step: AgreedStep) -> None:
         """End the step."""
         self.sent = False
-
-    def give(self, giver: int, new: bool) -> None:
-        """Give nothing: the servers have all."""
 
     def renew(self) -> None:
         """Take over the store's optimizers after it was loaded, or has recovered: the servers hear of other numbers of
@@ -228,7 +221,7 @@ class ServerExchange:
                 raise RuntimeError(f"parameter {name!r} was changed since the last step, and the servers have the old "
                                    "one: call set_parameters() of this optimizer first, on all workers")  # fmt: skip
 
-    def _check_sparse(self, step: Step) -> None:
+    def _check_sparse(self, step: AgreedStep) -> None:
         """Raise TypeError on all workers where PyTorch's optimizer would refuse sparse gradients."""
         kind, groups = type(self._optimizer), self._optimizer.param_groups
         decays = [bool(group["weight_decay"]) for group in groups for _ in group["params"]]
@@ -245,7 +238,7 @@ class ServerExchange:
 # ---- on workers
 
 
-class WorkerExchange:
+class WorkerExchange(GradientExchange):
     """The store holds sums of gradients, and each worker has parameters and state. For synchronous stores."""
 
     def __init__(
@@ -260,7 +253,7 @@ class WorkerExchange:
             self._sums = [torch.empty_like(p, memory_format=torch.contiguous_format) for p in parameters]
         self._totals: list[Tensor] = []
         """The sums, once they are there."""
-        self._share, self.sent = 1.0, False
+        self._share = 1.0
         self._given: list[Tensor] = []
         """Parameters that another worker gave, until the first step."""
 
@@ -271,7 +264,7 @@ class WorkerExchange:
         for parameter, given in zip(self._parameters, self._given):
             parameter.detach().copy_(given)
 
-    def push(self, step: Step) -> None:
+    def push(self, step: AgreedStep) -> None:
         """Sum gradients."""
         given, self._given = [gradient(p, used) for p, used in zip(self._parameters, step.used)], []
         self._share, self.sent = gradient_share(self._store.layout, self._passes), True
@@ -283,8 +276,8 @@ class WorkerExchange:
         self._store.pull(self._keys, self._sums)
         self._totals = self._sums
 
-    def end(self, step: Step) -> None:
-        """Step, unless it is skipped. A parameter that nobody used has no gradient, so it stays as it is."""
+    def end(self, step: AgreedStep) -> None:
+        """AgreedStep, unless it is skipped. A parameter that nobody used has no gradient, so it stays as it is."""
         self.sent = False
         if step.skipped:
             return
@@ -302,9 +295,6 @@ class WorkerExchange:
         self._optimizer.step()
         self._totals = []
 
-    def renew(self) -> None:
-        """Do nothing: nothing here is the store's."""
-
     def give(self, giver: int, new: bool) -> None:
         """Give new workers parameters and the optimizer's state. Numbers of groups stay a new worker's own, as
         schedulers begin with them."""
@@ -320,7 +310,7 @@ class WorkerExchange:
 # ---- elastically
 
 
-class ElasticExchange:
+class ElasticExchange(GradientExchange):
     """The optimizer runs on every worker; every `interval` steps it and the servers' centre attract each other by
     `alpha` (MXNET-MPI, equations 2 and 3). For stores that do not survive deaths."""
 
@@ -331,7 +321,6 @@ class ElasticExchange:
         self._store, self._optimizer, self._passes = store, optimizer, passes
         self._parameters, self._keys = parameters, keys
         self._alpha, self._interval, self._steps = alpha, interval, 0
-        self.sent = False
         client = store.layout.client
         self._members = client.Get_size() if client is not None else 1
 
@@ -339,7 +328,7 @@ class ElasticExchange:
         """Take rank 0's parameters, which are the centre's."""
         self._store.pull(self._keys, [parameter.detach() for parameter in self._parameters])
 
-    def push(self, step: Step) -> None:
+    def push(self, step: AgreedStep) -> None:
         """Move the centre towards this worker, and it towards the centre, where it is time; average gradients."""
         if self._steps % self._interval == 0:
             centers = [p.detach() / self._members for p in self._parameters]  # a push adds up the client's
@@ -357,20 +346,11 @@ class ElasticExchange:
             total.mul_(1.0 / (self._members * self._passes))
             self._parameters[place].grad = total.to_sparse(1) if step.sparse[place] else total
 
-    def take(self) -> None:
-        """Do nothing: there is no way back to what this worker was."""
-
-    def end(self, step: Step) -> None:
-        """Step, unless it is skipped."""
+    def end(self, step: AgreedStep) -> None:
+        """AgreedStep, unless it is skipped."""
         if not step.skipped:
             self._optimizer.step()
         self._steps += 1
-
-    def renew(self) -> None:
-        """Do nothing: stores that recover are refused."""
-
-    def give(self, giver: int, new: bool) -> None:
-        """Do nothing: no worker is ever new."""
 
 
 # ---- what they share

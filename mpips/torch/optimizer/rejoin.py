@@ -20,7 +20,7 @@ from mpips.store.api import KVStore
 from mpips.store.keys.key import Name
 from mpips.store.runtime.errors import StoreError
 from mpips.torch.optimizer.consensus import Brought, Consensus
-from mpips.torch.optimizer.exchange import Step, Way
+from mpips.torch.optimizer.exchange import AgreedStep, GradientExchange
 
 T = TypeVar("T")
 
@@ -28,9 +28,9 @@ T = TypeVar("T")
 class Survival:
     """Makes the steps of one worker. Where the store does not survive deaths, StoreErrors go to the caller."""
 
-    def __init__(self, store: KVStore, names: Sequence[Name], way: Way, consensus: Consensus) -> None:
-        self._store, self._names, self._way, self._consensus = store, names, way, consensus
-        self._agreed: Step | None = None
+    def __init__(self, store: KVStore, names: Sequence[Name], exchange: GradientExchange, consensus: Consensus) -> None:
+        self._store, self._names, self._exchange, self._consensus = store, names, exchange, consensus
+        self._agreed: AgreedStep | None = None
         self.new = store.layout.survives and store.settings.fresh
         """Whether this worker has taken a dead one's place, and has made no step yet."""
         self.steps = 0 if self.new else store.resumed or 0
@@ -43,7 +43,7 @@ class Survival:
 
         def begun() -> None:
             self._see_others(False)
-            self._way.begin(self.new)
+            self._exchange.begin(self.new)
 
         self._through(begun)
         self._consensus.note()
@@ -56,9 +56,9 @@ class Survival:
             self.steps += 1
             return brought.overflow
         goal = self._round() + 1
-        self._through(lambda: self._exchange(goal, brought))
+        self._through(lambda: self._exchange_gradients(goal, brought))
         assert self._agreed is not None
-        self._way.end(self._agreed)
+        self._exchange.end(self._agreed)
         self._consensus.note()
         self.steps += 1
         self._calls = self._done = 0
@@ -97,13 +97,13 @@ class Survival:
 
     # ---- inside
 
-    def _exchange(self, goal: int, brought: Brought) -> None:
-        if self._way.sent if self._store.layout.asynchronous else self._round() >= goal:
-            self._way.take()
+    def _exchange_gradients(self, goal: int, brought: Brought) -> None:
+        if self._exchange.sent if self._store.layout.asynchronous else self._round() >= goal:
+            self._exchange.take()
         else:
             self._see_others(True)
             self._agreed = self._consensus.agree(self.steps, brought)
-            self._way.push(self._agreed)
+            self._exchange.push(self._agreed)
 
     def _round(self) -> int:
         """Return the round that the store stands at; in a step, the one that this worker has begun."""
@@ -130,7 +130,7 @@ class Survival:
         if torn or apart:
             what = f"key {torn[0]!r} is" if torn else "keys are"
             raise StoreError(f"recover: {what} not whole after a death: load a checkpoint") from error
-        self._way.renew()
+        self._exchange.renew()
         self._unmet = True
 
     def _see_others(self, pushes: bool) -> None:
@@ -145,7 +145,7 @@ class Survival:
         if met.refusal:
             raise RuntimeError(f"DistributedOptimizer: {met.refusal}")
         if any(position.new for position in positions):
-            self._way.give(met.giver, self._lacks)
+            self._exchange.give(met.giver, self._lacks)
         self._go_on(met)
 
     def _go_on(self, met: Meeting) -> None:
@@ -184,7 +184,7 @@ class Meeting(NamedTuple):
 
 
 def meet(positions: Sequence[Position], synchronous: bool) -> Meeting:
-    """From the positions of all workers after a death. In a synchronous store all have made equally many steps."""
+    """Return where workers go on after a death. In a synchronous store all have made equally many steps."""
     there = [position for position in positions if not position.new]
     giver = next((rank for rank, position in enumerate(positions) if not position.new), -1)
     if not there:
