@@ -72,7 +72,7 @@ def pushpull(kv: Any, name: str, tree: Any) -> Any:
 
 
 def pull(kv: Any, name: str, tree: Any) -> Any:
-    """What the keys hold, as a tree like `tree`, whose values do not count. Blocking."""
+    """Return what the keys hold, as a tree like `tree`, whose values do not count. Blocking."""
 
     def run(*leaves: Any) -> list[Any]:
         arrays = [np.empty_like(leaf) for leaf in leaves]

@@ -132,8 +132,8 @@ class Residuals:
         self._kept: dict[Hashable, Array] = {}
 
     def payload(self, name: Hashable, gradient: Array, key: Name = "", start: int = 0) -> Array:
-        """What to send for this gradient (1-D, elements from `start` on of the key), uint8; what is left out stays in
-        the residual. CollectiveError, and nothing has changed, where it holds what is no finite float32."""
+        """Return what to send for this gradient (1-D, elements from `start` on of the key), uint8; what is left out
+        stays in the residual. CollectiveError, and nothing has changed, where it holds what is no finite float32."""
         kept = self._kept.get(name)
         if kept is None:
             kept = self._kept[name] = self.compressor.init(gradient)
@@ -145,7 +145,7 @@ class Residuals:
         return self.compressor.encode(gradient, kept)
 
     def decoded(self, key: Name, gradient: Array) -> Array:
-        """What a receiver makes of `payload(key, gradient)`: an array like the gradient."""
+        """Return what a receiver makes of `payload(key, gradient)`: an array like the gradient."""
         payload = self.payload(key, gradient, key)
         out = np.empty_like(gradient)
         self.compressor.decode(payload, out, add=False)

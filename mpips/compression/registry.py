@@ -95,7 +95,7 @@ def _value(name: str, option: str, kind: Any, value: Any) -> Any:
 
 
 def options(compressor: Compressor) -> dict[str, Any]:
-    """What `create` makes an equal compressor of, as plain data; ValueError for one that is not registered."""
+    """Return what `create` makes an equal compressor of, as plain data; ValueError for one that is not registered."""
     for name, kind in COMPRESSORS.items():
         if kind is type(compressor):
             return {"type": name, **dataclasses.asdict(compressor)}

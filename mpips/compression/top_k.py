@@ -24,7 +24,7 @@ class TopK(Compressor):
             raise ValueError(f"topk compression needs a ratio in (0, 1], not {self.ratio}")
 
     def count(self, n: int) -> int:
-        """How many of n elements travel: at least one."""
+        """Return how many of n elements travel: at least one."""
         return min(n, max(1, math.ceil(self.ratio * n)))
 
     def max_bytes(self, n: int) -> int:

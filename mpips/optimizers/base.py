@@ -77,7 +77,7 @@ def initial(optimizer: Optimizer, weights: np.ndarray) -> list[np.ndarray]:
 
 
 def state_dtypes(optimizer: Optimizer | None, dtype: np.dtype) -> list[np.dtype]:
-    """What the arrays of state are of, for weights of a dtype; of no optimizer there are none."""
+    """Return what the arrays of state are of, for weights of a dtype; of no optimizer there are none."""
     return [] if optimizer is None else [array.dtype for array in optimizer.init(np.zeros(1, dtype))]
 
 
@@ -127,7 +127,7 @@ def known(kind: type, given: Sequence[str] | dict[str, Any]) -> None:
 
 
 def changed(optimizer: O, **numbers: Any) -> O:
-    """The same optimizer with other numbers, checked as always; the state that it keeps stays valid.
+    """Return the optimizer with other numbers, checked as always; the state that it keeps stays valid.
 
     Raises TypeError for an option that it lacks. Raises ValueError for a bad value, for an option in the class's
     `fixed`, and where it would keep another number of arrays (SGD from `momentum=0` to 0.9).
@@ -158,7 +158,7 @@ def changed(optimizer: O, **numbers: Any) -> O:
 
 
 def unlike(saved: Optimizer, given: Optimizer, leave: Collection[str] = ()) -> str:
-    """What differs between the optimizer of a checkpoint and that of a program, in words; "" where nothing does.
+    """Return what differs between the optimizer of a checkpoint and that of a program, in words; "" where nothing does.
 
     `leave`: numbers that may differ."""
     if type(saved) is not type(given):

@@ -88,7 +88,7 @@ def create(optimizer: str | Optimizer, **options: Any) -> Optimizer:
 
 
 def _tried(optimizer: Optimizer) -> Optimizer:
-    """The same, having seen that its options can travel and be saved, and that it updates one weight."""
+    """Return the optimizer, having seen that its options can travel and be saved, and that it updates one weight."""
     _options(optimizer)
     weight = np.zeros(1, np.float32)
     try:
@@ -100,7 +100,7 @@ def _tried(optimizer: Optimizer) -> Optimizer:
 
 
 def _named(thing: Any) -> str:
-    """What it is, in a few words whatever its repr: `None`, `3`, or its class."""
+    """Return what it is, in a few words whatever its repr: `None`, `3`, or its class."""
     if thing is None or isinstance(thing, (bool, int, float)):
         return repr(thing)
     kind = type(thing)
@@ -142,12 +142,12 @@ def _created(record: _Record) -> Optimizer:
 
 
 def encode_numbers(numbers: Mapping[str, Any]) -> bytes:
-    """What `update_optimizer` changes, as msgpack: options by name, schedules included."""
+    """Return what `update_optimizer` changes, as msgpack: options by name, schedules included."""
     return msgspec.msgpack.encode({name: _plain(name, value) for name, value in numbers.items()})
 
 
 def decode_numbers(data: bytes) -> dict[str, Any]:
-    """What `encode_numbers` wrote."""
+    """Return what `encode_numbers` wrote."""
     return {name: _made(value) for name, value in msgspec.msgpack.decode(data, type=dict[str, Any]).items()}
 
 
@@ -178,7 +178,7 @@ def _plain(option: str, value: Any) -> Any:
 
 
 def _made(value: Any) -> Any:
-    """What `_plain` was given."""
+    """Return what `_plain` was given."""
     if isinstance(value, list):
         return tuple(_made(part) for part in value)
     if not isinstance(value, dict):

@@ -65,7 +65,7 @@ class Groups:
             self.own.pop(key, None)
 
     def __bool__(self) -> bool:
-        """Whether any key has an optimizer."""
+        """Return whether any key has an optimizer."""
         return self.default is not None or bool(self.own)
 
 

@@ -26,7 +26,7 @@ BATCH = click.IntRange(1)
 
 
 class Refused(click.ClickException):
-    """What was given is no profile that can be planned."""
+    """Refuse an argument that is no profile to plan."""
 
     exit_code = 2
 
@@ -185,7 +185,7 @@ def _show(found: list[Plan], profile: Profile) -> None:
 
 
 def _messages(plan: Plan) -> str:
-    """How many; pushes and pulls where there are both."""
+    """Return how many; pushes and pulls where there are both."""
     if plan.direction != "both":
         return str(len(plan.groups))
     return f"{len(plan.push or ())} + {plan.early + len(plan.pull or ())}"

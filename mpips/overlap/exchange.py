@@ -396,7 +396,7 @@ class Overlapped:
         return self._known
 
     def report(self) -> Report:
-        """What the last steps were on this worker. Local."""
+        """Return what the last steps were on this worker. Local."""
         profile, predicted = self.profile or self._known, None
         if not self.plans:
             raise RuntimeError("a report needs a step that has ended: call step or fit first")
@@ -474,7 +474,7 @@ class Overlapped:
 
 
 def _arguments(model: LayeredModel, strategy: str, review_every: int) -> list[tuple[str, str]]:
-    """What must be equal on all workers, by name; ValueError where it is wrong."""
+    """Return what must be equal on all workers, by name; ValueError where it is wrong."""
     if strategy not in CHOICES:
         raise ValueError(f"overlap={strategy!r} is unknown; choose one of {', '.join(CHOICES)}")
     check_model(model, f"overlap={strategy!r}")

@@ -1,4 +1,4 @@
-"""How a profile is measured on the job's own ranks: how long the layers compute, and what messages cost.
+"""Measure a profile on the job's own ranks: seconds of the layers' compute, and costs of messages.
 
 Messages cost what they cost in the job: sent in a row, the next one under way when the last one ends, on as many layers
 as there are. In an iteration some of them go on beside compute, looked at by the communication thread now and then.
@@ -53,8 +53,8 @@ def job_profile(model: LayeredModel, kv: Store, x: np.ndarray, y: np.ndarray, co
 
 
 def job_costs(model: LayeredModel, kv: Store) -> Costs:
-    """What pushes and pulls cost in runs over keys of the model's sizes, which are given up again. Collective over the
-    workers, blocking."""
+    """Return what pushes and pulls cost in runs over keys of the model's sizes, which are given up again. Collective
+    over the workers, blocking."""
     workers, everybody = kv.layout.workers, np.empty(1)
 
     def slowest(seconds: float) -> float:
@@ -66,7 +66,7 @@ def job_costs(model: LayeredModel, kv: Store) -> Costs:
 
 
 def collective_of(kv: Store) -> Collective:
-    """What a push is."""
+    """Return what a push is."""
     return "servers" if kv.layout.num_servers else "allreduce"
 
 
@@ -97,7 +97,7 @@ class Stopwatch:
         return forward, backward
 
     def tasks(self) -> list[Task]:
-        """The same as tasks in the order of the step, by time.perf_counter()."""
+        """Return the tasks in the order of the step, by time.perf_counter()."""
         begins, ends = (moments.tolist() for moments in self._spans())
         layers = range(len(begins[0]))
         up = [Task("forward", i + 1, i + 1, begins[0][i], ends[0][i], COMPUTE) for i in layers]
@@ -109,7 +109,7 @@ class Stopwatch:
         return float((self._went[0] - self._came[0]).sum())
 
     def _spans(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """When the compute of each layer began and when it ended, (2, layers) each: forward, backward."""
+        """Return when the compute of each layer began and when it ended, (2, layers) each: forward, backward."""
         (came_f, came_b), (went_f, went_b) = self._came, self._went
         turn = went_f[-1] + (came_b[-1] - went_f[-1]) / 3
         return np.stack([went_f, np.append(went_b[1:], turn)]), np.stack([np.append(came_f[1:], turn), came_b])
@@ -183,7 +183,8 @@ def message_costs(
 
 
 def runs(elements: Sequence[int]) -> tuple[Groups, ...]:
-    """What is sent: all layers one by one, in a few groups and in one; a third of the layers one by one and in one."""
+    """Return what is sent: all layers one by one, in a few groups and in one; a third of the layers one by one and in
+    one."""
     layers = len(elements)
     few = max(1, layers // SHARE)
     singles = tuple((layer, layer) for layer in range(1, layers + 1))

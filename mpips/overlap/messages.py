@@ -90,7 +90,7 @@ def _takes(call: Any, name: str) -> bool:
 
 
 def _misfits(model: Any) -> list[str]:
-    """What is wrong with the arrays."""
+    """Return what is wrong with the arrays."""
     sizes = {name: np.size(getattr(model, name)) for name in ARRAYS[:2]}
     wanted, shown = sum(model.layer_elements), ", ".join(f"{name} {size}" for name, size in sizes.items())
     wrong = [f"has {wanted} elements in layer_elements, but {shown}"] if set(sizes.values()) != {wanted} else []
@@ -128,11 +128,11 @@ class Message(Protocol):
 
 
 class Carrier(Protocol):
-    """Who starts messages of layers first..last and returns at once."""
+    """Start messages of layers first..last, and return at once."""
 
     @property
     def one_way(self) -> bool:
-        """Whether a push brings the parameters back."""
+        """Return whether a push brings the parameters back."""
         ...
 
     def push(self, first: int, last: int) -> Message: ...
@@ -200,12 +200,13 @@ class StoreMessages:
 
     @property
     def one_way(self) -> bool:
-        """Whether a push brings the parameters back: there are no servers."""
+        """Return whether a push brings the parameters back: there are no servers."""
         return not self._kv.layout.num_servers
 
     @property
     def link(self) -> Link:
-        """Whether pushes and pulls go on beside each other. Those that hold a client's collectives take turns."""
+        """Return whether pushes and pulls go on beside each other. Those that hold a client's collectives take
+        turns."""
         return "shared" if self._kv.type.startswith("mpi_") else "duplex"
 
     def plan(self, plan: JointPlan) -> None:
@@ -239,7 +240,7 @@ class StoreMessages:
         return self._kv.ipush(self._names(keys), gradients, turns=["push"])
 
     def taken(self, first: int, last: int, push: Message) -> Message:
-        """When what `push` sends has come to the servers."""
+        """Return when what `push` sends has come to the servers."""
         return self._kv.taken(self._names(self._keys[first, last]), push)
 
     def pull(self, first: int, last: int, early: bool = False) -> Message:

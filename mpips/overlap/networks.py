@@ -35,7 +35,7 @@ class CountedLayer(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What flows between layers."""
+    """Record the shape of the data between two layers."""
 
     channels: int
     height: int
@@ -61,13 +61,13 @@ class Table(NamedTuple):
         return sum(layer.flops for layer in self.layers)
 
     def blocks(self) -> Table:
-        """The same network with each block (layers of one name up to the first "/") as one layer, as in BigDL."""
+        """Return the network with each block (layers of one name up to the first "/") as one layer, as in BigDL."""
         parts = [tuple(part) for _, part in groupby(self.layers, key=lambda layer: layer.name.split("/")[0])]
         return Table(self.name, tuple(_join(part) for part in parts))
 
     def tensors_apart(self) -> Table:
-        """The same network with every tensor by itself, as where each is a message: a layer's first has its parameters
-        and operations, the others (biases, scales) are there but weigh nothing."""
+        """Return the network with every tensor by itself, as where each is a message: a layer's first has its
+        parameters and operations, the others (biases, scales) are there but weigh nothing."""
         parts = [
             layer._replace(name=f"{layer.name} {number}", tensors=1) if not number
             else CountedLayer(f"{layer.name} {number}", 0, 1, 0)

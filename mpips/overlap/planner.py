@@ -125,7 +125,8 @@ def predicted_s(profile: Profile, groups: JointPlan, link: Link | None) -> float
 
 
 def network_drifted(profile: Profile, groups: JointPlan, link: Link | None, waited_s: float) -> bool:
-    """Whether an iteration of this compute and so many seconds of waiting for messages is far from the prediction."""
+    """Return whether an iteration of this compute and so many seconds of waiting for messages is far from the
+    prediction."""
     predicted = predicted_s(profile, groups, link)
     return abs(profile.forward_s + profile.backward_s + waited_s - predicted) > DRIFT * predicted
 

@@ -94,7 +94,7 @@ class Problem(NamedTuple):
 
     @property
     def layers(self) -> int:
-        """How many there are."""
+        """Return how many there are."""
         return len(self.compute)
 
 
@@ -227,7 +227,8 @@ nodes. beta: the authors' simulator. gamma: its 2.5e-9 s, read as the time of on
 
 @dataclass(frozen=True)
 class Profile:
-    """What a planner needs to know of a job; `create_profile`, `profile_from_dict` and `load_profile` check it."""
+    """Hold the numbers of a job that a planner needs; `create_profile`, `profile_from_dict` and `load_profile` check
+    it."""
 
     layers: tuple[Layer, ...]
     network: Network

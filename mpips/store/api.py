@@ -72,7 +72,7 @@ class KVStore(Uncopied):
 
     @property
     def spares(self) -> int:
-        """How many ranks wait to take a place: the same on all workers until the next generation."""
+        """Return how many ranks wait to take a place: the same on all workers until the next generation."""
         return self.layout.spares
 
     @property
@@ -83,7 +83,7 @@ class KVStore(Uncopied):
 
     @staticmethod
     def is_capable(capability: str) -> bool:
-        """Whether the store can do it; the one capability that is asked for is "optimizer"."""
+        """Return whether the store can do it; the one capability that is asked for is "optimizer"."""
         if capability.lower() != "optimizer":
             raise of_caller(ValueError(f"unknown capability {capability!r}; known: optimizer"))
         return True

@@ -130,8 +130,8 @@ def _served(comm: MPI.Intracomm, layout: Layout) -> KVStore:
 
 
 def _saves(layout: Layout) -> Callable[[Settings], Regular] | None:
-    """How a store goes on from its folder, and saves itself there: the first of the job that names this folder, if it
-    is on all ranks of the job."""
+    """Return how a store goes on from its folder, and saves itself there: the first of the job that names this folder,
+    if it is on all ranks of the job."""
     folder = layout.options.checkpoint
     if not folder or folder in _folders or layout.world.Get_size() < MPI.COMM_WORLD.Get_size():
         resume.tell_spares(layout, None)
@@ -148,7 +148,7 @@ def _saves(layout: Layout) -> Callable[[Settings], Regular] | None:
 
 
 def _saves_from(step: int) -> Callable[[Settings], Regular]:
-    """The same for a worker that joins a store which has gone on from this step."""
+    """Return the saves of a worker that joins a store which has gone on from this step."""
 
     def begin(settings: Settings) -> Regular:
         settings.base = step
@@ -158,7 +158,7 @@ def _saves_from(step: int) -> Callable[[Settings], Regular]:
 
 
 def _closer(layout: Layout, generation: Generation) -> Callable[[], None]:
-    """What a worker's store does at its end: part from the others, and be nobody's way to servers any more."""
+    """Return what a worker's store does at its end: part from the others, and be nobody's way to servers any more."""
 
     def close() -> None:
         _open[:] = [other for other in _open if other.layout is not layout]
@@ -214,8 +214,8 @@ class _Spare:
         self._saves = None if step is None else _saves_from(step)
 
     def wait(self) -> KVStore:
-        """What a worker's `create` returns, once this rank has taken a worker's place; blocking. Where the store ends
-        before, or when it has ended after this rank took a server's, it leaves by SystemExit(0)."""
+        """Return what a worker's `create` returns, once this rank has taken a worker's place; blocking. Where the
+        store ends before, or when it has ended after this rank took a server's, it leaves by SystemExit(0)."""
         layout, generation = self._layout, self._generation
         with generation.failing("the wait of a spare"):
             became = wait_for_role(generation, self._member)
@@ -234,7 +234,7 @@ class _Spare:
         return api.made(layout, member, generation, _closer(layout, generation), self._saves, recovered)
 
     def _member(self) -> Member[Any]:
-        """What this rank is in the generation that is about to begin."""
+        """Return what this rank is in the generation that is about to begin."""
         layout, generation, seat, stands_by = self._layout, self._generation, self._seat, self._stands_by
         assert stands_by is not None
         if layout.is_spare:

@@ -64,7 +64,7 @@ FIELDS = (
 
 @dataclass(frozen=True)
 class Options:
-    """What a job was asked to be. Equal on every rank (compared in `layout`); see `FIELDS` for the meaning."""
+    """Hold the options of a job. Equal on every rank (compared in `layout`); see `FIELDS` for the meaning."""
 
     servers: int = 0
     clients: int = 1
@@ -209,7 +209,7 @@ def read(arguments: Mapping[str, Any] | None = None, environment: Mapping[str, s
 
 
 def _perhaps(name: str, shown: Callable[[str], str]) -> str:
-    """What to say of a name that no option has."""
+    """Return what to say of a name that no option has."""
     known = [field.name for field in FIELDS]
     near = difflib.get_close_matches(name, known, 1)
     return f"{f': did you mean {shown(near[0])}?' if near else ';'} known: {', '.join(map(shown, known))}"
@@ -233,7 +233,7 @@ def check_kind(kind: str, arguments: Mapping[str, Any]) -> None:
 
 
 def uneven(workers: int, clients: int) -> str:
-    """What to say once of clients that differ in their numbers of workers."""
+    """Return what to say once of clients that differ in their numbers of workers."""
     return f"mpips: {workers} workers do not split evenly over {clients} clients; some have one more"
 
 

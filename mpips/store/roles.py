@@ -40,7 +40,7 @@ _arrivals: list[Roll] = []
 
 
 class _Card(msgspec.Struct, array_like=True):
-    """What a rank brings to `create`: what it was asked for, or why it cannot."""
+    """Carry a rank's wishes to `create`, or the reason why it cannot come."""
 
     kind: str
     options: dict[str, Any]
@@ -76,22 +76,22 @@ class Layout:
 
     @property
     def is_server(self) -> bool:
-        """Whether this rank is one."""
+        """Return whether this rank is one."""
         return 0 <= self.rank - self.num_workers < self.num_servers
 
     @property
     def is_worker(self) -> bool:
-        """Whether this rank is one."""
+        """Return whether this rank is one."""
         return self.rank < self.num_workers
 
     @property
     def is_spare(self) -> bool:
-        """Whether this rank waits to take the place of one that dies."""
+        """Return whether this rank waits to take the place of one that dies."""
         return self.rank >= self.num_workers + self.num_servers
 
     @property
     def survives(self) -> bool:
-        """Whether the store goes on after a death."""
+        """Return whether the store goes on after a death."""
         return self.options.spares >= 0
 
     @property
@@ -101,12 +101,12 @@ class Layout:
 
     @property
     def changed(self) -> bool:
-        """Whether its ranks are others than in the generation before."""
+        """Return whether its ranks are others than in the generation before."""
         return self.before is not None and self.before.origin != tuple(range(len(self.nodes)))
 
     @property
     def fresh(self) -> bool:
-        """Whether this rank was a spare in the generation before, and now has a role."""
+        """Return whether this rank was a spare in the generation before, and now has a role."""
         before = self.before
         return before is not None and not self.is_spare and (
             before.origin[self.rank] >= before.num_workers + before.num_servers
@@ -114,7 +114,7 @@ class Layout:
 
     @property
     def asynchronous(self) -> bool:
-        """Whether each push counts at once, without a round of all workers."""
+        """Return whether each push counts at once, without a round of all workers."""
         return self.kind.endswith("_async")
 
     @property
@@ -124,7 +124,7 @@ class Layout:
 
     @property
     def limits(self) -> Limits:
-        """How long a wait may last."""
+        """Return how long a wait may last."""
         return _limits(self.options)
 
     def groups(self) -> list[list[int]]:
@@ -136,7 +136,7 @@ class Layout:
         return self.num_workers + server
 
     def same_node(self, a: int, b: int) -> bool:
-        """Whether two ranks share a node."""
+        """Return whether two ranks share a node."""
         return self.nodes[a] == self.nodes[b]
 
     def again(self, left: MPI.Intracomm, grow: bool = False) -> None:
@@ -171,12 +171,13 @@ class Layout:
             leave(comm)
 
     def part(self) -> None:
-        """The same, with all that was sent on them. Collective over `world`, blocking until all ranks have come."""
+        """Free the communicators, with all that was sent on them. Collective over `world`, blocking until all ranks
+        have come."""
         for comm in self._communicators():
             part(comm)
 
     def abandon(self) -> None:
-        """The same where ranks have died, and none of the others uses them any more. Does not block."""
+        """Free the communicators where ranks have died, and none of the others uses them any more. Does not block."""
         for comm in self._communicators():
             abandon(comm)
 
@@ -269,7 +270,7 @@ def _agree(world: MPI.Intracomm, card: _Card, limits: Limits) -> None:
 
 
 def _any(comm: MPI.Intracomm, mine: bool) -> bool:
-    """Whether it is so on one rank at least. Collective, blocking."""
+    """Return whether it is so on one rank at least. Collective, blocking."""
     every = np.array([mine], np.int8)
     comm.Allreduce(MPI.IN_PLACE, every, MPI.MAX)
     return bool(every[0])
@@ -314,7 +315,7 @@ class Ranks(Protocol):
 
 
 class Place(msgspec.Struct, array_like=True, frozen=True):
-    """Where a process runs."""
+    """Name the machine, cores and quota of a process."""
 
     machine: str
     cores: list[int]

@@ -1,4 +1,4 @@
-"""Where batches come from: arrays, of which every worker takes its share (`Arrays`), or any iterable (`Batches`)."""
+"""Draw batches from arrays, of which every worker takes its share (`Arrays`), or from any iterable (`Batches`)."""
 
 from __future__ import annotations
 
@@ -59,16 +59,16 @@ class Arrays:
 
     @property
     def joined(self) -> bool:
-        """Whether workers may have unlike batches: never."""
+        """Return whether workers may have unlike batches: never."""
         return False
 
     @property
     def bounded(self) -> bool:
-        """Whether an epoch is known to end: always."""
+        """Return whether an epoch is known to end: always."""
         return True
 
     def order(self, workers: int) -> str:
-        """What decides which samples come in which step."""
+        """Return what decides which samples come in which step."""
         return f"{len(self.x)} samples, {self.batch_size * workers} a step, seed {self.seed}"
 
     def steps(self, workers: int) -> int:
@@ -92,11 +92,11 @@ class Batches:
 
     @property
     def joined(self) -> bool:
-        """Whether workers may have unlike batches: always."""
+        """Return whether workers may have unlike batches: always."""
         return True
 
     def order(self, workers: int) -> str:
-        """What decides which samples come in which step."""
+        """Return what decides which samples come in which step."""
         return f"batches of an iterable on each of {workers} workers"
 
     def steps(self, workers: int) -> int | None:
@@ -105,7 +105,7 @@ class Batches:
 
     @property
     def bounded(self) -> bool:
-        """Whether an epoch is known to end."""
+        """Return whether an epoch is known to end."""
         return self.most is not None or _has_length(self.source)
 
     def epoch(self, number: int, kv: Any = None, skip: int = 0, dealt: int = 0) -> Iterator[Batch]:
@@ -175,7 +175,7 @@ def whole(name: str, number: Any, least: int) -> int:
 
 
 def test_of(test: Any) -> Source | None:
-    """What `fit(test=)` was given: a pair of arrays, or batches as of `fit`; None where it was nothing."""
+    """Return what `fit(test=)` was given: a pair of arrays, or batches as of `fit`; None where it was nothing."""
     if test is None:
         return None
     if isinstance(test, tuple) and not (test and isinstance(test[0], (tuple, list))):
@@ -262,7 +262,8 @@ def see_same(shown: Sequence[np.ndarray]) -> None:
 
 
 def share_of(source: Source, number: int, rank: int, workers: int) -> Iterator[Batch]:
-    """What one of `workers` evaluates: its rows of arrays, in blocks of `batch_size`, or all of its own batches."""
+    """Return the part that one of `workers` evaluates: its rows of arrays, in blocks of `batch_size`, or all of its
+    own batches."""
     if isinstance(source, Batches):
         return source.epoch(number)
     samples = len(source.x)

@@ -111,7 +111,7 @@ class Callback:
         """The fit is over, or has failed. Local."""
 
     def state(self) -> Any:
-        """What is to be saved with a checkpoint: JSON data, of this worker. None: nothing."""
+        """Return what is to be saved with a checkpoint: JSON data, of this worker. None: nothing."""
 
     def restore(self, state: Any) -> None:
         """Take it back: before `on_begin` of a fit that goes on from a checkpoint, and after a death that the fit
@@ -147,7 +147,7 @@ class Checkpoint(Callback):
         fit.see_folder(self.path)
 
     def on_begin(self, fit: Fitting) -> None:
-        """What it goes on from is not saved again."""
+        """Note the step that the fit goes on from, which is not saved again."""
         self._saved = fit.step, fit.epoch
 
     def on_step(self, fit: Fitting) -> None:
@@ -220,7 +220,7 @@ class EarlyStop(Callback):
         self._restored = False
 
     def on_epoch(self, fit: Fitting, epoch: Epoch) -> bool:
-        """Whether it has waited long enough."""
+        """Return whether it has waited long enough."""
         value = fit.mean(epoch.value(self.monitor))
         smaller = self.mode == "min" or (self.mode is None and self.monitor.endswith("loss"))
         gain = -math.inf if math.isnan(value) else math.inf if self.best is None else (
@@ -325,7 +325,7 @@ class Progress(Callback):
 
 
 def shown(name: str, value: float) -> str:
-    """What was measured, as a text: a share that is an accuracy as "97.31 %"."""
+    """Return what was measured, as a text: a share that is an accuracy as "97.31 %"."""
     return f"{100 * value:.2f} %" if name.endswith("accuracy") else f"{value:.4g}"
 
 
@@ -350,7 +350,7 @@ def named(callbacks: Sequence[Callback]) -> dict[str, Callback]:
 
 
 def states(callbacks: Sequence[Callback]) -> dict[str, Any]:
-    """What callbacks keep, by name; TypeError where it is no JSON data."""
+    """Return what callbacks keep, by name; TypeError where it is no JSON data."""
     found = {name: each.state() for name, each in named(callbacks).items()}
     for name, state in found.items():
         try:
@@ -393,7 +393,7 @@ class Epoch(NamedTuple):
 
 @dataclass
 class Position:
-    """Where a worker is in its training, as a checkpoint keeps it."""
+    """Mark a worker's place in its training, as a checkpoint keeps it."""
 
     epoch: int = 1
     """The epoch that is under way, from 1."""

@@ -43,7 +43,7 @@ UPDATES = {"none": "neither clip_norm nor elastic", "none, clipped": "clip_norm"
 
 
 class Header(msgspec.Struct):
-    """What the Trainer's file says in JSON, under the name `mpips.trainer`."""
+    """Hold the JSON of the Trainer's file, under the name `mpips.trainer`."""
 
     version: int
     update: str

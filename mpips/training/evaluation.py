@@ -66,7 +66,8 @@ def measured(job: Job, batches: Iterable[tuple[Any, Any]]) -> Sums:
 
 
 def names_of(job: Job, source: Source) -> list[str]:
-    """What is measured beside the loss: the metrics, or the accuracy of a model that has one, where y are classes."""
+    """Return what is measured beside the loss: the metrics, or the accuracy of a model that has one, where y are
+    classes."""
     if job.metrics or not _scored(job):
         return list(job.metrics)
     return ["accuracy"] if not isinstance(source, Arrays) or _classes(source.y) else []
@@ -77,7 +78,7 @@ def _scored(job: Job) -> bool:
 
 
 def _classes(y: Any) -> bool:
-    """Whether targets are the classes of samples: whole numbers (samples,)."""
+    """Return whether targets are the classes of samples: whole numbers (samples,)."""
     if getattr(y, "ndim", 0) != 1:
         return False
     if isinstance(y.dtype, np.dtype):
@@ -147,19 +148,19 @@ def evaluate(job: Job, source: Source, number: int = 1) -> Sums:
 
 
 def _refusal(failure: Exception | None) -> Exception | None:
-    """What all are told: what was raised, or a ValueError that names its class."""
+    """Return what all are told: what was raised, or a ValueError that names its class."""
     if failure is None or isinstance(failure, (ValueError, TypeError)):
         return failure
     return ValueError(f"evaluate: {type(failure).__name__}: {failure}")
 
 
 def evaluate_here(job: Job, source: Source, number: int = 1) -> Sums:
-    """The same of this worker's parameters as they are, on all samples: nobody waits. Local."""
+    """Evaluate this worker's parameters as they are, on all samples: nobody waits. Local."""
     return means([measured(job, share_of(source, number, 0, 1))])
 
 
 def test_words(source: Source | None) -> list[tuple[str, str]]:
-    """What of the test data must be equal on all workers."""
+    """Return what of the test data must be equal on all workers."""
     if source is None:
         return [("test", "None")]
     return [("test", str(source.x.shape) if isinstance(source, Arrays) else "batches")]

@@ -129,7 +129,7 @@ class Fit:
         self._began = time.perf_counter()
 
     def _growing(self) -> Survival | None:
-        """What lets spares become workers now, between two epochs; None where none is to."""
+        """Return what lets spares become workers now, between two epochs; None where none is to."""
         between = self._stage == OVER and bool(self._position.history)
         return self._survival if between and self._survival is not None and self._survival.grows else None
 
@@ -255,7 +255,7 @@ class Fit:
 
 
 class Request(NamedTuple):
-    """What `fit` was asked for, checked."""
+    """Hold the checked arguments of `fit`."""
 
     source: Source
     epochs: int
@@ -264,7 +264,7 @@ class Request(NamedTuple):
 
 
 class Course:
-    """How far a fit is on this worker, and what its callbacks may do (`callbacks.Fitting`)."""
+    """Tell callbacks how far a fit is on this worker, and let them act (`callbacks.Fitting`)."""
 
     def __init__(self, job: Job, request: Request, position: Position) -> None:
         self.epochs, self.joined, self.asynchronous = request.epochs, request.source.joined, job.kv.layout.asynchronous
@@ -278,7 +278,7 @@ class Course:
         self.count_workers()
 
     def count_workers(self) -> None:
-        """What depends on how many there are."""
+        """Set the numbers that depend on how many workers there are."""
         kv, source = self._job.kv, self._source
         per_epoch = source.steps(kv.num_workers)
         self.rank, self.steps = kv.rank, None if per_epoch is None else -(-per_epoch // self.accumulate)
@@ -342,7 +342,7 @@ class Course:
 
 
 def order_of(job: Job, source: Source, workers: int) -> str:
-    """What decides which samples come in which step, in words."""
+    """Return what decides which samples come in which step, in words."""
     accumulate = job.blocking.accumulate if job.blocking is not None else 1
     return source.order(workers) + (f", accumulate={accumulate}" if accumulate > 1 else "")
 
@@ -371,7 +371,8 @@ def requested(
 
 
 def begin(job: Job, request: Request, resume: str | os.PathLike[str] | None, own: Sequence[Position]) -> Position:
-    """Where this worker begins: at the folder's newest checkpoint, which is taken back, or else at its `own` position.
+    """Return where this worker begins: at the folder's newest checkpoint, which is taken back, or else at its `own`
+    position.
 
     `own`: of one worker, or of all those that a checkpoint was of. Collective; ValueError or TypeError on all workers,
     before anything has changed, where the fit cannot go on from there.
@@ -406,7 +407,7 @@ def _start(job: Job, request: Request, positions: Sequence[Position]) -> Positio
 
 
 def words_of(request: Request | None, resume: object) -> list[tuple[str, str]]:
-    """What of a fit must be equal on all workers, by name; little of one that is refused."""
+    """Return what of a fit must be equal on all workers, by name; little of one that is refused."""
     given = ("resume", "not given" if resume is None else "given")
     if request is None:
         return [given]

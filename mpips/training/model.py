@@ -1,4 +1,4 @@
-"""What a Trainer asks of a model (`Model`), what some of its features ask beside that, and what is said of a lack."""
+"""Define the models that a Trainer takes (`Model`), and refuse one that lacks something with a sentence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ REQUIRED = ("parameters", "gradients", "loss_and_gradients")
 
 
 class Model(Protocol):
-    """What every Trainer needs: arrays that stay where they are, and a function that fills the gradients.
+    """Offer what every Trainer needs: arrays that stay where they are, and a function that fills the gradients.
 
     A model may also have `names`, a list of texts, one a parameter: they become the keys in the store. `overlap=` needs
     a model in layers (`mpips.overlap.LayeredModel`); other features need methods of `EvaluatedModel`.
@@ -36,7 +36,7 @@ class Model(Protocol):
 
 
 class EvaluatedModel(Model, Protocol):
-    """What more a Trainer uses, each for one feature."""
+    """Offer more methods, each for one feature of a Trainer."""
 
     def predict(self, x: Any) -> np.ndarray:
         """Outputs (samples, ...) of inputs (samples, ...). For `Trainer.predict` and `metrics=`."""
@@ -83,7 +83,7 @@ def see_method(model: object, method: str, feature: str) -> None:
 
 
 def samples_of(x: Any, y: Any) -> int:
-    """How many samples a batch has: the length of its targets, or of its inputs where it has none."""
+    """Return how many samples a batch has: the length of its targets, or of its inputs where it has none."""
     return len(x if y is None else y)
 
 

@@ -32,24 +32,24 @@ class Exchange(Protocol):
         ...
 
     def report(self) -> Any:
-        """What the last steps were on this worker, a `mpips.overlap.exchange.Report`. Local."""
+        """Return what the last steps were on this worker, a `mpips.overlap.exchange.Report`. Local."""
         ...
 
 
 class Clocks(Protocol):
-    """Who is told how long the steps took."""
+    """Hear how long the steps took."""
 
     def exchanged(self, begin: float, computed: float, ended: float) -> None:
         """A step by time.perf_counter(): when it began, when the gradients were there, and when it was over."""
         ...
 
     def report(self, name: str) -> Any:
-        """What the last steps were."""
+        """Return what the last steps were."""
         ...
 
 
 class Update(Protocol):
-    """How gradients, each the mean over a worker's samples, become the next parameters. Blocking."""
+    """Make the next parameters of gradients, each the mean over a worker's samples. Blocking."""
 
     name: str
     """What a checkpoint calls it, and a report."""
@@ -112,7 +112,7 @@ class Job:
 
 
 class Joined(NamedTuple):
-    """What workers with unlike batches had for a step."""
+    """Count the samples of workers with unlike batches in a step."""
 
     batches: bool
     """Whether anybody had a batch; where not, the epoch is over."""
@@ -139,7 +139,7 @@ class Blocking:
 
     @property
     def full(self) -> bool:
-        """Whether so many batches wait as are exchanged at once."""
+        """Return whether so many batches wait as are exchanged at once."""
         return self._added >= self.accumulate
 
     @property
@@ -198,7 +198,7 @@ class Blocking:
         """Nothing is under way."""
 
     def report(self) -> Any:
-        """What the last steps were on this worker. Local."""
+        """Return what the last steps were on this worker. Local."""
         return self._clocks.report(self.update.name)
 
     def _exchange(self) -> None:

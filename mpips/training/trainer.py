@@ -226,8 +226,8 @@ class Trainer(Uncopied):
     # ---- how fast
 
     def report(self) -> Report:
-        """What the last steps were on this worker: seconds of an iteration, measured and predicted, the share of the
-        communication that compute hid, groups, and the last one's tasks (`save_trace`, `save_picture`). Local.
+        """Return what the last steps were on this worker: seconds of an iteration, measured and predicted, the share
+        of the communication that compute hid, groups, and the last one's tasks (`save_trace`, `save_picture`). Local.
 
         RuntimeError before the first step has ended.
         """
@@ -263,7 +263,7 @@ class _Clocks:
         blocking(self._recorder, self._arrays, begin, computed, ended)
 
     def report(self, name: str) -> Report:
-        """What the last steps were."""
+        """Return what the last steps were."""
         return self._recorder.report(name, ((1, self._arrays),), (), 0, None)
 
 
@@ -296,7 +296,7 @@ def _see_together(
 
 
 def _update(model: Any, kv: KVStore, optimizer: Any, elastic: Elastic | None, clip_norm: float | None) -> Update:
-    """How gradients become parameters."""
+    """Return how gradients become parameters."""
     if elastic is not None:
         return ElasticAveraging(model, kv, optimizer, elastic, clip_norm)
     if clip_norm is not None and not kv.layout.asynchronous:

@@ -1,4 +1,4 @@
-"""How layers become groups (buckets): pure functions of a Problem (one direction), or of two (`joint`), by name."""
+"""Group layers into buckets: pure functions of a Problem (one direction), or of two (`joint`), by name."""
 
 from __future__ import annotations
 

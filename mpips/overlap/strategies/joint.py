@@ -146,7 +146,7 @@ def _shared(push: Problem, pull: Problem, least: float) -> tuple[float, JointPla
 
 
 def _message_costs(push: Problem, pull: Problem, i: int) -> tuple[float, Array, Array]:
-    """When layer i + 1 is ready; seconds to push i + 1..j, and to push and pull them, for j > i."""
+    """Return when layer i + 1 is ready; seconds to push i + 1..j, and to push and pull them, for j > i."""
     ready = float(np.sum(push.compute[i:]))
     late = push.startup + np.cumsum(push.transfer[i:])
     return ready, late, late + pull.startup + np.cumsum(pull.transfer[i:])

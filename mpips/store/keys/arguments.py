@@ -73,7 +73,7 @@ def of_other_kind(keys: Iterable[Name], name: Name) -> Name | None:
 
 
 def known(keys: Mapping[Name, T], name: Name, what: str) -> T:
-    """What is kept of a key; ValueError where it was not initialised."""
+    """Return what is kept of a key; ValueError where it was not initialised."""
     try:
         return keys[name]
     except KeyError:
@@ -92,7 +92,7 @@ def see_priority(value: Any, what: str) -> None:
 
 
 def turns(given: Any, what: str) -> list[Hashable]:
-    """What a call takes turns on, beside its keys; TypeError unless all are hashable."""
+    """Return what a call takes turns on, beside its keys; TypeError unless all are hashable."""
     chosen = list(given)
     for name in chosen:
         try:
@@ -222,7 +222,7 @@ PACK_BYTES = 4 << 20
 
 
 def is_device(x: Any) -> bool:
-    """Whether it is an array in the memory of a GPU."""
+    """Return whether it is an array in the memory of a GPU."""
     return type(x) is not np.ndarray and arrays.is_device(x)
 
 
@@ -256,7 +256,7 @@ def viewed(x: Any) -> Any:
 
 
 def is_jax(x: Any) -> bool:
-    """Whether it is an array of JAX, which must not be written."""
+    """Return whether it is an array of JAX, which must not be written."""
     return type(x).__module__.split(".")[0] in ("jax", "jaxlib")
 
 

@@ -156,7 +156,7 @@ def _staged(key: Key, values: Sequence[Any], what: str, written: bool) -> Staged
 
 
 def first_value(name: Name, values: Sequence[Any]) -> Array:
-    """What `init` stores: a host array of the sum of a key's arrays. From GPUs it is copied, blocking."""
+    """Return what `init` stores: a host array of the sum of a key's arrays. From GPUs it is copied, blocking."""
     what = "init"
     given = [value.to_dense() if isinstance(value, RowSparse) else value for value in values]
     if not any(map(arguments.is_device, given)):

@@ -65,8 +65,8 @@ class FastList(Protocol):
 
 
 class Rounds(dict[Name, int]):
-    """What `recover` found: of every key the last complete round, which it stands at; in an asynchronous store, how
-    many pushes of this worker, or of its client, are in it."""
+    """Map every key to its last complete round, as `recover` found it, which it stands at; in an asynchronous store,
+    how many pushes of this worker, or of its client, are in it."""
 
     step: int | None = None
     """The round that all keys stand at which were ever pushed; None where they stand at several. In an asynchronous
@@ -99,7 +99,7 @@ class Key:
 
     @property
     def floats(self) -> bool:
-        """Whether its elements are floats, bfloat16 among them: optimizers and compression are for such keys."""
+        """Return whether its elements are floats, bfloat16 among them: optimizers and compression are for such keys."""
         return self.dtype.kind not in "iu"
 
     @property
@@ -109,7 +109,7 @@ class Key:
 
 
 def label(what: str, names: Sequence[Name]) -> str:
-    """What workers compare, and sentences show: "push of key 'w'"; of more than a few keys their number, and a
+    """Return what workers compare, and sentences show: "push of key 'w'"; of more than a few keys their number, and a
     checksum that tells apart whatever is not shown."""
     keys = f"key{'' if len(names) == 1 else 's'} {', '.join(map(repr, names[:SHOWN]))}"
     if len(names) > SHOWN:
@@ -160,7 +160,7 @@ class Shard:
 
     @property
     def local(self) -> bool:
-        """Whether its server shares this worker's node."""
+        """Return whether its server shares this worker's node."""
         return bool(self.line.local)
 
     def enough(self, done: int) -> int:
@@ -168,7 +168,7 @@ class Shard:
         return done + self.least if self.blocks - done >= 2 * self.least else self.blocks
 
     def consumed(self) -> int:
-        """How many of this worker's pushes the server has read."""
+        """Return how many of this worker's pushes the server has read."""
         return int(self.words[self.mine]) if self.local else self.told
 
 

@@ -64,7 +64,7 @@ class RowSparse:
         return self.values.dtype
 
     def merged(self) -> RowSparse:
-        """The same array with rows ascending and each once; values of one row are added in the order they stand."""
+        """Return the array with rows ascending and each once; values of one row are added in the order they stand."""
         if np.all(self.rows[1:] > self.rows[:-1]):
             return self
         order = np.argsort(self.rows, kind="stable")
@@ -138,7 +138,7 @@ def packed(rows: RowSparse) -> np.ndarray:
 
 
 def unpacked(data: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> RowSparse:
-    """What `packed` made of rows of an array of this shape and dtype."""
+    """Return what `packed` made of rows of an array of this shape and dtype."""
     count = data.size // (8 + math.prod(shape[1:]) * dtype.itemsize)
     values = data[8 * count :].view(dtype).reshape(count, *shape[1:])
     return RowSparse(data[: 8 * count].view(np.int64), values, shape)

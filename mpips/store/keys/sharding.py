@@ -129,7 +129,7 @@ class Placement:
             self.loads[server] += part.size * itemsize
 
     def _tips(self, server: int, nbytes: int) -> bool:
-        """Whether so many bytes more would make a server's load much larger than the servers' mean."""
+        """Return whether so many bytes more would make a server's load much larger than the servers' mean."""
         servers, after = len(self.loads), self.loads[server] + nbytes
         return ABOVE_SHARE * servers * after > (ABOVE_SHARE + 1) * (sum(self.loads) + nbytes)
 

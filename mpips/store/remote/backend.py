@@ -38,7 +38,7 @@ Array = NDArray[Any]
 
 
 class Kept(NamedTuple):
-    """What a worker has when a generation is over."""
+    """Keep a worker's keys and settings over the end of a generation."""
 
     keys: list[Key]
     residuals: Residuals | None
@@ -78,7 +78,8 @@ class Served:
         self._held = NodeMemory(ledgers)
 
     def _serve(self, near: Sequence[bool]) -> None:
-        """What a generation has of its own. `near`: whether each worker shares its node with all servers."""
+        """Make the parts that live as long as one generation. `near`: whether each worker shares its node with all
+        servers."""
         layout, self._members = self.layout, None
         names = range(*layout.clients[layout.client_number]) if layout.kind.startswith("mpi_") else [layout.rank]
         self.one_node = all(near)
@@ -261,7 +262,8 @@ class Served:
 def _residuals(
     old: Kept, keys: Sequence[Key], compressor: Compressor | None, changes: Changes, rank: int
 ) -> Residuals | None:
-    """What compression has kept back, for keys that may be cut otherwise now. What a dead worker kept is lost."""
+    """Return what compression has kept back, for keys that may be cut otherwise now. What a dead worker kept is
+    lost."""
     if compressor is None:
         return None
     made, before = Residuals(compressor, rank), old.residuals

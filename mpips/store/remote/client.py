@@ -79,7 +79,7 @@ class Client:
         yield from self._pull_piece(call, key, piece, out)
 
     def _push_piece(self, call: Call, key: Key, piece: Piece, flat: Array, priority: int) -> Task[None]:
-        """What this member owns of the members' sum of a piece goes to the servers, which read it in place."""
+        """Return what this member owns of the members' sum of a piece goes to the servers, which read it in place."""
         start, stop = piece.cuts[0], piece.cuts[-1]
         flat = flat[start:stop]
         if self._all:
@@ -202,7 +202,7 @@ TEXT_BYTES = 192
 
 
 def label(what: str, keys: Sequence[Key]) -> str:
-    """What a call of these keys is called where members of a client meet: the same if they do the same."""
+    """Return what a call of these keys is called where members of a client meet: the same if they do the same."""
     return key_label(what, [key.name for key in keys])
 
 
@@ -269,13 +269,14 @@ class Call:
         yield from ()
 
     def allgather(self, piece: Piece, out: Array) -> Task[None]:
-        """What each member owns of a piece, on all members, in place."""
+        """Return what each member owns of a piece, on all members, in place."""
         collectives.allgather(out, self._members.comm, label=self._text)
         yield from ()
 
 
 class CallBetween(Call):
-    """The same between nodes. A piece's number tells its messages apart from those of other pieces under way."""
+    """Make a call of members between nodes. A piece's number tells its messages apart from those of other pieces under
+    way."""
 
     def __init__(self, members: Members, sums: ClientSums, text: str) -> None:
         super().__init__(members, text)
@@ -308,7 +309,7 @@ class CallBetween(Call):
         return self.agreed()
 
     def _look(self) -> bool:
-        """Whether all have said so; MismatchError where another has told of another call."""
+        """Return whether all have said so; MismatchError where another has told of another call."""
         exchange = self._exchange
         if exchange is None:
             return True

@@ -132,7 +132,7 @@ class OneBlock:
 
 
 class AnyTime(OneBlock):
-    """The same in an asynchronous store, where no pull waits for another worker."""
+    """Serve one key of an asynchronous store, where no pull waits for another worker."""
 
     __slots__ = ()
 

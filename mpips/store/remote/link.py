@@ -138,7 +138,7 @@ class Link:
         return self._tokens
 
     def answer(self, token: int) -> Task[Any]:
-        """What a server answers; ValueError with its sentence if it refuses."""
+        """Return what a server answers; ValueError with its sentence if it refuses."""
         self.listen()
         while token not in self._answers:
             yield False
@@ -214,6 +214,6 @@ class Link:
 
 
 def _lent(keys: Iterable[Key]) -> bool:
-    """Whether a server of this node may still read what this worker has pushed of keys."""
+    """Return whether a server of this node may still read what this worker has pushed of keys."""
     pushes: Sequence[tuple[Key, Shard]] = [(key, shard) for key in keys for shard in key.pushes]
     return any(shard.local and shard.consumed() < key.round and not shard.line.stopped() for key, shard in pushes)

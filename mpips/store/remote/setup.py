@@ -44,7 +44,7 @@ class Setup:
         """Keys that servers may have been told to forget."""
 
     def cut_by(self, cutting: Cutting) -> None:
-        """How keys are cut, before there are any."""
+        """Return the cutting of a layout without keys."""
         self._cutting = cutting
 
     def at_rank_0(self, do: Callable[[], Task[bytes]], what: str) -> Task[bytes]:
@@ -208,8 +208,8 @@ Cards = dict[int, list[UnitCard]]
 
 
 class Cutting:
-    """What is kept where, and how new keys are cut. `grouped`: clients push once; `side_by_side`: every process has a
-    core, so that a server sums one block while workers copy the next."""
+    """Keep which server has which elements, and cut new keys. `grouped`: clients push once; `side_by_side`: every
+    process has a core, so that a server sums one block while workers copy the next."""
 
     def __init__(
         self, layout: Layout, one_node: bool, side_by_side: bool, placement: Placement | None = None,
@@ -223,7 +223,7 @@ class Cutting:
         self._numbers = numbers or UnitNumbers()
 
     def copy(self) -> Cutting:
-        """The same, to try a change with."""
+        """Return a copy, to try a change with."""
         return self._with(self._placement.copy(), self._numbers.copy())
 
     def _with(self, placement: Placement, numbers: UnitNumbers) -> Cutting:

@@ -37,13 +37,13 @@ def elements(key: Key) -> int:
 
 
 def whole(key: Key) -> bool:
-    """Whether every shard of the key is whole rows, and has any elements."""
+    """Return whether every shard of the key is whole rows, and has any elements."""
     row = elements(key)
     return key.size > 0 and all(shard.start % row == 0 and shard.stop % row == 0 for shard in key.shards)
 
 
 class Route(Protocol):
-    """How whole keys go: `Alone` or `Client`."""
+    """Push and pull whole keys: `Alone` or `Client`."""
 
     def push(self, key: Key, flat: Array, priority: int) -> Task[None]: ...
 

@@ -1,4 +1,4 @@
-"""What keys have beside their values: optimizers, compression, the state of both, and copies that go to files."""
+"""Keep optimizers, compression, the state of both, and copies that go to files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class Changes(NamedTuple):
 
 
 class Settings:
-    """What all workers set together. A change counts from the next push on, once all servers have made it.
+    """Keep the settings that all workers make together. A change counts from the next push on, once all servers have
+    made it.
 
     Where the generation ends before, the next one begins with it: the servers make it once more.
     """
@@ -51,7 +52,7 @@ class Settings:
         self.changes = Changes()
 
     def updates(self, name: Name) -> bool:
-        """Whether something applies pushes of this key."""
+        """Return whether something applies pushes of this key."""
         return self._all or name in self._own
 
     def see_updated(self, keys: Sequence[Key], what: str) -> None:
@@ -181,7 +182,7 @@ class Stored:
 
 
 class Snapshot:
-    """What the servers keep of keys after one round, whatever is pushed later (`worker.backend.Snapshot`)."""
+    """Keep keys as they were after one round, whatever is pushed later (`worker.backend.Snapshot`)."""
 
     def __init__(self, link: Link, number: int) -> None:
         self._link, self._number = link, number

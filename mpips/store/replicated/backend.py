@@ -93,7 +93,7 @@ class Serverless:
         return self.push_list([key], [flat], priority)
 
     def pull(self, key: Key, out: Array) -> Task[None]:
-        """What is stored."""
+        """Return what is stored."""
         out[...] = self._replicas.by_name[key.name].value
         yield from ()
 
@@ -110,7 +110,7 @@ class Serverless:
             replica.take(total)
 
     def pull_list(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[None]:
-        """What is stored."""
+        """Return what is stored."""
         for key, out in zip(keys, outs):
             yield from self.pull(key, out)
 
@@ -241,12 +241,12 @@ class Stored:
         return self._replicas.states(keys)
 
     def put_states(self, keys: Sequence[Key], states: States) -> Task[None]:
-        """The same on every worker."""
+        """Write optimizer states of keys, the same on every worker."""
         self._replicas.put_states(keys, states)
         yield from ()
 
     def residuals(self, keys: Sequence[Key]) -> Task[Array | None]:
-        """What compression has kept back of this worker's pushes."""
+        """Return what compression has kept back of this worker's pushes."""
         yield from ()
         return self._settings.kept(keys)
 
@@ -256,7 +256,7 @@ class Stored:
         yield from ()
 
     def snapshot(self, keys: Sequence[Key], alone: bool = False) -> Task[Snapshot]:
-        """What is stored now, on rank 0, which later rounds do not change; elsewhere nothing."""
+        """Return what is stored now, on rank 0, which later rounds do not change; elsewhere nothing."""
         yield from ()
         return Snapshot(self._replicas.of(keys) if self._layout.rank == 0 else ())
 

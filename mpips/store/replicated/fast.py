@@ -120,7 +120,8 @@ class Lists:
 
 
 def blocks_of(replicas: Sequence[Replica]) -> Blocks:
-    """Where a collective of several keys leaves this worker's blocks of the sums; None where it is to leave none."""
+    """Return where a collective of several keys leaves this worker's blocks of the sums; None where it is to leave
+    none."""
     blocks = [replica.block_room() for replica in replicas]
     return blocks if any(block is not None for block in blocks) else None
 
@@ -167,7 +168,7 @@ class Sums:
         collectives.allreduce(array, self.comm, algorithm=SUMS, out=None if out is array else out, label=text)
 
     def many(self, arrays: Sequence[Array], outs: Sequence[Array], text: str, blocks: Blocks = None) -> None:
-        """The same of each array, all at once; this worker's block of each sum goes into `blocks`, too."""
+        """Sum each array, all at once; this worker's block of each sum goes into `blocks`, too."""
         self.begun, self.text = self.begun + 1, text
         out = None if all(map(is_, arrays, outs)) else outs
         collectives.grouped_allreduce(arrays, self.comm, algorithm=SUMS, out=out, label=text, blocks=blocks)

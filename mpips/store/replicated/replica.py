@@ -51,7 +51,7 @@ class Replica:
 
     @property
     def value(self) -> Array:
-        """What is stored, all of it, 1-D."""
+        """Return what is stored, all of it, 1-D."""
         value = self._arrays[self._turn]
         assert value is not None
         if self._spread:
@@ -78,7 +78,8 @@ class Replica:
         self._others = others
 
     def block_room(self) -> Array | None:
-        """Where a collective is to put this worker's block of the next sum, if that is all that `take_block` needs."""
+        """Return where a collective is to put this worker's block of the next sum, if that is all that `take_block`
+        needs."""
         return self.room() if self._others and self.optimizer is None else None
 
     # ---- rounds
@@ -111,7 +112,7 @@ class Replica:
         self.key.round += 1
 
     def take_rows(self, total: RowSparse) -> None:
-        """The same with the sum of row-sparse pushes: the optimizer leaves other rows, and their state, as they are."""
+        """Apply the sum of row-sparse pushes: the optimizer leaves other rows, and their state, as they are."""
         if self.optimizer is None:
             room = self.room()
             room[...] = 0
@@ -127,7 +128,7 @@ class Replica:
         self.key.round += 1
 
     def turn(self) -> None:
-        """What is in `room` becomes the value."""
+        """Make the content of `room` the value."""
         self._turn, self._spread = 1 - self._turn, False
 
     def _replace(self) -> None:
@@ -145,12 +146,12 @@ class Replica:
     # ---- rounds that it stands at; `SurvivingReplica` may stand at others again
 
     def now(self) -> Version:
-        """What it holds."""
+        """Return what it holds."""
         step = None if self.state is None else self.step
         return Version(self.key.round, step, [self.value, *(self.state or ())])
 
     def versions(self) -> list[Version]:
-        """What it can be had as, whole; the newest first."""
+        """Return what it can be had as, whole; the newest first."""
         return [] if self.updating else [self.now()]
 
     def changed(self) -> None:

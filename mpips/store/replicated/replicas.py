@@ -99,7 +99,7 @@ class Replicas:
         return {replica.key.name: (replica.step, list(replica.state or ())) for replica in self.of(keys)}
 
     def put_states(self, keys: Sequence[Key], states: States) -> None:
-        """The same on every worker."""
+        """Write optimizer states of keys, the same on every worker."""
         for replica in self.of(keys):
             replica.put_state(*states[replica.key.name])
 

@@ -43,17 +43,17 @@ class Settings:
         self.changes += 1
 
     def compressing(self, key: Key) -> Residuals | None:
-        """What compression keeps back, where it compresses the pushes of this key."""
+        """Return what compression keeps back, where it compresses the pushes of this key."""
         return self.residuals if key.floats else None
 
     def payload(self, key: Key, flat: Array) -> Array:
-        """What this worker adds for a push: where pushes are compressed, what the others would decode."""
+        """Return what this worker adds for a push: where pushes are compressed, what the others would decode."""
         residuals = self.compressing(key)
         return flat if residuals is None else residuals.decoded(key.name, flat)
 
     def kept(self, keys: Sequence[Key]) -> Array | None:
-        """What compression has kept back of this worker's pushes, float64, one key behind the other; None where nothing
-        is compressed."""
+        """Return what compression has kept back of this worker's pushes, float64, one key behind the other; None where
+        nothing is compressed."""
         if self.residuals is None:
             return None
         kept = [(key.size, self.residuals.get(key.name)) for key in keys]
@@ -76,7 +76,8 @@ class Settings:
         return encode_settings(self.groups, None if self.residuals is None else self.residuals.compressor)
 
     def take(self, data: bytes, changes: int) -> None:
-        """What another worker has encoded, after so many changes. Residuals stay where the compressor is the same."""
+        """Take over the settings that another worker has encoded, after so many changes. Residuals stay where the
+        compressor is the same."""
         self.groups, compressor = decode_settings(data)
         if self.residuals is None or self.residuals.compressor != compressor:
             self.residuals = None if compressor is None else Residuals(compressor, self._rank)

@@ -29,12 +29,12 @@ WORDS = 2 * len(Region._fields)
 
 
 def long(key: Key) -> bool:
-    """Whether the value of a key may be spread."""
+    """Return whether the value of a key may be spread."""
     return key.nbytes > LEAST_BYTES
 
 
 def regions(replicas: Sequence[Replica]) -> Array:
-    """Where this worker's arrays of these keys lie, (keys, WORDS) numbers."""
+    """Return where this worker's arrays of these keys lie, (keys, WORDS) numbers."""
     found = [[number for array in replica.arrays() for number in _region(array)] for replica in replicas]
     return np.array(found, np.int64).reshape(len(replicas), WORDS)
 

@@ -1,4 +1,4 @@
-"""What a store with servers (`served`) and one without (`serverless`) offer to the calls of a worker.
+"""Define the protocol of a store's backend: with servers (`remote`) and without (`replicated`).
 
 Arguments have been checked: arrays are C-contiguous host arrays of the key's dtype; `flat` and `out` are 1-D and hold
 the whole key. Every method that returns a task does nothing before the task's first step. Tasks raise what they find:
@@ -35,8 +35,8 @@ class Frozen(NamedTuple):
 
 
 class Recovered(NamedTuple):
-    """What a store has when the next generation begins, the same on all workers: the rounds that keys stand at, the
-    keys, optimizers and compression."""
+    """Hold the content of a store when the next generation begins, the same on all workers: the rounds that keys stand
+    at, the keys, optimizers and compression."""
 
     rounds: Rounds
     keys: list[Key]
@@ -45,7 +45,7 @@ class Recovered(NamedTuple):
 
 
 class Snapshot(Protocol):
-    """What a store held after one round. On worker 0 it can be read; on the others `records` is empty."""
+    """Keep the content of a store after one round. On worker 0 it can be read; on the others `records` is empty."""
 
     @property
     def records(self) -> Mapping[Name, Frozen]: ...
@@ -60,7 +60,7 @@ class Snapshot(Protocol):
 
 
 class Stored(Protocol):
-    """What keys have beside their values: it goes to files and to other keys, and comes back."""
+    """Read and write the states of keys: their content goes to files and to other keys, and comes back."""
 
     def states(self, keys: Sequence[Key]) -> Task[States]:
         """Steps and optimizer states; complete on rank 0 (without servers: everywhere). Collective."""
@@ -72,8 +72,8 @@ class Stored(Protocol):
         ...
 
     def residuals(self, keys: Sequence[Key]) -> Task[Array | None]:
-        """What compression kept back in this worker's client, float64, one key behind the other; None where nothing is
-        compressed. Collective."""
+        """Return what compression kept back in this worker's client, float64, one key behind the other; None where
+        nothing is compressed. Collective."""
         ...
 
     def put_residuals(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
@@ -98,7 +98,7 @@ class Backend(Member[Recovered], Protocol):
 
     @property
     def stored(self) -> Stored:
-        """What keys have beside their values."""
+        """Return what keys have beside their values."""
         ...
 
     @property

@@ -110,7 +110,8 @@ class Generations:
             return ()
 
     def _meet_to_close(self) -> Sequence[bytes]:
-        """Where the store survives deaths, wait until all workers close it: one may die before, and the others then
+        """Return where the store survives deaths, wait until all workers close it: one may die before, and the others
+        then
         need this one. StoreError where a death undoes what this worker has pushed: the others make that again. What
         each has pushed; nothing where they have not met."""
         store = self._store
@@ -159,7 +160,7 @@ class Generations:
             raise CollectiveError(why)
 
     def _leave(self) -> None:
-        """What is to be done at the end, in this order, each though another fails. Collective."""
+        """Take the steps of the end in this order, each though another fails. Collective."""
         store = self._store
         if store.operations.closed:
             return

@@ -1,4 +1,4 @@
-"""The same elements under other keys: where layers are exchanged in groups, another plan needs other keys."""
+"""Move elements to other keys: another plan of groups of layers needs other keys."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _see_steps(keys: Sequence[Key], states: States) -> None:
 
 
 def _values(store: Store, keys: Sequence[Key]) -> Array:
-    """What is stored, one key behind the other."""
+    """Return what is stored, one key behind the other."""
     values = np.empty(sum(key.size for key in keys), keys[0].dtype)
     start = 0
     for key in keys:

@@ -276,7 +276,7 @@ GIVEN = Given()
 
 
 class Operations:
-    """What a store does with keys. `known`: the keys that are initialised."""
+    """Check calls, put them in order, and run them as tasks. `known`: the keys that are initialised."""
 
     def __init__(self, rank: int, backend: Backend, engine: Engine, known: Mapping[Name, Key]) -> None:
         self._rank, self._backend, self._engine, self._known = rank, backend, engine, known
@@ -288,7 +288,7 @@ class Operations:
         self.run(names, task, priority, what)
 
     def start(self, what: str, key: Any, value: Any, out: Any, priority: int, turns: Sequence[Hashable]) -> Handle:
-        """The same, not blocking; it takes turns with others on its keys and on `turns`."""
+        """Start a push, pull or pushpull, not blocking; it takes turns with others on its keys and on `turns`."""
         with GIVEN:
             others = arguments.turns(turns, what)
         names, task = self._prepare(what, key, value, out, priority)
@@ -340,7 +340,7 @@ class Operations:
         return Guard(self._engine.generation, what, names)
 
     def pull(self, key: Key, out: Array) -> Task[None]:
-        """What pulls one key, when it is run."""
+        """Return what pulls one key, when it is run."""
         return self._backend.pull(key, out.reshape(-1))
 
     def ended(self, what: str, names: Sequence[Name], error: BaseException) -> BaseException:
@@ -437,7 +437,7 @@ class Operations:
             yield from self._backend.settle(keys)
 
     def _order(self, names: Sequence[Name]) -> list[Hashable]:
-        """What an operation takes turns on: its keys, and communicators, used in one order everywhere."""
+        """Return what an operation takes turns on: its keys, and communicators, used in one order everywhere."""
         return [*names, *self._backend.communicators]
 
 
@@ -456,7 +456,7 @@ def _finish(call: Call) -> Generator[bool | None, None, None]:
 
 
 def refused(error: BaseException) -> bool:
-    """Whether it is an error that all workers raise, with which nothing has changed (`rendezvous.agree`)."""
+    """Return whether it is an error that all workers raise, with which nothing has changed (`rendezvous.agree`)."""
     callers = isinstance(error, (ValueError, TypeError)) and not isinstance(error, CollectiveError)
     return callers and getattr(error, "of_caller", False)
 

@@ -36,7 +36,8 @@ T = TypeVar("T")
 
 
 class Settings:
-    """What the workers of a store agree on. Its public attributes are what `mpips.store.checkpoint` reads."""
+    """Hold the state that the workers of a store agree on. Its public attributes are what `mpips.store.checkpoint`
+    reads."""
 
     def __init__(self, layout: Layout, backend: Backend, generation: Generation) -> None:
         level = MPI.Query_thread()

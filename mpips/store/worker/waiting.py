@@ -21,12 +21,13 @@ CLOSE = "close"
 
 
 def pushes_of(keys: Mapping[Name, Key]) -> bytes:
-    """How often this worker has pushed each key."""
+    """Return how often this worker has pushed each key."""
     return msgspec.msgpack.encode([(name, key.round) for name, key in keys.items()])
 
 
 def waits_for_closed(words: Sequence[bytes], keys: Mapping[Name, Key], ahead: int, pushing: Sequence[Name] = ()) -> str:
-    """Whose next push a worker with these keys waits for though that one closes; "" where it does for none. `words`: of
+    """Return whose next push a worker with these keys waits for though that one closes; "" where it does for none.
+    `words`: of
     each worker. `ahead`: so many pushes may one be ahead of another. `pushing`: keys of a push that is not counted
     yet."""
     for rank, word in enumerate(words):
@@ -38,7 +39,7 @@ def waits_for_closed(words: Sequence[bytes], keys: Mapping[Name, Key], ahead: in
 
 
 class Stand(msgspec.Struct, array_like=True):
-    """Where a worker is that waits in the call `what`."""
+    """Tell how far a worker is that waits in the call `what`."""
 
     what: str
     sums: int
@@ -48,7 +49,7 @@ class Stand(msgspec.Struct, array_like=True):
 
 
 class Blocked(NamedTuple):
-    """What this worker's program waits for: `call` ("": a collective of its client), in which it has begun so many
+    """Tell what this worker's program waits for: `call` ("": a collective of its client), in which it has begun so many
     `sums`; with servers, of each key the round that needs the others; and whether it blocks in a collective."""
 
     call: str
