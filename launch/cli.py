@@ -58,7 +58,7 @@ COMMANDS = {
         ranked=True,
     ),
     "tune": Sub(
-        "collectives.tuner.command", "Measure which algorithm is fastest here, for `auto`.",
+        "collectives.tuner.tune", "Measure which algorithm is fastest here, for `auto`.",
         ("mpips tune -n 4", "mpips tune -n 4 --dry-run"), ranked=True,
     ),
     "sim": Sub(

@@ -2,7 +2,7 @@
 
 `node.executor` applies it on one node, where arrays in node-shared memory go direct; `runner` between nodes.
 
-`mpips tune` (`collectives.tuner.command`) writes it to the user's cache folder; without one the shipped values serve.
+`mpips tune` (`collectives.tuner.tune`) writes it to the user's cache folder; without one the shipped values serve.
 What they say of one node was measured on two cores of an AMD EPYC, the ways by the kernel's copies apart, which are
 guesses. What they say of several nodes (SHIPPED_BETWEEN, `far`) is a guess after the closed forms. Rank 0's table
 counts for all ranks of a communicator, so that all pick the same. By its costs `predict_seconds` tells how long a call

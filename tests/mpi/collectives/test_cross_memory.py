@@ -14,7 +14,7 @@ import collectives
 from collectives.communicator import communicator
 from collectives.fabric import process_memory
 from collectives.node import cross_memory
-from collectives.tuner import command
+from collectives.tuner import tune as command
 from tests.mpi.collectives.support import KINDS, RANK, WORLD, P, block, fresh, make, sentence, started, still_works
 from tests.mpi.sizes import either_mpi, only_on
 

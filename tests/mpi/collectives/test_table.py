@@ -8,7 +8,8 @@ import numpy as np
 from mpi4py import MPI
 
 import collectives
-from collectives.tuner import command, table
+from collectives.tuner import table
+from collectives.tuner import tune as command
 from collectives.tuner.table import EVERYTHING, Table
 from tests.mpi.collectives.support import KINDS, share_nothing
 from tests.mpi.sizes import only_on

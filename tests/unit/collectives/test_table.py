@@ -75,7 +75,7 @@ def test_a_cache_that_is_no_folder_has_no_table(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("words, kept", [([], True), (["--dry-run"], False)])
 def test_tune_makes_a_spoilt_table_anew(words, kept):
-    tune = pytest.importorskip("collectives.tuner.command")
+    tune = pytest.importorskip("collectives.tuner.tune")
     table.path().parent.mkdir(parents=True)
     table.path().write_text("{")
     done = CliRunner().invoke(tune.command, words)
@@ -89,7 +89,7 @@ def test_tune_makes_a_spoilt_table_anew(words, kept):
 
 @pytest.mark.parametrize("place", ["", "mpips", "mpips/collectives.json"])
 def test_tune_sees_first_whether_the_table_can_be_kept(monkeypatch, tmp_path, place):
-    tune = pytest.importorskip("collectives.tuner.command")
+    tune = pytest.importorskip("collectives.tuner.tune")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     blocked = tmp_path / "cache" / place
     blocked.parent.mkdir(parents=True, exist_ok=True)
@@ -142,19 +142,19 @@ def test_seconds_grow_with_bytes_and_know_the_closed_forms():
 
 
 def test_ranges_join_equal_winners():
-    tune = pytest.importorskip("collectives.tuner.command")
+    tune = pytest.importorskip("collectives.tuner.tune")
     found = tune.ranges([(64, "a"), (256, "a"), (1024, "b"), (4096, "b")])
     assert found == (Range(512, "a"), Range(EVERYTHING, "b"))
 
 
 @pytest.mark.parametrize(("lost", "last"), [([], 5), ([5], 4), ([2], 5), ([2, 3], 1), ([1, 2], 0), ([1, 3, 5], 4)])
 def test_an_edge_is_the_last_size_that_wins_before_two_losses(lost, last):
-    tune = pytest.importorskip("collectives.tuner.command")
+    tune = pytest.importorskip("collectives.tuner.tune")
     assert tune.edge(range(1, 6), lambda size: size not in lost, 0) == last
 
 
 def test_a_forced_table_has_one_way():
-    tune = pytest.importorskip("collectives.tuner.command")
+    tune = pytest.importorskip("collectives.tuner.tune")
     ways = tune.forced(3)
     assert ways["slots"].slot_limits(3, True).ordinary == tune.SLOT_SIZES[-1]
     assert ways["stages"].slot_limits(3, True) == ways["cross_memory"].slot_limits(3, True) == Slots(0, 0)

@@ -1,6 +1,6 @@
 """`mpips tune`: measures which way is fastest here, and writes the table that `auto` reads.
 
-    mpips tune --ranks P        or: mpirun -n P python -m collectives.tuner.command
+    mpips tune --ranks P        or: mpirun -n P python -m collectives.tuner.tune
 
 On one node it measures up to which size vectors should pass through slots, from which size on ordinary arrays should go
 by the kernel's copies between processes, and how long each way takes. Between nodes it measures which algorithm is
