@@ -39,7 +39,7 @@ from mpips.training.batches import (
 from mpips.training.callbacks import Callback, Epoch, Position, see_order
 from mpips.training.evaluation import LOSS, evaluate, evaluate_here, names_of, test_words
 from mpips.training.model import samples_of
-from mpips.training.rejoin import BEGIN, COUNTED, ENDED, OVER, TOLD, Back, Survival
+from mpips.training.rejoin import BEGIN, COUNTED, ENDED, OVER, TOLD, Back, SurvivingFit
 from mpips.training.step import Blocking, Job, see_joined, update_optimizer
 
 UNEVEN, MANY = 100, 2000
@@ -49,7 +49,7 @@ UNEVEN, MANY = 100, 2000
 class Fit:
     """A fit under way on this worker."""
 
-    def __init__(self, job: Job, request: Request, position: Position, survival: Survival | None = None) -> None:
+    def __init__(self, job: Job, request: Request, position: Position, survival: SurvivingFit | None = None) -> None:
         self._job, self._source, self._test, self._position = job, request.source, request.test, position
         self._course = Course(job, request, position)
         self._callbacks = self._course.callbacks
@@ -128,7 +128,7 @@ class Fit:
         self._course.restore()
         self._began = time.perf_counter()
 
-    def _growing(self) -> Survival | None:
+    def _growing(self) -> SurvivingFit | None:
         """Return what lets spares become workers now, between two epochs; None where none is to."""
         between = self._stage == OVER and bool(self._position.history)
         return self._survival if between and self._survival is not None and self._survival.grows else None

@@ -36,7 +36,7 @@ class Back(NamedTuple):
     stage: int
 
 
-class Survival:
+class SurvivingFit:
     """The memory of one worker of a fit. Only where the store survives."""
 
     def __init__(self, job: Job, blocking: Blocking, source: Source, words: Items, grow: bool = False) -> None:
@@ -244,7 +244,7 @@ def see_alike(kv: Any, what: str, words: Items, refusal: BaseException | None) -
         raise refusal
 
 
-def survival_of(job: Job, source: Source, number: int, words: Items, grow: bool) -> Survival | None:
+def survival_of(job: Job, source: Source, number: int, words: Items, grow: bool) -> SurvivingFit | None:
     """That of a Trainer's fit with this number, where the store survives. `words`: what is equal on all workers.
 
     Only the first fit may `grow`: spares begin with it.
@@ -253,7 +253,7 @@ def survival_of(job: Job, source: Source, number: int, words: Items, grow: bool)
     if blocking is None or not job.kv.layout.survives:
         return None
     fit = f"{number} of the Trainer of key {blocking.update.keys[0]!r}"
-    return Survival(job, blocking, source, [("fit", fit), *words], grow and number == 1)
+    return SurvivingFit(job, blocking, source, [("fit", fit), *words], grow and number == 1)
 
 
 BEGIN, COUNTED, TOLD, OVER, ENDED = range(-1, 4)

@@ -59,18 +59,21 @@ def recover(
 
     def rebuild() -> tuple[Member[T], T]:
         layout, member = generation.layout, join()
-        inventory = member.take_inventory(known)
-        said = _gather(generation, inventory, Inventory)
-        choice = choose_rounds(said, not layout.asynchronous, not layout.num_servers)
-        plan = make_plan(layout, said, choice, member.lines)
-        placed = _gather(generation, member.transfer(plan), Placed)
+        said = _gather(generation, member.take_inventory(known), Inventory)  # 2 gather what each holds
+        choice = choose_rounds(said, not layout.asynchronous, not layout.num_servers)  # 3 choose the round
+        plan = make_plan(layout, said, choice, member.lines)  # 4 plan
+        placed = _gather(generation, member.transfer(plan), Placed)  # 5 transfer
         servers = placed[layout.num_workers : layout.num_workers + layout.num_servers]
-        return member, member.rebuild(plan, servers)
+        return member, member.rebuild(plan, servers)  # 6 rebuild
 
-    begun = renew(generation, rebuild, grow)
+    begun = renew(generation, rebuild, grow)  # 1 agree who is left, and 7 begin the generation
     if begun is not None:
         begun[0].commit()
-        LOG.info("rank %d: recovered in %.3f s", generation.rank, time.monotonic() - begun_at)
+        layout, seconds = generation.layout, time.monotonic() - begun_at
+        LOG.info(
+            "rank %d: recovered in %.3f s: %d workers, %d servers, %d spares; dead since the last generation: %s",
+            layout.rank, seconds, layout.num_workers, layout.num_servers, layout.spares, layout.lost or "none",
+        )  # fmt: skip
     return begun
 
 

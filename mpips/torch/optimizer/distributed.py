@@ -28,7 +28,7 @@ from mpips.store.create import create
 from mpips.torch.backend import check_joined
 from mpips.torch.optimizer.consensus import UNKNOWN, Brought, Consensus
 from mpips.torch.optimizer.exchange import ServerExchange, check_elastic, choose_exchange, worker_collectives
-from mpips.torch.optimizer.rejoin import Survival
+from mpips.torch.optimizer.rejoin import SurvivingSteps
 from mpips.torch.state import broadcast_bytes, broadcast_tensors
 
 warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", FutureWarning)  # to `step`
@@ -222,7 +222,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         else:
             consensus.see_call("DistributedOptimizer", 0)
         self._exchange = choose_exchange(self.store, optimizer, self._names, self._passes, elastic, interval)
-        self._survival: Survival = Survival(self.store, self._keys, self._exchange, consensus)
+        self._survival: SurvivingSteps = SurvivingSteps(self.store, self._keys, self._exchange, consensus)
         self._survival.begin()
         self.state, self.param_groups = optimizer.state, optimizer.param_groups
         self._resumed = self._survival.steps

@@ -25,7 +25,7 @@ from mpips.torch.optimizer.exchange import AgreedStep, GradientExchange
 T = TypeVar("T")
 
 
-class Survival:
+class SurvivingSteps:
     """Makes the steps of one worker. Where the store does not survive deaths, StoreErrors go to the caller."""
 
     def __init__(self, store: KVStore, names: Sequence[Name], exchange: GradientExchange, consensus: Consensus) -> None:
@@ -138,9 +138,9 @@ class Survival:
         if not self._unmet:
             return
         settings = self._store.settings
-        mine = Position(self.steps, self._calls, pushes, self._lacks)
+        mine = StepPosition(self.steps, self._calls, pushes, self._lacks)
         told = settings.agree("rejoin", data=msgspec.msgpack.encode(mine))
-        positions = [msgspec.msgpack.decode(word, type=Position) for word in told]
+        positions = [msgspec.msgpack.decode(word, type=StepPosition) for word in told]
         met = meet(positions, not self._store.layout.asynchronous)
         if met.refusal:
             raise RuntimeError(f"DistributedOptimizer: {met.refusal}")
@@ -155,7 +155,7 @@ class Survival:
         self._unmet = self._lacks = False
 
 
-class Position(msgspec.Struct, array_like=True, frozen=True):
+class StepPosition(msgspec.Struct, array_like=True, frozen=True):
     """The place of one worker in its program."""
 
     steps: int
@@ -183,7 +183,7 @@ class Meeting(NamedTuple):
     """Why they cannot go on; "" where they can."""
 
 
-def meet(positions: Sequence[Position], synchronous: bool) -> Meeting:
+def meet(positions: Sequence[StepPosition], synchronous: bool) -> Meeting:
     """Return where workers go on after a death. In a synchronous store all have made equally many steps."""
     there = [position for position in positions if not position.new]
     giver = next((rank for rank, position in enumerate(positions) if not position.new), -1)

@@ -14,7 +14,7 @@ import torch
 import mpips
 import mpips.torch
 from launch import find
-from mpips.torch.optimizer.rejoin import Position, meet
+from mpips.torch.optimizer.rejoin import StepPosition, meet
 from tests import child
 from tests.mpi.sizes import JOB_LIMIT, only_on
 from tests.mpi.torch.support import WORLD, batch, network, train
@@ -105,14 +105,14 @@ def test_what_is_no_death_reaches_the_caller() -> None:
 
 
 def test_where_a_new_worker_goes_on() -> None:
-    new = Position(0, 0, False, True)
-    pushing, behind = Position(5, 0, True, False), Position(5, 1, False, False)
+    new = StepPosition(0, 0, False, True)
+    pushing, behind = StepPosition(5, 0, True, False), StepPosition(5, 1, False, False)
     assert meet([new, pushing, pushing], True)[:4] == (1, 5, False, 0)
-    assert meet([Position(5, 0, False, False), new], True)[:4] == (0, 4, True, 0)  # the others have ended step 4
+    assert meet([StepPosition(5, 0, False, False), new], True)[:4] == (0, 4, True, 0)  # the others have ended step 4
     assert meet([new, behind, behind], True)[:4] == (1, 4, True, 0)  # it makes the call, too
     assert meet([new, behind, pushing], True)[:4] == (1, 5, False, 1)  # the call is over
-    assert meet([new, behind, Position(5, 2, False, False)], True)[:4] == (1, 4, True, 1)
-    assert meet([new, Position(9, 0, True, False), pushing], False)[:3] == (1, 4, False)
-    assert "before the first step" in meet([new, Position(0, 1, False, False)], True).refusal
-    assert not meet([Position(0, 1, False, False)] * 2, True).refusal
+    assert meet([new, behind, StepPosition(5, 2, False, False)], True)[:4] == (1, 4, True, 1)
+    assert meet([new, StepPosition(9, 0, True, False), pushing], False)[:3] == (1, 4, False)
+    assert "before the first step" in meet([new, StepPosition(0, 1, False, False)], True).refusal
+    assert not meet([StepPosition(0, 1, False, False)] * 2, True).refusal
     assert "no worker is left" in meet([new, new], True).refusal
