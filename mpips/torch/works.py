@@ -249,14 +249,12 @@ class Messages:
 
     def reduce(self, target: Tensor, source: Tensor, op: MPI.Op, root: int | None) -> Steps:
         """Reduce by an operation on bytes; on all ranks where there is no root."""
-
-        def start() -> MPI.Request:
-            given, result = bytes_of(source).copy(), bytes_of(target)
-            if root is None:
-                return self._comm.Iallreduce(given, result, op)
-            return self._comm.Ireduce(given, result if self._comm.rank == root else None, op, root)
-
-        return _wait_for_request(start)
+        given, result = bytes_of(source).copy(), bytes_of(target)  # which live until MPI is through with them
+        if root is None:
+            yield from _wait_for_request(lambda: self._comm.Iallreduce(given, result, op))
+        else:
+            mine = result if self._comm.rank == root else None
+            yield from _wait_for_request(lambda: self._comm.Ireduce(given, mine, op, root))
 
     def send(self, source: Tensor, destination: int, tag: int) -> Steps:
         return _wait_for_request(lambda: self._comm.Isend(bytes_of(source), destination, tag))
