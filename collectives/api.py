@@ -11,10 +11,9 @@ from typing import Any
 from mpi4py import MPI
 
 from collectives.communicator import Communicator, communicator
+from collectives.fabric.requests import Tags
 from collectives.group import compile_group
-from collectives.network.tags import Tags
-from collectives.plan import Plan, compile_plan
-from collectives.plan_cache import PlanCache, identity
+from collectives.plan import Plan, PlanCache, compile_plan, identity
 
 GROUP = "grouped_allreduce"
 

@@ -20,15 +20,12 @@ from mpi4py import MPI
 
 from collectives.errors import CollectiveError, MismatchError, of_caller
 from collectives.fabric.board import Board, unreachable
+from collectives.fabric.failure import DEPARTURES, PROGRAM_ENDED, failed, made
 from collectives.fabric.layout import NodeMemory, open_memory
-from collectives.fabric.poison import DEPARTURES, PROGRAM_ENDED
 from collectives.fabric.process_memory import OutOfReach
+from collectives.fabric.requests import TAGS, Lanes, Roll, leave, sweep
 from collectives.fabric.wait import NAP_AFTER_BETWEEN_NODES, Limits, drive, limits, until
 from collectives.network.control import Control
-from collectives.network.drain import leave, sweep
-from collectives.network.failures import failed, made
-from collectives.network.requests import Roll
-from collectives.network.tags import TAGS, Lanes
 from collectives.tuner import table
 from collectives.tuner.table import Table
 

@@ -13,13 +13,12 @@ import numpy as np
 
 from collectives import arrays as user_arrays
 from collectives.arrays import Flat, Vector
-from collectives.call import Call
+from collectives.call import Call, operation
 from collectives.communicator import Communicator
 from collectives.fabric import arena
-from collectives.network.tags import Tags
+from collectives.fabric.requests import Tags
 from collectives.node.executor import DONE, Executor, not_begun, part_of
 from collectives.node.program import Step, copy, perform
-from collectives.operations import operation
 from collectives.runner import Runner, chosen, make_runner, ways
 from collectives.schedule.model import cut
 

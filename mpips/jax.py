@@ -19,7 +19,7 @@ from jax.experimental import io_callback
 from mpi4py import MPI
 
 import collectives
-from collectives.operations import operation
+from collectives.call import operation
 
 
 def allreduce(tree: Any, op: str = "mean", comm: MPI.Comm | None = None, algorithm: str = "auto") -> Any:

@@ -21,9 +21,8 @@ from collectives.benchmark import overlap, report
 from collectives.benchmark.case import FLOOR_SHARE, GLOO_KINDS, MPI_NAME, OPS, Candidate, Case, why_no_gloo
 from collectives.benchmark.harness import measure, ping_pong
 from collectives.benchmark.report import BUS_FACTOR, Row
-from collectives.call import REDUCING
+from collectives.call import REDUCING, operation
 from collectives.machine import check_memory, count_local_ranks
-from collectives.operations import operation
 from collectives.schedule import catalog
 from collectives.schedule.model import parse
 from collectives.terminal import (

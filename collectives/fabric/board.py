@@ -25,9 +25,8 @@ from typing import TYPE_CHECKING, Any
 from collectives.errors import CollectiveError
 from collectives.fabric import arena
 from collectives.fabric.arena import Region
-from collectives.fabric.descriptors import DESCRIPTORS, Descriptor, Descriptors, Place
-from collectives.fabric.layout import FINISHED, LEFT, NodeMemory
-from collectives.fabric.poison import DEPARTURES, PROGRAM_ENDED, Peers, Poison
+from collectives.fabric.failure import DEPARTURES, PROGRAM_ENDED, Peers, Poison
+from collectives.fabric.layout import DESCRIPTORS, FINISHED, LEFT, Descriptor, Descriptors, NodeMemory, Place
 from collectives.fabric.process_memory import OutOfReach
 from collectives.fabric.wait import NAP_AFTER_ON_NODE, Limits, drive, until
 

@@ -18,10 +18,10 @@ import msgspec
 from mpi4py import MPI
 
 from collectives.errors import KINDS, CollectiveError, MismatchError, kind_of
-from collectives.fabric.descriptors import disagreement
-from collectives.fabric.poison import DEPARTURES, PROGRAM_ENDED
+from collectives.fabric.failure import DEPARTURES, PROGRAM_ENDED, failed
+from collectives.fabric.layout import disagreement
+from collectives.fabric.requests import received, tell
 from collectives.fabric.wait import Limits
-from collectives.network.failures import failed, received, tell
 
 SPEAK_SECONDS = 0.05
 SETTLE_SECONDS = 0.15

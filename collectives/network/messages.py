@@ -1,27 +1,33 @@
-"""A schedule over messages: MPI persistent requests, compiled once for a plan and its buffers.
+"""Schedules over messages: persistent MPI requests, the vector they work in, and two levels for nodes of several ranks.
 
-Each lane runs through its steps on its own, so that several are in flight; lanes of unlike `turn` take the wire one
-after the other, and one adds what it got while the next is on the wire. In a step all messages start together; what
-comes in to be added is received beside and added when all has come, in the order of the ranks
-(`schedule.in_rank_order`). A receive goes beside too where the same step sends from the same place.
+**One level** (`MessagePlan`). Each lane runs through its steps on its own, so that several are in flight. Lanes of
+unlike `turn` take the wire one after the other, and one adds what it got while the next is on the wire. In a step all
+messages start together. What comes in to be added is received beside and added when all has come, in the order of the
+ranks (`schedule.in_rank_order`). A receive goes beside too where the same step sends from the same place.
 
 One request carries `MESSAGE_BYTES` at most, which keeps counts far below 2^31, and below the sizes from which Open MPI
 asks the receiver first: that makes a TCP connection half-duplex.
+
+**Two levels** (`TwoLevelPlan`): the schedule of `collectives.schedule.hierarchical`, its two inner stages run on loads
+and stores. A node's vectors are reduce-scattered in its shared memory. Each rank's slice is allreduced over messages
+among the ranks with the same place in their nodes. An allgather in shared memory ends it. The vector passes in
+segments, so that one is between the nodes while the next is summed inside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from mpi4py import MPI
 
 from collectives.arrays import Flat, Vector
-from collectives.call import Call
-from collectives.network.requests import receives, release, sends
-from collectives.network.workspace import Workspace
-from collectives.schedule.model import NOBODY, RankStep, Schedule, extent, in_rank_order, overlap
+from collectives.call import Call, scale
+from collectives.fabric.requests import Tags, receives, release, sends
+from collectives.schedule import catalog
+from collectives.schedule.model import NOBODY, RankStep, Schedule, cut, extent, in_rank_order, overlap
 
 
 class _Landing(NamedTuple):
@@ -134,3 +140,140 @@ class MessagePlan:
         for terms in sums.values():
             landings += [_Landing(terms[to], terms[of], True) for to, of in in_rank_order(comm.rank, terms)]
         return _Step(requests, landings)
+
+
+class Workspace:
+    """`vector` holds the whole vector: out where that is one, else memory from `allocate`, so that x stays as it is. In
+    alltoall it is out, whose blocks arrive by `Call.arrival`, and `source` is what the blocks are sent from."""
+
+    def __init__(
+        self, call: Call, rank: int, x: Flat, out: Flat, allocate: Callable[[int, Any], Vector] = np.empty
+    ) -> None:
+        self._call, self._rank = call, rank
+        self._x, self._out = x.vector(), out.vector()
+        self._in_place = x == out
+        whole = call.kind == "alltoall" or (self._out.size == call.n and (call.kind != "reduce" or rank == call.root))
+        self.vector = self._out if self._in_place or whole else allocate(call.n, call.dtype)
+        self.source = self.vector
+        if call.kind == "alltoall":
+            self.source = allocate(call.n, call.dtype) if self._in_place else self._x
+
+    def begin(self) -> None:
+        """Bring in this rank's part."""
+        call = self._call
+        own = slice(*call.block(self._rank))
+        if call.kind == "alltoall":
+            if self.source is not self._x:
+                np.copyto(self.source, self._x)
+            to = self._out[slice(*call.arrival(self._rank, self._rank))]
+            np.copyto(to, self.source[own])
+        elif not self._in_place:
+            np.copyto(self.vector[own] if call.kind == "allgather" else self.vector, self._x)
+
+    def end(self) -> None:
+        """Take out the result, when nobody else reads the vector any more."""
+        call = self._call
+        if call.kind == "reduce" and self._rank != call.root:
+            return
+        result = self.vector
+        if call.kind == "reduce_scatter":
+            result = self.vector[slice(*call.block(self._rank))]
+        if call.operation is not None and call.operation.is_mean:
+            function, arguments = scale(result, call.p)
+            function(*arguments)
+        if call.kind == "reduce_scatter" and not self._in_place:
+            np.copyto(self._out, result)
+
+    def arriving(self, start: int, stop: int, chunks: tuple[int, int]) -> Vector:
+        """Where elements [start, stop) of the vector, which are `chunks`, come in."""
+        if self._call.kind != "alltoall":
+            return self.vector[start:stop]
+        first, last = (self._call.arrival(self._rank, chunk) for chunk in (chunks[0], chunks[1] - 1))
+        return self._out[first[0] : last[1]]
+
+
+Steps: TypeAlias = "Callable[[], Iterator[None]]"
+SEGMENT_BYTES = 1 << 20
+MOST_SEGMENTS = 8
+
+
+class TwoLevelPlan:
+    """One allreduce compiled for this rank, the one at `place` of the `local` ranks of its node; all nodes hold equally
+    many. `on_node` compiles a call between them, and gives back what makes its steps. `between` names the algorithm
+    over messages. Making it is local."""
+
+    def __init__(
+        self,
+        place: int,
+        local: int,
+        on_node: Callable[[Call, Flat, Flat], Steps],
+        call: Call,
+        x: Flat,
+        out: Flat,
+        tags: Tags,
+        between: str = "ring",
+    ):
+        if call.kind != "allreduce":
+            raise ValueError(f"hierarchical serves allreduce, not {call.kind}")
+        across = tags.lanes.across
+        assert across is not None
+        schedule = catalog.build("allreduce", between, across.size)
+        count = min(MOST_SEGMENTS, max(1, call.nbytes // SEGMENT_BYTES))
+        self._segments = []
+        lanes = len(schedule.lanes)
+        taken = tags.take(count * lanes, call.text)
+        for i in range(count):
+            start, stop = int(cut(call.n, count, i)), int(cut(call.n, count, i + 1))
+            inside = [
+                Call(kind, stop - start, call.dtype, operation, 0, call.algorithm, local, call.label)
+                for kind, operation in (("reduce_scatter", call.operation), ("allgather", None))
+            ]
+            x_part, out_part = _part(x, start, stop), _part(out, start, stop)
+            mine = _part(out_part, *inside[0].block(place))
+            slice_ = Call("allreduce", mine.n, call.dtype, call.operation, 0, between, across.size)
+            self._segments.append(
+                _Segment(
+                    on_node(inside[0], x_part, mine),
+                    MessagePlan(across, slice_, schedule, mine, mine, taken[i * lanes :]),
+                    on_node(inside[1], mine, out_part),
+                )
+            )
+
+    def run(self) -> Iterator[None]:
+        """The operation, in steps between which there is something to wait for."""
+        crossing: deque[Iterator[None]] = deque()
+        for segment in self._segments:
+            yield from _beside(segment.scatter(), crossing)
+            crossing.append(segment.across.run())
+        for segment in self._segments:
+            first = crossing.popleft()
+            yield from _beside(first, crossing)
+            yield from _beside(segment.gather(), crossing)
+
+    def free(self) -> None:
+        """Give the requests back to MPI."""
+        for segment in self._segments:
+            segment.across.free()
+
+
+class _Segment(NamedTuple):
+    scatter: Steps
+    across: MessagePlan
+    gather: Steps
+
+
+def _part(flat: Flat, start: int, stop: int) -> Flat:
+    return Flat(flat.address + start * flat.dtype.itemsize, stop - start, flat.dtype)
+
+
+def _beside(steps: Iterator[None], crossing: Iterable[Iterator[None]]) -> Iterator[None]:
+    """`steps`, moving what is under way between the nodes whenever there is something to wait for, and at the end."""
+    for _ in steps:
+        _move(crossing)
+        yield
+    _move(crossing)
+
+
+def _move(crossing: Iterable[Iterator[None]]) -> None:
+    for steps in crossing:
+        next(steps, None)

@@ -13,12 +13,11 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.arrays import Flat, Vector
-from collectives.call import Call
+from collectives.call import Call, mpi_type, scale
 from collectives.errors import MismatchError
-from collectives.fabric.descriptors import DIFFERENT, digest
-from collectives.network.requests import leave
+from collectives.fabric.layout import DIFFERENT, digest
+from collectives.fabric.requests import keep_collective
 from collectives.node.program import Step, perform
-from collectives.operations import mpi_type, scale
 
 MOST_ELEMENTS = 1 << 28
 MOST_BYTES = (1 << 31) - 1  # where elements go as bytes: an int of C counts no further
@@ -43,7 +42,7 @@ def _done(request: MPI.Request, comm: MPI.Comm) -> Iterator[None]:
         while not request.Test():
             yield
     finally:
-        leave(request, comm)
+        keep_collective(request, comm)
 
 
 class NativePlan:

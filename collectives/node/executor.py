@@ -2,10 +2,10 @@
 
 Four programs carry a call out; all ranks pick the same, by what they bring:
 
-slots         small vectors (`slots`);
+slots         small vectors (`program`);
 direct        arrays in node-shared memory (`direct`);
-cross memory  large arrays in memory of each rank's own, where the kernel copies between processes (`cross_memory`);
-stages        other arrays, and where ranks bring unlike ones (`stages`).
+cross memory  large arrays in memory of each rank's own, where the kernel copies between processes (`direct`);
+stages        other arrays, and where ranks bring unlike ones (`program`).
 
 All of them add in the order of the ranks, so a sum's bits depend neither on the program, nor on the vector's length,
 nor on the element's place in it.
@@ -29,12 +29,23 @@ from collectives.call import Call
 from collectives.errors import CollectiveError
 from collectives.fabric import arena
 from collectives.fabric.board import NUMBERS, ORDER, Board
-from collectives.fabric.descriptors import DESCRIPTORS, PLACE_WORDS, Descriptor, Place
+from collectives.fabric.layout import DESCRIPTORS, PLACE_WORDS, Descriptor, Place
 from collectives.fabric.process_memory import place as reached_at
-from collectives.node import cross_memory, direct, slots
-from collectives.node.program import NOTHING, Program, Turns, Window, merged, perform, same
-from collectives.node.slots import Scalars
-from collectives.node.stages import Staged
+from collectives.node import direct
+from collectives.node.program import (
+    NOTHING,
+    Program,
+    Scalars,
+    Staged,
+    Turns,
+    Window,
+    merged,
+    perform,
+    same,
+    slot_puts,
+    slot_scalars,
+    slot_takes,
+)
 
 DONE, NOT_BEGUN, MET = 0, 1, 2
 """What `fast` gives back: all is done; `steps` is to do it; all have met, and `rest` is to do it."""
@@ -146,7 +157,7 @@ class Executor:
         """What this rank puts before it enters, whatever the others bring."""
         call, x, out, _ = self._parts[0]
         if self.modes == [SLOTS]:
-            return slots.puts(self._memory, call, x, 0), slots.puts(self._memory, call, x, 1)
+            return slot_puts(self._memory, call, x, 0), slot_puts(self._memory, call, x, 1)
         if self.modes == [STAGES]:
             return (Staged(self._memory, call, x, out).puts(0),) * 2
         return NOTHING
@@ -187,11 +198,11 @@ class Executor:
         part, memory = self._parts[number], self._memory
         places = [descriptor.places[number] for descriptor in descriptors]
         if all(x.shared and out.shared for x, out in places):
-            return direct.program(memory, *part, places)
+            return direct.shared_program(memory, *part, places)
         if self.modes[number] == SLOTS and not any(x.shared for x, _ in places):
-            return Program(last=(slots.takes(memory, *part[:3], 0), slots.takes(memory, *part[:3], 1)))
+            return Program(last=(slot_takes(memory, *part[:3], 0), slot_takes(memory, *part[:3], 1)))
         if all(x.address and out.address for x, out in places):
-            return cross_memory.program(memory, *part, places)
+            return direct.crossing_program(memory, *part, places)
         if len(self._parts) > 1:
             raise CollectiveError(f"array {number} of {self._text} lies where other ranks cannot reach it: pass a copy")
         unlike = any(x.shared or x.address for x, _ in places) or self.modes[number] == SLOTS
@@ -202,7 +213,7 @@ class Executor:
         others = int.from_bytes(array("Q", tokens), ORDER)
         bound, program = _Bound(self._board, self._text, self._put, self._token, others), self._program
         if self.modes == [SLOTS] and not self._program.phases:
-            few = slots.scalars(self._memory, *self._parts[0][:3])
+            few = slot_scalars(self._memory, *self._parts[0][:3])
             if few is not None:
                 summed = _sum_of_scalars(bound, few)
                 return _mean_of_scalars(summed, few, self._board.size) if few.mean else summed

@@ -1,4 +1,13 @@
-"""What a rank does in one collective over shared memory: steps between meetings, bound to the ranks' arrays."""
+"""Programs over a node's shared memory: steps between meetings, through slots for small vectors, stages for others.
+
+**Slots.** Every rank puts its small vector into its slot, all meet, and each takes what it wants. One meeting. A sum of
+one or two floats is done by Python's own numbers, where NumPy's call takes longer to begin than the additions take.
+Storing each sum rounds it to the elements' type: Python adds in double precision, and a float32 sum rounded from there
+has the same bits as one of float32 (a double has more than twice as many digits and two).
+
+**Stages.** Blocks of ordinary arrays pass through stages small enough for the cache, in a pipeline, one meeting a
+block. While block k is reduced, k + 1 is staged and k - 1 copied out.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +17,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from collectives.arrays import Vector
-from collectives.call import Call
-from collectives.operations import scale
+from collectives.call import Call, scale
+from collectives.fabric.layout import SLOT_BYTES, NodeMemory
 
 Step: TypeAlias = "tuple[Any, tuple[Any, ...]]"
 Turns: TypeAlias = "tuple[Sequence[Step], Sequence[Step]]"
@@ -90,3 +99,173 @@ def combine(call: Call, parts: Sequence[Vector], total: Vector, scratch: Vector)
             first = to
     if call.operation is not None and call.operation.is_mean:
         yield scale(total, call.p)
+
+
+MOST_SCALARS = 2  # elements, 8 bytes of float32
+MOST_BYTES = SLOT_BYTES
+
+
+class Scalars(NamedTuple):
+    """A sum of a few floats: `x` to `mine`, then `out` = the sum of all parts in their order, for both parities."""
+
+    x: memoryview
+    out: memoryview
+    mine: tuple[memoryview, memoryview]
+    first: tuple[memoryview, memoryview]
+    second: tuple[memoryview, memoryview]
+    more: tuple[tuple[memoryview, ...], tuple[memoryview, ...]]
+    mean: bool
+
+
+def slot_puts(memory: NodeMemory, call: Call, x: Window, parity: int) -> tuple[Step, ...]:
+    """What this rank brings, into its slot."""
+    start, stop = 0, call.n
+    if call.kind == "broadcast" and memory.rank != call.root:
+        return ()
+    if call.kind == "allgather":
+        start, stop = call.block(memory.rank)
+    return tuple(copy(_slot(memory, call, memory.rank, parity).part(start, stop), x.part(start, stop)))
+
+
+def slot_takes(memory: NodeMemory, call: Call, x: Window, out: Window, parity: int) -> tuple[Step, ...]:
+    """What this rank wants, from the slots to `out`."""
+    slots = [_slot(memory, call, rank, parity) for rank in range(memory.size)]
+    steps: list[Step] = []
+    if call.operation is not None:
+        start, stop = _summed(memory, call)
+        total = out.part(start, stop)
+        steps += combine(call, [slot.part(start, stop) for slot in slots], total, total)
+    elif call.kind == "broadcast":
+        steps += copy(out.part(0, call.n), (x if memory.rank == call.root else slots[call.root]).part(0, call.n))
+    else:
+        mine = call.block(memory.rank)
+        for rank in [memory.rank, *memory.turn()]:
+            block = call.block(rank)
+            source = slots[rank].part(*(mine if call.kind == "alltoall" else block))
+            to = call.arrival(memory.rank, rank) if call.kind == "alltoall" else block
+            steps += copy(out.part(*to), x.part(*block) if rank == memory.rank else source)
+    return tuple(steps)
+
+
+def slot_scalars(memory: NodeMemory, call: Call, x: Window, out: Window) -> Scalars | None:
+    """The call as a sum of a few floats; None where it is none, or where this rank does not take all of it."""
+    adds = call.operation is not None and call.operation.name in ("sum", "mean")
+    known = call.dtype.char in "fd" and call.dtype.isnative and x.vector.flags.aligned and out.vector.flags.aligned
+    if call.kind != "allreduce" or not adds or not known or not 0 < call.n <= MOST_SCALARS or call.p == 1:
+        return None
+    assert call.operation is not None
+    even, odd = ([_slot(memory, call, rank, parity).vector.data for rank in range(memory.size)] for parity in (0, 1))
+    return Scalars(
+        x.vector.data,
+        out.vector.data,
+        (even[memory.rank], odd[memory.rank]),
+        (even[0], odd[0]),
+        (even[1], odd[1]),
+        (tuple(even[2:]), tuple(odd[2:])),
+        call.operation.is_mean,
+    )
+
+
+def _slot(memory: NodeMemory, call: Call, rank: int, parity: int) -> Window:
+    return Window(memory.slot(rank, parity)[: call.nbytes].view(call.dtype))
+
+
+def _summed(memory: NodeMemory, call: Call) -> tuple[int, int]:
+    """The elements of the reduction that this rank takes."""
+    if call.kind == "reduce" and memory.rank != call.root:
+        return 0, 0
+    return call.block(memory.rank) if call.kind == "reduce_scatter" else (0, call.n)
+
+
+class Staged:
+    """The pipeline of one rank. Block k of owner q is part k of q's piece of the vector."""
+
+    def __init__(self, memory: NodeMemory, call: Call, x: Window, out: Window):
+        self._memory, self._call, self._x, self._out = memory, call, x, out
+        self._block = max(1, memory.block_bytes // call.dtype.itemsize)
+        self._pieces = [self._piece(owner) for owner in range(memory.size)]
+        self._count = max(-(-(stop - start) // self._block) for start, stop in self._pieces)
+        self._scratch = np.empty(min(self._block, call.n), call.dtype)
+
+    def program(self, restage: bool) -> Program:
+        """`restage`: some rank may have come without its first block staged."""
+        phases = [Phase(self.puts(0))] if restage else []
+        alltoall = self._call.kind == "alltoall"
+        for k in range(self._count):
+            if alltoall:
+                phases.append(Phase(self._takes(k) + self.puts(k + 1)))
+            else:
+                total, home = self._reduces(k)
+                phases.append(Phase(total + self.puts(k + 1), home + self._takes(k - 1)))
+        last = () if alltoall else self._takes(self._count - 1)
+        return Program(tuple(phases), (last, last))
+
+    def puts(self, k: int) -> tuple[Step, ...]:
+        """My share of block k of every other owner, into my stage."""
+        call, memory = self._call, self._memory
+        steps: list[Step] = []
+        for owner in memory.turn():
+            if call.kind == "alltoall" or memory.rank in call.sources(owner):
+                part = self._x.part(*self._range(owner, k))
+                steps += copy(self._stage(memory.stage_in(memory.rank, k % 2, owner), part.size), part)
+        return tuple(steps)
+
+    def _reduces(self, k: int) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+        """Block k of mine into the stage, and from there to my own out."""
+        call, memory = self._call, self._memory
+        start, stop = self._range(memory.rank, k)
+        wanted = call.readers(memory.rank)
+        if start == stop:
+            return (), ()
+        parts = [
+            self._stage(memory.stage_in(rank, k % 2, memory.rank), stop - start) if rank != memory.rank
+            else self._x.part(start, stop)
+            for rank in call.sources(memory.rank)
+        ]
+        if wanted == [memory.rank]:
+            return tuple(combine(call, parts, self._out.part(start, stop), self._scratch)), ()
+        total = self._stage(memory.stage_out(memory.rank, k % 3), stop - start)
+        home = tuple(copy(self._out.part(start, stop), total)) if memory.rank in wanted else ()
+        if memory.rank in wanted and len(parts) == 1 and same(parts[0], self._out.part(start, stop)):
+            home = ()
+        return tuple(combine(call, parts, total, total)), home
+
+    def _takes(self, k: int) -> tuple[Step, ...]:
+        """Block k of every other owner, into my out."""
+        call, memory = self._call, self._memory
+        steps: list[Step] = []
+        if k < 0:
+            return ()
+        if call.kind == "alltoall":
+            return tuple(self._arrivals(k))
+        for owner in memory.turn():
+            start, stop = self._range(owner, k)
+            if memory.rank in call.readers(owner):
+                stage = self._stage(memory.stage_out(owner, k % 3), stop - start)
+                steps += copy(self._out.part(start, stop), stage)
+        return tuple(steps)
+
+    def _arrivals(self, k: int) -> Iterator[Step]:
+        """alltoall: block k of what every rank, and this one too, has for me."""
+        memory, (begin, _) = self._memory, self._call.block(self._memory.rank)
+        start, stop = self._range(memory.rank, k)
+        for source in [memory.rank, *memory.turn()]:
+            at, _ = self._call.arrival(memory.rank, source)
+            to = self._out.part(at + start - begin, at + stop - begin)
+            if source == memory.rank:
+                yield from copy(to, self._x.part(start, stop))
+            else:
+                yield from copy(to, self._stage(memory.stage_in(source, k % 2, memory.rank), stop - start))
+
+    def _piece(self, owner: int) -> tuple[int, int]:
+        """A broadcast has nothing to reduce: the root owns it all."""
+        if self._call.kind == "broadcast":
+            return (0, self._call.n) if owner == self._call.root else (self._call.n, self._call.n)
+        return self._call.block(owner)
+
+    def _range(self, owner: int, k: int) -> tuple[int, int]:
+        start, stop = self._pieces[owner]
+        return min(start + k * self._block, stop), min(start + (k + 1) * self._block, stop)
+
+    def _stage(self, memory: Vector, size: int) -> Vector:
+        return memory[: size * self._call.dtype.itemsize].view(self._call.dtype)

@@ -12,7 +12,6 @@ Other kinds go through one host vector. The worker's vectors are reduced where t
 first one is what the worker gives. All get the result.
 """
 
-from collectives.tensor.compile import Compiled, FlatRunner, Home, TensorCall, compile_tensor
-from collectives.tensor.pipelines import Runner
+from collectives.tensor.compile import Compiled, FlatRunner, Home, Runner, TensorCall, compile_tensor
 
 __all__ = ["Compiled", "FlatRunner", "Home", "Runner", "TensorCall", "compile_tensor"]

@@ -1,4 +1,4 @@
-"""Vectors on GPUs, by CuPy: queues the kernel that adds them (`kernels`) on our streams; who waits: `streams`.
+"""Vectors on GPUs, by CuPy: kernels queued on our streams, streams that wait for the user's, pinned host memory.
 
 One kernel adds an incoming host chunk and all vectors of the worker in one pass, and writes the sum to host memory. The
 host's pages are pinned and mapped, so the kernel reads and writes them over the bus while other chunks are copied (the
@@ -7,24 +7,39 @@ vectors over the direct links, so these GPUs need peer access to each other.
 
 A list may also hold host arrays. Those that are given are copied to pinned memory when an operation begins, and those
 that take the result are written by the host.
+
+**Streams.** A kernel on one GPU reads the vectors of the others. So *each* of our streams waits for *every* device's
+user streams before an operation: the current stream of CuPy in this thread, that of torch where torch uses CUDA, and
+the legacy default stream, which itself waits for every blocking stream. Work on another non-blocking stream is its
+owner's to finish. At the end the host waits: no operation ends before its tickets are done. What the user queues later,
+on whatever stream, therefore runs later.
+
+**Pinned memory.** Pinning takes long, so memory that is given back is kept, up to `KEEP_BYTES`. It is node-shared, so
+that the other ranks of the node read it too. It is pinned on a device that the caller's vectors lie on: no other gets a
+context by it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import mmap
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import cupy as cp
 import numpy as np
 
-from collectives.arrays import Vector
+from collectives.arrays import Flat, Vector
+from collectives.fabric import arena
 from collectives.schedule.model import cut
 from collectives.tensor import kernels
-from collectives.tensor.arguments import Place
-from collectives.tensor.pinned import POOL
-from collectives.tensor.streams import Streams
-from collectives.tensor.vectors import Ticket
+from collectives.tensor.vectors import Place, Ticket
 
 PATIENCE = 10.0
 """Seconds that an operation which was broken off waits for its kernels. They wait for what the user has queued, and
@@ -148,3 +163,172 @@ def _see_peers(devices: Sequence[int]) -> None:
                 except runtime.CUDARuntimeError as error:
                     if "AlreadyEnabled" not in str(error):
                         raise
+
+
+NAP = 1e-4  # seconds
+BY_ADDRESS = 4  # cudaMemcpyDefault: the addresses say which way
+
+
+class Streams:
+    """One stream of ours on each of the devices, for all operations of the process."""
+
+    def __init__(self, devices: Iterable[int]):
+        self._own = {device: _own(device) for device in devices}
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """The GPUs, by CUDA's numbers."""
+        return tuple(self._own)
+
+    def after_user(self) -> None:
+        """What follows on any of our streams comes after what the user has queued on any of the devices."""
+        events = [_event(device, stream) for device in self._own for stream in _users(device)]
+        for device, own in self._own.items():
+            with cp.cuda.Device(device):
+                for event in events:
+                    own.wait_event(event)
+
+    @contextmanager
+    def on(self, device: int) -> Iterator[None]:
+        """Make our stream of the device the current one."""
+        with cp.cuda.Device(device), self._own[device]:
+            yield
+
+    def copy(self, device: int, to: int, source: int, nbytes: int) -> None:
+        """Queue a copy between addresses on a device's stream. Host memory must be pinned."""
+        if nbytes:
+            with cp.cuda.Device(device):
+                cp.cuda.runtime.memcpyAsync(to, source, nbytes, BY_ADDRESS, self._own[device].ptr)
+
+    def ticket(self, devices: Sequence[int]) -> Callable[[], bool]:
+        """Done when all that is queued by now on our streams of these devices has run."""
+        left = [_event(device, self._own[device]) for device in devices]
+
+        def done() -> bool:
+            while left and left[-1].done:
+                left.pop()
+            return not left
+
+        return done
+
+    def drained(self, seconds: float) -> bool:
+        """Wait, no longer than this, until all that is queued on our streams has run; False where it has not."""
+        if all(own.done for own in self._own.values()):
+            return True
+        ticket, end = self.ticket(self.devices), time.monotonic() + seconds
+        while not ticket():
+            if time.monotonic() > end:
+                return False
+            time.sleep(NAP)
+        return True
+
+
+@cache
+def _own(device: int) -> Any:
+    with cp.cuda.Device(device):
+        return cp.cuda.Stream(non_blocking=True)
+
+
+def _event(device: int, stream: Any) -> Any:
+    """An event behind what is queued on the stream by now."""
+    with cp.cuda.Device(device):
+        event = cp.cuda.Event(disable_timing=True)
+        event.record(stream)
+        return event
+
+
+def _users(device: int) -> Iterable[Any]:
+    """The user's streams on a device."""
+    streams = [cp.cuda.Stream.null, cp.cuda.get_current_stream(device)]
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        streams.append(cp.cuda.ExternalStream(torch.cuda.current_stream(device).cuda_stream, device))
+    return {stream.ptr: stream for stream in streams}.values()
+
+
+KEEP_BYTES = 256 << 20
+"""Pinned memory that nobody uses is kept up to here."""
+PORTABLE_MAPPED = 1 | 2  # cudaHostRegisterPortable | cudaHostRegisterMapped
+SAME_POINTER = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
+PAGE = mmap.PAGESIZE
+
+
+class Slab(NamedTuple):
+    """Whole pages that are pinned: a page can be pinned only once."""
+
+    memory: Vector
+    """Owns the pages."""
+    address: int
+    nbytes: int
+    device: int
+
+
+class PinnedPool:
+    """Pinned memory of one process. A vector's memory comes back when its last view has gone."""
+
+    def __init__(self, keep_bytes: int = KEEP_BYTES):
+        self._keep_bytes = keep_bytes
+        self._idle: list[Slab] = []
+        self._returned: deque[Slab] = deque()
+        self._lock = threading.Lock()
+
+    @property
+    def idle_bytes(self) -> int:
+        """What is pinned and used by nobody."""
+        return sum(slab.nbytes for slab in self._idle)
+
+    def take(self, n: int, dtype: np.dtype[Any], device: int) -> Vector:
+        """n uninitialised elements that every GPU reaches by their host address, once `device` has been seen to.
+
+        ValueError where it cannot; MemoryError where the node has no memory left.
+        """
+        with self._lock:
+            self._settle()
+            slab = self._find(n * dtype.itemsize) or _pin(n * dtype.itemsize, device)
+        vector = Flat(slab.address, n, dtype).vector()
+        weakref.finalize(vector, self._give, slab).atexit = False  # at exit the driver unpins
+        return vector
+
+    def _give(self, slab: Slab) -> None:
+        """Called by the garbage collector, perhaps inside `take`: queue, and work only if the lock is free."""
+        self._returned.append(slab)
+        if not self._lock.locked():
+            with self._lock:
+                self._settle()
+
+    def _settle(self) -> None:
+        """Keep what has come back, and unpin the oldest beyond the limit."""
+        while self._returned:
+            self._idle.append(self._returned.popleft())
+        while self._idle and self.idle_bytes > self._keep_bytes:
+            _unpin(self._idle.pop(0))
+
+    def _find(self, nbytes: int) -> Slab | None:
+        """The smallest slab that holds so much, and not more than twice as much."""
+        fitting = [slab for slab in self._idle if nbytes <= slab.nbytes <= max(PAGE, 2 * nbytes)]
+        if not fitting:
+            return None
+        best = min(fitting, key=lambda slab: slab.nbytes)
+        self._idle = [slab for slab in self._idle if slab is not best]
+        return best
+
+
+POOL = PinnedPool()
+"""The pool of this process."""
+
+
+def _pin(nbytes: int, device: int) -> Slab:
+    runtime = cp.cuda.runtime
+    if not runtime.deviceGetAttribute(SAME_POINTER, device):
+        raise ValueError(f"GPU {device} cannot use host memory by its host address: pass NumPy arrays instead")
+    pages = -(-max(1, nbytes) // PAGE) * PAGE
+    memory = arena.empty(pages + PAGE, np.uint8)
+    address = memory.ctypes.data + -memory.ctypes.data % PAGE
+    with cp.cuda.Device(device):
+        runtime.hostRegister(address, pages, PORTABLE_MAPPED)
+    return Slab(memory, address, pages, device)
+
+
+def _unpin(slab: Slab) -> None:
+    with cp.cuda.Device(slab.device):
+        cp.cuda.runtime.hostUnregister(slab.address)

@@ -16,10 +16,8 @@ from typing import NamedTuple
 from mpi4py import MPI
 
 from collectives.arrays import Vector
-from collectives.call import Call
-from collectives.network.requests import leave, receives, release, sends
-from collectives.network.tags import Tags
-from collectives.operations import mpi_type, scale
+from collectives.call import Call, mpi_type, scale
+from collectives.fabric.requests import Tags, keep_collective, receives, release, sends
 from collectives.schedule import ring
 from collectives.schedule.model import cut
 from collectives.tensor.vectors import NO_MEMORY, Ticket, Vectors, running, until
@@ -46,7 +44,7 @@ class Reg:
                 yield from self._steps(requests)
         finally:
             for request in requests:
-                leave(request, self._comm)
+                keep_collective(request, self._comm)
 
     def free(self) -> None:
         """Give the memory back."""

@@ -147,7 +147,7 @@ def dead() -> list[int] | None:
     """Ranks of the job that are known to have died, while MPI runs; None where it cannot tell."""
     if (module := _running()) is None:
         return None
-    from collectives.network.failures import failed
+    from collectives.fabric.failure import failed
 
     try:
         return failed(module.COMM_WORLD)

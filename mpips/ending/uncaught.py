@@ -105,7 +105,7 @@ def end(what: str, text: str = "", code: int = 1, same: Hashable = None, told: b
     """
     from mpi4py import MPI
 
-    from collectives.network.failures import send
+    from collectives.fabric.requests import send
 
     world = MPI.COMM_WORLD
     sys.stdout.flush()
@@ -220,7 +220,7 @@ def _tell(world: MPI.Comm, mark: bytes) -> int:
     """Tells all others that this rank says it; the number of those that have it, too."""
     from mpi4py import MPI
 
-    from collectives.network.failures import send
+    from collectives.fabric.requests import send
 
     others = set(range(world.size)) - {world.rank}
     ranks: set[int] = set()
@@ -244,7 +244,7 @@ def _dead(world: MPI.Comm) -> set[int]:
     """Ranks that have died, where others outlive them; all, where MPI has failed and nobody can be heard."""
     from mpi4py import MPI
 
-    from collectives.network.failures import failed
+    from collectives.fabric.failure import failed
 
     try:
         return set(failed(world))

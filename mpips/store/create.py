@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 from mpi4py import MPI
 
 from collectives.errors import of_caller
-from collectives.network.failures import Making, able, deaths
+from collectives.fabric.failure import Making, able, deaths
 from mpips.ending.process import say_role
 from mpips.store import api, roles, world
 from mpips.store import options as table

@@ -22,11 +22,10 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.communicator import abandon
+from collectives.fabric.failure import made
+from collectives.fabric.requests import Roll, leave, part
 from collectives.fabric.wait import Limits, drive, until
 from collectives.machine import Quota, bound_cores, find_quota, usable_cores
-from collectives.network.drain import leave, part
-from collectives.network.failures import made
-from collectives.network.requests import Roll
 from mpips.store.keys.sharding import Interval, owners, split
 from mpips.store.options import OptionError, Options
 from mpips.store.recovery import membership as ring

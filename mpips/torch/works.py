@@ -20,8 +20,8 @@ from mpi4py import MPI
 from torch import Tensor
 from torch.futures import Future
 
+from collectives.fabric.requests import keep
 from collectives.fabric.wait import see_in_time
-from collectives.network.requests import keep
 from mpips.torch.tensors import bytes_of
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from collectives.errors import CollectiveError, warn
-from collectives.network import failures
+from collectives.fabric import requests
 from mpips.compression.base import Compressor
 from mpips.compression.registry import options
 from mpips.optimizers.base import Optimizer, unlike
@@ -80,7 +80,7 @@ def tell_spares(layout: Layout, step: int | None) -> None:
     """On worker 0: the store goes on from this step and saves itself; None: it does not. Does not block."""
     if layout.spares and layout.rank == 0:
         size = layout.world.Get_size()
-        failures.tell(layout.world, msgspec.msgpack.encode(step), range(size - layout.spares, size), TAG)
+        requests.tell(layout.world, msgspec.msgpack.encode(step), range(size - layout.spares, size), TAG)
 
 
 def hear(layout: Layout, generation: Generation) -> int | None:
@@ -88,7 +88,7 @@ def hear(layout: Layout, generation: Generation) -> int | None:
     said: list[bytes] = []
 
     def heard() -> bool:
-        if (message := failures.received(layout.world, TAG)) is not None:
+        if (message := requests.received(layout.world, TAG)) is not None:
             said.append(message[1])
         return bool(said)
 

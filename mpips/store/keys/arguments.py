@@ -295,8 +295,8 @@ class Staged:
     """
 
     def __init__(self, values: Sequence[Any], written: bool) -> None:
-        from collectives.tensor.arguments import place
         from collectives.tensor.cuda import CudaVectors  # needs CuPy
+        from collectives.tensor.vectors import place
 
         self._values = values  # places keep no array alive
         places = [place(value, f"array {index}", written) for index, value in enumerate(values)]

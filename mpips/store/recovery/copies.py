@@ -13,7 +13,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.network import failures
+from collectives.fabric import requests
 from mpips.store.recovery.inventory import Holding, Shelf, copies_of, dtype_names
 from mpips.store.recovery.membership import Before
 from mpips.store.recovery.undo import Version
@@ -153,12 +153,12 @@ _decoder: msgspec.msgpack.Decoder[Letter] = msgspec.msgpack.Decoder(Letter)  # t
 
 def post(comm: MPI.Comm, letter: Letter, *servers: int) -> None:
     """Send a letter to servers, but to the dead. Does not block."""
-    failures.tell(comm, msgspec.msgpack.encode(letter), servers, TAG)
+    requests.tell(comm, msgspec.msgpack.encode(letter), servers, TAG)
 
 
 def taken(comm: MPI.Comm) -> Iterator[tuple[int, Letter]]:
     """The letters that have come, and of whom. Does not block."""
-    while (message := failures.received(comm, TAG)) is not None:
+    while (message := requests.received(comm, TAG)) is not None:
         yield message[0], _decoder.decode(message[1])
 
 

@@ -15,8 +15,8 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.errors import warn
-from collectives.network.failures import is_death, send
-from collectives.network.requests import keep
+from collectives.fabric.failure import is_death
+from collectives.fabric.requests import keep, send
 from mpips.store.recovery.copies import (
     ALONG_BYTES,
     DATA_TAG,

@@ -10,7 +10,7 @@
 
 Members are servers, workers with servers, workers without (replicas) and spares. A process may die at any moment, also
 while the others make new communicators, which blocks in MPI. So a thread watches
-(`collectives.network.failures.Making`), and at the end all agree, uniformly, whether everybody has come through.
+(`collectives.fabric.failure.Making`), and at the end all agree, uniformly, whether everybody has come through.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import msgspec
 from mpi4py import MPI
 
 from collectives.errors import CollectiveError, StallError
-from collectives.network.drain import sweep
-from collectives.network.failures import Making, deaths
+from collectives.fabric.failure import Making, deaths
+from collectives.fabric.requests import sweep
 from mpips.store.keys.key import Name
 from mpips.store.recovery.inventory import Inventory
 from mpips.store.recovery.memory import LastGeneration, NodeMemory

@@ -12,7 +12,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.network.failures import send
+from collectives.fabric.requests import send
 from mpips.optimizers import Groups, initial
 from mpips.store.recovery.copies import MirroredUnits
 from mpips.store.recovery.memory import NodeMemory, SurvivingUnit, UnitMemory, arrays_of_unit

@@ -24,7 +24,7 @@ import collectives
 from collectives.communicator import Communicator
 from collectives.errors import MismatchError
 from collectives.fabric import arena
-from collectives.network.failures import send
+from collectives.fabric.requests import send
 from mpips.store.keys.key import Key, Piece
 from mpips.store.keys.key import label as key_label
 from mpips.store.remote.transfers import Pull, Push

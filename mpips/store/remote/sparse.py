@@ -18,7 +18,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.network.failures import send
+from collectives.fabric.requests import send
 from mpips.store.keys.key import Key
 from mpips.store.keys.rows import EmptyPush, RowSparse, merge, packed, unpacked
 from mpips.store.remote.client import Members, label

@@ -19,7 +19,8 @@ from mpi4py import MPI
 
 from collectives.communicator import Communicator, communicator
 from collectives.errors import CollectiveError
-from collectives.fabric.poison import CLOSED, DEPARTURES
+from collectives.fabric.failure import CLOSED, DEPARTURES, failed
+from collectives.fabric.requests import sweep
 from collectives.fabric.wait import (
     LOOK_SECONDS,
     NAP_AFTER_BETWEEN_NODES,
@@ -29,8 +30,6 @@ from collectives.fabric.wait import (
     see_in_time,
     until,
 )
-from collectives.network.drain import sweep
-from collectives.network.failures import failed
 from mpips.store.runtime.errors import StoreError, of_kind, uninterrupted
 from mpips.store.runtime.rendezvous import LAST_WORD_SECONDS, LeftRanks, Room, Watch
 from mpips.store.runtime.tasks import Task

@@ -23,8 +23,8 @@ import msgspec
 from mpi4py import MPI
 
 from collectives.errors import CollectiveError, of_caller
+from collectives.fabric.requests import received, tell
 from collectives.fabric.wait import NAP_AFTER_BETWEEN_NODES, Limits, drive, until
-from collectives.network.failures import received, tell
 
 TAG = 3
 """Of messages on the store's communicators; other modules leave it alone."""

@@ -167,7 +167,7 @@ class Gossip:
         """Tell what has changed; or, on the first server, hear of it. Call it now and then while idle."""
         if self._alone:
             return
-        from collectives.network.failures import received, tell
+        from collectives.fabric.requests import received, tell
 
         if self._comm.Get_rank() == 0:
             while (message := received(self._comm, WAITS_TAG)) is not None:

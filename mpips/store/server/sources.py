@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 
 from collectives.fabric import arena
 from collectives.fabric.arena import Region
-from collectives.network.failures import is_death, send
-from collectives.network.requests import keep, over
+from collectives.fabric.failure import is_death
+from collectives.fabric.requests import keep, over, send
 from mpips.compression import Compressor
 from mpips.store.keys.rows import RowSparse
 from mpips.store.server.unit import Contribution, Unit

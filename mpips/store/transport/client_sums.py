@@ -16,8 +16,8 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.network.failures import failed, send, tell
-from collectives.network.requests import keep
+from collectives.fabric.failure import failed
+from collectives.fabric.requests import keep, send, tell
 from collectives.schedule.model import cut
 from mpips.store.runtime.tasks import Task
 from mpips.store.transport.messages import LOOK_SECONDS, QUIET_SECONDS, QUIET_TAG, MessagesUnderWay

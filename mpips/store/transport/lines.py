@@ -23,10 +23,9 @@ from numpy.typing import NDArray
 from collectives.errors import CollectiveError, warn
 from collectives.fabric import arena
 from collectives.fabric.arena import Region
+from collectives.fabric.failure import Peers
 from collectives.fabric.layout import ORDERED_STORES
-from collectives.fabric.poison import Peers
-from collectives.network.failures import send
-from collectives.network.requests import keep
+from collectives.fabric.requests import keep, send
 from mpips.store.roles import Layout
 from mpips.store.runtime.generation import Generation
 from mpips.store.transport.frames import FRAME, FRAME_BYTES, NOWHERE, ROUND, ROUND_AT, WITH_BODY, Frame

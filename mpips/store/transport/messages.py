@@ -22,8 +22,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.errors import of_caller
-from collectives.network.requests import keep, over
-from collectives.network.tags import last_tag
+from collectives.fabric.requests import keep, last_tag, over
 from mpips.store.runtime.tasks import Task
 
 Bytes = NDArray[np.uint8]

@@ -15,7 +15,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.fabric.arena import Region
-from collectives.network.failures import send
+from collectives.fabric.requests import send
 from mpips.store.keys.key import Key, Name, Shard
 from mpips.store.roles import Layout
 from mpips.store.runtime.tasks import Task

@@ -7,9 +7,8 @@ import pytest
 from mpi4py import MPI
 
 from collectives import arrays
-from collectives.call import Call
+from collectives.call import Call, operation
 from collectives.network import native
-from collectives.operations import operation
 
 COMM = MPI.COMM_WORLD
 INT = 1 << 12  # as if an int of C ended here

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from collectives.network.drain import part
+from collectives.fabric.requests import part
 from tests.mpi.sizes import only_on
 
 WORLD = MPI.COMM_WORLD

@@ -9,7 +9,7 @@ import pytest
 
 import collectives
 from collectives import CollectiveError, api
-from collectives.network import requests
+from collectives.fabric import requests
 from tests.choice import once
 from tests.mpi.collectives.support import RANK, TOTAL, WORLD, P, fresh, make, polled, started
 from tests.mpi.sizes import only_on

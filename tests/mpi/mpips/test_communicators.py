@@ -12,8 +12,7 @@ from mpi4py import MPI
 
 import collectives
 import mpips
-from collectives.network.drain import sweep
-from collectives.network.requests import outstanding
+from collectives.fabric.requests import outstanding, sweep
 from mpips.store.world import implementation
 from tests.choice import once
 from tests.mpi.collectives.support import NODES, patient

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 import mpips
-from collectives.network.drain import sweep
+from collectives.fabric.requests import sweep
 from tests.choice import first
 from tests.mpi.mpips.cells import KINDS
 from tests.mpi.mpips.faults import WORLD, workers

@@ -12,8 +12,8 @@ from mpi4py import MPI
 
 import collectives
 from collectives import CollectiveError, MismatchError, StallError
+from collectives.fabric.requests import sweep
 from collectives.fabric.wait import Limits
-from collectives.network.drain import sweep
 from mpips import Options, StoreError, StoreMismatchError, StoreStallError
 from mpips.store import roles as layouts
 from mpips.store.recovery.recover import renew

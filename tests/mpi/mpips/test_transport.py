@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from collectives.network.drain import part
+from collectives.fabric.requests import part
 from mpips import Options
 from mpips.store.keys.key import Key, Shard
 from mpips.store.remote.link import Link

@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 
 from collectives import arrays
-from collectives.call import REDUCING, Call
+from collectives.call import REDUCING, Call, operation
 from collectives.fabric.board import Board
 from collectives.fabric.layout import ROWS_AT, NodeMemory
 from collectives.fabric.wait import Limits
 from collectives.node.executor import MET, Executor, Ways, part_of
-from collectives.operations import operation
 
 EVERYTHING_IN_STAGES = Ways(0, 0, 1 << 60)
 HANGS_SECONDS = 30

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from collectives import arrays
-from collectives.operations import operation
+from collectives.call import operation
 
 
 def test_a_vector_by_address_is_the_same_memory():

@@ -11,8 +11,7 @@ import pytest
 
 from collectives import CollectiveError, MismatchError, StallError
 from collectives.fabric.board import NUMBERS, OUT, Board
-from collectives.fabric.descriptors import LAST_TOKEN, Descriptor
-from collectives.fabric.layout import FINISHED, LEFT
+from collectives.fabric.layout import FINISHED, LAST_TOKEN, LEFT, Descriptor
 from collectives.fabric.wait import Limits, drive
 from tests.unit.collectives import node
 

@@ -1,4 +1,4 @@
-"""What ranks bring, and how it is compared: `collectives.fabric.descriptors`."""
+"""What ranks bring, and how it is compared: `collectives.fabric.layout`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from collectives import CollectiveError, MismatchError
-from collectives.fabric import descriptors
-from collectives.fabric.descriptors import (
+from collectives.fabric import layout
+from collectives.fabric.layout import (
     DESCRIPTOR_BYTES,
     DESCRIPTORS,
     LAST_TOKEN,
@@ -98,7 +98,7 @@ def test_tokens_begin_anew_and_stand_for_the_new_cards(ranks):
 
 
 def test_a_token_that_has_come_round_is_not_taken_for_the_old_card(ranks, monkeypatch):
-    monkeypatch.setattr(descriptors, "LAST_TOKEN", 2 * DESCRIPTORS)
+    monkeypatch.setattr(layout, "LAST_TOKEN", 2 * DESCRIPTORS)
     for number in range(5 * DESCRIPTORS):
         token = ranks[0].publish(Descriptor(f"call {number}"))
         assert ranks[1].read(0, token, attach).text == f"call {number}"

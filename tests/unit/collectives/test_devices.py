@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collectives.tensor.arguments import place
-from collectives.tensor.vectors import Ticket, running
+from collectives.tensor.vectors import Ticket, place, running
 from tests.unit.collectives import device
 
 N = 1000
@@ -32,7 +31,7 @@ def cuda_vectors(sources: list[Any], targets: list[Any] | None = None, operation
 
 
 def pool(keep_bytes: int = 1 << 30) -> Any:
-    return importlib.import_module("collectives.tensor.pinned").PinnedPool(keep_bytes)
+    return importlib.import_module("collectives.tensor.cuda").PinnedPool(keep_bytes)
 
 
 def wait(ticket: Ticket) -> None:

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays as any_array
 
 from collectives import MismatchError
+from collectives.call import operation
 from collectives.fabric import arena
-from collectives.fabric.descriptors import DESCRIPTORS, Descriptor
-from collectives.node import executor, slots
+from collectives.fabric.layout import DESCRIPTORS, Descriptor
+from collectives.node import executor, program
 from collectives.node.executor import CROSS, SHARED, SLOTS, STAGES, Ways
 from collectives.node.program import combine
-from collectives.operations import operation
 from tests.unit.collectives import node
 
 KINDS = ("allreduce", "reduce_scatter", "allgather", "broadcast", "reduce", "alltoall")
@@ -174,7 +174,7 @@ def test_calls_that_do_not_fit_are_refused_on_all_ranks():
 @given(data=st.data())
 def test_a_few_numbers_are_added_as_numpy_adds_them(op, dtype, data):
     """By the short way: the other ranks have come, and this one is the last."""
-    p, n = data.draw(st.integers(2, 9)), data.draw(st.integers(1, slots.MOST_SCALARS))
+    p, n = data.draw(st.integers(2, 9)), data.draw(st.integers(1, program.MOST_SCALARS))
     values = st.floats(width=8 * np.dtype(dtype).itemsize, allow_nan=False)
     call = node.call_of("allreduce", n, p, dtype, op)
     parts = [np.zeros(n, dtype) for _ in range(p)]
@@ -202,20 +202,20 @@ def test_a_few_numbers_are_added_as_numpy_adds_them(op, dtype, data):
     ("kind", "op", "dtype", "n"),
     [
         ("allreduce", "max", "f4", 1), ("allreduce", "sum", "f2", 1), ("allreduce", "sum", "i8", 1),
-        ("allreduce", "sum", "f4", slots.MOST_SCALARS + 1), ("allreduce", "sum", "f4", 0), ("reduce", "sum", "f4", 1),
+        ("allreduce", "sum", "f4", program.MOST_SCALARS + 1), ("allreduce", "sum", "f4", 0), ("reduce", "sum", "f4", 1),
     ],
 )  # fmt: skip
 def test_what_python_would_not_add_in_the_same_way_is_left_to_numpy(kind, op, dtype, n):
     board = node.boards(2)[0]
     made = node.executor(board, node.call_of(kind, n, 2, dtype, op), np.zeros(n, dtype))
-    assert slots.scalars(board.memory, *made._parts[0][:3]) is None
+    assert program.slot_scalars(board.memory, *made._parts[0][:3]) is None
 
 
 def test_numbers_that_are_not_aligned_are_left_to_numpy():
     board = node.boards(2)[0]
     x = np.zeros(9, np.uint8)[1:].view("f4")
     part = node.executor(board, node.call_of("allreduce", 2, 2, "f4"), x)._parts[0]
-    assert slots.scalars(board.memory, *part[:3]) is None
+    assert program.slot_scalars(board.memory, *part[:3]) is None
 
 
 @pytest.mark.parametrize("op", ["min", "max", "prod"])

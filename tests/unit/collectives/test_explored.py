@@ -21,11 +21,10 @@ from greenlet import GreenletExit
 from collectives import CollectiveError
 from collectives.communicator import Communicator
 from collectives.fabric.board import Board
-from collectives.fabric.descriptors import Place
-from collectives.fabric.poison import Poison
+from collectives.fabric.failure import Poison
+from collectives.fabric.layout import Place
 from collectives.node.executor import MET, SHARED, SLOTS, Executor, _Bound, _sum_of_scalars
-from collectives.node.program import NOTHING, Phase, Program, Turns
-from collectives.node.slots import Scalars
+from collectives.node.program import NOTHING, Phase, Program, Scalars, Turns
 from tests.unit.collectives import explorer
 from tests.unit.collectives.explorer import Explorer, Fault, Memory, Stepping, World
 

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from collectives.benchmark.case import FLOOR_SHARE, IN_PLACE
-from collectives.call import Call
-from collectives.operations import operation
+from collectives.call import Call, operation
 from collectives.schedule.model import KINDS
 
 

@@ -1,8 +1,9 @@
-"""Plans of one-shot calls: found again, holding no array, bounded. `collectives.plan_cache`, and calls of one rank."""
+"""Plans of one-shot calls: found again, holding no array, bounded. `collectives.plan`, and calls of one rank."""
 
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 
 import numpy as np
@@ -10,10 +11,10 @@ import pytest
 from mpi4py import MPI
 
 import collectives
-from collectives import CollectiveError, MismatchError, plan_cache
+from collectives import CollectiveError, MismatchError
 from collectives.api import begin
 from collectives.communicator import communicator
-from collectives.plan_cache import MOST_BYTES, MOST_IDENTITIES, MOST_PLANS, PlanCache
+from collectives.plan import MOST_BYTES, MOST_IDENTITIES, MOST_PLANS, PlanCache
 
 
 class Made:
@@ -186,7 +187,7 @@ def test_a_plan_of_a_communicator_that_is_freed_says_so():
 
 
 def test_what_has_begun_is_not_taken_away_by_the_cache(comm, monkeypatch):
-    monkeypatch.setattr(plan_cache, "MOST_PLANS", 1)
+    monkeypatch.setattr(sys.modules["collectives.plan"], "MOST_PLANS", 1)
     arrays = [np.full(3, float(turn)) for turn in range(4)]
     freed = []
     begun = [begin("allreduce", array, comm, algorithm="ring") for array in arrays]
@@ -211,7 +212,7 @@ def test_bad_arguments_are_this_ranks_alone(comm):
 def test_a_list_of_the_same_arrays_is_known_without_a_look_at_where_they_lie(comm, monkeypatch):
     arrays, outs = [np.ones(5), np.ones(3, np.float32)], [np.zeros(5), np.zeros(3, np.float32)]
     collectives.grouped_allreduce(arrays, comm, out=outs)
-    monkeypatch.setattr("collectives.plan_cache.place", lambda x: pytest.fail("it looks"))
+    monkeypatch.setattr(sys.modules["collectives.plan"], "place", lambda x: pytest.fail("it looks"))
     arrays[0][:] = 7
     assert collectives.grouped_allreduce(arrays, comm, out=outs)[0] is outs[0] and outs[0][4] == 7
     arrays[0].dtype = np.int64

@@ -1,4 +1,4 @@
-"""The end of a generation, between real processes: `collectives.fabric.poison`."""
+"""The end of a generation, between real processes: `collectives.fabric.failure`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from collectives import CollectiveError, MismatchError, StallError
-from collectives.fabric.poison import POISON_BYTES, Peers, Poison
+from collectives.fabric.failure import POISON_BYTES, Peers, Poison
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What ranks start and finish later, with the ranks of a node in one process: `collectives.started`."""
+"""What ranks start and finish later, with the ranks of a node in one process: `collectives.runner`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collectives import MismatchError, started
+from collectives import MismatchError, runner
 from collectives.communicator import Communicator
-from collectives.started import Started
+from collectives.runner import Started
 from tests.unit.collectives import node
 
 WAYS = (node.Ways(1 << 17, 1 << 17, 1 << 60), node.EVERYTHING_IN_STAGES)
@@ -37,9 +37,9 @@ def test_what_has_been_started_is_carried_out_in_turn(ways):
         xs = [np.full(50, float(number + home.rank)) for number in range(5)]
         operations = [reduce(home, x, ways)[1] for x in xs]
         for operation in operations:
-            started.begin(home, operation)
+            runner.begin(home, operation)
         for operation in reversed(operations):
-            started.finish(home, operation)
+            runner.finish(home, operation)
         assert not home.started
         return [x[7] for x in xs]
 
@@ -52,10 +52,10 @@ def test_ranks_may_agree_while_something_is_under_way(ways):
     def work(home):
         x = np.full(50, home.rank + 1.0)
         operation = reduce(home, x, ways)[1]
-        started.begin(home, operation)
-        started.agree(home, "plan of another")
-        started.finish(home, operation)
-        started.agree(home, "and one more")
+        runner.begin(home, operation)
+        runner.agree(home, "plan of another")
+        runner.finish(home, operation)
+        runner.agree(home, "and one more")
         return x[0]
 
     assert node.together(*(partial(work, home) for home in homes(3))) == [6.0] * 3
@@ -64,8 +64,8 @@ def test_ranks_may_agree_while_something_is_under_way(ways):
 def test_what_does_not_fit_ends_it_for_all():
     def work(home):
         operation = reduce(home, np.ones(50), WAYS[0])[1]
-        started.begin(home, operation)
-        started.agree(home, f"plan {home.rank}")
+        runner.begin(home, operation)
+        runner.agree(home, f"plan {home.rank}")
 
     told = node.together(*(partial(work, home) for home in homes(2)))
     assert {type(error) for error in told} == {MismatchError} and str(told[0]) == str(told[1])
@@ -77,9 +77,9 @@ def test_no_short_way_is_taken_while_something_is_under_way():
         node.run(home.board, made)
         assert made.fast() == 0
         operation = reduce(home, np.ones(50), WAYS[1])[1]
-        started.begin(home, operation)
+        runner.begin(home, operation)
         codes = [made.fast()] if home.started else [1]
-        started.finish(home, operation)
+        runner.finish(home, operation)
         return [*codes, made.fast()]
 
     assert node.together(*(partial(work, home) for home in homes(2))) == [[1, 0]] * 2

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collectives import CollectiveError
-from collectives.call import Call
-from collectives.operations import operation
+from collectives.call import Call, operation
 from collectives.schedule.model import KINDS
 from collectives.tuner import table
 from collectives.tuner.table import EVERYTHING, Line, Range, Slots, Table, predict_seconds

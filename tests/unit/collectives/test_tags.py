@@ -1,4 +1,4 @@
-"""Tags of messages: `collectives.network.tags`."""
+"""Tags of messages: `collectives.fabric.requests`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from mpi4py import MPI
 
 import collectives
 from collectives.communicator import communicator
-from collectives.network.tags import FIRST_TAG, TAGS, Lanes, Tags, last_tag
+from collectives.fabric.requests import FIRST_TAG, TAGS, Lanes, Tags, last_tag
 
 LANES = Lanes(MPI.COMM_SELF, None)
 

@@ -12,8 +12,7 @@ import pytest
 
 import mpips
 from collectives import CollectiveError
-from collectives.call import Call
-from collectives.operations import operation
+from collectives.call import Call, operation
 from collectives.schedule import catalog
 from collectives.tuner import table
 from collectives.tuner.table import EVERYTHING, Range, Slots, predict_seconds
