@@ -69,6 +69,7 @@ test-torch: ## tests of mpips.torch and mpips.jax on 1, 2 and 3 ranks; installs 
 docs: ## these documents as a site, out/site/index.html; a broken link is an error
 	$(VENV) --extra docs
 	@echo "mpips: building the site, some 10 seconds"
+	$(BIN)/python docs/hooks/tables.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "mpips: open out/site/index.html"
 

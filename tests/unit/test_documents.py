@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -44,6 +46,17 @@ def test_links_lead_somewhere(document: Path) -> None:
     local = [target for target in targets if target and not target.startswith(("http://", "https://", "mailto:"))]
     missing = [target for target in local if not (document.parent / target).exists()]
     assert not missing, f"{document.name} links to {missing}"
+
+
+def test_the_page_of_files_is_made_from_docstrings() -> None:
+    done = subprocess.run([sys.executable, str(ROOT / "docs" / "hooks" / "tables.py"), "--check"], timeout=60)
+    assert not done.returncode, "run python docs/hooks/tables.py"
+
+
+def test_the_architecture_names_files_that_are_there() -> None:
+    names = re.findall(r"`([\w/]+(?:\.py|/))`", read("why", "architecture.md"))
+    places = (*PACKAGES, "mpips/store", "tests", ".")
+    assert [name for name in names if not any((ROOT / place / name).exists() for place in places)] == []
 
 
 def test_every_call_is_in_a_table() -> None:
