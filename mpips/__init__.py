@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from mpips.ending.process import keep_children_from_being_ranks as _end_mpi_in_time
+from mpips.ending.process import end_mpi_in_time as _end_mpi_in_time
 from mpips.ending.process import keep_children_from_being_ranks as _part_children
 from mpips.ending.uncaught import install_hooks as _install_hooks
 
