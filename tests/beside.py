@@ -1,0 +1,176 @@
+"""Time this checkout beside another: `python -m tests.beside OTHER [--rounds 5] [--rows TEXT] [--json FILE]`.
+
+Every round measures the other checkout, this one, and the other again; the median of all rounds counts. `again` is what
+the other's second times are of its first: what the same code gives against itself. Rows whose program needs PyTorch are
+left out where this Python has none.
+
+    git worktree add ../old e292923 && python -m tests.beside ../old
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+import launch
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT = 300  # seconds for one job
+SIZES = "8,1KiB,32KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
+KEYS = "1KiB,16KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
+OURS = ("mpips", "DataParallel")  # contenders of the DDP steps
+REPEATS = 5  # deaths, one a job
+RECOVER = '''
+import json, os, signal, sys, time
+
+import numpy as np
+import mpips
+
+Error = getattr(mpips, "StoreError", None) or mpips.EpochError
+kv = mpips.create("dist_sync")
+step, took = kv.resumed, None
+keys = [f"w{number}" for number in range(16)]
+while step < 20:
+    try:
+        values = [np.zeros(65536, np.float32) for _ in keys]
+        kv.init(keys, values)
+        while step < 20:
+            if step == 10 and kv.rank == 1 and not kv.resumed:
+                os.kill(os.getpid(), signal.SIGKILL)
+            begun = time.perf_counter()
+            kv.push(keys, values)
+            kv.pull(keys, values)
+            step += 1
+    except Error:
+        step = kv.recover().step
+        took = time.perf_counter() - begun
+if kv.rank == 0:
+    with open(sys.argv[1], "w") as file:
+        json.dump([{"seconds": took}], file)
+kv.close()
+'''
+
+
+class Job(NamedTuple):
+    """A program that writes JSON rows: words after `python -m` or `mpips run`, and how it is started."""
+
+    name: str
+    ranks: int
+    words: tuple[str, ...]
+    by: str = "mpirun"
+
+    def command(self, out: Path, program: Path) -> list[str]:
+        """The command that writes its rows to `out`."""
+        words = [word.format(out=out, program=program) for word in self.words]
+        if self.by == "mpips bench":
+            return [sys.executable, "-m", "launch.cli", "bench", *words, "-n", str(self.ranks)]
+        if self.by == "mpips run":
+            return [sys.executable, "-m", "launch.cli", "run", *words]
+        started = launch.Job(self.ranks, (sys.executable, "-m", *words), {"OMP_NUM_THREADS": "1"})
+        return launch.build(launch.find(python=sys.executable), started, launch.this_machine())
+
+
+def jobs() -> list[Job]:
+    """All jobs of a round."""
+    every = []
+    for ranks in (2, 4):
+        words = ("--sizes", SIZES, "--seconds", "0.4", "--json", "{out}")
+        every.append(Job(f"allreduce, {ranks} ranks, mpirun", ranks, ("collectives.benchmark", "allreduce", *words)))
+        every.append(Job(f"allreduce, {ranks} ranks, mpips run", ranks, ("allreduce", *words), "mpips bench"))
+    for servers, workers in ((1, 2), (2, 4)):
+        words = ("--servers", str(servers), "--sizes", KEYS, "--seconds", "0.4", "--json", "{out}")
+        name = f"store, {servers} + {workers}"
+        every.append(Job(name, servers + workers, ("mpips.bench.kvstore", *words)))
+    if importlib.util.find_spec("torch"):
+        words = ("--models", "mlp-0.3M,mlp-4M,cnn", "--seconds", "3", "--rounds", "3", "--json", "{out}")
+        every.append(Job("DDP", 2, ("examples.reproduce.torch.ddp", *words)))
+    words = ("-s", "1", "-w", "3", "--spares", "1", "{program}", "{out}")
+    every.extend([Job("recover() after a worker's death", 5, words, "mpips run")] * REPEATS)
+    return every
+
+
+def measure(checkout: Path, job: Job, folder: Path) -> Iterator[tuple[str, float]]:
+    """Run a job of a checkout; (row, seconds) of each measurement."""
+    out, program = folder / "rows.json", folder / "recover.py"
+    out.unlink(missing_ok=True)
+    program.write_text(RECOVER)
+    environment = {**os.environ, "PYTHONPATH": str(checkout)}
+    done = subprocess.run(
+        job.command(out, program), cwd=checkout, env=environment, capture_output=True, text=True, timeout=LIMIT,
+        stdin=subprocess.DEVNULL, check=False,
+    )  # fmt: skip
+    if done.returncode or not out.exists():
+        sys.exit(f"{checkout}: {job.name}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
+    for row in json.loads(out.read_text()):
+        if "p50_us" in row:
+            if row["algorithm"] == "auto":
+                yield f"{job.name}, {row['bytes']:,} bytes, {row['array']}", row["p50_us"] / 1e6
+        elif "push_pull_s" in row:
+            yield f"{job.name}, push + pull, {row['bytes']:,} bytes, {row['array']}", row["push_pull_s"]
+            yield f"{job.name}, pushpull, {row['bytes']:,} bytes, {row['array']}", row["pushpull_s"]
+        elif "step_s" in row:
+            if row["contender"] in OURS:
+                yield f"{job.name}, {row['model']}, {row['contender']}", row["step_s"]
+        else:
+            yield job.name, row["seconds"]
+
+
+def show(times: dict[str, list[list[float]]]) -> list[dict[str, float | str]]:
+    """Print the table; its rows."""
+    table, rows = Table(title="This checkout beside another: medians"), []
+    for name in ("row", "other", "this", "this / other", "again"):
+        table.add_column(name, justify="left" if name == "row" else "right")
+    for name, (other, this, again) in times.items():
+        first, mine, second = (statistics.median(values) for values in (other, this, again))
+        base = statistics.median([*other, *again])
+        rows.append({"row": name, "other_s": base, "this_s": mine, "ratio": mine / base, "again": second / first})
+        cells = (f"{base * 1e6:,.1f} us", f"{mine * 1e6:,.1f} us", f"{mine / base:.2f}", f"{second / first:.2f}")
+        table.add_row(name, *cells)
+    Console(width=120).print(table)
+    for name in ("ratio", "again"):
+        mean = math.exp(statistics.fmean(math.log(float(row[name])) for row in rows))
+        print(f"geometric mean of {name}: {mean:.3f}; above 1.10: {sum(float(row[name]) > 1.1 for row in rows)}")
+    return rows
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="Time this checkout beside another.")
+    parser.add_argument("other", type=Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rows", default="", help="only jobs with this in their name")
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    chosen = [job for job in jobs() if asked.rows in job.name]
+    times: dict[str, list[list[float]]] = defaultdict(lambda: [[], [], []])
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(asked.rounds):
+            for job in chosen:
+                for place, checkout in enumerate((asked.other.resolve(), ROOT, asked.other.resolve())):
+                    for row, seconds in measure(checkout, job, Path(folder)):
+                        times[row][place].append(seconds)
+            seconds = time.monotonic() - begun
+            print(f"round {number + 1} of {asked.rounds}: {seconds:.0f} s", file=sys.stderr, flush=True)
+    rows = show(times)
+    if asked.json:
+        asked.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
