@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.errors import CollectiveError
-from mpips.store.keys.key import Name
 
 BLOCK = 32 * 1024
 """Elements handled at a time, a multiple of 8 (bits of a payload byte): temporaries stay in cache."""
@@ -131,7 +130,7 @@ class Residuals:
         self.compressor, self._rank = compressor, rank
         self._kept: dict[Hashable, Array] = {}
 
-    def payload(self, name: Hashable, gradient: Array, key: Name = "", start: int = 0) -> Array:
+    def payload(self, name: Hashable, gradient: Array, key: Hashable = "", start: int = 0) -> Array:
         """Return what to send for this gradient (1-D, elements from `start` on of the key), uint8; what is left out
         stays in the residual. CollectiveError, and nothing has changed, where it holds what is no finite float32."""
         kept = self._kept.get(name)
@@ -144,7 +143,7 @@ class Residuals:
             )
         return self.compressor.encode(gradient, kept)
 
-    def decoded(self, key: Name, gradient: Array) -> Array:
+    def decoded(self, key: Hashable, gradient: Array) -> Array:
         """Return what a receiver makes of `payload(key, gradient)`: an array like the gradient."""
         payload = self.payload(key, gradient, key)
         out = np.empty_like(gradient)

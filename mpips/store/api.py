@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from collectives.errors import Uncopied, of_caller
 from mpips.store.checkpoint.load import load, load_states, save_states
 from mpips.store.checkpoint.save import Saving, save
-from mpips.store.checkpoint.source import Saves
 from mpips.store.keys.key import Name, Rounds
-from mpips.store.roles import Layout
 from mpips.store.runtime.engine import Handle
-from mpips.store.runtime.errors import Step
-from mpips.store.runtime.generation import Generation
-from mpips.store.worker.backend import Backend, Recovered
 from mpips.store.worker.generations import Generations
 from mpips.store.worker.recut import recut
 from mpips.store.worker.route import Route
@@ -42,11 +37,11 @@ class KVStore(Uncopied):
     `recover()`.
     """
 
-    def __init__(self, settings: Settings, route: Route, closed: Step) -> None:
-        """`route`: how pushes and pulls are made. `closed` is called when it has closed."""
+    def __init__(self, settings: Settings, route: Route, generations: Generations) -> None:
+        """`route`: how pushes and pulls are made."""
         self.settings, self.layout = settings, settings.layout
         """What the workers agree on, for other packages of mpips; roles and communicators."""
-        self._route, self._operations, self.generations = route, settings.operations, Generations(settings, closed)
+        self._route, self._operations, self.generations = route, settings.operations, generations
 
     # ---- who we are
 
@@ -239,23 +234,3 @@ class KVStore(Uncopied):
             self.close()
         else:
             self.generations.give_up(error)
-
-
-def made(
-    layout: Layout, backend: Backend, generation: Generation, closed: Step,
-    saves: Callable[[Settings], Saves] | None = None, joined: Recovered | None = None,
-) -> KVStore:  # fmt: skip
-    """A worker's store. `saves`: how it saves itself. `joined`: what the store has in which this worker has taken a
-    dead one's place."""
-    settings = Settings(layout, backend, generation)
-    operations = settings.operations
-    route = Route(settings.keys, settings.engine.under_way, operations, backend)
-    if saves is not None:
-        settings.regular = saves(settings)
-        route.save_regularly(settings.regular)
-    if joined is not None or settings.held.names:
-        route.before_a_push(settings.pushes)
-    store = KVStore(settings, route, closed)
-    if joined is not None:
-        store.generations.join(joined)
-    return store

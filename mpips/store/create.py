@@ -13,8 +13,8 @@ from mpi4py import MPI
 from collectives.errors import of_caller
 from collectives.fabric.failure import Making, able, deaths
 from mpips.ending.process import say_role
-from mpips.store import api, roles, world
 from mpips.store import options as table
+from mpips.store import roles, world
 from mpips.store.api import KVStore
 from mpips.store.checkpoint import resume
 from mpips.store.checkpoint.resume import Regular
@@ -24,10 +24,13 @@ from mpips.store.recovery.recover import StandBy, wait_for_role
 from mpips.store.remote.backend import Served
 from mpips.store.replicated.backend import Serverless
 from mpips.store.roles import Layout, Seat
-from mpips.store.runtime.errors import StoreError
+from mpips.store.runtime.errors import Step, StoreError
 from mpips.store.runtime.generation import Generation
 from mpips.store.server.loop import Server, serve
 from mpips.store.transport.frames import OpenStore
+from mpips.store.worker.backend import Recovered
+from mpips.store.worker.generations import Generations
+from mpips.store.worker.route import Route
 from mpips.store.worker.settings import Settings
 
 Create = TypeVar("Create", bound=Callable[..., Any])
@@ -113,10 +116,29 @@ def _asked(kind: str, options: dict[str, Any]) -> tuple[str, Options | None, str
     return word, chosen, ""
 
 
+def _store(
+    layout: Layout, backend: Served | Serverless, generation: Generation, closed: Step,
+    saves: Callable[[Settings], Regular] | None = None, joined: Recovered | None = None,
+) -> KVStore:  # fmt: skip
+    """Return a worker's store. `saves`: how it saves itself. `joined`: the content of the store in which this worker
+    has taken a dead one's place."""
+    settings = Settings(layout, backend, generation)
+    route = Route(settings.keys, settings.engine.under_way, settings.operations, backend)
+    if saves is not None:
+        settings.regular = saves(settings)
+        route.save_regularly(settings.regular)
+    if joined is not None or settings.held.names:
+        route.before_a_push(settings.pushes)
+    generations = Generations(settings, backend, closed)
+    if joined is not None:
+        generations.join(joined)
+    return KVStore(settings, route, generations)
+
+
 def _serverless(layout: Layout) -> KVStore:
     generation = Generation(layout)
     with generation.failing(roles.WHAT):
-        return api.made(layout, Serverless(layout, generation), generation, generation.close, _saves(layout))
+        return _store(layout, Serverless(layout, generation), generation, generation.close, _saves(layout))
 
 
 def _served(comm: MPI.Intracomm, layout: Layout) -> KVStore:
@@ -124,7 +146,7 @@ def _served(comm: MPI.Intracomm, layout: Layout) -> KVStore:
     with generation.failing(roles.WHAT):
         served = Served(layout, generation, _seat(layout, generation).shared)
         served.begin()
-        store = api.made(layout, served, generation, _closer(layout, generation), _saves(layout))
+        store = _store(layout, served, generation, _closer(layout, generation), _saves(layout))
     _open.append(_Open(comm, layout, store, served))
     return store
 
@@ -231,7 +253,7 @@ class _Spare:
         assert isinstance(member, Served | Serverless)
         role = "worker" if len(layout.clients) == 1 else f"worker of client {layout.client_number}"
         say_role(role, recovered.rounds.step)
-        return api.made(layout, member, generation, _closer(layout, generation), self._saves, recovered)
+        return _store(layout, member, generation, _closer(layout, generation), self._saves, recovered)
 
     def _member(self) -> Member[Any]:
         """Return what this rank is in the generation that is about to begin."""

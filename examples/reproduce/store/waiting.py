@@ -17,12 +17,12 @@ import numpy as np
 from mpi4py import MPI
 from rich.table import Table
 
+from collectives.fabric.tasks import Task
 from collectives.terminal import Interruptible, show_table
 from mpips import Options
 from mpips.store import roles
 from mpips.store.runtime.engine import Engine
 from mpips.store.runtime.generation import Generation
-from mpips.store.runtime.tasks import Task
 
 LIMIT = 0.05  # of a core
 

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.fabric.tasks import Task
 from mpips.compression.base import Compressor
 from mpips.compression.registry import create, options
 from mpips.optimizers.base import Optimizer, initial
@@ -31,7 +32,6 @@ from mpips.store.keys.arguments import runs
 from mpips.store.keys.key import Key, Name
 from mpips.store.options import MOST
 from mpips.store.runtime.rendezvous import attempt
-from mpips.store.runtime.tasks import Task
 
 Array = NDArray[Any]
 

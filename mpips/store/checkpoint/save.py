@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from collectives.errors import CollectiveError, warn
+from collectives.fabric.tasks import Task, together
 from mpips.compression.registry import options
 from mpips.optimizers.registry import as_data
 from mpips.store.checkpoint import source as residuals
@@ -43,7 +44,6 @@ from mpips.store.keys.arguments import runs
 from mpips.store.keys.key import Key
 from mpips.store.runtime.errors import StoreError
 from mpips.store.runtime.rendezvous import attempt
-from mpips.store.runtime.tasks import Task, together
 
 
 def save(store: Store, path: str | os.PathLike[str], wait: bool) -> Saving | None:

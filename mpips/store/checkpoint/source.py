@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import collectives
+from collectives.fabric.tasks import Task
 from mpips.compression.base import Compressor
 from mpips.optimizers.schedules import Groups
 from mpips.store.checkpoint.file import residual_dtype
@@ -22,7 +23,6 @@ from mpips.store.roles import Layout
 from mpips.store.runtime.engine import Handle
 from mpips.store.runtime.generation import Generation
 from mpips.store.runtime.rendezvous import Items
-from mpips.store.runtime.tasks import Task
 from mpips.store.worker.backend import Backend, Frozen, Snapshot, States, Stored
 
 __all__ = [

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from collectives import arrays
 from collectives.arrays import see_unmasked
 from collectives.errors import of_caller
+from collectives.fabric.tasks import Task
 from mpips.store.keys.key import Key, Name
 from mpips.store.keys.rows import RowSparse
 from mpips.store.options import LEAST, MOST
-from mpips.store.runtime.tasks import Task
 
 if TYPE_CHECKING:
     from collectives.tensor.vectors import Ticket

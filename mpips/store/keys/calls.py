@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.arrays import see_unmasked
+from collectives.fabric.tasks import Task
 from mpips.store.keys import arguments
 from mpips.store.keys import rows as sparse
 from mpips.store.keys.arguments import Staged
 from mpips.store.keys.key import Key, Name
 from mpips.store.keys.rows import RowSparse
-from mpips.store.runtime.tasks import Task
 
 Array = NDArray[Any]
 Known = Mapping[Name, Key]

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mpips.store.runtime.tasks import Task
+from collectives.fabric.tasks import Task
 
 Array = NDArray[Any]
 Name = int | str
@@ -118,6 +118,25 @@ def label(what: str, names: Sequence[Name]) -> str:
     return f"{what} of {keys}"
 
 
+class LineToServer(Protocol):
+    """Send frames to a server (`transport.lines`); fields as in `transport.frames.Frame`."""
+
+    local: bool
+
+    def post(
+        self, op: int, unit: int = 0, round_: int = 0, region: tuple[int, ...] = ..., coding: int = 0,
+        priority: int = 0, aux: int = 0, token: int = 0, flags: int = 0,
+    ) -> None: ...  # fmt: skip
+
+    def repost(self, frame: bytes, round_: int) -> None: ...
+
+    def post_body(
+        self, body: bytes, op: int, unit: int = 0, round_: int = 0, token: int = 0, flags: int = 0
+    ) -> None: ...
+
+    def waiting(self) -> bool: ...
+
+    def stopped(self) -> bool: ...
 
 
 @dataclass
@@ -129,8 +148,8 @@ class Shard:
     server: int
     start: int
     stop: int
-    line: Any
-    """To that server: a `transport` line."""
+    line: LineToServer
+    """To that server."""
     contributors: tuple[int, ...]
     """Ranks of the workers that push it."""
     block_elements: int
@@ -161,7 +180,7 @@ class Shard:
     @property
     def local(self) -> bool:
         """Return whether its server shares this worker's node."""
-        return bool(self.line.local)
+        return self.line.local
 
     def enough(self, done: int) -> int:
         """Of how many blocks a pull waits that has copied `done`."""

@@ -22,10 +22,10 @@ from collectives.errors import CollectiveError
 from mpips import compression
 from mpips.compression.base import Compressor
 from mpips.optimizers import Groups, decode, decode_numbers
+from mpips.store.keys.cutting import Cards, Cutting
 from mpips.store.keys.key import Key, Name, Rounds
 from mpips.store.keys.sharding import Interval
 from mpips.store.recovery.inventory import Holding, Inventory, Shelf, common_keys, decode_settings
-from mpips.store.remote.setup import Cards, Cutting
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import LostError
 from mpips.store.transport import frames

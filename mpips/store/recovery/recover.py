@@ -211,7 +211,9 @@ class StandBy:
         self._last: LastGeneration[NodeMemory] = LastGeneration()
 
     def _map_servers(self) -> NodeMemory:
-        return NodeMemory(connect(self._layout, self._generation).ledgers if self._layout.num_servers else {})
+        if not self._layout.num_servers:
+            return NodeMemory({})
+        return NodeMemory(connect(self._layout, self._generation, self._generation.wait).ledgers)
 
     @property
     def lines(self) -> Sequence[Any]:

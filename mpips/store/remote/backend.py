@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.fabric.tasks import Task, together
 from mpips.compression import Compressor, Residuals
 from mpips.optimizers import Optimizer
+from mpips.store.keys.cutting import Cutting
 from mpips.store.keys.key import Fast, FastList, Key, Name
 from mpips.store.keys.rows import RowSparse
 from mpips.store.recovery.inventory import Inventory, KeyCard
@@ -23,13 +25,13 @@ from mpips.store.recovery.transfer import ReachableMemory, UnitTransfer
 from mpips.store.remote.client import Client, Members
 from mpips.store.remote.fast import General, by_itself, in_client
 from mpips.store.remote.link import Link
-from mpips.store.remote.setup import Cutting, Setup
+from mpips.store.remote.setup import Setup
 from mpips.store.remote.sparse import Sparse
 from mpips.store.remote.states import Changes, Settings, Stored
 from mpips.store.remote.transfers import Pull, Push
 from mpips.store.roles import Layout
+from mpips.store.runtime.errors import in_order
 from mpips.store.runtime.generation import Generation
-from mpips.store.runtime.tasks import Task, together
 from mpips.store.transport import frames
 from mpips.store.transport.lines import Line, connect
 from mpips.store.worker.backend import Recovered
@@ -59,17 +61,18 @@ class Served:
     ) -> None:
         self.layout, self._generation, self._cores_shared = layout, generation, cores_shared
         self.direct = False
-        self._link = Link(layout, [], generation)
+        self._link = Link(layout, [])
         self._push, self._pull = Push(layout, self._link), Pull(layout, self._link)
         self._setup = Setup(layout, generation, self._link)
         self._settings = Settings(layout, self._setup, self._push)
         self._held = held or NodeMemory()
         self._last: LastGeneration[Kept] = LastGeneration()
+        self._members: Members | None = None
         generation.on_end.append(self._quiesce)
 
     def begin(self) -> None:
         """The store's first generation. Collective over workers and servers, blocking."""
-        lines, _, ledgers = connect(self.layout, self._generation)
+        lines, _, ledgers = connect(self.layout, self._generation, self._generation.wait)
         self._link.renew(lines)
         told = self._generation.meet(b"%d" % self._link.all_local, "create")
         self._serve([data == b"1" for data in told])
@@ -98,8 +101,8 @@ class Served:
         self._general = General(self._generation.flag, self._link, self._push, self._pull)
 
     def _quiesce(self) -> None:
-        if self._members is not None:
-            self._members.stop()
+        """Let nobody touch memory that the caller has back, as the generation is over."""
+        in_order(self._link.quiesce, *([] if self._members is None else [self._members.stop]))
 
     @property
     def quick_list(self) -> FastList | None:
@@ -217,7 +220,7 @@ class Served:
         layout, number = self.layout, self._generation.number
         keys = self._setup.standing(known)
         old = self._last.before(number, Kept(keys, self._push.residuals, self._settings.changes, self._held))
-        lines, _, self._ledgers = connect(layout, self._generation)
+        lines, _, self._ledgers = connect(layout, self._generation, self._generation.wait)
         self._link.renew(lines)
         mine = Inventory(old.held.shelves(layout, number), old.held.ranks)
         mine.local, mine.shared_cores = self._link.all_local, self._cores_shared

@@ -25,12 +25,12 @@ from collectives.communicator import Communicator
 from collectives.errors import MismatchError
 from collectives.fabric import arena
 from collectives.fabric.requests import send
+from collectives.fabric.tasks import Task, together
 from mpips.store.keys.key import Key, Piece
 from mpips.store.keys.key import label as key_label
 from mpips.store.remote.transfers import Pull, Push
 from mpips.store.roles import Layout
 from mpips.store.runtime.rendezvous import LeftRanks
-from mpips.store.runtime.tasks import Task, together
 from mpips.store.transport.client_sums import ClientSums
 from mpips.store.transport.messages import COMPARE_TAG, MessageGroup, MessagesUnderWay, member_tag
 from mpips.store.worker.route import Vectors, steps

@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 
 import collectives
 from collectives.fabric import arena
+from collectives.fabric.tasks import Task
 from mpips.store.keys.key import Fast, Key, Shard
 from mpips.store.remote.client import label
 from mpips.store.remote.link import Link
 from mpips.store.remote.transfers import Pull, Push, snapshot
 from mpips.store.roles import Layout
-from mpips.store.runtime.tasks import Task
 from mpips.store.transport.outbox import InPlacePushes, RepeatedPush
 
 Array = NDArray[Any]

@@ -11,10 +11,9 @@ from typing import Any, TypeVar
 from numpy.typing import NDArray
 
 from collectives.errors import warn
+from collectives.fabric.tasks import Task, goes_on
 from mpips.store.keys.key import Key, Name, Shard
 from mpips.store.roles import Layout
-from mpips.store.runtime.generation import Generation
-from mpips.store.runtime.tasks import Task, goes_on
 from mpips.store.transport import frames
 from mpips.store.transport.frames import Coding, Frame, Op
 from mpips.store.transport.lines import Line, MessageLine, any_waiting
@@ -33,15 +32,14 @@ class Link:
     Tasks of the store do not hear servers by themselves: `hearing` runs one and listens before each step.
     """
 
-    def __init__(self, layout: Layout, lines: list[Line], generation: Generation) -> None:
-        self._layout, self._generation = layout, generation
+    def __init__(self, layout: Layout, lines: list[Line]) -> None:
+        self._layout = layout
         self._keys: dict[Name, Key] = {}
         self._shards: dict[int, Shard] = {}
         self._tokens = 0
         self.filling: Grows = []
         """Outboxes that servers have been told of, with what goes there: to be set before they are, emptied after."""
         self._connect(lines)
-        generation.on_end.append(self.quiesce)
 
     def _connect(self, lines: list[Line]) -> None:
         self.lines = lines

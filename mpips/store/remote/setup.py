@@ -1,4 +1,4 @@
-"""Cut keys over the servers, and make, forget or begin them anew on all workers and servers alike.
+"""Make, forget or begin keys anew on all workers and servers alike.
 
 Rank 0 tells the servers. The others wait for it in one rendezvous, in which they learn where their memory lies. A key
 is there once this is over on all workers. Where the generation ends before, the next one begins without it.
@@ -6,9 +6,7 @@ is there once this is over on all workers. Where the generation ends before, the
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Container, Iterable, Sequence
-from itertools import zip_longest
 from typing import Any
 
 import msgspec
@@ -18,17 +16,14 @@ from numpy.typing import NDArray
 from collectives.errors import CollectiveError, of_caller
 from collectives.fabric import arena
 from collectives.fabric.arena import Region
-from collectives.machine import past_caches
-from mpips.store.keys.key import Key, Name, Piece, Shard
-from mpips.store.keys.sharding import Interval, Placement, block_bytes, grain_of, pulled_at_once, split, units
+from collectives.fabric.tasks import Task
+from mpips.store.keys.cutting import Cards, Cutting
+from mpips.store.keys.key import Key, Name, Shard
 from mpips.store.remote.link import Link
 from mpips.store.roles import Layout
 from mpips.store.runtime.generation import Generation
-from mpips.store.runtime.tasks import Task
 from mpips.store.transport import frames
 from mpips.store.transport.frames import UnitCard
-from mpips.store.transport.lines import Line
-from mpips.store.transport.messages import UnitNumbers
 
 Array = NDArray[Any]
 
@@ -44,7 +39,7 @@ class Setup:
         """Keys that servers may have been told to forget."""
 
     def cut_by(self, cutting: Cutting) -> None:
-        """Return the cutting of a layout without keys."""
+        """Cut new keys so from now on."""
         self._cutting = cutting
 
     def at_rank_0(self, do: Callable[[], Task[bytes]], what: str) -> Task[bytes]:
@@ -200,103 +195,3 @@ def _attach(shards: Sequence[Shard], cards: Sequence[UnitCard], where: frames.Cr
     for shard, card, word, values in zip(shards, cards, first_words, where.values, strict=True):
         shard.words = memoryview(words[word : word + 1 + len(card.contributors)])  # type: ignore[arg-type]
         shard.stored = arena.attach(Region(*values)).view(frames.dtype_of(card.dtype))
-
-
-MOST_CHUNKS = 32  # of what a server has of a key
-Cards = dict[int, list[UnitCard]]
-"""New units by server."""
-
-
-class Cutting:
-    """Keep which server has which elements, and cut new keys. `grouped`: clients push once; `side_by_side`: every
-    process has a core, so that a server sums one block while workers copy the next."""
-
-    def __init__(
-        self, layout: Layout, one_node: bool, side_by_side: bool, placement: Placement | None = None,
-        numbers: UnitNumbers | None = None,
-    ) -> None:  # fmt: skip
-        self._layout, self._one_node, self._side_by_side = layout, one_node, side_by_side
-        self._grouped = layout.kind.startswith("mpi_")
-        self._past_caches = past_caches(os.environ)
-        self._groups = layout.groups()
-        self._placement = placement or Placement(layout.num_servers, layout.options.big_array)
-        self._numbers = numbers or UnitNumbers()
-
-    def copy(self) -> Cutting:
-        """Return a copy, to try a change with."""
-        return self._with(self._placement.copy(), self._numbers.copy())
-
-    def _with(self, placement: Placement, numbers: UnitNumbers) -> Cutting:
-        return Cutting(self._layout, self._one_node, self._side_by_side, placement, numbers)
-
-    def free(self, keys: Iterable[Key]) -> None:
-        """These keys are kept no more."""
-        for key in keys:
-            self._placement.free(_parts(key), key.dtype.itemsize)
-            self._numbers.release(shard.number for shard in key.shards)
-
-    def cut(
-        self, key: Key, lines: Sequence[Line], cards: Cards, parts: Sequence[tuple[int, Interval]] | None = None
-    ) -> None:
-        """Give a key its pieces and shards, and append its units to `cards`. `parts`: what each server keeps, where
-        that is known. ValueError where there are too many units."""
-        options = self._layout.options
-        sharers = max(map(len, self._groups))
-        grain = grain_of(key.shape, self._layout.num_servers * (sharers * MOST_CHUNKS if sharers > 1 else 1))
-        if self._one_node and sharers > 1:
-            grain = 1  # as `collectives.reduce_scatter` cuts
-        by_server = []
-        if parts is None:
-            parts = self._placement.place(key.shape, key.dtype.itemsize)
-        else:
-            self._placement.keep(parts, key.dtype.itemsize)
-        for server, part in parts:
-            first, chunks = len(key.pieces), 1
-            if not self._one_node:
-                chunks = max(1, min(MOST_CHUNKS, part.size * key.dtype.itemsize // options.chunk_bytes))
-            for chunk in split(part, chunks, grain):
-                if chunk.size or not part.size:
-                    self._cut_piece(key, server, chunk, grain, lines[server], cards[server])
-            by_server.append(key.pieces[first:])
-        # In turn, so that the few pieces under way keep all servers busy; in one order everywhere, as servers take few.
-        key.pieces = [piece for row in zip_longest(*by_server) for piece in row if piece is not None]
-        key.pushes = [shard for piece in key.pieces for shard in piece.pushes]
-        if self._one_node and self._grouped and options.masters == "one":
-            key.pieces = [Piece([0, key.size], key.pushes, 0)]  # one collective for the whole
-
-    def _cut_piece(
-        self, key: Key, server: int, chunk: Interval, grain: int, line: Line, cards: list[UnitCard]
-    ) -> None:
-        rank, itemsize = self._layout.rank, key.dtype.itemsize
-        worker = rank < self._layout.num_workers
-        members = self._groups[self._layout.client_number] if self._grouped and worker else [rank]
-        slices = split(chunk, len(members), grain)
-        piece = Piece([each.start for each in slices] + [chunk.stop], [], len(key.pieces))
-        row_elements = int(np.prod(key.shape[1:], dtype=np.int64)) if key.shape else 1
-        for unit in units(0, server, chunk, self._groups, grain):
-            block = self._block_elements(unit.size, itemsize)
-            number = self._numbers.assign(key.name)
-            card = UnitCard(
-                number, key.name, key.dtype.name, unit.start, unit.stop, max(1, row_elements), block, unit.contributors
-            )
-            cards.append(card)
-            least = pulled_at_once(unit.size * itemsize, block * itemsize, self._past_caches)
-            blocks = max(1, -(-unit.size // block))
-            shard = Shard(number, server, unit.start, unit.stop, line, unit.contributors, block, blocks, least)
-            key.shards.append(shard)
-            if rank in unit.contributors:
-                shard.mine = 1 + unit.contributors.index(rank)
-                piece.pushes.append(shard)
-        key.pieces.append(piece)
-
-    def _block_elements(self, size: int, itemsize: int) -> int:
-        """Elements of a block of a unit of `size` elements, which is also a message's between nodes."""
-        options = self._layout.options
-        nbytes = options.chunk_bytes
-        if self._one_node:
-            nbytes = block_bytes(size * itemsize, options.block_bytes, self._side_by_side)
-        return max(1, nbytes // itemsize)
-
-
-def _parts(key: Key) -> list[tuple[int, int]]:
-    return [(shard.server, shard.stop - shard.start) for shard in key.shards]

@@ -19,12 +19,12 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.fabric.requests import send
+from collectives.fabric.tasks import Task, together
 from mpips.store.keys.key import Key
 from mpips.store.keys.rows import EmptyPush, RowSparse, merge, packed, unpacked
 from mpips.store.remote.client import Members, label
 from mpips.store.remote.transfers import Pull, Push, Rows
 from mpips.store.roles import Layout
-from mpips.store.runtime.tasks import Task, together
 from mpips.store.transport.frames import Coding
 from mpips.store.transport.messages import ROWS_TAG
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 import collectives
 from collectives.errors import CollectiveError, of_caller
+from collectives.fabric.tasks import Task
 from mpips import compression
 from mpips.compression import Compressor, Residuals
 from mpips.optimizers import Groups, Optimizer, encode, encode_numbers
@@ -19,7 +20,6 @@ from mpips.store.remote.link import Link
 from mpips.store.remote.setup import Setup
 from mpips.store.remote.transfers import Push
 from mpips.store.roles import Layout
-from mpips.store.runtime.tasks import Task
 from mpips.store.transport import frames
 from mpips.store.transport.frames import Change
 from mpips.store.worker.backend import Frozen, States

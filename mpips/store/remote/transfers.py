@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.fabric import arena
+from collectives.fabric.tasks import Task, together
 from mpips.compression import Residuals
 from mpips.store.keys.key import Key, Shard
 from mpips.store.remote.link import Link
 from mpips.store.roles import Layout
-from mpips.store.runtime.tasks import Task, together
 from mpips.store.transport.frames import Coding, Flush, Op
 from mpips.store.transport.messages import MessageGroup, cut_bytes
 from mpips.store.transport.outbox import fill

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.fabric.tasks import Task, nothing
 from collectives.group import OverlapError
 from mpips.compression import Compressor
 from mpips.optimizers import Groups, Optimizer
@@ -22,7 +23,6 @@ from mpips.store.replicated.settings import Settings
 from mpips.store.replicated.sparse import Sparse
 from mpips.store.roles import Layout
 from mpips.store.runtime.generation import Generation
-from mpips.store.runtime.tasks import Task, nothing
 from mpips.store.worker.backend import Frozen, Recovered, States
 
 Array = NDArray[Any]

@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 import collectives
 from collectives.api import begin
 from collectives.communicator import Communicator
+from collectives.fabric.tasks import Task
 from collectives.group import OverlapError
 from collectives.plan import Plan
 from mpips.store.keys.arguments import packed, runs, unpack
 from mpips.store.keys.key import Key, Name, label
 from mpips.store.replicated.replica import Replica
 from mpips.store.runtime.generation import Generation
-from mpips.store.runtime.tasks import Task
 
 Array = NDArray[Any]
 

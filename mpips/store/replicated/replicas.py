@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.fabric import arena
+from collectives.fabric.tasks import Task
 from mpips.store.keys.key import Key, Name, label
 from mpips.store.recovery.inventory import Holding, Inventory, KeyCard, Shelf, dtype_names
 from mpips.store.recovery.plan import RecoveryPlan, ReplicaPlan
@@ -17,7 +18,6 @@ from mpips.store.replicated import sparse
 from mpips.store.replicated.fast import Sums
 from mpips.store.replicated.replica import Replica, SurvivingReplica
 from mpips.store.replicated.settings import Settings
-from mpips.store.runtime.tasks import Task
 from mpips.store.worker.backend import States
 
 Array = NDArray[Any]

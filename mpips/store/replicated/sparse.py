@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 
 from collectives.fabric import arena
 from collectives.fabric.arena import Region
+from collectives.fabric.tasks import Task
 from collectives.schedule.model import cut
 from mpips.store.keys.key import Key, label
 from mpips.store.keys.rows import RowSparse, merge, packed, unpacked
 from mpips.store.replicated.fast import Sums
 from mpips.store.replicated.replica import Replica
-from mpips.store.runtime.tasks import Task
 
 Array = NDArray[Any]
 LEAST_BYTES = 64 << 10

@@ -1,11 +1,11 @@
 """Operations of a store beside compute: in order on each key, then by priority, with errors where the user waits.
 
-An operation is a task (`runtime.tasks`) that names what it takes turns on: its keys, communicators, names of the
-user's (MXNET-MPI, sections 3.1, 4.2.2 and 4.2.3, orders operations by the variables that they read and mutate; every
-operation of a store mutates its keys). At most one thread advances operations at a time: the communication thread, or
-a thread inside `wait()`, which looks without sleeping at first and so answers sooner. Whoever advances operations also
-looks at the generation, and nobody else calls MPI then. So MPI_THREAD_SERIALIZED is enough as long as the program's own
-MPI calls happen while nothing is under way; under MPI_THREAD_MULTIPLE they may happen any time.
+An operation is a task (`collectives.fabric.tasks`) that names what it takes turns on: its keys, communicators, names
+of the user's (MXNET-MPI, sections 3.1, 4.2.2 and 4.2.3, orders operations by the variables that they read and mutate;
+every operation of a store mutates its keys). At most one thread advances operations at a time: the communication
+thread, or a thread inside `wait()`, which looks without sleeping at first and so answers sooner. Whoever advances
+operations also looks at the generation, and nobody else calls MPI then. So MPI_THREAD_SERIALIZED is enough as long as
+the program's own MPI calls happen while nothing is under way; under MPI_THREAD_MULTIPLE they may happen any time.
 
 Collectives on one communicator must start in one order everywhere. Operations that use one take turns on it, so the
 order is the program's, whatever the threads do. An operation that fails ends the generation, and with it all others.
@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from collectives.errors import Uncopied
 from collectives.fabric import wait
+from collectives.fabric.tasks import Task, nothing
 from collectives.fabric.wait import Limits
-from mpips.store.runtime.tasks import Task, nothing
 
 if TYPE_CHECKING:
     from mpips.store.runtime.generation import Generation

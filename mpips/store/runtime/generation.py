@@ -21,6 +21,7 @@ from collectives.communicator import Communicator, communicator
 from collectives.errors import CollectiveError
 from collectives.fabric.failure import CLOSED, DEPARTURES, failed
 from collectives.fabric.requests import sweep
+from collectives.fabric.tasks import Task
 from collectives.fabric.wait import (
     LOOK_SECONDS,
     NAP_AFTER_BETWEEN_NODES,
@@ -32,7 +33,6 @@ from collectives.fabric.wait import (
 )
 from mpips.store.runtime.errors import StoreError, of_kind, uninterrupted
 from mpips.store.runtime.rendezvous import LAST_WORD_SECONDS, LeftRanks, Room, Watch
-from mpips.store.runtime.tasks import Task
 
 if TYPE_CHECKING:
     from mpips.store.roles import Layout

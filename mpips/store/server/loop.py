@@ -142,7 +142,7 @@ class Server:
 
     def begin(self) -> None:
         """Begin the store's first generation. Collective over its workers and servers, blocking."""
-        lines, rings, ledgers = connect(self.layout, self.generation, self._region)
+        lines, rings, ledgers = connect(self.layout, self.generation, self.generation.wait, self._region)
         serving = self._serving(lines, NodeMemory(ledgers))
         serving.requests.publish()
         self._serve(lines, rings, serving)
@@ -283,7 +283,7 @@ class Server:
         old = self._last.before(number, self._now)
         if self._ledger is not None:
             self._ledger.attempt(number)
-        self._connection = connect(layout, self.generation, self._region)
+        self._connection = connect(layout, self.generation, self.generation.wait, self._region)
         mine = Inventory(old.held.shelves(layout, number), old.held.ranks, shared_cores=self._shared_cores)
         if (owner := former_rank(layout)) >= 0:
             settings = encode_settings(old.state.optimizers, old.state.compressor)

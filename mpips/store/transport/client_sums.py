@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from collectives.fabric.failure import failed
 from collectives.fabric.requests import keep, send, tell
+from collectives.fabric.tasks import Task
 from collectives.schedule.model import cut
-from mpips.store.runtime.tasks import Task
 from mpips.store.transport.messages import LOOK_SECONDS, QUIET_SECONDS, QUIET_TAG, MessagesUnderWay
 
 Array = NDArray[Any]

@@ -27,7 +27,7 @@ from collectives.fabric.failure import Peers
 from collectives.fabric.layout import ORDERED_STORES
 from collectives.fabric.requests import keep, send
 from mpips.store.roles import Layout
-from mpips.store.runtime.generation import Generation
+from mpips.store.runtime.rendezvous import MeetingPlace
 from mpips.store.transport.frames import FRAME, FRAME_BYTES, NOWHERE, ROUND, ROUND_AT, WITH_BODY, Frame
 from mpips.store.transport.messages import TAG_BODY, TAG_FRAME
 
@@ -57,8 +57,8 @@ class _Offer(msgspec.Struct, array_like=True):
     ledger: tuple[int, ...] = ()
 
 
-def connect(layout: Layout, generation: Generation, ledger: Region | None = None) -> Connection:
-    """Connect workers and servers. `ledger`: this server's, where it keeps one.
+def connect(layout: Layout, place: MeetingPlace, wait: Wait, ledger: Region | None = None) -> Connection:
+    """Connect workers and servers that meet in `place`. `ledger`: this server's, where it keeps one.
 
     Collective over all ranks of the store, blocking; once a generation. A pair uses rings if MPI says that they share a
     node and both could in fact map the other's memory. RuntimeWarning on rank 0 where this processor does not keep the
@@ -68,7 +68,7 @@ def connect(layout: Layout, generation: Generation, ledger: Region | None = None
     region = arena.locate(own.memory if own else arena.empty(64, np.uint8))
     assert region is not None
     offer = msgspec.msgpack.encode(_Offer(tuple(region), tuple(ledger or ())))
-    offers = [msgspec.msgpack.decode(data, type=_Offer) for data in generation.meet(offer, WHAT, True)]
+    offers = [msgspec.msgpack.decode(data, type=_Offer) for data in place.meet(offer, WHAT, True)]
     servers = range(layout.num_workers, layout.num_workers + layout.num_servers)
     peers = range(layout.num_workers) if layout.is_server else servers if layout.is_worker else range(0)
     mapped: dict[int, NDArray[Any]] = {}
@@ -78,7 +78,7 @@ def connect(layout: Layout, generation: Generation, ledger: Region | None = None
                 mapped[peer] = arena.attach(Region(*offers[peer].region))
             except CollectiveError:  # another container: MPI shares memory there, we cannot
                 continue
-    verdicts = generation.meet(bytes(peer in mapped for peer in range(len(offers))), WHAT, True)
+    verdicts = place.meet(bytes(peer in mapped for peer in range(len(offers))), WHAT, True)
     if layout.rank == 0 and not ORDERED_STORES and len(set(layout.nodes)) < len(layout.nodes):
         warn(
             f"this processor ({platform.machine()}) may reorder stores to memory, so workers and servers of one node "
@@ -94,7 +94,7 @@ def connect(layout: Layout, generation: Generation, ledger: Region | None = None
         else:
             rings, gone = Rings(layout.num_workers, mapped[peer]), partial(processes.ended, peer)
             both = rings.request_ring(layout.rank), rings.reply_ring(layout.rank)
-            lines.append(SharedLine(*both, generation.wait, gone))
+            lines.append(SharedLine(*both, wait, gone))
     ledgers = {
         rank: Region(*one.ledger) for rank, one in enumerate(offers)
         if one.ledger and rank != layout.rank and layout.same_node(rank, layout.rank)

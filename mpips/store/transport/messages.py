@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from collectives.errors import of_caller
 from collectives.fabric.requests import keep, last_tag, over
-from mpips.store.runtime.tasks import Task
+from collectives.fabric.tasks import Task
 
 Bytes = NDArray[np.uint8]
 QUIET_SECONDS = 5.0

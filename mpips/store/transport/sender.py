@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from collectives.fabric.arena import Region
 from collectives.fabric.requests import send
+from collectives.fabric.tasks import Task
 from mpips.store.keys.key import Key, Name, Shard
 from mpips.store.roles import Layout
-from mpips.store.runtime.tasks import Task
 from mpips.store.transport.frames import ALONG, Coding, Op
 from mpips.store.transport.messages import MessageGroup, MessagesUnderWay, cut_bytes, pull_tag, push_tag
 

@@ -13,13 +13,12 @@ from typing import Any, NamedTuple, Protocol
 
 from numpy.typing import NDArray
 
+from collectives.fabric.tasks import Task
 from mpips.compression.base import Compressor
 from mpips.optimizers.base import Optimizer
 from mpips.optimizers.schedules import Groups
 from mpips.store.keys.key import FastList, Key, Name, Rounds
 from mpips.store.keys.rows import RowSparse
-from mpips.store.recovery.plan import Member
-from mpips.store.runtime.tasks import Task
 
 Array = NDArray[Any]
 States = dict[Name, tuple[int, list[Array]]]
@@ -86,9 +85,8 @@ class Stored(Protocol):
         ...
 
 
-class Backend(Member[Recovered], Protocol):
-    """The operations of one store on one worker, which is also its member in a recovery. "Collective": all workers
-    call it, in the same order."""
+class Backend(Protocol):
+    """The operations of one store on one worker. "Collective": all workers call it, in the same order."""
 
     direct: bool
     """Set by `worker.operations` while it runs a task with nothing else under way: a task may then block in a

@@ -9,6 +9,7 @@ from contextlib import suppress
 from collectives.errors import CollectiveError
 from mpips.store.checkpoint.resume import Claims
 from mpips.store.keys.key import Rounds
+from mpips.store.recovery.plan import Member
 from mpips.store.recovery.recover import recover
 from mpips.store.runtime import rendezvous
 from mpips.store.runtime.errors import Step, StoreError, at_exit, in_order, skip_at_exit
@@ -23,11 +24,13 @@ NEEDS_SECONDS = 0.1
 
 
 class Generations:
-    """The generations of a store on this worker: one begins, one is joined, the last one ends. `closed` is called
-    then."""
+    """The generations of a store on this worker: one begins, one is joined, the last one ends.
 
-    def __init__(self, store: Settings, closed: Step = lambda: None) -> None:
-        self._store, self._closed, self._due = store, closed, 0.0
+    `member`: this worker's part in a recovery. `closed` is called when the last one has ended.
+    """
+
+    def __init__(self, store: Settings, member: Member[Recovered], closed: Step) -> None:
+        self._store, self._member, self._closed, self._due = store, member, closed, 0.0
         store.generation.needs = self._see_needs
         at_exit(self._exit)
 
@@ -37,7 +40,7 @@ class Generations:
         store.operations.check_not_closed()
         with store.operations.guard("recover"):
             store.engine.forget()
-            begun = recover(store.generation, lambda: store.backend, store.keys, grow)
+            begun = recover(store.generation, lambda: self._member, store.keys, grow)
             assert begun is not None
         rounds = self._take(begun[1])
         if store.layout.survives:

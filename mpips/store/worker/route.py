@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from collectives.errors import CollectiveError, of_caller
 from collectives.fabric import arena
+from collectives.fabric.tasks import Task, together
 from mpips.store.checkpoint.source import Saves, Written
 from mpips.store.keys import arguments, calls
 from mpips.store.keys.arguments import PRIORITY_BITS
@@ -31,7 +32,6 @@ from mpips.store.keys.key import FastList, Key, Name
 from mpips.store.keys.rows import RowSparse
 from mpips.store.runtime.engine import Engine, Handle
 from mpips.store.runtime.generation import Generation
-from mpips.store.runtime.tasks import Task, together
 from mpips.store.worker.backend import Backend
 
 Array = NDArray[Any]

@@ -14,6 +14,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.errors import MismatchError, warn
+from collectives.fabric.tasks import Task, kept
 from mpips import compression, optimizers
 from mpips.compression import Compressor
 from mpips.optimizers import Groups, Optimizer
@@ -26,7 +27,6 @@ from mpips.store.runtime import rendezvous
 from mpips.store.runtime.engine import Engine, Handle
 from mpips.store.runtime.generation import Generation
 from mpips.store.runtime.rendezvous import Items
-from mpips.store.runtime.tasks import Task, kept
 from mpips.store.worker import waiting
 from mpips.store.worker.backend import Backend
 from mpips.store.worker.route import GIVEN, Operations

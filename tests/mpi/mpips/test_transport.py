@@ -14,10 +14,10 @@ import pytest
 from mpi4py import MPI
 
 from collectives.fabric.requests import part
+from collectives.fabric.tasks import goes_on, together
 from mpips import Options
 from mpips.store.keys.key import Key, Shard
 from mpips.store.remote.link import Link
-from mpips.store.runtime.tasks import goes_on, together
 from mpips.store.server.sources import MessageBlocks, Receiver
 from mpips.store.server.unit import Unit
 from mpips.store.transport.client_sums import ClientSums
@@ -185,7 +185,7 @@ def link_of(comm, key):
         groups=lambda: [[rank] for rank in range(comm.size - 1)], server_rank=lambda server: comm.size - 1 + server,
         options=Options(servers=1, chunk_bytes=8 * BLOCK, chunks_in_flight=2),
     )  # fmt: skip
-    link = Link(layout, [MessageLine(comm, comm.size - 1)], SimpleNamespace(on_end=[]))
+    link = Link(layout, [MessageLine(comm, comm.size - 1)])
     for shard in key.shards:
         shard.line = link.lines[0]
     link.add(key)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from collectives.fabric.tasks import nothing
 from collectives.files import ABANDONED_SECONDS
 from mpips import Options, compression, optimizers
 from mpips.store.checkpoint.file import Reader, Tensor, TensorFile, Writer, write
@@ -23,7 +24,6 @@ from mpips.store.checkpoint.save import save
 from mpips.store.checkpoint.source import Frozen, given_back
 from mpips.store.keys.key import Key
 from mpips.store.keys.sharding import Interval
-from mpips.store.runtime.tasks import nothing
 from tests.choice import first
 
 ARRAYS = {

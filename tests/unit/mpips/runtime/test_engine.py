@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 
 from collectives.errors import StallError
 from collectives.fabric import wait
+from collectives.fabric.tasks import Task
 from mpips import StoreError
 from mpips.store.runtime.engine import Engine, Handle, Turns
-from mpips.store.runtime.tasks import Task
 from tests.unit.mpips.runtime.fake import FakeGeneration
 
 OPERATIONS = st.lists(st.tuples(st.lists(st.sampled_from("abcd"), max_size=2), st.integers(-2, 2)), max_size=12)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpips.store.runtime.tasks import goes_on, nothing, together
+from collectives.fabric.tasks import goes_on, nothing, together
 
 
 def task(number: int, steps: int, ended: list[int]) -> Generator[bool, None, None]:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from mpips import Options
+from mpips.store.keys.cutting import Cutting
 from mpips.store.keys.key import Key
 from mpips.store.keys.sharding import Interval, owners, split
-from mpips.store.remote.setup import Cutting
 
 
 def cutting(kind="dist_sync", workers=4, servers=2, clients=2, rank=0, one_node=True, **options):

@@ -49,7 +49,7 @@ class Store:
             rank=0, num_servers=2, num_workers=1, groups=lambda: [[0]], world=None, options=options,
             asynchronous=asynchronous, kind="dist_async" if asynchronous else "dist_sync",
         )  # fmt: skip
-        self.link = Link(layout, self.lines, SimpleNamespace(on_end=[]))
+        self.link = Link(layout, self.lines)
         self.flag = memoryview(bytearray(1))
         shards = []
         cuts = [(0, size)] if size <= STEP else [(0, size // 2), (size // 2, size)]

@@ -158,7 +158,7 @@ def connected(monkeypatch, ordered, rank=0, nodes=(0, 0)):
     memory = Rings.create(2).memory
     region = lines.msgspec.msgpack.encode(lines._Offer(tuple(lines.arena.locate(memory))))
     said = [[region] * 3, [bytes([1] * 3)] * 3]
-    (line,) = lines.connect(layout, SimpleNamespace(meet=lambda *args: said.pop(0), wait=wait)).lines
+    (line,) = lines.connect(layout, SimpleNamespace(meet=lambda *args: said.pop(0)), wait).lines
     assert memory.size  # it is there until now
     return line
 

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from collectives.fabric.tasks import goes_on
 from mpips import Options
 from mpips.store.keys.key import Key, Shard
 from mpips.store.remote.link import Link
-from mpips.store.runtime.tasks import goes_on
 from mpips.store.transport import frames
 from mpips.store.transport.frames import FRAME, Frame, Op
 from mpips.store.transport.outbox import Outbox
@@ -55,16 +55,16 @@ class Spoken:
 
 @pytest.fixture
 def store():
-    line, generation = Spoken(), SimpleNamespace(on_end=[])
+    line = Spoken()
     layout = SimpleNamespace(
         rank=0, num_servers=1, num_workers=1, groups=lambda: [[0]], world=None, options=Options(servers=1)
     )
-    link = Link(layout, [line], generation)
+    link = Link(layout, [line])
     words = [0, 0]
     shard = Shard(3, 0, 0, SIZE, line, (0,), STEP, BLOCKS, mine=1, words=words, stored=np.zeros(SIZE, np.float32))
     key = Key("w", (SIZE,), np.dtype(np.float32), shards=[shard], pushes=[shard])
     link.add(key)
-    return SimpleNamespace(link=link, line=line, key=key, shard=shard, generation=generation, words=words)
+    return SimpleNamespace(link=link, line=line, key=key, shard=shard, words=words)
 
 
 def test_what_servers_say_of_a_unit_is_there_for_who_waits_for_it(store):
@@ -128,8 +128,7 @@ def test_what_servers_count_on_is_filled(store):
     outbox.begin(1)
     outbox.put(values)
     store.link.filling.append((outbox, values))
-    (at_end,) = store.generation.on_end
-    at_end()
+    store.link.quiesce()
     assert outbox.full and not store.link.filling
     assert outbox.slots.tolist() == values.tolist()
 

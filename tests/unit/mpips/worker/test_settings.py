@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from collectives.fabric.tasks import Task
 from collectives.fabric.wait import Limits
 from mpips.store.keys.key import Key
-from mpips.store.runtime.tasks import Task
 from mpips.store.worker.settings import Settings
 
 
