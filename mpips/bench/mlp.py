@@ -38,8 +38,7 @@ from collectives.terminal import (
     write_text,
 )
 from mpips.mlp.mesh import Mesh, TrainingError, agree, misfit, parse
-from mpips.mlp.network.layers import interval
-from mpips.mlp.network.mlp import MLP
+from mpips.mlp.network import MLP, interval
 from mpips.mlp.training import Worker
 from mpips.optimizers import SGD
 

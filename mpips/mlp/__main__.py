@@ -31,8 +31,7 @@ from mpips.mlp.data.loading import WAYS, Data, Opened, load_opened, open_everywh
 from mpips.mlp.data.sources import open_source
 from mpips.mlp.data.text import name_classes
 from mpips.mlp.mesh import Mesh, TrainingError, agree, counted, parse
-from mpips.mlp.network.layers import ACTIVATIONS, DTYPES, MODES, Specification
-from mpips.mlp.network.mlp import MLP
+from mpips.mlp.network import ACTIVATIONS, DTYPES, MLP, MODES, Specification
 from mpips.mlp.options import FiniteRange, words
 from mpips.mlp.prediction import MeshPrediction, predict_all
 from mpips.mlp.servers import STORES, Servers

@@ -15,9 +15,7 @@ from mpi4py import MPI
 
 from mpips.mlp.data.loading import Data, DealRule, Scaling
 from mpips.mlp.mesh import Mesh, agree
-from mpips.mlp.network.layers import Specification, Split, check, working_dtype
-from mpips.mlp.network.mlp import MLP
-from mpips.mlp.network.slice import Network
+from mpips.mlp.network import MLP, Network, Specification, Split, check, splits, working_dtype
 from mpips.mlp.parallel import on_host, put
 from mpips.mlp.training import Worker
 from mpips.optimizers import Optimizer, decode, encode
@@ -220,7 +218,8 @@ def _gather(worker: Worker, layer: int, kind: str, flat: np.ndarray) -> np.ndarr
     cut = network.splits[layer].kind
     if cut == "whole" or (cut == "rows" and kind == "bias"):
         return mine.copy()
-    parts = [_place(each[layer], kind) for each in network.splits_of_all()]
+    everywhere = [splits(network.sizes, network.parts, part, network.mode) for part in range(network.parts)]
+    parts = [_place(each[layer], kind) for each in everywhere]
     counts = [int(np.prod([cut.stop - cut.start for cut in part])) for part in parts]
     received = np.empty(sum(counts), flat.dtype) if comm.rank == 0 else None
     comm.Gatherv(np.ascontiguousarray(mine), [received, counts, None, MPI._typedict[flat.dtype.char]], root=0)

@@ -15,7 +15,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.communicator import communicator
-from mpips.mlp.network.layers import Specification
+from mpips.mlp.network import Specification
 from mpips.optimizers.base import Optimizer
 from mpips.store.runtime.rendezvous import Gathering
 

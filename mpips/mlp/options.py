@@ -19,7 +19,7 @@ from mpips import optimizers
 from mpips.mlp.data.loading import DataShape, DealRule
 from mpips.mlp.data.sources import BUILT_IN, open_source
 from mpips.mlp.mesh import TrainingError, agree, misfit, parse
-from mpips.mlp.network.layers import Specification, largest_slice, working_dtype
+from mpips.mlp.network import Specification, largest_slice, working_dtype
 from mpips.mlp.servers import servers_misfit
 
 OPTIMIZERS = ("sgd", "adagrad", "rmsprop", "adam", "adamw")

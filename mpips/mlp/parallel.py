@@ -18,8 +18,7 @@ from mpi4py import MPI
 
 import collectives
 from collectives import plan
-from mpips.mlp.network.layers import interval
-from mpips.mlp.network.slice import Network
+from mpips.mlp.network import Network, interval
 from mpips.optimizers.base import Optimizer, State
 
 BUCKET_BYTES = 256 << 10
@@ -199,7 +198,7 @@ class TensorExchange:
         self._clock.arrived()
         self._clock.add("forward", start)
 
-    def start_sum(self, array: np.ndarray) -> TensorExchange:
+    def start_sum(self, array: np.ndarray) -> None:
         """Begin to sum a backward array over the ranks; one at a time."""
         start = perf_counter()
         self._running = self._sum_of(array)
@@ -207,7 +206,6 @@ class TensorExchange:
         self._clock.sent()
         self._under_way = True
         self._clock.add("backward", start)
-        return self
 
     def poll(self) -> None:
         """Move on the sum that has been started."""

@@ -17,9 +17,7 @@ from mpi4py import MPI
 import collectives
 from collectives.simulator.cost import FREE, LinkCost, fit
 from mpips.mlp.mesh import Mesh, Spans, alike, factorings, of_network, of_optimizer, spans_nodes
-from mpips.mlp.network.layers import Specification, interval, kinds, largest_slice, working_dtype
-from mpips.mlp.network.mlp import MLP
-from mpips.mlp.network.slice import Network
+from mpips.mlp.network import MLP, Network, Specification, interval, kinds, largest_slice, working_dtype
 from mpips.mlp.parallel import Sum, buckets
 from mpips.optimizers import SGD, Optimizer
 
@@ -227,10 +225,9 @@ class MuteExchange:
         """Note a sum."""
         self.note("sum", array.size)
 
-    def start_sum(self, array: np.ndarray) -> MuteExchange:
+    def start_sum(self, array: np.ndarray) -> None:
         """Note a sum that begins."""
         self.note("start", array.size)
-        return self
 
     def wait(self) -> None:
         """Note that the sum is needed."""

@@ -24,8 +24,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpips.mlp.mesh import Mesh, TrainingError, agree, alike, counted, nodes
-from mpips.mlp.network.layers import interval
-from mpips.mlp.network.slice import Network
+from mpips.mlp.network import Network, interval
 from mpips.mlp.parallel import Clock, LocalUpdate, LossScale, WeightUpdate
 from mpips.optimizers.base import Optimizer, State, initial
 from mpips.optimizers.elastic import INTERVAL, Elastic1, Elastic2

@@ -20,9 +20,7 @@ import collectives
 from mpips.mlp.data.loading import Data, DealRule, epoch_order, load
 from mpips.mlp.data.sources import DataSource
 from mpips.mlp.mesh import Mesh, TrainingError, agree, alike, counted, of_network, of_optimizer, parse, spans_nodes
-from mpips.mlp.network.layers import Specification
-from mpips.mlp.network.mlp import MLP
-from mpips.mlp.network.slice import Network
+from mpips.mlp.network import MLP, Network, Specification
 from mpips.mlp.parallel import PHASES, Clock, LocalUpdate, LossScale, TensorExchange, WeightUpdate, on_host
 from mpips.mlp.prediction import choose_mesh
 from mpips.optimizers.base import Optimizer

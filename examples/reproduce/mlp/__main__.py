@@ -27,7 +27,7 @@ from collectives.machine import usable_cores
 from collectives.terminal import Interruptible, OutFile, Picture, show_table, writing
 from examples.reproduce.results import write_json
 from mpips.mlp.mesh import factorings
-from mpips.mlp.network.layers import Specification, interval, largest_slice
+from mpips.mlp.network import Specification, interval, largest_slice
 from mpips.mlp.prediction import LinkCost, allreduce_seconds, exchange_seconds, messages, trace
 from mpips.optimizers import SGD
 

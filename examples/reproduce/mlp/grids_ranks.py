@@ -18,7 +18,7 @@ from mpi4py import MPI
 from mpips.mlp import MLP, Mesh, TrainingError, load, open_source, train
 from mpips.mlp.data.sources import DataSource
 from mpips.mlp.mesh import factorings
-from mpips.mlp.network.layers import MODES
+from mpips.mlp.network import MODES
 from mpips.optimizers import SGD
 
 WIDTHS = {"8 divides": (32, 16), "odd": (13, 11, 7), "narrow": (2, 3, 1, 5)}

@@ -17,7 +17,7 @@ from mpi4py import MPI
 from examples.reproduce import rank
 from mpips.mlp import MLP
 from mpips.mlp.mesh import Mesh
-from mpips.mlp.network.layers import Specification, interval
+from mpips.mlp.network import Specification, interval
 from mpips.mlp.parallel import hidden_share
 from mpips.mlp.prediction import predict, predict_all
 from mpips.mlp.training import Worker

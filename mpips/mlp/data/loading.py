@@ -21,7 +21,7 @@ from mpi4py import MPI
 from mpips.mlp.data.sources import DataSource, read_checked
 from mpips.mlp.data.text import is_number, listed, see_few
 from mpips.mlp.mesh import Mesh, TrainingError, agree, alike
-from mpips.mlp.network.layers import interval, working_dtype
+from mpips.mlp.network import interval, working_dtype
 
 WAYS = ("read", "scatter")
 _BLOCK_BYTES = 32 << 20  # of rows that a reader has on the way at a time, so that nobody holds all

@@ -20,7 +20,7 @@ import numpy as np
 from collectives.machine import check_memory
 from mpips.mlp.data.text import NO_LABEL, TextSource, airfoil, label_of
 from mpips.mlp.mesh import TrainingError, counted
-from mpips.mlp.network.layers import interval
+from mpips.mlp.network import interval
 
 BUILT_IN = ("digits", "mnist", "airfoil", "synthetic")
 MNIST_FILE = "mnist_5k.csv.gz"

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from mpips.mlp.mesh import TrainingError
-from mpips.mlp.network.layers import interval
+from mpips.mlp.network import interval
 
 MOST_LABELS = 10_000
 """Labels that may be classes; more of them are numbers to be learned."""

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from mpips.mlp import parallel
 from mpips.mlp.mesh import Spans, factorings, parse
-from mpips.mlp.network.layers import Specification, largest_slice
+from mpips.mlp.network import Specification, largest_slice
 from mpips.mlp.parallel import BUCKET_BYTES, Clock, buckets, hidden_share
 from mpips.mlp.prediction import (
     LinkCost,

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpips.mlp.data.loading import deal, epoch_order
-from mpips.mlp.network.layers import Specification, interval, splits
-from mpips.mlp.network.slice import Network
+from mpips.mlp.network import Network, Specification, interval, splits
 from mpips.mlp.prediction import MuteExchange
 
 SIZES = st.lists(st.integers(1, 12), min_size=2, max_size=6)

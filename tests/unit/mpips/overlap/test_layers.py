@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpips.mlp.network.mlp import MLP
+from mpips.mlp.network import MLP
 from mpips.overlap import check_model, lay_out
 
 
