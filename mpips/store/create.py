@@ -19,8 +19,7 @@ from mpips.store.api import KVStore
 from mpips.store.checkpoint import resume
 from mpips.store.checkpoint.resume import Regular
 from mpips.store.options import OptionError, Options
-from mpips.store.recovery.plan import Member
-from mpips.store.recovery.recover import StandBy, wait_for_role
+from mpips.store.recovery.recover import Member, StandBy, wait_for_role
 from mpips.store.remote.backend import Served
 from mpips.store.replicated.backend import Serverless
 from mpips.store.roles import Layout, Seat
@@ -264,8 +263,8 @@ class _Spare:
         if seat is None:
             return Serverless(layout, generation)
         if layout.is_worker:
-            return Served(layout, generation, seat.shared, stands_by.held())
-        return Server(layout, seat, generation, stands_by.held())
+            return Served(layout, generation, seat.shared, stands_by.old_memory)
+        return Server(layout, seat, generation, stands_by.old_memory)
 
 
 def _serve(server: Server, opened: Callable[[OpenStore], Server | None] | None = None) -> NoReturn:

@@ -24,7 +24,7 @@ from mpips.optimizers.base import Optimizer, State, state_dtypes
 from mpips.optimizers.schedules import Groups
 from mpips.store.keys.rows import RowSparse
 from mpips.store.recovery import undo
-from mpips.store.recovery.inventory import Holding, Shelf, dtype_names
+from mpips.store.recovery.plan import Holding, Shelf, dtype_names
 from mpips.store.recovery.undo import WORDS, Undo, with_state
 from mpips.store.roles import Layout
 from mpips.store.server.unit import Unit

@@ -1,4 +1,4 @@
-"""The plan of a recovery: at which round each key stands, and from whose memory each unit comes. Pure.
+"""What each rank holds when a generation is over, and the plan of the next one that follows from it. Pure data.
 
 Every rank brings an `Inventory`, and the same plan follows on every rank: `choose_rounds`, then `make_plan`. A round
 may have ended for some keys and not for others. Where all can be put back to one, none is lost and none counts twice:
@@ -10,30 +10,141 @@ the lowest rank of those that have it gives them to those that have not. A worke
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from collectives.errors import CollectiveError
-from mpips import compression
+from mpips.compression import registry as compression
 from mpips.compression.base import Compressor
-from mpips.optimizers import Groups, decode, decode_numbers
+from mpips.optimizers.registry import decode, decode_numbers, encode
+from mpips.optimizers.schedules import Groups
 from mpips.store.keys.cutting import Cards, Cutting
 from mpips.store.keys.key import Key, Name, Rounds
 from mpips.store.keys.sharding import Interval
-from mpips.store.recovery.inventory import Holding, Inventory, Shelf, common_keys, decode_settings
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import LostError
 from mpips.store.transport import frames
 from mpips.store.transport.frames import Change, Created, UnitCard, dtype_of
 
-Result = TypeVar("Result", covariant=True)
 SHOWN = 4
-REFUSALS = (ValueError, TypeError)
+
+
+# ---- what each rank holds
+
+
+class Holding(msgspec.Struct, array_like=True):
+    """One unit, a copy of it, or a replica: elements [start, stop) of a key, and the rounds at which they can be had.
+
+    It is the one record of a unit: servers' own memory, that of dead servers, mirrors and replicas bring it alike.
+    """
+
+    key: int | str
+    start: int
+    stop: int
+    standings: list[tuple[int, int | None]]
+    """The rounds at which it can be had, the newest first, each with the optimizer's step; None: no state yet."""
+    torn: bool
+    """Whether a change of it has broken off. A torn replica cannot be had whole; its one standing is what is there."""
+    states: list[str]
+    """Dtypes of the optimizer's state."""
+    pushes: list[tuple[int, int]] = []
+    """In an asynchronous store, of each contributor how many of its pushes are in it."""
+
+
+class Shelf(msgspec.Struct, array_like=True):
+    """All units of one owner: a server, by its rank in the generation before, or a worker with replicas, by its rank.
+
+    The copies that a server keeps of others' units as their mirror are another shelf.
+    """
+
+    owner: int
+    live: bool
+    """Whether the owner itself says so."""
+    settings: bytes
+    units: list[Holding]
+    changes: int = 0
+    """Without servers: how many changes of settings the owner has made."""
+
+    @property
+    def is_copy(self) -> bool:
+        """Return whether these are copies."""
+        return self.owner < 0
+
+
+def copies_of(rank: int) -> int:
+    """Return the owner of the shelf with the copies that this rank keeps."""
+    return -1 - rank
+
+
+class KeyCard(msgspec.Struct, array_like=True, frozen=True):
+    """A key as a worker knows it."""
+
+    name: int | str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, key: Key) -> KeyCard:
+        """Return the card of a key."""
+        return cls(key.name, tuple(key.shape), key.dtype.name)
+
+
+class Inventory(msgspec.Struct, array_like=True):
+    """All that one rank brings to the beginning of a generation."""
+
+    shelves: list[Shelf] = []
+    mapped: list[int] = []
+    """Servers of the generation before whose memory it has mapped."""
+    keys: list[KeyCard] | None = None
+    """On a worker that was one before."""
+    local: bool = True
+    """On a worker: whether all servers share its node."""
+    shared_cores: bool = False
+    """Whether processes of its node share cores."""
+    changes: tuple[int, int, bytes] = (0, 0, b"")
+    """On a worker of servers: how many changes of settings it has begun, how many it has made, and the last one."""
+
+
+def common_keys(said: Sequence[Inventory]) -> list[KeyCard]:
+    """Return the keys that all workers know alike which were workers before, in the order of the first of them."""
+    lists = [one.keys for one in said if one.keys is not None]
+    if not lists:
+        return []
+    known = [{*cards} for cards in lists]
+    return [card for card in lists[0] if all(card in cards for cards in known)]
+
+
+def dtype_names(arrays: Sequence[Any]) -> list[str]:
+    """Return the dtypes of arrays as messages hold them."""
+    return [np.asarray(array).dtype.name for array in arrays]
+
+
+class _Settings(msgspec.Struct, array_like=True):
+    default: bytes | None = None
+    own: list[tuple[int | str, bytes]] = []
+    compression: dict[str, str | int | float] | None = None
+
+
+def encode_settings(groups: Groups, compressor: Compressor | None) -> bytes:
+    """Return optimizers and compression as bytes, for a ledger and for other ranks."""
+    own = [(name, encode(one)) for name, one in groups.own.items()]
+    default = None if groups.default is None else encode(groups.default)
+    chosen = None if compressor is None else compression.options(compressor)
+    return msgspec.msgpack.encode(_Settings(default, own, chosen))
+
+
+def decode_settings(data: bytes) -> tuple[Groups, Compressor | None]:
+    """Return what `encode_settings` was given."""
+    said = msgspec.msgpack.decode(data, type=_Settings)
+    default = None if said.default is None else decode(said.default)
+    groups = Groups(default, {name: decode(one) for name, one in said.own})
+    return groups, None if said.compression is None else compression.create(said.compression)
 
 
 # ---- what is chosen, and what follows
@@ -170,7 +281,7 @@ class RecoveryPlan:
         if isinstance(change, frames.SetOptimizer):
             groups.set(decode(change.optimizer), change.keys)
         elif isinstance(change, frames.UpdateOptimizer):
-            with suppress(*REFUSALS):
+            with suppress(ValueError, TypeError):
                 groups.update(decode_numbers(change.numbers), change.keys)
         else:
             compressor = compression.create(change.options)
@@ -180,40 +291,12 @@ class RecoveryPlan:
         return max((one.changes for one in self.said), key=lambda changes: changes[0])
 
 
-# ---- who makes it come true
-
-
 class Placed(msgspec.Struct, array_like=True):
     """A server's word to all when it is filled: where its units lie, and why it refuses the change of settings that
     the end of the generation interrupted. Of other ranks nothing."""
 
     where: Created | None = None
     refusal: str = ""
-
-
-class Member(Protocol[Result]):
-    """The part of one rank in a recovery. All of it may be asked for again, in another attempt."""
-
-    @property
-    def lines(self) -> Sequence[Any]:
-        """A worker's lines to the servers; on other ranks anything, as often."""
-        ...
-
-    def take_inventory(self, known: Container[Name]) -> Inventory:
-        """Connect anew, and return what this rank holds. A worker's keys count if they are `known`. Collective."""
-        ...
-
-    def transfer(self, plan: RecoveryPlan) -> Placed:
-        """Send what others need, and take in what this rank needs. Collective, blocking."""
-        ...
-
-    def rebuild(self, plan: RecoveryPlan, placed: Sequence[Placed]) -> Result:
-        """Be what the plan says; return what this rank is then. `placed`: of each server. Local."""
-        ...
-
-    def commit(self) -> None:
-        """Drop what was kept for another attempt: the generation has begun. Local."""
-        ...
 
 
 # ---- the choice of rounds

@@ -1,15 +1,14 @@
 """`recover()`: a store goes on after a failure or a death. The next generation begins with all ranks left, or none.
 
     1 agree who is left         `renew`: all that live say that they go on, and take roles (`membership`)
-    2 gather what each holds    `Member.take_inventory`, and one exchange (`inventory`)
+    2 gather what each holds    `Member.take_inventory`, and one exchange of what `plan` calls an inventory
     3 choose the round          `plan.choose_rounds`: one for all keys, if it can be had
     4 plan                      `plan.make_plan`: pure data, the same on every rank
-    5 transfer                  `Member.transfer`: bytes go where the plan says (`transfer`)
+    5 transfer                  `Member.transfer`: bytes go where the plan says (`UnitTransfer`)
     6 rebuild                   `Member.rebuild`: lines, keys and units of the new generation
     7 begin the generation      all agree that all have come through; else all is put back, and tried again
 
-Members are servers, workers with servers, workers without (replicas) and spares. A process may die at any moment, also
-while the others make new communicators, which blocks in MPI. So a thread watches
+A process may die at any moment, also while the others make new communicators, which blocks in MPI. So a thread watches
 (`collectives.fabric.failure.Making`), and at the end all agree, uniformly, whether everybody has come through.
 """
 
@@ -20,27 +19,46 @@ import logging
 import time
 from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
+import numpy as np
 from mpi4py import MPI
+from numpy.typing import NDArray
 
 from collectives.errors import CollectiveError, StallError
+from collectives.fabric.arena import Region
 from collectives.fabric.failure import Making, deaths
-from collectives.fabric.requests import sweep
+from collectives.fabric.requests import send, sweep
+from mpips.optimizers.base import initial
+from mpips.optimizers.schedules import Groups
 from mpips.store.keys.key import Name
-from mpips.store.recovery.inventory import Inventory
-from mpips.store.recovery.memory import LastGeneration, NodeMemory
-from mpips.store.recovery.plan import Member, Placed, RecoveryPlan, choose_rounds, make_plan
-from mpips.store.recovery.transfer import ReachableMemory, UnitTransfer
+from mpips.store.recovery.memory import LastGeneration, NodeMemory, SurvivingUnit, UnitMemory, arrays_of_unit
+from mpips.store.recovery.mirror import MirroredUnits
+from mpips.store.recovery.plan import (
+    Inventory,
+    Placed,
+    RecoveryPlan,
+    Transfer,
+    UnitPlan,
+    choose_rounds,
+    make_plan,
+)
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import LostError, StoreError, of_kind, uninterrupted
 from mpips.store.runtime.generation import FREEING_SECONDS, NEVER, Generation
-from mpips.store.transport.lines import connect
+from mpips.store.server.unit import Unit
+from mpips.store.transport.frames import Created, dtype_of
+from mpips.store.transport.lines import Connection, Line, connect
+from mpips.store.transport.messages import cut_bytes
 
+Array = NDArray[Any]
 T = TypeVar("T")
 WHAT = "recover"
 SLEEP_SECONDS = 0.01
+TAG = 5
+"""Of messages with old values, on the store's communicator."""
+MESSAGE_BYTES = 64 << 20
 LOG = logging.getLogger("mpips.store")
 DONE, DIED, FAILED = 0b11, 0b10, 0b00
 """How an attempt has ended. Of all ranks' words the bits that all have count."""
@@ -68,11 +86,13 @@ def recover(
 
     begun = renew(generation, rebuild, grow)  # 1 agree who is left, and 7 begin the generation
     if begun is not None:
-        begun[0].commit()
-        layout, seconds = generation.layout, time.monotonic() - begun_at
+        member, layout = begun[0], generation.layout
+        member.commit()
+        role = "worker" if layout.is_worker else "spare" if layout.is_spare else "server"
         LOG.info(
-            "rank %d: recovered in %.3f s: %d workers, %d servers, %d spares; dead since the last generation: %s",
-            layout.rank, seconds, layout.num_workers, layout.num_servers, layout.spares, layout.lost or "none",
+            "rank %d, %s: recovered in %.3f s, %d bytes moved: %d workers, %d servers, %d spares; dead since the last "
+            "generation: %s", layout.rank, role, time.monotonic() - begun_at, member.nbytes, layout.num_workers,
+            layout.num_servers, layout.spares, layout.lost or "none",
         )  # fmt: skip
     return begun
 
@@ -177,9 +197,6 @@ def _begin_with_survivors(generation: Generation, rebuild: Callable[[], T], grow
     return []
 
 
-# ---- spares
-
-
 def wait_for_role(generation: Generation, join: Callable[[], Member[T]]) -> tuple[Member[T], T] | None:
     """Wait as a spare until this rank has a role; return its member, and what it is then; None where the store ends.
 
@@ -199,46 +216,215 @@ def wait_for_role(generation: Generation, join: Callable[[], Member[T]]) -> tupl
     return None
 
 
-class StandBy:
+# ---- 2, 5 and 6: the part of one rank
+
+
+class Member(Generic[T]):
+    """One rank in a recovery: a server, a worker or a spare. All of it may be asked for again, in another attempt.
+
+    `memory`: that of the servers on this node, which outlives them. What a rank does beside is its own.
+    """
+
+    ledger: Region | None = None
+    """Where this rank's own ledger lies, if it is a server that keeps one."""
+
+    def __init__(self, layout: Layout, generation: Generation, memory: NodeMemory | None = None) -> None:
+        self.layout, self.generation, self.memory = layout, generation, memory or NodeMemory()
+        self._last: LastGeneration[NodeMemory] = LastGeneration()
+        self.nbytes = 0
+        """Bytes that this rank has sent and received in the last attempt."""
+
+    @property
+    def lines(self) -> Sequence[Line | None]:
+        """Return a worker's lines to the servers; on other ranks as many None."""
+        return [None] * self.layout.num_servers
+
+    @property
+    def old_memory(self) -> NodeMemory:
+        """Return the memory of the last generation's servers, in every attempt to begin the next one."""
+        return self._last.before(self.generation.number, self.memory)
+
+    def connect(self) -> Connection:
+        """Connect workers and servers anew, and map the memory of this node's servers. Collective, blocking."""
+        connection = connect(self.layout, self.generation, self.generation.wait, self.ledger)
+        self.new_memory = NodeMemory(connection.ledgers)
+        return connection
+
+    def take_inventory(self, known: Container[Name]) -> Inventory:
+        """Connect anew, and return what this rank holds. A worker's keys count if they are `known`. Collective."""
+        old = self.old_memory
+        if self.layout.num_servers:
+            self.connection = self.connect()
+        return Inventory(old.shelves(self.layout, self.generation.number), old.ranks)
+
+    def transfer(self, plan: RecoveryPlan) -> Placed:
+        """Send what others need, and take in what this rank needs. Collective, blocking."""
+        self.move(plan, ReachableMemory(self.old_memory, self.generation.number))
+        return Placed()
+
+    def move(self, plan: RecoveryPlan, reached: ReachableMemory, units: Sequence[Unit] = ()) -> None:
+        """Send what others need of the memory that this rank reaches, and fill its new `units`. Collective, blocking.
+        """
+        moved = UnitTransfer(plan, self.layout, reached, units)
+        self.generation.wait(moved.is_over, WHAT)
+        moved.finish()
+        self.nbytes = moved.nbytes
+
+    def rebuild(self, plan: RecoveryPlan, placed: Sequence[Placed]) -> T:
+        """Be what the plan says; return what this rank is then. `placed`: of each server. Local."""
+        raise NotImplementedError
+
+    def commit(self) -> None:
+        """Drop what was kept for another attempt: the generation has begun. Local."""
+        if self.layout.num_servers:
+            self.memory = self.new_memory
+        self._last.forget()
+
+
+class StandBy(Member[None]):
     """A spare while it is one: it keeps the memory of servers for the others.
 
     Made while workers and servers begin: collective with them, blocking.
     """
 
     def __init__(self, layout: Layout, generation: Generation) -> None:
-        self._layout, self._generation = layout, generation
-        self._now = self._next = self._map_servers()
-        self._last: LastGeneration[NodeMemory] = LastGeneration()
-
-    def _map_servers(self) -> NodeMemory:
-        if not self._layout.num_servers:
-            return NodeMemory({})
-        return NodeMemory(connect(self._layout, self._generation, self._generation.wait).ledgers)
-
-    @property
-    def lines(self) -> Sequence[Any]:
-        """See `Member`: a spare has none."""
-        return [None] * self._layout.num_servers
-
-    def held(self) -> NodeMemory:
-        """Return what this rank keeps, in every attempt to begin the next generation."""
-        return self._last.before(self._generation.number, self._now)
-
-    def take_inventory(self, known: Container[Name]) -> Inventory:
-        """See `Member`."""
-        held, self._next = self.held(), self._map_servers()
-        return Inventory(held.shelves(self._layout, self._generation.number), held.ranks)
-
-    def transfer(self, plan: RecoveryPlan) -> Placed:
-        """See `Member`."""
-        moved = UnitTransfer(plan, self._layout, ReachableMemory(self.held(), self._generation.number))
-        self._generation.wait(moved.is_over, WHAT)
-        return Placed()
+        super().__init__(layout, generation)
+        if layout.num_servers:
+            self.connect()
+            self.memory = self.new_memory
 
     def rebuild(self, plan: RecoveryPlan, placed: Sequence[Placed]) -> None:
-        """See `Member`: it stays a spare."""
-        self._now = self._next
+        """Stay a spare."""
 
-    def commit(self) -> None:
-        """See `Member`."""
-        self._last.forget()
+
+# ---- 5: bytes go where the plan says
+
+
+class ReachableMemory:
+    """The memory that this rank reaches: its own units, those of servers that are mapped here, and copies that
+    it keeps of others."""
+
+    def __init__(
+        self, node: NodeMemory, generation: int, units: Sequence[Unit] = (), owner: int = -1,
+        copies: MirroredUnits | None = None,
+    ) -> None:  # fmt: skip
+        """`generation`: the one that is to begin. `owner`: the rank that this one had as a server."""
+        self.units, self._owner, self._node, self._generation, self._copies = units, owner, node, generation, copies
+
+    def arrays_of(self, owner: int, index: int, before: bool) -> list[Array]:
+        """Return values and state of a unit; `before`: as they were a round before. Not to be changed."""
+        if owner >= 0 and owner == self._owner:
+            return arrays_of_unit(self.units[index], before)
+        if owner < 0:
+            assert self._copies is not None
+            return self._copies.arrays_of(index, before)
+        return self._node.arrays_of(owner, index, before, self._generation)
+
+
+def make_units(
+    plan: RecoveryPlan, rank: int, memory: UnitMemory, groups: Groups, reached: ReachableMemory
+) -> tuple[list[Unit], Created]:
+    """Return the units that the server `rank` is to have, yet to be filled, and where workers find them."""
+    mine = [one for one in plan.units if one.server == rank]
+    adopted = {one.card.number: reached.units[one.transfers[0].part.unit] for one in mine if one.adopted}
+    return memory.make([one.card for one in mine], groups, adopted)
+
+
+class UnitTransfer:
+    """The transfers of one rank: it sends what others need, and fills its own new units.
+
+    Making it posts all messages, and copies what this rank reaches; `is_over` tells when `finish` may be called.
+    """
+
+    def __init__(
+        self, plan: RecoveryPlan, layout: Layout, reached: ReachableMemory, units: Sequence[Unit] = ()
+    ) -> None:
+        """`units`: this server's new ones, in the order of the plan."""
+        self._plan, self._comm, self._reached = plan, layout.world, reached
+        self._requests: list[MPI.Request] = []
+        self.nbytes = 0
+        """Bytes that this rank sends and receives."""
+        self._left: list[tuple[UnitPlan, Unit, list[list[Array]]]] = []
+        self._send(layout.rank)
+        mine = [one for one in plan.units if one.server == layout.rank]
+        for one, unit in zip(mine, units, strict=True):
+            if one.adopted:
+                _adopt(one, reached.units[one.transfers[0].part.unit], unit)
+            else:
+                self._left.append((one, unit, [self._take(unit, transfer) for transfer in one.transfers]))
+
+    def is_over(self) -> bool:
+        """Return whether all messages have come and gone."""
+        return MPI.Request.Testall(self._requests)
+
+    def finish(self) -> None:
+        """Let the new units stand at their rounds, as all messages are there."""
+        for one, unit, states in self._left:
+            steps = [_step(self._plan, transfer) for transfer in one.transfers]
+            state, step = _join_states(unit, one.transfers, states, steps)
+            unit.stands(one.round, one.pushes, state, step, one.torn)
+
+    def _send(self, rank: int) -> None:
+        """Begin to send what other ranks need of this one's memory. Messages keep the arrays that they are made of."""
+        for one in self._plan.units:
+            for transfer in one.transfers:
+                if transfer.sent and transfer.holder == rank:
+                    part, start = transfer.part, self._plan.holding(transfer).start
+                    for array in self._reached.arrays_of(part.owner, part.unit, part.before):
+                        for data in cut_bytes(array[transfer.start - start : transfer.stop - start], MESSAGE_BYTES):
+                            self.nbytes += data.nbytes
+                            self._requests.append(send(self._comm, data, one.server, TAG))
+
+    def _take(self, unit: Unit, transfer: Transfer) -> list[Array]:
+        """Copy values to the unit, or begin to receive them; return the arrays of state, none where there is no
+        state."""
+        holding, part = self._plan.holding(transfer), transfer.part
+        values = unit.stored[transfer.start - unit.start : transfer.stop - unit.start]
+        if not transfer.sent:
+            first, last = transfer.start - holding.start, transfer.stop - holding.start
+            there, *state = self._reached.arrays_of(part.owner, part.unit, part.before)
+            values[...] = there[first:last]
+            return [array[first:last] for array in state]
+        names = [] if _step(self._plan, transfer) is None else holding.states
+        state = [np.empty(values.shape, dtype_of(name)) for name in names]
+        for array in (values, *state):
+            for data in cut_bytes(array, MESSAGE_BYTES):
+                self.nbytes += data.nbytes
+                self._requests.append(self._comm.Irecv(data, transfer.holder, TAG))
+        return state
+
+
+def _adopt(plan: UnitPlan, old: Unit, unit: Unit) -> None:
+    """Let the new unit have the old one's arrays: it stands where the old one does, or is put back to."""
+    if plan.transfers[0].part.before:
+        assert isinstance(old, SurvivingUnit)
+        old.undo.back()
+        old.goes_back_to(old.undo.standings()[0][1])
+        old.round = plan.round
+    slots = 0 if unit.optimizer is None else len(initial(unit.optimizer, unit.stored[:0]))
+    state, step = (old.state, old.step) if slots == len(old.state or ()) else (None, 0)
+    unit.stands(plan.round, plan.pushes, state, step, plan.torn)
+
+
+def _join_states(
+    unit: Unit, transfers: Sequence[Transfer], states: Sequence[list[Array]], steps: Sequence[int | None]
+) -> tuple[list[Array] | None, int]:
+    """Return the optimizer's state, put together, and its step. What has none yet begins with one where others have
+    it."""
+    known = [step for step in steps if step is not None]
+    if not known or unit.optimizer is None:
+        return None, 0
+    probe = initial(unit.optimizer, unit.stored[:0])
+    mine = unit.undo.state if unit.undo else [np.empty(unit.stored.shape, array.dtype) for array in probe]
+    for transfer, state, step in zip(transfers, states, steps, strict=True):
+        first, last = transfer.start - unit.start, transfer.stop - unit.start
+        given = initial(unit.optimizer, unit.stored[first:last]) if step is None else state
+        if [array.dtype for array in given] != [array.dtype for array in mine]:
+            return None, 0  # of another optimizer, which this server has not heard of
+        for array, part in zip(mine, given, strict=True):
+            array[first:last] = part
+    return mine, max(known)
+
+
+def _step(plan: RecoveryPlan, transfer: Transfer) -> int | None:
+    return plan.holding(transfer).standings[int(transfer.part.before)][1]

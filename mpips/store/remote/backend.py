@@ -17,11 +17,9 @@ from mpips.optimizers import Optimizer
 from mpips.store.keys.cutting import Cutting
 from mpips.store.keys.key import Fast, FastList, Key, Name
 from mpips.store.keys.rows import RowSparse
-from mpips.store.recovery.inventory import Inventory, KeyCard
 from mpips.store.recovery.memory import LastGeneration, NodeMemory
-from mpips.store.recovery.plan import Placed, RecoveryPlan
-from mpips.store.recovery.recover import WHAT, former_rank
-from mpips.store.recovery.transfer import ReachableMemory, UnitTransfer
+from mpips.store.recovery.plan import Inventory, KeyCard, Placed, RecoveryPlan
+from mpips.store.recovery.recover import Member, former_rank
 from mpips.store.remote.client import Client, Members
 from mpips.store.remote.fast import General, by_itself, in_client
 from mpips.store.remote.link import Link
@@ -33,7 +31,7 @@ from mpips.store.roles import Layout
 from mpips.store.runtime.errors import in_order
 from mpips.store.runtime.generation import Generation
 from mpips.store.transport import frames
-from mpips.store.transport.lines import Line, connect
+from mpips.store.transport.lines import Line
 from mpips.store.worker.backend import Recovered
 
 Array = NDArray[Any]
@@ -45,40 +43,36 @@ class Kept(NamedTuple):
     keys: list[Key]
     residuals: Residuals | None
     changes: Changes
-    held: NodeMemory
 
 
-class Served:
+class Served(Member[Recovered]):
     """One worker of a store with servers; it may be used once it has begun, or recovered.
 
-    `cores_shared`: processes of the store share cores. `held`: what this rank kept while it was a spare. It holds what
-    it is made of: the link to the servers, this worker's pushes and pulls, those of its client, rows, the making of
-    keys, settings and states.
+    `cores_shared`: processes of the store share cores. `memory`: what this rank kept while it was a spare.
     """
 
     def __init__(
-        self, layout: Layout, generation: Generation, cores_shared: bool, held: NodeMemory | None = None
+        self, layout: Layout, generation: Generation, cores_shared: bool, memory: NodeMemory | None = None
     ) -> None:
-        self.layout, self._generation, self._cores_shared = layout, generation, cores_shared
+        super().__init__(layout, generation, memory)
+        self._cores_shared = cores_shared
         self.direct = False
         self._link = Link(layout, [])
         self._push, self._pull = Push(layout, self._link), Pull(layout, self._link)
         self._setup = Setup(layout, generation, self._link)
         self._settings = Settings(layout, self._setup, self._push)
-        self._held = held or NodeMemory()
-        self._last: LastGeneration[Kept] = LastGeneration()
+        self._last_kept: LastGeneration[Kept] = LastGeneration()
         self._members: Members | None = None
         generation.on_end.append(self._quiesce)
 
     def begin(self) -> None:
         """The store's first generation. Collective over workers and servers, blocking."""
-        lines, _, ledgers = connect(self.layout, self._generation, self._generation.wait)
-        self._link.renew(lines)
-        told = self._generation.meet(b"%d" % self._link.all_local, "create")
+        self._link.renew(self.connect().lines)
+        self.memory = self.new_memory
+        told = self.generation.meet(b"%d" % self._link.all_local, "create")
         self._serve([data == b"1" for data in told])
         side_by_side = not (self._cores_shared or self.layout.asynchronous)
         self._setup.cut_by(Cutting(self.layout, self.one_node, side_by_side))
-        self._held = NodeMemory(ledgers)
 
     def _serve(self, near: Sequence[bool]) -> None:
         """Make the parts that live as long as one generation. `near`: whether each worker shares its node with all
@@ -93,12 +87,12 @@ class Served:
         self._route: Alone | Client = Alone(self._push, self._pull, self.one_node, layout.asynchronous)
         if self._size > 1:
             assert layout.client is not None
-            home = self._generation.within(layout.client, names)
+            home = self.generation.within(layout.client, names)
             self._members = Members(home, layout.client, names[0], self.one_node)
             self._route = Client(layout, self._members, self._push, self._pull, self._reads)
         self._rows = Sparse(layout, self._members, self._route, self._push, self._pull, self._reads)
         self.stored = Stored(layout, self._link, self._setup, self._push, self._size)
-        self._general = General(self._generation.flag, self._link, self._push, self._pull)
+        self._general = General(self.generation.flag, self._link, self._push, self._pull)
 
     def _quiesce(self) -> None:
         """Let nobody touch memory that the caller has back, as the generation is over."""
@@ -216,25 +210,16 @@ class Served:
         return self._link.lines
 
     def take_inventory(self, known: Container[Name]) -> Inventory:
-        """See `Member`: this worker's keys and changes of settings, and the memory of dead servers on its node."""
-        layout, number = self.layout, self._generation.number
-        keys = self._setup.standing(known)
-        old = self._last.before(number, Kept(keys, self._push.residuals, self._settings.changes, self._held))
-        lines, _, self._ledgers = connect(layout, self._generation, self._generation.wait)
-        self._link.renew(lines)
-        mine = Inventory(old.held.shelves(layout, number), old.held.ranks)
+        """Return also this worker's keys and changes of settings."""
+        now = Kept(self._setup.standing(known), self._push.residuals, self._settings.changes)
+        old = self._last_kept.before(self.generation.number, now)
+        mine = super().take_inventory(known)
+        self._link.renew(self.connection.lines)
         mine.local, mine.shared_cores = self._link.all_local, self._cores_shared
-        if former_rank(layout) >= 0:
+        if former_rank(self.layout) >= 0:
             mine.keys, mine.changes = [KeyCard.of(key) for key in old.keys], old.changes
         self._old = old
         return mine
-
-    def transfer(self, plan: RecoveryPlan) -> Placed:
-        """See `Member`."""
-        reached = ReachableMemory(self._old.held, self._generation.number)
-        moved = UnitTransfer(plan, self.layout, reached)
-        self._generation.wait(moved.is_over, WHAT)
-        return Placed()
 
     def rebuild(self, plan: RecoveryPlan, placed: Sequence[Placed]) -> Recovered:
         """See `Member`."""
@@ -245,12 +230,12 @@ class Served:
         self._settings.begin(Changes(*changes), groups)
         self._push.residuals = _residuals(self._old, plan.keys, compressor, Changes(*changes), self.layout.rank)
         self._bind_all()
-        self._held = NodeMemory(self._ledgers)
         return Recovered(plan.rounds, plan.keys, groups, compressor)
 
     def commit(self) -> None:
         """See `Member`."""
-        self._last.forget()
+        super().commit()
+        self._last_kept.forget()
 
     def open_store(self, request: frames.OpenStore) -> Task[None]:
         """Ask all servers to take part in the making of one more store. All workers ask, and then make it."""
@@ -284,7 +269,6 @@ def _residuals(
         for shard in key.pushes:
             made.put(shard.number, whole[shard.start : shard.stop], key.dtype)
     return made
-
 
 
 

@@ -14,8 +14,8 @@ from mpips.compression import Compressor
 from mpips.optimizers import Groups, Optimizer
 from mpips.store.keys.key import Key, Name, label
 from mpips.store.keys.rows import RowSparse
-from mpips.store.recovery.inventory import Inventory
-from mpips.store.recovery.plan import Placed, RecoveryPlan
+from mpips.store.recovery.plan import Inventory, Placed, RecoveryPlan
+from mpips.store.recovery.recover import Member
 from mpips.store.replicated.fast import Blocks, Fast, Lists, Sums, blocks_of, take_from
 from mpips.store.replicated.replica import Replica
 from mpips.store.replicated.replicas import Replicas
@@ -28,7 +28,7 @@ from mpips.store.worker.backend import Frozen, Recovered, States
 Array = NDArray[Any]
 
 
-class Serverless:
+class Serverless(Member[Recovered]):
     """A store's backend (`worker.backend`). All workers make the same calls, in the same order: pushes are collectives.
     A pull is a copy. Making it is collective over the workers, blocking."""
 
@@ -36,7 +36,7 @@ class Serverless:
     communicators: tuple[Hashable, ...] = (("communicator", "workers"),)
 
     def __init__(self, layout: Layout, generation: Generation) -> None:
-        self.layout, self._generation = layout, generation
+        super().__init__(layout, generation)
         self.direct = False
         self._settings = Settings(layout.rank)
         self._replicas = Replicas(self._settings, self._joined(), layout.survives)
@@ -47,12 +47,12 @@ class Serverless:
         """The collectives of the present generation."""
         comm = self.layout.workers
         assert comm is not None
-        return Sums(self._generation.within(comm), comm)
+        return Sums(self.generation.within(comm), comm)
 
     def _join(self) -> None:
         self._sums = self._replicas.sums
         self._sparse = Sparse(self._sums)
-        self._lists = Lists(self._replicas.by_name, self._sums, self._generation)
+        self._lists = Lists(self._replicas.by_name, self._sums, self.generation)
 
     def collective(self, pushes: bool) -> bool:
         """Pushes are."""
@@ -70,7 +70,7 @@ class Serverless:
         """The fast route of a key; None where its pushes are compressed."""
         if self._settings.compressing(key) is not None:
             return None
-        return Fast(self._replicas.by_name[key.name], self._sums, self._generation)
+        return Fast(self._replicas.by_name[key.name], self._sums, self.generation)
 
     @property
     def quick_list(self) -> Lists | None:
@@ -195,11 +195,6 @@ class Serverless:
 
     # ---- generations and the end
 
-    @property
-    def lines(self) -> Sequence[None]:
-        """See `Member`: there are no servers."""
-        return ()
-
     def take_inventory(self, known: Container[Name]) -> Inventory:
         """See `Member`: what this worker has of each key, and its settings."""
         self._replicas.sums = self._joined()
@@ -220,12 +215,8 @@ class Serverless:
         groups = Groups(self._settings.groups.default, self._settings.groups.own)
         return Recovered(plan.rounds, keys, groups, None if residuals is None else residuals.compressor)
 
-    def commit(self) -> None:
-        """See `Member`: nothing is kept that only another attempt would need."""
-
     def finish(self) -> None:
         """There is nobody to say goodbye to."""
-
 
 
 

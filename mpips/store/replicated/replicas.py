@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from collectives.fabric import arena
 from collectives.fabric.tasks import Task
 from mpips.store.keys.key import Key, Name, label
-from mpips.store.recovery.inventory import Holding, Inventory, KeyCard, Shelf, dtype_names
-from mpips.store.recovery.plan import RecoveryPlan, ReplicaPlan
+from mpips.store.recovery.plan import Holding, Inventory, KeyCard, RecoveryPlan, ReplicaPlan, Shelf, dtype_names
 from mpips.store.recovery.undo import Version
 from mpips.store.replicated import sparse
 from mpips.store.replicated.fast import Sums

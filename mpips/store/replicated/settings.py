@@ -12,7 +12,7 @@ from mpips.compression.base import Compressor, Residuals
 from mpips.optimizers.base import Optimizer
 from mpips.optimizers.schedules import Groups
 from mpips.store.keys.key import Key, Name
-from mpips.store.recovery.inventory import decode_settings, encode_settings
+from mpips.store.recovery.plan import decode_settings, encode_settings
 
 Array = NDArray[Any]
 

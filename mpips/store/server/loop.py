@@ -11,23 +11,19 @@ import os
 import time
 from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from collectives.errors import CollectiveError, StallError
 from collectives.fabric import arena
-from collectives.fabric.arena import Region
 from mpips.compression import Compressor
 from mpips.optimizers import Groups
 from mpips.store.keys.key import Name, Rounds
-from mpips.store.recovery.copies import MirroredUnits
-from mpips.store.recovery.inventory import Inventory, Shelf, encode_settings
 from mpips.store.recovery.memory import LastGeneration, Ledger, NodeMemory, UnitMemory, holding_of_unit
-from mpips.store.recovery.mirror import Mirror
-from mpips.store.recovery.plan import Placed, RecoveryPlan
-from mpips.store.recovery.recover import WHAT, former_rank, recover
-from mpips.store.recovery.transfer import ReachableMemory, UnitTransfer, make_units
+from mpips.store.recovery.mirror import Mirror, MirroredUnits
+from mpips.store.recovery.plan import Inventory, Placed, RecoveryPlan, Shelf, encode_settings
+from mpips.store.recovery.recover import Member, ReachableMemory, former_rank, make_units, recover
 from mpips.store.roles import Layout, Seat
 from mpips.store.runtime.generation import Generation
 from mpips.store.server.late import Gossip, Late
@@ -37,7 +33,7 @@ from mpips.store.server.sources import FillingOutbox, Pushes, Receiver
 from mpips.store.server.state import AsynchronousState, ServerState, SynchronousState
 from mpips.store.server.unit import Replies
 from mpips.store.transport.frames import ROUND, ROUND_AT, Frame, Op, OpenStore
-from mpips.store.transport.lines import Line, MessageLine, Rings, any_waiting, connect
+from mpips.store.transport.lines import Line, MessageLine, Rings, any_waiting
 
 LOG = logging.getLogger("mpips.store")
 PUSH = int(Op.PUSH)
@@ -99,23 +95,23 @@ def serve(servers: Sequence[Server], opened: Callable[[OpenStore], Server | None
 
 
 class Serving(NamedTuple):
-    """A server's part in one generation; `held`: what this rank kept while it was a spare."""
+    """A server's part in one generation."""
 
     state: ServerState
     requests: Requests
-    held: NodeMemory
 
 
-class Server:
-    """One store on one server rank; it serves once it has begun, or rebuilt. `held`: what this rank kept while it was a
-    spare."""
+class Server(Member[None]):
+    """One store on one server rank; it serves once it has begun, or rebuilt. `memory`: what this rank kept while it was
+    a spare."""
 
-    def __init__(self, layout: Layout, seat: Seat, generation: Generation, held: NodeMemory | None = None) -> None:
-        self.layout, self.generation = layout, generation
+    def __init__(self, layout: Layout, seat: Seat, generation: Generation, memory: NodeMemory | None = None) -> None:
+        super().__init__(layout, generation, memory)
         if layout.survives:
             arena.in_one_segment()
         self._ledger = Ledger() if layout.survives else None
-        self._memory = UnitMemory(self._ledger)
+        self.ledger = None if self._ledger is None else self._ledger.region
+        self._units = UnitMemory(self._ledger)
         self._shared_cores = seat.shared
         # Workers wait during a long sum, so the servers of a node share all cores that this one may use.
         every = range(layout.num_workers, layout.num_workers + layout.num_servers)
@@ -123,13 +119,12 @@ class Server:
         threads = max(1, min(MOST_THREADS, seat.usable // here))
         self._reduce = Reduce(threads, seat.step_aside, seat.shared)
         self._copies, self._rounds = MirroredUnits(), Rounds()
-        self._last: LastGeneration[Serving] = LastGeneration()
-        self._now = self._serving([], held or NodeMemory())
+        self._last_serving: LastGeneration[Serving] = LastGeneration()
+        self._now = self._serving([])
 
     def _serving(
-        self, lines: Sequence[Line], held: NodeMemory, groups: Groups | None = None,
-        compressor: Compressor | None = None,
-    ) -> Serving:  # fmt: skip
+        self, lines: Sequence[Line], groups: Groups | None = None, compressor: Compressor | None = None
+    ) -> Serving:
         """Make what this server has of the present generation, without units."""
         layout, number = self.layout, self.generation.number
         options = layout.options
@@ -138,12 +133,13 @@ class Server:
         late = Late(options.stall_seconds, options.timeout_seconds)
         rest = remote, late, self._reduce, groups, self._mirror, compressor
         state = AsynchronousState(options.staleness, *rest) if layout.asynchronous else SynchronousState(*rest)
-        return Serving(state, Requests(state, f"server rank {layout.rank}", self._memory, number), held)
+        return Serving(state, Requests(state, f"server rank {layout.rank}", self._units, number))
 
     def begin(self) -> None:
         """Begin the store's first generation. Collective over its workers and servers, blocking."""
-        lines, rings, ledgers = connect(self.layout, self.generation, self.generation.wait, self._region)
-        serving = self._serving(lines, NodeMemory(ledgers))
+        lines, rings, _ = self.connect()
+        self.memory = self.new_memory
+        serving = self._serving(lines)
         serving.requests.publish()
         self._serve(lines, rings, serving)
         LOG.info("server rank %d has begun, for %d workers", self.layout.rank, len(lines))
@@ -157,10 +153,6 @@ class Server:
         self._next_tick = 0.0
         self._ended: float | None = None
         self._closed = False
-
-    @property
-    def _region(self) -> Region | None:
-        return None if self._ledger is None else self._ledger.region
 
     @property
     def finished(self) -> bool:
@@ -272,19 +264,14 @@ class Server:
 
     # ---- the next generation: this server as a `recovery.recover.Member`
 
-    @property
-    def lines(self) -> Sequence[Any]:
-        """See `Member`: a server cuts keys, and reaches no server by lines."""
-        return [None] * self.layout.num_servers
-
     def take_inventory(self, known: Container[Name] = ()) -> Inventory:
-        """Return what this server holds, the copies that it keeps, and the memory of dead servers on its node."""
+        """Return also what this server holds, and the copies that it keeps."""
         layout, number = self.layout, self.generation.number
-        old = self._last.before(number, self._now)
+        old = self._last_serving.before(number, self._now)
         if self._ledger is not None:
             self._ledger.attempt(number)
-        self._connection = connect(layout, self.generation, self.generation.wait, self._region)
-        mine = Inventory(old.held.shelves(layout, number), old.held.ranks, shared_cores=self._shared_cores)
+        mine = super().take_inventory(known)
+        mine.shared_cores = self._shared_cores
         if (owner := former_rank(layout)) >= 0:
             settings = encode_settings(old.state.optimizers, old.state.compressor)
             units = [holding_of_unit(unit, layout.asynchronous) for unit in old.state.units.values()]
@@ -295,31 +282,28 @@ class Server:
     def transfer(self, plan: RecoveryPlan) -> Placed:
         """Make this server's units, fill them from old memory here and elsewhere, and send what others need."""
         layout, number = self.layout, self.generation.number
-        old = self._last.before(number, self._now)
-        lines, _, ledgers = self._connection
         groups, compressor = plan.settings()
-        self._next = serving = self._serving(lines, NodeMemory(ledgers), groups, compressor)
-        there = [*old.state.units.values()]
-        reached = ReachableMemory(old.held, number, there, former_rank(layout), self._copies)
-        units, where = make_units(plan, layout.rank, self._memory, groups, reached)
-        moved = UnitTransfer(plan, layout, reached, units)
-        self.generation.wait(moved.is_over, WHAT)
-        moved.finish()
+        self._next = serving = self._serving(self.connection.lines, groups, compressor)
+        there = [*self._last_serving.before(number, self._now).state.units.values()]
+        reached = ReachableMemory(self.old_memory, number, there, former_rank(layout), self._copies)
+        units, where = make_units(plan, layout.rank, self._units, groups, reached)
+        self.move(plan, reached, units)
         for unit in units:
             serving.state.create(unit)
             serving.state.changed(unit)
         self._rounds = plan.rounds
-        LOG.info("server rank %d: %d units, %d bytes moved", layout.rank, len(units), moved.nbytes)
+        LOG.info("server rank %d: %d units, %d bytes moved", layout.rank, len(units), self.nbytes)
         return Placed(where, serving.requests.repeat_change(plan.change))
 
     def rebuild(self, plan: RecoveryPlan, placed: Sequence[Placed]) -> None:
         """Serve the new units over the new lines."""
-        lines, rings, _ = self._connection
+        lines, rings, _ = self.connection
         self._serve(lines, rings, self._next)
 
     def commit(self) -> None:
         """Let go what was before, as the next generation has begun."""
-        self._last.forget()
+        super().commit()
+        self._last_serving.forget()
         self._copies.begin(None if self.layout.asynchronous else self._rounds)
 
 

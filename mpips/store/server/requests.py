@@ -13,8 +13,8 @@ from __future__ import annotations
 import numpy as np
 
 from mpips import compression, optimizers
-from mpips.store.recovery.inventory import encode_settings
 from mpips.store.recovery.memory import UnitMemory
+from mpips.store.recovery.plan import encode_settings
 from mpips.store.server.state import ServerState
 from mpips.store.server.unit import FrozenUnit, Unit
 from mpips.store.transport import frames

@@ -9,8 +9,7 @@ from contextlib import suppress
 from collectives.errors import CollectiveError
 from mpips.store.checkpoint.resume import Claims
 from mpips.store.keys.key import Rounds
-from mpips.store.recovery.plan import Member
-from mpips.store.recovery.recover import recover
+from mpips.store.recovery.recover import Member, recover
 from mpips.store.runtime import rendezvous
 from mpips.store.runtime.errors import Step, StoreError, at_exit, in_order, skip_at_exit
 from mpips.store.runtime.generation import NEVER

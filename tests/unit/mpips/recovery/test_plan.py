@@ -9,8 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpips.store.recovery.inventory import Holding, Inventory, KeyCard, Shelf, copies_of
-from mpips.store.recovery.plan import RecoveryPlan, choose_rounds, common_round, make_plan, places_by_server
+from mpips.store.recovery.plan import (
+    Holding,
+    Inventory,
+    KeyCard,
+    RecoveryPlan,
+    Shelf,
+    choose_rounds,
+    common_round,
+    copies_of,
+    make_plan,
+    places_by_server,
+)
 
 SIZE = 10
 

@@ -9,8 +9,7 @@ import pytest
 from collectives import CollectiveError
 from mpips import optimizers
 from mpips.compression import TwoBit
-from mpips.store.recovery.inventory import Inventory
-from mpips.store.recovery.plan import RecoveryPlan, choose_rounds
+from mpips.store.recovery.plan import Inventory, RecoveryPlan, choose_rounds
 from mpips.store.remote.states import Changes, Settings
 from mpips.store.transport import frames
 

@@ -15,11 +15,10 @@ from mpips.optimizers import SGD, Groups
 from mpips.store.keys.cutting import Cutting
 from mpips.store.keys.key import Key
 from mpips.store.keys.sharding import Interval, split
-from mpips.store.recovery.inventory import Inventory, KeyCard, Shelf
 from mpips.store.recovery.membership import Before, Roles, succession
 from mpips.store.recovery.memory import Ledger, NodeMemory, UnitMemory, holding_of_unit
-from mpips.store.recovery.plan import choose_rounds, make_plan
-from mpips.store.recovery.transfer import ReachableMemory, UnitTransfer, make_units
+from mpips.store.recovery.plan import Inventory, KeyCard, Shelf, choose_rounds, make_plan
+from mpips.store.recovery.recover import ReachableMemory, UnitTransfer, make_units
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import LostError
 from mpips.store.server.sources import Elements

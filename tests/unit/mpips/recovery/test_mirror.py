@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpips.store.recovery.copies import MirroredUnits, VersionSent
-from mpips.store.recovery.inventory import copies_of
 from mpips.store.recovery.membership import Before
+from mpips.store.recovery.mirror import MirroredUnits, VersionSent
+from mpips.store.recovery.plan import copies_of
 
 PLACE = ("w", 3, 10)
 BEFORE = Before((0, 1, 2), (3,), 2, 2, (0, 1, 2, 3), ((0, 1), (1, 2)), (0, 1))
