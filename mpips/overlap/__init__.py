@@ -4,67 +4,58 @@
     best = mpips.overlap.plan(profile, "optimal")             # groups (buckets), predicted seconds, timeline
     trainer = mpips.Trainer(model, kv, "sgd", overlap="auto") # measures, plans and executes
 
-`problem`, `strategies`, `planner` and `timeline` are pure. `measure`, `messages` and `exchange` run on ranks of a job.
-The names are loaded when they are first used, so that planning needs no MPI.
+`problem`, `strategies`, `planner` and `timeline` are pure. `measure`, `messages` and `exchange` run on ranks of a job:
+their names are loaded when they are first used, so that planning needs no MPI.
 """
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
+
+from mpips.overlap.messages import Hook, LayeredModel, check_model, lay_out
+from mpips.overlap.networks import MODELS
+from mpips.overlap.planner import Plan, plan, plans
+from mpips.overlap.problem import (
+    TEN_GIGABIT,
+    JointPlan,
+    Layer,
+    Linear,
+    Problem,
+    Profile,
+    Ring,
+    check_groups,
+    create_profile,
+    load_profile,
+    makespan,
+    profile_from_dict,
+    profile_to_dict,
+    save_profile,
+)
+from mpips.overlap.strategies import PARTITIONS, STRATEGIES
+from mpips.overlap.timeline import Task, draw, hidden_share, save_chrome
 
 if TYPE_CHECKING:
     from mpips.overlap.exchange import Overlapped, Report
-    from mpips.overlap.measure import fit_costs, job_profile
-    from mpips.overlap.messages import Hook, LayeredModel, check_model, lay_out
-    from mpips.overlap.networks import MODELS
-    from mpips.overlap.planner import Plan, plan, plans
-    from mpips.overlap.problem import (
-        TEN_GIGABIT,
-        JointPlan,
-        Layer,
-        Linear,
-        Problem,
-        Profile,
-        Ring,
-        check_groups,
-        create_profile,
-        load_profile,
-        makespan,
-        profile_from_dict,
-        profile_to_dict,
-        save_profile,
-    )
-    from mpips.overlap.strategies import PARTITIONS, STRATEGIES
-    from mpips.overlap.timeline import Task, draw, hidden_share, save_chrome
-
-_NAMES = {
-    "exchange": ["Overlapped", "Report"],
-    "measure": ["fit_costs", "job_profile"],
-    "messages": ["Hook", "LayeredModel", "check_model", "lay_out"],
-    "networks": ["MODELS"],
-    "planner": ["Plan", "plan", "plans"],
-    "problem": [
-        "TEN_GIGABIT", "JointPlan", "Layer", "Linear", "Problem", "Profile", "Ring", "check_groups", "create_profile",
-        "load_profile", "makespan", "profile_from_dict", "profile_to_dict", "save_profile",
-    ],
-    "strategies": ["PARTITIONS", "STRATEGIES"],
-    "timeline": ["Task", "draw", "hidden_share", "save_chrome"],
-}  # fmt: skip
-_HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
+    from mpips.overlap.measure import job_profile
 
 __all__ = [
     "MODELS", "PARTITIONS", "STRATEGIES", "TEN_GIGABIT", "Hook", "JointPlan", "Layer", "LayeredModel", "Linear",
     "Overlapped", "Plan", "Problem", "Profile", "Report", "Ring", "Task", "check_groups", "check_model",
-    "create_profile", "draw", "fit_costs", "hidden_share", "job_profile", "lay_out", "load_profile", "makespan", "plan",
-    "plans", "profile_from_dict", "profile_to_dict", "save_chrome", "save_profile",
+    "create_profile", "draw", "hidden_share", "job_profile", "lay_out", "load_profile", "makespan", "plan", "plans",
+    "profile_from_dict", "profile_to_dict", "save_chrome", "save_profile",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    if name == "job_profile":
+        from mpips.overlap.measure import job_profile
+
+        return job_profile
+    if name in ("Overlapped", "Report"):
+        from mpips.overlap import exchange
+
+        return getattr(exchange, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

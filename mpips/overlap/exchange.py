@@ -1,10 +1,9 @@
 """Train with the exchange beside the compute: `Overlapped`, the Trainer's exchange with `overlap=`, and its report.
 
 `Execution` carries a plan out: a group of layers is pushed when its gradients are there, and the next forward pass
-takes
-up a layer when its parameters have come back. Which layers make a group is a strategy's plan, from what is measured on
-the first batch: `auto` takes the optimum. Every `review_every` steps all workers look together whether the plan still
-fits, and take another where that saves enough (`planner`). Reports come from this worker's clocks; nothing is sent.
+takes up a layer when its parameters have come back. Which layers make a group is a strategy's plan, from what is
+measured on the first batch: `auto` takes the optimum. Every `review_every` steps all workers look together whether the
+plan still fits, and take another where that saves enough. Reports come from this worker's clocks; nothing is sent.
 
 All strategies give the numbers of no overlap, before and after a change of plan, bit for bit where the store is
 synchronous. An iteration uses the parameters that all gradients of the last one made. A store adds the workers'
@@ -16,7 +15,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,7 +23,7 @@ import numpy as np
 
 from mpips.overlap import planner, timeline
 from mpips.overlap.measure import Costs, Stopwatch, job_costs, job_profile
-from mpips.overlap.messages import Carrier, LayeredModel, Message, Store, StoreMessages, check_model
+from mpips.overlap.messages import LayeredModel, StoreMessages, check_model
 from mpips.overlap.problem import Group, Groups, JointPlan, Linear, Profile, create_profile, from_ends, shown
 from mpips.overlap.strategies import STRATEGIES
 from mpips.overlap.timeline import COMPUTE, RECEIVE, SEND, Kind, Task
@@ -33,18 +31,24 @@ from mpips.store.runtime.rendezvous import attempt
 
 if TYPE_CHECKING:
     from mpips.optimizers import Optimizer
+    from mpips.store.api import KVStore
+    from mpips.store.runtime.engine import Handle
 
-
-POLL_SECONDS = 5e-4
-Compute = Callable[[int], Any]
-"""Computes a layer, 1..L; blocking."""
+STEPS = 16
+"""Iterations of which the clocks are kept."""
+FIXED = ("single", "layerwise")  # they need no profile
+CHOICES = ("auto", *STRATEGIES)
+"""What `Trainer(overlap=...)` takes."""
+REVIEW = 50
+LONGEST = 64
+"""Reviews that change nothing come half as often, up to so many times `review_every` apart."""
 
 
 class Sent(NamedTuple):
     """A push from its start until it was taken in."""
 
-    push: Message
-    taken: Message
+    push: Handle
+    taken: Handle
 
     @property
     def started(self) -> float:
@@ -59,16 +63,20 @@ class Sent(NamedTuple):
         return self.taken.done
 
     def wait(self) -> None:
-        """Until both have ended. Blocking."""
+        """Wait until both have ended."""
         self.push.wait()
         self.taken.wait()
 
 
-def wait_asleep(message: Message) -> None:
-    """Wait without moving any message: that is left to the communication thread, as beside compute."""
-    while not message.done:
-        time.sleep(POLL_SECONDS)
-    message.wait()
+class Ended(NamedTuple):
+    """A message that blocked, as a handle."""
+
+    started: float
+    ended: float
+    done: bool = True
+
+
+Messages = Iterable[tuple[Kind, int, int, "Handle | Sent | Ended"]]
 
 
 class Execution:
@@ -78,29 +86,33 @@ class Execution:
     are pulled right behind their push, the others in layer order behind the last push.
     """
 
-    def __init__(self, carrier: Carrier, plan: JointPlan, wait: Callable[[Message], object] | None = None) -> None:
-        self._wait: Callable[[Message], object] = wait or (lambda message: message.wait())
-        self._carrier, self.plan, self.one_way = carrier, plan, carrier.one_way
+    def __init__(
+        self, messages: StoreMessages, plan: JointPlan, wait: Callable[[Handle | Sent], object] | None = None
+    ) -> None:
+        self._wait: Callable[[Handle | Sent], object] = wait or (lambda message: message.wait())
+        self._messages, self.plan, self.one_way = messages, plan, messages.one_way
         self._last_of = dict(plan.push)
         early = plan.push[len(plan.push) - plan.early :]
         self._comes_with = {layer: group for group in plan.pull + early for layer in range(group[0], group[1] + 1)}
-        self._pushes: dict[Group, Message] = {}
-        self._awaited: dict[Group, Message] = {}
-        self.sent: list[tuple[Kind, int, int, Message]] = []
+        self._pushes: dict[Group, Handle | Sent] = {}
+        self._awaited: dict[Group, Handle | Sent] = {}
+        self.sent: list[tuple[Kind, int, int, Handle | Sent | Ended]] = []
         """Messages of the iteration so far."""
 
     def begin(self) -> None:
-        """A new iteration: what was pushed in the last one has come back by now."""
+        """Begin an iteration, once all that the last one has pushed has been taken in. Blocking."""
         for message in self._pushes.values():
             self._wait(message)
         self._pushes.clear()
         self.sent.clear()
 
     def ready(self, layer: int) -> None:
-        """The gradients of `layer` are there, and its parameters may be overwritten."""
+        """Send what is complete with the gradients of `layer`, whose parameters may be overwritten."""
         last = self._last_of.get(layer)
         if last is not None:
-            message = self._push(layer, last)
+            pushed = self._messages.push(layer, last)
+            message = pushed if self.one_way else Sent(pushed, self._messages.taken(layer, last, pushed))
+            self.sent.append(("push", layer, last, message))
             if self.one_way:
                 self._awaited[layer, last] = message
             else:
@@ -123,48 +135,14 @@ class Execution:
             while under_way:
                 self._wait(under_way.pop(next(iter(under_way))))
 
-    def _push(self, first: int, last: int) -> Message:
-        message = self._carrier.push(first, last)
-        if not self.one_way:
-            message = Sent(message, self._carrier.taken(first, last, message))
-        self.sent.append(("push", first, last, message))
-        return message
-
-    def _pull(self, first: int, last: int, early: bool = False) -> Message:
-        message = self._carrier.pull(first, last, early)
+    def _pull(self, first: int, last: int, early: bool = False) -> Handle:
+        message = self._messages.pull(first, last, early)
         self.sent.append(("pull", first, last, message))
         return message
 
 
-def iteration(execution: Execution, layers: int, forward: Compute, backward: Compute) -> list[Task]:
-    """One iteration, clocked; everything on the calling thread but the messages. Blocking.
-
-    Where pushes bring the parameters back it is MG-WFBP's: forward, then backward with the pushes. Elsewhere it goes
-    from the start of a backward pass to the end of the next forward pass, with the pushes and pulls between them.
-    """
-    clock = _Clock()
-    execution.begin()
-
-    def down() -> None:
-        for layer in range(layers, 0, -1):
-            with clock.computing("backward", layer):
-                backward(layer)
-            execution.ready(layer)
-
-    def up() -> None:
-        for layer in range(1, layers + 1):
-            execution.before(layer)
-            with clock.computing("forward", layer):
-                forward(layer)
-
-    for half in (up, down) if execution.one_way else (down, up):
-        half()
-    execution.finish()
-    return [*clock.tasks, *sent_tasks(execution.sent, clock.begin)]
-
-
-def sent_tasks(sent: Iterable[tuple[Kind, int, int, Message]], begin: float = 0.0) -> Iterator[Task]:
-    """Ended messages as tasks, in seconds from `begin`.
+def sent_tasks(sent: Messages, begin: float = 0.0) -> Iterator[Task]:
+    """Yield ended messages as tasks, in seconds from `begin`.
 
     A message may be started while the one before it is on its way, or a pull while the servers lack its push. It is
     counted from that one's end: until then it waited.
@@ -178,27 +156,6 @@ def sent_tasks(sent: Iterable[tuple[Kind, int, int, Message]], begin: float = 0.
         if kind == "push":
             pushed[first, last] = message.ended
         yield Task(kind, first, last, start - begin, message.ended - begin, SEND if kind == "push" else RECEIVE)
-
-
-class _Clock:
-    """Tasks of one iteration, in seconds since it began."""
-
-    def __init__(self) -> None:
-        self.begin = time.perf_counter()
-        self.tasks: list[Task] = []
-
-    @contextmanager
-    def computing(self, kind: Kind, layer: int) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.add(kind, layer, layer, start, time.perf_counter(), COMPUTE)
-
-    def add(self, kind: Kind, first: int, last: int, start: float, end: float, lane: str) -> None:
-        self.tasks.append(Task(kind, first, last, start - self.begin, end - self.begin, lane))
-
-
-STEPS = 16
-"""Iterations of which the clocks are kept."""
 
 
 @dataclass(frozen=True)
@@ -246,11 +203,11 @@ class Report:
 
 
 class Step(NamedTuple):
-    """One step as clocked: compute and messages by time.perf_counter(). Messages have (start, end) once they ended."""
+    """One step as clocked: compute, and messages, by time.perf_counter()."""
 
     seconds: float
     compute: tuple[Task, ...]
-    messages: tuple[tuple[Kind, int, int, Any], ...]
+    messages: tuple[tuple[Kind, int, int, Handle | Sent | Ended], ...]
 
 
 class Recorder:
@@ -259,18 +216,23 @@ class Recorder:
     def __init__(self) -> None:
         self._steps: deque[Step] = deque(maxlen=STEPS + 1)
 
-    def step(self, seconds: float, compute: list[Task], messages: list[tuple[Kind, int, int, Any]]) -> None:
-        """Messages are (kind, first, last, handle), and may still be under way."""
+    def step(self, seconds: float, compute: list[Task], messages: Messages) -> None:
+        """Record a step; messages are (kind, first, last, handle), and may still be under way."""
         self._steps.append(Step(seconds, tuple(compute), tuple(messages)))
 
+    def blocking(self, arrays: int, begin: float, computed: float, exchanged: float) -> None:
+        """Record a step without overlap: compute until `computed`, then the exchange of all arrays."""
+        compute = Task("compute", 1, arrays, begin, computed, COMPUTE)
+        self.step(exchanged - begin, [compute], [("push", 1, arrays, Ended(computed, exchanged))])
+
     def waited(self, seconds: float) -> None:
-        """The last step took so much longer."""
+        """Add seconds to the last step."""
         if self._steps:
             last = self._steps.pop()
             self._steps.append(last._replace(seconds=last.seconds + seconds))
 
     def report(self, strategy: str, push: Groups, pull: Groups, early: int, predicted: list[Task] | None) -> Report:
-        """RuntimeError where there was no step whose messages have ended."""
+        """Return the report. RuntimeError where there was no step whose messages have ended."""
         whole = [tasks for tasks in map(self._tasks, range(len(self._steps))) if tasks]
         if not whole:
             raise RuntimeError("a report needs a step that has ended: call step or fit first")
@@ -284,8 +246,8 @@ class Recorder:
         )  # fmt: skip
 
     def _tasks(self, index: int) -> list[Task]:
-        """An iteration from its start on: its compute, its messages, and what the next step computed beside them.
-        Empty while some are under way."""
+        """Return an iteration from its start on: its compute, its messages, and what the next step computed beside
+        them. Empty while some are under way."""
         step = self._steps[index]
         if not all(handle.done for *_, handle in step.messages):
             return []
@@ -297,32 +259,10 @@ class Recorder:
                 for task in (*step.compute, *messages, *(task for task in behind if task.start < end))]
 
 
-class Ended(NamedTuple):
-    """A message that blocked, as a handle."""
-
-    started: float
-    ended: float
-    done: bool = True
-
-
-def blocking(recorder: Recorder, arrays: int, begin: float, computed: float, exchanged: float) -> None:
-    """Record a step without overlap: compute until `computed`, then the exchange of all arrays."""
-    compute = Task("compute", 1, arrays, begin, computed, COMPUTE)
-    recorder.step(exchanged - begin, [compute], [("push", 1, arrays, Ended(computed, exchanged))])
-
-
 def _words(groups: Groups) -> str:
-    """So many groups, and the first of them."""
+    """Return the number of groups, and the first of them."""
     few = " ".join(map(shown, groups[:4]))
     return f"{len(groups)} group{'s' if len(groups) > 1 else ''} ({few}{' ..' if len(groups) > 4 else ''})"
-
-
-FIXED = ("sequential", "single", "layerwise")  # they need no profile
-CHOICES = ("auto", *STRATEGIES)
-"""What `Trainer(overlap=...)` takes."""
-REVIEW = 50
-LONGEST = 64
-"""Reviews that change nothing come half as often, up to so many times `review_every` apart."""
 
 
 class Overlapped:
@@ -334,7 +274,7 @@ class Overlapped:
     """
 
     def __init__(
-        self, model: LayeredModel, kv: Store, optimizer: Optimizer, strategy: str = "auto",
+        self, model: LayeredModel, kv: KVStore, optimizer: Optimizer, strategy: str = "auto",
         review_every: int = REVIEW,
     ) -> None:  # fmt: skip
         items, refusal = attempt(lambda: _arguments(model, strategy, review_every))
@@ -363,7 +303,7 @@ class Overlapped:
         return self.plans[-1]
 
     def step(self, x: np.ndarray, y: np.ndarray) -> float:
-        """One iteration; the batch's loss. The new parameters are there after `finish`; the next step waits itself."""
+        """Make one iteration; return the batch's loss. The parameters are new after `finish`; the next step waits."""
         if self._execution is None:
             self._prepare(x, y)
         elif self.profile is not None and len(self._clocked) >= self._interval:
@@ -388,7 +328,7 @@ class Overlapped:
             self._recorder.waited(time.perf_counter() - begin)
 
     def measure(self, x: np.ndarray, y: np.ndarray) -> Profile:
-        """The profile of the job as it is now, on a batch. Collective, blocking; what is under way ends first."""
+        """Return the profile of the job now, on a batch. Collective, blocking; what is under way ends first."""
         self.finish()
         if self._execution is None:
             self._kv.set_optimizer(self._optimizer)
@@ -426,7 +366,7 @@ class Overlapped:
             self._messages.pull(*group).wait()
 
     def _review(self) -> None:
-        """Look at the plan again; all workers at the same step. What is under way ends first."""
+        """Look at the plan again, all workers at the same step. What is under way ends first."""
         assert self.profile is not None
         self.finish()
         row = np.median(self._clocked, axis=0)
@@ -443,7 +383,7 @@ class Overlapped:
         self._clocked.clear()
 
     def _take(self, wanted: JointPlan) -> bool:
-        """Go on by rank 0's plan; whether it is another one."""
+        """Go on by rank 0's plan; return whether it is another one."""
         layers = len(self._elements)
         words = np.zeros(2 * layers + 1, np.int64)
         words[: len(wanted.push)] = [last for _, last in wanted.push]
@@ -462,13 +402,11 @@ class Overlapped:
     def _costs(self) -> Costs:
         return job_costs(self._model, self._kv)
 
-    # ---- together
-
     def _from_rank_0(self, values: Sequence[int] | np.ndarray) -> list[int]:
         return self._told("a plan from rank 0", np.array(values, np.int64))[0].tolist()
 
     def _told(self, what: str, mine: np.ndarray) -> list[np.ndarray]:
-        """Everybody's array of one length and dtype; the store's own meeting, so that nobody waits unheard."""
+        """Return everybody's array of one length and dtype, by the store's own meeting: nobody waits unheard."""
         told = self._kv.settings.agree(f"overlap: {what}", data=mine.tobytes())
         return [np.frombuffer(data, mine.dtype) for data in told]
 
@@ -487,7 +425,7 @@ def _arguments(model: LayeredModel, strategy: str, review_every: int) -> list[tu
 
 
 def _unknown(elements: Sequence[int]) -> Profile:
-    """A profile for strategies that look at nothing but the number of layers."""
+    """Return a profile for strategies that look at nothing but the number of layers."""
     nothing = [0.0] * len(elements)
     names = [str(number) for number in range(len(elements))]
     return create_profile(names, elements, nothing, nothing, Linear(0.0, 0.0), 0.0, 1.0)

@@ -11,15 +11,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from mpi4py import MPI
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from mpips.overlap.messages import Hook, LayeredModel, Message, Store, StoreMessages
-from mpips.overlap.problem import PARAMETER_BYTES, Collective, Groups, Linear, Profile, bandwidth, create_profile
+from collectives.simulator.cost import LinkCost, fit
+from mpips.overlap.messages import Hook, LayeredModel, StoreMessages
+from mpips.overlap.problem import PARAMETER_BYTES, Groups, Linear, Profile, bandwidth, create_profile
 from mpips.overlap.timeline import COMPUTE, Task
 from mpips.store.runtime.rendezvous import attempt
+
+if TYPE_CHECKING:
+    from mpips.store.api import KVStore
+    from mpips.store.runtime.engine import Handle
 
 POLL_SECONDS = 5e-4
 REPEATS = 3  # of every run of messages
@@ -27,17 +33,12 @@ SHARE = 3  # part of the layers that shorter runs have
 SHORTEST = 1e-6
 """Seconds that a push takes at least, whatever the clocks say."""
 
-Costs = tuple[tuple[float, float], tuple[float, float]]
-"""(startup seconds, seconds a byte) of a push and of a pull."""
-Start = Callable[[Groups], Sequence[Message]]
-"""Starts the messages of a run, in order, and returns at once; the run has ended when all of them have."""
+Costs = tuple[LinkCost, LinkCost]
+"""Of a push and of a pull."""
 
 
-# ---- the job
-
-
-def job_profile(model: LayeredModel, kv: Store, x: np.ndarray, y: np.ndarray, costs: Costs | None = None) -> Profile:
-    """Layers clocked on a batch, and what messages cost (`costs`: as known already).
+def job_profile(model: LayeredModel, kv: KVStore, x: np.ndarray, y: np.ndarray, costs: Costs | None = None) -> Profile:
+    """Return the layers clocked on a batch, and what messages cost (`costs`: as known already).
 
     Collective over the workers, blocking, with nothing under way. The store has its optimizer, so that messages cost
     what they will. Gradients are overwritten; parameters and state stay.
@@ -48,14 +49,15 @@ def job_profile(model: LayeredModel, kv: Store, x: np.ndarray, y: np.ndarray, co
     forward, backward = clocked
     push, (startup, per_byte) = job_costs(model, kv) if costs is None else costs
     names = [f"layer{number}" for number in range(1, len(model.layer_elements) + 1)]
-    network = Linear(*push, kv.num_workers, collective_of(kv))
+    network = Linear(*push, kv.num_workers, "servers" if kv.layout.num_servers else "allreduce")
     return create_profile(names, model.layer_elements, forward, backward, network, startup, bandwidth(per_byte))
 
 
-def job_costs(model: LayeredModel, kv: Store) -> Costs:
+def job_costs(model: LayeredModel, kv: KVStore) -> Costs:
     """Return what pushes and pulls cost in runs over keys of the model's sizes, which are given up again. Collective
     over the workers, blocking."""
     workers, everybody = kv.layout.workers, np.empty(1)
+    assert workers is not None
 
     def slowest(seconds: float) -> float:
         workers.Allreduce(np.array([seconds]), everybody, op=MPI.MAX)
@@ -63,11 +65,6 @@ def job_costs(model: LayeredModel, kv: Store) -> Costs:
 
     scratch = np.zeros_like(model.flat_gradients), np.zeros_like(model.flat_gradients)
     return message_costs(StoreMessages(kv, *scratch, model.layer_elements, "measured"), slowest, REPEATS)
-
-
-def collective_of(kv: Store) -> Collective:
-    """Return what a push is."""
-    return "servers" if kv.layout.num_servers else "allreduce"
 
 
 # ---- layers
@@ -84,11 +81,11 @@ class Stopwatch:
         self._went = np.zeros((2, layers))
 
     def step(self, model: LayeredModel, x: np.ndarray, y: np.ndarray, before: Hook, ready: Hook) -> float:
-        """`loss_and_gradients` with these hooks, clocked."""
+        """Call `loss_and_gradients` with these hooks, clocked."""
         return model.loss_and_gradients(x, y, self._around(0, before), self._around(1, ready))
 
     def seconds(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """(forward, backward) of every layer in the last step; the loss counts to the last layer's.
+        """Return (forward, backward) of every layer in the last step; the loss counts to the last layer's.
 
         The turn at the last layer is not seen from outside: a third of it counts as forward.
         """
@@ -105,7 +102,7 @@ class Stopwatch:
 
     @property
     def waited(self) -> float:
-        """Seconds spent in the hooks before layers: waits for parameters."""
+        """Return the seconds spent in the hooks before layers: waits for parameters."""
         return float((self._went[0] - self._came[0]).sum())
 
     def _spans(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -128,31 +125,23 @@ class Stopwatch:
 def layer_seconds(
     model: LayeredModel, x: np.ndarray, y: np.ndarray, repeats: int = 3
 ) -> tuple[list[float], list[float]]:
-    """(forward, backward) seconds of every layer on a batch, medians (`Stopwatch.seconds`). Only gradients are
-    written."""
+    """Return (forward, backward) seconds of every layer on a batch, medians. Only gradients are written."""
     watch = Stopwatch(len(model.layer_elements))
     found = []
     for _ in range(repeats):
-        watch.step(model, x, y, _nothing, _nothing)
+        watch.step(model, x, y, lambda layer: None, lambda layer: None)
         found.append(watch.seconds())
     forward, backward = np.median(found, axis=0)
     return forward.tolist(), backward.tolist()
-
-
-def _nothing(layer: int) -> None:
-    """A hook that does nothing."""
 
 
 # ---- messages
 
 
 def message_costs(
-    messages: StoreMessages,
-    slowest: Callable[[float], float],
-    repeats: int = 5,
-    modes: Sequence[bool] = (True, False),
+    messages: StoreMessages, slowest: Callable[[float], float], repeats: int = 5, modes: Sequence[bool] = (True, False)
 ) -> Costs:
-    """(startup seconds, seconds a byte) of a push and of a pull, as this job's messages cost in a row.
+    """Return the costs of a push and of a pull, as this job's messages cost in a row.
 
     What a push takes ends when the pull behind it can begin: when the servers have everybody's. Without servers both
     are the allreduce's. `slowest`, `repeats`, `modes`: see `run_seconds`. Collective, blocking; the keys for it are
@@ -160,22 +149,22 @@ def message_costs(
     """
     elements = messages.elements
 
-    def pull_all(groups: Groups) -> list[Message]:
+    def pull_all(groups: Groups) -> list[Handle]:
         return [messages.pull(*group) for group in groups]
 
-    def push_all(groups: Groups) -> list[Message]:
+    def push_all(groups: Groups) -> list[Handle]:
         """Push as backward does, and wait for the servers by pulling what was pushed last."""
         sent = [messages.push(*group) for group in reversed(groups)]
         return sent if messages.one_way else [*sent, messages.pull(*groups[0])]
 
     wanted = runs(elements)
     messages.sample(dict.fromkeys(group for groups in wanted for group in groups))
-    pull = 0.0, 0.0
+    pull = LinkCost(0.0, 0.0)
     if not messages.one_way:
         pull = costs_of_runs(elements, wanted, run_seconds(pull_all, wanted, slowest, repeats, modes))
     times = run_seconds(push_all, wanted, slowest, repeats, modes)
     if not messages.one_way:
-        behind = [pull[0] + pull[1] * group_bytes(elements, *groups[0]) for groups in wanted]
+        behind = [pull.alpha + pull.beta * group_bytes(elements, groups[:1]) for groups in wanted]
         times = [max(both - back, SHORTEST) for both, back in zip(times, behind, strict=True)]
     push = costs_of_runs(elements, wanted, times)
     messages.forget()
@@ -193,13 +182,14 @@ def runs(elements: Sequence[int]) -> tuple[Groups, ...]:
 
 
 def run_seconds(
-    start: Start, wanted: Sequence[Groups], slowest: Callable[[float], float], repeats: int = 5,
-    modes: Sequence[bool] = (True, False),
+    start: Callable[[Groups], Sequence[Handle]], wanted: Sequence[Groups], slowest: Callable[[float], float],
+    repeats: int = 5, modes: Sequence[bool] = (True, False),
 ) -> list[float]:  # fmt: skip
-    """The slowest worker's seconds for each run: medians over `repeats` with the training thread asleep and with it
-    waiting, and the mean of the two; `modes` are whether it is asleep. Collective, blocking.
+    """Return the slowest worker's seconds for each run: medians over `repeats` of each mode, and their mean.
 
-    `slowest(seconds)` is the largest of all workers', and brings them together.
+    In a mode the training thread is asleep (True) or waits. `start` starts the messages of a run in order; it has ended
+    when all of them have. `slowest(seconds)` is the largest of all workers', and brings them together. Collective,
+    blocking.
     """
     times = np.empty((repeats + 1, len(modes), len(wanted)))
     for repeat, mode, index in np.ndindex(times.shape):  # the first repeat warms up
@@ -214,38 +204,15 @@ def run_seconds(
     return np.median(times[1:], axis=0).mean(axis=0).tolist()
 
 
-def costs_of_runs(elements: Sequence[int], wanted: Sequence[Groups], times: Sequence[float]) -> tuple[float, float]:
-    """(startup seconds, seconds a byte) of a message, from the seconds of runs."""
-    numbers = [len(groups) for groups in wanted]
-    nbytes = [sum(group_bytes(elements, *group) for group in groups) for groups in wanted]
-    if len(set(np.divide(nbytes, numbers))) == 1:
-        return float(np.median(np.divide(times, numbers))), 0.0  # one layer: nothing to divide
-    return fit_costs(numbers, nbytes, times)
+def costs_of_runs(elements: Sequence[int], wanted: Sequence[Groups], times: Sequence[float]) -> LinkCost:
+    """Return the costs of a message, from the seconds of runs: MG-WFBP's Eq. 9, and iBatch's Eq. 1 and 2."""
+    sizes = [group_bytes(elements, groups) / len(groups) for groups in wanted]
+    seconds = [time / len(groups) for time, groups in zip(times, wanted, strict=True)]
+    if len(set(sizes)) == 1:
+        return LinkCost(float(np.median(seconds)), 0.0)  # one layer: nothing to divide
+    return fit(list(zip(sizes, seconds)))
 
 
-def group_bytes(elements: Sequence[int], first: int, last: int) -> float:
-    """Bytes of the layers first..last."""
-    return float(PARAMETER_BYTES * sum(elements[first - 1 : last]))
-
-
-def fit_costs(messages: ArrayLike, nbytes: ArrayLike, seconds: ArrayLike) -> tuple[float, float]:
-    """(startup, per_byte) of runs of so many messages and bytes in all, by least squares of *relative* errors.
-
-    The model is t = startup x messages + per_byte x bytes (MG-WFBP, Eq. 9; iBatch, Eq. 1 and 2, where N batches cost
-    N T_s). Neither cost is negative. Relative, so that short runs count as much as long ones. ValueError unless all
-    times are positive and both costs can be told apart: two runs at least that differ in bytes a message.
-    """
-    n, x, y = (np.asarray(values, np.float64) for values in (messages, nbytes, seconds))
-    if not n.shape == x.shape == y.shape or len(np.unique(x / n)) < 2 or not (y > 0).all():
-        raise ValueError(f"costs need positive times of two message sizes at least, not {y} s of {n} messages of {x}")
-    both, *_ = np.linalg.lstsq(np.stack([n / y, x / y], axis=1), np.ones(len(y)), rcond=None)
-    if both[0] < 0:
-        return 0.0, _only(x / y)
-    if both[1] < 0:
-        return _only(n / y), 0.0
-    return float(both[0]), float(both[1])
-
-
-def _only(shares: np.ndarray) -> float:
-    """The cost c with the least sum of squares of 1 - c x share."""
-    return float(shares.sum() / (shares * shares).sum())
+def group_bytes(elements: Sequence[int], groups: Groups) -> float:
+    """Return the bytes of the layers of some groups."""
+    return float(PARAMETER_BYTES * sum(sum(elements[first - 1 : last]) for first, last in groups))

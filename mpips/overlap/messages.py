@@ -8,12 +8,16 @@ which travel together. Without servers a push is an allreduce that brings the pa
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from mpips.overlap.problem import Group, JointPlan, Link, from_ends
+
+if TYPE_CHECKING:
+    from mpips.store.api import KVStore
+    from mpips.store.runtime.engine import Handle
 
 Hook = Callable[[int], Any]
 """What a model calls at a layer, with the layer's number from 0."""
@@ -53,7 +57,7 @@ def lay_out(
     dtype: str = "float32",
     empty: Callable[[int, str], np.ndarray] = np.empty,
 ) -> tuple[np.ndarray, list[list[np.ndarray]], list[int]]:
-    """A flat array for the arrays of all layers, views of it in these shapes, and the elements of each layer.
+    """Return a flat array for the arrays of all layers, views of it in these shapes, and the elements of each layer.
 
     `layers` has the shapes of the arrays of every layer, as [[(20, 64), (20,)], [(10, 20), (10,)]]. `empty` makes the
     flat array: `mpips.empty` in memory that the ranks of a node share. What is in it is undefined.
@@ -72,21 +76,18 @@ def lay_out(
 
 
 def check_model(model: object, what: str) -> None:
-    """ValueError that says what the model lacks of `LayeredModel`; `what` needs one, as "overlap='auto'"."""
+    """Raise ValueError that says what the model lacks of `LayeredModel`; `what` needs one, as "overlap='auto'"."""
     lacks = [name for name in (*ARRAYS, "loss_and_gradients") if not hasattr(model, name)]
     faults = [f"has no {', '.join(lacks)}"] if lacks else []
     step = getattr(model, "loss_and_gradients", None)
-    hooks = [name for name in HOOKS if step is not None and not _takes(step, name)]
+    known = [] if step is None else inspect.signature(step).parameters.values()
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in known)
+    hooks = [name for name in HOOKS if step is not None and not takes_all and name not in {each.name for each in known}]
     faults += [f"calls no {' and no '.join(hooks)} in loss_and_gradients"] if hooks else []
     faults += _misfits(model) if not lacks else []
     if faults:
         raise ValueError(f"{what} needs a model in layers, but {type(model).__name__} "
                          f"{'; it '.join(faults)} (docs/how-to/overlap.md shows how to write one)")
-
-
-def _takes(call: Any, name: str) -> bool:
-    parameters = inspect.signature(call).parameters.values()
-    return any(each.name == name or each.kind is each.VAR_KEYWORD for each in parameters)
 
 
 def _misfits(model: Any) -> list[str]:
@@ -106,91 +107,15 @@ def _misfits(model: Any) -> list[str]:
     return wrong
 
 
-class Message(Protocol):
-    """A message under way: what a store's calls in steps return."""
-
-    @property
-    def started(self) -> float:
-        """time.perf_counter() when its operation began."""
-        ...
-
-    @property
-    def ended(self) -> float:
-        """And when it ended."""
-        ...
-
-    @property
-    def done(self) -> bool: ...
-
-    def wait(self) -> Any:
-        """Until it has ended. Blocking; raises what made it fail."""
-        ...
-
-
-class Carrier(Protocol):
-    """Start messages of layers first..last, and return at once."""
-
-    @property
-    def one_way(self) -> bool:
-        """Return whether a push brings the parameters back."""
-        ...
-
-    def push(self, first: int, last: int) -> Message: ...
-
-    def taken(self, first: int, last: int, push: Any) -> Message:
-        """Ends when what `push` sends is where it is to be."""
-        ...
-
-    def pull(self, first: int, last: int, early: bool = False) -> Message:
-        """`early`: right behind its push, while others are to be pushed."""
-        ...
-
-
-class Store(Protocol):
-    """The calls of `mpips.KVStore` that overlap needs."""
-
-    @property
-    def type(self) -> str: ...
-
-    @property
-    def num_workers(self) -> int: ...
-
-    @property
-    def layout(self) -> Any:
-        """`num_servers`; `workers`, the workers' communicator."""
-        ...
-
-    @property
-    def settings(self) -> Any:
-        """`agree(what, items, refusal, noun, data)`: all workers ask for the same, and learn everybody's data."""
-        ...
-
-    def set_optimizer(self, optimizer: Any) -> None: ...
-
-    def init(self, key: Any, value: Any) -> None: ...
-
-    def recut(self, keys: Sequence[Any], new: Mapping[Any, int]) -> None: ...
-
-    def forget(self, keys: Sequence[Any]) -> None: ...
-
-    def ipush(self, key: Any, value: Any, *, turns: Sequence[str]) -> Message: ...
-
-    def taken(self, key: Any, push: Any) -> Message: ...
-
-    def ipull(self, key: Any, out: Any, *, turns: Sequence[str]) -> Message: ...
-
-    def ipushpull(self, key: Any, value: Any, out: Any) -> Message: ...
-
-
 class StoreMessages:
-    """The messages of layers `elements` (parameters of each) between flat arrays and a store: a `Carrier`.
+    """The messages of layers `elements` (parameters of each) between flat arrays and a store.
 
     gradients, parameters: 1-D, C-contiguous, of one dtype and sum(elements) elements. Groups are (first, last) from 1.
     `plan` or `sample` makes their keys, collectively over the workers.
     """
 
     def __init__(
-        self, kv: Store, gradients: np.ndarray, parameters: np.ndarray, elements: Sequence[int], name: str = "layers"
+        self, kv: KVStore, gradients: np.ndarray, parameters: np.ndarray, elements: Sequence[int], name: str = "layers"
     ) -> None:
         self._kv, self._gradients, self._parameters, self._name = kv, gradients, parameters, name
         self.elements = elements
@@ -216,7 +141,7 @@ class StoreMessages:
         before = dict.fromkeys(key for found in self._keys.values() for key in found)
         self._keys = {g: tuple(key for key in keys if g[0] <= key[0] and key[1] <= g[1]) for g in groups}
         if not before:
-            self._init(keys)
+            self._kv.init(self._names(keys), self._parts(self._parameters, keys))
         elif set(before) != set(keys):
             sizes = [int(self._offsets[last] - self._offsets[first - 1]) for first, last in keys]
             self._kv.recut(self._names(sorted(before)), dict(zip(self._names(keys), sizes)))
@@ -224,14 +149,14 @@ class StoreMessages:
     def sample(self, groups: Iterable[Group]) -> None:
         """Make a key for every group, though they share layers: to measure messages, not to train."""
         self._keys = {group: (group,) for group in groups}
-        self._init(self._keys)
+        self._kv.init(self._names(self._keys), self._parts(self._parameters, self._keys))
 
     def forget(self) -> None:
-        """Give the keys up; collective."""
+        """Give up the keys. Collective."""
         self._kv.forget(self._names(key for found in self._keys.values() for key in found))
         self._keys = {}
 
-    def push(self, first: int, last: int) -> Message:
+    def push(self, first: int, last: int) -> Handle:
         """Start to push the gradients of layers first..last, after the pushes before."""
         keys = self._keys[first, last]
         gradients = self._parts(self._gradients, keys)
@@ -239,11 +164,11 @@ class StoreMessages:
             return self._kv.ipushpull(self._names(keys), gradients, out=self._parts(self._parameters, keys))
         return self._kv.ipush(self._names(keys), gradients, turns=["push"])
 
-    def taken(self, first: int, last: int, push: Message) -> Message:
+    def taken(self, first: int, last: int, push: Handle) -> Handle:
         """Return when what `push` sends has come to the servers."""
         return self._kv.taken(self._names(self._keys[first, last]), push)
 
-    def pull(self, first: int, last: int, early: bool = False) -> Message:
+    def pull(self, first: int, last: int, early: bool = False) -> Handle:
         """Start to pull the parameters of layers first..last, after the pulls before and after the layers' pushes.
 
         One after the other, as in the model: at once, the first would share the servers' links with those behind it.
@@ -254,12 +179,8 @@ class StoreMessages:
         parameters = self._parts(self._parameters, keys)
         return self._kv.ipull(self._names(keys), parameters, turns=() if early else ["pull"])
 
-    def _init(self, keys: Iterable[Group]) -> None:
-        keys = list(keys)
-        self._kv.init(self._names(keys), self._parts(self._parameters, keys))
-
     def _parts(self, flat: np.ndarray, keys: Iterable[Group]) -> list[np.ndarray]:
-        """The interval of each key."""
+        """Return the interval of each key."""
         return [flat[int(self._offsets[first - 1]) : int(self._offsets[last])] for first, last in keys]
 
     def _names(self, keys: Iterable[Group]) -> list[str]:

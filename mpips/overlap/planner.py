@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mpips.overlap import timeline
+from mpips.overlap import joint, timeline
 from mpips.overlap.problem import Groups, JointPlan, Link, Profile
-from mpips.overlap.strategies import PARTITIONS, STRATEGIES, joint
+from mpips.overlap.strategies import PARTITIONS, STRATEGIES
 from mpips.overlap.timeline import Task
 
 Direction = Literal["push", "pull", "both"]
@@ -41,7 +41,7 @@ class Plan:
 
     @property
     def groups(self) -> Groups:
-        """The partition of the layers: of the pushes, or of the pulls where nothing is pushed."""
+        """Return the partition of the layers: of the pushes, or of the pulls where nothing is pushed."""
         groups = self.push if self.push is not None else self.pull
         assert groups is not None
         return groups
@@ -55,7 +55,7 @@ class Plan:
         return timeline.hidden_share(self.tasks)
 
     def row(self) -> dict[str, Any]:
-        """The plan as JSON data: strategy, nodes, iteration_s, groups, and what else there is to say."""
+        """Return the plan as JSON data: strategy, nodes, iteration_s, groups, and what else there is to say."""
         row: dict[str, Any] = {
             "strategy": self.strategy,
             "nodes": self.nodes,
@@ -76,7 +76,7 @@ def plan(
     nodes: int | None = None,
     link: Link = "shared",
 ) -> Plan:
-    """The plan of one strategy. `joint` always covers both directions.
+    """Return the plan of one strategy. `joint` always covers both directions.
 
     nodes: size of the allreduce; ValueError where the network needs it and it is None. link: whether pushes and pulls
     share the network ("both" only). ValueError for an unknown strategy.
@@ -101,15 +101,15 @@ def plan(
 
 
 def iteration(profile: Profile, groups: JointPlan, link: Link | None) -> list[Task]:
-    """The timeline of any plan, as runtime.py carries it out: pushes that bring the parameters back (link None), or
-    pushes and pulls of a parameter server, over one link or two."""
+    """Return the timeline of any plan: pushes that bring the parameters back (link None), or pushes and pulls of a
+    parameter server, over one link or two."""
     if link is None:
         return timeline.push_iteration(profile, groups.push)
     return timeline.both(profile.push(), profile.pull(), groups, link)
 
 
 def to_execute(profile: Profile, strategy: str, link: Link | None) -> JointPlan:
-    """The groups of a strategy; "auto" is the best there is. For `link` see `iteration`."""
+    """Return the groups of a strategy; "auto" is the best there is. For `link` see `iteration`."""
     if link is None:
         groups = PARTITIONS["optimal" if strategy in ("auto", "joint") else strategy](profile.push())
         return JointPlan(groups, len(groups), ())
@@ -120,7 +120,7 @@ def to_execute(profile: Profile, strategy: str, link: Link | None) -> JointPlan:
 
 
 def predicted_s(profile: Profile, groups: JointPlan, link: Link | None) -> float:
-    """Predicted seconds of an iteration. For `link` see `iteration`."""
+    """Return the predicted seconds of an iteration. For `link` see `iteration`."""
     return timeline.end(iteration(profile, groups, link))
 
 
@@ -132,7 +132,7 @@ def network_drifted(profile: Profile, groups: JointPlan, link: Link | None, wait
 
 
 def better(profile: Profile, groups: JointPlan, strategy: str, link: Link | None) -> JointPlan:
-    """The strategy's plan for this profile if that is worth a change, else the plan that there is."""
+    """Return the strategy's plan for this profile if that is worth a change, else the plan that there is."""
     found = to_execute(profile, strategy, link)
     gains = predicted_s(profile, found, link) < (1 - GAIN) * predicted_s(profile, groups, link)
     return found if gains else groups
@@ -145,7 +145,7 @@ def plans(
     nodes: Iterable[int | None] = (None,),
     link: Link = "shared",
 ) -> list[Plan]:
-    """Every strategy at every size, sizes outermost."""
+    """Return the plan of every strategy at every size, sizes outermost."""
     names = list(strategies)
     return [plan(profile, name, direction, size, link) for size in nodes for name in names]
 

@@ -17,19 +17,12 @@ import numpy as np
 from mpi4py import MPI
 
 import collectives
-from mpips.overlap.measure import fit_costs
+from collectives.simulator.cost import LinkCost, fit
 from mpips.overlap.problem import Problem
 from mpips.overlap.strategies import PARTITIONS
 
 CHOICES = f"auto, {', '.join(PARTITIONS)}, or a number of MiB"
 PROBE_BYTES, PROBES = (1 << 12, 1 << 18, 1 << 21), 5
-
-
-class AllreduceCosts(NamedTuple):
-    """An allreduce of M bytes takes alpha + beta M seconds."""
-
-    alpha: float
-    beta: float
 
 
 class Bucket(NamedTuple):
@@ -50,9 +43,7 @@ def check_buckets(asked: Any) -> None:
         raise ValueError(f"buckets is {asked}: pass {CHOICES} above 0")
 
 
-def cut_by_strategy(
-    nbytes: Sequence[int], ready: Sequence[float], costs: AllreduceCosts, strategy: str
-) -> list[Bucket]:
+def cut_by_strategy(nbytes: Sequence[int], ready: Sequence[float], costs: LinkCost, strategy: str) -> list[Bucket]:
     """Return buckets by a strategy: `nbytes` of each gradient, and the second at which it is ready, in this order."""
     if not nbytes:
         return []
@@ -83,7 +74,7 @@ def cut_by_type(buckets: Sequence[Bucket], dtypes: Sequence[object]) -> list[Buc
     return found
 
 
-def measure_costs(comm: MPI.Intracomm, algorithm: str) -> AllreduceCosts:
+def measure_costs(comm: MPI.Intracomm, algorithm: str) -> LinkCost:
     """Measure what an allreduce costs on this communicator now. Collective, blocking."""
     seconds = np.zeros(len(PROBE_BYTES))
     for index, nbytes in enumerate(PROBE_BYTES):
@@ -98,4 +89,4 @@ def measure_costs(comm: MPI.Intracomm, algorithm: str) -> AllreduceCosts:
         seconds[index] = np.median(runs)
         run.free()
     collectives.allreduce(seconds, comm, op="mean")
-    return AllreduceCosts(*fit_costs(np.ones(len(seconds)), PROBE_BYTES, seconds))
+    return fit(list(zip(PROBE_BYTES, seconds.tolist())))

@@ -16,6 +16,7 @@ import numpy as np
 
 import collectives
 from mpips.optimizers.base import Optimizer
+from mpips.overlap.exchange import Recorder, Report
 from mpips.training.batches import Source
 from mpips.training.model import Model, samples_of
 
@@ -31,20 +32,8 @@ class Exchange(Protocol):
         """Wait until the parameters are those that the last step made."""
         ...
 
-    def report(self) -> Any:
-        """Return what the last steps were on this worker, a `mpips.overlap.exchange.Report`. Local."""
-        ...
-
-
-class Clocks(Protocol):
-    """Hear how long the steps took."""
-
-    def exchanged(self, begin: float, computed: float, ended: float) -> None:
-        """A step by time.perf_counter(): when it began, when the gradients were there, and when it was over."""
-        ...
-
-    def report(self, name: str) -> Any:
-        """Return what the last steps were."""
+    def report(self) -> Report:
+        """Return what the last steps were on this worker. Local."""
         ...
 
 
@@ -125,8 +114,8 @@ class Joined(NamedTuple):
 class Blocking:
     """An exchange that ends before its step does: of `accumulate` batches, by an `Update`."""
 
-    def __init__(self, model: Model, update: Update, accumulate: int, clocks: Clocks) -> None:
-        self.model, self.update, self.accumulate, self._clocks = model, update, accumulate, clocks
+    def __init__(self, model: Model, update: Update, accumulate: int) -> None:
+        self.model, self.update, self.accumulate, self._recorder = model, update, accumulate, Recorder()
         self._sum = Accumulated(model.gradients)
         self._begin, self._added = 0.0, 0
 
@@ -197,14 +186,14 @@ class Blocking:
     def finish(self) -> None:
         """Nothing is under way."""
 
-    def report(self) -> Any:
+    def report(self) -> Report:
         """Return what the last steps were on this worker. Local."""
-        return self._clocks.report(self.update.name)
+        return self._recorder.report(self.update.name, ((1, len(self.model.parameters)),), (), 0, None)
 
     def _exchange(self) -> None:
         computed = time.perf_counter()
         self.update.exchange()
-        self._clocks.exchanged(self._begin, computed, time.perf_counter())
+        self._recorder.blocking(len(self.model.parameters), self._begin, computed, time.perf_counter())
         self._added = 0
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from collectives.errors import Uncopied
 from mpips.optimizers.base import Optimizer
 from mpips.optimizers.registry import create
-from mpips.overlap.exchange import Overlapped, Recorder, Report, blocking
+from mpips.overlap.exchange import Overlapped, Report
 from mpips.overlap.measure import job_profile
 from mpips.overlap.messages import check_model
 from mpips.overlap.problem import Profile, save_profile
@@ -88,7 +88,7 @@ class Trainer(Uncopied):
         steps: Blocking | None = None
         if overlap is None:
             update = _update(model, kv, made, elastic, clip_norm)
-            self.exchange = steps = Blocking(model, update, accumulate, _Clocks(len(model.parameters)))
+            self.exchange = steps = Blocking(model, update, accumulate)
         else:
             self.exchange = Overlapped(model, kv, averaged(made, workers_in_a_sum(kv)), overlap)
         self._job = Job(model, kv, self.exchange, steps, measures)
@@ -231,8 +231,7 @@ class Trainer(Uncopied):
 
         RuntimeError before the first step has ended.
         """
-        report: Report = self.exchange.report()
-        return report
+        return self.exchange.report()
 
     def profile(self, x: np.ndarray, y: np.ndarray, save: str | Path | None = None) -> Profile:
         """The profile of this job, measured on its ranks now: layers on a batch, messages through the store.
@@ -250,21 +249,6 @@ class Trainer(Uncopied):
         if save is not None and self.kv.rank == 0:
             save_profile(found, save)
         return found
-
-
-class _Clocks:
-    """The last steps of an exchange that blocks, as `mpips.overlap` reports them."""
-
-    def __init__(self, arrays: int) -> None:
-        self._arrays, self._recorder = arrays, Recorder()
-
-    def exchanged(self, begin: float, computed: float, ended: float) -> None:
-        """See `training.exchange.Clocks`."""
-        blocking(self._recorder, self._arrays, begin, computed, ended)
-
-    def report(self, name: str) -> Report:
-        """Return what the last steps were."""
-        return self._recorder.report(name, ((1, self._arrays),), (), 0, None)
 
 
 def _see_together(

@@ -22,9 +22,10 @@ import numpy as np
 from rich.table import Table
 
 from collectives.terminal import Interruptible, OutFile, console, show_table, write_text
-from mpips.overlap.networks import MODELS
+from examples.reproduce.overlap.networks import MODELS
+from examples.reproduce.overlap.rivals import PARTITIONS
+from mpips.overlap import joint
 from mpips.overlap.problem import TEN_GIGABIT, Problem, makespan
-from mpips.overlap.strategies import PARTITIONS, joint
 
 RATES = (1.33e12, 5e12, 2e13)  # a K80 half, and newer devices
 NODES = (4, 8, 16, 32, 64)

@@ -22,9 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from examples.reproduce.overlap.figures import Comparison, Figure, Point, speedup
-from mpips.overlap.networks import MODELS, Table, googlenet
+from examples.reproduce.overlap.networks import MODELS, blocks, googlenet
+from examples.reproduce.overlap.rivals import PARTITIONS
+from mpips.overlap.networks import Table
 from mpips.overlap.problem import PARAMETER_BYTES, Problem, makespan
-from mpips.overlap.strategies import PARTITIONS
 
 BLADES, BLADE_BYTES_PER_S = 8, 10e9 / 8
 NODES = (1, 6, 12, 18, 24, 30, 36, 42, 48, 54, 60, 66, 72)
@@ -81,7 +82,7 @@ def fit_startup() -> float:
 
 def _table(model: str) -> Table:
     """Blocks are layers: the paper's GoogLeNet has 12 (figure 4)."""
-    return (googlenet(heads=False) if model == "googlenet" else MODELS[model]()).blocks()
+    return blocks(googlenet(heads=False) if model == "googlenet" else MODELS[model]())
 
 
 def _transfer(table: Table, nodes: int) -> NDArray[np.float64]:

@@ -38,16 +38,16 @@ from rich.table import Table
 
 from collectives.benchmark.harness import take_turns
 from collectives.terminal import OutFile, Picture, RankedCommand, Whole, console, show_table, write_text, writing
+from examples.reproduce.overlap.networks import MODELS
+from examples.reproduce.overlap.rivals import PARTITIONS
 from mpips.bench.kvstore import mark, marked
 from mpips.overlap import exchange as runtime
 from mpips.overlap import measure, planner, timeline
 from mpips.overlap import timeline as trace
 from mpips.overlap.messages import StoreMessages
-from mpips.overlap.networks import MODELS
 from mpips.overlap.problem import PARAMETER_BYTES, JointPlan, Linear, Profile, bandwidth, create_profile
 from mpips.overlap.problem import save_profile as write_profile
-from mpips.overlap.strategies import PARTITIONS
-from mpips.overlap.timeline import Task
+from mpips.overlap.timeline import Kind, Task
 from mpips.store import create as processes
 
 SETTINGS = ("uniform", "hidden", *MODELS)
@@ -82,7 +82,8 @@ def plans(job: OverlapJob, profile: Profile) -> dict[str, JointPlan]:
     """Return the strategies to compare, by name."""
     link = link_of(job)
     if link is None:
-        return {name: planner.to_execute(profile, name, link) for name in PUSHES}
+        pushed = {name: PARTITIONS[name](profile.push()) for name in PUSHES}
+        return {name: JointPlan(groups, len(groups), ()) for name, groups in pushed.items()}
     behind = PARTITIONS["single"](profile.push())
     found = {name: JointPlan(behind, 0, PARTITIONS[name](profile.pull())) for name in PULLS}
     return found | {f"{name}, both": planner.to_execute(profile, name, link) for name in BOTH}
@@ -103,7 +104,7 @@ def measure_strategies(
     for name, plan in found.items():
         wire = job.wire(f"{pushes} {name}")
         wire.plan(plan)
-        messages[name] = runtime.Execution(wire, plan, runtime.wait_asleep if job.asleep else None)
+        messages[name] = runtime.Execution(wire, plan, wait_asleep if job.asleep else None)
     traces: dict[str, list[Task]] = {}
     numbers = dict.fromkeys(found, 0)
 
@@ -112,7 +113,7 @@ def measure_strategies(
         job.change(numbers[name])
         job.slowest(0.0)
         begin = time.perf_counter()
-        traces[name] = runtime.iteration(messages[name], layers, job.compute_forward, job.compute_backward)
+        traces[name] = iteration(messages[name], layers, job.compute_forward, job.compute_backward)
         seconds = job.slowest(time.perf_counter() - begin)
         if pushes == "dense":  # of sparse gradients no element is sure to travel
             job.see(name, numbers[name])
@@ -128,6 +129,46 @@ def measure_strategies(
                    timeline.hidden_share(expected), timeline.hidden_share(traces[name]), plan)
         )  # fmt: skip
     return results, {f"{pushes} {name}".strip(): tasks for name, tasks in traces.items()}
+
+
+def wait_asleep(message: Any) -> None:
+    """Wait without moving any message: that is left to the communication thread, as beside compute."""
+    while not message.done:
+        time.sleep(measure.POLL_SECONDS)
+    message.wait()
+
+
+def iteration(
+    execution: runtime.Execution, layers: int, forward: Callable[[int], Any], backward: Callable[[int], Any]
+) -> list[Task]:
+    """One iteration, clocked; everything on the calling thread but the messages. Blocking.
+
+    Where pushes bring the parameters back it is MG-WFBP's: forward, then backward with the pushes. Elsewhere it goes
+    from the start of a backward pass to the end of the next forward pass, with the pushes and pulls between them.
+    """
+    origin = time.perf_counter()
+    tasks: list[Task] = []
+    execution.begin()
+
+    def clocked(kind: Kind, layer: int, compute: Callable[[int], Any]) -> None:
+        begin = time.perf_counter() - origin
+        compute(layer)
+        tasks.append(Task(kind, layer, layer, begin, time.perf_counter() - origin, timeline.COMPUTE))
+
+    def down() -> None:
+        for layer in range(layers, 0, -1):
+            clocked("backward", layer, backward)
+            execution.ready(layer)
+
+    def up() -> None:
+        for layer in range(1, layers + 1):
+            execution.before(layer)
+            clocked("forward", layer, forward)
+
+    for half in (up, down) if execution.one_way else (down, up):
+        half()
+    execution.finish()
+    return [*tasks, *runtime.sent_tasks(execution.sent, origin)]
 
 
 def idle_seconds() -> np.ndarray:
@@ -389,7 +430,7 @@ class OverlapJob:
         a, b, startup, per_byte = costs
         names = [f"layer{number}" for number in range(1, len(self.elements) + 1)]
         forward, backward = self._clocked(self.compute_forward), self._clocked(self.compute_backward)
-        network = Linear(a, b, self.kv.num_workers, measure.collective_of(self.kv))
+        network = Linear(a, b, self.kv.num_workers, "servers" if self.kv.layout.num_servers else "allreduce")
         return create_profile(names, self.elements, forward, backward, network, startup, bandwidth(per_byte))
 
     def _clocked(self, compute: Callable[[int], None]) -> list[float]:

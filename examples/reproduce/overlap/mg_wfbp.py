@@ -13,7 +13,7 @@ compared.
 from __future__ import annotations
 
 from examples.reproduce.overlap.figures import Comparison, Figure, Point, speedup
-from mpips.overlap.networks import MODELS
+from examples.reproduce.overlap.networks import MODELS, tensors_apart
 from mpips.overlap.planner import plan
 from mpips.overlap.problem import TEN_GIGABIT, Profile
 
@@ -60,7 +60,7 @@ def fit_rate() -> float:
 
 def _profile(model: str, rate: float, tensors: bool = False) -> Profile:
     link, table = TEN_GIGABIT, MODELS[model]()
-    table = table.tensors_apart() if tensors else table
+    table = tensors_apart(table) if tensors else table
     return table.profile(rate, BATCH[model], link, startup_s=link.alpha, bandwidth_Bps=1 / link.beta)
 
 

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from mpi4py import MPI
 import mpips
 from examples.reproduce.overlap import measured as bench
 from mpips.mlp import MLP
-from mpips.overlap import exchange as runtime
-from mpips.overlap.exchange import CHOICES, Overlapped
+from mpips.overlap import JointPlan
+from mpips.overlap.exchange import CHOICES, Execution, Overlapped
+from mpips.overlap.messages import StoreMessages
 from mpips.training import Trainer
 from tests.mpi.mpips.overlap.support import SIZES, STORES, WORLD, all_ranks, exchange_of, worker
 from tests.mpi.sizes import JOB_LIMIT, either_mpi, only_on
@@ -186,24 +188,6 @@ def step(exchange: Overlapped, rank: int, seed: int) -> None:
 
 
 @either_mpi
-@pytest.mark.parametrize("kind, options", STORES)
-def test_waiting_for_the_pushes_of_the_step_before_counts_as_waiting(
-    kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kv, ok = worker(kind, options), True
-    if kv is not None:
-        begin = runtime.Execution.begin
-        monkeypatch.setattr(runtime.Execution, "begin", lambda messages: (time.sleep(0.1), begin(messages)))
-        exchange = exchange_of(kv, Sluggish(), strategy="optimal")
-        for seed in range(2):
-            step(exchange, kv.rank, seed)
-        exchange.finish()
-        ok = all(row[-1] >= 0.1 for row in exchange._clocked) and len(exchange._clocked) == 2
-        kv.close()
-    assert all_ranks(ok)
-
-
-@either_mpi
 @only_on(3, 4)
 @pytest.mark.parametrize("kind, options", STORES)
 def test_slower_layers_change_the_plan_and_no_number(kind: str, options: dict[str, Any]) -> None:
@@ -236,6 +220,44 @@ def test_slower_layers_change_the_plan_and_no_number(kind: str, options: dict[st
     if results:
         plain, overlapped = results
         ok &= np.array_equal(plain, overlapped)
+    assert all_ranks(ok)
+
+
+CUTS = (
+    JointPlan(((1, 2), (3, 5)), 0, ((1, 1), (2, 4), (5, 5))),
+    JointPlan(((1, 3), (4, 5)), 1, ((1, 3),)),
+    JointPlan(((1, 5),), 0, ((1, 3), (4, 5))),
+)
+
+
+def test_pushes_and_pulls_cut_differently() -> None:
+    """A plan whose pull groups are not its push groups, then another one: the sums are right, and state is kept."""
+    options = {"servers": 1}
+    kv, ok = worker("dist_sync", options), True
+    if kv is not None:
+        elements = [4, 3, 2, 5, 1]
+        gradients, parameters = np.arange(15.0), np.zeros(15)
+        kv.set_optimizer("sgd", learning_rate=1.0, momentum=0.5)
+        messages = StoreMessages(kv, gradients, parameters, elements)
+        expected, velocity = np.zeros(15), np.zeros(15)
+
+        def keep(seen: list[np.ndarray], layer: int) -> None:
+            seen.append(parameters.copy())
+
+        for plan in CUTS:
+            messages.plan(plan)
+            execution = Execution(messages, plan)
+            for _ in range(2):
+                arrived: list[np.ndarray] = []
+                take = partial(keep, arrived)
+                tasks = bench.iteration(execution, len(elements), take, lambda layer: None)
+                velocity = 0.5 * velocity - kv.num_workers * gradients
+                expected = expected + velocity
+                stops = np.cumsum(elements)
+                ok &= all(np.allclose(got[:stop], expected[:stop]) for got, stop in zip(arrived, stops))
+                pulled = {(task.first, task.last) for task in tasks if task.kind == "pull"}
+                ok &= pulled == {*plan.pull, *plan.push[len(plan.push) - plan.early :]}
+        kv.close()
     assert all_ranks(ok)
 
 

@@ -9,23 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from mpi4py import MPI
 
-import mpips
 from mpips.mlp import MLP
 from mpips.overlap import load_profile, profile_to_dict
 from mpips.overlap.__main__ import command as plan
 from mpips.training import Elastic, Trainer
+from tests.mpi.mpips.overlap.support import WORLD, all_ranks, worker
 from tests.mpi.sizes import either_mpi, only_on
 
-WORLD = MPI.COMM_WORLD
 pytestmark = only_on(1, 2, 3, 4)
 SIZES = (12, 30, 9, 5)
 STORES = [("mpi_sync", {}), ("dist_sync", {"servers": 1}), ("mpi_async", {"servers": 1})]
-
-
-def all_ranks(ok: bool) -> bool:
-    return bool(WORLD.allreduce(int(ok), op=MPI.MIN))
 
 
 class Nameless:
@@ -41,12 +35,9 @@ class Nameless:
 
 
 def trainer_of(kind: str, options: dict[str, Any], named: bool = True, **words: Any) -> Trainer | None:
-    """None on a server, whose work is done by then."""
-    if WORLD.size <= options.get("servers", 0):
-        pytest.skip("needs a worker beside the server")
-    try:
-        kv = mpips.create(kind, **options)
-    except SystemExit:
+    """Return the trainer; None on a server, whose work is done by then."""
+    kv = worker(kind, options)
+    if kv is None:
         return None
     mlp = MLP(SIZES, loss="softmax", dtype="float64", seed=3)
     return Trainer(mlp if named else Nameless(mlp), kv, "sgd", learning_rate=0.1, **words)

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpips.overlap import PARTITIONS, JointPlan, Problem, check_groups, makespan, timeline
+from mpips.overlap import PARTITIONS, JointPlan, Problem, check_groups, joint, makespan, timeline
 from mpips.overlap.problem import Link
-from mpips.overlap.strategies import joint
 
 from .problems import partitions, random_problem
 

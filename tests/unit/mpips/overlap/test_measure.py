@@ -7,31 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from mpips.overlap import check_groups, fit_costs, measure
+from mpips.overlap import check_groups, measure
 from mpips.overlap.measure import Stopwatch
 from mpips.overlap.problem import Groups
-
-
-@given(st.floats(1e-6, 1e-1), st.floats(1e-11, 1e-6))
-def test_costs_are_found_again(startup: float, per_byte: float) -> None:
-    messages, nbytes = np.array([40, 3, 1, 13, 1]), np.array([1e6, 1e6, 1e6, 3e5, 3e5])
-    found = fit_costs(messages, nbytes, startup * messages + per_byte * nbytes)
-    assert found == pytest.approx((startup, per_byte), rel=1e-5, abs=1e-15)
-
-
-def test_no_cost_is_negative() -> None:
-    assert fit_costs([1, 1, 1], [1, 2, 4], [4.0, 3.0, 2.0])[1] == 0.0
-    assert fit_costs([1, 1, 1], [1, 2, 4], [0.5, 2.0, 8.0])[0] == 0.0
-
-
-def test_one_message_size_tells_nothing() -> None:
-    with pytest.raises(ValueError, match="two message sizes"):
-        fit_costs([1, 2], [8, 16], [1.0, 2.0])
-    with pytest.raises(ValueError, match="positive"):
-        fit_costs([1, 1], [8, 16], [0.0, 1.0])
 
 
 @pytest.mark.parametrize("elements", [[5], [3, 1, 2], list(range(1, 50))])
@@ -84,8 +63,7 @@ def test_costs_of_a_link_from_its_runs() -> None:
     elements, startup, per_byte = [500] * 12, 2e-3, 1e-6
 
     def start(groups: Groups) -> list[Message]:
-        nbytes = sum(measure.group_bytes(elements, *group) for group in groups)
-        return [Message(startup * len(groups) + per_byte * nbytes)]
+        return [Message(startup * len(groups) + per_byte * measure.group_bytes(elements, groups))]
 
     wanted = measure.runs(elements)
     times = measure.run_seconds(start, wanted, lambda seconds: seconds, repeats=3)

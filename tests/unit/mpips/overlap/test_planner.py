@@ -28,7 +28,7 @@ def test_a_plan_says_its_groups_and_what_they_cost() -> None:
     assert found["single"].push == found["single"].pull == ((1, LAYERS),)
     assert found["single"].hidden_share == 0.0
     assert found["joint"].iteration_s == min(each.iteration_s for each in found.values())
-    with pytest.raises(ValueError, match="strategy 'fast' is unknown; known are sequential, "):
+    with pytest.raises(ValueError, match="strategy 'fast' is unknown; known are single, "):
         plan(profile, "fast")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mpips.overlap.exchange import STEPS, Ended, Recorder, blocking
+from mpips.overlap.exchange import STEPS, Ended, Recorder, sent_tasks
 from mpips.overlap.timeline import COMPUTE, Task
 
 PUSHED, PULLED = ((1, 1), (2, 2)), ((1, 2),)
@@ -58,7 +58,14 @@ def test_without_overlap_nothing_is_hidden() -> None:
     recorder = Recorder()
     with pytest.raises(RuntimeError, match="call step or fit first"):
         recorder.report("none", ((1, 3),), (), 0, None)
-    blocking(recorder, 3, 5.0, 7.0, 8.0)
+    recorder.blocking(3, 5.0, 7.0, 8.0)
     report = recorder.report("none", ((1, 3),), (), 0, None)
     assert (report.measured_s, report.hidden, report.predicted_s) == (3.0, 0.0, None)
     assert "not predicted" in str(report)
+
+
+def test_a_message_counts_from_where_it_stopped_waiting_for_another() -> None:
+    sent = [("push", 3, 3, Ended(1.0, 3.0)), ("pull", 3, 3, Ended(1.0, 5.0)), ("push", 2, 2, Ended(2.0, 4.0)),
+            ("pull", 2, 2, Ended(2.0, 6.0)), ("push", 1, 1, Ended(7.0, 8.0))]  # fmt: skip
+    tasks = [(task.kind, task.start, task.end) for task in sent_tasks(sent, begin=1.0)]
+    assert tasks == [("push", 0.0, 2.0), ("pull", 2.0, 4.0), ("push", 2.0, 3.0), ("pull", 4.0, 5.0), ("push", 6.0, 7.0)]

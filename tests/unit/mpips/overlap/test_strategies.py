@@ -1,4 +1,4 @@
-"""Every strategy is a partition; the optimum equals enumeration; the papers' algorithms do what they say."""
+"""One direction: the one makespan of pushes and pulls, the optimum by enumeration, and what is refused."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from mpips.overlap import PARTITIONS, Problem, check_groups, makespan
-from mpips.overlap.problem import from_ends, message_times
-from mpips.overlap.strategies import ibatch
+from mpips.overlap import PARTITIONS, Problem, check_groups, makespan, timeline
 
 from .problems import partitions, problems, random_problem
 
@@ -38,18 +36,12 @@ def test_optimal_equals_enumeration(layers: int) -> None:
 
 @given(problems(max_layers=120))
 def test_strategies_are_partitions_and_never_beat_the_optimum(problem: Problem) -> None:
+    before = problem.compute.copy(), problem.transfer.copy()
     least = makespan(problem, PARTITIONS["optimal"](problem))
     for name, partition in PARTITIONS.items():
         groups = check_groups(partition(problem), problem.layers)
         assert makespan(problem, groups) >= least * (1 - 1e-12), name
-
-
-@given(problems())
-def test_strategies_do_not_write_to_the_problem(problem: Problem) -> None:
-    before = problem.compute.copy(), problem.transfer.copy()
-    for partition in PARTITIONS.values():
-        partition(problem)
-    np.testing.assert_array_equal(problem.compute, before[0])
+    np.testing.assert_array_equal(problem.compute, before[0])  # nothing is written to the problem
     np.testing.assert_array_equal(problem.transfer, before[1])
 
 
@@ -73,45 +65,27 @@ def test_merged_is_not_always_optimal() -> None:
     assert np.median(losses) < 1.01
 
 
-def test_layers_that_hide_are_not_merged() -> None:
-    problem = Problem.of([1.0] * 10, 0.1, [0.2] * 10)
-    assert PARTITIONS["optimal"](problem) == PARTITIONS["layerwise"](problem) == PARTITIONS["merged"](problem)
+def test_startups_decide_whether_layers_merge() -> None:
+    hidden, dominant = Problem.of([1.0] * 10, 0.1, [0.2] * 10), Problem.of([0.01] * 10, 5.0, [0.2] * 10)
+    assert PARTITIONS["optimal"](hidden) == PARTITIONS["layerwise"](hidden) == PARTITIONS["merged"](hidden)
+    assert PARTITIONS["optimal"](dominant) == PARTITIONS["merged"](dominant) == ((1, 10),)
 
 
-def test_startups_that_dominate_merge_everything() -> None:
-    problem = Problem.of([0.01] * 10, 5.0, [0.2] * 10)
-    assert PARTITIONS["optimal"](problem) == PARTITIONS["merged"](problem) == ((1, 10),)
-
-
-@given(problems())
-def test_ibatch_batches_overlap_as_equation_5_asks_wherever_possible(problem: Problem) -> None:
-    """Algorithm 1: a batch after the second could not be shorter and still exceed the compute before it."""
-    if problem.layers < 2:
-        return
-    groups = ibatch.forward(problem)
-    times = message_times(problem, groups)
-    for k in range(1, len(groups) - 1):
-        before = problem.compute[groups[k - 1][0] - 1 : groups[k - 1][1]].sum()
-        assert times[k] > before or times[k] == pytest.approx(before)
-        first, last = groups[k]
-        if last > first:
-            shorter = message_times(problem, from_ends([first - 1, last - 1, problem.layers]))[1] if first > 1 else 0
-            assert shorter <= before * (1 + 1e-9)
-
-
-@given(problems())
-def test_ibatch_takes_the_better_of_its_two_algorithms(problem: Problem) -> None:
-    if problem.layers < 2:
-        assert ibatch.partition(problem) == ((1, 1),)
-        return
-    both = [makespan(problem, check_groups(f(problem), problem.layers)) for f in (ibatch.forward, ibatch.backward)]
-    assert makespan(problem, ibatch.partition(problem)) == min(both)
-
-
-def test_ibatch_time_is_equation_4_where_equation_5_holds() -> None:
-    problem = Problem.of([2, 1, 1, 1, 3, 1], 0.5, [0.5, 1.0, 1.5, 2.0, 3.0, 4.0])
+@given(problems(max_layers=8))
+def test_pull_is_the_mirror_of_push(problem: Problem) -> None:
     for groups in partitions(problem.layers):
-        times = message_times(problem, groups)
-        compute = [problem.compute[first - 1 : last].sum() for first, last in groups]
-        if all(times[k + 1] > compute[k] for k in range(len(groups) - 1)):
-            assert makespan(problem, groups) == pytest.approx(times.sum() + compute[-1])
+        pushed, pulled = timeline.push(problem, groups), timeline.pull(problem, groups)
+        assert timeline.end(pushed) == pytest.approx(timeline.end(pulled), rel=1e-12)
+        assert timeline.end(pushed) == pytest.approx(makespan(problem, groups), rel=1e-12)
+
+
+@pytest.mark.parametrize("compute, transfer", [([1, 2], [1]), ([], []), ([[1, 2]], [[1, 2]])])
+def test_lists_of_different_lengths_are_refused(compute: list[int], transfer: list[int]) -> None:
+    with pytest.raises(ValueError, match="give two lists of one length"):
+        Problem.of(compute, 0.5, transfer)
+
+
+@pytest.mark.parametrize("groups", [((1, 2),), ((2, 3),), ((1, 1), (3, 3)), ((1, 2), (2, 3)), ((1, 4),), ()])
+def test_groups_that_do_not_cover_are_refused(groups: tuple[tuple[int, int], ...]) -> None:
+    with pytest.raises(ValueError, match="group"):
+        check_groups(groups, 3)

@@ -1,14 +1,18 @@
-"""What a model offers for overlap: arrays laid out flat, and a sentence where something is missing."""
+"""The package's names without MPI; models: arrays laid out flat, what is missing, and networks that are built in."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from mpips import overlap
 from mpips.mlp.network import MLP
-from mpips.overlap import check_model, lay_out
+from mpips.overlap import MODELS, Ring, check_model, lay_out
 
 
 def test_views_of_all_layers_fill_the_flat_array() -> None:
@@ -58,3 +62,36 @@ def test_what_is_missing_is_said(model: Any, words: list[str]) -> None:
 def test_a_model_in_layers_passes() -> None:
     check_model(Net(FIVE, FIVE, [2, 3]), "auto")
     check_model(MLP((3, 4, 2)), "auto")
+
+
+PLANNING = """
+import sys
+from mpips.overlap import Layer, Linear, Profile, load_profile, plan, plans, save_profile
+profile = Profile((Layer("a", 10, 0.5, 1.0), Layer("b", 10, 0.5, 1.0)), Linear(0.1, 0.01), 0.1, 100.0)
+save_profile(profile, sys.argv[1])
+assert load_profile(sys.argv[1]) == profile
+print(len(plans(profile)), plan(profile, "optimal").push, "mpi4py.MPI" in sys.modules)
+"""
+
+
+def test_every_public_name_is_there() -> None:
+    assert all(getattr(overlap, name) is not None for name in overlap.__all__)
+    assert dir(overlap) == sorted(overlap.__all__)
+    with pytest.raises(AttributeError, match=r"mpips\.overlap.*has no attribute 'bucket'"):
+        overlap.bucket  # noqa: B018
+
+
+def test_planning_loads_no_mpi(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PLANNING, str(tmp_path / "job.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "5 ((1, 1), (2, 2)) False\n", done.stderr
+
+
+@pytest.mark.parametrize("name, parameters, tensors", [("lenet5", 3_274_634, 8), ("resnet50", 25_557_032, 161)])
+def test_built_in_networks_weigh_what_papers_state(name: str, parameters: int, tensors: int) -> None:
+    table = MODELS[name]()
+    assert (table.parameters, table.tensors) == (parameters, tensors)
+    found = table.profile(1e9, 10, Ring(1e-5, 1e-9, 0), 1e-3, 1e9)
+    assert found.forward_s == pytest.approx(table.flops * 10 / 1e9)
+    assert found.backward_s == pytest.approx(2 * found.forward_s)
+    assert [layer.parameters for layer in found.layers] == [layer.parameters for layer in table.layers]

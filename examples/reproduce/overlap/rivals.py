@@ -1,4 +1,4 @@
-"""iBatch, Algorithms 1 and 2, and of their two results the faster.
+"""Rivals of the optimum: iBatch, Algorithms 1 and 2, of their two results the faster; and all strategies by name.
 
 Both walk along the layers and end each batch where the communication of batch k + 1 just exceeds the computation of
 batch k (Eq. 5), one from the front (l_1, l_2, ..), one from the back (l_{N-1}, l_{N-2}, ..). The paper's equations were
@@ -16,9 +16,10 @@ followed where its pseudo-code says too little:
 import numpy as np
 
 from mpips.overlap.problem import Groups, Problem, from_ends, makespan, sums
+from mpips.overlap.strategies import PARTITIONS as OURS
 
 
-def partition(problem: Problem) -> Groups:
+def ibatch(problem: Problem) -> Groups:
     """The groups of the algorithm whose makespan is less."""
     if problem.layers == 1:
         return ((1, 1),)
@@ -82,3 +83,7 @@ def _first_pair_backward(compute: np.ndarray, sent: np.ndarray, layers: int) -> 
             if best is None or key > best[0]:
                 best = key, [layers, last, before]
     return best[1] if best else [layers, 1, 0]
+
+
+PARTITIONS = {"sequential": OURS["single"], **OURS, "ibatch": ibatch}
+"""Name -> groups of one direction. `sequential`, a parameter server's default (iBatch, figure 4a), has `single`'s."""

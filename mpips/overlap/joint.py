@@ -47,7 +47,7 @@ def plan(push: Problem, pull: Problem, link: Link) -> JointPlan:
     """The fastest plan of the family above. Both problems describe the same layers."""
     if push.layers != pull.layers:
         raise ValueError(f"the push has {push.layers} layers and the pull {pull.layers}: give problems of one model")
-    best = JointPlan(optimal.partition(push), 0, optimal.partition(pull))
+    best = JointPlan(optimal(push), 0, optimal(pull))
     least = makespan(push, best.push) + makespan(pull, best.pull)
     found = (_shared if link == "shared" else _duplex)(push, pull, least)
     return found[1] if found[0] < least * (1 - ROUNDING) else best
@@ -227,7 +227,7 @@ def _duplex(push: Problem, pull: Problem, least: float) -> tuple[float, JointPla
     ready, sent, fetched = _rest(push), sums(push.transfer), sums(pull.transfer)
     # The send link takes what it takes alone; the other has the early pulls behind the first push.
     first = ready[-2] + push.startup + push.transfer[-1] + pull.startup
-    pushed = np.full(layers + 1, makespan(push, optimal.partition(push)))
+    pushed = np.full(layers + 1, makespan(push, optimal(push)))
     pushed[:-1] = np.maximum(pushed[:-1], first + fetched[-1] - fetched[:-1])
     of = _worth(pull, pushed, least)
     to_go = _forward(pull, of)
