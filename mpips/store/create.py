@@ -20,15 +20,15 @@ from mpips.store.checkpoint import resume
 from mpips.store.checkpoint.resume import Regular
 from mpips.store.options import OptionError, Options
 from mpips.store.recovery.recover import Member, StandBy, wait_for_role
-from mpips.store.remote.backend import Served
-from mpips.store.replicated.backend import Serverless
+from mpips.store.remote.store import RemoteStore
+from mpips.store.replicated.store import ReplicatedStore
 from mpips.store.roles import Layout, Seat
 from mpips.store.runtime.errors import Step, StoreError
 from mpips.store.runtime.generation import Generation
 from mpips.store.server.loop import Server, serve
 from mpips.store.transport.frames import OpenStore
-from mpips.store.worker.backend import Recovered
 from mpips.store.worker.generations import Generations
+from mpips.store.worker.interface import Recovered
 from mpips.store.worker.route import Route
 from mpips.store.worker.settings import Settings
 
@@ -42,7 +42,7 @@ class _Open:
     comm: MPI.Intracomm
     layout: Layout
     store: KVStore
-    served: Served
+    served: RemoteStore
 
 
 _open: list[_Open] = []
@@ -116,7 +116,7 @@ def _asked(kind: str, options: dict[str, Any]) -> tuple[str, Options | None, str
 
 
 def _store(
-    layout: Layout, backend: Served | Serverless, generation: Generation, closed: Step,
+    layout: Layout, backend: RemoteStore | ReplicatedStore, generation: Generation, closed: Step,
     saves: Callable[[Settings], Regular] | None = None, joined: Recovered | None = None,
 ) -> KVStore:  # fmt: skip
     """Return a worker's store. `saves`: how it saves itself. `joined`: the content of the store in which this worker
@@ -126,7 +126,7 @@ def _store(
     if saves is not None:
         settings.regular = saves(settings)
         route.save_regularly(settings.regular)
-    if joined is not None or settings.held.names:
+    if joined is not None or settings.restored.names:
         route.before_a_push(settings.pushes)
     generations = Generations(settings, backend, closed)
     if joined is not None:
@@ -137,13 +137,13 @@ def _store(
 def _serverless(layout: Layout) -> KVStore:
     generation = Generation(layout)
     with generation.failing(roles.WHAT):
-        return _store(layout, Serverless(layout, generation), generation, generation.close, _saves(layout))
+        return _store(layout, ReplicatedStore(layout, generation), generation, generation.close, _saves(layout))
 
 
 def _served(comm: MPI.Intracomm, layout: Layout) -> KVStore:
     generation = Generation(layout)
     with generation.failing(roles.WHAT):
-        served = Served(layout, generation, _seat(layout, generation).shared)
+        served = RemoteStore(layout, generation, _seat(layout, generation).shared)
         served.begin()
         store = _store(layout, served, generation, _closer(layout, generation), _saves(layout))
     _open.append(_Open(comm, layout, store, served))
@@ -160,7 +160,7 @@ def _saves(layout: Layout) -> Callable[[Settings], Regular] | None:
     _folders.add(folder)
 
     def begin(settings: Settings) -> Regular:
-        settings.base, settings.held = resume.resume(settings)
+        settings.base, settings.restored = resume.resume(settings)
         settings.resumed = settings.base
         resume.tell_spares(layout, settings.base)
         return Regular(settings, settings.base)
@@ -249,7 +249,7 @@ class _Spare:
         if isinstance(member, Server):
             say_role("server")
             _serve(member)
-        assert isinstance(member, Served | Serverless)
+        assert isinstance(member, RemoteStore | ReplicatedStore)
         role = "worker" if len(layout.clients) == 1 else f"worker of client {layout.client_number}"
         say_role(role, recovered.rounds.step)
         return _store(layout, member, generation, _closer(layout, generation), self._saves, recovered)
@@ -261,9 +261,9 @@ class _Spare:
         if layout.is_spare:
             return stands_by
         if seat is None:
-            return Serverless(layout, generation)
+            return ReplicatedStore(layout, generation)
         if layout.is_worker:
-            return Served(layout, generation, seat.shared, stands_by.old_memory)
+            return RemoteStore(layout, generation, seat.shared, stands_by.old_memory)
         return Server(layout, seat, generation, stands_by.old_memory)
 
 

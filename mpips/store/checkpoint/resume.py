@@ -1,10 +1,8 @@
 """A store that goes on from a folder and saves itself there (options `checkpoint` and `every`).
 
 `resume` loads the newest checkpoint that can be read. A job that goes on makes the same calls as one that begins, and
-so does a worker that has joined a store which others train; after a recovery a program may repeat them. `Claims` are
-what such calls find: `init` of a key that is there keeps what is stored, `set_optimizer` keeps the optimizer with its
-numbers and state, and `set_gradient_compression` what was kept back. Such a call is local: other workers make it in
-their own time, or made it long ago.
+so does a worker that has joined a store which others train; after a recovery a program may repeat them
+(`worker.restored`).
 
 `Regular` saves. A *step* of a program pushes each key once. It ends on a worker when that begins to push a key once
 more than it has pushed any: so all workers of a synchronous store come to the same end, each in its own time, and save
@@ -18,30 +16,27 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from collectives.errors import CollectiveError, warn
 from collectives.fabric import requests
-from mpips.compression.base import Compressor
-from mpips.compression.registry import options
-from mpips.optimizers.base import Optimizer, unlike
-from mpips.optimizers.schedules import Groups
 from mpips.store.checkpoint import folder as files
 from mpips.store.checkpoint.load import load
 from mpips.store.checkpoint.save import Saving, save, save_alone
 from mpips.store.checkpoint.source import Store
-from mpips.store.keys.key import SHOWN, Key, Name
+from mpips.store.keys.key import Name
 from mpips.store.roles import Layout
 from mpips.store.runtime.generation import Generation
+from mpips.store.worker.restored import Restored
 
 TAG = 6
 """Of `tell`'s message on the store's communicator."""
 
 
-def resume(store: Store) -> tuple[int, Claims]:
+def resume(store: Store) -> tuple[int, Restored]:
     """Take the newest checkpoint of the folder that can be read: its step, 0 where there is none, and what the program
     may then ask for. Collective, blocking; ValueError on all workers where there is no folder, and none can be made, or
     nothing in it can be read."""
@@ -70,10 +65,10 @@ def resume(store: Store) -> tuple[int, Claims]:
             continue
         if store.layout.rank == 0:
             print(f"mpips: the store goes on from step {step}, saved in {folder}", file=sys.stderr, flush=True)
-        return step, Claims(path, store.keys, store.groups, store.compressor, saved=True, strict=True)
+        return step, Restored(path, store.keys, store.groups, store.compressor, saved=True, strict=True)
     if failure is not None:
         raise failure
-    return 0, Claims()
+    return 0, Restored()
 
 
 def tell_spares(layout: Layout, step: int | None) -> None:
@@ -226,98 +221,3 @@ class RegularSaving:
         if self._folder:
             files.prune(self._folder)
             self._folder = ""
-
-
-class Claims:
-    """All that the program may claim: each once, optimizers and compression before it pushes anything.
-
-    `source` names the checkpoint or the store in sentences.
-
-    `later`: keys that may be claimed after the first push, too; all where None. `saved`: by another job, and so
-    perhaps by another training. `strict`: an optimizer of another class is an error.
-    """
-
-    def __init__(
-        self, source: str = "", names: Iterable[Name] = (), groups: Groups | None = None,
-        compressor: Compressor | None = None, *, later: Iterable[Name] | None = None, saved: bool = False,
-        strict: bool = False,
-    ) -> None:  # fmt: skip
-        self.source, self.names, self._compressor = source, set(names), compressor
-        self._cure = "give the same, or another folder" if saved else "give the same"
-        self._unasked, self._strict = saved, strict
-        self._default = None if groups is None else groups.default
-        self._own = {} if groups is None else dict(groups.own)
-        self._later = set(self.names if later is None else later)
-        """Keys that may also be claimed after the first push."""
-
-    def renewed(self, source: str, names: Iterable[Name], groups: Groups, compressor: Compressor | None) -> Claims:
-        """Return what it may claim after a recovery, until it pushes: everything."""
-        there = set(names)
-        return Claims(source, there, groups, compressor, later=there & self._later)
-
-    def pushed(self) -> None:
-        """The program has pushed: all other calls are made together from now on."""
-        self.names = self._later
-        self._default, self._own, self._compressor = None, {}, None
-
-    def see(self, here: Key, asked: Key) -> None:
-        """ValueError where `init` asks for a key that is held in another shape or dtype."""
-        if (here.shape, here.dtype) != (asked.shape, asked.dtype):
-            there, wanted = f"{here.dtype.name}{here.shape}", f"{asked.dtype.name}{asked.shape}"
-            raise ValueError(f"init: key {asked.name!r} is {there} in {self.source} and {wanted} here: {self._cure}")
-
-    def see_any(self, asked: Sequence[Name]) -> None:
-        """ValueError where the first `init` asks for keys of which none was saved, though some were."""
-        if self._unasked and self.names and asked and not any(name in self.names for name in asked):
-            some = ", ".join(map(repr, sorted(self.names, key=str)[:SHOWN]))
-            raise ValueError(
-                f"init: key {asked[0]!r} is not in {self.source}, which has {some}, so it was saved by another "
-                "training: give another folder"
-            )
-
-    def claim(self, names: Iterable[Name]) -> None:
-        """`init` has asked for these, or they are gone."""
-        self._unasked = False
-        self.keep((self.names | self._later).difference(names))
-
-    def keep(self, names: Collection[Name]) -> None:
-        """Only these keys are left."""
-        self.names.intersection_update(names)
-        self._later.intersection_update(names)
-
-    @property
-    def optimizers(self) -> bool:
-        """Return whether there is one to be claimed."""
-        return self._default is not None or bool(self._own)
-
-    def unheld(self, chosen: Optimizer, names: Sequence[Name] | None) -> Sequence[Name] | None:
-        """Return the keys of a `set_optimizer` (None: all) for which it has to be set anew: none, [], where all are
-        held."""
-        if names is None:
-            return [] if self._suits(self._default, chosen) else None
-        return [name for name in names if not self._suits(self._own.get(name, self._default), chosen)]
-
-    def _suits(self, there: Optimizer | None, chosen: Optimizer) -> bool:
-        if there is not None and type(there) is not type(chosen) and self._strict:
-            has, given = type(there).__name__, type(chosen).__name__
-            raise ValueError(f"set_optimizer: {self.source} has {has}, and this is {given}: {self._cure}")
-        return type(there) is type(chosen)
-
-    def kept(self, chosen: Optimizer, names: Sequence[Name] | None) -> str:
-        """Return what `set_optimizer` of keys (None: all) does not change, as the checkpoint of an earlier job has it.
-        """
-        held = [self._default] if names is None else [self._own.get(name, self._default) for name in names]
-        told = [unlike(there, chosen) for there in held if self._strict and type(there) is type(chosen)]
-        return next(filter(None, told), "")
-
-    def claim_optimizers(self, names: Sequence[Name] | None) -> None:
-        """`set_optimizer` has asked for that of these keys, or for the default."""
-        if names is None:
-            self._default = None
-        for name in names or ():
-            self._own.pop(name, None)
-
-    def claims(self, chosen: Compressor) -> bool:
-        """Return whether this compression is held, with what it has kept back; no longer."""
-        held, self._compressor = self._compressor, None
-        return held is not None and options(held) == options(chosen)

@@ -6,7 +6,7 @@ the sum of those numbered i, i + n, i + 2n, ...: nothing that was kept back is l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -23,7 +23,7 @@ from mpips.store.roles import Layout
 from mpips.store.runtime.engine import Handle
 from mpips.store.runtime.generation import Generation
 from mpips.store.runtime.rendezvous import Items
-from mpips.store.worker.backend import Backend, Frozen, Snapshot, States, Stored
+from mpips.store.worker.interface import Backend, Frozen, Saves, Snapshot, States, Stored, Written
 
 __all__ = [
     "Backend", "Frozen", "Handle", "Saves", "Snapshot", "States", "Store", "Stored", "Written", "from_worker",
@@ -32,49 +32,6 @@ __all__ = [
 
 T = TypeVar("T")
 Array = NDArray[Any]
-
-
-class Written(Protocol):
-    """A checkpoint that is written beside the training."""
-
-    def go_on(self) -> bool:
-        """Begin the next piece, if it is time; whether all is over. Does not block."""
-        ...
-
-    def finish(self) -> None:
-        """Wait until it is over."""
-        ...
-
-
-class Saves(Protocol):
-    """The schedule by which a store saves itself (`resume.Regular`)."""
-
-    pushing: Any
-    """The key, or list of keys, of the push that is being made; (): none."""
-
-    def is_due(self, key: Any) -> bool:
-        """Return whether a push of this key, or list of keys, begins a step before which the store has to be saved."""
-        ...
-
-    def count(self, key: Any) -> None:
-        """Such a push has been made."""
-        ...
-
-    def save(self) -> Written | None:
-        """Begin to save what is stored, beside the training; None where nothing was begun."""
-        ...
-
-    def save_last(self, alike: bool) -> None:
-        """Begin to save what is stored at the end, unless it has been. `alike`: all workers have pushed as often."""
-        ...
-
-    def set_rounds(self, rounds: Mapping[Name, int]) -> None:
-        """The store stands at these rounds, after `recover`."""
-        ...
-
-    def leave(self) -> tuple[str, int]:
-        """Save no more, as the caller will: to which folder, and after how many rounds each."""
-        ...
 
 
 class Store(Protocol):

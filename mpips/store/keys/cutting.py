@@ -13,7 +13,7 @@ from mpips.store.keys.key import Key, LineToServer, Piece, Shard
 from mpips.store.keys.sharding import Interval, Placement, block_bytes, grain_of, pulled_at_once, split, units
 from mpips.store.roles import Layout
 from mpips.store.transport.frames import UnitCard
-from mpips.store.transport.messages import UnitNumbers
+from mpips.store.transport.pending import UnitNumbers
 
 MOST_CHUNKS = 32  # of what a server has of a key
 Cards = dict[int, list[UnitCard]]

@@ -32,7 +32,7 @@ from mpips.store.remote.transfers import Pull, Push
 from mpips.store.roles import Layout
 from mpips.store.runtime.rendezvous import LeftRanks
 from mpips.store.transport.client_sums import ClientSums
-from mpips.store.transport.messages import COMPARE_TAG, MessageGroup, MessagesUnderWay, member_tag
+from mpips.store.transport.pending import COMPARE_TAG, MessageGroup, MessagesUnderWay, member_tag
 from mpips.store.worker.route import Vectors, steps
 
 Array = NDArray[Any]
@@ -336,19 +336,15 @@ class CallBetween(Call):
         return f"rank {first + low} calls {_said(one)}, rank {first + high} calls {_said(other)}: call the same"
 
     def reduce(self, piece: Piece, flat: Array, total: Array | None) -> Task[None]:
-        """See `Call.reduce`."""
         return self._sums.reduce_to_first(flat, total, self._tag(piece))
 
     def reduce_scatter(self, piece: Piece, flat: Array, total: Array) -> Task[None]:
-        """See `Call.reduce_scatter`."""
         return self._sums.reduce_scatter(flat, total, self._cuts(piece), self._tag(piece))
 
     def broadcast(self, piece: Piece, out: Array) -> Task[None]:
-        """See `Call.broadcast`."""
         return self._sums.broadcast(out, self._tag(piece))
 
     def allgather(self, piece: Piece, out: Array) -> Task[None]:
-        """See `Call.allgather`."""
         return self._sums.allgather(out, self._cuts(piece), self._tag(piece))
 
     def _tag(self, piece: Piece) -> int:

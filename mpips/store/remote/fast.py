@@ -82,12 +82,10 @@ class OneBlock:
         self._copy: Array | None = None
 
     def push(self, array: Array, priority: int) -> Task[None] | None:
-        """See `keys.key.Fast`."""
         left = self.post(array, priority)
         return self.read() if left is None else left
 
     def post(self, array: Array, priority: int) -> Task[None] | None:
-        """See `keys.key.Fast`."""
         key = self._key
         if self._flag[0] or self._words[self._mine] != key.round:
             return self._general.push(key, array, priority)
@@ -107,13 +105,11 @@ class OneBlock:
         return None
 
     def read(self) -> Task[None] | None:
-        """See `keys.key.Fast`."""
         if not self._in_place or came(self._words, self._mine, self._key.round):
             return None
         return self._general.read(self._key)
 
     def pull(self, out: Array) -> Task[None] | None:
-        """See `keys.key.Fast`."""
         key = self._key
         if self._flag[0] or not came(self._words, 0, key.round) or self._line.waiting():
             return self._general.pull(key, out)
@@ -137,12 +133,10 @@ class AnyTime(OneBlock):
     __slots__ = ()
 
     def post(self, array: Array, priority: int) -> Task[None] | None:
-        """See `keys.key.Fast`."""
         came(self._words, self._mine, self._key.round)  # only the server may be behind
         return super().post(array, priority)
 
     def pull(self, out: Array) -> Task[None] | None:
-        """See `keys.key.Fast`."""
         key = self._key
         there = not self._flag[0] and came(self._words, self._mine, key.round) and not self._line.waiting()
         if there and snapshot(self._words, self._stored, out):
@@ -165,12 +159,10 @@ class Blocks:
         self._in_place = False
 
     def push(self, array: Array, priority: int) -> Task[None] | None:
-        """See `keys.key.Fast`."""
         left = self.post(array, priority)
         return self.read() if left is None else left
 
     def post(self, array: Array, priority: int) -> Task[None] | None:
-        """See `keys.key.Fast`."""
         key = self._key
         round_ = key.round
         if self._flag[0]:
@@ -191,7 +183,6 @@ class Blocks:
         return None
 
     def read(self) -> Task[None] | None:
-        """See `keys.key.Fast`."""
         key = self._key
         for words, mine in self._mine if self._in_place else ():
             if words[mine] < key.round and not came(words, mine, key.round):
@@ -199,7 +190,6 @@ class Blocks:
         return None
 
     def pull(self, out: Array) -> Task[None] | None:
-        """See `keys.key.Fast`."""
         key = self._key
         if self._flag[0]:
             return self.general.pull(key, out)
@@ -222,7 +212,6 @@ class Blocks:
         return None
 
     def pushpull(self, array: Array, out: Array, priority: int) -> Task[None] | None:
-        """See `keys.key.Fast`."""
         # Servers may still read later elements of `array` while earlier ones of the result are written.
         apart = out is array or not np.may_share_memory(array, out)
         left = self.post(array, priority) if apart else self.push(array, priority)
@@ -254,7 +243,6 @@ class InClient:
         return self.post(array, priority)
 
     def post(self, array: Array, priority: int) -> Task[None] | None:
-        """See `keys.key.Fast`."""
         key = self._key
         flat = array if array.ndim == 1 else array.reshape(-1)  # collectives know an array again
         if self._flag[0]:
@@ -277,11 +265,9 @@ class InClient:
         """See `keys.key.Fast`."""
 
     def pull(self, out: Array) -> Task[None] | None:
-        """See `keys.key.Fast`."""
         return self._reading.pull(out)
 
     def pushpull(self, array: Array, out: Array, priority: int) -> Task[None] | None:
-        """See `keys.key.Fast`."""
         left = self.post(array, priority)
         return self.pull(out) if left is None else self._reading.general.then_pull(self._key, left, out)
 

@@ -17,8 +17,8 @@ from mpips.store.roles import Layout
 from mpips.store.transport import frames
 from mpips.store.transport.frames import Coding, Frame, Op
 from mpips.store.transport.lines import Line, MessageLine, any_waiting
-from mpips.store.transport.messages import QUIET_SECONDS
 from mpips.store.transport.outbox import Grows, Outbox, RepeatedPush, fill
+from mpips.store.transport.pending import QUIET_SECONDS
 from mpips.store.transport.sender import FRAME_COST, Sender
 
 Array = NDArray[Any]

@@ -26,7 +26,7 @@ from mpips.store.remote.client import Members, label
 from mpips.store.remote.transfers import Pull, Push, Rows
 from mpips.store.roles import Layout
 from mpips.store.transport.frames import Coding
-from mpips.store.transport.messages import ROWS_TAG
+from mpips.store.transport.pending import ROWS_TAG
 
 Array = NDArray[Any]
 

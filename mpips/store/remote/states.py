@@ -22,7 +22,7 @@ from mpips.store.remote.transfers import Push
 from mpips.store.roles import Layout
 from mpips.store.transport import frames
 from mpips.store.transport.frames import Change
-from mpips.store.worker.backend import Frozen, States
+from mpips.store.worker.interface import Frozen, States
 
 Array = NDArray[Any]
 
@@ -67,15 +67,12 @@ class Settings:
         self._own.difference_update(names)
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Name] | None) -> Task[None]:
-        """See `Backend.set_optimizer`."""
         return self._change(frames.SetOptimizer(encode(optimizer), _names(keys)), "set_optimizer")
 
     def update_optimizer(self, numbers: Mapping[str, Any], keys: Sequence[Name] | None) -> Task[None]:
-        """See `Backend.update_optimizer`."""
         return self._change(frames.UpdateOptimizer(encode_numbers(numbers), _names(keys)), "update_optimizer")
 
     def set_compression(self, compressor: Compressor) -> Task[None]:
-        """See `Backend.set_compression`."""
         return self._change(frames.SetCompression(compression.options(compressor)), "set_gradient_compression")
 
     def begin(self, changes: Changes, groups: Groups) -> None:
@@ -148,7 +145,7 @@ class Stored:
         yield from self._link.request(parts[0][1].server, request)
 
     def residuals(self, keys: Sequence[Key]) -> Task[Array | None]:
-        """See `worker.backend.Stored`. Collective over the client."""
+        """See `worker.interface.Stored`. Collective over the client."""
         if self._push.residuals is None:
             return None
         kept = np.zeros(sum(key.size for key in keys))
@@ -166,7 +163,7 @@ class Stored:
         yield
 
     def put_residuals(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
-        """See `worker.backend.Stored`."""
+        """See `worker.interface.Stored`."""
         assert self._push.residuals is not None
         for key, value in zip(keys, values, strict=True):
             for shard in key.pushes:
@@ -174,7 +171,7 @@ class Stored:
         yield from ()
 
     def snapshot(self, keys: Sequence[Key], alone: bool = False) -> Task[Snapshot]:
-        """See `worker.backend.Stored`."""
+        """See `worker.interface.Stored`."""
         self._snapshots += 1
         made = Snapshot(self._link, self._snapshots)
         yield from made.freeze(keys) if alone else self._setup.at_rank_0(lambda: made.freeze(keys), "save")
@@ -182,7 +179,7 @@ class Stored:
 
 
 class Snapshot:
-    """Keep keys as they were after one round, whatever is pushed later (`worker.backend.Snapshot`)."""
+    """Keep keys as they were after one round, whatever is pushed later (`worker.interface.Snapshot`)."""
 
     def __init__(self, link: Link, number: int) -> None:
         self._link, self._number = link, number

@@ -22,8 +22,8 @@ from mpips.store.keys.key import Key, Shard
 from mpips.store.remote.link import Link
 from mpips.store.roles import Layout
 from mpips.store.transport.frames import Coding, Flush, Op
-from mpips.store.transport.messages import MessageGroup, cut_bytes
 from mpips.store.transport.outbox import fill
+from mpips.store.transport.pending import MessageGroup, cut_bytes
 
 Array = NDArray[Any]
 

@@ -17,7 +17,7 @@ from mpips.store.replicated import sparse
 from mpips.store.replicated.fast import Sums
 from mpips.store.replicated.replica import Replica, SurvivingReplica
 from mpips.store.replicated.settings import Settings
-from mpips.store.worker.backend import States
+from mpips.store.worker.interface import States
 
 Array = NDArray[Any]
 

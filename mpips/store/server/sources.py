@@ -33,8 +33,8 @@ from mpips.store.keys.rows import RowSparse
 from mpips.store.server.unit import Contribution, Unit
 from mpips.store.transport.frames import ALONG, ROUND_AT, Coding, Frame, Op
 from mpips.store.transport.lines import Line, MessageLine
-from mpips.store.transport.messages import LOOK_SECONDS, Bytes, cut_bytes, pull_tag, push_tag
 from mpips.store.transport.outbox import PLACES, header_bytes
+from mpips.store.transport.pending import LOOK_SECONDS, Bytes, cut_bytes, pull_tag, push_tag
 
 if TYPE_CHECKING:
     from mpips.store.server.state import ServerState

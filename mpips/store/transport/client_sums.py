@@ -20,7 +20,7 @@ from collectives.fabric.failure import failed
 from collectives.fabric.requests import keep, send, tell
 from collectives.fabric.tasks import Task
 from collectives.schedule.model import cut
-from mpips.store.transport.messages import LOOK_SECONDS, QUIET_SECONDS, QUIET_TAG, MessagesUnderWay
+from mpips.store.transport.pending import LOOK_SECONDS, QUIET_SECONDS, QUIET_TAG, MessagesUnderWay
 
 Array = NDArray[Any]
 SHORT_BYTES = 8 << 10

@@ -29,7 +29,7 @@ from collectives.fabric.requests import keep, send
 from mpips.store.roles import Layout
 from mpips.store.runtime.rendezvous import MeetingPlace
 from mpips.store.transport.frames import FRAME, FRAME_BYTES, NOWHERE, ROUND, ROUND_AT, WITH_BODY, Frame
-from mpips.store.transport.messages import TAG_BODY, TAG_FRAME
+from mpips.store.transport.pending import TAG_BODY, TAG_FRAME
 
 WHAT = "mpips.create"
 SENT = 32

@@ -20,7 +20,7 @@ from collectives.fabric.tasks import Task
 from mpips.store.keys.key import Key, Name, Shard
 from mpips.store.roles import Layout
 from mpips.store.transport.frames import ALONG, Coding, Op
-from mpips.store.transport.messages import MessageGroup, MessagesUnderWay, cut_bytes, pull_tag, push_tag
+from mpips.store.transport.pending import MessageGroup, MessagesUnderWay, cut_bytes, pull_tag, push_tag
 
 Array = NDArray[Any]
 Place = tuple[int, int]

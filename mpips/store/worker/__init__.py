@@ -1,5 +1,6 @@
 """The calls of a worker: checked, put in order, done now or started, by whichever backend the store has.
 
-`operations`: every call's way. `quick`: the short way of a plain array. `settings`, `recut`: what all make together.
-`bundle`: small keys of one call as one vector. `backend`: what a store with or without servers offers.
+`route`: every call's way, a short one for a plain array; small keys of one call go as one vector. `settings`, `recut`:
+what all workers make together. `generations`: recovery and the end. `restored`: what a checkpoint has given. `waiting`:
+workers that wait in vain. `interface`: what a store with or without servers offers.
 """

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from collectives.errors import CollectiveError
-from mpips.store.checkpoint.resume import Claims
 from mpips.store.keys.key import Rounds
 from mpips.store.recovery.recover import Member, recover
 from mpips.store.runtime import rendezvous
 from mpips.store.runtime.errors import Step, StoreError, at_exit, in_order, skip_at_exit
 from mpips.store.runtime.generation import NEVER
 from mpips.store.worker import waiting
-from mpips.store.worker.backend import Recovered
+from mpips.store.worker.interface import Recovered
+from mpips.store.worker.restored import Restored
 from mpips.store.worker.settings import Settings
 
 STORE = "the store"
@@ -43,9 +43,9 @@ class Generations:
             assert begun is not None
         rounds = self._take(begun[1])
         if store.layout.survives:
-            store.held = store.held.renewed(STORE, store.keys, store.groups, store.compressor)
+            store.restored = store.restored.renewed(STORE, store.keys, store.groups, store.compressor)
         else:
-            store.held.keep(store.keys)
+            store.restored.keep(store.keys)
         return rounds
 
     def join(self, recovered: Recovered) -> None:
@@ -54,7 +54,7 @@ class Generations:
         rounds = self._take(recovered)
         store.resumed, store.fresh = rounds.step, True
         begun = store.resumed != 0
-        store.held = Claims(STORE, store.keys, store.groups, store.compressor, strict=begun)
+        store.restored = Restored(STORE, store.keys, store.groups, store.compressor, strict=begun)
 
     def _take(self, recovered: Recovered) -> Rounds:
         """The next generation has begun with this."""

@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from collectives.errors import CollectiveError, of_caller
 from collectives.fabric import arena
 from collectives.fabric.tasks import Task, together
-from mpips.store.checkpoint.source import Saves, Written
 from mpips.store.keys import arguments, calls
 from mpips.store.keys.arguments import PRIORITY_BITS
 from mpips.store.keys.calls import Call
@@ -32,7 +31,7 @@ from mpips.store.keys.key import FastList, Key, Name
 from mpips.store.keys.rows import RowSparse
 from mpips.store.runtime.engine import Engine, Handle
 from mpips.store.runtime.generation import Generation
-from mpips.store.worker.backend import Backend
+from mpips.store.worker.interface import Backend, Saves, Written
 
 Array = NDArray[Any]
 T = TypeVar("T")

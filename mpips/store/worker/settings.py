@@ -18,8 +18,6 @@ from collectives.fabric.tasks import Task, kept
 from mpips import compression, optimizers
 from mpips.compression import Compressor
 from mpips.optimizers import Groups, Optimizer
-from mpips.store.checkpoint.resume import Claims
-from mpips.store.checkpoint.source import Saves, Written
 from mpips.store.keys import arguments, calls
 from mpips.store.keys.key import Key, Name
 from mpips.store.roles import Layout
@@ -28,7 +26,8 @@ from mpips.store.runtime.engine import Engine, Handle
 from mpips.store.runtime.generation import Generation
 from mpips.store.runtime.rendezvous import Items
 from mpips.store.worker import waiting
-from mpips.store.worker.backend import Backend
+from mpips.store.worker.interface import Backend, Saves, Written
+from mpips.store.worker.restored import Restored
 from mpips.store.worker.route import GIVEN, Operations
 
 Array = NDArray[Any]
@@ -57,7 +56,7 @@ class Settings:
         """The step that the job has resumed at: rounds count from there."""
         self.resumed: int | None = 0
         """See `KVStore.resumed`."""
-        self.held = Claims()
+        self.restored = Restored()
         """What the store has, and the program has not asked for."""
         self.fresh = False
         """Whether this worker has taken a dead one's place, and comes to where the others are already."""
@@ -71,14 +70,14 @@ class Settings:
 
         held: dict[Name, Key] = {}
         names: Sequence[Name] = ()
-        if self.held.names:
+        if self.restored.names:
             with GIVEN:
                 pairs = arguments.pairs(key, value, "init")
-                held, names = _held(self.held, self.keys, pairs), [name for name, _ in pairs]
+                held, names = _restored_keys(self.restored, self.keys, pairs), [name for name, _ in pairs]
                 if len(held) == len(names):
                     see(list(held.values()))
             if len(held) == len(names):
-                self.held.claim(held)
+                self.restored.claim(held)
                 return
             key, value = map(list, zip(*(pair for pair in pairs if pair[0] not in held)))
 
@@ -94,7 +93,7 @@ class Settings:
         made, refusal = rendezvous.attempt(asked)
         keys, values = made or ([], [])
         self.agree("init", [(one.name, f"{one.dtype.name}{one.shape}") for one in keys], refusal)
-        self.held.claim(held)
+        self.restored.claim(held)
         self.run("init", self.backend.init(keys, values), [one.name for one in keys])
         self.add(keys)
 
@@ -112,7 +111,7 @@ class Settings:
         """Give up keys; collective, after all have agreed on it."""
         self.run(what, self.backend.forget(keys), [key.name for key in keys])
         self.groups.forget(key.name for key in keys)
-        self.held.claim(key.name for key in keys)
+        self.restored.claim(key.name for key in keys)
         for key in keys:
             del self.keys[key.name]
             key.fast = None
@@ -129,16 +128,16 @@ class Settings:
         chosen, refusal = rendezvous.attempt(lambda: optimizers.create(optimizer, **keywords))
         names, other = rendezvous.attempt(lambda: _names_of_floats(self, keys, what))
         asked = names
-        if self.held.optimizers and chosen is not None and other is None:
+        if self.restored.optimizers and chosen is not None and other is None:
             with GIVEN:
-                names = self.held.unheld(chosen, asked)
-                if (said := self.held.kept(chosen, asked)) and self.layout.rank == 0:
+                names = self.restored.unrestored(chosen, asked)
+                if (said := self.restored.ignored_numbers(chosen, asked)) and self.layout.rank == 0:
                     warn(f"{what}: {said}: the checkpoint's holds; change it by update_optimizer")
         if names is None or names or names is asked:
             self.settled(what, [("optimizer", repr(chosen)), ("keys", repr(names))], refusal or other, noun="argument")
             self.run(what, self.backend.set_optimizer(chosen, names))
             self.groups.set(chosen, names)
-        self.held.claim_optimizers(asked)
+        self.restored.claim_optimizers(asked)
 
     def update_optimizer(self, keys: Any, numbers: dict[str, Any]) -> None:
         """See `KVStore.update_optimizer`."""
@@ -160,7 +159,7 @@ class Settings:
         """See `KVStore.set_gradient_compression`."""
         what = "set_gradient_compression"
         chosen, refusal = rendezvous.attempt(lambda: compression.create(options))
-        if chosen is not None and self.held.claims(chosen):
+        if chosen is not None and self.restored.claim_compressor(chosen):
             return
         self.settled(what, [("compression_params", repr(chosen))], refusal, noun="argument")
         self.run(what, self.backend.set_compression(dict(options), chosen))
@@ -175,7 +174,7 @@ class Settings:
     def pushes(self) -> None:
         """The program makes its first push since it may claim what is held."""
         self.fresh = False
-        self.held.pushed()
+        self.restored.pushed()
 
     def unbind(self) -> None:
         """No call takes a fast route any more: the general way sees why."""
@@ -267,14 +266,14 @@ class Settings:
         return None if keys is None else [key.name for key in self.known(keys, what)]
 
 
-def _held(claims: Claims, known: Mapping[Name, Key], pairs: Sequence[tuple[Name, Any]]) -> dict[Name, Key]:
+def _restored_keys(restored: Restored, known: Mapping[Name, Key], pairs: Sequence[tuple[Name, Any]]) -> dict[Name, Key]:
     """Those of an `init` that are held; ValueError where they are not as they are asked for."""
-    claims.see_any([name for name, _ in pairs])
+    restored.check_first_init([name for name, _ in pairs])
     found = {}
     for name, values in pairs:
-        if name in claims.names:
+        if name in restored.names:
             asked, found[name] = calls.first_value(name, values), known[name]
-            claims.see(found[name], Key(name, asked.shape, asked.dtype))
+            restored.check_key(found[name], Key(name, asked.shape, asked.dtype))
     return found
 
 

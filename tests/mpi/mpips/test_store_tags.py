@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpips.store.transport import messages as tags
+from mpips.store.transport import pending as tags
 from tests.mpi.mpips.support import TAG, failure, need, run, tells
 from tests.mpi.sizes import only_on
 

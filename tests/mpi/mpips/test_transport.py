@@ -23,7 +23,7 @@ from mpips.store.server.unit import Unit
 from mpips.store.transport.client_sums import ClientSums
 from mpips.store.transport.frames import Frame, Op
 from mpips.store.transport.lines import MessageLine, any_waiting
-from mpips.store.transport.messages import MessagesUnderWay, cut_bytes, member_tag
+from mpips.store.transport.pending import MessagesUnderWay, cut_bytes, member_tag
 from tests.choice import first
 from tests.mpi.sizes import only_on
 

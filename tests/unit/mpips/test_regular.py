@@ -13,8 +13,9 @@ from collectives.files import NewFile
 from mpips.compression.registry import create as compressor
 from mpips.optimizers import SGD, Adam, Groups
 from mpips.store.checkpoint import folder as files
-from mpips.store.checkpoint.resume import Claims, Regular
+from mpips.store.checkpoint.resume import Regular
 from mpips.store.keys.key import Key
+from mpips.store.worker.restored import Restored
 
 
 def regular(*keys: str, every: int = 2, step: int = 0, rank: int = 0, asynchronous: bool = False) -> Regular:
@@ -149,50 +150,51 @@ def key(name: str, *shape: int, dtype: str = "float32") -> Key:
 
 
 def test_keys_of_another_training_are_told():
-    held = Claims("d/store-00000003.safetensors", ["w"], saved=True)
-    held.see(key("w", 3), key("w", 3))
+    held = Restored("d/store-00000003.safetensors", ["w"], saved=True)
+    held.check_key(key("w", 3), key("w", 3))
     with pytest.raises(ValueError, match=r"key 'w' is float32\(3,\) in d/store-.* and float64\(4,\) here"):
-        held.see(key("w", 3), key("w", 4, dtype="float64"))
+        held.check_key(key("w", 3), key("w", 4, dtype="float64"))
     with pytest.raises(ValueError, match=r"key 'v' is not in d/store-.*, which has 'w', so it was saved by another"):
-        held.see_any(["v"])
+        held.check_first_init(["v"])
     held.claim(["w"])
-    held.see_any(["v"])
+    held.check_first_init(["v"])
     assert not held.names
 
 
 def test_an_optimizer_is_kept_once_with_the_numbers_that_it_had():
-    held = Claims("f", ["a", "b"], Groups(SGD(learning_rate=0.5), {"b": Adam()}), strict=True)
+    held = Restored("f", ["a", "b"], Groups(SGD(learning_rate=0.5), {"b": Adam()}), strict=True)
     with pytest.raises(ValueError, match="f has SGD, and this is Adam: give the same"):
-        held.unheld(Adam(), None)
-    assert held.unheld(SGD(learning_rate=0.1), None) == []
+        held.unrestored(Adam(), None)
+    assert held.unrestored(SGD(learning_rate=0.1), None) == []
     held.claim_optimizers(None)
-    assert held.unheld(SGD(learning_rate=0.1), None) is None
-    assert held.unheld(Adam(), ["b", "a"]) == ["a"]
+    assert held.unrestored(SGD(learning_rate=0.1), None) is None
+    assert held.unrestored(Adam(), ["b", "a"]) == ["a"]
     held.claim_optimizers(["b", "a"])
-    assert held.unheld(SGD(), ["b", "a"]) == ["b", "a"]
+    assert held.unrestored(SGD(), ["b", "a"]) == ["b", "a"]
 
 
 def test_compression_is_kept_where_it_is_the_same():
     same = {"type": "2bit", "threshold": 0.25}
-    assert Claims("f", compressor=compressor(same)).claims(compressor(same))
-    assert not Claims("f", compressor=compressor(same)).claims(compressor({"type": "2bit", "threshold": 0.5}))
-    assert not Claims().claims(compressor(same))
+    assert Restored("f", compressor=compressor(same)).claim_compressor(compressor(same))
+    other = compressor({"type": "2bit", "threshold": 0.5})
+    assert not Restored("f", compressor=compressor(same)).claim_compressor(other)
+    assert not Restored().claim_compressor(compressor(same))
 
 
 def test_after_a_recovery_all_may_be_claimed_until_the_first_push():
     groups = Groups(SGD(learning_rate=0.5))
-    held = Claims("f", ["a", "b"], groups, saved=True, strict=True)
+    held = Restored("f", ["a", "b"], groups, saved=True, strict=True)
     held.claim(["a"])
     again = held.renewed("the store", ["a", "b"], groups, None)
     again.see_any(["c"])
-    assert again.names == {"a", "b"} and again.unheld(Adam(), None) is None  # another optimizer is set by all
-    assert again.unheld(SGD(), None) == [] and again.unheld(SGD(), ["a"]) == []
+    assert again.names == {"a", "b"} and again.unrestored(Adam(), None) is None  # another optimizer is set by all
+    assert again.unrestored(SGD(), None) == [] and again.unrestored(SGD(), ["a"]) == []
     once_more = again.renewed("the store", ["a", "b"], groups, None)
     once_more.claim(["a"])
     assert once_more.names == {"b"}
     once_more.pushed()
     assert once_more.names == {"b"} and not once_more.optimizers  # it had not asked for it before
-    never = Claims().renewed("the store", ["a"], groups, None)
+    never = Restored().renewed("the store", ["a"], groups, None)
     assert never.names == {"a"}
     never.pushed()
     assert not never.names

@@ -7,9 +7,9 @@ import pytest
 
 from mpips import RowSparse, optimizers
 from mpips.store.keys.key import Key
-from mpips.store.replicated.backend import Snapshot
 from mpips.store.replicated.fast import take_from
 from mpips.store.replicated.replica import Replica
+from mpips.store.replicated.store import Snapshot
 
 
 def replica(optimizer: optimizers.Optimizer | None = None, shape: tuple[int, ...] = (4,)) -> Replica:

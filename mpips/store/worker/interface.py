@@ -195,3 +195,49 @@ class Backend(Protocol):
     def finish(self) -> None:
         """This worker makes no more calls: say goodbye to the servers. Not collective; does not wait."""
         ...
+
+
+# ---- checkpoints, as the calls of a worker see them
+
+
+class Written(Protocol):
+    """A checkpoint that is written beside the training."""
+
+    def go_on(self) -> bool:
+        """Begin the next piece, if it is time; whether all is over. Does not block."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until it is over."""
+        ...
+
+
+class Saves(Protocol):
+    """The schedule by which a store saves itself (`resume.Regular`)."""
+
+    pushing: Any
+    """The key, or list of keys, of the push that is being made; (): none."""
+
+    def is_due(self, key: Any) -> bool:
+        """Return whether a push of this key, or list of keys, begins a step before which the store has to be saved."""
+        ...
+
+    def count(self, key: Any) -> None:
+        """Such a push has been made."""
+        ...
+
+    def save(self) -> Written | None:
+        """Begin to save what is stored, beside the training; None where nothing was begun."""
+        ...
+
+    def save_last(self, alike: bool) -> None:
+        """Begin to save what is stored at the end, unless it has been. `alike`: all workers have pushed as often."""
+        ...
+
+    def set_rounds(self, rounds: Mapping[Name, int]) -> None:
+        """The store stands at these rounds, after `recover`."""
+        ...
+
+    def leave(self) -> tuple[str, int]:
+        """Save no more, as the caller will: to which folder, and after how many rounds each."""
+        ...

@@ -32,7 +32,7 @@ from mpips.store.runtime.errors import in_order
 from mpips.store.runtime.generation import Generation
 from mpips.store.transport import frames
 from mpips.store.transport.lines import Line
-from mpips.store.worker.backend import Recovered
+from mpips.store.worker.interface import Recovered
 
 Array = NDArray[Any]
 
@@ -106,20 +106,17 @@ class Served(Member[Recovered]):
     # ---- keys
 
     def init(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
-        """See `Backend`."""
         yield from self._setup.init(keys, values)
         for key in keys:
             key.fast = self.bind(key)
 
     def forget(self, keys: Sequence[Key]) -> Task[None]:
-        """See `Backend`."""
         yield from self._setup.forget(keys)
         self._settings.forget(key.name for key in keys)
         if self._push.residuals is not None:
             self._push.residuals.forget(shard.number for key in keys for shard in key.shards)
 
     def put(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
-        """See `Backend`."""
         return self._setup.put(keys, values)
 
     def bind(self, key: Key) -> Fast | None:
@@ -137,68 +134,53 @@ class Served(Member[Recovered]):
     # ---- pushes and pulls
 
     def push(self, key: Key, flat: Array, priority: int) -> Task[None]:
-        """See `Backend`."""
         return self._link.hearing(self._route.push(key, flat, priority))
 
     def pull(self, key: Key, out: Array) -> Task[None]:
-        """See `Backend`."""
         return self._link.hearing(self._route.pull(key, out))
 
     def pushpull(self, key: Key, flat: Array, out: Array, priority: int) -> Task[None]:
-        """See `Backend`."""
         return self._link.hearing(self._route.pushpull(key, flat, out, priority))
 
     def push_rows(self, key: Key, rows: RowSparse, priority: int) -> Task[None]:
-        """See `Backend`."""
         return self._link.hearing(self._rows.push(key, rows, priority))
 
     def pull_rows(self, key: Key, out: Array, ids: Array) -> Task[None]:
-        """See `Backend`."""
         return self._link.hearing(self._rows.pull(key, out, ids))
 
     def push_list(self, keys: Sequence[Key], flats: Sequence[Array], priority: int) -> Task[None]:
-        """See `Backend`."""
         return self._link.hearing(self._route.push_list(keys, flats, priority))
 
     def pull_list(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[None]:
-        """See `Backend`."""
         return self._link.hearing(self._route.pull_list(keys, outs))
 
     def pushpull_list(
         self, keys: Sequence[Key], flats: Sequence[Array], outs: Sequence[Array], priority: int
     ) -> Task[None]:
-        """See `Backend`."""
         return self._link.hearing(self._route.pushpull_list(keys, flats, outs, priority))
 
     def settle(self, keys: Sequence[Key]) -> Task[None]:
-        """See `Backend`."""
         return self._link.hearing(self._push.settle(keys))
 
     def waits(self, keys: Sequence[Key]) -> None:
-        """See `Backend`."""
         self._push.waits(keys)
 
     def sums(self) -> tuple[int, str]:
-        """See `Backend`."""
         return 0, ""
 
     # ---- settings
 
     def check_updated(self, keys: Sequence[Key], what: str) -> None:
-        """See `Backend`."""
         self._settings.see_updated(keys, what)
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Name] | None) -> Task[None]:
-        """See `Backend`."""
         yield from self._settings.set_optimizer(optimizer, keys)
         self._bind_all()
 
     def update_optimizer(self, numbers: Mapping[str, Any], keys: Sequence[Name] | None) -> Task[None]:
-        """See `Backend`."""
         return self._settings.update_optimizer(numbers, keys)
 
     def set_compression(self, options: dict[str, Any], compressor: Compressor) -> Task[None]:
-        """See `Backend`."""
         yield from self._settings.set_compression(compressor)
         self._bind_all()
 
@@ -206,7 +188,6 @@ class Served(Member[Recovered]):
 
     @property
     def lines(self) -> Sequence[Line]:
-        """See `Member`."""
         return self._link.lines
 
     def take_inventory(self, known: Container[Name]) -> Inventory:
@@ -222,7 +203,6 @@ class Served(Member[Recovered]):
         return mine
 
     def rebuild(self, plan: RecoveryPlan, placed: Sequence[Placed]) -> Recovered:
-        """See `Member`."""
         assert plan.cutting is not None
         self._serve([one.local for one in plan.said[: self.layout.num_workers]])
         self._setup.begin(plan.keys, plan.cutting, plan.cards, [one.where for one in placed])
@@ -233,7 +213,6 @@ class Served(Member[Recovered]):
         return Recovered(plan.rounds, plan.keys, groups, compressor)
 
     def commit(self) -> None:
-        """See `Member`."""
         super().commit()
         self._last_kept.forget()
 
@@ -243,7 +222,6 @@ class Served(Member[Recovered]):
             yield from self._link.request(server, request)
 
     def finish(self) -> None:
-        """See `Backend`."""
         self._link.goodbye()
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from mpips.store.transport import messages
-from mpips.store.transport.messages import COMPARE_TAG, UnitNumbers, member_tag, pull_tag, push_tag
+from mpips.store.transport import pending
+from mpips.store.transport.pending import COMPARE_TAG, UnitNumbers, member_tag, pull_tag, push_tag
 
 
 def test_no_two_units_in_use_share_a_tag(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "most_units", lambda: 5)
+    monkeypatch.setattr(pending, "most_units", lambda: 5)
     numbers = UnitNumbers()
     used = [numbers.assign("a") for _ in range(5)]
     given = list(used)
@@ -22,7 +22,7 @@ def test_no_two_units_in_use_share_a_tag(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_lack_of_tags_names_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "most_units", lambda: 2)
+    monkeypatch.setattr(pending, "most_units", lambda: 2)
     numbers = UnitNumbers()
     numbers.release([numbers.assign("a")])
     numbers.assign("b")
@@ -32,21 +32,21 @@ def test_a_lack_of_tags_names_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tags_are_what_mpi_allows() -> None:
-    most = messages.most_units()
+    most = pending.most_units()
     assert most > 16000
     assert push_tag(most - 1) + 1 == pull_tag(most - 1) < max(32767, 2 * most + 16)
 
 
 def test_pieces_never_have_the_comparison_tag() -> None:
-    most = 2 * messages.most_units() + messages.TAG_DATA
+    most = 2 * pending.most_units() + pending.TAG_DATA
     pieces = (0, 1, 7, most // 4, most, 10 * most)
     texts = (b"", b"push of key 'a'", b"push of key 'b'")
-    used = [member_tag(piece, call, text) for piece in pieces for call in range(3 * messages.CALLS) for text in texts]
+    used = [member_tag(piece, call, text) for piece in pieces for call in range(3 * pending.CALLS) for text in texts]
     assert COMPARE_TAG not in used and max(used) <= max(32767, most)
 
 
 def test_pieces_and_calls_have_tags_of_their_own() -> None:
-    calls = messages.CALLS
+    calls = pending.CALLS
     assert len({member_tag(piece, call) for piece in range(1000) for call in range(calls)}) == 1000 * calls
 
 
@@ -55,7 +55,7 @@ def test_calls_of_other_texts_have_other_tags() -> None:
 
 
 def test_numbers_go_on_after_a_recovery(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "most_units", lambda: 4)
+    monkeypatch.setattr(pending, "most_units", lambda: 4)
     numbers = UnitNumbers([2, 5])
     taken = [numbers.assign("a"), numbers.assign("b")]
     assert min(taken) > 5 and len({push_tag(number) for number in (2, 5, *taken)}) == 4

@@ -23,7 +23,7 @@ from mpips.store.replicated.settings import Settings
 from mpips.store.replicated.sparse import Sparse
 from mpips.store.roles import Layout
 from mpips.store.runtime.generation import Generation
-from mpips.store.worker.backend import Frozen, Recovered, States
+from mpips.store.worker.interface import Frozen, Recovered, States
 
 Array = NDArray[Any]
 
@@ -163,7 +163,6 @@ class Serverless(Member[Recovered]):
         """`collectives` sees by itself that workers make different calls."""
 
     def sums(self) -> tuple[int, str]:
-        """See `Backend`."""
         return self._sums.begun, self._sums.text
 
     # ---- settings
@@ -208,7 +207,6 @@ class Serverless(Member[Recovered]):
         return Placed()
 
     def rebuild(self, plan: RecoveryPlan, placed: Sequence[Placed]) -> Recovered:
-        """See `Member`."""
         self._bind_all()
         keys = [replica.key for replica in self._replicas.by_name.values()]
         residuals = self._settings.residuals
