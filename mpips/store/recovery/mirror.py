@@ -25,7 +25,7 @@ from mpips.store.recovery.undo import Version
 from mpips.store.roles import Layout
 from mpips.store.server.unit import Unit
 from mpips.store.transport.frames import dtype_of
-from mpips.store.transport.messages import cut_bytes
+from mpips.store.transport.pending import cut_bytes
 
 Array = NDArray[Any]
 VERSIONS = 2

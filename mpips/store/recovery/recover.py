@@ -50,7 +50,7 @@ from mpips.store.runtime.generation import FREEING_SECONDS, NEVER, Generation
 from mpips.store.server.unit import Unit
 from mpips.store.transport.frames import Created, dtype_of
 from mpips.store.transport.lines import Connection, Line, connect
-from mpips.store.transport.messages import cut_bytes
+from mpips.store.transport.pending import cut_bytes
 
 Array = NDArray[Any]
 T = TypeVar("T")

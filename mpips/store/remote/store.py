@@ -1,4 +1,4 @@
-"""Serve the calls of a store with servers, on a worker: `Served`, and `Alone` for a worker that is in no client.
+"""Serve the calls of a store with servers, on a worker: `RemoteStore`, and `Alone` for a worker that is in no client.
 
 dist_*: every worker pushes and pulls by itself. mpi_*: the members of a client push once (`client`).
 """
@@ -45,7 +45,7 @@ class Kept(NamedTuple):
     changes: Changes
 
 
-class Served(Member[Recovered]):
+class RemoteStore(Member[Recovered]):
     """One worker of a store with servers; it may be used once it has begun, or recovered.
 
     `cores_shared`: processes of the store share cores. `memory`: what this rank kept while it was a spare.

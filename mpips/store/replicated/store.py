@@ -28,8 +28,8 @@ from mpips.store.worker.interface import Frozen, Recovered, States
 Array = NDArray[Any]
 
 
-class Serverless(Member[Recovered]):
-    """A store's backend (`worker.backend`). All workers make the same calls, in the same order: pushes are collectives.
+class ReplicatedStore(Member[Recovered]):
+    """A store's backend (`worker.interface`). All workers make the same calls in one order: pushes are collectives.
     A pull is a copy. Making it is collective over the workers, blocking."""
 
     lists = True
@@ -219,7 +219,7 @@ class Serverless(Member[Recovered]):
 
 
 class Stored:
-    """See `worker.backend.Stored`. Every worker has all of it."""
+    """See `worker.interface.Stored`. Every worker has all of it."""
 
     def __init__(self, layout: Layout, replicas: Replicas, settings: Settings) -> None:
         self._layout, self._replicas, self._settings = layout, replicas, settings

@@ -186,7 +186,7 @@ def test_after_a_recovery_all_may_be_claimed_until_the_first_push():
     held = Restored("f", ["a", "b"], groups, saved=True, strict=True)
     held.claim(["a"])
     again = held.renewed("the store", ["a", "b"], groups, None)
-    again.see_any(["c"])
+    again.check_first_init(["c"])
     assert again.names == {"a", "b"} and again.unrestored(Adam(), None) is None  # another optimizer is set by all
     assert again.unrestored(SGD(), None) == [] and again.unrestored(SGD(), ["a"]) == []
     once_more = again.renewed("the store", ["a", "b"], groups, None)
