@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -17,14 +17,12 @@ from mpips.mlp.data.loading import Data, DealRule, Scaling
 from mpips.mlp.mesh import Mesh, agree
 from mpips.mlp.network import MLP, Network, Specification, Split, check, splits, working_dtype
 from mpips.mlp.parallel import on_host, put
+from mpips.mlp.servers import Servers
 from mpips.mlp.training import Worker
 from mpips.optimizers import Optimizer, decode, encode
 from mpips.optimizers.base import initial
 from mpips.store.checkpoint.file import TensorFile, why, write
 from mpips.store.options import MOST
-
-if TYPE_CHECKING:
-    from mpips.mlp.servers import Servers
 
 T = TypeVar("T")
 WORD = "mpips"

@@ -6,20 +6,17 @@ Source: the paper, section 7, which calls it a process grid.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 from mpi4py import MPI
 
 from collectives.communicator import communicator
 from mpips.mlp.network import Specification
 from mpips.optimizers.base import Optimizer
-from mpips.store.runtime.rendezvous import Gathering
-
-_NAMED = 8  # ranks that a sentence lists one by one
+from mpips.store.runtime import rendezvous
 
 
 class TrainingError(ValueError):
@@ -50,7 +47,7 @@ class Mesh:
                 f"choose_mesh(model, batch), or train(model, open_source, mesh='auto', batch=...)"
             )
         self.batch, self.model = int(batch), int(model)
-        alike(self.comm, "Mesh", {"the grid": self}, misfit(self.batch, self.model, self.comm.size))
+        alike(self.comm, "Mesh", {"grid": self}, misfit(self.batch, self.model, self.comm.size))
         self.batch_index, self.model_index = divmod(self.comm.rank, self.model)
         self.model_comm = self.comm.Split(color=self.batch_index, key=self.model_index)
         self.batch_comm = self.comm.Split(color=self.model_index, key=self.batch_index)
@@ -119,53 +116,40 @@ def agree(comm: MPI.Comm, problem: str | None) -> None:
 
 
 def alike(
-    comm: MPI.Comm, call: str, arguments: Mapping[str, object], problem: str | None = None,
-    cure: str = "give all ranks the same",
-) -> None:  # fmt: skip
+    comm: MPI.Comm, call: str, arguments: Mapping[str, object], problem: str | None = None, noun: str = "argument"
+) -> None:
     """Return if all ranks of `comm` make this call with the same arguments and none has a problem with them.
 
-    Otherwise every rank raises one sentence: the first argument that differs with its values and their ranks, else the
-    lowest rank's problem. Arguments are compared as texts. Collective, before anything that ranks must do alike.
+    Otherwise every rank raises one sentence. Arguments are compared as texts. Collective, before anything that ranks
+    must do alike.
     """
-    mine = [("the call", call), *((name, str(value)) for name, value in arguments.items())]
-    payloads = Gathering(comm).meet(msgspec.json.encode((mine, problem)), call)
-    if problem is None and all(payload == payloads[0] for payload in payloads):
+    if comm.size == 1:
+        agree(comm, problem)
         return
-    brought = [msgspec.json.decode(payload, type=tuple[list[tuple[str, str]], str | None]) for payload in payloads]
-    asked = [dict(each) for each, _ in brought]
-    for name in dict.fromkeys(name for each in asked for name in each):
-        ranks: dict[str, list[int]] = {}
-        for rank, each in enumerate(asked):
-            ranks.setdefault(each.get(name, "not given"), []).append(rank)
-        if len(ranks) > 1:
-            values = " but ".join(f"{value} on {_named(some)}" for value, some in ranks.items())
-            raise _error(comm, f"{asked[0]['the call']}: {name} is {values}; {cure}")
-    raise _error(comm, next(each for _, each in brought if each is not None))
+    refusal = None if problem is None else TrainingError(problem)
+    items = [(name, str(value)) for name, value in arguments.items()]
+    try:
+        rendezvous.agree(rendezvous.Gathering(comm), call, items, refusal, noun)
+    except ValueError as error:
+        raise _error(comm, str(error)) from None
 
 
-def of_network(specification: Specification) -> dict[str, object]:
-    """Return the arguments of an MLP by name, as `alike` compares them."""
-    return {
-        "the network": "-".join(str(size) for size in specification.sizes), "activation": specification.activation,
+def arguments_of(specification: Specification, optimizer: Optimizer | None, mode: str | None) -> dict[str, object]:
+    """Return the arguments of an MLP, an optimizer and how layers are cut by name, as `alike` compares them."""
+    found: dict[str, object] = {
+        "network": "-".join(map(str, specification.sizes)), "activation": specification.activation,
         "loss": specification.loss, "dtype of the network": specification.dtype,
-        "seed of the network": specification.seed,
+        "seed of the network": specification.seed, "mode": mode,
     }  # fmt: skip
-
-
-def of_optimizer(optimizer: Optimizer) -> dict[str, object]:
-    """Return an optimizer's kind and options by name, as `alike` compares them."""
-    options = {f"{field.name} of the optimizer": getattr(optimizer, field.name) for field in fields(optimizer)}
-    return {"the optimizer": type(optimizer).__name__, **options}
+    if optimizer is not None:
+        found["optimizer"] = type(optimizer).__name__
+        found |= {f"{field.name} of the optimizer": getattr(optimizer, field.name) for field in fields(optimizer)}
+    return found
 
 
 def counted(count: int, thing: str) -> str:
     """Return a number of things in words of a sentence: "1 row", "1,797 rows"."""
     return f"{count:,} {thing}{'s'[: count != 1]}"
-
-
-def _named(ranks: Sequence[int]) -> str:
-    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_NAMED]))}{more}"
 
 
 def _error(comm: MPI.Comm, sentence: str) -> TrainingError:

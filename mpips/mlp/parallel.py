@@ -9,9 +9,9 @@ a copy, the copy is summed or gathered, and everybody, the sender too, takes the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from time import perf_counter
-from typing import Any, Protocol
 
 import numpy as np
 from mpi4py import MPI
@@ -27,96 +27,301 @@ GROWTH = 2000  # good updates, after which the loss scale doubles
 PHASES = ("compute", "forward", "backward", "data", "evaluate")
 
 
-class WeightUpdate(Protocol):
-    """One way from gradients to new weights."""
+# ---- seconds
 
-    loss_scale: LossScale | None
-    """That of mixed precision."""
 
-    def gradient(self, layer: int) -> None:
-        """Take the gradients of a layer, which are there."""
+class Clock:
+    """Seconds of a rank by phase: compute; forward gathers and sums; backward reductions; data (reading and
+    distribution); evaluate.
+
+    A phase of communication counts what computation waits for, slower ranks too. `under_way`: seconds with a message on
+    its way, whether computation goes on beside it or not.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+        self._messages = 0
+        self._since = 0.0
+
+    def reset(self) -> None:
+        """Begin to count anew."""
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.under_way = 0.0
+
+    def sent(self) -> None:
+        """Note that a message has left."""
+        if not self._messages:
+            self._since = perf_counter()
+        self._messages += 1
+
+    def arrived(self) -> None:
+        """Note that one that left is known to have arrived."""
+        self._messages -= 1
+        if not self._messages:
+            self.under_way += perf_counter() - self._since
+
+    @contextmanager
+    def waiting(self, phase: str) -> Iterator[None]:
+        """Count the block, which sends a message and waits for it, for `phase`."""
+        start = perf_counter()
+        self.sent()
+        yield
+        self.arrived()
+        self.add(phase, start)
+
+    def add(self, phase: str, since: float) -> None:
+        """Count the time from `since` (perf_counter) to now for `phase`."""
+        self.seconds[phase] += perf_counter() - since
+
+    def communication(self) -> float:
+        """Return the seconds in which computation waited for communication so far."""
+        return self.seconds["forward"] + self.seconds["backward"]
+
+
+def hidden_share(waited: float, under_way: float) -> float | None:
+    """Return the share of the seconds with messages under way that computation did not wait for; None without any."""
+    return max(0.0, 1 - waited / under_way) if under_way else None
+
+
+# ---- arrays of the host, or of a GPU
+
+
+def on_host(array: np.ndarray) -> np.ndarray:
+    """Return the array, or the host's copy of one that a GPU holds."""
+    return array if isinstance(array, np.ndarray) else array.get()
+
+
+def put(source: np.ndarray, target: np.ndarray) -> None:
+    """Write target = source, which is on the host, wherever the target is."""
+    if isinstance(target, np.ndarray):
+        target[...] = source
+    else:
+        target.set(np.ascontiguousarray(source, target.dtype))
+
+
+def _round(array: np.ndarray, copy: np.ndarray) -> None:
+    """Write copy = array, rounded; numbers that float16 cannot hold become infinite."""
+    with np.errstate(over="ignore"):
+        copy[...] = on_host(array)
+
+
+# ---- messages of one array each
+
+
+class Sum:
+    """The in-place sum of one array over `comm`, begun by `start` and finished by `wait`, any number of times.
+
+    Making one is collective. Arrays made by `collectives.empty` are summed where they lie, without messages, by
+    ranks of one node. `clock` counts for `phase` what is waited for.
+    """
+
+    def __init__(
+        self, array: np.ndarray, comm: MPI.Comm, half: bool = False, phase: str = "backward", clock: Clock | None = None
+    ) -> None:
+        self._plan, self._array, self._half = None, array, None
+        self._phase, self._clock, self._under_way = phase, clock or Clock(), False
+        if array.size and comm.size > 1:
+            self._half = collectives.empty(array.shape, np.float16, comm) if half else None
+            self._plan = plan("allreduce", array if self._half is None else self._half, comm)
+
+    def start(self) -> None:
+        """Begin, without waiting."""
+        if self._plan:
+            begin = perf_counter()
+            if self._half is not None:
+                _round(self._array, self._half)
+            self._plan.start()
+            self._under_way = True
+            self._clock.sent()
+            self._clock.add(self._phase, begin)
+
+    def test(self) -> bool:
+        """Move on as far as possible without waiting; True where it has arrived, or nothing is under way."""
+        if self._plan and self._under_way and self._plan.test():
+            self._under_way = False
+            self._clock.arrived()
+        return not self._under_way
+
+    def wait(self) -> None:
+        """Return when the array holds the sum."""
+        if self._plan:
+            begin = perf_counter()
+            self._plan.wait()
+            if self._half is not None:
+                put(self._half, self._array)
+            if self._under_way:
+                self._under_way = False
+                self._clock.arrived()
+            self._clock.add(self._phase, begin)
+
+    def run(self) -> None:
+        """Start and wait."""
+        if self._plan:
+            with self._clock.waiting(self._phase):
+                if self._half is not None:
+                    _round(self._array, self._half)
+                self._plan()
+                if self._half is not None:
+                    put(self._half, self._array)
+
+    def free(self) -> None:
+        """Give back what the sum holds."""
+        if self._plan:
+            self._plan.free()
+
+
+class Gather:
+    """Every rank's `interval` of the rows of one (rows, columns) array, gathered in place.
+
+    Blocks of whole rows are the blocks that `collectives` cuts where the ranks divide the rows; else MPI gathers them.
+    Arrays of a GPU travel by a copy on the host.
+    """
+
+    def __init__(self, array: np.ndarray, comm: MPI.Comm, half: bool = False) -> None:
+        rows, columns = array.shape
+        self._comm, self._plan, self._array = comm, None, array
+        self._own = slice(*interval(rows, comm.size, comm.rank))
+        wire = array
+        if half or not isinstance(array, np.ndarray):
+            wire = collectives.empty(array.shape, np.float16 if half else array.dtype, comm)
+        self._copy = None if wire is array else wire
+        if rows % comm.size == 0 and array.size:
+            self._plan = plan("allgather", wire, comm)
+        row = columns * wire.dtype.itemsize
+        slices = [interval(rows, comm.size, rank) for rank in range(comm.size)]
+        counts, offsets = [(stop - start) * row for start, stop in slices], [start * row for start, _ in slices]
+        self._buffer = [wire, counts, offsets, MPI.BYTE]
+
+    def run(self) -> None:
+        """Gather; blocking."""
+        if self._copy is not None:
+            _round(self._array[self._own], self._copy[self._own])
+        if self._plan:
+            self._plan()
+        else:
+            self._comm.Allgatherv(MPI.IN_PLACE, self._buffer)
+        if self._copy is not None:
+            put(self._copy, self._array)
+
+
+# ---- between model ranks
+
+
+class TensorExchange:
+    """The exchange of one model communicator. Arrays come again every step, so what moves them is made once each.
+
+    Arrays are told apart by address and shape; the network keeps them alive. With `half` they travel as float16.
+    """
+
+    def __init__(self, comm: MPI.Comm, clock: Clock, half: bool = False) -> None:
+        self.parts, self.part = comm.size, comm.rank
+        self._comm, self._clock, self._half = comm, clock, half
+        self._running: Sum | None = None
+        self._sums: dict[tuple[int, tuple[int, ...]], Sum] = {}
+        self._gathers: dict[tuple[int, tuple[int, ...]], Gather] = {}
+
+    def gather(self, full: np.ndarray) -> None:
+        """Fill (neurons, samples) with every rank's slice of rows; blocking."""
+        with self._clock.waiting("forward"):
+            key = _identity(full)
+            if key not in self._gathers:
+                self._gathers[key] = Gather(full, self._comm, self._half)
+            self._gathers[key].run()
+
+    def sum(self, array: np.ndarray) -> None:
+        """Sum a forward array over the ranks; blocking."""
+        self._sum_of(array, "forward").run()
+
+    def start_sum(self, array: np.ndarray) -> None:
+        """Begin to sum a backward array over the ranks; one at a time."""
+        self._running = self._sum_of(array, "backward")
+        self._running.start()
 
     def poll(self) -> None:
-        """Move messages on."""
+        """Move on the sum that has been started."""
+        if self._running is not None:
+            self._running.test()
 
-    def divisor(self, samples: int) -> float:
-        """Return the number that this rank's sum of gradients is divided by in a minibatch of so many samples."""
+    def wait(self) -> None:
+        """Finish the sum that has been started."""
+        assert self._running is not None
+        self._running.wait()
+        self._running = None
 
-    def run(self, step: int) -> None:
-        """Finish step number `step`, from 1: the weights become the new ones. Collective, blocking."""
+    def _sum_of(self, array: np.ndarray, phase: str) -> Sum:
+        key = _identity(array)
+        if key not in self._sums:
+            self._sums[key] = Sum(array, self._comm, self._half, phase, self._clock)
+        return self._sums[key]
 
-    def fetch(self) -> State:
-        """Return the optimizer's state, laid out as the flat parameters; valid at batch index 0. Collective."""
 
-    def restore(self, state: State, step: int) -> None:
-        """Go on from such a state, the same on all batch indices, after `step` updates. Collective."""
+def _identity(array: np.ndarray) -> tuple[int, tuple[int, ...]]:
+    """Return address and shape of an array of the host or of a GPU."""
+    interface = getattr(array, "__cuda_array_interface__", None) or array.__array_interface__
+    return int(interface["data"][0]), array.shape
+
+
+# ---- between batch ranks
 
 
 class LocalUpdate:
     """The optimizer runs on every rank, bucket by bucket as the sums arrive (Algorithms 1 and 3)."""
 
     def __init__(
-        self, network: Network, comm: MPI.Comm, optimizer: Optimizer, clock: Clock, overlap: bool, half: bool,
-        scale: LossScale | None,
+        self, network: Network, comm: MPI.Comm, optimizer: Optimizer, clock: Clock, overlap: bool, half: bool = False,
+        scale: LossScale | None = None,
     ) -> None:  # fmt: skip
-        self._network, self._optimizer, self.loss_scale = network, optimizer, scale
-        self._clock, self._overlap = clock, overlap
-        self.state = optimizer.init(network.flat_parameters)
-        cut = buckets(network.layer_elements, 2 if half else network.dtype.itemsize)
-        self._parts = [slice(start, stop) for _, start, stop in cut]
-        self._sums = [Sum(network.flat_gradients[part], comm, half) for part in self._parts]
-        self._by_layer = {layer: sum_ for (layer, _, _), sum_ in zip(cut, self._sums)}
+        self._network, self._optimizer, self._overlap = network, optimizer, overlap
+        self.loss_scale = scale
+        """That of mixed precision."""
+        self._state = optimizer.init(network.flat_parameters)
+        self._buckets = {
+            layer: (slice(start, stop), Sum(network.flat_gradients[start:stop], comm, half, "backward", clock))
+            for layer, start, stop in buckets(network.layer_elements, 2 if half else network.dtype.itemsize)
+        }
         self._started: list[Sum] = []
 
     def gradient(self, layer: int) -> None:
         """Send the bucket that the gradients of this layer complete; those of all layers above it are there."""
-        if self._overlap and layer in self._by_layer:
-            start = perf_counter()
-            sum_ = self._by_layer[layer]
+        if self._overlap and layer in self._buckets:
+            _, sum_ = self._buckets[layer]
             sum_.start()
-            if sum_.moves:
-                self._clock.sent()
-                self._started.append(sum_)
-            self._clock.add("backward", start)
+            self._started.append(sum_)
 
     def poll(self) -> None:
         """Move on the sums that have been started."""
         while self._started and self._started[0].test():
             del self._started[0]
-            self._clock.arrived()
 
     def divisor(self, samples: int) -> float:
-        """Return the samples, over the loss scale of mixed precision."""
+        """Return the number that this rank's sum of gradients is divided by in a minibatch of `samples` samples."""
         return samples if self.loss_scale is None else samples / self.loss_scale.scale
 
     def run(self, step: int) -> None:
-        """Take each bucket as its gradients become their sum over the batch ranks, and update its weights."""
+        """Take each bucket as its gradients become their sum over the batch ranks, and update its weights.
+
+        `step` counts from 1. Collective, blocking.
+        """
         parameters, gradients = self._network.flat_parameters, self._network.flat_gradients
-        for part, sum_ in zip(self._parts, self._sums):
-            start = perf_counter()
+        for part, sum_ in self._buckets.values():
             if self._overlap:
                 sum_.wait()
-                if self._started and self._started[0] is sum_:
-                    del self._started[0]
-                    self._clock.arrived()
-            elif sum_.moves:
-                self._clock.sent()
+            else:
                 sum_.run()
-                self._clock.arrived()
-            self._clock.add("backward", start)
             if self.loss_scale is None:
-                state = tuple(array[part] for array in self.state)
+                state = tuple(array[part] for array in self._state)
                 self._optimizer.update(parameters[part], gradients[part], state, step)
+        self._started.clear()
         if self.loss_scale is not None and self.loss_scale.judge(gradients):
-            self._optimizer.update(parameters, gradients, self.state, step)
+            self._optimizer.update(parameters, gradients, self._state, step)
 
     def fetch(self) -> State:
-        """Return the optimizer's state, laid out as the flat parameters."""
-        return self.state
+        """Return the optimizer's state, laid out as the flat parameters; valid at batch index 0. Collective."""
+        return self._state
 
     def restore(self, state: State, step: int) -> None:
-        """Go on from such a state."""
-        for mine, array in zip(self.state, state):
+        """Go on from such a state, the same on all batch indices, after `step` updates. Collective."""
+        for mine, array in zip(self._state, state):
             mine[...] = array
 
 
@@ -162,228 +367,3 @@ class LossScale:
         if self.good >= GROWTH:
             self.scale, self.good = min(self.scale * 2, MOST_SCALE), 0
         return True
-
-
-class TensorExchange:
-    """The exchange of one model communicator. Arrays come again every step, so what moves them is made once each.
-
-    Arrays are told apart by address and shape; the network keeps them alive. With `half` they travel as float16.
-    """
-
-    def __init__(self, comm: MPI.Comm, clock: Clock, half: bool = False) -> None:
-        self.parts, self.part = comm.size, comm.rank
-        self._comm, self._clock, self._half = comm, clock, half
-        self._running: Sum | None = None
-        self._under_way = False
-        self._sums: dict[tuple[int, tuple[int, ...]], Sum] = {}
-        self._gathers: dict[tuple[int, tuple[int, ...]], Gather] = {}
-
-    def gather(self, full: np.ndarray) -> None:
-        """Fill (neurons, samples) with every rank's slice of rows; blocking."""
-        start = perf_counter()
-        key = _address(full), full.shape
-        if key not in self._gathers:
-            self._gathers[key] = Gather(full, self._comm, self._half)
-        self._clock.sent()
-        self._gathers[key].run()
-        self._clock.arrived()
-        self._clock.add("forward", start)
-
-    def sum(self, array: np.ndarray) -> None:
-        """Sum a forward array over the ranks; blocking."""
-        start = perf_counter()
-        sum_ = self._sum_of(array)
-        self._clock.sent()
-        sum_.run()
-        self._clock.arrived()
-        self._clock.add("forward", start)
-
-    def start_sum(self, array: np.ndarray) -> None:
-        """Begin to sum a backward array over the ranks; one at a time."""
-        start = perf_counter()
-        self._running = self._sum_of(array)
-        self._running.start()
-        self._clock.sent()
-        self._under_way = True
-        self._clock.add("backward", start)
-
-    def poll(self) -> None:
-        """Move on the sum that has been started."""
-        if self._running is not None and self._running.test():
-            self._note_arrival()
-
-    def wait(self) -> None:
-        """Finish the sum that has been started."""
-        start = perf_counter()
-        assert self._running is not None
-        self._running.wait()
-        self._running = None
-        self._note_arrival()
-        self._clock.add("backward", start)
-
-    def _note_arrival(self) -> None:
-        if self._under_way:
-            self._under_way = False
-            self._clock.arrived()
-
-    def _sum_of(self, array: np.ndarray) -> Sum:
-        key = _address(array), array.shape
-        if key not in self._sums:
-            self._sums[key] = Sum(array, self._comm, self._half)
-        return self._sums[key]
-
-
-class Sum:
-    """The in-place sum of one array over `comm`, begun by `start` and finished by `wait`, any number of times.
-
-    Making one is collective. Arrays made by `collectives.empty` are summed where they lie, without messages, by
-    ranks of one node.
-    """
-
-    def __init__(self, array: Any, comm: MPI.Comm, half: bool = False) -> None:
-        self._plan, self._array, self._half = None, array, None
-        if array.size and comm.size > 1:
-            self._half = collectives.empty(array.shape, np.float16, comm) if half else None
-            self._plan = plan("allreduce", array if self._half is None else self._half, comm)
-
-    @property
-    def moves(self) -> bool:
-        """Tell whether there is anything to send."""
-        return self._plan is not None
-
-    def start(self) -> None:
-        """Begin, without waiting."""
-        if self._plan:
-            if self._half is not None:
-                _round(self._array, self._half)
-            self._plan.start()
-
-    def test(self) -> bool:
-        """Move on as far as possible without waiting; True where it has arrived."""
-        return self._plan is None or self._plan.test()
-
-    def wait(self) -> None:
-        """Return when the array holds the sum."""
-        if self._plan:
-            self._plan.wait()
-            if self._half is not None:
-                put(self._half, self._array)
-
-    def run(self) -> None:
-        """Start and wait."""
-        if self._plan:
-            if self._half is not None:
-                _round(self._array, self._half)
-            self._plan()
-            if self._half is not None:
-                put(self._half, self._array)
-
-    def free(self) -> None:
-        """Give back what the sum holds."""
-        if self._plan:
-            self._plan.free()
-
-
-class Gather:
-    """Every rank's `interval` of the rows of one (rows, columns) array, gathered in place.
-
-    Blocks of whole rows are the blocks that `collectives` cuts where the ranks divide the rows; else MPI gathers them.
-    Arrays of a GPU travel by a copy on the host.
-    """
-
-    def __init__(self, array: Any, comm: MPI.Comm, half: bool = False) -> None:
-        rows, columns = array.shape
-        self._comm, self._plan, self._array = comm, None, array
-        self._own = slice(*interval(rows, comm.size, comm.rank))
-        wire = array
-        if half or not isinstance(array, np.ndarray):
-            wire = collectives.empty(array.shape, np.float16 if half else array.dtype, comm)
-        self._copy = None if wire is array else wire
-        if rows % comm.size == 0 and array.size:
-            self._plan = plan("allgather", wire, comm)
-        row = columns * wire.dtype.itemsize
-        slices = [interval(rows, comm.size, rank) for rank in range(comm.size)]
-        counts, offsets = [(stop - start) * row for start, stop in slices], [start * row for start, _ in slices]
-        self._buffer = [wire, counts, offsets, MPI.BYTE]
-
-    def run(self) -> None:
-        """Gather; blocking."""
-        if self._copy is not None:
-            _round(self._array[self._own], self._copy[self._own])
-        if self._plan:
-            self._plan()
-        else:
-            self._comm.Allgatherv(MPI.IN_PLACE, self._buffer)
-        if self._copy is not None:
-            put(self._copy, self._array)
-
-
-def _round(array: Any, copy: np.ndarray) -> None:
-    """Write copy = array, rounded; numbers that float16 cannot hold become infinite."""
-    with np.errstate(over="ignore"):
-        copy[...] = on_host(array)
-
-
-def _address(array: Any) -> int:
-    """Return the address of an array of the host or of a GPU."""
-    interface = getattr(array, "__cuda_array_interface__", None) or array.__array_interface__
-    return int(interface["data"][0])
-
-
-def on_host(array: Any) -> np.ndarray:
-    """Return the array, or the host's copy of one that a GPU holds."""
-    return array if isinstance(array, np.ndarray) else array.get()
-
-
-def put(source: np.ndarray, target: Any) -> None:
-    """Write target = source, which is on the host, wherever the target is."""
-    if isinstance(target, np.ndarray):
-        target[...] = source
-    else:
-        target.set(np.ascontiguousarray(source, target.dtype))
-
-
-class Clock:
-    """Seconds of a rank by phase: compute; forward gathers and sums; backward reductions; data (reading and
-    distribution); evaluate.
-
-    A phase of communication counts what computation waits for, slower ranks too. `under_way`: seconds with a message on
-    its way, whether computation goes on beside it or not.
-    """
-
-    def __init__(self) -> None:
-        self.reset()
-        self._messages = 0
-        self._since = 0.0
-
-    def reset(self) -> None:
-        """Begin to count anew."""
-        self.seconds = dict.fromkeys(PHASES, 0.0)
-        self.under_way = 0.0
-
-    def sent(self) -> None:
-        """Note that a message has left."""
-        if not self._messages:
-            self._since = perf_counter()
-        self._messages += 1
-
-    def arrived(self) -> None:
-        """Note that one that left is known to have arrived."""
-        self._messages -= 1
-        if not self._messages:
-            self.under_way += perf_counter() - self._since
-
-    def add(self, phase: str, since: float) -> float:
-        """Count the time from `since` (perf_counter) to now for `phase`; returns now."""
-        now = perf_counter()
-        self.seconds[phase] += now - since
-        return now
-
-    def communication(self) -> float:
-        """Return the seconds in which computation waited for communication so far."""
-        return self.seconds["forward"] + self.seconds["backward"]
-
-
-def hidden_share(waited: float, under_way: float) -> float | None:
-    """Return the share of the seconds with messages under way that computation did not wait for; None without any."""
-    return max(0.0, 1 - waited / under_way) if under_way else None

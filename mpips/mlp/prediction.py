@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 import collectives
 from collectives.simulator.cost import FREE, LinkCost, fit
-from mpips.mlp.mesh import Mesh, Spans, alike, factorings, of_network, of_optimizer, spans_nodes
+from mpips.mlp.mesh import Mesh, Spans, alike, arguments_of, factorings, spans_nodes
 from mpips.mlp.network import MLP, Network, Specification, interval, kinds, largest_slice, working_dtype
 from mpips.mlp.parallel import Sum, buckets
 from mpips.optimizers import SGD, Optimizer
@@ -54,7 +54,7 @@ def choose_mesh(
     comm = MPI.COMM_WORLD if comm is None else comm
     optimizer = optimizer or SGD(learning_rate=0.01)
     problem = None if model.xp is np else "predictions are for NumPy: give a Mesh(batch=..., model=...)"
-    arguments = {**of_network(model.specification), "batch": batch, **of_optimizer(optimizer), "mode": mode}
+    arguments = {**arguments_of(model.specification, optimizer, mode), "batch": batch}
     alike(comm, "choose_mesh", arguments, problem)
     best = predict_all(model.specification, batch, comm, optimizer, mode)[0]
     return Mesh(best.batch, best.model, comm)

@@ -25,7 +25,7 @@ from mpi4py import MPI
 
 from mpips.mlp.mesh import Mesh, TrainingError, agree, alike, counted, nodes
 from mpips.mlp.network import Network, interval
-from mpips.mlp.parallel import Clock, LocalUpdate, LossScale, WeightUpdate
+from mpips.mlp.parallel import Clock, LocalUpdate
 from mpips.optimizers.base import Optimizer, State, initial
 from mpips.optimizers.elastic import INTERVAL, Elastic1, Elastic2
 from mpips.store.api import KVStore
@@ -79,28 +79,23 @@ class Servers:
         """
         rank, ranks = self.comm.rank, self.comm.size
         problem = servers_misfit(self.count, self.clients, batch, model, ranks)
-        alike(self.comm, "join", {**self.arguments(), "the grid of a client": f"{batch}x{model}"}, problem)
+        alike(self.comm, "join", {"servers": self, "grid of a client": f"{batch}x{model}"}, problem)
         self.between = nodes(self.comm) > 1
         self._groups = min(model, self.count)
-        place = group_of(rank, ranks, self.count, model)
-        serves = rank >= ranks - self.count
-        role = self.comm.Split(int(serves), rank)
-        members = self.comm.Split(MPI.UNDEFINED if place is None else place[0], rank)
-        self._members = members  # type: ignore[assignment]
-        self._share = 0 if place is None else place[1]
-        if not serves:
+        server, slice_ = rank - (ranks - self.count), rank % model
+        mine = MPI.UNDEFINED  # the group of slices that this rank serves or speaks for
+        for group in range(self._groups):
+            start, stop = interval(self.count, self._groups, group)
+            if start <= server < stop or (server < 0 and interval(model, self._groups, group)[0] == slice_):
+                mine, self._share = group, stop - start
+        role = self.comm.Split(int(server >= 0), rank)
+        self._members = self.comm.Split(mine, rank)  # type: ignore[assignment]
+        if server < 0:
             return Mesh(self.clients * batch, model, role)
         agree(self.comm, None)
-        _log.info("rank %d serves the slices of group %s", rank, place)
+        _log.info("rank %d serves group %d of the slices", rank, mine)
         self._create()
         raise AssertionError("a server leaves inside create")
-
-    def arguments(self) -> dict[str, object]:
-        """Return what must be the same on every rank, by name."""
-        return {
-            "the number of servers": self.count, "the number of clients": self.clients, "the averaging": self.kind,
-            "every": self.every, "alpha": float(self.alpha),
-        }  # fmt: skip
 
     def give_up(self, sentence: str) -> None:
         """Tell the servers, which wait since `join`, that there will be no training; all workers call, then raise."""
@@ -110,7 +105,7 @@ class Servers:
 
     def connect(
         self, network: Network, mesh: Mesh, optimizer: Optimizer, clock: Clock, overlap: bool | None
-    ) -> WeightUpdate:
+    ) -> SynchronousUpdate | ElasticUpdate:
         """Return the update of a worker's slice. Collective over the job.
 
         `overlap`: whether gradients leave during the backward pass; None: where ranks are on several nodes.
@@ -160,27 +155,11 @@ def servers_misfit(servers: int, clients: int, batch: int, model: int, ranks: in
     return None
 
 
-def group_of(rank: int, ranks: int, servers: int, model: int) -> tuple[int, int] | None:
-    """Return the group of slices that this rank of the job serves or speaks for, and the number of its servers.
-
-    None for a worker that speaks for none. Slices are dealt to min(model, servers) groups of neighbours, the servers
-    (the last ranks) to the groups in order.
-    """
-    groups = min(model, servers)
-    dealt = [interval(servers, groups, group) for group in range(groups)]
-    server, slice_ = rank - (ranks - servers), rank % model
-    for group, (start, stop) in enumerate(dealt):
-        if start <= server < stop or (server < 0 and interval(model, groups, group)[0] == slice_):
-            return group, stop - start
-    return None
-
-
 class SliceGroup:
-    """The ranks of one model, in `groups` groups of neighbours; the first of each is its leader.
+    """The ranks of one model, in `groups` groups of neighbours; the first of each, its leader, speaks to the servers.
 
-    It speaks to the servers for all. Everything here is collective over a group. Arrays are laid out as the flat
-    parameters: a member's its own slice's, the leader's `whole` all members' one behind the other. A group of one
-    copies nothing.
+    Everything here is collective over a group. Arrays are laid out as the flat parameters: a member's its own slice's,
+    the leader's `whole` all members' one behind the other. A group of one copies nothing.
     """
 
     def __init__(self, network: Network, model_comm: MPI.Comm, groups: int) -> None:
@@ -188,7 +167,7 @@ class SliceGroup:
         group = next(group for group, (_, stop) in enumerate(mine) if model_comm.rank < stop)
         self.first = mine[group][0]
         self._comm = model_comm.Split(group, model_comm.rank)
-        self.single, self.leads = self._comm.size == 1, self._comm.rank == 0
+        self.single, self._leads = self._comm.size == 1, self._comm.rank == 0
         elements = np.array(network.layer_elements, np.int64)
         self._layers = np.empty((self._comm.size, len(elements)), np.int64)
         self._comm.Allgather(elements, self._layers)
@@ -197,19 +176,20 @@ class SliceGroup:
     def whole(self, flat: np.ndarray) -> np.ndarray:
         """Return memory on the leader for all members' arrays like `flat`: `flat` itself if there is one member; else
         empty on the others."""
-        return flat if self.single else np.empty(sum(self._counts) if self.leads else 0, flat.dtype)
+        return flat if self.single else np.empty(sum(self._counts) if self._leads else 0, flat.dtype)
 
     def gather(self, flat: np.ndarray, whole: np.ndarray) -> None:
         """Write whole = all members' `flat`."""
         if not self.single:
-            kind = MPI._typedict[flat.dtype.char]
-            self._comm.Gatherv(flat, [whole, self._counts, None, kind] if self.leads else None, root=0)
+            self._comm.Gatherv(flat, self._parts(whole), root=0)
 
     def scatter(self, whole: np.ndarray, flat: np.ndarray) -> None:
         """Write every member's `flat` from `whole`."""
         if not self.single:
-            kind = MPI._typedict[flat.dtype.char]
-            self._comm.Scatterv([whole, self._counts, None, kind] if self.leads else None, flat, root=0)
+            self._comm.Scatterv(self._parts(whole), flat, root=0)
+
+    def _parts(self, whole: np.ndarray) -> list[object] | None:
+        return [whole, self._counts, None, MPI._typedict[whole.dtype.char]] if self._leads else None
 
     def keyed(self, whole: np.ndarray) -> dict[str, np.ndarray]:
         """Return views of `whole`, one for each slice's layer that is not empty, by the name of its key."""
@@ -236,7 +216,7 @@ class SynchronousUpdate:
     `store` is None on a worker that does not speak to servers. Collective over the workers.
     """
 
-    loss_scale: LossScale | None = None
+    loss_scale = None
 
     def __init__(
         self, store: KVStore | None, group: SliceGroup, network: Network, mesh: Mesh, optimizer: Optimizer,
@@ -273,24 +253,21 @@ class SynchronousUpdate:
 
     def run(self, step: int) -> None:
         """Push what has not left, and pull the new weights."""
-        start = perf_counter()
-        self._clock.sent()
-        if self._kv is not None and self._pushes:
-            kv = self._kv
-            pulls = [kv.ipull(key, array, priority=-number) for number, (key, array) in enumerate(self._in.items())]
-            for handle in (*self._pushes, *pulls):
-                handle.wait()
-            for _ in self._pushes[self._read :]:
-                self._clock.arrived()
-            self._pushes.clear()
-            self._read = 0
-        else:
+        with self._clock.waiting("backward"):
+            if self._kv is not None and self._pushes:
+                kv = self._kv
+                pulls = [kv.ipull(key, array, priority=-number) for number, (key, array) in enumerate(self._in.items())]
+                for handle in (*self._pushes, *pulls):
+                    handle.wait()
+                for _ in self._pushes[self._read :]:
+                    self._clock.arrived()
+                self._pushes.clear()
+                self._read = 0
+                return
             self._group.gather(self._network.flat_gradients, self._gradients)
             if self._kv is not None:
                 self._kv.pushpull(list(self._out), list(self._out.values()), out=list(self._in.values()))
             self._group.scatter(self._weights, self._network.flat_parameters)
-        self._clock.arrived()
-        self._clock.add("backward", start)
 
     def fetch(self) -> State:
         """Return the optimizer's state, which the servers send."""
@@ -337,14 +314,12 @@ class SynchronousUpdate:
         agree(self._mesh.comm, problem)
 
 
-class ElasticUpdate:
+class ElasticUpdate(LocalUpdate):
     """An update inside the client, on the mean over the client's share of each minibatch; the centre now and then.
 
     Source: MXNET-MPI, section 5 and equations 2 and 3 (`mpips.optimizers.Elastic1`, `Elastic2`). `store` is None on a
     worker that does not speak to servers. Collective over the workers.
     """
-
-    loss_scale: LossScale | None = None
 
     def __init__(
         self, store: KVStore | None, group: SliceGroup, network: Network, mesh: Mesh, optimizer: Optimizer,
@@ -354,8 +329,7 @@ class ElasticUpdate:
         self._ranks, self._members = mesh.batch, mesh.batch // servers.clients
         client, place = divmod(mesh.batch_index, self._members)
         self._first, self._samples = mesh.batch_index - place, 0
-        comm = mesh.batch_comm.Split(client, place)
-        self._local = LocalUpdate(network, comm, optimizer, clock, overlap, half=False, scale=None)
+        super().__init__(network, mesh.batch_comm.Split(client, place), optimizer, clock, overlap)
         self._attract = Elastic2(alpha=servers.alpha)
         self._group, self._centre = group, network.flat_parameters.copy()
         self._whole = group.whole(self._centre)
@@ -366,11 +340,7 @@ class ElasticUpdate:
     def gradient(self, layer: int) -> None:
         """Sum the gradients of a layer over the client."""
         if self._samples:
-            self._local.gradient(layer)
-
-    def poll(self) -> None:
-        """Move sums on."""
-        self._local.poll()
+            super().gradient(layer)
 
     def divisor(self, samples: int) -> float:
         """Return the samples of this client."""
@@ -382,25 +352,14 @@ class ElasticUpdate:
     def run(self, step: int) -> None:
         """Attract, where it is time; then update by the client's mean gradient."""
         if (step - 1) % self._every == 0:
-            start = perf_counter()
-            self._clock.sent()
-            np.divide(self._weights, self._members, out=self._centre)  # a push sums over the client, who are equal
-            self._group.gather(self._centre, self._whole)
-            if self._kv is not None:
-                names, arrays = list(self._centres), list(self._centres.values())
-                self._kv.push(names, arrays)
-                self._kv.pull(names, arrays)
-            self._group.scatter(self._whole, self._centre)
-            self._attract.update(self._weights, self._centre, (), 1)
-            self._clock.arrived()
-            self._clock.add("backward", start)
+            with self._clock.waiting("backward"):
+                np.divide(self._weights, self._members, out=self._centre)  # a push sums over the client, who are equal
+                self._group.gather(self._centre, self._whole)
+                if self._kv is not None:
+                    names, arrays = list(self._centres), list(self._centres.values())
+                    self._kv.push(names, arrays)
+                    self._kv.pull(names, arrays)
+                self._group.scatter(self._whole, self._centre)
+                self._attract.update(self._weights, self._centre, (), 1)
         if self._samples:
-            self._local.run(step)
-
-    def fetch(self) -> State:
-        """Return the state of the client's own optimizer."""
-        return self._local.fetch()
-
-    def restore(self, state: State, step: int) -> None:
-        """Go on from such a state."""
-        self._local.restore(state, step)
+            super().run(step)

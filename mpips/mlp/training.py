@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from math import isfinite
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -19,15 +19,13 @@ from mpi4py import MPI
 import collectives
 from mpips.mlp.data.loading import Data, DealRule, epoch_order, load
 from mpips.mlp.data.sources import DataSource
-from mpips.mlp.mesh import Mesh, TrainingError, agree, alike, counted, of_network, of_optimizer, parse, spans_nodes
+from mpips.mlp.mesh import Mesh, TrainingError, agree, alike, arguments_of, counted, parse, spans_nodes
 from mpips.mlp.network import MLP, Network, Specification
-from mpips.mlp.parallel import PHASES, Clock, LocalUpdate, LossScale, TensorExchange, WeightUpdate, on_host
+from mpips.mlp.parallel import PHASES, Clock, LocalUpdate, LossScale, TensorExchange, on_host
 from mpips.mlp.prediction import choose_mesh
+from mpips.mlp.servers import Servers, SynchronousUpdate
 from mpips.optimizers.base import Optimizer
 from mpips.optimizers.sgd import SGD
-
-if TYPE_CHECKING:
-    from mpips.mlp.servers import Servers
 
 _LOADING = ("batch", "seed", "test_share", "way", "labels")
 _EVALUATE_SAMPLES = 1000
@@ -81,26 +79,26 @@ def train(
     ranks of the job. TrainingError on every rank if the ranks give different arguments, if mesh, network, data and
     `worker` do not fit, or when a loss is no longer finite.
     """
-    choices = {"mode": mode, "overlap": overlap, "half": half, "servers": servers}
-    problem = None if worker is None else _contradiction(worker, model, mesh, optimizer, choices)
     serving = servers or (worker.servers if worker is not None else None)
-    if worker is not None:
-        mesh, optimizer, mode, servers = worker.mesh, worker.optimizer, worker.network.mode, worker.servers
-    optimizer, mode = optimizer or SGD(learning_rate=0.01), mode or "pairs"
     try:
+        problem = None
+        if worker is not None:
+            problem = _contradiction(worker, model, mesh, optimizer, mode, overlap, half, servers)
+            mesh, optimizer, mode, servers = worker.mesh, worker.optimizer, worker.network.mode, worker.servers
+            overlap, half = worker.overlap, worker.half
+        optimizer, mode = optimizer or SGD(learning_rate=0.01), mode or "pairs"
         if serving is not None and isinstance(mesh, str):
             raise TrainingError(f"with servers, give train the Mesh that their join returned, not {mesh!r}")
-        arguments = {
-            **of_network(model.specification), "array module": model.xp.__name__, "the grid": mesh, "epochs": epochs,
-            **of_optimizer(optimizer), "mode": mode, "overlap": overlap, "half": half,
-            **(data.arguments() if isinstance(data, Data) else {"data": "a function that opens them", **loading}),
-            **({"worker": "not given"} if worker is None else worker.arguments()),
-            **({"servers": "not given"} if servers is None else servers.arguments()),
-        }  # fmt: skip
         comm = MPI.COMM_WORLD if isinstance(mesh, str) else mesh.comm
-        alike(comm, "train", arguments, problem or _wrong_loading(data, mesh, loading))
-        if worker is None:
-            _check_weights(model, comm)
+        alike(comm, "train", {
+            **arguments_of(model.specification, optimizer, mode), "array module": model.xp.__name__, "grid": mesh,
+            "epochs": epochs, "overlap": overlap, "half": half, "servers": servers,
+            "updates so far": None if worker is None else worker.updates,
+            **_arguments_of_data(data, loading),
+        }, problem or _wrong_loading(data, mesh, loading))  # fmt: skip
+        if worker is None and any(comm.allgather(model.used)):  # else the seed decides, and no rank makes all weights
+            weights = np.ascontiguousarray(on_host(model.flat_parameters))
+            alike(comm, "train", {"checksum of the network's weights": f"{zlib.crc32(weights.data):08x}"})
         if isinstance(mesh, str):
             mesh = choose_mesh(model, loading["batch"], optimizer, mode) if mesh == "auto" else Mesh(*parse(mesh))
         if not isinstance(data, Data):
@@ -115,15 +113,20 @@ def train(
     if worker is None:
         worker = Worker(model, mesh, optimizer, mode, overlap, half, servers)
         worker.labels = data.labels
-    data = data.on(worker.network.xp)
+    return Trained(_run_epochs(worker, data.on(worker.network.xp), epochs, on_epoch), worker)
+
+
+def _run_epochs(
+    worker: Worker, data: Data, epochs: int, on_epoch: Callable[[EpochResult], None] | None
+) -> list[EpochResult]:
     done, history = worker.updates // len(data.deal.samples), []
-    _log.info("training begins: grid %s, epoch %d, %d epochs, %d rows", mesh, done + 1, epochs, data.train_rows)
+    _log.info("training begins: grid %s, epoch %d, %d epochs, %d rows", data.mesh, done + 1, epochs, data.train_rows)
     for epoch in range(done, done + epochs):
         history.append(_run_epoch(worker, data, epoch))
         _log.info("epoch %d is over: loss %g, %.2f s", epoch + 1, history[-1].train_loss, history[-1].seconds)
         if on_epoch:
             on_epoch(history[-1])
-    return Trained(history, worker)
+    return history
 
 
 def _run_epoch(worker: Worker, data: Data, epoch: int) -> EpochResult:
@@ -184,7 +187,7 @@ class Worker:
         """Seed, test share and batch by which a checkpoint's rows were dealt; None where that is not known."""
         self.labels: tuple[str, ...] = ()
         """Names of the classes, in their order."""
-        self.update: WeightUpdate
+        self.update: LocalUpdate | SynchronousUpdate
         if servers is None:
             beside = spans.batch if overlap is None else overlap
             scale = LossScale(mesh.model_comm) if mixed else None
@@ -233,16 +236,8 @@ class Worker:
         self.clock.add("evaluate", start)
         return float(totals[0]), float(totals[1])
 
-    def arguments(self) -> dict[str, object]:
-        """Return what training goes on from, by name, as `alike` compares it."""
-        past = {**of_optimizer(self.optimizer), **of_network(self.network.specification)}
-        return {
-            "worker": "given", "updates so far": self.updates, "mode so far": self.network.mode,
-            **{f"{name} so far": value for name, value in past.items()},
-        }  # fmt: skip
 
-
-# -- arguments that agree and fit
+# ---- arguments that agree and fit
 
 
 def check_fit(specification: Specification, data: Data, mesh: Mesh, worker: Worker | None = None) -> None:
@@ -250,87 +245,73 @@ def check_fit(specification: Specification, data: Data, mesh: Mesh, worker: Work
 
     Goes on from `worker` where it is given. Collective over the mesh.
     """
-    agree(mesh.comm, _misfit(specification, data, mesh) or _mixture(worker, data))
-
-
-def _misfit(specification: Specification, data: Data, mesh: Mesh) -> str | None:
+    sizes, loss, features, problem = specification.sizes, specification.loss, data.x.shape[1], None
+    targets, fitting = ("class numbers", "softmax") if data.classes else ("numbers", "l2")
     if str(mesh) != data.mesh:
-        return f"the data were loaded for a grid {data.mesh}, not for {mesh}: load them for the grid that trains"
-    sizes, loss = specification.sizes, specification.loss
-    features = data.x.shape[1]
-    if (sizes[0], sizes[-1]) != (features, data.outputs):
-        return (
+        problem = f"the data were loaded for a grid {data.mesh}, not for {mesh}: load them for the grid that trains"
+    elif (sizes[0], sizes[-1]) != (features, data.outputs):
+        problem = (
             f"a network of {counted(sizes[0], 'input')} and {counted(sizes[-1], 'output')} cannot learn "
             f"{counted(features, 'feature')} -> {data.outputs}"
         )
-    if (loss == "softmax") != data.classes:
-        targets, fitting = ("class numbers", "softmax") if data.classes else ("numbers", "l2")
-        return f"loss {loss!r} does not fit the targets, which are {targets}: make the MLP with loss={fitting!r}"
-    return None
-
-
-def _mixture(worker: Worker | None, data: Data) -> str | None:
-    """Say why rows that were for testing would be trained on, or the other way round; None where they would not."""
-    if worker is None:
-        return None
-    if worker.labels and worker.labels != data.labels:
-        return (
+    elif loss != fitting:
+        problem = f"loss {loss!r} does not fit the targets, which are {targets}: make the MLP with loss={fitting!r}"
+    elif worker is not None and worker.labels and worker.labels != data.labels:
+        problem = (
             f"the labels of these rows are {', '.join(data.labels) or 'class numbers'}, and the checkpoint's are "
             f"{', '.join(worker.labels)}: load the data with labels=worker.labels"
         )
-    if worker.rule is None or worker.rule[:2] == data.rule[:2]:
-        return None
-    return (
-        f"the rows were dealt by seed {data.seed} and test share {data.test_share}, but those of the checkpoint by "
-        f"seed {worker.rule.seed} and test share {worker.rule.test_share}: rows for training and rows for testing "
-        f"would mix; load the data with the checkpoint's"
-    )
+    elif worker is not None and worker.rule is not None and worker.rule[:2] != data.rule[:2]:
+        problem = (
+            f"the rows were dealt by seed {data.seed} and test share {data.test_share}, but those of the checkpoint by "
+            f"seed {worker.rule.seed} and test share {worker.rule.test_share}: rows for training and rows for testing "
+            f"would mix; load the data with the checkpoint's"
+        )
+    agree(mesh.comm, problem)
 
 
 def _contradiction(
-    worker: Worker, model: MLP, mesh: Mesh | str, optimizer: Optimizer | None, choices: dict[str, Any]
-) -> str | None:
+    worker: Worker, model: MLP, mesh: Mesh | str, optimizer: Optimizer | None, mode: str | None,
+    overlap: bool | None, half: bool | None, servers: Servers | None,
+) -> str | None:  # fmt: skip
     """Say what the caller asks for that the worker, which goes on, does not do; None where there is nothing."""
     network = worker.network
-    asked: dict[str, Any] = {f"{name} (model)": value for name, value in of_network(model.specification).items()}
-    its: dict[str, Any] = {f"{name} (model)": value for name, value in of_network(network.specification).items()}
-    asked["array module (model)"], its["array module (model)"] = model.xp.__name__, network.xp.__name__
-    if mesh != "auto":
-        asked["mesh"] = mesh
-    if optimizer is not None:
-        asked |= of_optimizer(optimizer)
-    asked |= {name: value for name, value in choices.items() if value is not None}
-    its |= {"mesh": worker.mesh, **of_optimizer(worker.optimizer), "mode": network.mode, "overlap": worker.overlap,
-            "half": worker.half, "servers": worker.servers}  # fmt: skip
+    asked = arguments_of(model.specification, optimizer, mode) | {
+        "array module": model.xp.__name__, "mesh": None if mesh == "auto" else mesh, "overlap": overlap, "half": half,
+        "servers": servers,
+    }  # fmt: skip
+    its = arguments_of(network.specification, worker.optimizer, network.mode) | {
+        "array module": network.xp.__name__, "mesh": worker.mesh, "overlap": worker.overlap, "half": worker.half,
+        "servers": worker.servers,
+    }  # fmt: skip
     for name, value in asked.items():
-        if str(value) != str(its.get(name)):
+        if value is not None and str(value) != str(its.get(name)):
             return f"train: {name} is {value}, but the worker that goes on has {its.get(name)}; give the same"
-    if choices["servers"] is not None and choices["servers"] is not worker.servers:
+    if servers not in (None, worker.servers):
         return f"train: servers is not the {worker.servers} that the worker goes on with, but another; give the same"
     return None
 
 
+def _arguments_of_data(data: Data | Callable[[], DataSource], loading: Mapping[str, object]) -> dict[str, object]:
+    """Return what must be the same of the data on every rank, by name, as `alike` compares it."""
+    if not isinstance(data, Data):
+        return {"data": "a function that opens them"} | {name: loading.get(name, "not given") for name in _LOADING}
+    names = ("batch", "seed", "mesh", "outputs", "classes", "train_rows", "test_rows")
+    return {"data": "rows"} | {f"{name} of the data": getattr(data, name) for name in names} | {
+        "dtype of the data": data.x.dtype, "features of the data": data.x.shape[1]
+    }  # fmt: skip
+
+
 def _wrong_loading(
-    data: Data | Callable[[], DataSource], mesh: Mesh | str, loading: dict[str, Any]
+    data: Data | Callable[[], DataSource], mesh: Mesh | str, loading: Mapping[str, object]
 ) -> str | None:
     """Say why the data cannot be loaded like this; None where they can, or already are."""
-    if isinstance(data, Data):
-        if not loading and not isinstance(mesh, str):
-            return None
+    if not isinstance(data, Data):
+        if wrong := [name for name in loading if name not in _LOADING] or ("batch" not in loading and ["no batch"]):
+            return f"train with data to open takes batch=..., and may take {_LOADING}; here is {wrong[0]}"
+    elif loading or isinstance(mesh, str):
         return (
             f"these rows were loaded for a grid {data.mesh}: give train that Mesh, not {mesh!r}, nor how to load; "
             f"or give it the function that opens the data, with mesh='auto' and batch=..."
         )
-    if unknown := [name for name in loading if name not in _LOADING] or ("batch" not in loading and ["no batch"]):
-        return f"train with data to open takes batch=..., and may take {_LOADING}; here is {unknown[0]}"
     return None
-
-
-def _check_weights(model: MLP, comm: MPI.Comm) -> None:
-    """Refuse, on every rank, first weights that differ: where any rank has used its arrays, all must hold the same.
-
-    Collective. Where no rank has, the seed alone decides, and no rank makes arrays of the whole network.
-    """
-    if any(comm.allgather(model.used)):
-        weights = np.ascontiguousarray(on_host(model.flat_parameters))
-        alike(comm, "train", {"checksum of the network's weights": f"{zlib.crc32(weights.data):08x}"})

@@ -76,15 +76,6 @@ class Data(NamedTuple):
     labels: tuple[str, ...] = ()
     """Names of the classes 0, 1, 2, ... in a file; none where the source numbers them itself."""
 
-    def arguments(self) -> dict[str, object]:
-        """Return what must be the same on every rank, by name, as `alike` compares it."""
-        return {
-            "batch of the data": self.batch, "seed of the data": self.seed, "grid of the data": self.mesh,
-            "dtype of the data": self.x.dtype, "features of the data": self.x.shape[1],
-            "outputs of the data": self.outputs, "classes of the data": self.classes, "training rows": self.train_rows,
-            "test rows": self.test_rows,
-        }  # fmt: skip
-
     @property
     def rule(self) -> DealRule:
         """Return the numbers that dealt the rows."""
@@ -171,7 +162,7 @@ def load_opened(
 
 def _check(mesh: Mesh, batch: int, dtype: str, seed: int, test_share: float) -> None:
     """Raise TrainingError on every rank where arguments differ or are out of their range. Collective."""
-    arguments = {"the grid": mesh, "batch": batch, "dtype": dtype, "seed": seed, "test_share": float(test_share)}
+    arguments = {"grid": mesh, "batch": batch, "dtype": dtype, "seed": seed, "test_share": float(test_share)}
     problem = None
     if batch < 1:
         problem = f"a batch of {batch} samples: give at least 1"
@@ -224,10 +215,10 @@ def open_everywhere(
         agree(comm, problem)
     if way in ("auto", "read") and together and all(comm.allgather(source is not None)):
         assert source is not None
-        alike(comm, "the data differ between the ranks", {
+        alike(comm, "the data differ between the ranks; give all the same file, or choose scatter", {
             "features": source.features, "targets": source.targets, "classes": source.classes,
             "read in parts": source.apart, "columns": source.columns(), "content": source.fingerprint(),
-        }, cure="give all ranks the same file, or choose scatter")  # fmt: skip
+        }, noun="their")  # fmt: skip
         way = "read"
     else:
         way = "scatter"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpips.mlp import MLP, Mesh, load, open_source, train
+from mpips.mlp import MLP, Mesh, SyntheticSource, load, open_source, train
 from mpips.mlp.data.sources import digits
 from tests.mpi.sizes import only_on
 
@@ -57,3 +57,13 @@ def same_everywhere(ok):
 
 def alone():
     return Mesh(1, 1, MPI.COMM_SELF)
+
+
+def synthetic():
+    """103 rows, 5 features, 3 targets."""
+    return SyntheticSource(103, 5, 3)
+
+
+def shared_folder(tmp_path_factory):
+    """One folder for all ranks, rank 0's."""
+    return COMM.bcast(str(tmp_path_factory.mktemp("shared")) if COMM.rank == 0 else "")

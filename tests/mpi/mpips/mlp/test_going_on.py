@@ -30,12 +30,12 @@ def mesh():
 @pytest.mark.parametrize(
     "other, words",
     [
-        ({"model": MLP(**{**NETWORK, "sizes": (5, 9, 3)})}, ("the network (model)", "5-9-3", "5-8-3")),
-        ({"model": MLP(**NETWORK, activation="tanh")}, ("activation (model)", "tanh", "relu")),
-        ({"model": MLP(**{**NETWORK, "dtype": "float32"})}, ("dtype of the network (model)", "float32", "float64")),
-        ({"model": MLP(**NETWORK, xp=module)}, ("array module (model)", "module", "numpy")),
+        ({"model": MLP(**{**NETWORK, "sizes": (5, 9, 3)})}, ("network", "5-9-3", "5-8-3")),
+        ({"model": MLP(**NETWORK, activation="tanh")}, ("activation", "tanh", "relu")),
+        ({"model": MLP(**{**NETWORK, "dtype": "float32"})}, ("dtype of the network", "float32", "float64")),
+        ({"model": MLP(**NETWORK, xp=module)}, ("array module", "module", "numpy")),
         ({"mesh": "7x77"}, ("mesh", "7x77", f"{COMM.size}x1")),
-        ({"optimizer": Adam()}, ("the optimizer", "Adam", "SGD")),
+        ({"optimizer": Adam()}, ("optimizer", "Adam", "SGD")),
         ({"optimizer": SGD(learning_rate=0.2)}, ("learning_rate of the optimizer", "0.2", "0.05")),
         ({"mode": "columns"}, ("mode", "columns", "pairs")),
         ({"overlap": True}, ("overlap", "True", "False")),
