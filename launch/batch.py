@@ -22,6 +22,7 @@ from click.core import ParameterSource
 from collectives.terminal import Interruptible, InterruptibleGroup, Whole, format_examples
 from launch.mpirun import (
     NAMES,
+    PMI,
     Flavour,
     LauncherError,
     check_spares,
@@ -53,7 +54,6 @@ SECONDS_BEFORE_THE_LIMIT = 60
 SLURM_HOSTS = '"hosts-$SLURM_JOB_ID"'
 REQUEUE = """trap 'scontrol requeue "$SLURM_JOB_ID"; wait; exit 1' USR1"""
 INTEL = ': "${I_MPI_PMI_LIBRARY:?must be the path of the libpmi2.so of Slurm, by which Intel MPI hears srun}"'
-PMI: dict[Flavour, str] = {"openmpi": "pmix", "mpich": "pmi2", "intel": "pmi2"}
 
 
 def request_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -114,20 +114,18 @@ def _add_scheduler(scheduler: str) -> None:
                               checkpoint=checkpoint or "", every=every or 0,
                               spares=-1 if spares is None else spares)  # fmt: skip
             check_saves(options)
-            flavour = cast(Flavour, mpi) if mpi else _find_flavour(options.spares)
+            if mpi:
+                flavour = cast(Flavour, mpi)
+            else:
+                launcher = find()
+                flavour = launcher.flavour
+                if options.spares >= 0:
+                    check_spares(launcher, options.spares)
             request = BatchRequest(options=options, program=words, flavour=flavour, restarts=tries, **wanted)
             click.echo(WRITERS[scheduler](request), nl=False)
             note_missing(words)
         except (LauncherError, OptionError, BatchRequestError) as error:
             raise click.UsageError(str(error)) from error
-
-
-def _find_flavour(spares: int) -> Flavour:
-    """Return the MPI of this machine; raise LauncherError where it cannot have the spares asked for."""
-    launcher = find()
-    if spares >= 0:
-        check_spares(launcher, spares)
-    return launcher.flavour
 
 
 class BatchRequestError(ValueError):
@@ -191,7 +189,7 @@ def write_slurm(request: BatchRequest) -> str:
         started.append(shlex.join(build_srun(request)))
     if request.requeue:
         started = [*started[:-1], REQUEUE, f"{started[-1]} &", "wait $!"]
-    return _join_script(directives, [_export_threads(request), *started])
+    return _join_script(request, directives, started)
 
 
 def build_srun(request: BatchRequest) -> list[str]:
@@ -231,7 +229,7 @@ def write_lsf(request: BatchRequest) -> str:
         directives.append(f'#BSUB -gpu "num={request.gpus_per_node}"')
     if request.requeue:
         directives.append("#BSUB -r")
-    return _join_script(directives, [_export_threads(request), _write_mpips_run(request, '"$LSB_DJOB_HOSTFILE"')])
+    return _join_script(request, directives, [_write_mpips_run(request, '"$LSB_DJOB_HOSTFILE"')])
 
 
 def write_pbs(request: BatchRequest) -> str:
@@ -256,8 +254,8 @@ def write_pbs(request: BatchRequest) -> str:
         directives.append(f"#PBS -q {request.queue}")
     if request.account:
         directives.append(f"#PBS -A {request.account}")
-    body = ['cd "$PBS_O_WORKDIR"', _export_threads(request), _write_mpips_run(request, '"$PBS_NODEFILE"')]
-    return _join_script(directives, body)
+    started = ['cd "$PBS_O_WORKDIR"', _write_mpips_run(request, '"$PBS_NODEFILE"')]
+    return _join_script(request, directives, started)
 
 
 WRITERS = {"slurm": write_slurm, "lsf": write_lsf, "pbs": write_pbs}
@@ -286,11 +284,6 @@ def _format_walltime(minutes: int) -> str:
     return f"{minutes // 60:02d}:{minutes % 60:02d}:00"
 
 
-def _export_threads(request: BatchRequest) -> str:
-    """Return the shell line that gives each rank as many compute threads as it has cores."""
-    return f"export OMP_NUM_THREADS={request.cores_per_rank}"
-
-
 def _write_mpips_run(request: BatchRequest, hostfile: str) -> str:
     """Return `mpips run` over the hosts that the scheduler gave; `hostfile` is shell text."""
     options = request.options
@@ -304,9 +297,11 @@ def _write_mpips_run(request: BatchRequest, hostfile: str) -> str:
     return f"mpips run {words} {shlex.join(request.program)}"
 
 
-def _join_script(directives: list[str], body: list[str]) -> str:
-    """Return a script: directives first, then commands; the first failing command ends it."""
-    return "\n".join(["#!/bin/bash", *directives, "", "set -e", *body]) + "\n"
+def _join_script(request: BatchRequest, directives: list[str], started: list[str]) -> str:
+    """Return a script: directives first, then commands; the first failing command ends it. Each rank has as many
+    compute threads as cores."""
+    threads = f"export OMP_NUM_THREADS={request.cores_per_rank}"
+    return "\n".join(["#!/bin/bash", *directives, "", "set -e", threads, *started]) + "\n"
 
 
 for _name in WRITERS:

@@ -33,7 +33,6 @@ ON_LOOPBACK: dict[Flavour, dict[str, str]] = {
     "mpich": {"UCX_NET_DEVICES": "lo", "FI_TCP_IFACE": "lo"},
     "intel": {"FI_TCP_IFACE": "lo"},
 }
-UP = 1  # of an interface's flags
 EXCLUDES = "OMPI_MCA_btl_tcp_if_exclude"  # which Open MPI takes in place of its first
 START_SECONDS = 0.6  # of a core, until a rank has started Python, NumPy and MPI
 LONG_SECONDS = 20.0  # to start all; who waits longer may take the job for one that hangs
@@ -55,14 +54,13 @@ def this_machine() -> Machine:
 
 
 def choose_settings(ranks: int, machine: Machine, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what each of the ranks of a host needs to compute and to copy well, but for what the user set."""
-    return {**choose_threads(ranks, machine, environment), **choose_long_copies(environment)}
+    """Return what each of the ranks of a host needs to compute and to copy well, but for what the user set.
 
-
-def choose_threads(ranks: int, machine: Machine, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return compute threads of each rank: the cores shared out, so that ranks do not fight, or what the user set."""
+    Its compute threads are its share of the cores, so that ranks do not fight.
+    """
     given = {name: environment[name] for name in THREADS if name in environment}
-    return given or {"OMP_NUM_THREADS": str(max(1, machine.cores // ranks))}
+    threads = given or {"OMP_NUM_THREADS": str(max(1, machine.cores // ranks))}
+    return {**threads, **choose_long_copies(environment)}
 
 
 def choose_loopback(job: Job, launcher: Launcher, environment: Mapping[str, str]) -> dict[str, str]:
@@ -71,19 +69,21 @@ def choose_loopback(job: Job, launcher: Launcher, environment: Mapping[str, str]
     names = (*settings, EXCLUDES)
     named = any(name in environment or name.removeprefix("OMPI_MCA_") in job.extra for name in names)
     elsewhere = job.hosts or job.interface or job.ranks_here(environment) < job.ranks
-    return {} if named or elsewhere or not _is_up("lo") else dict(settings)
-
-
-def _is_up(interface: str) -> bool:
-    try:
-        return bool(int(Path("/sys/class/net", interface, "flags").read_text(), 16) & UP)
-    except OSError:
-        return False
+    return {} if named or elsewhere or "lo" not in list_interfaces() else dict(settings)
 
 
 def measure_room() -> Capacity:
-    """Return the room of this machine, from its kernel's own figures."""
-    return min([*_process_limits(), _memory_limit()])
+    """Return the room of this machine, from its kernel's own figures: a rank is a process, at least, and has memory."""
+    memory = total_memory()
+    each = f"each takes {RANK_BYTES >> 20} MiB of memory and more"
+    found = [Capacity(memory // RANK_BYTES, f"{each}, and there are {memory / 2**30:.1f} GiB")]
+    pids = read_number("/proc/sys/kernel/pid_max")
+    if pids is not None:
+        found.append(Capacity(pids, f"its kernel has room for {pids} processes (kernel.pid_max)"))
+    mine = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    if mine != resource.RLIM_INFINITY and os.geteuid():  # root has no such limit
+        found.append(Capacity(mine, f"you may have {mine} processes there (ulimit -u)"))
+    return min(found)
 
 
 def check_room(job: Job, environment: Mapping[str, str] = os.environ, held: Capacity | None = None) -> None:
@@ -105,22 +105,6 @@ def warn_of_crowd(job: Job, machine: Machine, environment: Mapping[str, str]) ->
         f"mpips: {ranks} ranks share {cores}: starting them takes some {seconds:.0f} s, and whatever they do together "
         f"takes long, too; ask for fewer, or spread them over more machines"
     )
-
-
-def _process_limits() -> Iterator[Capacity]:
-    """Yield a rank is a process, at least."""
-    pids = read_number("/proc/sys/kernel/pid_max")
-    if pids is not None:
-        yield Capacity(pids, f"its kernel has room for {pids} processes (kernel.pid_max)")
-    mine = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-    if mine != resource.RLIM_INFINITY and os.geteuid():  # root has no such limit
-        yield Capacity(mine, f"you may have {mine} processes there (ulimit -u)")
-
-
-def _memory_limit() -> Capacity:
-    held = total_memory()
-    why = f"each takes {RANK_BYTES >> 20} MiB of memory and more, and there are {held / 2**30:.1f} GiB"
-    return Capacity(held // RANK_BYTES, why)
 
 
 SHARED = Path("/dev/shm")
@@ -249,7 +233,6 @@ def _count_threads(user: int) -> int:
     return count
 
 
-SHARED = Path("/dev/shm")
 BLOCK = 512  # bytes, of st_blocks
 LEFTOVER_NAME = re.compile(r"[A-Za-z0-9._@+-]+")  # in which nothing means something to a shell or a terminal
 
@@ -317,8 +300,9 @@ def _measure_unused(searched: Iterable[LeftoverKind]) -> dict[LeftoverKind, dict
         folders = tuple(f"{kind.folder.resolve()}/" for kind in sizes)
         used = {name for name in _list_open_files() if name.startswith(folders)}
         for found in sizes.values():
-            for path in [path for path in found if _is_used(path, used)]:
-                del found[path]
+            for path in list(found):
+                if any(name == str(path) or name.startswith(f"{path}/") for name in used):
+                    del found[path]
     return sizes
 
 
@@ -340,10 +324,6 @@ def _is_own(path: Path) -> bool:
     except OSError:
         return False
     return status.st_uid == os.geteuid() and (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode))
-
-
-def _is_used(path: Path, used: set[str]) -> bool:
-    return any(name == str(path) or name.startswith(f"{path}/") for name in used)
 
 
 def _write_removal(kind: LeftoverKind, found: list[Path]) -> str:

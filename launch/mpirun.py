@@ -29,6 +29,8 @@ VERSIONS: tuple[tuple[Flavour, str], ...] = (
     ("intel", r"Intel\(R\) MPI Library.*?Version\s+(\S+)"),
     ("mpich", r"HYDRA build details:\s*\n\s*Version:\s*(\S+)"),
 )
+PMI: dict[Flavour, str] = {"openmpi": "pmix", "mpich": "pmi2", "intel": "pmi2"}
+"""How the processes of each find each other under srun."""
 EAGER_BYTES = 8 << 20  # messages up to this size go at once over TCP, both ways at the same time
 FULL_DUPLEX = tuple(
     ("--mca", name, str(EAGER_BYTES))
@@ -123,6 +125,17 @@ def _home() -> str:
         return "/nonexistent"
 
 
+def ask(argv: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
+    """Return what an mpirun, or a tool of an MPI, prints, and its exit code. Blocking.
+
+    OSError where it cannot be run; subprocess.TimeoutExpired after so many seconds.
+    """
+    return subprocess.run(
+        argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=seconds,
+        check=False, env=environment_of_job(os.environ),
+    )  # fmt: skip
+
+
 def find(path: str | None = None, python: str = sys.executable) -> Launcher:
     """Return the mpirun to use: `path`, or the one beside `python`, or the first on the PATH. Raises LauncherError."""
     names = ("mpirun", "mpiexec")
@@ -132,10 +145,7 @@ def find(path: str | None = None, python: str = sys.executable) -> Launcher:
     if chosen is None:
         raise LauncherError(_missing(path))
     try:
-        done = subprocess.run(
-            [chosen, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30, check=False,
-            env=environment_of_job(os.environ),
-        )  # fmt: skip
+        done = ask([chosen, "--version"], 30)
     except (OSError, subprocess.TimeoutExpired) as error:
         if isinstance(error, BlockingIOError):
             raise LauncherError(NO_PROCESS) from error
@@ -240,7 +250,7 @@ def _blocks_of_hydra(launcher: Launcher, job: Job) -> list[str]:
 
 
 def _joined(blocks: Sequence[Sequence[str]]) -> list[str]:
-    """Return blocks of one command, with ':' between them."""
+    """Return the words of several programs of one job: mpirun wants ':' between them."""
     return [word for i, block in enumerate(blocks) for word in ([":"] if i else []) + list(block)]
 
 
@@ -250,7 +260,6 @@ def _has(words: Sequence[str], *options: str) -> bool:
 
 
 BUILT_WITH = "options:ft_mpi_support:yes"
-OMPI_INFO_SECONDS = 30.0
 
 
 def find_obstacle_to_survival(launcher: Launcher) -> str:
@@ -261,9 +270,7 @@ def find_obstacle_to_survival(launcher: Launcher) -> str:
     if tool is None:
         return "there is no ompi_info beside it to tell whether this Open MPI is built with ULFM"
     try:
-        done = subprocess.run(
-            [tool, "--parsable"], capture_output=True, text=True, timeout=OMPI_INFO_SECONDS, check=False
-        )
+        done = ask([tool, "--parsable"], 30)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"`{tool} --parsable`, which tells whether this Open MPI is built with ULFM, failed: {error}"
     return "" if BUILT_WITH in done.stdout.split() else "this Open MPI is built without ULFM (--with-ft=mpi)"

@@ -22,38 +22,27 @@ from typing import Any, NamedTuple
 
 from collectives.simulator.topology import BCube, FatTree, host_at, parse
 from launch.hosts import Host, Placed
-from launch.mpirun import Job, Launcher, LauncherError, Machine, build, environment_of_job
+from launch.mpirun import Job, Launcher, LauncherError, Machine, ask, build
 from mpips.store.options import Options
+from mpips.store.world import launched_as
 
 
 class MappingError(ValueError):
     """Hosts that do not form the topology."""
 
 
-class TopologyRequest(NamedTuple):
-    """A topology as `simulator.topology.parse` reads it, each level's NIC, and the interface of MPI's addresses."""
-
-    topology: str
-    nics: tuple[str, ...]
-    interface: str | None
-
-
 def place_in_topology(
-    wanted: TopologyRequest,
-    options: Options,
-    hosts: Sequence[Host],
-    launcher: Launcher,
-    machine: Machine,
-    extra: Sequence[str] = (),
-) -> tuple[Placed, ...]:
-    """Return blocks of ranks on hosts, in the order of addresses. Blocking: starts one process a host to look at its
-    network.
+    wanted: str, nics: Sequence[str], interface: str | None, options: Options, hosts: Sequence[Host],
+    launcher: Launcher, machine: Machine, extra: Sequence[str] = (),
+) -> tuple[Placed, ...]:  # fmt: skip
+    """Return blocks of ranks on hosts, in the order of addresses in the topology `wanted`; `nics`: that of each level.
 
-    ValueError (MappingError) where the job, the hosts or their networks do not fit the topology, with the commands
-    that would mend routes; LauncherError where hosts do not answer.
+    Blocking: starts one process a host to look at its network. ValueError (MappingError) where the job, the hosts or
+    their networks do not fit the topology, with the commands that would mend routes; LauncherError where hosts do not
+    answer.
     """
-    topology = parse(wanted.topology)
-    if not hosts or not all(wanted.nics):
+    topology = parse(wanted)
+    if not hosts or not all(nics):
         raise MappingError("--topology needs --hostfile, and --nics with the NIC of each level")
     if options.servers:
         raise MappingError(f"--topology places workers only: with servers={options.servers} use --hostfile alone")
@@ -61,11 +50,11 @@ def place_in_topology(
         raise MappingError(f"--topology places workers only: with spares={options.spares} use --hostfile alone")
     if options.workers % topology.hosts:
         raise MappingError(f"workers={options.workers} is no multiple of the {topology.hosts} hosts of {topology.name}")
-    ordered = order_hosts(topology, ask_hosts(launcher, [host.name for host in hosts], machine, extra), wanted.nics)
+    ordered = order_hosts(topology, ask_hosts(launcher, [host.name for host in hosts], machine, extra), nics)
     if isinstance(topology, BCube) and topology.k > 1:
-        if wanted.interface is None:
+        if interface is None:
             raise MappingError(f"{topology.name} needs --interface: where each host has the address that MPI uses")
-        if commands := find_missing_routes(topology, ordered, wanted.nics, wanted.interface):
+        if commands := find_missing_routes(topology, ordered, nics, interface):
             raise MappingError(
                 "traffic would not keep to its levels; as root, run on each host\n" + "\n".join(commands)
             )
@@ -83,11 +72,20 @@ def order_hosts(topology: BCube | FatTree, reports: Sequence[HostReport], nics: 
     if len(nics) != topology.levels:
         named = f"{len(nics)} are named: {', '.join(nics)}"
         raise MappingError(f"{topology.name} has {topology.levels} NICs a host, {named}")
-    subnets = [[_subnet_of(report, nic, level) for report in reports] for level, nic in enumerate(nics)]
+    subnets = [
+        [_address_of(report, nic, f"the NIC of level {level}").network for report in reports]
+        for level, nic in enumerate(nics)
+    ]
     if isinstance(topology, FatTree):
         return list(reports)
     for level, networks in enumerate(subnets):
-        _check_sizes(topology, level, networks, reports)
+        for network in networks:
+            members = [report.host for report, other in zip(reports, networks) if other == network]
+            if len(members) != topology.n:
+                raise MappingError(
+                    f"subnet {network} of level {level} holds {len(members)} hosts ({', '.join(members)}), "
+                    f"a switch of {topology.name} has {topology.n}"
+                )
     digits = [_find_digits(topology, level, subnets, reports) for level in range(topology.k)]
     found: dict[int, HostReport] = {}
     for place, report in enumerate(reports):
@@ -98,10 +96,6 @@ def order_hosts(topology: BCube | FatTree, reports: Sequence[HostReport], nics: 
     return [found[host] for host in range(topology.hosts)]
 
 
-def _subnet_of(report: HostReport, nic: str, level: int) -> IPv4Network:
-    return _address_of(report, nic, f"the NIC of level {level}").network
-
-
 def _address_of(report: HostReport, nic: str, what: str) -> IPv4Interface:
     addresses = report.nics.get(nic)
     if addresses is None:
@@ -109,16 +103,6 @@ def _address_of(report: HostReport, nic: str, what: str) -> IPv4Interface:
     if not addresses:
         raise MappingError(f"{nic} of {report.host} ({what}) has no IPv4 address")
     return addresses[0]
-
-
-def _check_sizes(topology: BCube, level: int, networks: Sequence[IPv4Network], reports: Sequence[HostReport]) -> None:
-    for network in networks:
-        members = [report.host for report, other in zip(reports, networks) if other == network]
-        if len(members) != topology.n:
-            raise MappingError(
-                f"subnet {network} of level {level} holds {len(members)} hosts ({', '.join(members)}), "
-                f"a switch of {topology.name} has {topology.n}"
-            )
 
 
 def _find_digits(
@@ -226,10 +210,7 @@ def ask_hosts(
     job = Job(len(hosts), program, environment, placed, extra=tuple(extra))
     argv = build(launcher, job, machine)
     try:
-        done = subprocess.run(
-            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT, check=False,
-            env=environment_of_job(os.environ),
-        )  # fmt: skip
+        done = ask(argv, LIMIT)
     except subprocess.TimeoutExpired as error:
         raise LauncherError(f"the hosts did not answer within {LIMIT:g} s: can mpirun reach them all?") from error
     lines = (json.loads(line[len(MARK) :]) for line in done.stdout.splitlines() if line.startswith(MARK))
@@ -281,8 +262,7 @@ def _parse_subnet(word: str) -> IPv4Network:
 
 def main() -> None:
     """Print this host's report; arguments are the hosts' names in the job, of which this one's is chosen by rank."""
-    variables = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
-    rank = int(next(os.environ[name] for name in variables if name in os.environ))
+    rank, _ = launched_as(os.environ) or (0, 1)
     name = sys.argv[1 + rank] if len(sys.argv) > 1 + rank else socket.gethostname()
     report = {"host": name, "addresses": _ip("address"), "routes": _ip("route")}
     os.write(1, f"{MARK}{json.dumps(report)}\n".encode())

@@ -8,7 +8,6 @@ to this command has ended. With spares the others go on first, and the job start
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import subprocess
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from launch.hosts import Host, Placed
-from launch.mpirun import Flavour, Job, Launcher, LauncherError, Machine, build, environment_of_job
+from launch.mpirun import Flavour, Job, Launcher, LauncherError, Machine, ask, build
 from launch.running.process import Ended, tell
 from launch.running.verdict import signal_in
 from mpips.store.checkpoint import folder as files
@@ -74,11 +73,15 @@ def until_it_ends(
             tell(f"mpips: the job cannot start again: {failure}" if why else "")
             break
         left -= 1
-        tell(f"mpips: {why}: the job starts again from {_begin(options.checkpoint)}, restart {restarts - left} of "
-             f"{restarts}{_roles(options, changed)}")  # fmt: skip
+        step = files.newest_step(options.checkpoint)
+        begin = "its beginning" if step is None else f"step {step}"
+        spares = f" --spares {changed.spares}" if changed.spares >= 0 else ""
+        roles = f", with -w {changed.workers} -s {changed.servers}{spares} on the hosts that answer"
+        tell(f"mpips: {why}: the job starts again from {begin}, restart {restarts - left} of {restarts}"
+             f"{roles if changed != options else ''}")  # fmt: skip
         options = changed
-        roles = options.workers, options.servers
-        _log.info("restart %d of %d: %s, %d workers, %d servers", restarts - left, restarts, why, *roles)
+        _log.info("restart %d of %d: %s, %d workers, %d servers", restarts - left, restarts, why, options.workers,
+                  options.servers)  # fmt: skip
         ended = start(options)
     tell(ended.sentence)
     if ended.heard and (step := files.newest_step(options.checkpoint)):
@@ -117,13 +120,9 @@ def _answers(host: str, launcher: Launcher, machine: Machine, extra: Sequence[st
         return True
     argv = build(launcher, Job(1, LASTING, {}, (Placed(host, 1),), extra=tuple(extra)), machine)
     try:
-        done = subprocess.run(
-            argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=LIMIT, check=False,
-            env=environment_of_job(os.environ),
-        )  # fmt: skip
+        return ask(argv, LIMIT).returncode == 0
     except subprocess.TimeoutExpired:
         return False
-    return done.returncode == 0
 
 
 def fit(options: Options, hosts: Sequence[Host]) -> Options:
@@ -143,20 +142,3 @@ def fit(options: Options, hosts: Sequence[Host]) -> Options:
         raise LauncherError(f"the hosts that answer have {slots} slots, and a worker and a server need 2")
     clients = min(options.clients, workers)
     return replace(options, workers=workers, servers=servers, clients=clients, spares=spares)
-
-
-def place_of(folder: str) -> str:
-    """Return the folder of a command line, as all ranks are to know it."""
-    return os.path.abspath(folder) if folder else ""
-
-
-def _begin(folder: str) -> str:
-    step = files.newest_step(folder)
-    return "its beginning" if step is None else f"step {step}"
-
-
-def _roles(before: Options, after: Options) -> str:
-    if after == before:
-        return ""
-    spares = f" --spares {after.spares}" if after.spares >= 0 else ""
-    return f", with -w {after.workers} -s {after.servers}{spares} on the hosts that answer"

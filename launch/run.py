@@ -164,8 +164,7 @@ def command(
     is the job's, or 2 where none is started.
     """
     asked["workers"] = workers_of(ranks, workers, asked["servers"])
-    folder = None if checkpoint is None else restarts.place_of(checkpoint)
-    saves = {"checkpoint": folder, "every": asked.pop("every")}
+    saves = {"checkpoint": os.path.abspath(checkpoint) if checkpoint else checkpoint, "every": asked.pop("every")}
     try:
         options = options_of({**{name: asked.pop(name) for name in (*ROLES, "spares")}, **saves})
         if not dry_run:
@@ -233,10 +232,10 @@ class JobStarter:
         if nics and not topology:
             raise LauncherError("--nics says which NIC serves which level of a --topology: give that, too")
         if topology:
-            from launch.network import TopologyRequest, place_in_topology  # NumPy only where it is needed
+            from launch.network import place_in_topology  # NumPy only where it is needed
 
-            wanted = TopologyRequest(topology, tuple((nics or "").split(",")), self._interface)
-            hosts = place_in_topology(wanted, options, named, self._launcher, self._machine, self._extra)
+            where = topology, (nics or "").split(","), self._interface
+            hosts = place_in_topology(*where, options, named, self._launcher, self._machine, self._extra)
         ranks = options.workers + servers + spares
         job = Job(
             ranks, program(self._words), {}, hosts, self._interface, self._extra, survives=options.spares >= 0,

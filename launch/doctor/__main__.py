@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
-from rich.console import Console
 from rich.markup import escape
 
 from collectives.terminal import Interruptible, OutFile, console, write_text
@@ -20,16 +19,7 @@ from launch.doctor.survey import EXTRAS, OURS, PACKAGES, RANKS, RANKS_OF_A_DEATH
 from launch.mpirun import NO_PROCESS
 from mpips.store import world
 
-RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 SIGNS = {True: "[green]\\[ok][/]", None: "[dim]\\[--][/]", False: "[red]\\[!!][/]"}
-
-
-def show(checks: list[Check], console: Console) -> None:
-    """Print a line a check, and below it what to do."""
-    for check in checks:
-        console.print(f"{SIGNS[check.ok]} {check.name + ':':24}{escape(check.found)}", highlight=False, soft_wrap=True)
-        if check.ok is False:
-            console.print(f"     [bold]{escape(check.advice)}[/]", highlight=False, soft_wrap=True)
 
 
 @click.command("doctor", cls=Interruptible)
@@ -38,13 +28,19 @@ def show(checks: list[Check], console: Console) -> None:
 def command(path: Path | None, interface: str | None) -> None:
     """Check Python, MPI, memory, GPU, cores, scheduler and network. Exit code 1 if something must be done."""
     checks = judge({**look(), "interface": interface})
-    if int(next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0")):
+    rank, _ = world.started_as(os.environ) or (0, 1)
+    if rank:
         return
     text = json.dumps([check._asdict() for check in checks], indent=1)
     if path == Path("-"):
         click.echo(text)
     else:
-        show(checks, console())
+        screen = console()
+        for check in checks:
+            line = f"{SIGNS[check.ok]} {check.name + ':':24}{escape(check.found)}"
+            screen.print(line, highlight=False, soft_wrap=True)
+            if check.advice:
+                screen.print(f"     [bold]{escape(check.advice)}[/]", highlight=False, soft_wrap=True)
         if path:
             write_text(path, text + "\n")
     if any(check.ok is False for check in checks):
@@ -127,8 +123,16 @@ def _mpi(found: Mapping[str, Any]) -> Iterator[Check]:
     yield Check("thread level", ranks["threads"] in ("SERIALIZED", "MULTIPLE"), ranks["threads"], THREADS)
     yield Check("shared memory, windows", not ranks["window"], ranks["window"] or SEEN, SHM)
     yield Check("shared memory, memfd", not ranks["memfd"], ranks["memfd"] or SEEN, PROC)
-    yield Check("copies by the kernel", None if ranks["reach"] else True, _reach(ranks["reach"]))
-    yield Check("lost ranks", _survives(found) or None, _death(found))
+    if ranks["reach"]:
+        slower = "ordinary arrays pass through shared memory (docker run --cap-add SYS_PTRACE)"
+        yield Check("copies by the kernel", None, f"{ranks['reach']}: {slower}")
+    else:
+        reached = "ranks reached each other's own memory: ordinary arrays are copied once"
+        yield Check("copies by the kernel", True, reached)
+    if "death" in found:
+        yield _death(found["death"])
+    else:
+        yield Check("lost ranks", None, "not tried under a launcher")
     yield _binding(ranks)
 
 
@@ -143,26 +147,14 @@ def _world(found: Mapping[str, Any]) -> Check:
     return Check("world", expected, text, FOREIGN)
 
 
-def _reach(problem: str) -> str:
-    if not problem:
-        return "ranks reached each other's own memory: ordinary arrays are copied once"
-    return f"{problem}: ordinary arrays pass through shared memory (docker run --cap-add SYS_PTRACE)"
-
-
-def _survives(found: Mapping[str, Any]) -> bool:
-    return bool(found.get("death", {}).get("left") == RANKS_OF_A_DEATH - 1)
-
-
-def _death(found: Mapping[str, Any]) -> str:
-    if "death" not in found:
-        return "not tried under a launcher"
-    tried = found["death"]
+def _death(tried: Mapping[str, Any]) -> Check:
     if "hindrance" in tried:
-        return f"{tried['hindrance']}; {RESTARTS}"
-    if not _survives(found):
+        return Check("lost ranks", None, f"{tried['hindrance']}; {RESTARTS}")
+    if tried.get("left") != RANKS_OF_A_DEATH - 1:
         problem = tried.get("problem", "those who were left did not find each other")
-        return f"a rank was killed, and the others did not go on ({problem}); {RESTARTS}"
-    return f"a rank was killed, and the others were together again after {1e3 * tried['seconds']:.0f} ms: {SPARES}"
+        return Check("lost ranks", None, f"a rank was killed, and the others did not go on ({problem}); {RESTARTS}")
+    together = f"the others were together again after {1e3 * tried['seconds']:.0f} ms"
+    return Check("lost ranks", True, f"a rank was killed, and {together}: {SPARES}")
 
 
 def _binding(ranks: Mapping[str, Any]) -> Check:
@@ -206,14 +198,12 @@ def _gpus(found: Mapping[str, Any]) -> Iterator[Check]:
         yield Check("GPU", False, text, "check nvidia-smi and the driver")
     else:
         yield Check("GPU", True, f"{', '.join(gpu['devices'])}; CuPy {gpu['cupy']}")
-        yield _cuda_aware(found.get("cuda", {"problem": "not tried under a launcher"}))
-
-
-def _cuda_aware(tried: Mapping[str, Any]) -> Check:
-    if tried.get("aware"):
-        return Check("CUDA-aware MPI", True, "a device buffer made a round trip")
-    reason = tried.get("problem", "the bytes that came back were wrong")
-    return Check("CUDA-aware MPI", None, f"no ({reason}): device arrays go through pinned host memory")
+        tried = found.get("cuda", {"problem": "not tried under a launcher"})
+        if tried.get("aware"):
+            yield Check("CUDA-aware MPI", True, "a device buffer made a round trip")
+        else:
+            reason = tried.get("problem", "the bytes that came back were wrong")
+            yield Check("CUDA-aware MPI", None, f"no ({reason}): device arrays go through pinned host memory")
 
 
 def _scheduler(found: Mapping[str, Any]) -> Check:

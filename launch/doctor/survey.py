@@ -20,15 +20,15 @@ from typing import Any
 import click
 
 from collectives.machine import usable_cores
-from launch.batch import PMI
 from launch.doctor import probe
 from launch.machine import find_hindrances, find_leftovers, list_interfaces, list_leftover_kinds, this_machine
 from launch.mpirun import (
+    PMI,
     Job,
     Launcher,
     LauncherError,
+    ask,
     build,
-    environment_of_job,
     find,
     find_obstacle_to_survival,
     lacks_scheduler,
@@ -58,7 +58,11 @@ def look() -> dict[str, Any]:
         "packages": {name: _version(name) for name in (*PACKAGES, *EXTRAS)},
         "cores": usable_cores(),
         "affinity": len(os.sched_getaffinity(0)),
-        "environment": {name: value for name, value in os.environ.items() if _tells(name)},
+        "environment": {
+            name: value
+            for name, value in os.environ.items()
+            if name in (*PROMISES, *world.MPIRUN_SIGNS) or name.startswith(("SLURM_STEP", "PMIX_NAMESPACE", "PMI_"))
+        },
         "schedulers": [name for name, (tool, _) in SCHEDULERS.items() if shutil.which(tool)],
         "lacks_scheduler": lacks_scheduler(os.environ),
         "allocation": next((name for name, (_, variable) in SCHEDULERS.items() if variable in os.environ), None),
@@ -78,7 +82,8 @@ def look() -> dict[str, Any]:
         return {**found, "ranks": {"not_tried": "no rank was started, as it would fail"}}
     progress = Progress()
     found["ranks"] = _started(progress, launcher, RANKS)
-    found["death"] = _died(progress, launcher)
+    why = find_obstacle_to_survival(launcher)
+    found["death"] = {"hindrance": why} if why else _started(progress, launcher, RANKS_OF_A_DEATH, "death")
     if found["gpu"].get("devices"):
         found["cuda"] = _started(progress, launcher, RANKS, "cuda")
     if found["allocation"] == "Slurm" and shutil.which("srun"):
@@ -146,10 +151,6 @@ class Limit:
         os.waitpid(self._child, 0)
 
 
-def _tells(name: str) -> bool:
-    return name in (*PROMISES, *world.MPIRUN_SIGNS) or name.startswith(("SLURM_STEP", "PMIX_NAMESPACE", "PMI_"))
-
-
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
@@ -184,13 +185,6 @@ def _gpu() -> dict[str, Any]:
     return {"present": present, "cupy": version, "devices": done if isinstance(done, list) else [], "problem": done}
 
 
-def _died(progress: Progress, launcher: Launcher) -> dict[str, Any]:
-    """Return what is left of a job when one of its ranks dies, or why nothing is."""
-    if why := find_obstacle_to_survival(launcher):
-        return {"hindrance": why}
-    return _started(progress, launcher, RANKS_OF_A_DEATH, "death")
-
-
 def _started(progress: Progress, launcher: Launcher, ranks: int, *words: str) -> dict[str, Any]:
     """Return what ranks of the probe print, or the problem."""
     job = Job(ranks, program(["-m", "launch.doctor.probe", *words]), survives=words == ("death",))
@@ -212,10 +206,7 @@ def _by_srun(progress: Progress, pmi: str) -> dict[str, Any]:
 def _child(argv: list[str], limit: float) -> Any:
     """Return the JSON that a child process prints as a line of its own, or, as a string, why there is none."""
     try:
-        done = subprocess.run(
-            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit, check=False,
-            env=environment_of_job(os.environ),
-        )  # fmt: skip
+        done = ask(argv, limit)
     except subprocess.TimeoutExpired:
         return f"no answer within {limit:g} s"
     lines = [line for line in done.stdout.splitlines() if line.startswith(("{", "["))]

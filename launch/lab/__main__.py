@@ -103,13 +103,14 @@ def run(
         argv = client.job_command(name, ranks, words, per_host=per_host, mpirun=mpirun, extra=extra)
         watch = NetworkWatch(name, -(-ranks // per_host), patience or math.inf)
     os.environ[job.MARK_VARIABLE] = own = uuid.uuid4().hex
-    code = process.wait(argv, watch)
+    ended = process.run(argv, watch)
+    process.tell(ended.sentence)
     with contextlib.suppress(client.LabError, OSError):  # where the lab has gone, so have they
         client.ask(name, {"do": "clear", "job": own})
     watch()  # a host may have died last; Open MPI takes one whose processes were all killed for one that ended well
-    if watch.dead or (code and watch.reason):
+    if watch.dead or (ended.code and watch.reason):
         raise click.ClickException(watch.reason)
-    raise SystemExit(code)
+    raise SystemExit(ended.code)
 
 
 @command.command("exec", context_settings=BEFORE_A_PROGRAM, epilog=format_examples("mpips lab exec h0 -- ip route"))
@@ -136,10 +137,6 @@ def status(name: str, path: Path | None) -> None:
         return
     if path:
         write_text(path, text)
-    _print_status(found)
-
-
-def _print_status(found: dict[str, Any]) -> None:
     from rich.table import Table
 
     table = Table(title=f"lab {found['name']}: {found['topology']}")

@@ -25,10 +25,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from collectives.machine import find_peer, usable_cores
 from launch.lab import job
 from launch.lab.job import AGENT
-from launch.lab.layout import LabPlan, encode
+from launch.lab.layout import LabPlan
 from launch.mpirun import find
 
 _log = logging.getLogger("mpips.lab")
@@ -70,7 +72,11 @@ def up(name: str, plan: LabPlan) -> socket.socket:
                 command, pass_fds=(*inherited, lock), start_new_session=True, stdin=silent, stdout=silent, stderr=words
             )
             theirs.close()
-            reply = _first_word(owner, plan)
+            reply = None
+            with suppress(ConnectionError):  # it has ended
+                owner.sendall(msgspec.json.encode(plan) + b"\n")
+                if line := owner.makefile("r").readline():
+                    reply = dict(json.loads(line))
             process.wait()
             if reply is None:
                 words.seek(0)
@@ -91,7 +97,8 @@ def _connect(name: str) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(30)
     try:
-        connect_to_lab(connection, name)
+        with _open_folder() as folder:
+            connection.connect(_socket_path(folder, name))
     except (ConnectionRefusedError, FileNotFoundError):
         connection.close()
         raise LabError(f"lab {name!r} is being made or ended: ask again in some seconds") from None
@@ -99,16 +106,6 @@ def _connect(name: str) -> socket.socket:
         connection.close()
         raise LabError(f"the keeper of lab {name!r} is a process of user {keeper.user}, not of ours: it is not asked")
     return connection
-
-
-def _first_word(owner: socket.socket, plan: LabPlan) -> dict[str, Any] | None:
-    """Send a keeper its plan; what it answers, None where it has ended before."""
-    try:
-        owner.sendall(encode(plan).encode() + b"\n")
-        line = owner.makefile("r").readline()
-    except ConnectionError:
-        return None
-    return dict(json.loads(line)) if line else None
 
 
 def detach(owner: socket.socket) -> None:
@@ -144,25 +141,19 @@ def keeper_process(name: str) -> int:
 
 
 def job_command(
-    name: str,
-    ranks: int,
-    program: Sequence[str],
-    *,
-    per_host: int = 1,
-    mpirun: str | None = None,
+    name: str, ranks: int, program: Sequence[str], *, per_host: int = 1, mpirun: str | None = None,
     extra: Sequence[str] = (),
-) -> list[str]:
+) -> list[str]:  # fmt: skip
     """Return the argv that runs ``program`` as an MPI job in lab ``name``, from outside it; it dies with its caller."""
     described = ask(name, {"do": "describe"})
     hosts, needed = described["hosts"], -(-ranks // per_host)
     if dead := [host for host in hosts[:needed] if host in described["dead"]]:
         raise LabError(describe_deaths(name, dead))
     launcher = find(mpirun)
-    cores = usable_cores()
-    environment = job.defaults(launcher, os.environ)
     argv = job.build_job(
-        launcher, hosts, ranks, program, per_host=per_host, cores=cores, environment=environment, extra=extra
-    )
+        launcher, hosts, ranks, program, per_host=per_host, cores=usable_cores(),
+        environment=job.defaults(launcher, os.environ), extra=extra,
+    )  # fmt: skip
     return job.build_entry(keeper_process(name), argv, folder=os.getcwd(), user=os.getuid())
 
 
@@ -209,12 +200,6 @@ def claim(name: str) -> tuple[socket.socket, int]:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(_socket_path(folder, name))
         return listener, lock
-
-
-def connect_to_lab(line: socket.socket, name: str) -> None:
-    """Connect a socket to that of lab `name`. OSError where nobody listens."""
-    with _open_folder() as folder:
-        line.connect(_socket_path(folder, name))
 
 
 def _socket_path(folder: int, name: str) -> str:

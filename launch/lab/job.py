@@ -35,31 +35,19 @@ def place_on_hosts(hosts: Sequence[str], ranks: int, per_host: int) -> tuple[Pla
 
 
 def build_job(
-    launcher: Launcher,
-    hosts: Sequence[str],
-    ranks: int,
-    program: Sequence[str],
-    *,
-    per_host: int = 1,
-    cores: int = 1,
-    environment: Mapping[str, str] | None = None,
-    extra: Sequence[str] = (),
-) -> list[str]:
+    launcher: Launcher, hosts: Sequence[str], ranks: int, program: Sequence[str], *, per_host: int = 1, cores: int = 1,
+    environment: Mapping[str, str] | None = None, extra: Sequence[str] = (),
+) -> list[str]:  # fmt: skip
     """Return the argv that starts ``program`` on ``ranks`` ranks, called from the lab's outer namespaces.
 
     ``cores`` are the machine's, which all hosts share. Data goes by the vips, the launcher's own traffic by management.
     """
-    placed = place_on_hosts(hosts, ranks, per_host)
     open_mpi = launcher.flavour == "openmpi"
     settings = agent_settings() if open_mpi else _hydra_settings()
     job = Job(
-        ranks=ranks,
-        program=tuple(program),
-        environment=environment or {},
-        hosts=placed,
-        interface="vip0" if open_mpi else None,
-        extra=(*settings, *extra),
-    )
+        ranks, tuple(program), environment or {}, place_on_hosts(hosts, ranks, per_host),
+        interface="vip0" if open_mpi else None, extra=(*settings, *extra),
+    )  # fmt: skip
     return build(launcher, job, Machine(cores=cores // len(hosts), root=True))
 
 
@@ -100,17 +88,13 @@ def end_all(job: str) -> int:
     ended: set[int] = set()
     quiet = 0
     for _ in range(MOST_LOOKS):
-        killed = {process for process in _processes() if _killed(process, mark)}
+        killed = {int(name) for name in os.listdir("/proc") if name.isdigit() and _killed(int(name), mark)}
         ended |= killed
         quiet = 0 if killed else quiet + 1
         if quiet == 2:
             break
         time.sleep(LOOK_SECONDS)
     return len(ended)
-
-
-def _processes() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
 def _killed(process: int, mark: bytes) -> bool:

@@ -14,13 +14,15 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
+
+import msgspec
 
 from collectives.machine import find_peer
 from launch.lab import job, kernel
 from launch.lab.client import describe_deaths
-from launch.lab.layout import LabNic, LabPlan, decode, find_crossed_nics, window
+from launch.lab.layout import LabNic, LabPlan, find_crossed_nics, window
 from launch.lab.network import add_neighbours_and_routes, apply_settings, build, counters
 
 
@@ -162,35 +164,27 @@ def serve(keeper: Keeper, listener: socket.socket, owner: socket.socket | None) 
         if listener in ready:
             connection, _ = listener.accept()
             with connection:
-                if not _serve_one(keeper, connection):
-                    return
+                connection.settimeout(5)
+                with suppress(TimeoutError, ConnectionError):
+                    if find_peer(connection).ours and not _serve_one(keeper, connection):
+                        return
 
 
 def _serve_one(keeper: Keeper, connection: socket.socket) -> bool:
-    """Answer one request; False when it was "down"."""
-    connection.settimeout(5)
-    if not find_peer(connection).ours:
+    """Answer one request; False when it was "down". What fails is a sentence: the keeper's end would be the lab's."""
+    line = connection.makefile("rb").readline()
+    if not line:
         return True
-    try:
-        line = connection.makefile("rb").readline()
-        if not line:
-            return True
-        reply, stays = _reply(keeper, line)
-        connection.sendall(json.dumps(reply).encode() + b"\n")
-    except (TimeoutError, ConnectionError):
-        return True
-    return stays
-
-
-def _reply(keeper: Keeper, line: bytes) -> tuple[dict[str, Any], bool]:
-    """Return the reply to a line, and whether the lab stays. What fails is a sentence: the keeper's end would be the
-    lab's."""
+    stays = True
     try:
         request = json.loads(line)
-        return ({}, False) if request["do"] == "down" else (keeper.answer(request), True)
+        stays = request["do"] != "down"
+        reply = keeper.answer(request) if stays else {}
     except Exception as error:
         words = line.decode(errors="replace").strip()
-        return {"error": f"lab {keeper.name!r} cannot do {words}: {type(error).__name__}: {error}"}, True
+        reply = {"error": f"lab {keeper.name!r} cannot do {words}: {type(error).__name__}: {error}"}
+    connection.sendall(json.dumps(reply).encode() + b"\n")
+    return stays
 
 
 @contextmanager
@@ -220,7 +214,7 @@ def main() -> None:
     name = sys.argv[1]
     listener, owner = (socket.socket(fileno=int(number)) for number in sys.argv[2:4])
     with owner.makefile("r") as lines:
-        plan = decode(lines.readline())
+        plan = msgspec.json.decode(lines.readline(), type=LabPlan)
     try:
         become_keeper(os.getuid(), os.getgid(), window(plan))
         kernel.set_process_name(f"lab-{name}")

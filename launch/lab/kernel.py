@@ -63,10 +63,15 @@ def keep_mounts_private() -> None:
 
 
 def new_machine(user: int, group: int) -> None:
-    """Take new namespaces of all kinds; that of users unless root, that of processes for later children."""
+    """Take new namespaces of all kinds; that of processes for later children.
+
+    Unless `user` is root, also one of users, in which this process is root, and outside `user` and `group`.
+    """
     if user != 0:
         unshare(NEW_USER)
-        map_root(user, group)
+        for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
     unshare(NEW_PID | NEW_NET | NEW_MOUNT | NEW_UTS)
 
 
@@ -79,13 +84,6 @@ def set_hostname(name: str) -> None:
 def set_process_name(name: str) -> None:
     """Set the name that ``ps -o comm`` shows (15 characters)."""
     _checked(_libc.prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0), "prctl(PR_SET_NAME)")
-
-
-def map_root(user: int, group: int) -> None:
-    """In a user namespace just made: be root inside, ``user`` and ``group`` outside."""
-    for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
-        with open(f"/proc/self/{name}", "w") as file:
-            file.write(text)
 
 
 LACKING = 3  # the exit code of what found something missing: 1 is that of a crash
@@ -112,7 +110,10 @@ def find_missing() -> list[str]:
     """Return one sentence for everything that a lab needs and this machine lacks; empty where a lab can be made."""
     if not sys.platform.startswith("linux"):
         return [f"a lab is made of Linux namespaces, and this is {sys.platform}"]
-    lacking = _missing_tools()
+    tools = [tool for tool in ("nsenter", "setpriv") if shutil.which(tool) is None]
+    lacking = [f"the command {tool} is missing: the package util-linux brings it" for tool in tools]
+    if importlib.util.find_spec("pyroute2") is None:
+        lacking.insert(0, "the Python package pyroute2 is missing: `pip install pyroute2`")
     if lacking:
         return lacking
     done = subprocess.run(
@@ -121,14 +122,6 @@ def find_missing() -> list[str]:
     if done.returncode not in (0, LACKING):
         return [f"the check of the kernel failed: {done.stderr.strip().splitlines()[-1:]}"]
     return done.stdout.splitlines()
-
-
-def _missing_tools() -> list[str]:
-    tools = [tool for tool in ("nsenter", "setpriv") if shutil.which(tool) is None]
-    lacking = [f"the command {tool} is missing: the package util-linux brings it" for tool in tools]
-    if importlib.util.find_spec("pyroute2") is None:
-        lacking.insert(0, "the Python package pyroute2 is missing: `pip install pyroute2`")
-    return lacking
 
 
 def _missing_in_kernel() -> list[str]:

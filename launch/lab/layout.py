@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-import msgspec
-
 if TYPE_CHECKING:
     from collectives.simulator.topology import Topology
 
@@ -102,18 +100,20 @@ def lay_out(topology: Topology) -> LabPlan:
     nics = _nics(topology)
     first_hops, forwards = _follow_routes(topology, nics)
 
-    def host(number: int) -> LabHost:
+    vips = [f"10.0.0.{number + 1}" for number in range(topology.hosts)]
+    hosts = []
+    for number, vip in enumerate(vips):
         own = tuple(nics[number, level] for level in range(topology.levels))
         others = (other for other in range(topology.hosts) if other != number)
-        routes = tuple(LabRoute(_vip(other), *first_hops[number, other]) for other in others)
-        return LabHost(f"h{number}", _vip(number), f"10.255.0.{number + 1}", own, routes)
-
-    hosts = tuple(map(host, range(topology.hosts)))
-    return LabPlan(topology.name, hosts, tuple(topology.switches), _trunks(topology), forwards)
-
-
-def _vip(host: int) -> str:
-    return f"10.0.0.{host + 1}"
+        routes = tuple(LabRoute(vips[other], *first_hops[number, other]) for other in others)
+        hosts.append(LabHost(f"h{number}", vip, f"10.255.0.{number + 1}", own, routes))
+    switches = set(topology.switches)
+    trunks = [
+        Trunk(a, trunk_port(a, b), b, trunk_port(b, a), round(8 * rate))
+        for a, b, _, rate in topology.links
+        if a in switches and b in switches and a < b
+    ]
+    return LabPlan(topology.name, tuple(hosts), tuple(topology.switches), tuple(trunks), forwards)
 
 
 def _nics(topology: Topology) -> dict[tuple[int, int], LabNic]:
@@ -143,13 +143,6 @@ def _subnets(topology: Topology) -> dict[str, int]:
     return number
 
 
-def _trunks(topology: Topology) -> tuple[Trunk, ...]:
-    switches = set(topology.switches)
-    between = [link for link in topology.links if link.source in switches and link.target in switches]
-    once = [link for link in between if link.source < link.target]
-    return tuple(Trunk(a, trunk_port(a, b), b, trunk_port(b, a), round(8 * rate)) for a, b, _, rate in once)
-
-
 def trunk_port(switch: str, other: str) -> str:
     """Return the port of ``switch`` that leads to the switch ``other``."""
     return f"{switch}.{other}"
@@ -177,16 +170,6 @@ def _follow_routes(
                 if tables.setdefault((link.source, arrival.mac), port) != port:
                     raise ValueError(f"{topology.name}: switch {link.source} has two ways to {arrival.address}")
     return hops, tuple(ForwardingEntry(switch, port, mac) for (switch, mac), port in sorted(tables.items()))
-
-
-def encode(plan: LabPlan) -> str:
-    """Return the plan as one line of JSON."""
-    return msgspec.json.encode(plan).decode()
-
-
-def decode(text: str) -> LabPlan:
-    """Return the plan that `encode` wrote."""
-    return msgspec.json.decode(text, type=LabPlan)
 
 
 def window(plan: LabPlan) -> int:

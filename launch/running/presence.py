@@ -67,24 +67,16 @@ class Taken(NamedTuple):
 
 
 class Rank:
-    """The connection of a rank, and, once it has said its `number`, a `descriptor` (pidfd) of its process."""
+    """The connection of a rank, and, once it has said its `number`, a `descriptor` (pidfd) of its process.
+
+    It has `gone` once its end of the line is closed.
+    """
 
     def __init__(self, line: socket.socket, pid: int) -> None:
         self.line = line
         self.number, self.pid, self.descriptor = -1, pid, -1
         self.role, self.step = "", -1
         self.well = self.gone = self.fails = False
-
-    def words(self) -> list[bytes]:
-        """Return what it has said since. It has `gone` once its end of the line is closed."""
-        try:
-            said = self.line.recv(MOST_BYTES)
-        except BlockingIOError:
-            return []
-        except OSError:
-            said = b""
-        self.gone = not said
-        return said.split(b"\n")[:-1]
 
     def close(self) -> None:
         self.line.close()
@@ -97,8 +89,9 @@ class Presence:
 
     `deaths` and places `taken` by spares are in their order. `code` is the exit code with which the first rank failed;
     None where none did, or, but for `survives`, where others had died before. `failed`: that rank has ended. `well`:
-    how many have said goodbye and have ended. `started`: whether one has said that MPI has, which needs all.
-    Rank 0 gets the file `hands_over` as its standard input; -1: it is left what it has.
+    how many have said goodbye and have ended. `started`: whether one has said that MPI has, which needs all. `heard`:
+    the ranks that have said that they are there, also those that have ended since. Rank 0 gets the file `hands_over`
+    as its standard input; -1: it is left what it has.
     """
 
     def __init__(self, here: int, survives: bool = False, hands_over: int = -1) -> None:
@@ -108,7 +101,8 @@ class Presence:
         self.code: int | None = None
         self.well = 0
         self.failed = self.started = False
-        self._survives, self._numbers, self._gone = survives, set[int](), set[int]()
+        self.heard = set[int]()
+        self._survives, self._gone = survives, set[int]()
         self._name = f"mpips-ranks-{uuid.uuid4().hex}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         self._listener.bind(f"\0{self._name}")
@@ -148,10 +142,6 @@ class Presence:
             rank.well or not rank.role for rank in self._alive.values()
         )
 
-    def heard(self) -> set[int]:
-        """Return the ranks that have said that they are there, also those that have ended since."""
-        return self._numbers
-
     def pids(self) -> list[int]:
         """Return the processes of the ranks that live, where all that are sure to be here have been heard; else
         none."""
@@ -187,7 +177,15 @@ class Presence:
                 self._leave(rank, None)
 
     def _take(self, rank: Rank) -> None:
-        for line in rank.words():
+        """Hear what a rank has said since."""
+        try:
+            said = rank.line.recv(MOST_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            said = b""
+        rank.gone = not said
+        for line in said.split(b"\n")[:-1]:
             word, _, more = line.partition(b" ")
             if word == world.PRESENT:
                 self._enter(rank, _number(more))
@@ -203,14 +201,16 @@ class Presence:
             elif word == world.GOODBYE:
                 rank.well = True
             elif word == world.FAILING:
-                self._fail(rank, _number(more))
+                code = _number(more)
+                if 0 < code <= LARGEST_CODE and self.code is None and (self._survives or not self.deaths):
+                    self.code, rank.fails = code, True
 
     def _enter(self, rank: Rank, number: int) -> None:
         """Watch the process of a rank that says its number, unless one has said the same."""
-        if number < 0 or number in self._numbers or rank.number >= 0:
+        if number < 0 or number in self.heard or rank.number >= 0:
             return
         rank.number = number
-        self._numbers.add(number)
+        self.heard.add(number)
         if number == 0 and self.hands_over >= 0:
             with suppress(OSError):
                 socket.send_fds(rank.line, [b"i"], [self.hands_over])
@@ -220,10 +220,6 @@ class Presence:
             return
         self._alive[rank.descriptor] = rank
         self._poll.register(rank.descriptor, select.EPOLLIN)
-
-    def _fail(self, rank: Rank, code: int) -> None:
-        if 0 < code <= LARGEST_CODE and self.code is None and (self._survives or not self.deaths):
-            self.code, rank.fails = code, True
 
     def _bury(self, rank: Rank) -> None:
         status = status_of(rank.pid, rank.descriptor)
@@ -248,12 +244,10 @@ def _number(word: bytes) -> int:
 
 def status_of(pid: int, descriptor: int) -> int | None:
     """Return how a process, which has ended, did so, as wait(2) tells it; None where the kernel does not keep it."""
-    status = _status(pid)
-    return _status_of_old(descriptor) if status is None else status
-
-
-def _status_of_old(descriptor: int) -> int | None:
-    """Return the same of a process whose parent has heard, by its pidfd; None where the kernel does not tell."""
+    with suppress(OSError):  # its parent has heard
+        words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()
+        if words[0] == b"Z":
+            return int(words[-1])
     answer = bytearray(PIDFD_INFO.pack(PIDFD_INFO_EXIT, 0))
     try:
         fcntl.ioctl(descriptor, PIDFD_GET_INFO, answer)
@@ -263,49 +257,21 @@ def _status_of_old(descriptor: int) -> int | None:
     return status if mask & PIDFD_INFO_EXIT else None
 
 
-def _status(pid: int) -> int | None:
-    """Return how a process has ended, as wait(2) tells it; None once its parent has heard."""
-    try:
-        words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()
-    except OSError:
-        return None
-    return int(words[-1]) if words[0] == b"Z" else None
-
-
-class ListenedPipe:
-    """A pipe whose `entry` is for mpirun, in place of our file `number`."""
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-        self.exit, self.entry = os.pipe()
-        os.set_blocking(self.exit, False)
-        self._tail = b""
-
-    def pass_on(self, found: set[bytes]) -> bool:
-        """Pass on what has come, and add what is in it to `found`; False where nothing more comes now."""
-        try:
-            data = os.read(self.exit, MOST_PIPED)
-        except BlockingIOError:
-            return False
-        text = self._tail + data
-        found.update(sentence for sentence in SENTENCES if sentence in text)
-        self._tail = text[-LONGEST_SENTENCE:]
-        return bool(data) and _write_all(self._number, data)
-
-
 class OutputListener:
     """Passes on, in a thread, what mpirun writes to `output` and `errors`. `start` it once mpirun has them."""
 
     def __init__(self) -> None:
-        self._streams = ListenedPipe(1), ListenedPipe(2)
-        self.output, self.errors = (stream.entry for stream in self._streams)
+        pipes = os.pipe(), os.pipe()
+        self.output, self.errors = (entry for _, entry in pipes)
+        self._to = {end: file for file, (end, _) in enumerate(pipes, 1)}
+        self._tails = dict.fromkeys(self._to, b"")
         self._stopped, self._stop = os.pipe()
         self._found: set[bytes] = set()
         self._thread = threading.Thread(target=self._pass_on, daemon=True)
 
     def start(self) -> None:
-        for stream in self._streams:
-            os.close(stream.entry)
+        os.close(self.output)
+        os.close(self.errors)
         self._thread.start()
 
     def finish(self) -> None:
@@ -328,15 +294,19 @@ class OutputListener:
         return world.WELL_WITHOUT in self._found
 
     def _pass_on(self) -> None:
-        open_ = {stream.exit: stream for stream in self._streams}
-        while open_:
-            ready = select.select([*open_, self._stopped], [], [])[0]
-            for stream in [open_[descriptor] for descriptor in ready if descriptor in open_]:
-                if not stream.pass_on(self._found):
-                    os.close(open_.pop(stream.exit).exit)
-            if ready == [self._stopped]:
-                break
-        for descriptor in (*open_, self._stopped):
+        """Pass on all that comes, until both streams have ended, or mpirun has, and nothing more is there."""
+        ready: list[int] = []
+        while self._to and ready != [self._stopped]:
+            ready = select.select([*self._to, self._stopped], [], [])[0]
+            for stream in [stream for stream in ready if stream in self._to]:
+                data = os.read(stream, MOST_PIPED)
+                text = self._tails[stream] + data
+                self._found.update(sentence for sentence in SENTENCES if sentence in text)
+                self._tails[stream] = text[-LONGEST_SENTENCE:]
+                if not data or not _write_all(self._to[stream], data):
+                    del self._to[stream]
+                    os.close(stream)
+        for descriptor in (*self._to, self._stopped):
             os.close(descriptor)
 
 

@@ -28,7 +28,7 @@ from typing import NamedTuple
 from launch.machine import remove_leftovers, remove_session
 from launch.mpirun import environment_of_job
 from launch.running.presence import Death, OutputListener, Presence, status_of
-from launch.running.verdict import End, OneDeathEnds, OthersGoOn, Verdict
+from launch.running.verdict import End, OneDeathEnds, OthersGoOn
 from mpips.store.world import launched_as
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -60,16 +60,6 @@ class Ended(NamedTuple):
     death: str
 
 
-def wait(
-    argv: Sequence[str], hopeless: Callable[[], bool] | None = None, name: str = "", roles: Sequence[str] = (),
-    here: int = 0, spares: int = -1,
-) -> int:  # fmt: skip
-    """`run`, and say how the job has ended; its exit code."""
-    ended = run(argv, hopeless, name, roles, here, spares)
-    tell(ended.sentence)
-    return ended.code
-
-
 def run(
     argv: Sequence[str], hopeless: Callable[[], bool] | None = None, name: str = "", roles: Sequence[str] = (),
     here: int = 0, spares: int = -1,
@@ -85,7 +75,8 @@ def run(
     hands_over, began = _input_of_rank_0(argv) if all_here else -1, time.monotonic()
     _log.info("job begins: %s", shlex.join(argv))
     signals, presence = HeldSignals(), Presence(here, survives=spares >= 0, hands_over=hands_over)
-    verdict: Verdict = OneDeathEnds(presence, roles) if spares < 0 else OthersGoOn(presence, roles, spares)
+    verdict: OneDeathEnds | OthersGoOn
+    verdict = OneDeathEnds(presence, roles) if spares < 0 else OthersGoOn(presence, roles, spares)
     try:
         listener = None if all_here else OutputListener()
         watched = Watched(argv, signals, presence, verdict, hopeless, listener, here if roles else 0, len(roles))
@@ -110,35 +101,26 @@ class Watched:
     """A running job, and what has happened to it. `speaking`: so many of `ranks`, here, say that they are there."""
 
     def __init__(
-        self,
-        argv: Sequence[str],
-        signals: HeldSignals,
-        presence: Presence,
-        verdict: Verdict,
-        hopeless: Callable[[], bool] | None,
-        listener: OutputListener | None,
-        speaking: int,
-        ranks: int,
-    ) -> None:
-        self._speaking, self._ranks = speaking, ranks
+        self, argv: Sequence[str], signals: HeldSignals, presence: Presence, verdict: OneDeathEnds | OthersGoOn,
+        hopeless: Callable[[], bool] | None, listener: OutputListener | None, speaking: int, ranks: int,
+    ) -> None:  # fmt: skip
+        self._speaking, self._ranks, self._listener = speaking, ranks, listener
         self._signals, self._presence, self._verdict, self._hopeless = signals, presence, verdict, hopeless
-        self._heard, self._deserted, self._silent = 0, False, False
+        self._heard, self._deserted, self._starts_silently = 0, False, speaking > 0
         self._known, self._since = 0, time.monotonic()
         self._ends_by, self._grace = math.inf, GRACE
         self._poll = select.poll()
         for source in (signals, presence):
             self._poll.register(source, select.POLLIN)
-        adopt_orphans()
-        environment = {**environment_of_job(os.environ), **presence.environment()}
+        _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # what a child of ours leaves behind becomes a child of ours
         self._unheard = SilentRanks(presence.environment())
         self._began = time.time()
         output, errors = (listener.output, listener.errors) if listener else (None, None)
-        prepare = _child_of(os.getpid(), signals.before)
-        given = subprocess.DEVNULL if presence.hands_over >= 0 else None
         self._job = subprocess.Popen(
-            argv, env=environment, stdin=given, stdout=output, stderr=errors, preexec_fn=prepare
+            argv, env={**environment_of_job(os.environ), **presence.environment()},
+            stdin=subprocess.DEVNULL if presence.hands_over >= 0 else None, stdout=output, stderr=errors,
+            preexec_fn=_child_of(os.getpid(), signals.before),
         )  # fmt: skip
-        self._listener = listener
         if listener:
             listener.start()
 
@@ -147,21 +129,21 @@ class Watched:
         lost = well = False
         if listener := self._listener:
             listener.finish()
-            while not listener.has_finished(NAP_SECONDS) and not any(heard.ends for heard in self._signals.read()):
+            while not listener.has_finished(NAP_SECONDS) and not any(n in ENDING for n, _ in self._signals.read()):
                 pass
             lost, well = listener.lost and self._ends_by == math.inf, listener.well
         return End(self._job.returncode, self._heard, self._deserted, lost, well)
 
     def until_it_ends(self) -> None:
+        """Watch mpirun, and end the job where that is due, until mpirun has ended. Blocking."""
         due = math.inf
         while self._job.poll() is None:
             news = self._poll.poll(self._patience(due))
             reap_orphans(self._job.pid)
-            for heard in self._signals.read():
-                self._pass_on(heard)
+            for number, by_terminal in self._signals.read():
+                self._pass_on(number, by_terminal)
             self._presence.look()
-            if self._is_silent():
-                tell(f"mpips: starting {self._ranks} rank{'s' * (self._ranks > 1)}{self._where()}")
+            self._tell_of_a_slow_start()
             if not self._heard and not self._deserted:
                 for sentence in self._verdict.news():
                     _log.info("death seen: %s", sentence)
@@ -171,7 +153,9 @@ class Watched:
                 self._deserted = True
                 self._end(GRACE_OF_NOBODY if self._verdict.nobody_works() else GRACE)
             if self._ends_by == math.inf and self._lacks_a_rank():
-                self._presence.deaths += [Death(rank, None) for rank in self._missing()[:1]]
+                if self._speaking == self._ranks:  # else nobody knows which one it is
+                    missing = {*range(self._ranks)} - self._presence.heard - self._unheard.ranks()
+                    self._presence.deaths += [Death(rank, None) for rank in sorted(missing)[:1]]
                 self._deserted = True
                 self._end(GRACE_OF_NOBODY)
             if not news and self._hopeless and self._hopeless():
@@ -195,34 +179,24 @@ class Watched:
         presence = self._presence
         if not self._is_starting():
             return False
-        ended = [*self._unheard.look(presence.heard())]
+        ended = [*self._unheard.look(presence.heard)]
         presence.look()  # what they have said just before
-        presence.deaths += [death for death in ended if death.rank not in presence.heard()]
-        known = len(self._unheard.ranks()) + len(presence.heard()) + len(presence.deaths)
+        presence.deaths += [death for death in ended if death.rank not in presence.heard]
+        known = len(self._unheard.ranks()) + len(presence.heard) + len(presence.deaths)
         if not 0 < known < self._speaking or presence.deaths or known != self._known:
             self._known, self._since = known, time.monotonic()
         return time.monotonic() > self._since + STARTING
 
-    def _missing(self) -> list[int]:
-        """Return the ranks that have ended unseen, where all of the job are on this machine."""
-        if self._speaking < self._ranks:
-            return []
-        return sorted({*range(self._ranks)} - self._presence.heard() - self._unheard.ranks())
-
-    def _is_silent(self) -> bool:
-        """Return whether no rank has been there for a while, for the first time that this is asked."""
-        if self._silent or self._presence.heard() or time.time() < self._began + SILENT_SECONDS:
-            return False
-        self._silent = True
-        return self._speaking > 0
-
-    def _where(self) -> str:
-        here = self._speaking
-        return " on this machine" if here == self._ranks else f", {here} of them on this machine"
+    def _tell_of_a_slow_start(self) -> None:
+        """Say, once, that ranks are being started, where none has been there for a while."""
+        if self._starts_silently and not self._presence.heard and time.time() >= self._began + SILENT_SECONDS:
+            self._starts_silently, here = False, self._speaking
+            where = " on this machine" if here == self._ranks else f", {here} of them on this machine"
+            tell(f"mpips: starting {self._ranks} rank{'s' * (self._ranks > 1)}{where}")
 
     def _is_starting(self) -> bool:
         """Return whether ranks are not there yet."""
-        return not self._presence.started and len(self._presence.heard()) < self._speaking
+        return not self._presence.started and len(self._presence.heard) < self._speaking
 
     def _patience(self, due: float) -> float | None:
         """Return the milliseconds until there is something to do though nothing has come; None for ever."""
@@ -232,15 +206,15 @@ class Watched:
         longest = START_SECONDS if starting else LOOK_SECONDS
         return 1000 * min(longest, max(NAP_SECONDS, min(due, self._ends_by) - time.monotonic()))
 
-    def _pass_on(self, heard: Signal) -> None:
-        if heard.is_for_ranks:  # to them, as MPICH's mpirun would die of one
+    def _pass_on(self, number: int, by_terminal: bool) -> None:
+        if number in PASSED_ON:  # to the ranks, as MPICH's mpirun would die of one
             for pid in self._presence.pids() or [self._job.pid]:
-                send_signal(pid, heard.number)
+                send_signal(pid, number)
             return
-        self._heard = heard.number
+        self._heard = number
         self._ends_by = min(self._ends_by, time.monotonic() + GRACE)
-        if not heard.by_terminal:
-            self._job.send_signal(heard.number)
+        if not by_terminal:
+            self._job.send_signal(number)
 
     def _end(self, grace: float) -> None:
         if self._ends_by == math.inf:
@@ -281,21 +255,6 @@ def tell(text: str) -> None:
         os.write(2, f"{text}\n".encode() if text else b"")
 
 
-class Signal(NamedTuple):
-    """One signal; a terminal's go to all processes of a job, those of another process to this one alone."""
-
-    number: int
-    by_terminal: bool
-
-    @property
-    def ends(self) -> bool:
-        return self.number in ENDING
-
-    @property
-    def is_for_ranks(self) -> bool:
-        return self.number in PASSED_ON
-
-
 class HeldSignals:
     """Holds back what ends a process, what is passed on to a job, and news of children; not what is ignored here.
 
@@ -315,24 +274,20 @@ class HeldSignals:
     def fileno(self) -> int:
         return self._fd
 
-    def read(self) -> Iterator[Signal]:
-        """Yield those that have come, but for news of children."""
+    def read(self) -> Iterator[tuple[int, bool]]:
+        """Yield the number of each that has come, but for news of children, and whether it is a terminal's: those go to
+        all processes of a job, others to this one alone."""
         while True:
             try:
                 number, _, code = SIGNAL_RECORD.unpack(os.read(self._fd, SIGNAL_RECORD.size))
             except BlockingIOError:
                 return
             if number != signal.SIGCHLD:
-                yield Signal(number, by_terminal=code > 0)
+                yield number, code > 0
 
     def close(self) -> None:
         os.close(self._fd)
         signal.pthread_sigmask(signal.SIG_SETMASK, self.before)
-
-
-def adopt_orphans() -> None:
-    """From now on who is left behind by a child of this process becomes a child of it."""
-    _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def send_signal(pid: int, number: int) -> None:
@@ -341,7 +296,7 @@ def send_signal(pid: int, number: int) -> None:
 
 
 def kill_descendants(spared: int = 0) -> None:
-    """Kill all that stems from this process, but for `spared`."""
+    """Kill all processes that stem from this one, but for `spared`."""
     for pid in find_descendants():
         if pid != spared:
             send_signal(pid, signal.SIGKILL)

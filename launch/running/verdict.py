@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from launch.running.presence import Death, Presence
 
@@ -33,28 +33,6 @@ class End(NamedTuple):
     well: bool = False
 
 
-class Verdict(Protocol):
-    """Asked by who watches a job."""
-
-    def due(self, now: float) -> float:
-        """From when on the job has to be ended; infinite while it may go on."""
-
-    def nobody_works(self) -> bool:
-        """Return whether it is sure that no rank is left that has something to do."""
-
-    def news(self) -> Iterator[str]:
-        """Return sentences about ranks that have died since, while the job goes on."""
-
-    def code(self, end: End) -> int:
-        """Return the exit code of the job, as of a shell."""
-
-    def sentence(self, end: End) -> str:
-        """Return what is to be said of a death that ended the job; "" where nothing is."""
-
-    def death(self, end: End) -> str:
-        """Return who has died, and how, where a signal to a rank has ended the job; else ""."""
-
-
 class OneDeathEnds:
     """A job that ends when one of its ranks dies. `roles[i]` is what rank i is."""
 
@@ -63,19 +41,23 @@ class OneDeathEnds:
         self._due = math.inf
 
     def due(self, now: float) -> float:
+        """Return from when on the job has to be ended; infinite while it may go on."""
         if self._presence.deaths and self._due == math.inf:
             waits = AFTER_A_DEATH if self._presence.started else BEFORE_THE_START
             self._due = now + (AFTER_A_FAILURE if self._presence.code else waits)
         return self._due
 
     def nobody_works(self) -> bool:
+        """Return whether it is sure that no rank is left that has something to do."""
         return False
 
     def news(self) -> Iterator[str]:
+        """Return sentences about ranks that have died since, while the job goes on."""
         return iter(())
 
     def code(self, end: End) -> int:
-        """Return ranks know better than mpirun: MPICH's may have 0 after an interrupt."""
+        """Return the exit code of the job, as of a shell. Ranks know better than mpirun: MPICH's may have 0 after an
+        interrupt."""
         code, presence = end.returned, self._presence
         if end.heard and (code or not presence.everyone_left_well()):
             return 128 + end.heard
@@ -88,12 +70,14 @@ class OneDeathEnds:
         return code if code >= 0 else 128 - code
 
     def sentence(self, end: End) -> str:
+        """Return what is to be said of a death that ended the job; "" where nothing is."""
         if end.lost:
             return f"{LOST}: the job has ended"
         death = self._first(end)
         return f"{_named(death, self._roles, self.code(end))}: the job has ended" if death else ""
 
     def death(self, end: End) -> str:
+        """Return who has died, and how, where a signal to a rank has ended the job; else ""."""
         if end.lost:
             return LOST
         death = self._first(end)

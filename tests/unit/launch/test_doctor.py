@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
+from click.testing import CliRunner
 
 from launch import machine
+from launch.doctor import __main__ as doctor
 from launch.doctor import survey
-from launch.doctor.__main__ import Check, judge, show
+from launch.doctor.__main__ import Check, judge
 from launch.doctor.survey import EXTRAS, PACKAGES
 from tests.strangers import STRANGER, needs_root
 
@@ -275,12 +276,10 @@ def test_a_processor_with_a_weaker_memory_order_is_told_what_it_costs() -> None:
     assert "MPI_Win_sync" in found and "by messages" in found
 
 
-def test_advice_is_shown_only_where_something_must_be_done() -> None:
-    console = Console(record=True, width=120)
-    checks = [Check("a", True, "fine [x]", "never"), Check("b", False, "bad", "do this")]
-    show(checks, console)
-    text = console.export_text()
-    assert "[ok] a:" in text
-    assert "fine [x]" in text
-    assert "never" not in text
-    assert "do this" in text
+def test_advice_is_shown_only_where_something_must_be_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "look", lambda: {**HEALTHY, "launcher": "a [x]", "python": "3.10.9"})
+    done = CliRunner().invoke(doctor.command)
+    assert done.exit_code == 1
+    assert "[ok] MPI:" in done.output and "launcher a [x]\n" in done.output
+    assert f"[!!] {'Python:':24}3.10.9\n     mpips needs Python 3.11 or newer\n" in done.output
+    assert "pip install" not in done.output

@@ -16,7 +16,7 @@ import pytest
 
 from launch import Job, LauncherError, Machine
 from launch.hosts import Placed
-from launch.machine import Capacity, check_room, choose_loopback, choose_threads, measure_room, warn_of_crowd
+from launch.machine import Capacity, check_room, choose_loopback, choose_settings, measure_room, warn_of_crowd
 from launch.mpirun import Flavour, Launcher
 
 SMALL = Capacity(8, "it is small")
@@ -62,9 +62,10 @@ def test_many_ranks_a_core_are_warned_of_with_what_to_do() -> None:
 
 
 def test_threads_share_the_cores_unless_the_user_says() -> None:
-    assert choose_threads(3, Machine(8), {}) == {"OMP_NUM_THREADS": "2"}
-    assert choose_threads(9, Machine(8), {}) == {"OMP_NUM_THREADS": "1"}
-    assert choose_threads(3, Machine(8), {"MKL_NUM_THREADS": "4"}) == {"MKL_NUM_THREADS": "4"}
+    assert choose_settings(3, Machine(8), {})["OMP_NUM_THREADS"] == "2"
+    assert choose_settings(9, Machine(8), {})["OMP_NUM_THREADS"] == "1"
+    given = choose_settings(3, Machine(8), {"MKL_NUM_THREADS": "4"})
+    assert given["MKL_NUM_THREADS"] == "4" and "OMP_NUM_THREADS" not in given
 
 
 @pytest.mark.parametrize(

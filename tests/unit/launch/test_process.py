@@ -20,7 +20,9 @@ WATCH = """
 import sys
 from launch.running import process
 process.GRACE = 0.5
-sys.exit(process.wait([sys.executable, '-c', *sys.argv[1:]], name='mpips run'))
+ended = process.run([sys.executable, '-c', *sys.argv[1:]], name='mpips run')
+process.tell(ended.sentence)
+sys.exit(ended.code)
 """
 WAITS = "import os, signal\nprint(os.getpid(), flush=True)\nsignal.pause()"
 COUNTS = """
@@ -51,8 +53,8 @@ import sys
 from launch.running import process
 process.LOOK_SECONDS = 0.1
 looks = []
-code = process.wait([sys.executable, "-c", sys.argv[1]], lambda: looks.append(0) or len(looks) == int(sys.argv[2]))
-print(len(looks), code)
+ended = process.run([sys.executable, "-c", sys.argv[1]], lambda: looks.append(0) or len(looks) == int(sys.argv[2]))
+print(len(looks), ended.code)
 """
 
 LAUNCHER = """
@@ -73,8 +75,9 @@ JOB = """
 import sys
 from launch.running import process, verdict
 process.LOOK_SECONDS, verdict.AFTER_A_DEATH, verdict.AFTER_A_FAILURE = 0.1, 1, limit  # in vain for so long
-code = process.wait([sys.executable, "-c", *sys.argv[1:]], name="mpips run", roles=["worker", "server"], here=2)
-sys.exit(code)
+ended = process.run([sys.executable, "-c", *sys.argv[1:]], name="mpips run", roles=["worker", "server"], here=2)
+process.tell(ended.sentence)
+sys.exit(ended.code)
 """
 SURVIVING = JOB.replace("here=2", "here=2, spares=0")
 UP = "import os, signal, time; os.write(1, b'up\\n'); "
@@ -255,7 +258,7 @@ def test_a_signal_for_a_job_whose_ranks_are_not_known_goes_to_the_job() -> None:
 def test_signals_are_ours_again_after_a_job() -> None:
     code = (
         "import signal, sys\nfrom launch.running import process\n"
-        "process.wait([sys.executable, '-c', '1'])\n"
+        "process.run([sys.executable, '-c', '1'])\n"
         "print(signal.pthread_sigmask(signal.SIG_BLOCK, []))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
