@@ -1,12 +1,14 @@
-"""Copies that a server keeps of other servers' units: the last two complete versions of each, and their messages.
+"""A server's mirror: a second copy of each of its units, on a server of another node.
 
-The older version's memory is that of the next one. So what is cut off while it comes leaves a whole version.
+A unit that has changed goes to the mirror, whole, and nothing is written to it before it is there. The mirror keeps the
+last two complete versions of each unit. The older one's memory is that of the next one. So what is cut off while it
+comes leaves a whole version.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Union
 
 import msgspec
@@ -17,7 +19,6 @@ from numpy.typing import NDArray
 from collectives.errors import warn
 from collectives.fabric import requests
 from collectives.fabric.failure import is_death
-from collectives.fabric.requests import keep, send
 from mpips.store.recovery.membership import Before, mirror_of
 from mpips.store.recovery.memory import arrays_of_unit, holding_of_unit
 from mpips.store.recovery.plan import Holding, Shelf, copies_of, dtype_names
@@ -29,10 +30,58 @@ from mpips.store.transport.pending import cut_bytes
 
 Array = NDArray[Any]
 VERSIONS = 2
+TAG, DATA_TAG = 2, 3
+"""On the servers' communicator: of messages between mirrors, and of what units hold."""
+MESSAGE_BYTES = 4 << 20
+SMALL_BYTES = 1 << 14
+"""Of a unit that goes in the message that announces it."""
+UNDER_WAY_BYTES = 64 << 20
+"""At this many bytes under way no other unit goes."""
+UnitPlace = tuple[int | str, int, int]
+"""A unit: elements [start, stop) of a key."""
+
+
+# ---- messages between mirrors
+
+
+class VersionSent(msgspec.Struct, array_like=True, tag=0):
+    """A version of a unit, which comes with this, or in messages behind it."""
+
+    number: int
+    """Of this version; the mirror names it when it has all."""
+    unit: Holding
+    """Its newest standing is this version's. Where it has another, the version of the round before may still be had."""
+    dtypes: list[str]
+    """Of values and state."""
+    data: list[bytes]
+    """Values and state, where they are small; else nothing."""
+
+
+class VersionsKept(msgspec.Struct, array_like=True, tag=1):
+    """The versions that the mirror has."""
+
+    numbers: list[int]
+
+
+class UnitsGone(msgspec.Struct, array_like=True, tag=2):
+    """Units that nobody will use again."""
+
+    places: list[UnitPlace]
+
+
+class MirrorFilled(msgspec.Struct, array_like=True, tag=3):
+    """The mirror of the sender has all its units, if it needs one."""
+
+
+Message = Union[VersionSent, VersionsKept, UnitsGone, MirrorFilled]  # noqa: UP007 (msgspec reads it)
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)  # type: ignore[arg-type]
+
+
+# ---- what a mirror keeps
 
 
 class MirroredUnit:
-    """The versions of one unit."""
+    """The last two versions of one unit."""
 
     def __init__(self) -> None:
         self.versions: list[Version] = []
@@ -42,27 +91,21 @@ class MirroredUnit:
         """The last one in which a version has come."""
         self._spare: list[Array] = []
 
-    def room(self, sent: VersionSent) -> list[Array]:
-        """Memory for a version that is about to come."""
+    def allocate(self, sent: VersionSent) -> list[Array]:
+        """Return memory for a version that is about to come."""
         old, self._spare = self.versions.pop().arrays if len(self.versions) == VERSIONS else self._spare, []
-        size = sent.place[2] - sent.place[1]
+        size = sent.unit.stop - sent.unit.start
         fits = [array.dtype.name for array in old] == sent.dtypes
         return old if fits else [np.empty(size, dtype_of(name)) for name in sent.dtypes]
 
-    def came(self, sent: VersionSent, arrays: list[Array], generation: int) -> None:
-        """It is there."""
+    def keep(self, sent: VersionSent, arrays: list[Array], generation: int) -> None:
+        """Keep a version, as all of it has come."""
+        (round_, step), *before = sent.unit.standings
         old = self.versions[:1]
-        if old and not (sent.continues and old[0].round == sent.round - 1):
+        if old and not (before and old[0].round == round_ - 1):
             self._spare = old.pop().arrays
-        self.versions = [Version(sent.round, sent.step, arrays, sent.pushes), *old]
-        self.torn, self.generation = sent.torn, generation
-
-    def holding(self, place: UnitPlace) -> Holding:
-        """Return what this is for those who begin the next generation."""
-        key, start, stop = place
-        states = max((dtype_names(version.arrays[1:]) for version in self.versions), key=len)
-        standings = [(one.round, one.step) for one in self.versions]
-        return Holding(key, start, stop, standings, self.torn, states, list(self.versions[0].pushes))
+        self.versions = [Version(round_, step, arrays, sent.unit.pushes), *old]
+        self.torn, self.generation = sent.unit.torn, generation
 
 
 class MirroredUnits:
@@ -80,12 +123,12 @@ class MirroredUnits:
         return self._copies.setdefault(place, MirroredUnit())
 
     def forget(self, places: Iterable[UnitPlace]) -> None:
-        """Units that nobody will use again."""
+        """Drop units that nobody will use again."""
         for place in places:
             self._copies.pop(place, None)
 
     def begin(self, rounds: Mapping[int | str, int] | None) -> None:
-        """A generation begins in which keys stand at these rounds, where rounds count (not None): what is of another
+        """Begin a generation in which keys stand at these rounds, where rounds count (not None): what is of another
         one is not of its history."""
         for place, copy in list(self._copies.items()):
             if rounds is not None:
@@ -93,158 +136,30 @@ class MirroredUnits:
             if not copy.versions:
                 del self._copies[place]
 
-    def filled(self, generation: int) -> None:
-        """All servers have sent their units in this generation: what is older may go."""
+    def drop_before(self, generation: int) -> None:
+        """Drop what is older, as all servers have sent their units in this generation."""
         self._copies = {place: copy for place, copy in self._copies.items() if copy.generation >= generation}
 
     def shelves(self, before: Before | None, rank: int) -> list[Shelf]:
         """Return what is whole here, on the rank that this server had, where a server has died."""
         if before is None or not any(0 <= lost - before.num_workers < before.num_servers for lost in before.lost):
             return []
-        units = [copy.holding(place) for place, copy in self._whole()]
+        units = []
+        for (key, start, stop), copy in self._whole():
+            states = max((dtype_names(version.arrays[1:]) for version in copy.versions), key=len)
+            standings = [(one.round, one.step) for one in copy.versions]
+            units.append(Holding(key, start, stop, standings, copy.torn, states, list(copy.versions[0].pushes)))
         return [Shelf(copies_of(rank), False, b"", units)] if units else []
 
     def arrays_of(self, index: int, before: bool) -> list[Array]:
         """Return values and state of a unit on the shelf; `before`: as they were a round before."""
         return self._whole()[index][1].versions[int(before)].arrays
 
-    def _whole(self) -> Sequence[tuple[UnitPlace, MirroredUnit]]:
+    def _whole(self) -> list[tuple[UnitPlace, MirroredUnit]]:
         return [(place, copy) for place, copy in self._copies.items() if copy.versions]
 
 
-TAG, DATA_TAG = 2, 3
-"""On the servers' communicator: of letters, and of what units hold."""
-MESSAGE_BYTES = 4 << 20
-ALONG_BYTES = 1 << 14
-"""Of a unit that goes in its letter."""
-UnitPlace = tuple[int | str, int, int]
-"""A unit: elements [start, stop) of a key."""
-
-
-class VersionSent(msgspec.Struct, array_like=True, tag=0):
-    """A version of a unit, which comes along, or in messages behind this letter."""
-
-    place: UnitPlace
-    number: int
-    """Of this version; the mirror names it when it has all."""
-    round: int
-    step: int | None
-    continues: bool
-    """Whether the version of the round before may still be had."""
-    torn: bool
-    dtypes: list[str]
-    """Of values and state."""
-    along: list[bytes]
-    pushes: list[tuple[int, int]] = []
-    """See `Holding.pushes`."""
-
-
-class VersionsKept(msgspec.Struct, array_like=True, tag=1):
-    """The versions that the mirror has."""
-
-    numbers: list[int]
-
-
-class UnitsGone(msgspec.Struct, array_like=True, tag=2):
-    """Units that nobody will use again."""
-
-    places: list[UnitPlace]
-
-
-class MirrorFilled(msgspec.Struct, array_like=True, tag=3):
-    """The mirror of who says so has all units, as far as it needs one."""
-
-
-Letter = Union[VersionSent, VersionsKept, UnitsGone, MirrorFilled]  # noqa: UP007 (msgspec reads it)
-_decoder: msgspec.msgpack.Decoder[Letter] = msgspec.msgpack.Decoder(Letter)  # type: ignore[arg-type]
-
-
-def post(comm: MPI.Comm, letter: Letter, *servers: int) -> None:
-    """Send a letter to servers, but to the dead. Does not block."""
-    requests.tell(comm, msgspec.msgpack.encode(letter), servers, TAG)
-
-
-def taken(comm: MPI.Comm) -> Iterator[tuple[int, Letter]]:
-    """The letters that have come, and of whom. Does not block."""
-    while (message := requests.received(comm, TAG)) is not None:
-        yield message[0], _decoder.decode(message[1])
-
-
-class Mirror:
-    """Both ends, on one server."""
-
-    def __init__(self, layout: Layout, copies: MirroredUnits, generation: int) -> None:
-        assert layout.servers is not None
-        self._comm, self._copies, self._generation = layout.servers, copies, generation
-        nodes = [layout.nodes[layout.server_rank(server)] for server in range(layout.num_servers)]
-        mine = layout.rank - layout.num_workers
-        mirror = mirror_of(mine, nodes)
-        self._sending = None if mirror is None else MirrorSender(self._comm, mirror, layout.asynchronous)
-        self._keeping = MirrorReceiver(self._comm, copies, generation)
-        self._others = [server for server in range(layout.num_servers) if server != mine]
-        self._unfilled = set(range(layout.num_servers))
-        """Servers whose units are not all with their mirror yet."""
-        self._told = False
-        self._mine = mine
-        if mirror is None and mine == 0:
-            warn("mirrors=1, but all servers that are left share one node: another loss of a node loses what is stored")
-
-    @property
-    def quiet(self) -> bool:
-        """Return whether the mirror has everything."""
-        return self._sending is None or self._sending.quiet
-
-    def changed(self, unit: Unit) -> None:
-        """What the unit holds has changed: nothing more is written to it until it is `mirrored`."""
-        if self._sending is not None:
-            self._sending.changed(unit)
-
-    def forget(self, units: Iterable[Unit]) -> None:
-        """Units that nobody will use again."""
-        if self._sending is not None:
-            self._sending.forget(units)
-
-    def turn(self) -> bool:
-        """Take in what has come, and send what is due; whether anything was done."""
-        worked = self._hear()
-        if self._sending is not None:
-            worked |= self._sending.turn()
-        if not self._told and self.quiet:
-            self._told = True
-            post(self._comm, MirrorFilled(), *self._others)
-            self._filled(self._mine)
-        return worked
-
-    def stop(self) -> None:
-        """The generation is over: nobody waits for the mirror any more, and what is not whole here does not count."""
-        self._hear()
-        self._keeping.stop()
-        if self._sending is not None:
-            self._sending.stop()
-
-    def _hear(self) -> bool:
-        worked = False
-        for server, letter in taken(self._comm):
-            worked = True
-            if isinstance(letter, VersionSent):
-                self._keeping.take(server, letter)
-            elif isinstance(letter, VersionsKept):
-                if self._sending is not None:
-                    self._sending.kept(letter.numbers)
-            elif isinstance(letter, UnitsGone):
-                self._copies.forget(letter.places)
-            else:
-                self._filled(server)
-        return self._keeping.turn() or worked
-
-    def _filled(self, server: int) -> None:
-        self._unfilled.discard(server)
-        if not self._unfilled:
-            self._copies.filled(self._generation)
-
-
-UNDER_WAY_BYTES = 64 << 20
-"""At this many bytes under way no other unit goes."""
+# ---- to the mirror, and from the servers of which this one is the mirror
 
 
 class UnderWay(NamedTuple):
@@ -255,23 +170,39 @@ class UnderWay(NamedTuple):
     requests: list[MPI.Request]
 
 
-def place_of(unit: Unit) -> UnitPlace:
-    """Return what a unit is for its mirror."""
-    return unit.key, unit.start, unit.start + unit.stored.size
+class Coming(NamedTuple):
+    """A version that is not whole yet."""
+
+    server: int
+    sent: VersionSent
+    copy: MirroredUnit
+    arrays: list[Array]
+    requests: list[MPI.Request]
 
 
-class MirrorSender:
-    """The sender of units to the mirror, server `mirror` of `comm`."""
+class Mirror:
+    """What one server sends to its mirror, and keeps as a mirror of others, in one generation."""
 
-    def __init__(self, comm: MPI.Comm, mirror: int, asynchronous: bool) -> None:
-        self._comm, self._mirror, self._asynchronous = comm, mirror, asynchronous
+    def __init__(self, layout: Layout, copies: MirroredUnits, generation: int) -> None:
+        assert layout.servers is not None
+        self._comm, self._copies, self._generation = layout.servers, copies, generation
+        self._asynchronous = layout.asynchronous
+        nodes = [layout.nodes[layout.server_rank(server)] for server in range(layout.num_servers)]
+        self._mine = layout.rank - layout.num_workers
+        self._mirror = mirror_of(self._mine, nodes)
+        """The server that mirrors this one; None where all share a node."""
+        self._unfilled = set(range(layout.num_servers))
+        """Servers whose units are not all with their mirror yet."""
+        self._told = self._over = False
         self._due: deque[Unit] = deque()
         self._under_way: dict[int, UnderWay] = {}
         """By numbers of versions, in order."""
         self._latest: dict[int, int] = {}
         """By numbers of units, the version that is to come; 0 where it is not sent yet."""
         self._number = self._nbytes = 0
-        self._over = False
+        self._coming: list[Coming] = []
+        if self._mirror is None and self._mine == 0:
+            warn("mirrors=1, but all servers that are left share one node: another loss of a node loses what is stored")
 
     @property
     def quiet(self) -> bool:
@@ -279,139 +210,145 @@ class MirrorSender:
         return not self._due and not self._under_way
 
     def changed(self, unit: Unit) -> None:
-        """The unit is to be sent; until the mirror has it, it is not `mirrored`."""
-        if not self._over and self._latest.get(unit.number) != 0:
+        """Send what the unit holds, as it has changed. Nothing more is written to it until it is `mirrored`."""
+        if self._mirror is not None and not self._over and self._latest.get(unit.number) != 0:
             unit.mirrored = False
             self._latest[unit.number] = 0
             self._due.append(unit)
 
-    def kept(self, numbers: Iterable[int]) -> None:
-        """The mirror has these versions."""
-        for number in numbers:
-            gone = self._under_way.pop(number, None)
-            if gone is None:
-                continue
-            self._nbytes -= gone.nbytes
-            keep(gone.requests)
-            if self._latest.get(gone.unit.number) == number:
-                del self._latest[gone.unit.number]
-                gone.unit.mirrored = True
-
-    def turn(self) -> bool:
-        """Send what there is room for; whether anything was sent."""
-        worked = False
-        while self._due and (not self._nbytes or self._nbytes < UNDER_WAY_BYTES):
-            self._send(self._due.popleft())
-            worked = True
-        return worked
-
     def forget(self, units: Iterable[Unit]) -> None:
-        """Units that nobody will use again."""
+        """Drop units that nobody will use again."""
+        if self._mirror is None:
+            return
         gone = list(units)
         self._due = deque(unit for unit in self._due if unit not in gone)
         for unit in gone:
             self._latest.pop(unit.number, None)
             unit.mirrored = True
-        post(self._comm, UnitsGone([place_of(unit) for unit in gone]), self._mirror)
+        places = [(unit.key, unit.start, unit.start + unit.stored.size) for unit in gone]
+        self._post(UnitsGone(places), self._mirror)
+
+    def turn(self) -> bool:
+        """Take in what has come, and send what there is room for; return whether anything was done."""
+        worked = self._hear()
+        while self._due and (not self._nbytes or self._nbytes < UNDER_WAY_BYTES):
+            self._send(self._due.popleft())
+            worked = True
+        if not self._told and self.quiet:
+            self._told = True
+            self._post(MirrorFilled(), *(server for server in range(self._comm.size) if server != self._mine))
+            self._note_filled(self._mine)
+        return worked
 
     def stop(self) -> None:
-        """The generation is over: nobody waits for the mirror any more."""
+        """End with the generation: nobody waits for the mirror any more, and what is not whole here does not count."""
+        self._hear()
         self._over = True
-        for unit in (*self._due, *(gone.unit for gone in self._under_way.values())):
+        for unit in (*self._due, *(sent.unit for sent in self._under_way.values())):
             unit.mirrored = True
-        keep(request for gone in self._under_way.values() for request in gone.requests)
+        for under_way in [sent.requests for sent in self._under_way.values()] + [one.requests for one in self._coming]:
+            requests.keep(under_way)
         self._due.clear()
         self._under_way.clear()
+        self._coming.clear()
+
+    def _post(self, message: Message, *servers: int) -> None:
+        """Send a message to servers, but to the dead. Does not block."""
+        requests.tell(self._comm, msgspec.msgpack.encode(message), servers, TAG)
+
+    def _hear(self) -> bool:
+        worked = False
+        while (received := requests.received(self._comm, TAG)) is not None:
+            worked = True
+            server, message = received[0], _decoder.decode(received[1])
+            if isinstance(message, VersionSent):
+                self._receive(server, message)
+            elif isinstance(message, VersionsKept):
+                self._note_kept(message.numbers)
+            elif isinstance(message, UnitsGone):
+                self._copies.forget(message.places)
+            else:
+                self._note_filled(server)
+        return self._keep_whole() or worked
+
+    # ---- out
 
     def _send(self, unit: Unit) -> None:
-        told = holding_of_unit(unit, self._asynchronous)
-        (round_, step), *before = told.standings
+        assert self._mirror is not None
         arrays = arrays_of_unit(unit, False)
         nbytes = sum(array.nbytes for array in arrays)
-        along = [array.tobytes() for array in arrays] if nbytes <= ALONG_BYTES else []
+        data = [array.tobytes() for array in arrays] if nbytes <= SMALL_BYTES else []
         self._number += 1
         self._latest[unit.number] = self._number
-        sent = VersionSent(
-            place_of(unit), self._number, round_, step, bool(before), unit.torn, dtype_names(arrays), along, told.pushes
-        )
-        post(self._comm, sent, self._mirror)
-        requests = []
+        told = holding_of_unit(unit, self._asynchronous)
+        self._post(VersionSent(self._number, told, dtype_names(arrays), data), self._mirror)
+        under_way: list[MPI.Request] = []
         try:
-            for array in arrays if not along else ():
-                for data in cut_bytes(array, MESSAGE_BYTES):
-                    requests.append(send(self._comm, data, self._mirror, DATA_TAG))
+            for array in arrays if not data else ():
+                for piece in cut_bytes(array, MESSAGE_BYTES):
+                    under_way.append(requests.send(self._comm, piece, self._mirror, DATA_TAG))
         except MPI.Exception as error:
             if not is_death(error):
                 raise
-        self._under_way[self._number] = UnderWay(unit, nbytes, requests)
+        self._under_way[self._number] = UnderWay(unit, nbytes, under_way)
         self._nbytes += nbytes
 
+    def _note_kept(self, numbers: Iterable[int]) -> None:
+        """Note that the mirror has these versions."""
+        for number in numbers:
+            sent = self._under_way.pop(number, None)
+            if sent is None:
+                continue
+            self._nbytes -= sent.nbytes
+            requests.keep(sent.requests)
+            if self._latest.get(sent.unit.number) == number:
+                del self._latest[sent.unit.number]
+                sent.unit.mirrored = True
 
-class Coming(NamedTuple):
-    """A version that is not whole yet."""
+    def _note_filled(self, server: int) -> None:
+        """Note that a server's units are all with its mirror."""
+        self._unfilled.discard(server)
+        if not self._unfilled:
+            self._copies.drop_before(self._generation)
 
-    server: int
-    sent: VersionSent
-    copy: MirroredUnit
-    arrays: list[NDArray[Any]]
-    requests: list[MPI.Request]
+    # ---- in
 
-
-class MirrorReceiver:
-    """The receiver of versions from servers of `comm` in this generation."""
-
-    def __init__(self, comm: MPI.Comm, copies: MirroredUnits, generation: int) -> None:
-        self._comm, self._copies, self._generation = comm, copies, generation
-        self._coming: list[Coming] = []
-
-    def take(self, server: int, sent: VersionSent) -> None:
-        """A version comes."""
-        copy = self._copies.of(sent.place)
-        arrays = copy.room(sent)
-        requests: list[MPI.Request] = []
-        if sent.along:
-            for array, data in zip(arrays, sent.along, strict=True):
+    def _receive(self, server: int, sent: VersionSent) -> None:
+        """Begin to take in a version."""
+        copy = self._copies.of((sent.unit.key, sent.unit.start, sent.unit.stop))
+        arrays = copy.allocate(sent)
+        coming: list[MPI.Request] = []
+        if sent.data:
+            for array, data in zip(arrays, sent.data, strict=True):
                 array.view(np.uint8)[...] = np.frombuffer(data, np.uint8)
         else:
             try:
                 for array in arrays:
                     for piece in cut_bytes(array, MESSAGE_BYTES):
-                        requests.append(self._comm.Irecv(piece, server, DATA_TAG))
+                        coming.append(self._comm.Irecv(piece, server, DATA_TAG))
             except MPI.Exception as error:
                 if not is_death(error):
                     raise
-                keep(requests)
+                requests.keep(coming)
                 return
-        self._coming.append(Coming(server, sent, copy, arrays, requests))
+        self._coming.append(Coming(server, sent, copy, arrays, coming))
 
-    def turn(self) -> bool:
-        """See what is whole by now, and tell its servers; whether anything is."""
+    def _keep_whole(self) -> bool:
+        """Keep what is whole by now, and tell its servers; return whether anything is."""
         whole: dict[int, list[int]] = {}
         rest = []
         for coming in self._coming:
-            if (there := _there(coming.requests)) is None:
+            try:
+                there = MPI.Request.Testall(coming.requests)
+            except MPI.Exception:  # the sender has died before
+                requests.keep(coming.requests)
                 continue
             if not there:
                 rest.append(coming)
                 continue
-            coming.copy.came(coming.sent, coming.arrays, self._generation)
+            coming.copy.keep(coming.sent, coming.arrays, self._generation)
             whole.setdefault(coming.server, []).append(coming.sent.number)
         self._coming = rest
         for server, numbers in whole.items():
-            post(self._comm, VersionsKept(numbers), server)
+            self._post(VersionsKept(numbers), server)
         return bool(whole)
-
-    def stop(self) -> None:
-        """The generation is over: what is not whole does not count."""
-        for coming in self._coming:
-            keep(coming.requests)
-        self._coming = []
-
-
-def _there(requests: list[MPI.Request]) -> bool | None:
-    """Return whether all has come; None where the sender has died before."""
-    try:
-        return bool(MPI.Request.Testall(requests))
-    except MPI.Exception:
-        keep(requests)
-        return None

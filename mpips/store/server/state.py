@@ -36,7 +36,7 @@ from mpips.store.server.reduce import Reduce
 from mpips.store.server.unit import Contribution, Replies, Reply, Unit
 
 if TYPE_CHECKING:
-    from mpips.store.recovery.mirrors.mirror import Mirror
+    from mpips.store.recovery.mirror import Mirror
 
 TURNS, SHORT_BYTES = 8, 1 << 14
 """What a server does before it listens again: turns of units of at most so many bytes, or one of a longer one."""

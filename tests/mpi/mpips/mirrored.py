@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 import mpips
-from mpips.store.recovery.mirror import MirrorSender
+from mpips.store.recovery.mirror import Mirror
 from tests.mpi.mpips import survivor
 from tests.mpi.mpips.survivor import train
 
@@ -53,15 +53,15 @@ def die_later(folder: Path, seconds: float) -> None:
 
 def die_sending(count: int) -> None:
     """With the unit of that number."""
-    send, sent = MirrorSender._send, []
+    send, sent = Mirror._send, []
 
-    def sends(self: MirrorSender, unit: Any) -> None:
+    def sends(self: Mirror, unit: Any) -> None:
         send(self, unit)
         sent.append(unit)
         if len(sent) == count:
             die()
 
-    MirrorSender._send = sends
+    Mirror._send = sends
 
 
 def main(folder: Path, job: Job) -> None:

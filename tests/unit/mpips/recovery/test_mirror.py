@@ -6,7 +6,7 @@ import numpy as np
 
 from mpips.store.recovery.membership import Before
 from mpips.store.recovery.mirror import MirroredUnits, VersionSent
-from mpips.store.recovery.plan import copies_of
+from mpips.store.recovery.plan import Holding, copies_of
 
 PLACE = ("w", 3, 10)
 BEFORE = Before((0, 1, 2), (3,), 2, 2, (0, 1, 2, 3), ((0, 1), (1, 2)), (0, 1))
@@ -14,16 +14,17 @@ BEFORE = Before((0, 1, 2), (3,), 2, 2, (0, 1, 2, 3), ((0, 1), (1, 2)), (0, 1))
 
 
 def sent(round_, continues=True, step=None, dtypes=("float32",), torn=False, place=PLACE):
-    return VersionSent(place, round_, round_, step, continues, torn, list(dtypes), [])
+    standings = [(round_, step), *([(round_ - 1, None)] if continues else [])]
+    return VersionSent(round_, Holding(*place, standings, torn, list(dtypes[1:])), list(dtypes), [])
 
 
-def put(copies, letter, value, generation=0):
+def put(copies, message, value, generation=0):
     """A version comes, whole."""
-    copy = copies.of(letter.place)
-    arrays = copy.room(letter)
+    copy = copies.of((message.unit.key, message.unit.start, message.unit.stop))
+    arrays = copy.allocate(message)
     for array in arrays:
         array[...] = value
-    copy.came(letter, arrays, generation)
+    copy.keep(message, arrays, generation)
 
 
 def found(copies):
@@ -49,7 +50,7 @@ def test_a_version_that_is_cut_off_leaves_the_last_whole_one():
     copies = MirroredUnits()
     for round_ in range(1, 4):
         put(copies, sent(round_), round_)
-    for array in copies.of(PLACE).room(sent(4)):
+    for array in copies.of(PLACE).allocate(sent(4)):
         array[...] = 99
     assert found(copies) == {PLACE: {3: 3.0}}
 
@@ -98,7 +99,7 @@ def test_in_the_next_generation_copies_stay_until_all_is_sent_anew():
     assert found(copies) == {PLACE: {2: 2.0}, other: {3: 3.0}}
     put(copies, sent(3), 8, generation=1)
     assert found(copies) == {PLACE: {3: 8.0, 2: 2.0}, other: {3: 3.0}}
-    copies.filled(1)
+    copies.drop_before(1)
     assert found(copies) == {PLACE: {3: 8.0, 2: 2.0}}
 
 
@@ -113,4 +114,4 @@ def test_what_nobody_uses_is_forgotten():
     copies = MirroredUnits()
     put(copies, sent(1), 1)
     copies.forget([PLACE, ("never", 0, 1)])
-    assert found(copies) == {} and np.size(copies.of(PLACE).room(sent(1))[0]) == 7
+    assert found(copies) == {} and np.size(copies.of(PLACE).allocate(sent(1))[0]) == 7
