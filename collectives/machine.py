@@ -119,7 +119,11 @@ def total_memory() -> int:
     less."""
     found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = read_number("/sys/fs/cgroup/memory.max")
-    return min(found, found if limit is None else limit) + _read_swap()
+    swap = 0
+    with suppress(OSError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        swap = next((int(line.split()[1]) << 10 for line in lines if line.startswith("SwapTotal:")), 0)
+    return min(found, found if limit is None else limit) + swap
 
 
 def count_local_ranks() -> int:
@@ -146,14 +150,6 @@ def read_number(path: str) -> int | None:
     except OSError:
         return None
     return int(text) if text.isdigit() else None
-
-
-def _read_swap() -> int:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("SwapTotal:")), 0)
 
 
 def choose_long_copies(environment: Mapping[str, str]) -> dict[str, str]:
@@ -207,6 +203,19 @@ def fix_addresses() -> tuple[str, ...]:
     except (OSError, subprocess.CalledProcessError):
         return ()
     return words
+
+
+def read_stat(pid: int) -> list[bytes]:
+    """Return what the kernel says of a process behind its name: its state, its parent, and more; OSError without it."""
+    return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()
+
+
+def find_carriers(variable: str) -> Iterator[int]:
+    """Yield the processes with this variable, as NAME=VALUE, in their environment, as far as it may be read."""
+    for place in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if variable.encode() in (place / "environ").read_bytes().split(b"\0"):
+                yield int(place.name)
 
 
 class Peer(NamedTuple):

@@ -139,7 +139,7 @@ def make_body(home: Communicator, call: Call, x: Flat, out: Flat, tags: Tags) ->
 def ways(home: Communicator, ranks: int) -> Ways:
     """Which vectors go which way between so many ranks of a node."""
     slots = home.table.slot_limits(ranks, home.board.memory.crowded)
-    return Ways(slots.always, slots.ordinary, home.table.cross_memory_from(ranks, home.board.memory.crowded))
+    return Ways(slots.always, slots.ordinary, home.table.cross_memory_from(ranks))
 
 
 def chosen(home: Communicator, draft: Call, algorithm: str) -> str:

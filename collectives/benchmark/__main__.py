@@ -7,6 +7,7 @@ What is asked for is checked before anything starts.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from functools import partial
 from itertools import product
@@ -17,12 +18,13 @@ import click
 import numpy as np
 from mpi4py import MPI
 
-from collectives.benchmark import overlap, report
+from collectives.benchmark import report
 from collectives.benchmark.case import FLOOR_SHARE, GLOO_KINDS, MPI_NAME, OPS, Candidate, Case, why_no_gloo
 from collectives.benchmark.harness import measure, ping_pong
-from collectives.benchmark.report import BUS_FACTOR, Row
+from collectives.benchmark.report import BUS_FACTOR, OverlapRow, Row
 from collectives.call import REDUCING, operation
 from collectives.machine import check_memory, count_local_ranks
+from collectives.plan import plan as compiled
 from collectives.schedule import catalog
 from collectives.schedule.model import parse
 from collectives.terminal import (
@@ -58,15 +60,9 @@ PARAMETERS: tuple[click.Parameter, ...] = (
     click.Option(
         ["--arrays"], default="ordinary,empty", show_default=True, help="NumPy's (ordinary) or collectives.empty's."
     ),
-    click.Option(
-        ["--dtype"], default="float32", show_default=True, help="Of the elements, a NumPy name or bfloat16."
-    ),
-    click.Option(
-        ["--op"], type=click.Choice(tuple(OPS)), default="sum", show_default=True, help="Of what reduces."
-    ),
-    click.Option(
-        ["--seconds"], default=1.0, type=Seconds(), show_default=True, help="Time to spend on each size."
-    ),
+    click.Option(["--dtype"], default="float32", show_default=True, help="Of the elements, a NumPy name or bfloat16."),
+    click.Option(["--op"], type=click.Choice(tuple(OPS)), default="sum", show_default=True, help="Of what reduces."),
+    click.Option(["--seconds"], default=1.0, type=Seconds(), show_default=True, help="Time to spend on each size."),
     click.Option(["--check", "checked"], is_flag=True, help="Count wrong elements; exit 1 if there are any."),
     click.Option(["--json", "json_path"], type=OutFile(), help="Write the rows as JSON."),
     click.Option(["--csv", "csv_path"], type=OutFile(), help="Write the rows as CSV."),
@@ -95,33 +91,39 @@ def run(
     if comm.size == 1:
         click.echo("one rank alone exchanges nothing: start more with -n/--ranks", err=True)
     if collective == "iallreduce":
-        _overlap(comm, wanted, seconds, title, json_path)
+        hidden = []
+        cases = list(product(wanted.counts, wanted.algorithms, wanted.arrays))
+        with show_progress(title, len(cases), comm.rank == 0) as begin:
+            for n, algorithm, array in cases:
+                begin(f"{show_bytes(n * wanted.dtype.itemsize)}, {algorithm}, {array}")
+                x = Case("allreduce", "sum", wanted.dtype, n, comm).arrays(array)[0]
+                hidden.append(measure_overlap(comm, algorithm, x, array, seconds))
+        if comm.rank == 0:
+            report.print_overlap(hidden, title)
+            if json_path:
+                report.write_json(hidden, json_path)
         return
     rows: list[Row] = []
     with show_progress(title, len(wanted.counts), comm.rank == 0) as begin:
         for n in wanted.counts:
             begin(show_bytes(n * wanted.dtype.itemsize))
             if collective == "pt2pt":
-                rows += _pt2pt(comm, n, wanted.dtype, seconds)
+                timings = ping_pong(comm, np.zeros(n, wanted.dtype), seconds)
+                row = partial(Row.measured, "pt2pt", wanted.dtype, "none", comm.size, n, native=timings["blocking"])
+                rows += [row(name, "ordinary", timing) for name, timing in timings.items()]
             else:
                 case = Case(collective, op, wanted.dtype, n, comm)
                 rows += _collective(case, wanted.algorithms, wanted.arrays, seconds, checked)
     if comm.rank == 0:
         report.print_table(rows, title)
-        _write(rows, title, json_path, csv_path, plot_path)
+        if json_path:
+            report.write_json(rows, json_path)
+        if csv_path:
+            report.write_csv(rows, csv_path)
+        if plot_path:
+            report.draw(rows, plot_path, title)
     if any(row.wrong for row in rows):
         leave(1)
-
-
-def _write(
-    rows: list[Row], title: str, json_path: Path | None, csv_path: Path | None, plot_path: Path | None
-) -> None:
-    if json_path:
-        report.write_json(rows, json_path)
-    if csv_path:
-        report.write_csv(rows, csv_path)
-    if plot_path:
-        report.draw(rows, plot_path, title)
 
 
 def _collective(case: Case, algorithms: list[str], arrays: list[str], seconds: float, checked: bool) -> list[Row]:
@@ -160,24 +162,42 @@ def _candidates(case: Case, algorithms: list[str], arrays: list[str]) -> Iterabl
                 raise click.UsageError(str(error)) from None
 
 
-def _pt2pt(comm: MPI.Comm, n: int, dtype: np.dtype[Any], seconds: float) -> list[Row]:
-    timings = ping_pong(comm, np.zeros(n, dtype), seconds)
-    row = partial(Row.measured, "pt2pt", dtype, "none", comm.size, n, native=timings["blocking"])
-    return [row(name, "ordinary", timing) for name, timing in timings.items()]
+SLICES = 32  # how often the computing thread looks after the communication
 
 
-def _overlap(comm: MPI.Comm, wanted: BenchmarkWords, seconds: float, title: str, json_path: Path | None) -> None:
-    rows = []
-    cases = list(product(wanted.counts, wanted.algorithms, wanted.arrays))
-    with show_progress(title, len(cases), comm.rank == 0) as begin:
-        for n, algorithm, array in cases:
-            begin(f"{show_bytes(n * wanted.dtype.itemsize)}, {algorithm}, {array}")
-            x = Case("allreduce", "sum", wanted.dtype, n, comm).arrays(array)[0]
-            rows.append(overlap.measure_overlap(comm, algorithm, x, array, seconds))
-    if comm.rank == 0:
-        overlap.print_overlap(rows, title)
-        if json_path:
-            report.write_json(rows, json_path)
+def measure_overlap(comm: MPI.Comm, algorithm: str, x: np.ndarray, array: str, budget_s: float) -> OverlapRow:
+    """Return the overlap of an allreduce of `x` in place with compute that lasts as long. Collective and blocking.
+
+    As the OSU benchmarks have it: 100 x (1 - (overall - compute) / pure communication) percent, where `overall` is the
+    time of start, compute and wait together. The row is the same on every rank.
+    """
+    plan = compiled("allreduce", x, comm, algorithm=algorithm)
+    try:
+        pure = measure(comm, [plan], budget_s / 3)[0].median
+        block = np.ones(16_384, np.float32)
+
+        def compute(look: bool) -> None:
+            for _ in range(SLICES):
+                until = time.perf_counter() + pure / SLICES
+                while time.perf_counter() < until:
+                    np.multiply(block, 1.0001, out=block)
+                if look:
+                    plan.test()
+            block.fill(1)
+
+        def together() -> None:
+            plan.start()
+            compute(look=True)
+            plan.wait()
+
+        alone, overall = measure(comm, [lambda: compute(look=False), together], 2 * budget_s / 3)
+    finally:
+        plan.free()
+    hidden = 1 - (overall.median - alone.median) / pure
+    return OverlapRow(
+        "allreduce", algorithm, array, x.dtype.name, comm.size, x.nbytes,
+        1e6 * overall.median, 1e6 * alone.median, 1e6 * pure, 100 * min(1.0, max(0.0, hidden)),
+    )  # fmt: skip
 
 
 for _name, _measures in CASES.items():
@@ -226,14 +246,10 @@ def check(
     for name in names:
         if reason := _refusal(collective, name, ranks):
             raise click.UsageError(f"--algorithms {name}: {reason}")
-    _fits(sizes, largest, 1 if collective == "iallreduce" else least_arrays(collective, kinds))
+    # of each kind of array those of the larger buffer's size, and the two of the bare copy
+    arrays_of_all = 2 + len(set(kinds)) * (2 if collective in ("reduce", "alltoall") else 1)
+    _fits(sizes, largest, 1 if collective == "iallreduce" else arrays_of_all)
     return BenchmarkWords(element, counts, names, kinds)
-
-
-def least_arrays(kind: str, arrays: list[str]) -> int:
-    """Return how many arrays of the larger buffer's size a rank holds at once, at least, while these are timed: those
-    of each kind, and the two of the bare copy."""
-    return 2 + len(set(arrays)) * (2 if kind in ("reduce", "alltoall") else 1)
 
 
 def _fits(sizes: str, largest: int, arrays: int) -> None:

@@ -7,6 +7,7 @@ collectives, and gloo's where PyTorch is installed.
 from __future__ import annotations
 
 import importlib.util
+import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
 
+import click
 import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
@@ -216,6 +218,8 @@ def _exact_limit(dtype: np.dtype[Any]) -> int:
 
 OPS = {"sum": MPI.SUM, "mean": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX, "prod": MPI.PROD}
 GLOO_KINDS = ("allreduce", "broadcast")
+GLOO_ATTEMPTS = 3
+GLOO_SECONDS = 60.0  # for a collective; rank 0 waits as long for the others to join
 
 RivalCall = Callable[[], object]
 
@@ -266,14 +270,8 @@ def gloo_call(kind: str, op: str, comm: MPI.Comm, out: NDArray[Any]) -> RivalCal
     import torch
     import torch.distributed as dist
 
-    if not dist.is_initialized():
-        dist.init_process_group(
-            "gloo",
-            init_method=f"tcp://127.0.0.1:{find_free_port(comm)}",
-            rank=comm.rank,
-            world_size=comm.size,
-            timeout=timedelta(seconds=120),
-        )
+    if not dist.is_initialized() and (refusal := join_gloo(comm)):
+        raise click.ClickException(refusal)
     tensor = torch.from_numpy(out)
     if kind == "broadcast":
         return lambda: dist.broadcast(tensor, 0)
@@ -282,12 +280,47 @@ def gloo_call(kind: str, op: str, comm: MPI.Comm, out: NDArray[Any]) -> RivalCal
     return lambda: dist.all_reduce(tensor, word[op])
 
 
-def find_free_port(comm: MPI.Comm) -> int:
-    """Return a loopback port that was free on rank 0 a moment ago, told to all."""
-    port = np.zeros(1, np.int64)
+def join_gloo(comm: MPI.Comm) -> str:
+    """Make PyTorch's gloo process group of the ranks of `comm`, over the loopback. Collective.
+
+    A port that was free may be taken by another process before gloo binds it.
+
+    Returns:
+        Why there is none after some attempts, the same on all ranks; "" where there is one.
+    """
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    refusal = ""
+    for _ in range(GLOO_ATTEMPTS):
+        refusal = next(filter(None, comm.allgather(_try_gloo(comm))), "")
+        if not refusal:
+            break
+    return refusal
+
+
+def _try_gloo(comm: MPI.Comm) -> str:
+    """Try once; return why it failed on this rank, or ""."""
+    import torch.distributed as dist
+
+    port = 0
     if comm.rank == 0:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            port[0] = probe.getsockname()[1]
-    comm.Bcast(port, 0)
-    return int(port[0])
+            port = probe.getsockname()[1]
+    address, limit = f"tcp://127.0.0.1:{comm.bcast(port)}", timedelta(seconds=GLOO_SECONDS)
+    try:
+        dist.init_process_group("gloo", address, limit, comm.size, comm.rank)
+        dist.barrier()
+    except RuntimeError as error:  # DistNetworkError and others are among them
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return f"gloo on rank {comm.rank}: {str(error).splitlines()[0]}"
+    return ""
+
+
+def leave_gloo(comm: MPI.Comm) -> None:
+    """Undo `join_gloo`, when nobody has anything under way. Collective."""
+    import torch.distributed as dist
+
+    comm.Barrier()
+    dist.destroy_process_group()
+    comm.Barrier()

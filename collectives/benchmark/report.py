@@ -81,6 +81,23 @@ class Row:
         )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class OverlapRow:
+    """Median microseconds of start + compute + wait, of the compute alone, of the communication alone; and the share
+    of the communication that was hidden."""
+
+    collective: str
+    algorithm: str
+    array: str
+    dtype: str
+    ranks: int
+    bytes: int
+    overall_us: float
+    compute_us: float
+    pure_us: float
+    overlap_percent: float
+
+
 def machine() -> dict[str, Any]:
     """Return where and on what the figures were measured."""
     return {
@@ -122,6 +139,18 @@ def print_table(rows: Sequence[Row], title: str) -> None:
         ratio = "-" if row.vs_native is None else f"{row.vs_native:.2f}x"
         floor = "-" if row.floor_us is None or row.bytes < FLOOR_BYTES else f"{row.p50_us / row.floor_us:.2f}"
         numbers = [*times, *rates, *([wrong] if checked else ()), ratio, floor]
+        table.add_row(show_bytes(row.bytes), row.algorithm, row.array, *numbers)
+    show_table(table)
+
+
+def print_overlap(rows: Sequence[OverlapRow], title: str) -> None:
+    """Print the rows as a table for people."""
+    caption = "overall: compute and the call together. pure comm.: the call alone. overlap: its share that compute hid."
+    table = Table(title=title, caption=caption)
+    for name in ("size", "algorithm", "array", "overall us", "compute us", "pure comm. us", "overlap %"):
+        table.add_column(name, justify="left" if name in ("algorithm", "array") else "right")
+    for row in rows:
+        numbers = [f"{value:.1f}" for value in (row.overall_us, row.compute_us, row.pure_us, row.overlap_percent)]
         table.add_row(show_bytes(row.bytes), row.algorithm, row.array, *numbers)
     show_table(table)
 

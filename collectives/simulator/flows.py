@@ -45,17 +45,16 @@ class Traffic:
         return len(self.flows) - 1
 
     def collective(
-        self,
-        schedule: Schedule,
-        nbytes: float,
-        hosts: Sequence[int],
-        after: Sequence[Sequence[int]] | None = None,
-        alpha: float = 0.0,
-        gamma: float = 0.0,
-    ) -> list[list[int]]:
-        """Add a collective over ranks that live on `hosts`; rank r begins when the flows after[r] have ended. Gives for
-        each rank the flows whose end is its end. A rank sends when its own last step is done, whether or not the
-        receiver is as far: the receiver buffers."""
+        self, schedule: Schedule, nbytes: float, hosts: Sequence[int], after: Sequence[Sequence[int]] | None = None,
+        alpha: float = 0.0, gamma: float = 0.0,
+    ) -> list[list[int]]:  # fmt: skip
+        """Add a collective over ranks that live on `hosts`; rank r begins when the flows after[r] have ended.
+
+        A rank sends when its own last step is done, whether or not the receiver is as far: the receiver buffers.
+
+        Returns:
+            For each rank the flows whose end is its end.
+        """
         p, lanes = schedule.p, range(len(schedule.lanes))
         begin = [list(flows) for flows in after] if after else [[] for _ in hosts]
         busy = _Busy(hosts, [[] for _ in hosts], [[] for _ in hosts], len({lane.turn for lane in schedule.lanes}) > 1)

@@ -14,6 +14,7 @@ the safe side.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -22,11 +23,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.schedule import bcube as exchange
+from collectives.schedule import bcube
 from collectives.schedule.catalog import build
 from collectives.schedule.model import NOBODY, Schedule, Step, parse
 from collectives.simulator.cost import FREE, Costs, LinkCost, closed_form, has_form
-from collectives.simulator.topology import BCube, FatTree, Topology, bcube, fattree
+from collectives.simulator.topology import BCube, FatTree, Topology
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def schedule_on(network: Topology, kind: str, algorithm: str, per_host: int = 1)
     p = network.hosts * per_host
     if name == "bcube" and not written and per_host == 1:
         if isinstance(network, FatTree):
-            return exchange.over(kind, network.radices[::-1], 1, "bcube")
+            return bcube.over(kind, network.radices[::-1], 1, "bcube")
         if network.k > 1:
             written = {"n": network.n, "k": network.k}
     if name == "hierarchical":
@@ -61,36 +62,24 @@ def schedule_on(network: Topology, kind: str, algorithm: str, per_host: int = 1)
 
 
 def predict(
-    network: Topology,
-    kind: str,
-    algorithm: str,
-    nbytes: int,
-    alpha: float = 0.0,
-    gamma: float = 0.0,
-    near: LinkCost = FREE,
-    per_host: int = 1,
-    progress: Callable[[float], None] | None = None,
-) -> Prediction:
+    network: Topology, kind: str, algorithm: str, nbytes: int, alpha: float = 0.0, gamma: float = 0.0,
+    near: LinkCost = FREE, per_host: int = 1, progress: Callable[[float], None] | None = None,
+) -> Prediction:  # fmt: skip
     """Simulate one collective; the parameters are those of `simulate`."""
     schedule = schedule_on(network, kind, algorithm, per_host)
     run = simulate(schedule, network, nbytes, alpha, gamma, near, progress=progress)
     form = None
-    if _has_form(network, schedule, per_host):
+    # closed forms give each rank one wire into a network that never blocks, and `bcube` one for each level
+    name = schedule.name.partition("(")[0]
+    if isinstance(network, BCube) and network.k > 1:
+        fits = schedule.name == f"bcube(n={network.n},k={network.k})" and kind == "allreduce"
+    else:
+        fits = name != "bcube"
+    if fits and per_host == 1 and not isinstance(network.rate, tuple) and has_form(kind, name):
         costs = Costs(LinkCost(alpha, 1 / float(network.link_rates[0])), near, gamma)
         form = closed_form(kind, schedule.name, schedule.p, nbytes, costs)
     busiest = float(run.link_bytes.max(initial=0.0))
     return Prediction(network.name, kind, schedule.name, schedule.p, nbytes, run.seconds, form, busiest)
-
-
-def _has_form(network: Topology, schedule: Schedule, per_host: int) -> bool:
-    """Return the closed forms give each rank one wire into a network that never blocks, and `bcube` one for each
-    level."""
-    name = schedule.name.partition("(")[0]
-    if per_host > 1 or isinstance(network.rate, tuple) or not has_form(schedule.kind, name):
-        return False
-    if isinstance(network, BCube) and network.k > 1:
-        return schedule.name == f"bcube(n={network.n},k={network.k})" and schedule.kind == "allreduce"
-    return name != "bcube"
 
 
 def figure5(nbytes: int, rate: float) -> list[tuple[Prediction, float]]:
@@ -98,7 +87,7 @@ def figure5(nbytes: int, rate: float) -> list[tuple[Prediction, float]]:
     each prediction what the text says of it, seconds: 2(N-1)/N TF on a fat-tree for both (sections 2 and 3.3), 1/k of
     that for BML on BCube (3.2), and double BML's for the parameter server on BCube (3.3: "it will double the GST")."""
     rows = []
-    for cube, tree in ((bcube(4, 2, rate), fattree(4, rate)), (bcube(32, 2, rate), fattree(16, rate))):
+    for cube, tree in ((BCube(4, 2, rate), FatTree(4, rate)), (BCube(32, 2, rate), FatTree(16, rate))):
         flat = 2 * (tree.hosts - 1) / tree.hosts * nbytes / rate
         for network, algorithm, said in (
             (tree, "direct", flat),
@@ -127,15 +116,9 @@ class Run:
 
 
 def simulate(
-    schedule: Schedule,
-    topology: Topology,
-    nbytes: int,
-    alpha: float = 0.0,
-    gamma: float = 0.0,
-    near: LinkCost = FREE,
-    itemsize: int = 4,
-    progress: Callable[[float], None] | None = None,
-) -> Run:
+    schedule: Schedule, topology: Topology, nbytes: int, alpha: float = 0.0, gamma: float = 0.0,
+    near: LinkCost = FREE, itemsize: int = 4, progress: Callable[[float], None] | None = None,
+) -> Run:  # fmt: skip
     """Run `schedule` over the hosts of `topology`, as many ranks on each as p / hosts gives, numbered host by host,
     with a vector of nbytes bytes in elements of `itemsize`. alpha, in seconds, counts between hosts, near.alpha and
     near.beta inside; the links' rates are the topology's; gamma in seconds a byte. `progress` is told the share that is
@@ -143,8 +126,9 @@ def simulate(
     if schedule.p % topology.hosts:
         raise ValueError(f"{schedule} does not fill {topology.name}: p must be a multiple of {topology.hosts} hosts")
     cluster = _Cluster(schedule, topology, Costs(LinkCost(alpha, 0.0), near, gamma), nbytes, itemsize)
-    turns = [list(lanes) for _, lanes in groupby(sorted(cluster.lanes, key=_turn), key=_turn)]
-    steps = [[schedule.steps(lane.index, cluster.ranks) for lane in turn] for turn in turns]
+    turn = operator.attrgetter("turn")
+    turns = [list(lanes) for _, lanes in groupby(sorted(cluster.lanes, key=turn), key=turn)]
+    steps = [[schedule.steps(lane.index, cluster.ranks) for lane in lanes] for lanes in turns]
     total = sum(1 for _ in schedule.steps(turns[0][0].index, 0))
     for number in range(total):
         for lanes, texts in zip(turns, steps):
@@ -163,10 +147,6 @@ class _LaneClock:
     turn: int
     offsets: Places
     ready: Reals
-
-
-def _turn(lane: _LaneClock) -> int:
-    return lane.turn
 
 
 class _Message(NamedTuple):

@@ -245,16 +245,6 @@ def star(n: int, rate: float = TEN_GIGABIT) -> BCube:
     return BCube(n, 1, rate, "star")
 
 
-def bcube(n: int, k: int, rate: float | tuple[float, ...] = TEN_GIGABIT) -> BCube:
-    """n^k hosts with k NICs each on k n^(k-1) switches of n ports."""
-    return BCube(n, k, rate)
-
-
-def fattree(k: int, rate: float = TEN_GIGABIT) -> FatTree:
-    """k^3/4 hosts with one NIC each on 5/4 k^2 switches of k ports."""
-    return FatTree(k, rate)
-
-
 RATES = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 
@@ -276,7 +266,7 @@ def parse(text: str, rate: float = TEN_GIGABIT) -> Topology:
             f"unknown topology {text!r}: write star:HOSTS, bcube:PORTS,LEVELS or fattree:PORTS, in whole numbers from "
             "1 on (as bcube:3,2)"
         )
-    makers: dict[str, Callable[..., Topology]] = {"star": star, "fattree": fattree, "bcube": bcube}
+    makers: dict[str, Callable[..., Topology]] = {"star": star, "fattree": FatTree, "bcube": BCube}
     found = makers[kind](*numbers, rate)
     if max(numbers) > MOST_HOSTS or found.hosts > MOST_HOSTS:
         raise ValueError(f"topology {text!r} is too large: at most {MOST_HOSTS:,} hosts")

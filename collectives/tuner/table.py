@@ -122,9 +122,9 @@ class Table(msgspec.Struct, frozen=True):
             return Slots(limit, limit)
         return SHIPPED_SLOTS[min(SHIPPED_SLOTS, key=lambda known: abs(known - ranks))]
 
-    def cross_memory_from(self, ranks: int, crowded: bool) -> int:
-        """From how many bytes of the whole vector on ordinary arrays go by the kernel's copies between processes. The
-        shipped values hold whether ranks share cores or not."""
+    def cross_memory_from(self, ranks: int) -> int:
+        """Return the bytes of the whole vector from which on ordinary arrays go by the kernel's copies between
+        processes, whether ranks share cores or not."""
         return self.cross_memory.get(ranks, SHIPPED_CROSS_MEMORY)
 
     def best_between(self, kind: str, nodes: int, ranks: int, nbytes: int) -> str:
@@ -237,7 +237,12 @@ def predict_seconds(table: Table, call: Call, nodes: int, way: str = "") -> floa
     if call.p == 1:
         return 0.0
     if call.algorithm == "shared_memory":
-        return _memory_seconds(table, call, way)
+        known = {int(key.split()[1]): line for key, line in table.memory.items() if key.split()[0] == way}
+        if not known:
+            return None
+        line = known[min(known, key=lambda ranks: abs(ranks - call.p))]
+        share = 1.0 if call.kind == "allreduce" else 0.5  # of reading and writing all
+        return line.alpha + share * line.beta * call.nbytes
     from collectives.simulator.cost import Costs, LinkCost  # the simulator is loaded where it is asked
 
     far, near = (LinkCost(line.alpha, line.beta) for line in (table.far, table.near))
@@ -245,17 +250,6 @@ def predict_seconds(table: Table, call: Call, nodes: int, way: str = "") -> floa
         return simulate_on_job(call.kind, call.algorithm, call.nbytes, call.p, nodes, Costs(far, near, table.gamma))
     except ValueError:  # native, and nodes of unlike size
         return None
-
-
-def _memory_seconds(table: Table, call: Call, way: str) -> float | None:
-    """Return an allreduce reads and writes all; the other kinds do one half of it. The number of ranks nearest in the
-    table counts."""
-    known = {int(key.split()[1]): line for key, line in table.memory.items() if key.split()[0] == way}
-    if not known:
-        return None
-    line = known[min(known, key=lambda ranks: abs(ranks - call.p))]
-    share = 1.0 if call.kind == "allreduce" else 0.5
-    return line.alpha + share * line.beta * call.nbytes
 
 
 def simulate_on_job(kind: str, algorithm: str, nbytes: int, p: int, nodes: int, costs: Costs) -> float:

@@ -54,11 +54,6 @@ def opened(comm: MPI.Comm, known: Table) -> MPI.Comm:
     return made
 
 
-def nodes_of(comm: MPI.Comm) -> list[int]:
-    """For each rank the lowest rank of its node."""
-    return communicator(comm).node_of
-
-
 def check(ranks: int, *, dry_run: bool, **_: Any) -> None:
     """click.ClickException, before anything is measured, where the result could not be kept."""
     if not dry_run:
@@ -78,7 +73,7 @@ def command(seconds: float, dry_run: bool) -> None:
     with _told():
         found = table.shared(comm, lambda: _known(dry_run))
     home = opened(comm, found)
-    nodes = len(set(nodes_of(home)))
+    nodes = len(set(communicator(home).node_of))
     if comm.size > 1:
         with show_progress("tune", 4 if nodes == 1 else 1 + len(KINDS), comm.rank == 0) as begin:
             found = tuned(home, found, seconds, begin)
@@ -111,7 +106,7 @@ def _known(dry_run: bool) -> Table:
 
 def tuned(comm: MPI.Comm, known: Table, seconds: float, begin: Begin = lambda what: None) -> Table:
     """Return the known table with this number of ranks measured anew; `begin` hears of parts. Collective, blocking."""
-    node_of = nodes_of(comm)
+    node_of = communicator(comm).node_of  # of each rank the lowest rank of its node
     changes: dict[str, Any] = {"gamma": _measure_addition()}
     if len(set(node_of)) == 1:
         slots, cross_memory, lines = _on_one_node(comm, seconds, begin)
@@ -143,7 +138,7 @@ def _on_one_node(comm: MPI.Comm, seconds: float, begin: Begin) -> tuple[Slots, i
     ways = {name: opened(comm, one) for name, one in forced(comm.size).items()}
 
     def wins(way: str, shared: bool, share: float, size: int) -> bool:
-        """Over stages; of node-shared arrays, over direct, as they take no stages."""
+        """Return whether a way is better than stages; of node-shared arrays, which take none, than direct."""
         times = _times(comm, [ways[way], ways["stages"]], size, shared, seconds)
         return times[0] <= times[1] * share
 
@@ -256,7 +251,7 @@ def _show(found: Table, ranks: int, nodes: int) -> None:
 
 
 def _inside(found: Table, ranks: int, nodes: int) -> Iterator[tuple[str, str]]:
-    limits, copies = found.slot_limits(ranks, crowded=False), found.cross_memory_from(ranks, crowded=False)
+    limits, copies = found.slot_limits(ranks, crowded=False), found.cross_memory_from(ranks)
     yield "slots up to", f"{limits.always} bytes, ordinary arrays {limits.ordinary}"
     yield "the kernel's copies from", f"{copies} bytes on" if copies < EVERYTHING else "no size on"
     for key, line in found.memory.items():

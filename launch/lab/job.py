@@ -9,8 +9,9 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from contextlib import suppress
 
+from collectives.machine import find_carriers
 from launch.hosts import Placed
 from launch.lab import kernel
 from launch.lab.layout import LAUNCHER_ADDRESS, MANAGEMENT_NETWORK, LabPlan
@@ -84,28 +85,20 @@ def build_entry(keeper: int, argv: Sequence[str], *, folder: str, user: int) -> 
 def end_all(job: str) -> int:
     """Kill every process whose environment says that it is of ``job``; how many there were. It looks until it has found
     none twice: a process that starts another program has no environment for a moment."""
-    mark = f"{MARK_VARIABLE}={job}".encode()
     ended: set[int] = set()
     quiet = 0
     for _ in range(MOST_LOOKS):
-        killed = {int(name) for name in os.listdir("/proc") if name.isdigit() and _killed(int(name), mark)}
+        killed = set()
+        for process in find_carriers(f"{MARK_VARIABLE}={job}"):
+            with suppress(OSError):  # it has ended, or is another user's
+                os.kill(process, signal.SIGKILL)
+                killed.add(process)
         ended |= killed
         quiet = 0 if killed else quiet + 1
         if quiet == 2:
             break
         time.sleep(LOOK_SECONDS)
     return len(ended)
-
-
-def _killed(process: int, mark: bytes) -> bool:
-    """Kill it if it is of the job; whether it is."""
-    try:
-        if mark not in Path("/proc", str(process), "environ").read_bytes().split(b"\0"):
-            return False
-        os.kill(process, signal.SIGKILL)
-    except OSError:  # it has ended, or is another user's
-        return False
-    return True
 
 
 SHARED_FOLDER = "/dev/shm"  # its own file system for the keeper and for every host, as on machines that share no memory

@@ -22,10 +22,9 @@ import threading
 import uuid
 from collections.abc import Iterable
 from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
 
-from collectives.machine import find_peer
+from collectives.machine import find_peer, read_stat
 from mpips.store import world
 
 LOST_SENTENCES = (b"has lost communication with a remote daemon", b"A daemon failed to report back after being spawned")
@@ -245,7 +244,7 @@ def _number(word: bytes) -> int:
 def status_of(pid: int, descriptor: int) -> int | None:
     """Return how a process, which has ended, did so, as wait(2) tells it; None where the kernel does not keep it."""
     with suppress(OSError):  # its parent has heard
-        words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()
+        words = read_stat(pid)
         if words[0] == b"Z":
             return int(words[-1])
     answer = bytearray(PIDFD_INFO.pack(PIDFD_INFO_EXIT, 0))

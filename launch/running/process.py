@@ -25,6 +25,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
+from collectives.machine import read_stat
 from launch.machine import remove_leftovers, remove_session
 from launch.mpirun import environment_of_job
 from launch.running.presence import Death, OutputListener, Presence, status_of
@@ -325,7 +326,7 @@ def find_descendants() -> list[int]:
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended
-            state, parent = stat.read_bytes().rpartition(b") ")[2].split()[:2]
+            state, parent = read_stat(int(stat.parent.name))[:2]
             if state != b"Z":
                 children.setdefault(int(parent), []).append(int(stat.parent.name))
     found = children.get(os.getpid(), [])

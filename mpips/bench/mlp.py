@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 from collections.abc import Callable
-from datetime import timedelta
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ from mpi4py import MPI
 from rich.table import Table
 from threadpoolctl import threadpool_limits
 
-from collectives.benchmark.case import find_free_port
+from collectives.benchmark.case import join_gloo, leave_gloo
 from collectives.benchmark.harness import Contender, compare_steps
 from collectives.machine import usable_cores
 from collectives.terminal import (
@@ -37,14 +35,12 @@ from collectives.terminal import (
     show_table,
     write_text,
 )
-from mpips.mlp.mesh import Mesh, TrainingError, agree, misfit, parse
+from mpips.mlp.mesh import Mesh, misfit, parse
 from mpips.mlp.network import MLP, interval
 from mpips.mlp.training import Worker
 from mpips.optimizers import SGD
 
 INPUTS, OUTPUTS = 16, 2
-GLOO_ATTEMPTS = 3
-GLOO_SECONDS = 60.0  # for a collective; rank 0 waits as long for the others to join
 
 Step = Callable[[], object]
 
@@ -68,7 +64,12 @@ def check(ranks: int, *, grid_text: str, **_: Any) -> None:
 @click.option("--torch/--no-torch", "with_torch", default=True, help="PyTorch beside it, where it is installed.")
 @click.option("--json", "json_path", type=OutFile(), help="Write the rows as JSON.")
 def command(
-    grid_text: str, batch: tuple[int, ...], width: tuple[int, ...], seconds: float, rounds: int, with_torch: bool,
+    grid_text: str,
+    batch: tuple[int, ...],
+    width: tuple[int, ...],
+    seconds: float,
+    rounds: int,
+    with_torch: bool,
     json_path: Path | None,
 ) -> None:
     """Time steps of a 16-width-width-2 network, float32, one BLAS thread a rank, beside PyTorch.
@@ -84,7 +85,7 @@ def command(
     with threadpool_limits(1):
         if with_torch and comm.size > 1 and mesh.model == 1:
             refusal = join_gloo(comm)
-            with_ddp = refusal is None
+            with_ddp = not refusal
             if refusal and comm.rank == 0:
                 console().print(f"without DistributedDataParallel: {refusal}", markup=False)
         cases = list(product(width, batch))
@@ -138,11 +139,11 @@ def _theirs(mesh: Mesh, sizes: tuple[int, ...], x: np.ndarray, y: np.ndarray, wi
     contenders = []
     for fused in (False, True):
         name = "fused" if fused else "plain"
-        contenders.append(Contender(f"torch {name}", torch_step(sizes, x, y, 1, fused), everyone=False))
+        contenders.append(Contender(f"torch {name}", torch_step(sizes, x, y, fused), everyone=False))
     if with_ddp:
         mine = slice(*interval(len(x), mesh.batch, mesh.batch_index))
         for bucket in (1, 25):
-            step = ddp_step(sizes, x[mine], y[mine], 1, True, bucket)
+            step = torch_step(sizes, x[mine], y[mine], True, bucket)
             contenders.append(Contender(f"ddp {bucket} MB", step, everyone=True))
     return contenders
 
@@ -183,88 +184,30 @@ def _show(rows: list[dict[str, float]]) -> None:
     show_table(table)
 
 
-def torch_step(sizes: tuple[int, ...], x: np.ndarray, y: np.ndarray, threads: int, fused: bool) -> Step:
-    """Return one step of SGD on a fully connected ReLU network with mean squared error. ImportError without PyTorch."""
-    import torch
+def torch_step(sizes: tuple[int, ...], x: np.ndarray, y: np.ndarray, fused: bool, bucket_megabytes: int = 0) -> Step:
+    """Return one step of SGD on a fully connected ReLU network with mean squared error, on one thread.
 
-    torch.set_num_threads(threads)
-    return _build_step(_build_network(sizes), x, y, fused)
-
-
-def ddp_step(
-    sizes: tuple[int, ...], x: np.ndarray, y: np.ndarray, threads: int, fused: bool, bucket_megabytes: int
-) -> Step:
-    """Return the same, data parallel over the process group that `join_gloo` made; x and y are this rank's samples."""
-    import torch
-
-    torch.set_num_threads(threads)
-    network = torch.nn.parallel.DistributedDataParallel(
-        _build_network(sizes), gradient_as_bucket_view=True, bucket_cap_mb=bucket_megabytes
-    )
-    return _build_step(network, x, y, fused)
-
-
-def join_gloo(comm: MPI.Comm) -> str | None:
-    """Make PyTorch's gloo process group of the ranks of `comm`, over the loopback; the reason why there is none after
-    some attempts. Collective.
-
-    A port that was free may be taken by another process before gloo binds it.
+    With buckets it is data parallel over the process group that `join_gloo` made; x and y are this rank's samples.
     """
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    refusal = None
-    for _ in range(GLOO_ATTEMPTS):
-        try:
-            agree(comm, _try_gloo(comm))
-            return None
-        except TrainingError as error:
-            refusal = str(error)
-    return refusal
-
-
-def _try_gloo(comm: MPI.Comm) -> str | None:
-    """Return one attempt; why it failed on this rank."""
-    import torch.distributed as group
-
-    address = f"tcp://127.0.0.1:{find_free_port(comm)}"
-    try:
-        group.init_process_group("gloo", address, timedelta(seconds=GLOO_SECONDS), comm.size, comm.rank)
-        group.barrier()
-    except RuntimeError as error:  # DistNetworkError and others are among them
-        if group.is_initialized():
-            group.destroy_process_group()
-        return f"gloo on rank {comm.rank}: {str(error).splitlines()[0]}"
-    return None
-
-
-def leave_gloo(comm: MPI.Comm) -> None:
-    """Undo `join_gloo`, when nobody has anything under way. Collective."""
-    import torch.distributed as group
-
-    comm.Barrier()
-    group.destroy_process_group()
-    comm.Barrier()
-
-
-def _build_network(sizes: tuple[int, ...]) -> Any:
     import torch
 
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     layers: list[Any] = []
     for inputs, outputs in pairwise(sizes):
         layers += [torch.nn.Linear(inputs, outputs), torch.nn.ReLU()]
-    return torch.nn.Sequential(*layers[:-1])
-
-
-def _build_step(network: Any, x: np.ndarray, y: np.ndarray, fused: bool) -> Step:
-    import torch
-
+    network = torch.nn.Sequential(*layers[:-1])
+    if bucket_megabytes:
+        network = torch.nn.parallel.DistributedDataParallel(
+            network, gradient_as_bucket_view=True, bucket_cap_mb=bucket_megabytes
+        )
     optimizer = torch.optim.SGD(network.parameters(), lr=1e-3, fused=fused)
     loss = torch.nn.MSELoss()
-    inputs, targets = torch.from_numpy(x), torch.from_numpy(y)
+    samples, targets = torch.from_numpy(x), torch.from_numpy(y)
 
     def step() -> None:
         optimizer.zero_grad()
-        loss(network(inputs), targets).backward()
+        loss(network(samples), targets).backward()
         optimizer.step()
 
     return step

@@ -14,7 +14,6 @@ from collectives import files
 from collectives.terminal import Interruptible, OutFile, Picture, console, show_table, writing
 from mpips import chaos
 from mpips.chaos.report import began_at, notes_of
-from mpips.chaos.watch import Run
 
 Words = tuple[str, ...]
 PROGRESS_SECONDS = 3.0
@@ -110,8 +109,8 @@ def watched(words: Words, plan: chaos.Plan, limit: float, lab: str, what: str) -
 
 def _show(report: chaos.Report) -> None:
     table = Table(title=f"Faults, seed {report.seed}")
-    for column, justify in (("fault", "left"), ("whom", "left"), ("at, s", "right"), ("goes on after, s", "right")):
-        table.add_column(column, justify="right" if justify == "right" else "left")
+    for column in ("fault", "whom", "at, s", "goes on after, s"):
+        table.add_column(column, justify="right" if column.endswith(", s") else "left")
     for fault in report.faults:
         if fault.undone:
             table.add_row(fault.kind, f"not made: {fault.undone}", "", "")
@@ -130,14 +129,10 @@ def _show(report: chaos.Report) -> None:
     out.print(f"the job {how} after {report.seconds:.1f} s; left behind: {', '.join(report.left) or 'nothing'}")
 
 
-if __name__ == "__main__":
-    command()
-
-
 INCHES = (7.0, 4.0)
 
 
-def draw(path: Path, run: Run, reference: Run | None = None) -> None:
+def draw(path: Path, run: chaos.Run, reference: chaos.Run | None = None) -> None:
     """Write a picture of the values that worker 0 noted. Needs matplotlib."""
     from matplotlib.figure import Figure
 
@@ -158,8 +153,12 @@ def draw(path: Path, run: Run, reference: Run | None = None) -> None:
     files.write_picture(path, figure)
 
 
-def curve(run: Run) -> tuple[list[float], list[float]]:
+def curve(run: chaos.Run) -> tuple[list[float], list[float]]:
     """Seconds and values of what worker 0, whichever process that was, noted as numbers."""
     began = began_at(run)
     found = [note for note in notes_of(run) if note.worker == 0 and note.value is not None]
     return [note.time - began for note in found], [note.value for note in found if note.value is not None]
+
+
+if __name__ == "__main__":
+    command()

@@ -24,7 +24,7 @@ from typing import IO
 
 import msgspec
 
-from collectives.machine import find_peer
+from collectives.machine import find_carriers, find_peer, read_stat
 from mpips.chaos.injector import PLAN, SHOW_STACK, SOCKET, WATCHED, Here, Made, Reached, Told
 from mpips.chaos.plan import OF_HOSTS, Fault, Plan, Point, Whom, check_lab, save
 
@@ -72,11 +72,28 @@ def watch(
             argv, env={**os.environ, WATCHED: name}, stdin=subprocess.DEVNULL, stdout=output, stderr=errors
         )
         try:
-            _until_it_ends(run, job, ranks, faults, limit, look)
+            while job.poll() is None and not run.hung:
+                if look is not None:
+                    look(run)
+                for told in ranks.hear(min(LOOK_SECONDS, faults.wait())):
+                    run.told.append(told)
+                    faults.hear(told)
+                faults.make()
+                run.hung = time.monotonic() > run.began + limit
+            if run.hung:
+                for rank in ranks.all.values():
+                    if rank.rank >= 0:
+                        rank.signal(SHOW_STACK)
+                time.sleep(STACK_SECONDS)
         finally:
             faults.end()
             if job.poll() is None:
-                _end(job)
+                job.terminate()
+                try:
+                    job.wait(END_SECONDS)
+                except subprocess.TimeoutExpired:
+                    job.kill()
+                    job.wait()
             run.code, run.ended, run.done = job.returncode, time.monotonic(), faults.done
             run.told += ranks.hear(0)
             run.left += _processes(name) + _files(ranks)
@@ -84,63 +101,29 @@ def watch(
     return run
 
 
-def _until_it_ends(
-    run: Run, job: subprocess.Popen[bytes], ranks: Ranks, faults: Faults, limit: float,
-    look: Callable[[Run], None] | None,
-) -> None:  # fmt: skip
-    while job.poll() is None:
-        if look is not None:
-            look(run)
-        for told in ranks.hear(min(LOOK_SECONDS, faults.wait())):
-            run.told.append(told)
-            faults.hear(told)
-        faults.make()
-        if time.monotonic() > run.began + limit:
-            run.hung = True
-            for rank in ranks.all.values():
-                rank.signal(SHOW_STACK) if rank.rank >= 0 else None
-            time.sleep(STACK_SECONDS)
-            return
-
-
-def _end(job: subprocess.Popen[bytes]) -> None:
-    job.terminate()
-    try:
-        job.wait(END_SECONDS)
-    except subprocess.TimeoutExpired:
-        job.kill()
-        job.wait()
-
-
 def _processes(folder: str) -> list[str]:
-    """Processes of the job that have not left in time, each as a sentence; they are killed."""
-    deadline = time.monotonic() + GRACE
-    while (found := _carriers(folder)) and time.monotonic() < deadline:
+    """Return processes of the job that have not left in time, each as a sentence; they are killed.
+
+    All of a watched job have this folder in their environment.
+    """
+    variable, deadline = f"{WATCHED}={folder}", time.monotonic() + GRACE
+    while any(find_carriers(variable)) and time.monotonic() < deadline:
         time.sleep(0.02)
-    for pid in found:
-        with suppress(ProcessLookupError):
+    found = []
+    for pid in find_carriers(variable):
+        with suppress(OSError):  # it has ended meanwhile
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             os.kill(pid, signal.SIGKILL)
-    return [f"process {pid} ({words})" for pid, words in found.items()]
+            found.append(f"process {pid} ({words.strip()[:120]})")
+    return found
 
 
 def _files(ranks: Ranks) -> list[str]:
-    """Shared memory that its ranks had and session folders of its mpirun, which are there still."""
-    memory = {path for rank in ranks.all.values() for path in rank.memory}
+    """Return shared memory that its ranks had and session folders of its mpirun, which are there still."""
+    memory = sorted(path for rank in ranks.all.values() for path in rank.memory if path.exists())
     ends = tuple(f".{pid}" for pid in ranks.parents)
-    sessions = [path for path in Path(tempfile.gettempdir()).glob("*.[0-9]*") if path.name.startswith(SESSIONS)]
-    return [str(path) for path in sorted(memory) + sessions if path in memory or path.name.endswith(ends)
-            if path.exists()]  # fmt: skip
-
-
-def _carriers(folder: str) -> dict[int, str]:
-    """Processes that have this folder in their environment, as all of a watched job have, and their words."""
-    mark, found = f"{WATCHED}={folder}".encode(), {}
-    for place in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if mark in (place / "environ").read_bytes().split(b"\0"):
-                words = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                found[int(place.name)] = words.strip()[:120]
-    return found
+    sessions = (path for path in Path(tempfile.gettempdir()).glob("*.[0-9]*") if path.name.startswith(SESSIONS))
+    return [str(path) for path in (*dict.fromkeys(memory), *(path for path in sessions if path.name.endswith(ends)))]
 
 
 LINK_SECONDS = 20.0  # for links to be set
@@ -231,23 +214,21 @@ class Faults:
         return Done(number, now, rank.rank, rank.role, host, undone=undone)
 
     def _set_links(self, host: str) -> str:
-        """Set the links of a host as the faults that last now want them; why that could not be, else ""."""
+        """Set the NICs of a host up, with a share of their rate, or down, as the faults that last now want them.
+
+        Blocking, for the time that a command takes. Returns why that could not be, else "".
+        """
         faults = [fault for _, fault, rank in self._until if rank.host == host]
-        up = all(fault.kind != "cut" for fault in faults)
-        return _set_links(self._lab, host, up, min((fault.share for fault in faults), default=1.0))
-
-
-def _set_links(lab: str, host: str, up: bool, share: float) -> str:
-    """Set all NICs of a host up, with this share of their rate, or down; why that could not be, else "". Blocking, for
-    the time that a command takes."""
-    words = ["link", "--name", lab, "--share", str(share), host, "all", "up" if up else "down"]
-    argv = [sys.executable, "-P", "-m", "launch.lab", *words]
-    try:
-        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LINK_SECONDS)
-    except subprocess.TimeoutExpired:
-        return f"`mpips lab {' '.join(words)}` took longer than {LINK_SECONDS:g} s"
-    said = done.stderr.strip().splitlines() or [f"`mpips lab link` left with {done.returncode}"]
-    return said[-1] if done.returncode else ""
+        state = "down" if any(fault.kind == "cut" for fault in faults) else "up"
+        share = min((fault.share for fault in faults), default=1.0)
+        words = ["link", "--name", self._lab, "--share", str(share), host, "all", state]
+        argv = [sys.executable, "-P", "-m", "launch.lab", *words]
+        try:
+            done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LINK_SECONDS)
+        except subprocess.TimeoutExpired:
+            return f"`mpips lab {' '.join(words)}` took longer than {LINK_SECONDS:g} s"
+        said = done.stderr.strip().splitlines() or [f"`mpips lab link` left with {done.returncode}"]
+        return said[-1] if done.returncode else ""
 
 
 def _limit_files(pid: int, full: bool) -> None:
@@ -342,8 +323,8 @@ class Ranks:
             line, _ = self._listener.accept()
             line.setblocking(False)
             rank = self.all[line.fileno()] = Rank(line)
-            self.parents.add(_parent(rank.pid))
             self._poll.register(line, select.POLLIN)
+            self.parents.add(int(read_stat(rank.pid)[1]))
 
     def _read(self, descriptor: int) -> list[Told]:
         rank, news = self.all[descriptor], []
@@ -361,10 +342,3 @@ class Ranks:
                 rank.rank, rank.role, rank.host = told.rank, told.role, told.host
                 rank.look()
         return news
-
-
-def _parent(pid: int) -> int:
-    """Return the parent of a process; 0 where it has ended."""
-    with suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()[1])
-    return 0

@@ -14,7 +14,7 @@ from collectives.simulator.command import command
 from collectives.simulator.cost import TERMS, Costs, LinkCost, closed_form, fit
 from collectives.simulator.flows import Flow, Traffic, play_flows, run_flows
 from collectives.simulator.simulate import figure5, predict, schedule_on, simulate
-from collectives.simulator.topology import bcube, fattree, star
+from collectives.simulator.topology import BCube, FatTree, star
 from collectives.tuner.table import simulate_on_job
 
 SIZES = 2.0 ** np.arange(3, 27)
@@ -78,7 +78,7 @@ def test_every_closed_form_is_what_the_simulator_finds(kind, name, rate, gamma):
         if serves(kind, name, p):
             continue
         nbytes = 4 * 720720 * p  # whole elements in every chunk of every lane
-        network = bcube(*exchange.shape(p), rate) if name == "bcube" else star(p, rate)
+        network = BCube(*exchange.shape(p), rate) if name == "bcube" else star(p, rate)
         found = simulate(build(kind, name, p), network, nbytes, ALPHA, gamma).seconds
         assert found == pytest.approx(
             closed_form(kind, name, p, nbytes, Costs(LinkCost(ALPHA, 1 / rate), NONE, gamma)), rel=1e-9
@@ -114,7 +114,7 @@ def test_hierarchical_uses_memory_inside_and_the_network_between(between):
 def test_figure_5_of_bml(n, ports):
     """16 servers are BCube(4,2) and Fat-Tree(4), 1024 servers BCube(32,2) and Fat-Tree(16)."""
     servers, nbytes = n * n, 4 * 2 * n**4
-    cube, tree = bcube(n, 2, 1e9), fattree(ports, 1e9)
+    cube, tree = BCube(n, 2, 1e9), FatTree(ports, 1e9)
     direct, bml = build("allreduce", "direct", servers), build("allreduce", "bcube", servers, n=n, k=2)
     alike = exchange.over("allreduce", tree.radices[::-1], 1, "bml-like")
     one = nbytes / 1e9
@@ -135,14 +135,14 @@ def test_bml_on_one_switch_takes_as_long_as_the_parameter_server():
 
 def test_every_nic_carries_what_the_paper_says():
     nbytes = 4 * 2 * 81
-    run = simulate(build("allreduce", "bcube", 9), bcube(3, 2), nbytes)
+    run = simulate(build("allreduce", "bcube", 9), BCube(3, 2), nbytes)
     np.testing.assert_allclose(run.link_bytes, 2 * (9 - 1) / (2 * 9) * nbytes)
 
 
 def test_relays_carry_the_traffic_of_others():
     """All-to-all on BCube: each level's links take (n-1)/n of the vector a phase, relayed bytes included."""
     nbytes = 4 * 9 * 10
-    run = simulate(build("allreduce", "direct", 9), bcube(3, 2), nbytes)
+    run = simulate(build("allreduce", "direct", 9), BCube(3, 2), nbytes)
     np.testing.assert_allclose(run.link_bytes, 2 * 2 / 3 * nbytes)
 
 
@@ -150,7 +150,7 @@ def test_relays_carry_the_traffic_of_others():
 def test_65536_servers_run_bml_in_seconds():
     reports = []
     nbytes = 4 * 4 * 65536 * 100
-    run = simulate(build("allreduce", "bcube", 65536, n=16, k=4), bcube(16, 4), nbytes, progress=reports.append)
+    run = simulate(build("allreduce", "bcube", 65536, n=16, k=4), BCube(16, 4), nbytes, progress=reports.append)
     assert run.seconds == pytest.approx(2 * 65535 / (4 * 65536) * nbytes / 1.25e9)
     assert reports == [(i + 1) / 8 for i in range(8)]
 
@@ -250,8 +250,8 @@ def test_figure_5_agrees_with_the_text_of_the_paper():
 
 
 def test_the_schedule_suits_the_network():
-    assert schedule_on(bcube(2, 4), "allreduce", "bcube").name == "bcube(n=2,k=4)"
-    assert len(schedule_on(fattree(4), "allreduce", "bcube").lanes) == 1
+    assert schedule_on(BCube(2, 4), "allreduce", "bcube").name == "bcube(n=2,k=4)"
+    assert len(schedule_on(FatTree(4), "allreduce", "bcube").lanes) == 1
     assert schedule_on(star(3), "allreduce", "hierarchical", per_host=4).name == "hierarchical(local=4,between=ring)"
     assert predict(star(3), "allreduce", "ring", 1200, per_host=2).closed_form is None
 
@@ -321,7 +321,7 @@ def test_one_connection_carries_one_message_after_the_other():
 
 
 def test_relays_take_part_of_a_bcube_link():
-    network = bcube(2, 2, RATE)
+    network = BCube(2, 2, RATE)
     assert list(run_flows([Flow(0, 3, 100), Flow(2, 3, 100)], network)) == pytest.approx([2.0, 2.0])
 
 

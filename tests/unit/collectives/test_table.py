@@ -109,7 +109,7 @@ def test_tune_sees_first_whether_the_table_can_be_kept(monkeypatch, tmp_path, pl
 def test_there_is_always_an_answer(ranks, nbytes, kind, crowded):
     limits = Table().slot_limits(ranks, crowded)
     assert 0 < limits.always <= limits.ordinary
-    assert Table().cross_memory_from(ranks, crowded) > limits.ordinary
+    assert Table().cross_memory_from(ranks) > limits.ordinary
     assert Table().best_between(kind, 2, ranks, nbytes)
 
 
@@ -118,8 +118,8 @@ def test_measured_limits_come_before_the_shipped():
     assert mine.slot_limits(3, True) == mine.slot_limits(3, False) == Slots(1, 2)
     assert mine.slot_limits(2, False) == Table().slot_limits(2, False)
     mine = Table(cross_memory={3: 5})
-    assert mine.cross_memory_from(3, True) == mine.cross_memory_from(3, False) == 5
-    assert mine.cross_memory_from(2, False) == Table().cross_memory_from(2, False)
+    assert mine.cross_memory_from(3) == 5
+    assert mine.cross_memory_from(2) == Table().cross_memory_from(2)
 
 
 def test_measured_ranges_come_before_the_shipped():
@@ -157,7 +157,7 @@ def test_a_forced_table_has_one_way():
     ways = tune.forced(3)
     assert ways["slots"].slot_limits(3, True).ordinary == tune.SLOT_SIZES[-1]
     assert ways["stages"].slot_limits(3, True) == ways["cross_memory"].slot_limits(3, True) == Slots(0, 0)
-    assert [ways[name].cross_memory_from(3, True) for name in ("stages", "cross_memory")] == [EVERYTHING, 0]
+    assert [ways[name].cross_memory_from(3) for name in ("stages", "cross_memory")] == [EVERYTHING, 0]
 
 
 def test_a_run_that_only_computes_loads_no_simulator():

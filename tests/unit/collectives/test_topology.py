@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from collectives.schedule.model import NOBODY
-from collectives.simulator.topology import address, bcube, fattree, hop_links, host_at, parse, star
+from collectives.simulator.topology import BCube, FatTree, address, hop_links, host_at, parse, star
 
-NETWORKS = [star(1), star(5), bcube(3, 2), bcube(2, 3), fattree(2), fattree(4), fattree(6)]
+NETWORKS = [star(1), star(5), BCube(3, 2), BCube(2, 3), FatTree(2), FatTree(4), FatTree(6)]
 
 
 @pytest.mark.parametrize("network", NETWORKS, ids=lambda network: network.name)
@@ -36,10 +36,10 @@ def test_addresses_number_the_hosts(network):
     ("network", "hosts", "switches", "nics"),
     [
         (star(9), 9, 1, 9),
-        (bcube(3, 2), 9, 6, 18),
-        (bcube(4, 2), 16, 8, 32),
-        (fattree(4), 16, 20, 16),
-        (bcube(2, 3), 8, 12, 24),
+        (BCube(3, 2), 9, 6, 18),
+        (BCube(4, 2), 16, 8, 32),
+        (FatTree(4), 16, 20, 16),
+        (BCube(2, 3), 8, 12, 24),
     ],
 )
 def test_counts(network, hosts, switches, nics):
@@ -50,12 +50,12 @@ def test_counts(network, hosts, switches, nics):
 
 
 def test_65536_servers():
-    assert bcube(16, 4).hosts == 65536
-    assert fattree(16).hosts == 1024
+    assert BCube(16, 4).hosts == 65536
+    assert FatTree(16).hosts == 1024
 
 
 def test_bcube_joins_hosts_that_differ_in_one_digit():
-    network = bcube(3, 2)
+    network = BCube(3, 2)
     for nic in network.nics:
         mine = address(network, nic.host)
         for other in network.neighbours(nic.host, nic.level):
@@ -66,7 +66,7 @@ def test_bcube_joins_hosts_that_differ_in_one_digit():
 
 
 def test_bcube_relays_are_the_hosts_on_the_route():
-    network = bcube(3, 3)
+    network = BCube(3, 3)
     for target in range(1, 27):
         at, hosts = 0, []
         while at != target:
@@ -79,12 +79,12 @@ def test_bcube_relays_are_the_hosts_on_the_route():
 
 
 def test_fattree_messages_climb_only_as_far_as_they_must():
-    network = fattree(4)
+    network = FatTree(4)
     assert [len(hop_links(network, 0, target)) for target in (0, 1, 2, 4)] == [0, 2, 4, 6]
 
 
 def test_fattree_spreads_all_to_all_traffic_evenly():
-    network = fattree(4)
+    network = FatTree(4)
     load = np.zeros(len(network.links))
     hosts = np.arange(network.hosts)
     for shift in range(1, network.hosts):
@@ -95,7 +95,7 @@ def test_fattree_spreads_all_to_all_traffic_evenly():
 
 def test_rates():
     assert set(star(3, 1e6).link_rates) == {1e6}
-    levels = bcube(2, 2, (1e6, 2e6))
+    levels = BCube(2, 2, (1e6, 2e6))
     assert [link.rate for link in levels.links] == list(levels.link_rates)
     assert all(link.rate == (1e6, 2e6)[link.level] for link in levels.links)
 
@@ -111,4 +111,4 @@ def test_what_is_no_topology_is_refused(text):
     with pytest.raises(ValueError, match=r"write star:HOSTS|must be even"):
         parse(text)
     with pytest.raises(ValueError, match="2 levels, but 3 rates"):
-        bcube(2, 2, (1.0, 1.0, 1.0))
+        BCube(2, 2, (1.0, 1.0, 1.0))

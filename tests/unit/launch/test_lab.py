@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.simulator.topology import Topology, bcube, hop_links, parse, parse_rate
+from collectives.simulator.topology import BCube, Topology, hop_links, parse, parse_rate
 from launch import Launcher
 from launch.lab import client, job
 from launch.lab.client import TCP_SECONDS, NetworkWatch
@@ -89,7 +89,7 @@ def test_connections_have_under_way_what_a_link_carries_in_ten_milliseconds(rate
 
 
 def test_levels_have_their_own_rates() -> None:
-    plan = lay_out(bcube(2, 2, (12.5e6, 25e6)))
+    plan = lay_out(BCube(2, 2, (12.5e6, 25e6)))
     assert [nic.rate for nic in plan.hosts[0].nics] == [100_000_000, 200_000_000]
 
 

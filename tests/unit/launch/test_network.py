@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.simulator.topology import BCube, address, bcube, fattree, star
+from collectives.simulator.topology import BCube, FatTree, address, star
 from launch.lab.layout import lay_out
 from launch.network import HostReport, MappingError, Route, find_missing_routes, order_hosts, parse_report
 
@@ -27,7 +27,7 @@ def reports(topology: BCube) -> list[HostReport]:
 
 @given(st.sampled_from([(2, 1), (2, 2), (3, 2), (2, 3), (4, 2)]), st.integers(0, 1000))
 def test_rank_digits_are_addresses(shape: tuple[int, int], seed: int) -> None:
-    topology = bcube(*shape)
+    topology = BCube(*shape)
     shuffled = reports(topology)
     random.Random(seed).shuffle(shuffled)
     nics = [f"d{level}" for level in range(topology.k)]
@@ -42,14 +42,14 @@ def test_rank_digits_are_addresses(shape: tuple[int, int], seed: int) -> None:
                 assert shared == (not any(differ[:level] + differ[level + 1 :]))
 
 
-@pytest.mark.parametrize("topology", [bcube(2, 2), bcube(3, 2), bcube(2, 3)])
+@pytest.mark.parametrize("topology", [BCube(2, 2), BCube(3, 2), BCube(2, 3)])
 def test_routes_of_a_lab_keep_to_their_levels(topology: BCube) -> None:
     nics = [f"d{level}" for level in range(topology.k)]
     assert find_missing_routes(topology, reports(topology), nics, "vip0") == []
 
 
 def test_a_route_that_strays_is_mended() -> None:
-    topology = bcube(2, 2)
+    topology = BCube(2, 2)
     hosts = reports(topology)
     strayed = tuple(route for route in hosts[0].routes if str(route.to) != "10.0.0.2/32")
     hosts[0] = hosts[0]._replace(routes=strayed)
@@ -61,22 +61,22 @@ def test_a_route_that_strays_is_mended() -> None:
 @pytest.mark.parametrize(
     ("hosts", "nics", "words"),
     [
-        (reports(bcube(2, 2))[:3], ["d0", "d1"], "has 4 hosts, the host file 3"),
-        (reports(bcube(2, 2)), ["d0"], "has 2 NICs a host, 1 are named"),
-        (reports(bcube(2, 2)), ["d0", "eth7"], "h0 has no eth7"),
-        (reports(bcube(2, 2)), ["d0", "d0"], "have the same address"),
+        (reports(BCube(2, 2))[:3], ["d0", "d1"], "has 4 hosts, the host file 3"),
+        (reports(BCube(2, 2)), ["d0"], "has 2 NICs a host, 1 are named"),
+        (reports(BCube(2, 2)), ["d0", "eth7"], "h0 has no eth7"),
+        (reports(BCube(2, 2)), ["d0", "d0"], "have the same address"),
         (reports(star(4)), ["d0", "vip0"], "of level 0 holds 4 hosts"),
     ],
 )
 def test_hosts_that_do_not_fit(hosts: list[HostReport], nics: list[str], words: str) -> None:
     with pytest.raises(MappingError, match=words):
-        order_hosts(bcube(2, 2), hosts, nics)
+        order_hosts(BCube(2, 2), hosts, nics)
 
 
 def test_stars_and_fat_trees() -> None:
     assert [report.host for report in order_hosts(star(3), reports(star(3)), ["d0"])] == ["h0", "h1", "h2"]
     hosts = reports(star(2))
-    assert order_hosts(fattree(2), hosts, ["d0"]) == hosts
+    assert order_hosts(FatTree(2), hosts, ["d0"]) == hosts
 
 
 def test_what_ip_prints_is_read() -> None:
