@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Generator, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 Task = Generator[bool | None, None, T]
@@ -21,10 +21,15 @@ def goes_on(task: Task[T]) -> bool:
     return False
 
 
-def together(tasks: Iterable[Task[T]], most: int = sys.maxsize) -> Task[None]:
+def together(tasks: Iterable[Task[Any]], most: int = sys.maxsize) -> Task[None]:
     """Run tasks from first to last, `most` of them side by side, until all are over. The first failure is raised at
     once, and the others are closed."""
-    waiting, running = list(tasks)[::-1], list[Task[T]]()
+    waiting = list(tasks)
+    return waiting[0] if len(waiting) == 1 else _together(waiting[::-1], most)
+
+
+def _together(waiting: list[Task[Any]], most: int) -> Task[None]:
+    running: list[Task[Any]] = []
     try:
         while waiting or running:
             while waiting and len(running) < most:
@@ -42,6 +47,12 @@ def together(tasks: Iterable[Task[T]], most: int = sys.maxsize) -> Task[None]:
     finally:
         for task in (*running, *waiting):
             task.close()
+
+
+def in_turn(*tasks: Task[Any]) -> Task[None]:
+    """Run tasks one after another."""
+    for task in tasks:
+        yield from task
 
 
 def kept(task: Task[T], results: list[T]) -> Task[None]:

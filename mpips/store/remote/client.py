@@ -1,77 +1,93 @@
-"""Sum the pushes of a client's members into one, and hand out to all members what one has pulled.
+"""Push and pull whole keys: a worker by itself (`Alone`), or the members of a client, who push their sum (`Client`).
 
 With masters="one" rank 0 of the client pushes the members' sum and broadcasts what it pulls (the paper, section 4.2).
 With masters="all" the client reduce-scatters, every member pushes and pulls its own slices, and an allgather puts them
 together. Between nodes it does so in pieces, so that the phases overlap. A client that shares its node with all servers
 reads their memory instead, where the store is synchronous.
-
-On one node members meet in `collectives`, which raises MismatchError on all where their calls differ. Between nodes
-each tells all others its call beside the payload, and no server hears of the call before all have said the same.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
-from zlib import crc32
 
 import numpy as np
-from mpi4py import MPI
 from numpy.typing import NDArray
 
-import collectives
-from collectives.communicator import Communicator
-from collectives.errors import MismatchError
 from collectives.fabric import arena
-from collectives.fabric.requests import send
 from collectives.fabric.tasks import Task, together
 from mpips.store.keys.key import Key, Piece
-from mpips.store.keys.key import label as key_label
+from mpips.store.remote.members import Call, Members, label
+from mpips.store.remote.sparse import RowTransfers
 from mpips.store.remote.transfers import Pull, Push
 from mpips.store.roles import Layout
-from mpips.store.runtime.rendezvous import LeftRanks
-from mpips.store.transport.client_sums import ClientSums
-from mpips.store.transport.pending import COMPARE_TAG, MessageGroup, MessagesUnderWay, member_tag
 from mpips.store.worker.route import Vectors, steps
 
 Array = NDArray[Any]
 
 
-class Client:
+class Alone(RowTransfers):
+    """A worker by itself. `one_node`: all servers are on its node."""
+
+    def __init__(self, layout: Layout, push: Push, pull: Pull, one_node: bool) -> None:
+        super().__init__(layout, push, pull, None, True)
+        self._one_node, self._asynchronous = one_node, layout.asynchronous
+
+    def push(self, keys: Sequence[Key], flats: Sequence[Array], priority: int) -> Task[None]:
+        """Push all keys before one is waited for."""
+        return together([self._push.part(key, 0, flat, priority, key.pushes) for key, flat in zip(keys, flats)])
+
+    def pull(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[None]:
+        """Ask for all keys before one is waited for."""
+        return together([self._pull.part(key, out, key.shards) for key, out in zip(keys, outs)])
+
+    def pushpull(
+        self, keys: Sequence[Key], flats: Sequence[Array], outs: Sequence[Array], priority: int
+    ) -> Task[None]:
+        """Both, of all keys."""
+        each = zip(keys, flats, outs, strict=True)
+        return together([self._pushpull_key(key, flat, out, priority) for key, flat, out in each])
+
+    def _pushpull_key(self, key: Key, flat: Array, out: Array, priority: int) -> Task[None]:
+        """Push and pull. Between nodes later pieces go to the servers while the answer to earlier ones comes."""
+        if self._one_node or self._asynchronous or len(key.pieces) == 1:
+            # Servers may still read later elements of `flat` while earlier ones of the result are written.
+            wait = self._asynchronous or (out is not flat and np.may_share_memory(flat, out))
+            yield from self._push.part(key, 0, flat, priority, key.pushes, wait=wait)
+            yield from self._pull.part(key, out, key.shards)
+            return
+        key.round += 1
+        pushes = [self._push.part(key, key.round, flat, priority, piece.pushes, wait=False) for piece in key.pieces]
+        pairs = zip(key.pieces, pushes, strict=True)
+        yield from together([self._pull.exchange(key, push, out, piece.pushes) for piece, push in pairs])
+
+
+class Client(RowTransfers):
     """One member of a client of several. `direct`: members read the servers' memory, each by itself."""
 
-    def __init__(self, layout: Layout, members: Members, push: Push, pull: Pull, direct: bool) -> None:
-        self._members, self._push, self._pull, self._direct = members, push, pull, direct
-        self._all = layout.options.masters == "all"
-        self._rank = members.rank
+    def __init__(self, layout: Layout, push: Push, pull: Pull, members: Members, direct: bool) -> None:
+        super().__init__(layout, push, pull, members, direct)
+        self._call = members.call
         self._abreast = 1 if members.one_node else layout.options.chunks_in_flight
         self._vectors = Vectors(members.one_node)
 
     # ---- one key
 
-    def push(self, key: Key, flat: Array, priority: int) -> Task[None]:
+    def push_key(self, key: Key, flat: Array, priority: int) -> Task[None]:
         """Contribute the members' sum of `flat` (1-D) to the key's next round."""
         key.round += 1
-        call = self._members.call(label("push", [key]))
+        call = self._call(label("push", [key]))
         yield from call.run(self._some([self._push_piece(call, key, piece, flat, priority) for piece in key.pieces]))
 
-    def pull(self, key: Key, out: Array) -> Task[None]:
-        """Read the key into `out` (1-D)."""
-        if self._direct:
-            yield from self._pull.part(key, out, key.shards)
-            return
-        call = self._members.call(label("pull", [key]))
+    def _pull_key(self, key: Key, out: Array) -> Task[None]:
+        """Read the key into `out` (1-D), where members do not read by themselves."""
+        call = self._call(label("pull", [key]))
         yield from call.run(self._some([self._pull_piece(call, key, piece, out) for piece in key.pieces]))
 
-    def pushpull(self, key: Key, flat: Array, out: Array, priority: int) -> Task[None]:
-        """Both. Where members do not read by themselves, each piece goes through both without waiting for others."""
-        if self._direct:
-            yield from self.push(key, flat, priority)
-            yield from self.pull(key, out)
-            return
+    def _pushpull_key(self, key: Key, flat: Array, out: Array, priority: int) -> Task[None]:
+        """Both, where members do not read by themselves: each piece goes through both without waiting for others."""
         key.round += 1
-        call = self._members.call(label("pushpull", [key]))
+        call = self._call(label("pushpull", [key]))
         yield from call.run(self._some([self._through(call, key, piece, flat, out, priority) for piece in key.pieces]))
 
     def _through(self, call: Call, key: Key, piece: Piece, flat: Array, out: Array, priority: int) -> Task[None]:
@@ -112,25 +128,25 @@ class Client:
 
     # ---- lists
 
-    def push_list(self, keys: Sequence[Key], flats: Sequence[Array], priority: int) -> Task[None]:
+    def push(self, keys: Sequence[Key], flats: Sequence[Array], priority: int) -> Task[None]:
         """Push keys in this order, small ones of one dtype as one vector."""
         for chosen in self._steps(keys):
             if len(chosen) > 1:
                 yield from self._push_vector([keys[i] for i in chosen], [flats[i] for i in chosen], priority)
                 continue
             key, flat = keys[chosen[0]], flats[chosen[0]]
-            left = self.push(key, flat, priority) if key.fast is None else key.fast.post(flat, priority)
+            left = self.push_key(key, flat, priority) if key.fast is None else key.fast.post(flat, priority)
             if left is not None:
                 yield from left
 
-    def pull_list(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[None]:
+    def pull(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[None]:
         """Pull keys in this order."""
         if self._direct:
             yield from together(self._read_directly(keys, outs))
             return
         for chosen in self._steps(keys):
             if len(chosen) == 1:
-                yield from self.pull(keys[chosen[0]], outs[chosen[0]])
+                yield from self._pull_key(keys[chosen[0]], outs[chosen[0]])
             else:
                 yield from self._pull_vector([keys[i] for i in chosen], [outs[i] for i in chosen])
 
@@ -138,23 +154,23 @@ class Client:
         """Pull keys in turn, as far as it goes without waiting; what is left."""
         left: list[Task[None]] = []
         for key, out in zip(keys, outs, strict=True):
-            task = self.pull(key, out) if left or key.fast is None else key.fast.pull(out)
+            task = self._pull.part(key, out, key.shards) if left or key.fast is None else key.fast.pull(out)
             if task is not None:
                 left.append(task)
         return left
 
-    def pushpull_list(
+    def pushpull(
         self, keys: Sequence[Key], flats: Sequence[Array], outs: Sequence[Array], priority: int
     ) -> Task[None]:
         """Push keys in this order; where members do not read by themselves, what goes alone is pulled at once."""
         if self._direct:
-            yield from self.push_list(keys, flats, priority)
-            yield from self.pull_list(keys, outs)
+            yield from self.push(keys, flats, priority)
+            yield from self.pull(keys, outs)
             return
         chosen_together = []
         for chosen in self._steps(keys):
             if len(chosen) == 1:
-                yield from self.pushpull(keys[chosen[0]], flats[chosen[0]], outs[chosen[0]], priority)
+                yield from self._pushpull_key(keys[chosen[0]], flats[chosen[0]], outs[chosen[0]], priority)
             else:
                 yield from self._push_vector([keys[i] for i in chosen], [flats[i] for i in chosen], priority)
                 chosen_together.append(chosen)
@@ -172,7 +188,7 @@ class Client:
         vector, total, parts = self._vectors.lay(flats)
         for key in keys:
             key.round += 1
-        call = self._members.call(label("push", keys))
+        call = self._call(label("push", keys))
         master = self._rank == 0
         yield from call.run(call.reduce(keys[0].pieces[0], vector, total if master else None))
         if master:
@@ -186,185 +202,10 @@ class Client:
     def _pull_vector(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[None]:
         """Read keys of one dtype, which rank 0 broadcasts as one vector."""
         vector, _, slices = self._vectors.room(outs)
-        call = self._members.call(label("pull", keys))
+        call = self._call(label("pull", keys))
         if self._rank == 0:
             pairs = zip(keys, slices, strict=True)
             yield from together([self._pull.part(key, vector[each], key.shards) for key, each in pairs])
         yield from call.run(call.broadcast(keys[0].pieces[0], vector))
         for out, each in zip(outs, slices, strict=True):
             out[...] = vector[each]
-
-
-LOOK_SECONDS = 0.02
-"""Between two looks at whether the others are still there."""
-TEXT_BYTES = 192
-"""Of what members tell each other of a call; the rest of a longer one is compared by its checksum."""
-
-
-def label(what: str, keys: Sequence[Key]) -> str:
-    """Return what a call of these keys is called where members of a client meet: the same if they do the same."""
-    return key_label(what, [key.name for key in keys])
-
-
-class Members:
-    """The members of one client, as one of them sees them.
-
-    `home` is what `collectives` keeps for them; `first` is the first one's rank in the store. `one_node`: all workers
-    share a node with all servers.
-    """
-
-    def __init__(self, home: Communicator, comm: MPI.Intracomm, first: int, one_node: bool) -> None:
-        self.home, self.comm, self.first, self.one_node = home, comm, first, one_node
-        self.rank, self.size = comm.Get_rank(), comm.Get_size()
-        self.under_way = MessagesUnderWay()
-        self.sums = None if one_node else ClientSums(comm)
-        self.calls = 0
-
-    def call(self, text: str) -> Call:
-        """The next call, which all members make; they take turns on the client's communicator."""
-        self.calls += 1
-        return Call(self, text) if self.sums is None else CallBetween(self, self.sums, text)
-
-    def stop(self) -> None:
-        """The generation is over: let nothing touch the caller's memory any more."""
-        if self.sums is None:
-            self.under_way.stop()
-        else:
-            self.sums.stop(self.under_way)
-
-
-class Call:
-    """One call of members of one node. Vectors are 1-D; each method is a task for all members."""
-
-    def __init__(self, members: Members, text: str) -> None:
-        self._members, self._text = members, text
-
-    def run(self, task: Task[None]) -> Task[None]:
-        """Run what the call does."""
-        return task
-
-    def agreed(self) -> Task[None]:
-        """Wait until it is known that all members make this call."""
-        yield from ()
-
-    def met(self) -> Task[None]:
-        """Wait until all members have come to it."""
-        self._members.home.agree(self._text)
-        yield from ()
-
-    def reduce(self, piece: Piece, flat: Array, total: Array | None) -> Task[None]:
-        """`total` on rank 0 = the members' sum; None elsewhere."""
-        out = total if total is not None else flat if flat.flags.writeable else np.empty_like(flat)
-        collectives.reduce(flat, self._members.comm, out=out, label=self._text)
-        yield from ()
-
-    def reduce_scatter(self, piece: Piece, flat: Array, total: Array) -> Task[None]:
-        """`total` = what this member owns of the members' sum of a piece."""
-        collectives.reduce_scatter(flat, self._members.comm, out=total, label=self._text)
-        yield from ()
-
-    def broadcast(self, piece: Piece, out: Array) -> Task[None]:
-        """`out` of rank 0, on all members."""
-        collectives.broadcast(out, self._members.comm, label=self._text)
-        yield from ()
-
-    def allgather(self, piece: Piece, out: Array) -> Task[None]:
-        """Return what each member owns of a piece, on all members, in place."""
-        collectives.allgather(out, self._members.comm, label=self._text)
-        yield from ()
-
-
-class CallBetween(Call):
-    """Make a call of members between nodes. A piece's number tells its messages apart from those of other pieces under
-    way."""
-
-    def __init__(self, members: Members, sums: ClientSums, text: str) -> None:
-        super().__init__(members, text)
-        self._sums, self._number, self._data = sums, members.calls, text.encode()
-        self._others = [rank for rank in range(members.size) if rank != members.rank]
-        self._mine = _told(text)
-        self._theirs = np.zeros((members.size, TEXT_BYTES), np.uint8)
-        self._receives: list[MPI.Request] = []
-        self._exchange: MessageGroup | None = None
-        self._presence, self._due = LeftRanks(text), time.monotonic() + LOOK_SECONDS
-
-    def run(self, task: Task[None]) -> Task[None]:
-        """Run what the call does; MismatchError where another member makes another call."""
-        comm = self._members.comm
-        self._receives = [comm.Irecv(self._theirs[rank], rank, COMPARE_TAG) for rank in self._others]
-        sends = [send(comm, self._mine, rank, COMPARE_TAG) for rank in self._others]
-        self._exchange = self._members.under_way.begin(self._receives, sends)
-        for moved in task:
-            self._look()
-            yield moved
-        yield from self.agreed()
-
-    def agreed(self) -> Task[None]:
-        """Wait until all have said that they make this call."""
-        while not self._look():
-            yield False
-
-    def met(self) -> Task[None]:
-        """They say so in `run`."""
-        return self.agreed()
-
-    def _look(self) -> bool:
-        """Return whether all have said so; MismatchError where another has told of another call."""
-        exchange = self._exchange
-        if exchange is None:
-            return True
-        left = exchange.pending()
-        for rank, request in zip(self._others, self._receives, strict=True):
-            if not request and not np.array_equal(self._theirs[rank], self._mine):  # it has come
-                raise MismatchError(self._differ(rank, self._theirs[rank]))
-        if left:
-            self._look_around()
-            return False
-        self._exchange = None
-        return True
-
-    def _look_around(self) -> None:
-        """CollectiveError where a member has left that has not said that it makes this call."""
-        if time.monotonic() > self._due:
-            missing = [rank for rank, request in zip(self._others, self._receives, strict=True) if request]
-            self._presence.see([self._members.first + rank for rank in missing], self._members.home.ended())
-            self._due = time.monotonic() + LOOK_SECONDS
-
-    def _differ(self, rank: int, theirs: Array) -> str:
-        (low, one), (high, other) = sorted([(self._members.rank, self._mine), (rank, theirs)], key=lambda pair: pair[0])
-        first = self._members.first
-        return f"rank {first + low} calls {_said(one)}, rank {first + high} calls {_said(other)}: call the same"
-
-    def reduce(self, piece: Piece, flat: Array, total: Array | None) -> Task[None]:
-        return self._sums.reduce_to_first(flat, total, self._tag(piece))
-
-    def reduce_scatter(self, piece: Piece, flat: Array, total: Array) -> Task[None]:
-        return self._sums.reduce_scatter(flat, total, self._cuts(piece), self._tag(piece))
-
-    def broadcast(self, piece: Piece, out: Array) -> Task[None]:
-        return self._sums.broadcast(out, self._tag(piece))
-
-    def allgather(self, piece: Piece, out: Array) -> Task[None]:
-        return self._sums.allgather(out, self._cuts(piece), self._tag(piece))
-
-    def _tag(self, piece: Piece) -> int:
-        return member_tag(piece.number, self._number, self._data)
-
-    @staticmethod
-    def _cuts(piece: Piece) -> list[int]:
-        return [cut - piece.cuts[0] for cut in piece.cuts]
-
-
-def _told(text: str) -> Array:
-    """A text as members tell it: its beginning, filled with zeros, then its checksum."""
-    data = text.encode()
-    told = np.zeros(TEXT_BYTES, np.uint8)
-    beginning = np.frombuffer(data[: TEXT_BYTES - 4], np.uint8)
-    told[: beginning.size] = beginning
-    told[-4:] = np.frombuffer(crc32(data).to_bytes(4, "little"), np.uint8)
-    return told
-
-
-def _said(told: Array) -> str:
-    """The text of what was told."""
-    return told[:-4].tobytes().rstrip(b"\0").decode(errors="replace")

@@ -19,8 +19,8 @@ import collectives
 from collectives.fabric import arena
 from collectives.fabric.tasks import Task
 from mpips.store.keys.key import Fast, Key, Shard
-from mpips.store.remote.client import label
 from mpips.store.remote.link import Link
+from mpips.store.remote.members import label
 from mpips.store.remote.transfers import Pull, Push, snapshot
 from mpips.store.roles import Layout
 from mpips.store.transport.outbox import InPlacePushes, RepeatedPush
@@ -47,15 +47,15 @@ class General:
 
     def push(self, key: Key, array: Array, priority: int) -> Task[None]:
         """Contribute to the key's next round; nothing is begun before the first step."""
-        return self.link.hearing(self._push.whole(key, array.reshape(-1), priority))
+        return self._push.part(key, 0, array.reshape(-1), priority, key.pushes)
 
     def pull(self, key: Key, out: Array) -> Task[None]:
         """Read the key."""
-        return self.link.hearing(self._pull.part(key, out.reshape(-1), key.shards))
+        return self._pull.part(key, out.reshape(-1), key.shards)
 
     def read(self, key: Key) -> Task[None]:
         """Wait until the servers have read what was pushed."""
-        return self.link.hearing(self._push.read(key.round, key.pushes))
+        return self._push.read(key.round, key.pushes)
 
     def then_pull(self, key: Key, push: Task[None], out: Array) -> Task[None]:
         """A push that takes longer, and the pull after it."""

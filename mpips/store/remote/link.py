@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from numpy.typing import NDArray
 
@@ -22,14 +22,13 @@ from mpips.store.transport.pending import QUIET_SECONDS
 from mpips.store.transport.sender import FRAME_COST, Sender
 
 Array = NDArray[Any]
-T = TypeVar("T")
 LOOK_SECONDS = 1e-4
 
 
 class Link:
     """Lines to all servers of one store and the keys behind them. One thread at a time.
 
-    Tasks of the store do not hear servers by themselves: `hearing` runs one and listens before each step.
+    Tasks of the store do not hear servers by themselves: who runs one listens before each step.
     """
 
     def __init__(self, layout: Layout, lines: list[Line]) -> None:
@@ -92,16 +91,6 @@ class Link:
         self.sender.stored(shard.server, sign * (shard.stop - shard.start) * key.dtype.itemsize)
 
     # ---- what servers say
-
-    def hearing(self, task: Task[T]) -> Task[T]:
-        """Run a task, and hear the servers before each step of it."""
-        while True:
-            self.listen()
-            try:
-                moved = next(task)
-            except StopIteration as end:
-                return end.value  # type: ignore[no-any-return]
-            yield moved
 
     def listen(self) -> None:
         """Take in what servers have said. Blocks nowhere."""

@@ -12,17 +12,17 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.fabric.requests import send
-from collectives.fabric.tasks import Task, together
+from collectives.fabric.tasks import Task, in_turn, together
 from mpips.store.keys.key import Key
 from mpips.store.keys.rows import EmptyPush, RowSparse, merge, packed, unpacked
-from mpips.store.remote.client import Members, label
+from mpips.store.remote.members import Members, label
 from mpips.store.remote.transfers import Pull, Push, Rows
 from mpips.store.roles import Layout
 from mpips.store.transport.frames import Coding
@@ -42,43 +42,41 @@ def whole(key: Key) -> bool:
     return key.size > 0 and all(shard.start % row == 0 and shard.stop % row == 0 for shard in key.shards)
 
 
-class Route(Protocol):
-    """Push and pull whole keys: `Alone` or `Client`."""
-
-    def push(self, key: Key, flat: Array, priority: int) -> Task[None]: ...
-
-    def pull(self, key: Key, out: Array) -> Task[None]: ...
-
-
-class Sparse:
-    """One worker's rows. `members`: those of its client, where it has others; `direct`: each pulls by itself.
-
-    `route` takes keys that move as a whole.
+class RowTransfers:
+    """Push and pull rows, beside whole keys, for one worker. `members`: those of its client, where there are others;
+    `direct`: each pulls by itself.
     """
 
-    def __init__(
-        self, layout: Layout, members: Members | None, route: Route, push: Push, pull: Pull, direct: bool
-    ) -> None:
-        self._members, self._route, self._push, self._pull = members, route, push, pull
+    def __init__(self, layout: Layout, push: Push, pull: Pull, members: Members | None, direct: bool) -> None:
+        self._push, self._pull, self._members = push, pull, members
         self._direct = direct or members is None
         self._size = 1 if members is None else members.size
         self._rank = 0 if members is None else members.rank
-        self._masters = [0] if layout.options.masters == "one" else list(range(self._size))
+        self._all = layout.options.masters == "all"
+        self._masters = list(range(self._size)) if self._all else [0]
 
-    def push(self, key: Key, rows: RowSparse, priority: int) -> Task[None]:
+    def push(self, keys: Sequence[Key], flats: Sequence[Array], priority: int) -> Task[None]:
+        """See `Transfers`."""
+        raise NotImplementedError
+
+    def pull(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[None]:
+        """See `Transfers`."""
+        raise NotImplementedError
+
+    def push_rows(self, key: Key, rows: RowSparse, priority: int) -> Task[None]:
         """Contribute rows to the key's next round."""
         if isinstance(rows, EmptyPush):
             yield from self._push_nothing(key, priority)
             return
         if self._push.residuals is not None or not whole(key):
-            yield from self._route.push(key, rows.to_dense().reshape(-1), priority)
+            yield from self.push([key], [rows.to_dense().reshape(-1)], priority)
             return
         key.round += 1
         merged = rows.merged()
         if self._members is not None:
             call = self._members.call(label("push of rows", [key]))
             totals: list[RowSparse] = []
-            yield from call.run(self._behind(call.met(), self._add_up(key, merged, totals)))
+            yield from call.run(in_turn(call.met(), self._add_up(key, merged, totals)))
             merged = totals[0]
         row = elements(key)
         yield from self._push.read(key.round - 1, key.pushes)
@@ -99,29 +97,25 @@ class Sparse:
             [self._push.coded(key, key.round, shard, nothing, Coding.NOTHING, priority) for shard in key.pushes]
         )
 
-    def pull(self, key: Key, out: Array, ids: Array) -> Task[None]:
+    def pull_rows(self, key: Key, out: Array, ids: Array) -> Task[None]:
         """Rows `ids` of the key to `out`, (len(ids), ...)."""
         if not whole(key):
             dense = np.empty(key.shape, key.dtype)
-            yield from self._route.pull(key, dense.reshape(-1))
+            yield from self.pull([key], [dense.reshape(-1)])
             out[...] = dense[ids]
             return
         wanted, places = np.unique(ids, return_inverse=True)
         table = np.empty((len(wanted), elements(key)), key.dtype)
         if self._direct or self._members is None:
-            yield from self._read(key, wanted, table)
+            yield from self._read_rows(key, wanted, table)
         else:
             call = self._members.call(label("pull of rows", [key]))
-            yield from call.run(self._behind(call.met(), self._ask_owners(key, wanted, table)))
+            yield from call.run(in_turn(call.met(), self._ask_owners(key, wanted, table)))
         out[...] = table[places.reshape(-1)].reshape(out.shape)
-
-    def _behind(self, first: Task[None], second: Task[None]) -> Task[None]:
-        yield from first
-        yield from second
 
     # ---- owners
 
-    def _split(self, key: Key, ids: Array) -> list[Array]:
+    def _split_rows(self, key: Key, ids: Array) -> list[Array]:
         """The places in `ids` of every owner's rows."""
         if len(self._masters) == 1:
             owners = np.zeros(len(ids), np.int64)
@@ -134,7 +128,7 @@ class Sparse:
 
     def _add_up(self, key: Key, rows: RowSparse, totals: list[RowSparse]) -> Task[None]:
         """The members' sum of the rows that this one owns, appended to `totals`."""
-        places = self._split(key, rows.rows)
+        places = self._split_rows(key, rows.rows)
         parts = [RowSparse(rows.rows[chosen], rows.values[chosen], key.shape) for chosen in places]
         sends = {to: packed(parts[to]) for to in self._masters if to != self._rank}
         others = [rank for rank in range(self._size) if rank != self._rank] if self._rank in self._masters else []
@@ -147,7 +141,7 @@ class Sparse:
         """`table` = rows `ids`, which ascend, through their owners."""
         owner = self._rank in self._masters
         others = [rank for rank in range(self._size) if rank != self._rank]
-        places = self._split(key, ids)
+        places = self._split_rows(key, ids)
         sends = {to: ids[places[to]].view(np.uint8) for to in self._masters if to != self._rank}
         asked = yield from self._swap(sends, others if owner else [])
         answers: dict[int, Array] = {}
@@ -156,7 +150,7 @@ class Sparse:
             wanted[self._rank] = ids[places[self._rank]]
             union = reduce(np.union1d, wanted.values())
             rows = np.zeros((len(union), elements(key)), key.dtype)
-            yield from self._read(key, union, rows)
+            yield from self._read_rows(key, union, rows)
             answers = {to: rows[np.searchsorted(union, chosen)] for to, chosen in wanted.items()}
             table[places[self._rank]] = answers.pop(self._rank)
         sends = {to: answer.reshape(-1).view(np.uint8) for to, answer in answers.items()}
@@ -179,7 +173,7 @@ class Sparse:
             yield False
         return received
 
-    def _read(self, key: Key, ids: Array, table: Array) -> Task[None]:
+    def _read_rows(self, key: Key, ids: Array, table: Array) -> Task[None]:
         """`table` = rows `ids`, which ascend, from the servers, after this worker's pushes."""
         row = elements(key)
         wanted: list[Rows] = []

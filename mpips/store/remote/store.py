@@ -1,4 +1,4 @@
-"""Serve the calls of a store with servers, on a worker: `RemoteStore`, and `Alone` for a worker that is in no client.
+"""Serve the calls of a store with servers, on a worker.
 
 dist_*: every worker pushes and pulls by itself. mpi_*: the members of a client push once (`client`).
 """
@@ -11,20 +11,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.fabric.tasks import Task, together
+from collectives.fabric.tasks import Task
 from mpips.compression import Compressor, Residuals
 from mpips.optimizers import Optimizer
 from mpips.store.keys.cutting import Cutting
 from mpips.store.keys.key import Fast, FastList, Key, Name
-from mpips.store.keys.rows import RowSparse
 from mpips.store.recovery.memory import LastGeneration, NodeMemory
 from mpips.store.recovery.plan import Inventory, KeyCard, Placed, RecoveryPlan
 from mpips.store.recovery.recover import Member, former_rank
-from mpips.store.remote.client import Client, Members
+from mpips.store.remote.client import Alone, Client
 from mpips.store.remote.fast import General, by_itself, in_client
 from mpips.store.remote.link import Link
+from mpips.store.remote.members import Members
 from mpips.store.remote.setup import Setup
-from mpips.store.remote.sparse import Sparse
 from mpips.store.remote.states import Changes, Settings, Stored
 from mpips.store.remote.transfers import Pull, Push
 from mpips.store.roles import Layout
@@ -84,13 +83,12 @@ class RemoteStore(Member[Recovered]):
         self._reads = all(near[worker] for worker in names) and not layout.asynchronous
         """Whether the members of this client read the servers' memory, each by itself."""
         self.communicators: tuple[Hashable, ...] = (("communicator", "client"),) if self._size > 1 else ()
-        self._route: Alone | Client = Alone(self._push, self._pull, self.one_node, layout.asynchronous)
+        self.transfers: Alone | Client = Alone(layout, self._push, self._pull, self.one_node)
         if self._size > 1:
             assert layout.client is not None
             home = self.generation.within(layout.client, names)
             self._members = Members(home, layout.client, names[0], self.one_node)
-            self._route = Client(layout, self._members, self._push, self._pull, self._reads)
-        self._rows = Sparse(layout, self._members, self._route, self._push, self._pull, self._reads)
+            self.transfers = Client(layout, self._push, self._pull, self._members, self._reads)
         self.stored = Stored(layout, self._link, self._setup, self._push, self._size)
         self._general = General(self.generation.flag, self._link, self._push, self._pull)
 
@@ -123,8 +121,9 @@ class RemoteStore(Member[Recovered]):
         """The fast route of a key, where it has one."""
         if self._push.residuals is not None or not self._settings.updates(key.name) or not self._link.all_local:
             return None
-        if self._size > 1:
-            return in_client(self._general, key, self.layout, self.push) if self.one_node and self._reads else None
+        if isinstance(self.transfers, Client):
+            direct = self.one_node and self._reads
+            return in_client(self._general, key, self.layout, self.transfers.push_key) if direct else None
         return by_itself(self._general, key, self.layout)
 
     def _bind_all(self) -> None:
@@ -133,34 +132,11 @@ class RemoteStore(Member[Recovered]):
 
     # ---- pushes and pulls
 
-    def push(self, key: Key, flat: Array, priority: int) -> Task[None]:
-        return self._link.hearing(self._route.push(key, flat, priority))
-
-    def pull(self, key: Key, out: Array) -> Task[None]:
-        return self._link.hearing(self._route.pull(key, out))
-
-    def pushpull(self, key: Key, flat: Array, out: Array, priority: int) -> Task[None]:
-        return self._link.hearing(self._route.pushpull(key, flat, out, priority))
-
-    def push_rows(self, key: Key, rows: RowSparse, priority: int) -> Task[None]:
-        return self._link.hearing(self._rows.push(key, rows, priority))
-
-    def pull_rows(self, key: Key, out: Array, ids: Array) -> Task[None]:
-        return self._link.hearing(self._rows.pull(key, out, ids))
-
-    def push_list(self, keys: Sequence[Key], flats: Sequence[Array], priority: int) -> Task[None]:
-        return self._link.hearing(self._route.push_list(keys, flats, priority))
-
-    def pull_list(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[None]:
-        return self._link.hearing(self._route.pull_list(keys, outs))
-
-    def pushpull_list(
-        self, keys: Sequence[Key], flats: Sequence[Array], outs: Sequence[Array], priority: int
-    ) -> Task[None]:
-        return self._link.hearing(self._route.pushpull_list(keys, flats, outs, priority))
+    def listen(self) -> None:
+        self._link.listen()
 
     def settle(self, keys: Sequence[Key]) -> Task[None]:
-        return self._link.hearing(self._push.settle(keys))
+        return self._push.settle(keys)
 
     def waits(self, keys: Sequence[Key]) -> None:
         self._push.waits(keys)
@@ -171,7 +147,8 @@ class RemoteStore(Member[Recovered]):
     # ---- settings
 
     def check_updated(self, keys: Sequence[Key], what: str) -> None:
-        self._settings.see_updated(keys, what)
+        if self.layout.asynchronous:
+            self._settings.see_updated(keys, what)
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Name] | None) -> Task[None]:
         yield from self._settings.set_optimizer(optimizer, keys)
@@ -247,50 +224,3 @@ def _residuals(
         for shard in key.pushes:
             made.put(shard.number, whole[shard.start : shard.stop], key.dtype)
     return made
-
-
-
-class Alone:
-    """A worker by itself. `one_node`: all servers are on its node."""
-
-    def __init__(self, push: Push, pull: Pull, one_node: bool, asynchronous: bool) -> None:
-        self._push, self._pull = push, pull
-        self._one_node, self._asynchronous = one_node, asynchronous
-
-    def push(self, key: Key, flat: Array, priority: int) -> Task[None]:
-        """Contribute `flat` (1-D) to the key's next round."""
-        return self._push.whole(key, flat, priority)
-
-    def pull(self, key: Key, out: Array) -> Task[None]:
-        """Read the key into `out` (1-D)."""
-        return self._pull.part(key, out, key.shards)
-
-    def pushpull(self, key: Key, flat: Array, out: Array, priority: int) -> Task[None]:
-        """Both. Between nodes later pieces go to the servers while the answer to earlier ones comes."""
-        if self._one_node or self._asynchronous or len(key.pieces) == 1:
-            # Servers may still read later elements of `flat` while earlier ones of the result are written.
-            wait = self._asynchronous or (out is not flat and np.may_share_memory(flat, out))
-            yield from self._push.whole(key, flat, priority, wait)
-            yield from self._pull.part(key, out, key.shards)
-            return
-        key.round += 1
-        pushes = [self._push.part(key, key.round, flat, priority, piece.pushes, wait=False) for piece in key.pieces]
-        pairs = zip(key.pieces, pushes, strict=True)
-        yield from together([self._pull.exchange(key, push, out, piece.pushes) for piece, push in pairs])
-
-    # ---- lists
-
-    def push_list(self, keys: Sequence[Key], flats: Sequence[Array], priority: int) -> Task[None]:
-        """Push all keys before one is waited for."""
-        return together([self.push(key, flat, priority) for key, flat in zip(keys, flats, strict=True)])
-
-    def pull_list(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[None]:
-        """Ask for all keys before one is waited for."""
-        return together([self.pull(key, out) for key, out in zip(keys, outs, strict=True)])
-
-    def pushpull_list(
-        self, keys: Sequence[Key], flats: Sequence[Array], outs: Sequence[Array], priority: int
-    ) -> Task[None]:
-        """Both, of all keys."""
-        each = zip(keys, flats, outs, strict=True)
-        return together([self.pushpull(key, flat, out, priority) for key, flat, out in each])

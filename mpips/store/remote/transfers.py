@@ -29,7 +29,7 @@ Array = NDArray[Any]
 
 
 class Push:
-    """One worker's contributions. Whoever runs a task hears the servers meanwhile (`Link.hearing`).
+    """One worker's contributions. Whoever runs a task hears the servers meanwhile (`Operations.hearing`).
 
     `residuals`: of compression, by numbers of shards; None where pushes are not compressed.
     """
@@ -39,20 +39,18 @@ class Push:
         self._small_bytes = layout.options.small_bytes
         self.residuals: Residuals | None = None
 
-    def whole(self, key: Key, flat: Array, priority: int, wait: bool = True) -> Task[None]:
-        """Contribute `flat` (1-D, all elements) to the key's next round; `wait` as in `part`."""
-        key.round += 1
-        yield from self.part(key, key.round, flat, priority, key.pushes, wait=wait)
-
     def part(
         self, key: Key, round_: int, values: Array, priority: int, shards: Sequence[Shard], base: int = 0,
         wait: bool = True, own: bool = False,
     ) -> Task[None]:  # fmt: skip
-        """Contribute to a round of some shards. `values`, 1-D, holds the key's elements from `base` on.
+        """Contribute to a round (0: the key's next one) of some shards. `values`, 1-D, holds the key's elements from
+        `base` on.
 
         With `wait` it is over when `values` may be overwritten. `own`: they stay as they are until the servers have
         read them (the caller sees to that), so they are read in place if they can be.
         """
+        if not round_:
+            key.round = round_ = key.round + 1
         payloads = [(shard, values[shard.start - base : shard.stop - base]) for shard in shards]
         if self.residuals is not None and key.floats:
             yield from together([self._compressed(key, round_, *payload, priority) for payload in payloads])
@@ -62,11 +60,13 @@ class Push:
             yield from self._here(key, round_, here, priority, wait, own)
             return
         given = {shard.number: part for shard, part in payloads}
-        sends = [
+        tasks = [
             self._link.sender.send(key, shard, given[shard.number].view(np.uint8), round_, priority)
             for shard in self._link.turned(shard for shard in shards if not shard.local)
         ]
-        yield from together([*sends, self._here(key, round_, here, priority, wait, own)])
+        if here:
+            tasks.append(self._here(key, round_, here, priority, wait, own))
+        yield from together(tasks)
 
     def read(self, round_: int, shards: Sequence[Shard]) -> Task[None]:
         """Wait until the servers have read this worker's contributions up to `round_`."""
@@ -168,7 +168,7 @@ def snapshot(words: Any, stored: Array, out: Array) -> bool:
 
 
 class Pull:
-    """One worker's reads. Whoever runs a task hears the servers meanwhile (`Link.hearing`)."""
+    """One worker's reads. Whoever runs a task hears the servers meanwhile (`Operations.hearing`)."""
 
     def __init__(self, layout: Layout, link: Link) -> None:
         self._link, self._asynchronous = link, layout.asynchronous

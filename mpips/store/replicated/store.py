@@ -54,10 +54,6 @@ class ReplicatedStore(Member[Recovered]):
         self._sparse = Sparse(self._sums)
         self._lists = Lists(self._replicas.by_name, self._sums, self.generation)
 
-    def collective(self, pushes: bool) -> bool:
-        """Pushes are."""
-        return pushes
-
     # ---- keys
 
     def init(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
@@ -88,20 +84,14 @@ class ReplicatedStore(Member[Recovered]):
 
     # ---- pushes and pulls
 
-    def push(self, key: Key, flat: Array, priority: int) -> Task[None]:
-        """A round of one key."""
-        return self.push_list([key], [flat], priority)
+    @property
+    def transfers(self) -> ReplicatedStore:
+        return self
 
-    def pull(self, key: Key, out: Array) -> Task[None]:
-        """Return what is stored."""
-        out[...] = self._replicas.by_name[key.name].value
-        yield from ()
+    def listen(self) -> None:
+        """There are no servers to be heard."""
 
-    def pushpull(self, key: Key, flat: Array, out: Array, priority: int) -> Task[None]:
-        """Both."""
-        return self.pushpull_list([key], [flat], [out], priority)
-
-    def push_list(self, keys: Sequence[Key], flats: Sequence[Array], priority: int) -> Task[None]:
+    def push(self, keys: Sequence[Key], flats: Sequence[Array], priority: int) -> Task[None]:
         """A round of several keys, in one collective."""
         replicas = self._replicas.of(keys)
         totals = [replica.room() for replica in replicas]
@@ -109,12 +99,13 @@ class ReplicatedStore(Member[Recovered]):
         for replica, total in zip(replicas, totals):
             replica.take(total)
 
-    def pull_list(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[None]:
+    def pull(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[None]:
         """Return what is stored."""
         for key, out in zip(keys, outs):
-            yield from self.pull(key, out)
+            out[...] = self._replicas.by_name[key.name].value
+        yield from ()
 
-    def pushpull_list(
+    def pushpull(
         self, keys: Sequence[Key], flats: Sequence[Array], outs: Sequence[Array], priority: int
     ) -> Task[None]:
         """Both. The sums of several keys go into `outs` on their way, but for results that overlap arrays."""
@@ -128,8 +119,8 @@ class ReplicatedStore(Member[Recovered]):
             else:
                 take_from(replicas, outs, blocks)
                 return
-        yield from self.push_list(keys, flats, priority)
-        yield from self.pull_list(keys, outs)
+        yield from self.push(keys, flats, priority)
+        yield from self.pull(keys, outs)
 
     def _sum(
         self, replicas: Sequence[Replica], flats: Sequence[Array], outs: Sequence[Array], blocks: Blocks = None
@@ -143,7 +134,7 @@ class ReplicatedStore(Member[Recovered]):
     def push_rows(self, key: Key, rows: RowSparse, priority: int) -> Task[None]:
         """A round of which every worker hears of all rows; where pushes are compressed the whole key is pushed."""
         if self._settings.compressing(key) is not None:
-            yield from self.push(key, rows.to_dense().reshape(-1), priority)
+            yield from self.push([key], [rows.to_dense().reshape(-1)], priority)
             return
         replica = self._replicas.by_name[key.name]
         replica.prepare()

@@ -85,6 +85,32 @@ class Stored(Protocol):
         ...
 
 
+class Transfers(Protocol):
+    """Push and pull keys, several as one step where that is faster. Where others take part, all give the same list."""
+
+    def push(self, keys: Sequence[Key], flats: Sequence[Array], priority: int) -> Task[None]:
+        """Contribute to the keys' next rounds; when it is over, `flats` may be overwritten."""
+        ...
+
+    def pull(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[None]:
+        """Write the keys' values into `outs`, after this worker's pushes of them."""
+        ...
+
+    def pushpull(
+        self, keys: Sequence[Key], flats: Sequence[Array], outs: Sequence[Array], priority: int
+    ) -> Task[None]:
+        """Both; every `out` may be its own `flat`, and overlaps with no other."""
+        ...
+
+    def push_rows(self, key: Key, rows: RowSparse, priority: int) -> Task[None]:
+        """Contribute some rows to the key's next round."""
+        ...
+
+    def pull_rows(self, key: Key, out: Array, ids: Array) -> Task[None]:
+        """Write rows of the key into `out` of shape (len(ids), ...); `ids`: int64 (k,), any order, repeats allowed."""
+        ...
+
+
 class Backend(Protocol):
     """The operations of one store on one worker. "Collective": all workers call it, in the same order."""
 
@@ -120,38 +146,13 @@ class Backend(Protocol):
 
     # ---- pushes and pulls
 
-    def push(self, key: Key, flat: Array, priority: int) -> Task[None]:
-        """Contribute to the key's next round; when it is over, `flat` may be overwritten."""
+    @property
+    def transfers(self) -> Transfers:
+        """Return the pushes and pulls of the present generation."""
         ...
 
-    def pull(self, key: Key, out: Array) -> Task[None]:
-        """Write the key's value into `out`, after this worker's pushes of it."""
-        ...
-
-    def pushpull(self, key: Key, flat: Array, out: Array, priority: int) -> Task[None]:
-        """Both; `out` may be `flat`."""
-        ...
-
-    def push_rows(self, key: Key, rows: RowSparse, priority: int) -> Task[None]:
-        """Contribute some rows to the key's next round."""
-        ...
-
-    def pull_rows(self, key: Key, out: Array, ids: Array) -> Task[None]:
-        """Write rows of the key into `out` of shape (len(ids), ...); `ids`: int64 (k,), any order, repeats allowed."""
-        ...
-
-    def push_list(self, keys: Sequence[Key], flats: Sequence[Array], priority: int) -> Task[None]:
-        """`push` of several keys, as one step where that is faster. Where others take part, all give the same list."""
-        ...
-
-    def pull_list(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[None]:
-        """`pull` of several keys."""
-        ...
-
-    def pushpull_list(
-        self, keys: Sequence[Key], flats: Sequence[Array], outs: Sequence[Array], priority: int
-    ) -> Task[None]:
-        """`pushpull` of several keys; every `out` may be its own `flat`, and overlaps with no other."""
+    def listen(self) -> None:
+        """Take in what servers have said; to be called before each step of a task. Does not block."""
         ...
 
     def settle(self, keys: Sequence[Key]) -> Task[None]:

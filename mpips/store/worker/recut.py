@@ -101,7 +101,7 @@ def _values(store: Store, keys: Sequence[Key]) -> Array:
     values = np.empty(sum(key.size for key in keys), keys[0].dtype)
     start = 0
     for key in keys:
-        store.run("recut", store.backend.pull(key, values[start : start + key.size]), [key.name])
+        store.run("recut", store.backend.transfers.pull([key], [values[start : start + key.size]]), [key.name])
         start += key.size
     return values
 

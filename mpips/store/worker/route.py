@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from collectives.errors import CollectiveError, of_caller
 from collectives.fabric import arena
-from collectives.fabric.tasks import Task, together
+from collectives.fabric.tasks import Task, in_turn, together
 from mpips.store.keys import arguments, calls
 from mpips.store.keys.arguments import PRIORITY_BITS
 from mpips.store.keys.calls import Call
@@ -293,7 +293,7 @@ class Operations:
         names, task = self._prepare(what, key, value, out, priority)
         order = [*self._order(names), *(("turns", name) for name in others)]
         with self.guard(what, names):
-            return self._engine.submit(order, task, priority, text(what, names))
+            return self._engine.submit(order, self.hearing(task), priority, text(what, names))
 
     def see_pull(self, keys: Sequence[Key], key: Any, out: Any, priority: int) -> None:
         """ValueError or TypeError where a pull of these keys, which are yet to be made, could not be made so."""
@@ -312,7 +312,7 @@ class Operations:
             return push
         what = f"{push.what}, read by the servers"
         with self.guard(what):
-            return self._engine.submit([("taken", push)], self._read(keys, push), 0, what)
+            return self._engine.submit([("taken", push)], self.hearing(self._read(keys, push)), 0, what)
 
     def pull_rows(self, key: Any, out: Any, row_ids: Any, priority: int) -> None:
         """`KVStore.row_sparse_pull`."""
@@ -322,14 +322,14 @@ class Operations:
             arguments.see_priority(priority, what)
             rows = calls.rows(self._known, key, out, row_ids)
         for record, target, ids in rows:
-            self.run([record.name], self._backend.pull_rows(record, target, ids), priority, what)
+            self.run([record.name], self._backend.transfers.pull_rows(record, target, ids), priority, what)
 
     def run(self, names: Sequence[Name], task: Task[Any], priority: int, what: str) -> None:
         """Do it, blocking; a failure ends the generation."""
         with self.guard(what, names):
             self._backend.direct = not self._engine.under_way
             try:
-                self._engine.run(self._order(names), self._told(names, task), priority, lambda: text(what, names))
+                self._engine.run(self._order(names), self.hearing(task, names), priority, lambda: text(what, names))
             finally:
                 self._backend.direct = False
 
@@ -340,7 +340,7 @@ class Operations:
 
     def pull(self, key: Key, out: Array) -> Task[None]:
         """Return what pulls one key, when it is run."""
-        return self._backend.pull(key, out.reshape(-1))
+        return self._backend.transfers.pull([key], [out.reshape(-1)])
 
     def ended(self, what: str, names: Sequence[Name], error: BaseException) -> BaseException:
         """A fast route has failed: end the generation; what to raise."""
@@ -361,17 +361,24 @@ class Operations:
 
     # ---- inside
 
-    def _told(self, names: Sequence[Name], task: Task[Any]) -> Task[Any]:
-        """The task of a call that the program waits for: where it does not go on for long, peers hear of it, once."""
+    def hearing(self, task: Task[T], names: Sequence[Name] | None = None) -> Task[T]:
+        """Run a task, and hear the servers before each step. `names`: keys of a call that the program waits for: where
+        that does not go on for long, peers hear of it, once."""
         since = 0.0
         try:
-            for moved in task:
-                now = time.monotonic()
-                if moved or not since:
-                    since = now
-                elif now - since > LONG_SECONDS:
-                    since = math.inf
-                    self._backend.waits([self._known[name] for name in names if name in self._known])
+            while True:
+                self._backend.listen()
+                try:
+                    moved = next(task)
+                except StopIteration as end:
+                    return end.value  # type: ignore[no-any-return]
+                if names is not None:
+                    now = time.monotonic()
+                    if moved or not since:
+                        since = now
+                    elif now - since > LONG_SECONDS:
+                        since = math.inf
+                        self._backend.waits([self._known[name] for name in names if name in self._known])
                 yield moved
         finally:
             task.close()
@@ -404,30 +411,42 @@ class Operations:
                 yield from self._one(call, priority)
 
     def _listed(self, dense: Sequence[Call], priority: int, mixed: bool) -> Task[None]:
-        backend, keys = self._backend, [call.key for call in dense]
+        transfers, keys = self._backend.transfers, [call.key for call in dense]
         flats = [call.payload.reshape(-1) for call in dense if isinstance(call.payload, np.ndarray)]
         outs = [call.targets[0].reshape(-1) for call in dense if call.targets]
         if flats and outs and not mixed:
-            yield from backend.pushpull_list(keys, flats, outs, priority)
+            yield from transfers.pushpull(keys, flats, outs, priority)
             return
         if flats:
-            yield from backend.push_list(keys, flats, priority)
+            yield from transfers.push(keys, flats, priority)
         if outs:
-            yield from backend.pull_list(keys, outs)
+            yield from transfers.pull(keys, outs)
 
     def _one(self, call: Call, priority: int) -> Task[None]:
+        if call.gathered is None and call.spread is None and len(call.targets) < 2:
+            return self._transfer(call, priority)
+        return self._with_gpus(call, priority)
+
+    def _with_gpus(self, call: Call, priority: int) -> Task[None]:
+        """Transfer one key between arrays that GPUs sum, or results that go to several."""
         if call.gathered is not None:
             yield from call.gathered
-        key, payload, out = call.key, call.payload, call.targets[0].reshape(-1) if call.targets else None
-        if isinstance(payload, RowSparse):
-            yield from self._backend.push_rows(key, payload, priority)
-        elif payload is not None and out is None:
-            yield from self._backend.push(key, payload.reshape(-1), priority)
-        elif payload is not None and out is not None:
-            yield from self._backend.pushpull(key, payload.reshape(-1), out, priority)
-        if out is not None and not isinstance(payload, np.ndarray):
-            yield from self._backend.pull(key, out)
+        yield from self._transfer(call, priority)
         yield from _finish(call)
+
+    def _transfer(self, call: Call, priority: int) -> Task[None]:
+        """Push, pull or both, of one key: the first target gets the result."""
+        transfers, key, payload = self._backend.transfers, call.key, call.payload
+        outs = [call.targets[0].reshape(-1)] if call.targets else []
+        if isinstance(payload, np.ndarray):
+            flats = [payload.reshape(-1)]
+            if outs:
+                return transfers.pushpull([key], flats, outs, priority)
+            return transfers.push([key], flats, priority)
+        if payload is None:
+            return transfers.pull([key], outs)
+        push = transfers.push_rows(key, payload, priority)
+        return in_turn(push, transfers.pull([key], outs)) if outs else push
 
     def _read(self, keys: Sequence[Key], push: Handle) -> Task[None]:
         while not push.done:
@@ -503,10 +522,6 @@ class Vectors:
             self._memory[dtype] = vector, np.empty(size, dtype)
         vector, total = (memory[: cuts[-1]] for memory in self._memory[dtype])
         return vector, total, [slice(*ends) for ends in pairwise(cuts)]
-
-    def leave(self) -> None:
-        """Take other memory from now on: messages of a generation that has ended may yet read or write this."""
-        self._memory.clear()
 
     def lay(self, values: Sequence[Array]) -> tuple[Array, Array, list[Array]]:
         """Arrays one behind the other, room for the sum of that vector, and the parts of the sum."""

@@ -231,7 +231,7 @@ class Settings:
 
     def start(self, what: str, task: Task[Any]) -> Handle:
         """Run a task beside the training. Only the end of the store waits for it."""
-        return self.engine.submit([("beside", what)], task, 0, what, detached=True)
+        return self.engine.submit([("beside", what)], self.operations.hearing(task), 0, what, detached=True)
 
     # ---- inside
 

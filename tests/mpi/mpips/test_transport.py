@@ -47,6 +47,14 @@ def finish(task):
         assert time.monotonic() < until, "the task does not end"
 
 
+def hearing(link, task):
+    """Run a task, and hear the servers before each step, as the operations of a store do."""
+    link.listen()
+    for moved in task:
+        yield moved
+        link.listen()
+
+
 # ---- inside a client
 
 
@@ -216,7 +224,7 @@ def test_shards_pushed_in_any_order_by_each_worker_are_summed(comm, seed):
             for shard in made.shards
         ]
         order.shuffle(tasks)
-        finish(link.hearing(one_after_another(tasks, order)))
+        finish(hearing(link, one_after_another(tasks, order)))
         values[...] = -1  # it may be overwritten now
     link.goodbye()
 

@@ -79,20 +79,6 @@ def test_what_servers_say_of_a_unit_is_there_for_who_waits_for_it(store):
     assert shard.granted
 
 
-def test_a_task_hears_servers_between_its_steps(store):
-    def task():
-        while not store.shard.granted:
-            yield False
-        return "read"
-
-    hearing = store.link.hearing(task())
-    assert next(hearing) is False
-    store.line.says(Op.GRANT, unit=3)
-    with pytest.raises(StopIteration) as ended:
-        next(hearing)
-    assert ended.value.value == "read"
-
-
 def test_answers_belong_to_their_requests(store):
     link, line = store.link, store.line
     first, second = link.request(0, frames.Flush()), link.request(0, frames.Forget([3]))

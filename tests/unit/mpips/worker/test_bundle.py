@@ -60,11 +60,3 @@ def test_memory_is_used_again(monkeypatch, size):
     first, second = vectors.lay(values), vectors.lay(values)
     assert all(np.shares_memory(a, b) for a, b in zip(first[:2], second[:2]))
     assert not np.shares_memory(first[0], vectors.lay([np.ones(size)])[0])
-
-
-def test_what_a_call_that_broke_off_may_still_send_is_not_used_again():
-    vectors = Vectors(False)
-    values = [np.ones(5, np.float32)] * 2
-    sent = vectors.lay(values)
-    vectors.leave()
-    assert not any(np.may_share_memory(old, new) for old in sent[:2] for new in vectors.lay(values)[:2])

@@ -51,6 +51,9 @@ class Backend:
     def __init__(self, said: list[str]) -> None:
         self.said = said
 
+    def listen(self) -> None:
+        pass
+
     def settle(self, keys: list[Key]) -> Task[None]:
         self.said.append("settle")
         yield from ()
