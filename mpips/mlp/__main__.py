@@ -27,9 +27,9 @@ from collectives.terminal import (
     write_text,
 )  # fmt: skip
 from mpips.mlp import checkpoint, options, results
+from mpips.mlp.data.base import name_classes
 from mpips.mlp.data.loading import WAYS, Data, Opened, load_opened, open_everywhere
 from mpips.mlp.data.sources import open_source
-from mpips.mlp.data.text import name_classes
 from mpips.mlp.mesh import Mesh, TrainingError, agree, counted, parse
 from mpips.mlp.network import ACTIVATIONS, DTYPES, MLP, MODES, Specification
 from mpips.mlp.options import FiniteRange, words
@@ -143,22 +143,22 @@ class _Run:
                 open_source, o.data, words(o.target), words(o.features), o.data_directory, o.classify, o.header
             ), self.comm, o.way, labels,
         )  # fmt: skip
-        opening, shape = perf_counter() - start, opened.shape
+        opening = perf_counter() - start
         if saved is not None:
             specification = saved.specification
         else:
-            loss, sizes = "softmax" if shape.classes >= 0 else "l2", (*options.widths(o.hidden), shape.outputs)
-            specification = Specification((shape.features, *sizes), o.activation, loss, o.dtype, o.seed)
+            loss, sizes = "l2" if opened.classes is None else "softmax", (*options.widths(o.hidden), opened.outputs)
+            specification = Specification((opened.features, *sizes), o.activation, loss, o.dtype, o.seed)
         agree(self.comm, self._too_large(specification, opened, mesh))
         if mesh is None:
-            mesh = self._mesh(specification, shape.rows - int(shape.rows * o.test_share))
+            mesh = self._mesh(specification, opened.rows - int(opened.rows * o.test_share))
         start = perf_counter()
         scaling = checkpoint.read_scaling(o.load_path, mesh.comm) if o.load_path else None
         data = load_opened(opened, mesh, o.batch, specification.dtype, o.seed, o.test_share, scaling)
         if o.explain:
             why = "every rank reads one part of the rows" if data.way == "read" else "rank 0 sends them by scatter"
             self._say(f"data: {why}")
-        self._say(f"{o.data}: {counted(shape.rows, 'row')}; {opened.columns}; data by {data.way}")
+        self._say(f"{o.data}: {counted(opened.rows, 'row')}; {opened.columns}; data by {data.way}")
         if named := name_classes(opened.labels):
             self._say(named)
         self._train(specification, data, mesh, opening + perf_counter() - start)
@@ -171,7 +171,7 @@ class _Run:
             batch, model = (self.comm.size, 1) if o.grid_text == "auto" else parse(o.grid_text)
             model = 1 if o.explain else model
         ranks = _ranks_of_node(self.comm)
-        return options.too_large(specification, opened.shape, batch, model, o.split, ranks, self.xp is np)
+        return options.too_large(specification, opened, batch, model, o.split, ranks, self.xp is np)
 
     def _mesh(self, specification: Specification, train_rows: int) -> Mesh:
         o = self.options

@@ -7,14 +7,14 @@ import math
 import re
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 from mpi4py import MPI
 
 from mpips.mlp.data.loading import Data, DealRule, Scaling
-from mpips.mlp.mesh import Mesh, agree
+from mpips.mlp.mesh import Mesh, TrainingError, agree, attempt
 from mpips.mlp.network import MLP, Network, Specification, Split, check, splits, working_dtype
 from mpips.mlp.parallel import on_host, put
 from mpips.mlp.servers import Servers
@@ -139,14 +139,15 @@ def read_scaling(path: str, comm: MPI.Comm) -> Scaling | None:
 
 def _read(path: str, comm: MPI.Comm, get: Callable[[TensorFile], T]) -> T:
     """Return what `get` reads from a checkpoint. Collective; TrainingError on every rank where one cannot read it."""
-    found, problem = None, None
-    try:
-        with TensorFile(path) as file:
-            found = get(file)
-    except (ValueError, TypeError) as error:
-        problem = f"checkpoint {error}"
-    agree(comm, problem)
-    return cast(T, found)
+
+    def read() -> T:
+        try:
+            with TensorFile(path) as file:
+                return get(file)
+        except (ValueError, TypeError) as error:
+            raise TrainingError(f"checkpoint {error}") from error
+
+    return attempt(comm, read)
 
 
 def _read_header(file: TensorFile) -> CheckpointHeader:

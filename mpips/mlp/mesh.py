@@ -6,9 +6,9 @@ Source: the paper, section 7, which calls it a process grid.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 from mpi4py import MPI
@@ -17,6 +17,8 @@ from collectives.communicator import communicator
 from mpips.mlp.network import Specification
 from mpips.optimizers.base import Optimizer
 from mpips.store.runtime import rendezvous
+
+T = TypeVar("T")
 
 
 class TrainingError(ValueError):
@@ -113,6 +115,17 @@ def agree(comm: MPI.Comm, problem: str | None) -> None:
     problems = [each for each in comm.allgather(problem) if each is not None]
     if problems:
         raise _error(comm, problems[0])
+
+
+def attempt(comm: MPI.Comm, call: Callable[[], T]) -> T:
+    """Return what `call` returns if no rank's raises TrainingError; otherwise all raise one sentence. Collective."""
+    found, problem = None, None
+    try:
+        found = call()
+    except TrainingError as error:
+        problem = str(error)
+    agree(comm, problem)
+    return cast(T, found)
 
 
 def alike(

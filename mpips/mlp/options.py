@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 from collectives.machine import check_memory
 from mpips import optimizers
-from mpips.mlp.data.loading import DataShape, DealRule
+from mpips.mlp.data.loading import DealRule, Opened
 from mpips.mlp.data.sources import BUILT_IN, open_source
 from mpips.mlp.mesh import TrainingError, agree, misfit, parse
 from mpips.mlp.network import Specification, largest_slice, working_dtype
@@ -117,19 +117,19 @@ def optimizer_of(o: SimpleNamespace) -> optimizers.Optimizer:
 
 
 def too_large(
-    specification: Specification, shape: DataShape, batch: int, model: int, split: str, ranks: int, on_host: bool = True
+    specification: Specification, opened: Opened, batch: int, model: int, split: str, ranks: int, on_host: bool = True
 ) -> str | None:
     """Say why `ranks` ranks of one machine cannot hold a mesh of batch x model; None where nothing speaks against it.
 
     Asked before anything large is made.
     """
-    sizes, columns = specification.sizes, shape.features + shape.targets
+    sizes, columns = specification.sizes, opened.features + opened.targets
     weights = sum(largest_slice(sizes, model, split)) * working_dtype(specification.dtype).itemsize
-    rows = 8 * max(columns * (shape.rows // batch), shape.rows)  # float64 values, or the numbers of all rows
+    rows = 8 * max(columns * (opened.rows // batch), opened.rows)  # float64 values, or the numbers of all rows
     try:
         if on_host:  # weights and gradients
             check_memory(f"a network of {'-'.join(map(str, sizes))}", weights, 2, ranks)
-        check_memory(f"a set of {shape.rows:,} rows of {columns:,} columns", rows, 2, ranks)  # as read, and scaled
+        check_memory(f"a set of {opened.rows:,} rows of {columns:,} columns", rows, 2, ranks)  # as read, and scaled
     except ValueError as error:
         return str(error)
     return None

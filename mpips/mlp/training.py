@@ -17,8 +17,8 @@ import numpy as np
 from mpi4py import MPI
 
 import collectives
+from mpips.mlp.data.base import DataSource
 from mpips.mlp.data.loading import Data, DealRule, epoch_order, load
-from mpips.mlp.data.sources import DataSource
 from mpips.mlp.mesh import Mesh, TrainingError, agree, alike, arguments_of, counted, parse, spans_nodes
 from mpips.mlp.network import MLP, Network, Specification
 from mpips.mlp.parallel import PHASES, Clock, LocalUpdate, LossScale, TensorExchange, on_host

@@ -16,7 +16,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpips.mlp import MLP, Mesh, TrainingError, load, open_source, train
-from mpips.mlp.data.sources import DataSource
+from mpips.mlp.data.base import DataSource
 from mpips.mlp.mesh import factorings
 from mpips.mlp.network import MODES
 from mpips.optimizers import SGD

@@ -13,14 +13,14 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
-from mpips.mlp.data.sources import DataSource, read_checked
-from mpips.mlp.data.text import is_number, listed, see_few
-from mpips.mlp.mesh import Mesh, TrainingError, agree, alike
+from mpips.mlp.data.base import DataSource, is_number, listed, read_checked, see_few
+from mpips.mlp.mesh import Mesh, TrainingError, agree, alike, attempt
 from mpips.mlp.network import interval, working_dtype
 
 WAYS = ("read", "scatter")
@@ -81,24 +81,10 @@ class Data(NamedTuple):
         """Return the numbers that dealt the rows."""
         return DealRule(self.seed, self.test_share, self.batch)
 
-    def on(self, xp: Any) -> Data:
+    def on(self, xp: ModuleType) -> Data:
         """Return the same rows in arrays of the array module `xp`; themselves with NumPy."""
         names = ("x", "y", "test_x", "test_y")
         return self if xp is np else self._replace(**{name: xp.asarray(getattr(self, name)) for name in names})
-
-
-class DataShape(NamedTuple):
-    """Rows, columns and classes of a source."""
-
-    rows: int
-    features: int
-    targets: int
-    classes: int  # -1: targets are numbers
-
-    @property
-    def outputs(self) -> int:
-        """Return the outputs of a network for it: the classes, at least two, or the targets."""
-        return self.targets if self.classes < 0 else max(self.classes, 2)
 
 
 class Opened(NamedTuple):
@@ -106,10 +92,22 @@ class Opened(NamedTuple):
 
     source: DataSource | None
     way: str
-    shape: DataShape
     starts: np.ndarray  # (ranks + 1,)
+    features: int
+    targets: int
+    classes: int | None  # None: targets are numbers
     columns: str
     labels: tuple[str, ...] = ()  # in the order of the classes; none where the classes are the source's own
+
+    @property
+    def rows(self) -> int:
+        """Return the rows of all ranks."""
+        return int(self.starts[-1])
+
+    @property
+    def outputs(self) -> int:
+        """Return the outputs of a network for it: the classes, at least two, or the targets."""
+        return self.targets if self.classes is None else max(self.classes, 2)
 
 
 def load(
@@ -124,7 +122,6 @@ def load(
     as in `Data.labels` of an earlier run; None: its own in their order. TrainingError on every rank, in the same words,
     if any rank finds the data bad, or if the ranks give different arguments or data.
     """
-    _check(mesh, batch, dtype, seed, test_share)
     return load_opened(open_everywhere(open_source, mesh.comm, way, labels), mesh, batch, dtype, seed, test_share)
 
 
@@ -137,38 +134,31 @@ def load_opened(
     `scaling` is an earlier run's, taken in place of these rows' own where it has their columns. It must be the same on
     every rank.
     """
-    _check(mesh, batch, dtype, seed, test_share)
-    shape = opened.shape
-    test_rows = int(shape.rows * test_share)
-    if shape.rows - test_rows < 1:
-        raise TrainingError(f"{shape.rows} rows with a test share of {test_share} leave none for training")
-    deals = [deal(shape.rows, test_rows, batch, mesh.batch, index, seed) for index in range(mesh.batch)]
-    table = _distribute(opened, mesh, [np.concatenate([each.train, each.test]) for each in deals])
-    mine = deals[mesh.batch_index]
-    cut, classes = len(mine.train), shape.classes >= 0
-    x, y = table[:, : shape.features], table[:, shape.features :]
-    if scaling is None or (scaling.x_mean.size, scaling.y_mean.size) != (shape.features, shape.targets):
-        moments = (np.zeros(1), np.ones(1)) if classes else _moments(y[:cut], mesh.batch_comm)
-        scaling = Scaling(*_moments(x[:cut], mesh.batch_comm), *moments)
-    working = working_dtype(dtype)
-    x = ((x - scaling.x_mean) / scaling.x_std).astype(working)
-    y = y[:, 0].astype(np.int64) if classes else ((y - scaling.y_mean) / scaling.y_std).astype(working)
-    _log.info("rows are loaded: %d for training, %d for testing, by %s", shape.rows - test_rows, test_rows, opened.way)
-    return Data(
-        x[:cut], y[:cut], x[cut:], y[cut:], mine, shape.outputs, classes, shape.rows - test_rows, test_rows, batch,
-        seed, test_share, str(mesh), opened.way, scaling, opened.labels,
-    )  # fmt: skip
-
-
-def _check(mesh: Mesh, batch: int, dtype: str, seed: int, test_share: float) -> None:
-    """Raise TrainingError on every rank where arguments differ or are out of their range. Collective."""
-    arguments = {"grid": mesh, "batch": batch, "dtype": dtype, "seed": seed, "test_share": float(test_share)}
     problem = None
+    rows, features, test_rows = opened.rows, opened.features, int(opened.rows * test_share)
     if batch < 1:
         problem = f"a batch of {batch} samples: give at least 1"
     elif not 0 <= test_share < 1:
         problem = f"a test share of {test_share}: give at least 0 and less than 1"
+    elif rows - test_rows < 1:
+        problem = f"{rows} rows with a test share of {test_share} leave none for training"
+    arguments = {"grid": mesh, "batch": batch, "dtype": dtype, "seed": seed, "test_share": float(test_share)}
     alike(mesh.comm, "load", arguments, problem)
+    deals = [deal(rows, test_rows, batch, mesh.batch, index, seed) for index in range(mesh.batch)]
+    table = _distribute(opened, mesh, [np.concatenate([each.train, each.test]) for each in deals])
+    mine = deals[mesh.batch_index]
+    cut, classes, working = len(mine.train), opened.classes is not None, working_dtype(dtype)
+    x, y = table[:, :features], table[:, features:]
+    if scaling is None or (scaling.x_mean.size, scaling.y_mean.size) != (features, opened.targets):
+        moments = (np.zeros(1), np.ones(1)) if classes else _moments(y[:cut], mesh.batch_comm)
+        scaling = Scaling(*_moments(x[:cut], mesh.batch_comm), *moments)
+    x = ((x - scaling.x_mean) / scaling.x_std).astype(working)
+    y = y[:, 0].astype(np.int64) if classes else ((y - scaling.y_mean) / scaling.y_std).astype(working)
+    _log.info("rows are loaded: %d for training, %d for testing, by %s", rows - test_rows, test_rows, opened.way)
+    return Data(
+        x[:cut], y[:cut], x[cut:], y[cut:], mine, opened.outputs, classes, rows - test_rows, test_rows, batch,
+        seed, test_share, str(mesh), opened.way, scaling, opened.labels,
+    )  # fmt: skip
 
 
 def _moments(table: np.ndarray, comm: MPI.Comm) -> tuple[np.ndarray, np.ndarray]:
@@ -182,7 +172,7 @@ def _moments(table: np.ndarray, comm: MPI.Comm) -> tuple[np.ndarray, np.ndarray]
     return mean, np.where(std > 1e-12 * np.maximum(1, np.abs(mean)), std, 1.0)
 
 
-# -- opening
+# ---- opening
 
 
 def open_everywhere(
@@ -197,47 +187,57 @@ def open_everywhere(
     """
     problem = None if way in ("auto", *WAYS) else f"way {way!r} is unknown; choose auto, {', '.join(WAYS)}"
     alike(comm, "load", {"way": way}, problem)
-    source, problem = _attempt(open_source) if comm.rank == 0 else (None, None)
+    source = _open_readers(open_source, comm, way)
+    reading = comm.allgather(source is not None)
+    parts, part = (comm.size, comm.rank) if all(reading) else (1, 0)
+    counts = comm.allgather(attempt(comm, lambda: 0 if source is None else source.open_part(parts, part)))
+    facts = None
     if source is not None:
-        _, problem = _attempt(source.check)
-    agree(comm, problem)
-    facts = None if source is None else (
-        source.apart, source.features, source.targets, -1 if source.classes is None else source.classes,
-        source.columns(),
-    )  # fmt: skip
-    apart, features, targets, classes, columns = comm.bcast(facts)
+        facts = source.features, source.targets, source.classes, source.columns(), source.name
+    features, targets, classes, columns, name = comm.bcast(facts)
+    opened = Opened(source, WAYS[not all(reading)], np.cumsum([0, *counts]), features, targets, classes, columns)
+    if not opened.rows:
+        raise TrainingError(f"{name} has no row of numbers")
+    if classes is not None and targets != 1:
+        raise TrainingError(f"class numbers need one target column, not {targets}")
+    if classes != 0:
+        return opened
+    found = _number_labels(source, comm, labels)
+    if labels is None and len(found) >= max(opened.rows, 3):
+        raise TrainingError(f"{opened.rows} rows have {len(found)} different labels, such as {found[0]}: they are no "
+                            "classes; leave --classify out to learn numbers")
+    return opened._replace(classes=len(found), labels=found)
+
+
+def _open_readers(open_source: Callable[[], DataSource], comm: MPI.Comm, way: str) -> DataSource | None:
+    """Return the source on the ranks that read: all, where they may and can, else rank 0. Collective."""
+
+    def open_checked() -> DataSource | None:
+        found = open_source() if comm.rank == 0 else None
+        if found is not None:
+            found.check()
+        return found
+
+    source, problem = attempt(comm, open_checked), None
+    apart = comm.bcast(source.apart if source is not None else None)
     if comm.size > 1 and not apart and way == "read":
         raise TrainingError("these data cannot be read in parts: choose --way auto or scatter")
-    together = comm.size == 1 or (apart and way in ("auto", "read"))
-    if together and comm.rank:
-        source, problem = _attempt(open_source)
-    if way == "read":
-        agree(comm, problem)
-    if way in ("auto", "read") and together and all(comm.allgather(source is not None)):
-        assert source is not None
-        alike(comm, "the data differ between the ranks; give all the same file, or choose scatter", {
-            "features": source.features, "targets": source.targets, "classes": source.classes,
-            "read in parts": source.apart, "columns": source.columns(), "content": source.fingerprint(),
-        }, noun="their")  # fmt: skip
-        way = "read"
-    else:
-        way = "scatter"
-        source = source if comm.rank == 0 else None
-    parts, part = (comm.size, comm.rank) if way == "read" else (1, 0)
-    count, problem = (0, None) if source is None else _attempt(partial(source.open_part, parts, part))
-    agree(comm, problem)
-    starts = np.concatenate([[0], np.cumsum(comm.allgather(count or 0))])
-    shape = DataShape(int(starts[-1]), features, targets, classes)
-    agree(comm, f"{source.name} has no row of numbers" if source and not shape.rows else None)
-    if shape.classes >= 0 and shape.targets != 1:
-        raise TrainingError(f"class numbers need one target column, not {shape.targets}")
-    if shape.classes:
-        return Opened(source, way, shape, starts, columns)
-    found = _number_labels(source, comm, labels)
-    if labels is None and len(found) >= max(shape.rows, 3):
-        raise TrainingError(f"{shape.rows} rows have {len(found)} different labels, such as {found[0]}: they are no "
-                            "classes; leave --classify out to learn numbers")
-    return Opened(source, way, shape._replace(classes=len(found)), starts, columns, found)
+    if comm.size == 1 or not apart or way == "scatter":
+        return source
+    if comm.rank:
+        try:
+            source = open_source()
+        except TrainingError as error:
+            problem = str(error)
+    agree(comm, problem if way == "read" else None)
+    if not all(comm.allgather(source is not None)):
+        return source if comm.rank == 0 else None
+    assert source is not None
+    alike(comm, "the data differ between the ranks; give all the same file, or choose scatter", {
+        "features": source.features, "targets": source.targets, "classes": source.classes,
+        "read in parts": source.apart, "columns": source.columns(), "content": source.fingerprint(),
+    }, noun="their")  # fmt: skip
+    return source
 
 
 def _number_labels(source: DataSource | None, comm: MPI.Comm, known: Sequence[str] | None) -> tuple[str, ...]:
@@ -246,40 +246,33 @@ def _number_labels(source: DataSource | None, comm: MPI.Comm, known: Sequence[st
     `known`: those of a checkpoint, whose classes they keep. Collective; TrainingError on every rank where they are
     words and numbers, too many, or none of those that are known.
     """
-    found: dict[str, int] = {}
-    places, problem = ["", ""], None  # where the first word and the first number are
-    if source is not None:
-        labels, problem = _attempt(source.labels)
-        if labels is not None:
-            found = labels
-            _, problem = _attempt(partial(see_few, source.name, found))
-            rows = {is_number(label): row for label, row in reversed(found.items())}
-            places = [source.where(rows[kind], source.features) if kind in rows else "" for kind in (False, True)]
-    everywhere = comm.allgather(([] if problem else list(found), places))
-    agree(comm, problem)
-    all_labels = dict.fromkeys(label for each, _ in everywhere for label in each)
-    words, numbers = (next((each[kind] for _, each in everywhere if each[kind]), "") for kind in (0, 1))
-    if words and numbers:
-        problem = f"{words}, a word, but {numbers}, a number: labels are all words or all numbers; mend one of them"
-    elif known is not None and (strange := [label for label in all_labels if label not in set(known)]):
-        problem = (f"label {strange[0]!r} is none of the checkpoint's, which are {listed(known)}: give it rows of the "
-                   "same classes, or train anew")
-    agree(comm, problem)
-    ordered = tuple(known or sorted(all_labels, key=int if numbers else str))
+
+    def look() -> tuple[list[str], list[str]]:
+        """Return the labels here, and where the first word and the first number are."""
+        if source is None:
+            return [], ["", ""]
+        labels = source.labels()
+        see_few(source.name, labels)
+        rows = {is_number(label): row for label, row in reversed(labels.items())}
+        places = [source.where(rows[kind], source.features) if kind in rows else "" for kind in (False, True)]
+        return list(labels), places
+
+    everywhere = comm.allgather(attempt(comm, look))
+    labels = dict.fromkeys(label for each, _ in everywhere for label in each)
+    word, number = (next((places[kind] for _, places in everywhere if places[kind]), "") for kind in (0, 1))
+    if word and number:
+        raise TrainingError(f"{word}, a word, but {number}, a number: labels are all words or all numbers; mend one of "
+                            "them")
+    if known is not None and (strange := [label for label in labels if label not in set(known)]):
+        raise TrainingError(f"label {strange[0]!r} is none of the checkpoint's, which are {listed(known)}: give it "
+                            "rows of the same classes, or train anew")
+    ordered = tuple(known or sorted(labels, key=int if number else str))
     if source is not None:
         source.number(ordered)
     return ordered
 
 
-def _attempt(call: Callable[[], Any]) -> tuple[Any, str | None]:
-    """Return the call's result, or the sentence of its TrainingError."""
-    try:
-        return call(), None
-    except TrainingError as error:
-        return None, str(error)
-
-
-# -- dealing
+# ---- dealing
 
 
 def deal(rows: int, test_rows: int, batch: int, parts: int, index: int, seed: int) -> Deal:
@@ -299,7 +292,7 @@ def epoch_order(minibatches: int, epoch: int, seed: int) -> np.ndarray:
     return np.random.default_rng([seed, 1, epoch]).permutation(minibatches)
 
 
-# -- reading
+# ---- reading
 
 
 def _distribute(opened: Opened, mesh: Mesh, parts: list[np.ndarray]) -> np.ndarray:
@@ -309,7 +302,7 @@ def _distribute(opened: Opened, mesh: Mesh, parts: list[np.ndarray]) -> np.ndarr
     TrainingError of a reader is raised by all ranks.
     """
     comm, starts, source = mesh.comm, opened.starts, opened.source
-    columns = opened.shape.features + opened.shape.targets
+    columns = opened.features + opened.targets
     wanted = parts[mesh.batch_index]
     mine = np.empty((len(wanted), columns))
     by_row = np.argsort(wanted)
@@ -319,22 +312,16 @@ def _distribute(opened: Opened, mesh: Mesh, parts: list[np.ndarray]) -> np.ndarr
     for offset in range(0, int(np.diff(starts).max(initial=0)), block):
         windows = [(min(start + offset, stop), min(start + offset + block, stop)) for start, stop in pairwise(starts)]
         start, stop = windows[comm.rank]
-        table, problem = np.empty((0, columns)), None
+        read: Callable[[], np.ndarray] = partial(np.empty, (0, columns))
         if source is not None and start < stop:
-            try:
-                table = read_checked(source, start - first, stop - first)
-            except TrainingError as error:
-                problem = str(error)
-        agree(comm, problem)
+            read = partial(read_checked, source, start - first, stop - first)
+        table = attempt(comm, read)
         chunks = [table[part[slice(*np.searchsorted(part, (start, stop)))] - start] for part in in_order]
         outgoing = [chunk for chunk in chunks for _ in range(mesh.model)]
         flat, sizes = np.concatenate(outgoing), [chunk.size for chunk in outgoing]
         cuts = [tuple(np.searchsorted(in_order[mesh.batch_index], window)) for window in windows]
         received = np.empty((sum(b - a for a, b in cuts), columns))
-        if opened.way == "read":
-            counts = [(b - a) * columns for a, b in cuts]
-            comm.Alltoallv([flat, sizes, None, MPI.DOUBLE], [received, counts, None, MPI.DOUBLE])
-        else:
-            comm.Scatterv([flat, sizes, None, MPI.DOUBLE] if comm.rank == 0 else None, received, root=0)
+        counts = [(b - a) * columns for a, b in cuts]
+        comm.Alltoallv([flat, sizes, None, MPI.DOUBLE], [received, counts, None, MPI.DOUBLE])
         mine[np.concatenate([by_row[a:b] for a, b in cuts])] = received
     return mine

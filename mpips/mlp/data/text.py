@@ -1,7 +1,4 @@
-"""Delimited text, read in parts, and the labels of classes that files hold: whole numbers, or words.
-
-A part is an interval of the file's bytes, and of it only the lines that are asked for are parsed.
-"""
+"""Delimited text, read in parts: an interval of the file's bytes, of which the lines that are asked for are parsed."""
 
 from __future__ import annotations
 
@@ -10,25 +7,21 @@ import mmap
 import os
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from mpips.mlp.data.base import MISSING_LABELS, NO_LABEL, DataSource, label_of, number_of, see_few
 from mpips.mlp.mesh import TrainingError
 from mpips.mlp.network import interval
 
-MOST_LABELS = 10_000
-"""Labels that may be classes; more of them are numbers to be learned."""
-NO_LABEL = "no label of a class: labels are whole numbers, or words"
-_MISSING_LABELS = {"", "?", "na", "n/a", "nan", "null"}  # in small letters
-_MISSING = {*_MISSING_LABELS, "-", "none", "nil"}
-_SHOWN = 6  # labels that a sentence shows
+_MISSING_NAMES = {*MISSING_LABELS, "-", "none", "nil"}
 _SAMPLES = 256  # places of a file, of which its fingerprint takes
 _SAMPLE_BYTES = 4 << 10  # bytes each
 _COUNT_BYTES = 1 << 20
 _DELIMITERS = {"\t": "tabs", ";": "semicolons", ",": "commas", "|": "bars", None: "blanks"}
 _QUOTED = re.compile(r'"[^"]*"?')
+_FILLED = re.compile(rb"\S")
 _BINARY = {
     b"\x93NUMPY": "an array of NumPy: save inputs and targets as np.savez('data.npz', x=..., y=...)",
     b"PK\x03\x04": "a zip, as spreadsheets are: export it as CSV; arrays of NumPy need a name that ends in .npz",
@@ -43,7 +36,7 @@ _INDEX = re.compile(r"(Unnamed: 0)?")
 """The name that pandas gives its index in a file, and reads it back by."""
 
 
-class TextSource:
+class TextSource(DataSource):
     """A file of numbers, one row a line, fields separated by commas, semicolons, tabs, bars or blanks, with or without
     a line of names. Lines end in LF, CR LF, or CR alone.
 
@@ -54,21 +47,20 @@ class TextSource:
     value, on what is not a finite number or not a label.
     """
 
-    apart = True
-
     def __init__(
-        self,
-        path: str,
-        target: Sequence[str] = (),
-        features: Sequence[str] = (),
-        header: bool | None = None,
+        self, path: str, target: Sequence[str] = (), features: Sequence[str] = (), header: bool | None = None,
         classes: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.name, self.classes = path, classes
         self._bytes = _map(path)
         self._end = b"\n" if self._bytes.find(b"\n") >= 0 or self._bytes.find(b"\r") < 0 else b"\r"
         self._begin = 3 if self._bytes[:3] == b"\xef\xbb\xbf" else 0  # a byte order mark
-        first, after = self._first_line()
+        filled = _FILLED.search(self._bytes, self._begin)
+        if filled is None:
+            raise TrainingError(f"data file {path} is empty")
+        self._begin = max(self._begin, self._bytes.rfind(self._end, self._begin, filled.start()) + 1)
+        after = self._line_from(self._begin + 1)
+        first = self._text(self._begin, after)
         self._first_number = self._number_at(self._begin)
         second = self._text(after, self._line_from(after + 1))
         if self._bytes[self._begin : self._begin + 1] == b"\t" and second.count("\t") > first.count("\t"):
@@ -76,10 +68,10 @@ class TextSource:
         self._delimiter = _delimiter(first, second)
         fields = self._fields(first)
         self._width, self._names, self._index = len(fields), [""] * len(fields), False
-        if not any(_number(field) is not None for field in fields) if header is None else header:
+        if not any(number_of(field) is not None for field in fields) if header is None else header:
             self._names, self._begin = fields, after
             self._index = self._width > 2 and bool(_INDEX.fullmatch(fields[0])) and all(fields[1:])
-            self._check_names({""} if header else _MISSING)
+            self._check_names({""} if header else _MISSING_NAMES)
         targets = [self._column(column) for column in target] or [self._width - 1]
         inputs = [self._column(column) for column in features]
         self._index = self._index and not inputs and 0 not in targets
@@ -96,27 +88,26 @@ class TextSource:
         self._starts = self._stops = np.empty(0, np.int64)
         self._numbers: dict[str, int] | None = None  # of the labels, where they are numbered
 
-    def check(self) -> None:
-        """Return: a text has no checksum."""
-
     def fingerprint(self) -> str:
         """Return the size and a checksum of the whole file, of more than 1 MiB of samples evenly between the ends."""
-        size = len(self._bytes)
-        if size <= _SAMPLES * _SAMPLE_BYTES:
-            checksum = zlib.crc32(self._bytes)
-        else:
-            checksum = 0
-            for start in np.linspace(0, size - _SAMPLE_BYTES, _SAMPLES).astype(np.int64).tolist():
-                checksum = zlib.crc32(self._bytes[start : start + _SAMPLE_BYTES], checksum)
+        size, starts, length, checksum = len(self._bytes), [0], len(self._bytes), 0
+        if size > _SAMPLES * _SAMPLE_BYTES:
+            starts, length = np.linspace(0, size - _SAMPLE_BYTES, _SAMPLES).astype(np.int64).tolist(), _SAMPLE_BYTES
+        for start in starts:
+            checksum = zlib.crc32(self._bytes[start : start + length], checksum)
         return f"{size} bytes, checksum {checksum:08x}, columns {self._columns}"
 
     def open_part(self, parts: int, index: int) -> int:
         """Turn to the lines that begin in this part of the file's bytes; only there ends of lines are looked for."""
         size = len(self._bytes)
-        cuts = (self._begin + cut for cut in interval(size - self._begin, parts, index))
-        begin, end = (self._line_from(cut) for cut in cuts)
+        begin, end = (self._line_from(self._begin + cut) for cut in interval(size - self._begin, parts, index))
         data = np.frombuffer(self._bytes, np.uint8, end - begin, begin)
-        self._starts, self._stops = _lines(data, begin, self._end[0])
+        stops = np.flatnonzero(data == self._end[0]) + 1
+        if len(data) and not (len(stops) and stops[-1] == len(data)):
+            stops = np.append(stops, len(data))
+        starts = np.append(0, stops)[:-1]
+        filled = np.logical_or.reduceat(data > ord(" "), starts) if len(data) else np.empty(0, bool)
+        self._starts, self._stops = starts[filled] + begin, stops[filled] + begin
         return len(self._starts)
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -127,11 +118,13 @@ class TextSource:
         quote = '"' if any('"' in line for line in lines) else None
         if any(self._count(line) != self._width for line in lines):
             self._explain(start, lines)
-        numbered: dict[int | str, Callable[[str], int]] = {self._columns[-1]: self._class_of} if self._numbers else {}
+        numbers, convert = self._numbers, dict[int | str, Callable[[str], int]]()
+        if numbers:
+            convert[self._columns[-1]] = lambda field: numbers[label_of(field.strip()) or ""]
         try:
             table: np.ndarray = np.loadtxt(
                 lines, delimiter=self._delimiter, ndmin=2, comments=None, usecols=self._columns, quotechar=quote,
-                converters=numbered or None, encoding="utf-8",
+                converters=convert or None, encoding="utf-8",
             )  # fmt: skip
             return table
         except (ValueError, KeyError):
@@ -165,10 +158,6 @@ class TextSource:
         """Give these labels as 0, 1, 2, ... from now on."""
         self.classes, self._numbers = len(labels), {label: number for number, label in enumerate(labels)}
 
-    def _class_of(self, field: str) -> int:
-        assert self._numbers is not None, "asked where labels are numbered"
-        return self._numbers[label_of(field.strip()) or ""]
-
     def columns(self) -> str:
         """Return in words which columns are learned from which, and how the file separates them."""
         inputs, targets = self._columns[: self.features], self._columns[self.features :]
@@ -179,16 +168,7 @@ class TextSource:
             head += ", column 1 left out: the index of a frame"
         return f"{', '.join(map(self._label, inputs))} -> {', '.join(map(self._label, targets))} ({head})"
 
-    # -- the first line
-
-    def _first_line(self) -> tuple[str, int]:
-        """Return the first line that is not blank, and where the next one begins; lines begin with it from now on."""
-        while self._begin < len(self._bytes):
-            after = self._line_from(self._begin + 1)
-            if text := self._text(self._begin, after):
-                return text, after
-            self._begin = after
-        raise TrainingError(f"data file {self.name} is empty")
+    # -- names and numbers of columns
 
     def _check_names(self, missing: set[str]) -> None:
         """Refuse a first line of names that is a broken row; `missing` are no names."""
@@ -249,10 +229,8 @@ class TextSource:
 
     def _number_at(self, start: int) -> int:
         """Return the number, from 1, of the line that begins at this byte."""
-        before = 0
-        for at in range(0, start, _COUNT_BYTES):
-            before += self._bytes[at : min(start, at + _COUNT_BYTES)].count(self._end)
-        return before + 1
+        blocks = range(0, start, _COUNT_BYTES)
+        return 1 + sum(self._bytes[at : min(start, at + _COUNT_BYTES)].count(self._end) for at in blocks)
 
     def _explain(self, start: int, lines: list[str]) -> None:
         """Raise for the first line that is wrong."""
@@ -267,10 +245,10 @@ class TextSource:
                     f"{_DELIMITERS[self._delimiter]}"
                 )
             for column in self._columns[: self.features if self._numbers else None]:
-                if _number(fields[column]) is None:
+                if number_of(fields[column]) is None:
                     what = f"is {fields[column]!r}, not a finite number" if fields[column] else "is missing"
                     cure = "mend or remove the line"
-                    if _number(fields[column].replace(",", "")) is not None:
+                    if number_of(fields[column].replace(",", "")) is not None:
                         cure = "write it without commas, with a point before decimals"
                     elif fields[column] and column in self._columns[self.features :]:
                         cure += ", or say --classify if it is a label"
@@ -305,74 +283,3 @@ def _delimiter(first: str, second: str) -> str | None:
     there = [each for each in _DELIMITERS if each is not None and each in one]
     alike = [each for each in there if one.count(each) == two.count(each)]
     return next(iter([*alike, *(each for each in ",\t;|" if each in there)]), None)
-
-
-def _number(field: str) -> float | None:
-    """Return the number that NumPy reads here, too; None where it reads none."""
-    try:
-        return float(field) if field.isascii() and "_" not in field else None
-    except ValueError:
-        return None
-
-
-def _lines(data: np.ndarray, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return start and stop of every line of these bytes that is not blank; the first is byte `begin` of the file.
-
-    `end`: the byte that ends a line.
-    """
-    if not len(data):
-        return np.empty(0, np.int64), np.empty(0, np.int64)
-    stops = np.flatnonzero(data == end) + 1
-    if not len(stops) or stops[-1] != len(data):
-        stops = np.append(stops, len(data))
-    starts = np.concatenate([[0], stops[:-1]])
-    filled = np.logical_or.reduceat(data > ord(" "), starts)
-    return starts[filled] + begin, stops[filled] + begin
-
-
-def airfoil(directory: str) -> TextSource:
-    """Open the NASA airfoil self-noise set (UCI): 1,503 rows; columns 2 to 5 predict the last one."""
-    path = Path(directory) / "airfoil_self_noise.dat"
-    if not path.is_file():
-        raise TrainingError(
-            f"{path} does not exist: download the airfoil self-noise set from the UCI machine learning repository and "
-            f"name its directory with --data-directory"
-        )
-    return TextSource(str(path), features=("2", "3", "4", "5"))
-
-
-# -- labels
-
-
-def label_of(field: str) -> str | None:
-    """Return the label that a text stands for: "2" of "2.0", words as they are; None where it is none."""
-    number = _number(field)
-    if number is None:
-        return None if field.lower() in _MISSING_LABELS else field
-    return str(int(number)) if number == number // 1 and abs(number) <= 2**53 else None
-
-
-def is_number(label: str) -> bool:
-    """Tell whether a label stands for a whole number."""
-    return label.lstrip("-").isdecimal() and label.isascii()
-
-
-def see_few(name: str, labels: Mapping[str, int]) -> None:
-    """Raise TrainingError where there are more labels than classes."""
-    if len(labels) > MOST_LABELS:
-        raise TrainingError(f"{name} has more than {MOST_LABELS:,} different labels, such as {listed(list(labels))}: "
-                            "they are no classes; leave --classify out to learn numbers")
-
-
-def listed(labels: Sequence[str]) -> str:
-    """Return some labels in words, and how many more there are."""
-    more = f" and {len(labels) - _SHOWN:,} more" if len(labels) > _SHOWN else ""
-    return ", ".join(labels[:_SHOWN]) + more
-
-
-def name_classes(labels: Sequence[str]) -> str:
-    """Return in words which label is which class; "" where they are 0, 1, 2, ... themselves."""
-    if list(labels) == [str(number) for number in range(len(labels))]:
-        return ""
-    pairs = [f"{label} is {number}" for number, label in enumerate(labels[:_SHOWN])]
-    return f"{len(labels)} classes: {', '.join(pairs)}{', ...' if len(labels) > _SHOWN else ''}"

@@ -14,7 +14,8 @@ import pytest
 from mpi4py import MPI
 
 from mpips.mlp import MLP, Mesh, TrainingError, checkpoint
-from mpips.mlp.data.sources import open_source, read_checked
+from mpips.mlp.data.base import read_checked
+from mpips.mlp.data.sources import open_source
 from mpips.mlp.training import Worker
 from mpips.optimizers import Adam
 from mpips.overlap.problem import load_profile

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mpips.mlp.data.sources import ArraySource, SyntheticSource, open_source, read_checked
+from mpips.mlp.data.base import read_checked
+from mpips.mlp.data.sources import ArraySource, SyntheticSource, open_source
 from mpips.mlp.data.text import TextSource
 from mpips.mlp.mesh import TrainingError, counted
 
