@@ -33,8 +33,8 @@ class Before(NamedTuple):
     """Of each worker now the one whose place it has: itself, or a dead one; NEW where the store has grown by it."""
 
     def in_whose_place(self, worker: int, kind: str) -> range:
-        """The workers one of whose pushes were those that a worker of now goes on with: its own, in stores where each
-        pushes alone, else those of its client. None where the store has grown by it."""
+        """Return the workers whose pushes a worker of now goes on with; none where the store has grown by it. They are
+        itself, in stores where each pushes alone, else its client."""
         place = self.places[worker]
         if place == NEW:
             return range(0)

@@ -86,7 +86,7 @@ class Ledger:
         return region.offset
 
     def publish(self, book: LedgerText, generation: int) -> None:
-        """From now on this is what the server has, once that generation has begun."""
+        """Write what the server has from now on, once that generation has begun."""
         text = msgspec.msgpack.encode(book)
         memory = arena.empty(len(text), np.uint8)
         memory[...] = np.frombuffer(text, np.uint8)
@@ -99,7 +99,7 @@ class Ledger:
         self._texts[slot] = memory
 
     def attempt(self, generation: int) -> None:
-        """An attempt to begin that generation: what an earlier one has published for it does not count."""
+        """Drop what an earlier attempt to begin that generation has published for it."""
         for at in range(0, SLOTS * SLOT_WORDS, SLOT_WORDS):
             if self._slots[at + GENERATION] >= generation:
                 self._slots[at + SEQUENCE] = 0
@@ -117,34 +117,17 @@ def read_ledger(segment: NDArray[np.uint8], region: Region, generation: int) -> 
     return msgspec.msgpack.decode(data.tobytes(), type=LedgerText)
 
 
-def ledger_entry(
-    ledger: Ledger, key: int | str, start: int, undo: Undo, words: Array, contributors: tuple[int, ...]
-) -> LedgerEntry:  # fmt: skip
-    """Return what the ledger says of a unit."""
-    values = undo.arrays[0]
-    rows = (0, 0) if undo.rows is None else (ledger.offset(undo.rows), len(undo.rows))
-    arrays = [
-        (array.dtype.name, ledger.offset(array), ledger.offset(copy))
-        for array, copy in zip(undo.arrays, undo.copies, strict=True)
-    ]
-    return LedgerEntry(
-        key, values.dtype.name, start, start + values.size, undo.row_elements, contributors, ledger.offset(words),
-        ledger.offset(np.asarray(undo.words)), rows, arrays,
-    )  # fmt: skip
-
-
 def undo_of(segment: NDArray[np.uint8], entry: LedgerEntry) -> Undo:
     """Return the memory of a unit, in a segment that is mapped here."""
     size = entry.stop - entry.start
 
-    def view(offset: int, count: int, dtype: Any) -> Array:
-        kind = np.dtype(dtype)
-        return segment[offset : offset + count * kind.itemsize].view(kind)
+    def view(offset: int, count: int, dtype: np.dtype) -> Array:
+        return segment[offset : offset + count * dtype.itemsize].view(dtype)
 
     first = [view(array, size, dtype_of(name)) for name, array, _ in entry.arrays]
     second = [view(copy, size, dtype_of(name)) for name, _, copy in entry.arrays]
-    rows = view(entry.rows[0], entry.rows[1], np.int64) if entry.rows[1] else None
-    return Undo(first, second, memoryview(view(entry.journal, WORDS, np.uint64)), rows, entry.row_elements)  # type: ignore[arg-type]
+    rows = view(entry.rows[0], entry.rows[1], np.dtype(np.int64)) if entry.rows[1] else None
+    return Undo(first, second, memoryview(view(entry.journal, WORDS, np.dtype(np.uint64))), rows, entry.row_elements)  # type: ignore[arg-type]
 
 
 def told_pushes(segment: NDArray[np.uint8], entry: LedgerEntry) -> Sequence[int]:
@@ -190,12 +173,11 @@ class NodeMemory:
 
     @property
     def ranks(self) -> list[int]:
-        """The servers whose memory is here."""
+        """Return the servers whose memory is here."""
         return list(self._mapped)
 
     def shelves(self, layout: Layout, generation: int) -> list[Shelf]:
-        """Return what the dead servers had for which this rank speaks when `generation` is to begin: it is the lowest
-        of those left on their node."""
+        """Return what dead servers of this node had when `generation` is to begin, on the lowest rank left there."""
         before = layout.before
         if before is None:
             return []
@@ -259,12 +241,17 @@ class UnitMemory:
             mine = memoryview(words[word : word + 1 + len(card.contributors)])  # type: ignore[arg-type]
             journal = memoryview(journals[WORDS * index : WORDS * (index + 1)])  # type: ignore[arg-type]
             old = adopted.get(card.number)
+            kept: Undo | None = None
             if old is None:
                 at, dtype = places[card.number], frames.dtype_of(card.dtype)
                 stored = memory[at : at + (card.stop - card.start) * dtype.itemsize].view(dtype)
-                kept = self._undo(card, stored, groups, journal)
+                if self.ledger is not None:
+                    states = state_dtypes(groups.of(card.key), stored.dtype)
+                    kept = undo.new(stored, card.row_elements, states, journal)
             else:
-                stored, kept = old.stored, self._again(old, journal)
+                stored, was = old.stored, old.undo
+                if was is not None:  # with words of its own: the old ones stay true until the next generation begins
+                    kept = Undo(was.arrays, was.copies, journal, was.rows, was.row_elements)
             unit = (Unit if kept is None else SurvivingUnit)(
                 card.number, card.key, stored, mine, card.contributors, card.block_elements, card.row_elements,
                 card.start, kept,
@@ -273,27 +260,24 @@ class UnitMemory:
             units.append(unit)
         return units, Created(_region(words), [_region(unit.stored) for unit in units])
 
-    def _undo(self, card: UnitCard, stored: Array, groups: Groups, journal: memoryview) -> Undo | None:
-        if self.ledger is None:
-            return None
-        return undo.new(stored, card.row_elements, state_dtypes(groups.of(card.key), stored.dtype), journal)
-
-    def _again(self, old: Unit, journal: memoryview) -> Undo | None:
-        """Return the undo copy of an old unit, with words of its own: the old ones stay true until the next generation
-        begins."""
-        if old.undo is None:
-            return None
-        return Undo(old.undo.arrays, old.undo.copies, journal, old.undo.rows, old.undo.row_elements)
-
     def publish(self, units: Iterable[Unit], settings: bytes, generation: int) -> None:
         """Tell those who outlive this server what it has, from that generation on."""
         if self.ledger is None:
             return
+        offset = self.ledger.offset
         entries = []
         for unit in units:
-            assert unit.undo is not None
-            words = np.asarray(unit.words)
-            entries.append(ledger_entry(self.ledger, unit.key, unit.start, unit.undo, words, unit.contributors))
+            kept = unit.undo
+            assert kept is not None
+            arrays = [
+                (array.dtype.name, offset(array), offset(copy))
+                for array, copy in zip(kept.arrays, kept.copies, strict=True)
+            ]
+            entries.append(LedgerEntry(
+                unit.key, unit.stored.dtype.name, unit.start, unit.start + unit.stored.size, kept.row_elements,
+                unit.contributors, offset(np.asarray(unit.words)), offset(np.asarray(kept.words)),
+                (0, 0) if kept.rows is None else (offset(kept.rows), len(kept.rows)), arrays,
+            ))  # fmt: skip
         self.ledger.publish(LedgerText(entries, settings), generation)
 
 

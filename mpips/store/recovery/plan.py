@@ -1,4 +1,4 @@
-"""What each rank holds when a generation is over, and the plan of the next one that follows from it. Pure data.
+"""Records of what each rank holds when a generation is over, and the plan of the next one that follows. Pure data.
 
 Every rank brings an `Inventory`, and the same plan follows on every rank: `choose_rounds`, then `make_plan`. A round
 may have ended for some keys and not for others. Where all can be put back to one, none is lost and none counts twice:
@@ -151,8 +151,8 @@ def decode_settings(data: bytes) -> tuple[Groups, Compressor | None]:
 
 
 class Part(NamedTuple):
-    """Elements [start, stop) of a key from a unit of an old owner, or a copy of it: its place on the shelf of the
-    `owner`, as it is, or as it was a round `before`."""
+    """Elements [start, stop) of a key from one unit, or a copy of it: its place on the shelf of the `owner`, as it is,
+    or as it was a round `before`."""
 
     owner: int
     unit: int
@@ -292,8 +292,8 @@ class RecoveryPlan:
 
 
 class Placed(msgspec.Struct, array_like=True):
-    """A server's word to all when it is filled: where its units lie, and why it refuses the change of settings that
-    the end of the generation interrupted. Of other ranks nothing."""
+    """A server's word to all when it is filled; of other ranks nothing. It says where its units lie, and why it refuses
+    the change of settings that the end of the generation interrupted."""
 
     where: Created | None = None
     refusal: str = ""
@@ -456,11 +456,9 @@ def _plan_units(
     one_node = all(one.local for one in said[: layout.num_workers])
     cutting = Cutting(layout, one_node, not (said[0].shared_cores or layout.asynchronous))
     cards: Cards = {server: [] for server in range(layout.num_servers)}
-    places = places_by_server(choice.keys, layout.num_workers if layout.before is None else layout.before.num_workers)
     stays = _keys_stay(layout, choice.keys)
     for key in keys:
-        parts = [(server, Interval(start, stop)) for server, start, stop in places[key.name]]
-        cutting.cut(key, lines, cards, parts if stays else None)
+        cutting.cut(key, lines, cards, _parts_by_server(layout, choice.keys[key.name]) if stays else None)
     holders = {shelf.owner: rank for rank, one in enumerate(said) for shelf in one.shelves}
     units = [
         _plan_unit(layout.server_rank(server), card, choice.keys[card.key], shelves, holders, said, counts)
@@ -489,18 +487,15 @@ def _plan_unit(
     return UnitPlan(rank, card, chosen.round, chosen.torn, adopted, transfers, pushes)
 
 
-def places_by_server(chosen: Mapping[Name, KeyChoice], first_server: int) -> dict[Name, list[tuple[int, int, int]]]:
-    """Return where keys lay before: (server, start, stop), what lies side by side on a server as one."""
-    found = {}
-    for name, one in chosen.items():
-        joined: list[tuple[int, int, int]] = []
-        for part in one.parts:
-            server = part.owner - first_server
-            if joined and joined[-1][0] == server and joined[-1][2] == part.start:
-                joined[-1] = server, joined[-1][1], part.stop
-            else:
-                joined.append((server, part.start, part.stop))
-        found[name] = joined
+def _parts_by_server(layout: Layout, chosen: KeyChoice) -> list[tuple[int, Interval]]:
+    """Return where a key lay before, by servers; what lies side by side on a server as one."""
+    first = layout.num_workers if layout.before is None else layout.before.num_workers
+    found: list[tuple[int, Interval]] = []
+    for part in chosen.parts:
+        server, start = part.owner - first, part.start
+        if found and found[-1][0] == server and found[-1][1].stop == start:
+            start = found.pop()[1].start
+        found.append((server, Interval(start, part.stop)))
     return found
 
 

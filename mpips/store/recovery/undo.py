@@ -12,7 +12,7 @@ until the next sum goes there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from collectives.fabric import arena
 
 Array = NDArray[Any]
+Words = MutableSequence[int] | memoryview
 WORDS = 16
 """Of a unit: two cache lines."""
 CLOSED, OPENED, WHOLE, MARK, BY_ROWS, STEP, STEP_BEFORE, TORN, PUSH = range(9)
@@ -50,13 +51,13 @@ class Version(NamedTuple):
 
 
 class Undo:
-    """The memory of one unit: `arrays` are its values and the optimizer's state, all 1-D of one length, `copies` one of
-    each, `rows` room for numbers of rows or None; `words` as above."""
+    """The memory of one unit. `arrays`: its values and the optimizer's state, all 1-D of one length. `copies`: one of
+    each. `rows`: room for numbers of rows, or None. `words`: as above."""
 
     __slots__ = ("arrays", "copies", "row_elements", "rows", "words")
 
     def __init__(
-        self, arrays: Sequence[Array], copies: Sequence[Array], words: Any, rows: NDArray[np.int64] | None,
+        self, arrays: Sequence[Array], copies: Sequence[Array], words: Words, rows: NDArray[np.int64] | None,
         row_elements: int,
     ) -> None:  # fmt: skip
         self.arrays, self.copies, self.words = list(arrays), list(copies), words
@@ -84,7 +85,7 @@ class Undo:
         words[OPENED] = words[CLOSED] + 1
 
     def pushed(self, index: int, count: int) -> None:
-        """The update that is about to be opened makes so many pushes of the contributor at `index` count."""
+        """Note how many pushes of the contributor at `index` count with the update that is about to be opened."""
         self.words[PUSH + (self.words[CLOSED] + 1) % 2] = index << COUNT_BITS | count
 
     def keep(self, start: int, stop: int) -> None:
@@ -104,14 +105,14 @@ class Undo:
         self.words[MARK] = len(rows)
 
     def close(self, step: int | None) -> None:
-        """The round is complete; `step`: the optimizer's, None where there is no state."""
+        """Complete the round; `step`: the optimizer's, None where there is no state."""
         words = self.words
         words[STEP] = 0 if step is None else 1 + step
         words[WHOLE] = 1
         words[CLOSED] = words[OPENED]
 
     def undo(self) -> Standing:
-        """Give up a round that is not complete; what the unit holds then."""
+        """Give up a round that is not complete; return what the unit holds then."""
         words = self.words
         if words[OPENED] != words[CLOSED]:
             self._patch(self.arrays)
@@ -129,17 +130,17 @@ class Undo:
     # ---- other changes
 
     def overwritten(self, torn: bool) -> None:
-        """Values are being overwritten from outside, or (not `torn`) have been: there is no going back."""
+        """Note that values are being overwritten from outside, or (not `torn`) have been: there is no going back."""
         self.words[WHOLE] = 0
         self.words[TORN] = torn
 
     def stated(self, step: int | None) -> None:
-        """The optimizer's state is another one, from outside; None: there is none, or it is about to change."""
+        """Note another state of the optimizer, from outside; None: there is none, or it is about to change."""
         self.words[WHOLE] = 0
         self.words[STEP] = 0 if step is None else 1 + step
 
     def stands(self, round_: int, step: int | None, torn: bool) -> None:
-        """The unit begins a generation so."""
+        """Begin a generation at this round and step."""
         words = self.words
         words[CLOSED] = words[OPENED] = round_
         words[STEP] = 0 if step is None else 1 + step
@@ -195,9 +196,9 @@ class Undo:
             array[:mark] = copy[:mark]
 
 
-def new(stored: Array, row_elements: int, states: Sequence[np.dtype], words: Any) -> Undo:
-    """Return an undo copy of a unit with these values, at round 0, and with memory for a state of these dtypes, but
-    none yet; `words` are zeros."""
+def new(stored: Array, row_elements: int, states: Sequence[np.dtype], words: Words) -> Undo:
+    """Return an undo copy of a unit with these values, at round 0. It has memory for a state of these dtypes, but no
+    state yet; `words` are zeros."""
     count = stored.size // row_elements if row_elements >= SPARSE_ROW else 0
     rows = arena.empty(count, np.int64) if count else None
     first = Undo([stored], [arena.empty(stored.shape, stored.dtype)], words, rows, row_elements)
@@ -236,7 +237,7 @@ class ReplicaUndo:
         self._room: list[Array] = []
 
     def copy(self, now: Version) -> None:
-        """The replica is about to be updated in place."""
+        """Copy the replica, which is about to be updated in place."""
         self.before = None
         room = self._room if _same_arrays(self._room, now.arrays) else None
         if room is None:
@@ -246,17 +247,17 @@ class ReplicaUndo:
         self.before = Version(now.round, now.step, room)
 
     def instead_of(self, now: Version | None) -> None:
-        """The replica becomes another copy, whose arrays are not these: what it was is kept; None where it is torn."""
+        """Keep what the replica was (None where it is torn), as it becomes another copy, whose arrays are not these."""
         if now is not None:
             self.before, self._room = now, now.arrays
 
     def overwritten(self, array: Array) -> None:
-        """The array is about to be written."""
+        """Note that the array is about to be written."""
         if self.before is not None and self.before.arrays[0] is array:
             self.before = None
 
     def forget(self) -> None:
-        """The replica was changed otherwise than by a round."""
+        """Note that the replica was changed otherwise than by a round."""
         self.before = None
 
 

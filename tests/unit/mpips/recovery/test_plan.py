@@ -19,7 +19,6 @@ from mpips.store.recovery.plan import (
     common_round,
     copies_of,
     make_plan,
-    places_by_server,
 )
 
 SIZE = 10
@@ -79,11 +78,6 @@ def test_asynchronous_shards_stand_each_at_its_own():
 def test_an_empty_key_is_had_from_anybody():
     seen = found(shelf(4, unit(0, 0, 1)), size=0)
     assert seen.keys["w"].parts[0].owner == 4 and seen.keys["w"].round == 1
-
-
-def test_where_keys_lay_is_told_by_server():
-    seen = found(shelf(4, unit(0, 3, 1), unit(3, 6, 1)), shelf(5, unit(6, 10, 1)))
-    assert places_by_server(seen.keys, 4) == {"w": [(0, 0, 6), (1, 6, 10)]}
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 10), st.integers(0, 2), st.booleans()), max_size=9))
