@@ -29,8 +29,10 @@ from mpips.mlp.parallel import Clock, LocalUpdate
 from mpips.optimizers.base import Optimizer, State, initial
 from mpips.optimizers.elastic import INTERVAL, Elastic1, Elastic2
 from mpips.store.api import KVStore
-from mpips.store.checkpoint.source import Handle, States, Store
 from mpips.store.create import create
+from mpips.store.runtime.engine import Handle
+from mpips.store.worker.interface import States
+from mpips.store.worker.settings import Settings
 
 STORES = {"sync": "mpi_sync", "elastic": "mpi_async"}
 """The kind of store behind each kind of servers."""
@@ -274,7 +276,7 @@ class SynchronousUpdate:
         state = initial(self._optimizer, self._network.flat_parameters)
         wholes = [self._group.whole(array) for array in state]
 
-        def work(store: Store) -> None:
+        def work(store: Settings) -> None:
             found = store.run("fetch", store.backend.stored.states([store.keys[name] for name in self._in]))
             if self._mesh.batch_index == 0:
                 views = [self._group.keyed(whole) for whole in wholes]
@@ -294,7 +296,7 @@ class SynchronousUpdate:
         for whole, array in zip(wholes, state):
             self._group.gather(array, whole)
 
-        def work(store: Store) -> None:
+        def work(store: Settings) -> None:
             views = [self._group.keyed(whole) for whole in wholes]
             states: States = {name: (step, [view[name] for view in views]) for name in self._out}
             store.run("restore", store.backend.stored.put_states([store.keys[name] for name in self._out], states))
@@ -302,7 +304,7 @@ class SynchronousUpdate:
         if state:
             self._work_with_states(work)
 
-    def _work_with_states(self, work: Callable[[Store], None]) -> None:
+    def _work_with_states(self, work: Callable[[Settings], None]) -> None:
         """Let the leaders work with the states of their servers, when all that was pushed has been applied."""
         problem = None
         if self._kv is not None:

@@ -17,7 +17,7 @@ from mpips.store import options as table
 from mpips.store import roles, world
 from mpips.store.api import KVStore
 from mpips.store.checkpoint import resume
-from mpips.store.checkpoint.resume import Regular
+from mpips.store.checkpoint.resume import RegularSaves
 from mpips.store.options import OptionError, Options
 from mpips.store.recovery.recover import Member, StandBy, wait_for_role
 from mpips.store.remote.store import RemoteStore
@@ -117,7 +117,7 @@ def _asked(kind: str, options: dict[str, Any]) -> tuple[str, Options | None, str
 
 def _store(
     layout: Layout, backend: RemoteStore | ReplicatedStore, generation: Generation, closed: Step,
-    saves: Callable[[Settings], Regular] | None = None, joined: Recovered | None = None,
+    saves: Callable[[Settings], RegularSaves] | None = None, joined: Recovered | None = None,
 ) -> KVStore:  # fmt: skip
     """Return a worker's store. `saves`: how it saves itself. `joined`: the content of the store in which this worker
     has taken a dead one's place."""
@@ -150,7 +150,7 @@ def _served(comm: MPI.Intracomm, layout: Layout) -> KVStore:
     return store
 
 
-def _saves(layout: Layout) -> Callable[[Settings], Regular] | None:
+def _saves(layout: Layout) -> Callable[[Settings], RegularSaves] | None:
     """Return how a store goes on from its folder, and saves itself there: the first of the job that names this folder,
     if it is on all ranks of the job."""
     folder = layout.options.checkpoint
@@ -159,21 +159,21 @@ def _saves(layout: Layout) -> Callable[[Settings], Regular] | None:
         return None
     _folders.add(folder)
 
-    def begin(settings: Settings) -> Regular:
+    def begin(settings: Settings) -> RegularSaves:
         settings.base, settings.restored = resume.resume(settings)
         settings.resumed = settings.base
         resume.tell_spares(layout, settings.base)
-        return Regular(settings, settings.base)
+        return RegularSaves(settings, settings.base)
 
     return begin
 
 
-def _saves_from(step: int) -> Callable[[Settings], Regular]:
+def _saves_from(step: int) -> Callable[[Settings], RegularSaves]:
     """Return the saves of a worker that joins a store which has gone on from this step."""
 
-    def begin(settings: Settings) -> Regular:
+    def begin(settings: Settings) -> RegularSaves:
         settings.base = step
-        return Regular(settings, step)
+        return RegularSaves(settings, step)
 
     return begin
 

@@ -3,6 +3,9 @@
 Worker 0 reads; the others need not see the file. What does not fit is found before anything changes: then all raise the
 same ValueError. Keys that the store does not have are made; keys that the file does not have are an error.
 
+Where as many workers (or clients) load as have saved, each gets back what its own compression has kept back. Otherwise
+worker i of n gets the sum of those numbered i, i + n, i + 2n, ...: nothing is lost, and nothing is sent twice.
+
 `save_states` and `load_states` are `save_optimizer_states` and its pair, as MXNet has them.
 """
 
@@ -25,18 +28,29 @@ from mpips.optimizers.registry import as_data, from_data
 from mpips.optimizers.schedules import Groups
 from mpips.store.checkpoint import file
 from mpips.store.checkpoint import file as tensors
-from mpips.store.checkpoint import source as residuals
-from mpips.store.checkpoint.file import Header, Reader, Record, file_name, residual_name, state_name, value_name
-from mpips.store.checkpoint.source import States, Store, from_worker, served
+from mpips.store.checkpoint.file import (
+    Header,
+    Reader,
+    Record,
+    file_name,
+    residual_dtype,
+    residual_name,
+    state_name,
+    value_name,
+)
+from mpips.store.checkpoint.save import compressible, from_worker, senders
 from mpips.store.keys.arguments import runs
 from mpips.store.keys.key import Key, Name
 from mpips.store.options import MOST
+from mpips.store.roles import Layout
 from mpips.store.runtime.rendezvous import attempt
+from mpips.store.worker.interface import States, Stored
+from mpips.store.worker.settings import Settings
 
 Array = NDArray[Any]
 
 
-def load(store: Store, path: str | os.PathLike[str]) -> None:
+def load(store: Settings, path: str | os.PathLike[str]) -> None:
     """See `KVStore.load`."""
     store.finish()
     if store.saving is not None:
@@ -49,7 +63,7 @@ def load(store: Store, path: str | os.PathLike[str]) -> None:
         store.run("load", _loaded(store, reader, msgspec.msgpack.decode(told[0], type=Header)))
 
 
-def _opened(store: Store, path: str, stack: contextlib.ExitStack) -> Reader | None:
+def _opened(store: Settings, path: str, stack: contextlib.ExitStack) -> Reader | None:
     """On worker 0 the file; ValueError where it cannot be read, or does not fit the store."""
     if store.layout.rank:
         return None
@@ -63,7 +77,7 @@ def _opened(store: Store, path: str, stack: contextlib.ExitStack) -> Reader | No
     return reader
 
 
-def _see_keys(store: Store, path: str, header: Header) -> None:
+def _see_keys(store: Settings, path: str, header: Header) -> None:
     """The keys of the store are in the file as they are in the store; else ValueError."""
     records = {record.key: record for record in header.records}
     for key in store.keys.values():
@@ -82,7 +96,7 @@ def _see_state(path: str, record: Record, optimizer: Optimizer | None) -> None:
     """ValueError where the optimizer cannot update the key, or the state in the file is not one of this optimizer's."""
     if optimizer is None:
         return
-    if not residuals.compressible(record.dtype):
+    if not compressible(record.dtype):
         raise ValueError(f"{path}: key {record.key!r} is {record.dtype}, and an optimizer needs floats: load it into a "
                          "store whose optimizers name their keys, set_optimizer(..., keys=[...])")  # fmt: skip
     if not (record.step or record.state):
@@ -96,7 +110,7 @@ def _see_state(path: str, record: Record, optimizer: Optimizer | None) -> None:
         )
 
 
-def _used(store: Store, groups: Groups) -> Groups:
+def _used(store: Settings, groups: Groups) -> Groups:
     """Return the optimizers after the load: those of the file, where it has any."""
     return Groups(groups.default or store.groups.default, groups.own) if groups else store.groups
 
@@ -107,7 +121,7 @@ def _groups(header: Header) -> Groups:
     return Groups(None if header.optimizer is None else from_data(header.optimizer), own)
 
 
-def _loaded(store: Store, reader: Reader | None, header: Header) -> Task[None]:
+def _loaded(store: Settings, reader: Reader | None, header: Header) -> Task[None]:
     """Everything from the file, which worker 0 reads, into the store, some keys at a time. Collective."""
     parts = [header.records[run] for run in runs(map(_nbytes, header.records))]
     for records in parts:
@@ -118,11 +132,11 @@ def _loaded(store: Store, reader: Reader | None, header: Header) -> Task[None]:
     for records in parts:
         yield from _states_loaded(store, reader, [one for one in records if store.groups.of(one.key) is not None])
         if header.residuals:
-            floats = [record for record in records if residuals.compressible(record.dtype)]
+            floats = [record for record in records if compressible(record.dtype)]
             yield from _residuals_loaded(store, reader, header, floats)
 
 
-def _use(store: Store, groups: Groups, compressor: Compressor | None) -> Task[None]:
+def _use(store: Settings, groups: Groups, compressor: Compressor | None) -> Task[None]:
     """Set these optimizers and this compression, which are the same on all workers."""
     if groups.default is not None:
         yield from store.backend.set_optimizer(groups.default, None)
@@ -142,7 +156,7 @@ def _nbytes(record: Record) -> int:
     return record.size * sum(np.dtype(dtype).itemsize for dtype in (record.dtype, *record.state))
 
 
-def _values_loaded(store: Store, reader: Reader | None, records: Sequence[Record]) -> Task[None]:
+def _values_loaded(store: Settings, reader: Reader | None, records: Sequence[Record]) -> Task[None]:
     there = [record for record in records if record.key in store.keys]
     new = [record for record in records if record.key not in store.keys]
     if there:
@@ -154,7 +168,7 @@ def _values_loaded(store: Store, reader: Reader | None, records: Sequence[Record
         store.add(keys)
 
 
-def _states_loaded(store: Store, reader: Reader | None, records: Sequence[Record]) -> Task[None]:
+def _states_loaded(store: Settings, reader: Reader | None, records: Sequence[Record]) -> Task[None]:
     states = {
         record.key: (
             record.step,
@@ -162,21 +176,37 @@ def _states_loaded(store: Store, reader: Reader | None, records: Sequence[Record
         )
         for record in records
     }
-    if not served(store.layout):
+    if not store.layout.num_servers:
         from_worker(store.layout, 0, [*states], [array for _, arrays in states.values() for array in arrays])
     yield from store.backend.stored.put_states([store.keys[name] for name in states], states)
 
 
-def _residuals_loaded(store: Store, reader: Reader | None, header: Header, records: Sequence[Record]) -> Task[None]:
+def _residuals_loaded(store: Settings, reader: Reader | None, header: Header, records: Sequence[Record]) -> Task[None]:
     saved = [
         [
-            _read(reader, residual_name(one.key, group), (one.size,), residuals.residual_dtype(one.dtype).name)
+            _read(reader, residual_name(one.key, group), (one.size,), residual_dtype(one.dtype).name)
             for one in records
         ]
         for group in range(header.residuals)
     ]
     keys = [store.keys[record.key] for record in records]
-    yield from residuals.given_back(store.layout, store.backend.stored, keys, saved, header.residuals)
+    yield from give_back_residuals(store.layout, store.backend.stored, keys, saved, header.residuals)
+
+
+def give_back_residuals(
+    layout: Layout, stored: Stored, keys: Sequence[Key], saved: Sequence[Sequence[Array]], groups: int
+) -> Task[None]:
+    """Give each sender what is its own of `saved` (worker 0's count; an array a key), which `groups` senders had.
+    Collective."""
+    group = next(number for number, ranks in enumerate(senders(layout)) if layout.rank in ranks)
+    mine = [np.zeros(key.size) for key in keys]
+    for number in range(groups):
+        arrays = saved[number]
+        from_worker(layout, 0, [key.name for key in keys], arrays)
+        if number % len(senders(layout)) == group:
+            for total, array in zip(mine, arrays, strict=True):
+                total += array
+    yield from stored.put_residuals(keys, mine)
 
 
 def _read(reader: Reader | None, name: str, shape: tuple[int, ...], dtype: str) -> Array:
@@ -188,7 +218,7 @@ STEPS, OPTIMIZERS = "steps", "optimizers"
 """The words of the metadata."""
 
 
-def save_states(store: Store, fname: str, dump_optimizer: bool) -> None:
+def save_states(store: Settings, fname: str, dump_optimizer: bool) -> None:
     """See `KVStore.save_optimizer_states`."""
     _all_come(store, "save_optimizer_states", fname)
     found = store.run("save_optimizer_states", store.backend.stored.states(list(store.keys.values())))
@@ -197,14 +227,14 @@ def save_states(store: Store, fname: str, dump_optimizer: bool) -> None:
     store.agree("save_optimizer_states", refusal=refusal)
 
 
-def load_states(store: Store, fname: str) -> None:
+def load_states(store: Settings, fname: str) -> None:
     """See `KVStore.load_optimizer_states`."""
     keys = [key for key in store.keys.values() if store.groups.of(key.name) is not None]
     _all_come(store, "load_optimizer_states", fname)
     states, refusal = attempt(lambda: _fitting(store, read(fname, keys)) if store.layout.rank == 0 else {})
     shapes = [(step, [array.dtype.name for array in arrays]) for step, arrays in (states or {}).values()]
     told = store.agree("load_optimizer_states", refusal=refusal, data=msgspec.json.encode(shapes))
-    if not served(store.layout):
+    if not store.layout.num_servers:
         if store.layout.rank:
             states = {
                 key.name: (step, [np.empty(key.size, np.dtype(dtype)) for dtype in dtypes])
@@ -215,14 +245,14 @@ def load_states(store: Store, fname: str) -> None:
     store.run("load_optimizer_states", store.backend.stored.put_states(keys, states))
 
 
-def _all_come(store: Store, what: str, fname: str) -> None:
+def _all_come(store: Settings, what: str, fname: str) -> None:
     """ValueError unless all workers have called it with one name, after the same rounds, and there is an optimizer."""
     name, unfit = attempt(lambda: file.file_name(what, "fname", fname))
     refusal = None if store.groups else ValueError("it needs an optimizer; call set_optimizer first")
     store.settled(what, [("fname", name or "")], refusal or unfit, noun="argument")
 
 
-def _fitting(store: Store, states: States) -> States:
+def _fitting(store: Settings, states: States) -> States:
     """Return the states; ValueError where one is not of its key's optimizer."""
     for name, (step, arrays) in states.items():
         optimizer = store.groups.of(name)

@@ -4,12 +4,12 @@
 so does a worker that has joined a store which others train; after a recovery a program may repeat them
 (`worker.restored`).
 
-`Regular` saves. A *step* of a program pushes each key once. It ends on a worker when that begins to push a key once
-more than it has pushed any: so all workers of a synchronous store come to the same end, each in its own time, and save
-together there. Nothing is saved after a step at whose end keys have been pushed unequally often. In an asynchronous
-store worker 0 saves alone, after steps of its own: each key as it is then, with whatever others have pushed; what
-compression has kept back is not saved. Where the last save is still being written, the next one waits for a later step,
-and nobody waits for it. What the store holds when all workers close it is saved, too.
+`RegularSaves` is the schedule. A *step* of a program pushes each key once. It ends on a worker when that begins to push
+a key once more than it has pushed any: so all workers of a synchronous store come to the same end, each in its own
+time, and save together there. Nothing is saved after a step at whose end keys have been pushed unequally often. In an
+asynchronous store worker 0 saves alone, after steps of its own: each key as it is then, with whatever others have
+pushed; what compression has kept back is not saved. Where the last save is still being written, the next one waits for
+a later step, and nobody waits for it. What the store holds when all workers close it is saved, too.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from collectives.fabric import requests
 from mpips.store.checkpoint import folder as files
 from mpips.store.checkpoint.load import load
 from mpips.store.checkpoint.save import Saving, save, save_alone
-from mpips.store.checkpoint.source import Store
 from mpips.store.keys.key import Name
 from mpips.store.roles import Layout
 from mpips.store.runtime.generation import Generation
 from mpips.store.worker.restored import Restored
+from mpips.store.worker.settings import Settings
 
 TAG = 6
 """Of `tell`'s message on the store's communicator."""
 
 
-def resume(store: Store) -> tuple[int, Restored]:
+def resume(store: Settings) -> tuple[int, Restored]:
     """Take the newest checkpoint of the folder that can be read: its step, 0 where there is none, and what the program
     may then ask for. Collective, blocking; ValueError on all workers where there is no folder, and none can be made, or
     nothing in it can be read."""
@@ -96,10 +96,10 @@ LATER = 8
 """While a save is under way, and after a recovery, the next one is tried after 1 / 8 of the steps between two."""
 
 
-class Regular:
+class RegularSaves:
     """The schedule by which the store of this worker saves itself. `step`: that from which it goes on."""
 
-    def __init__(self, store: Store, step: int) -> None:
+    def __init__(self, store: Settings, step: int) -> None:
         options = store.layout.options
         self.folder, self.every = options.checkpoint, options.every
         self._store, self._step = store, step
@@ -149,7 +149,7 @@ class Regular:
         self._counts, self._most = dict(rounds), max(rounds.values(), default=0)
         self._next = self._soon(self._step + self._most)  # the last save may have been lost
 
-    def save(self) -> RegularSaving | None:
+    def save(self) -> Saving | None:
         """Save what is stored, beside the training. None where that is left to a later step, or was not possible,
         which is warned of. Collective in a synchronous store."""
         store, step, alone = self._store, self._step + self._most, self._store.layout.asynchronous
@@ -169,8 +169,8 @@ class Regular:
                 warn(f"the store was not saved after step {step}: {error}")
             return None
         assert saving is not None
-        store.saving = made = RegularSaving(saving, self.folder if store.layout.rank == 0 else "")
-        return made
+        saving.pruned = self.folder
+        return saving
 
     def save_last(self, alike: bool) -> None:
         """Begin to save what is stored at the end, unless it has been, or the caller saves. `alike`: all workers have
@@ -198,26 +198,3 @@ class Regular:
                 "every key once a step, or save by kv.save"
             )
         return False
-
-
-class RegularSaving:
-    """A save that, once it is over, removes older ones from its folder ("": nothing)."""
-
-    def __init__(self, saving: Saving, folder: str) -> None:
-        self._saving, self._folder = saving, folder
-
-    def go_on(self) -> bool:
-        """See `Saving`."""
-        if over := self._saving.go_on():
-            self._prune()
-        return over
-
-    def finish(self) -> None:
-        """See `Saving`."""
-        self._saving.finish()
-        self._prune()
-
-    def _prune(self) -> None:
-        if self._folder:
-            files.prune(self._folder)
-            self._folder = ""

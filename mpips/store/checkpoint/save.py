@@ -11,20 +11,23 @@ last ones allows. Then comes a rest in which nothing of it is under way, so that
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+import collectives
 from collectives.errors import CollectiveError, warn
 from collectives.fabric.tasks import Task, together
 from mpips.compression.registry import options
 from mpips.optimizers.registry import as_data
-from mpips.store.checkpoint import source as residuals
+from mpips.store.checkpoint import folder as files
 from mpips.store.checkpoint.file import (
     HOLDS,
     NAMES,
@@ -34,19 +37,26 @@ from mpips.store.checkpoint.file import (
     Writer,
     file_name,
     metadata,
+    residual_dtype,
     residual_name,
     state_name,
     value_name,
     why,
 )
-from mpips.store.checkpoint.source import Handle, Snapshot, Store, senders
-from mpips.store.keys.arguments import runs
-from mpips.store.keys.key import Key
+from mpips.store.keys.arguments import packed, runs, unpack
+from mpips.store.keys.key import Key, Name, label
+from mpips.store.roles import Layout
+from mpips.store.runtime.engine import Handle
 from mpips.store.runtime.errors import StoreError
 from mpips.store.runtime.rendezvous import attempt
+from mpips.store.worker.interface import Snapshot, Stored
+from mpips.store.worker.settings import Settings
+
+Array = NDArray[Any]
+LOG = logging.getLogger("mpips.store")
 
 
-def save(store: Store, path: str | os.PathLike[str], wait: bool) -> Saving | None:
+def save(store: Settings, path: str | os.PathLike[str], wait: bool) -> Saving | None:
     """See `KVStore.save`."""
     with contextlib.ExitStack() as stack:
         store.finish()
@@ -62,7 +72,9 @@ def save(store: Store, path: str | os.PathLike[str], wait: bool) -> Saving | Non
         if refusal is not None:
             store.run("save", snapshot.release())
         elif wait and writer is not None:
+            begun = _log_begun(name, keys)
             failure = store.run("save", written(snapshot, keys, writer))
+            _log_end(name, begun, failure)
             refusal = ValueError(f"{name} cannot be written: {failure}") if failure else None
         store.agree("save", refusal=refusal)  # until now nobody has pushed: it is one round everywhere
         if wait:
@@ -72,7 +84,7 @@ def save(store: Store, path: str | os.PathLike[str], wait: bool) -> Saving | Non
         return saving
 
 
-def save_alone(store: Store, path: str) -> Saving:
+def save_alone(store: Settings, path: str) -> Saving:
     """Begin it by worker 0 alone, in an asynchronous store: each key as it is at one moment, after the pushes of
     this worker, nothing of what compression kept back. ValueError where it cannot be written."""
     keys, writer = list(store.keys.values()), _opened(path)
@@ -99,22 +111,35 @@ def _opened(path: str) -> Writer:
 
 
 def _frozen(
-    store: Store, keys: Sequence[Key], writer: Writer | None
+    store: Settings, keys: Sequence[Key], writer: Writer | None
 ) -> Task[tuple[Snapshot, BaseException | None]]:
     """Return a snapshot of the store; its header, and what compression kept back, are in the file, or why they cannot
     be."""
     snapshot = yield from store.backend.stored.snapshot(keys)
     groups = 0 if store.compressor is None else len(senders(store.layout))
     _, refusal = attempt(lambda: _begun(_header(store, keys, snapshot, groups), writer) if writer is not None else None)
-    floats = [key for key in keys if groups and residuals.compressible(key.dtype)]
+    floats = [key for key in keys if groups and compressible(key.dtype)]
     for run in runs(key.nbytes for key in floats):
-        kept = yield from residuals.gathered(store.layout, store.backend.stored, floats[run])
+        kept = yield from gathered(store.layout, store.backend.stored, floats[run])
         if writer is None or refusal is not None:
             continue
         for group, arrays in enumerate(kept):
             for key, array in zip(floats[run], arrays, strict=True):
                 writer.write(residual_name(key.name, group), 0, array)
     return snapshot, refusal
+
+
+def _log_begun(path: str, keys: Sequence[Key]) -> float:
+    """Log that a checkpoint is begun; return the time."""
+    LOG.info("checkpoint %s: %d keys, %d bytes of values", path, len(keys), sum(key.nbytes for key in keys))
+    return time.perf_counter()
+
+
+def _log_end(path: str, begun: float, failure: object) -> None:
+    if failure:
+        LOG.info("checkpoint %s: not written: %s", path, failure)
+    else:
+        LOG.info("checkpoint %s: written after %.3f s", path, time.perf_counter() - begun)
 
 
 def _begun(header: Header, writer: Writer) -> None:
@@ -128,7 +153,7 @@ def _begun(header: Header, writer: Writer) -> None:
     writer.begin(dict(header.tensors()), metadata(header))
 
 
-def _header(store: Store, keys: Sequence[Key], snapshot: Snapshot, groups: int) -> Header:
+def _header(store: Settings, keys: Sequence[Key], snapshot: Snapshot, groups: int) -> Header:
     """`groups`: of so many workers or clients the file has what compression kept back."""
     records = []
     for key in keys:
@@ -147,6 +172,50 @@ def _header(store: Store, keys: Sequence[Key], snapshot: Snapshot, groups: int) 
         residuals=groups,
     )
 
+
+# ---- what compression has kept back
+
+
+def senders(layout: Layout) -> list[range]:
+    """Return the workers that compress as one, by ranks: clients where servers sum over clients, else each worker
+    alone."""
+    if layout.num_servers and layout.kind.startswith("mpi_"):
+        return [range(*client) for client in layout.clients]
+    return [range(worker, worker + 1) for worker in range(layout.num_workers)]
+
+
+def compressible(dtype: np.dtype | str) -> bool:
+    """Return whether pushes of keys of this dtype are compressed."""
+    return np.dtype(dtype).kind not in "iub"
+
+
+def gathered(layout: Layout, stored: Stored, keys: Sequence[Key]) -> Task[list[list[Array]]]:
+    """Return the residuals of float keys, an array a key, of each sender; on worker 0 only (elsewhere: nothing).
+    Collective."""
+    mine = yield from stored.residuals(keys)
+    ends = np.cumsum([key.size for key in keys])[:-1]
+    parts = [np.zeros(key.size) for key in keys] if mine is None else np.split(mine, ends)
+    kept = [part.astype(residual_dtype(key.dtype.name)) for key, part in zip(keys, parts, strict=True)]
+    found = []
+    for group in senders(layout):
+        arrays = kept if group[0] == layout.rank else [np.empty_like(array) for array in kept]
+        if group[0]:
+            from_worker(layout, group[0], [key.name for key in keys], arrays, "save")
+        found.append(arrays)
+    return found if layout.rank == 0 else []
+
+
+def from_worker(layout: Layout, root: int, names: Sequence[Name], arrays: Sequence[Array], what: str = "load") -> None:
+    """Copy the root's arrays, of keys of these names, to all workers. Collective over them, blocking."""
+    if layout.num_workers > 1:
+        text = label(what, names)
+        for run in runs(array.nbytes for array in arrays):
+            vector = packed(arrays[run])
+            collectives.broadcast(vector, layout.workers, root=root, label=text)
+            unpack(vector, arrays[run])
+
+
+# ---- beside the training
 
 PIECE_BYTES = 1 << 20
 """What is read and written at a time."""
@@ -227,7 +296,7 @@ class Disk:
 class Saving:
     """A checkpoint that is being written. On all workers but 0 it is over at once."""
 
-    def __init__(self, store: Store, snapshot: Snapshot, keys: Sequence[Key], writer: Writer | None) -> None:
+    def __init__(self, store: Settings, snapshot: Snapshot, keys: Sequence[Key], writer: Writer | None) -> None:
         self._store, self._snapshot, self._writer = store, snapshot, writer
         self._generation, self._rest, self._due = store.generation.number, REST, 0.0
         self._begun = time.perf_counter()
@@ -237,7 +306,10 @@ class Saving:
         """What is under way."""
         self._disk: Disk | None = None
         self._over, self._told = writer is None, False
+        self._started = 0.0 if writer is None else _log_begun(writer.path, keys)
         self._error: BaseException | None = None
+        self.pruned = ""
+        """The folder of which older checkpoints are removed once this one is over; "": none."""
 
     def test(self) -> bool:
         """Return whether the file is there; lets everything go on a little, and does not block. Raises as `wait` does.
@@ -323,3 +395,6 @@ class Saving:
         self._over, self._error = True, error
         if self._writer is not None:
             self._writer.abandon()
+            _log_end(self._path, self._started, error)
+        if self.pruned:
+            files.prune(self.pruned)

@@ -214,7 +214,7 @@ class Written(Protocol):
 
 
 class Saves(Protocol):
-    """The schedule by which a store saves itself (`resume.Regular`)."""
+    """The schedule by which a store saves itself (`resume.RegularSaves`)."""
 
     pushing: Any
     """The key, or list of keys, of the push that is being made; (): none."""

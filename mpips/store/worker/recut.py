@@ -10,15 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.errors import of_caller
-from mpips.store.checkpoint.source import States, Store
 from mpips.store.keys import arguments
 from mpips.store.keys.key import Key, Name
 from mpips.store.runtime.rendezvous import attempt
+from mpips.store.worker.interface import States
+from mpips.store.worker.settings import Settings
 
 Array = NDArray[Any]
 
 
-def recut(store: Store, keys: Sequence[Name], new: Mapping[Name, int]) -> None:
+def recut(store: Settings, keys: Sequence[Name], new: Mapping[Name, int]) -> None:
     """See `KVStore.recut`."""
     found, refusal = attempt(lambda: _asked(store, keys, new))
     old, sizes = found or ([], {})
@@ -42,7 +43,7 @@ def recut(store: Store, keys: Sequence[Name], new: Mapping[Name, int]) -> None:
         store.run("recut", store.backend.stored.put_residuals(made, np.split(kept, cuts)))
 
 
-def _asked(store: Store, keys: Sequence[Name], new: Mapping[Name, int]) -> tuple[list[Key], dict[Name, int]]:
+def _asked(store: Settings, keys: Sequence[Name], new: Mapping[Name, int]) -> tuple[list[Key], dict[Name, int]]:
     """The old keys and the sizes of the new ones; ValueError or TypeError where they do not suit."""
     old = store.known(keys, "recut")
     if not isinstance(new, Mapping):
@@ -75,7 +76,7 @@ def _shown(keys: Sequence[Key]) -> list[Name]:
     return [key.name for key in keys]
 
 
-def _none_ahead(store: Store, keys: Sequence[Key], rounds: Sequence[Sequence[int]]) -> None:
+def _none_ahead(store: Settings, keys: Sequence[Key], rounds: Sequence[Sequence[int]]) -> None:
     """ValueError where a worker, whose pushes of the keys are given by rank, is so far ahead of another that servers
     hold back its pushes, and its pulls."""
     staleness = store.layout.options.staleness
@@ -96,7 +97,7 @@ def _see_steps(keys: Sequence[Key], states: States) -> None:
         raise ValueError(f"keys {_shown(keys)} were updated {steps} times, not equally often")
 
 
-def _values(store: Store, keys: Sequence[Key]) -> Array:
+def _values(store: Settings, keys: Sequence[Key]) -> Array:
     """Return what is stored, one key behind the other."""
     values = np.empty(sum(key.size for key in keys), keys[0].dtype)
     start = 0

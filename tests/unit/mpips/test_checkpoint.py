@@ -19,11 +19,11 @@ from collectives.fabric.tasks import nothing
 from collectives.files import ABANDONED_SECONDS
 from mpips import Options, compression, optimizers
 from mpips.store.checkpoint.file import Reader, Tensor, TensorFile, Writer, write
-from mpips.store.checkpoint.load import load
+from mpips.store.checkpoint.load import give_back_residuals, load
 from mpips.store.checkpoint.save import save
-from mpips.store.checkpoint.source import Frozen, given_back
 from mpips.store.keys.key import Key
 from mpips.store.keys.sharding import Interval
+from mpips.store.worker.interface import Frozen
 from tests.choice import first
 
 ARRAYS = {
@@ -369,7 +369,7 @@ def test_what_was_kept_back_is_shared_out_where_fewer_load():
     saved = [[np.full(4, value, np.float32)] for value in (1, 2, 4)]
     layout = SimpleNamespace(kind="dist_sync", num_servers=1, num_workers=1, rank=0, workers=None)
     backend = Backend()
-    for _ in given_back(layout, backend, [Key("w", (4,), np.dtype(np.float32))], saved, 3):
+    for _ in give_back_residuals(layout, backend, [Key("w", (4,), np.dtype(np.float32))], saved, 3):
         pass
     assert (backend.rest["w"] == 7).all()
 

@@ -13,19 +13,19 @@ from collectives.files import NewFile
 from mpips.compression.registry import create as compressor
 from mpips.optimizers import SGD, Adam, Groups
 from mpips.store.checkpoint import folder as files
-from mpips.store.checkpoint.resume import Regular
+from mpips.store.checkpoint.resume import RegularSaves
 from mpips.store.keys.key import Key
 from mpips.store.worker.restored import Restored
 
 
-def regular(*keys: str, every: int = 2, step: int = 0, rank: int = 0, asynchronous: bool = False) -> Regular:
+def regular(*keys: str, every: int = 2, step: int = 0, rank: int = 0, asynchronous: bool = False) -> RegularSaves:
     """That of a store with these keys, whose `save` does no more than to go on counting."""
     options = SimpleNamespace(checkpoint="/nowhere", every=every)
     layout = SimpleNamespace(options=options, rank=rank, asynchronous=asynchronous)
-    return Regular(SimpleNamespace(layout=layout, keys=dict.fromkeys(keys)), step)  # type: ignore[arg-type]
+    return RegularSaves(SimpleNamespace(layout=layout, keys=dict.fromkeys(keys)), step)  # type: ignore[arg-type]
 
 
-def push(it: Regular, *names) -> bool:
+def push(it: RegularSaves, *names) -> bool:
     """Whether a push of these keys is preceded by a save."""
     key = list(names) if len(names) > 1 else names[0]
     due = it.is_due(key)
