@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from examples.reproduce.allreduce import __main__ as allreduce
 from examples.reproduce.allreduce.__main__ import Environment, command, keep, summary, table, variables
@@ -24,12 +25,6 @@ def test_a_bare_mpirun_gets_the_words_it_needs_and_no_more() -> None:
         "--allow-run-as-root", "--oversubscribe", "-n"
     ]  # fmt: skip
     assert command(INTEL, "mpirun", 4, WORDS, cores=2, root=True)[:3] == ["/i/bin/mpirun", "-n", "4"]
-
-
-def test_mpips_starts_the_ranks_as_for_its_users() -> None:
-    assert command(OPEN_MPI, "mpips run", 3, WORDS, cores=2, root=True) == [
-        "o/bin/python", "-m", "launch.cli", "bench", "allreduce", "--ranks", "3", "--sizes", "8"
-    ]  # fmt: skip
 
 
 def test_intel_mpi_finds_its_library_and_helpers() -> None:
@@ -82,9 +77,45 @@ def test_ours_is_held_against_the_best_mpi_of_the_same_start() -> None:
     assert "| 2 | mpirun | 1,048,576 | 10.0 | Intel MPI | 8.0 | 1.25 | 10.0 |" in table([bare, run])
 
 
-def test_without_gloo_its_columns_are_empty() -> None:
-    samples = allreduce.defaultdict(list)
-    keep(samples, "mpirun", sys.executable, rows(2.0, 1.0))
-    (row,) = summary(samples, {sys.executable: "Open MPI"})
-    assert row["gloo_us"] is row["empty_vs_gloo"] is None
-    assert " | - | " in table([row])
+@pytest.fixture(autouse=True)
+def no_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: object) -> None:
+        raise AssertionError("a job starts")
+
+    monkeypatch.setattr(allreduce, "run", run)
+
+
+def given(*words: str) -> str:
+    """What is said instead of measuring."""
+    done = CliRunner().invoke(allreduce.main, list(words))
+    assert done.exit_code == 2, done.output
+    return " ".join(done.output.split())
+
+
+@pytest.mark.parametrize("option", ["--environment", "--gloo"])
+def test_an_environment_that_is_not_there(option: str) -> None:
+    said = given("--environment", sys.executable, option, "none/bin/python")
+    assert "there is no Python 'none/bin/python' here: " in said
+    assert ("launch.venv FOLDER --mpi" in said) == (option == "--environment")
+
+
+def test_what_is_no_python_or_lacks_a_package(tmp_path: Path) -> None:
+    false, bare = tmp_path / "false", tmp_path / "bare"
+    false.write_text("#!/bin/sh\nexit 1\n")
+    bare.write_text(f'#!/bin/sh\nshift 3\nexec "{sys.executable}" -c "print(*[\'torch\'])"\n')
+    for file in (false, bare):
+        file.chmod(0o755)
+    assert f"{str(false)!r} is no Python that works" in given("--environment", str(false))
+    assert f"{str(bare)!r} has no torch: it needs" in given("--environment", sys.executable, "--gloo", str(bare))
+
+
+def test_an_environment_without_an_mpi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert "no mpirun beside this Python or on the PATH" in given("--environment", str(python))
+
+
+def test_results_that_could_not_be_written(tmp_path: Path) -> None:
+    assert "cannot be written" in given("--environment", sys.executable, "--json", str(tmp_path))

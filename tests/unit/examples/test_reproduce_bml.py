@@ -26,17 +26,6 @@ def test_without_latency_and_adding_the_simulator_gives_the_papers_times(nbytes:
     assert bml.bound(bml.BCUBE, nbytes, RATE) == pytest.approx(bml.bound(bml.STAR, nbytes, RATE) / 2)
 
 
-def test_figure_5_needs_both_the_network_and_the_algorithm(figure5: list[dict[str, Any]]) -> None:
-    assert [row["servers"] for row in figure5] == [16] * 4 + [1024] * 4
-    for servers in (16, 1024):
-        gst = {row["case"]: row["gst"] for row in figure5 if row["servers"] == servers}
-        theory = 2 * (servers - 1) / servers
-        assert gst["PS on Fat-Tree"] == pytest.approx(theory, rel=1e-3)
-        assert gst["BML on Fat-Tree"] == pytest.approx(theory, rel=1e-3)
-        assert gst["BML on BCube"] == pytest.approx(theory / 2, rel=1e-3)
-        assert gst["BML on BCube"] < gst["PS on BCube"] < gst["PS on Fat-Tree"]
-
-
 def test_jobs_gain_what_the_paper_says_and_more_with_smaller_batches() -> None:
     rows = bml.jobs({}, RATE)
     for model in bml.MODELS:
@@ -83,20 +72,3 @@ def test_the_tables_of_a_simulation_have_the_papers_columns(
     said = capsys.readouterr().out
     for words in ("paper: gain", "56.4 %", "drawn", "GST in units of T_F", "1.938"):
         assert words in said
-
-
-def test_the_tables_of_a_measurement_have_every_nic(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = []
-    for topology, algorithm in (bml.SERVER, bml.BML):
-        run = bml.predict(topology, algorithm, 4 * bml.MIB, RATE)
-        row = {"topology": topology, "algorithm": algorithm, "nbytes": 4 * bml.MIB, "bound": 1.0, "predicted": 1.0}
-        levels = 1 + (topology == bml.BCUBE)
-        counted = [{f"d{level}": [7_400_000 // levels] * 2 for level in range(levels)} for _ in range(9)]
-        rows.append(row | {"measured": 1.0, "idle": 0.5, "nics": bml.nics(topology, run, counted)})
-    report = {"rate": RATE, "exchanges": rows, "ratios": [], "native": [], "models": [], "jobs": [], "figure5": []}
-    show(report)
-    said = capsys.readouterr().out
-    assert said.count("7,400,000") == 2 * 9  # out and in, and beside each what the theory has
-    assert said.count("3,700,000") == 2 * 18
-    assert said.count("7,456,5") == 2 * 9
-    assert said.count("3,728,2") == 2 * 18

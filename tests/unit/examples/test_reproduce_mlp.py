@@ -46,15 +46,6 @@ def test_a_grid_that_is_off_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         assert f"{code} off" in done.output
 
 
-def test_the_median_epoch_after_the_first_stands_beside_the_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
-    def trained(command: list[str], **_: object) -> None:
-        epochs = [{"seconds": seconds} for seconds in (100.0, 1.0, 8.0, 4.0)]
-        Path(command[command.index("--json") + 1]).write_text(json.dumps({"epochs": epochs}))
-
-    monkeypatch.setattr(mlp.subprocess, "run", trained)
-    assert mlp.measured(32, 2, 1) == 4.0 / 40
-
-
 @pytest.mark.parametrize("words", [["--ranks", "two"], ["-n", "0"], ["--ranks", "1,,2"]])
 def test_numbers_of_ranks_are_numbers(words: list[str]) -> None:
     done = CliRunner().invoke(mlp_grids.command, words)

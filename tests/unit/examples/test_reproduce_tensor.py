@@ -44,32 +44,3 @@ def test_hiding_reductions_counts_on_fast_links_only() -> None:
     gain = [MODELS["host_ring"](net, 64 * MIB, 2, MEMORY) / MODELS["multi_ring"](net, 64 * MIB, 2, MEMORY)
             for net in (slow, fast)]  # fmt: skip
     assert gain[0] < 1.05 < 1.5 < gain[1]
-
-
-def test_scaling_counts_the_tensors_of_all_hosts() -> None:
-    rows = [
-        {"hosts": p, "nbytes": tensor.SIZES[-1], "algorithm": name, "predicted": seconds, "measured": 2 * seconds}
-        for p in tensor.HOSTS
-        for name, seconds in (("multi_ring", 1.0), (tensor.REG, 3.0))
-    ]
-    found = tensor.scaling(rows)
-    assert [r["multi_ring"] for r in found] == [[p, p / 2] for p in tensor.HOSTS]
-    assert all(r["times"] == pytest.approx([3.0, 3.0]) for r in found)
-
-
-def test_every_row_has_what_the_papers_text_says_of_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert [tensor.paper("vector_ring", p) for p in tensor.HOSTS] == ["", "6", "6"]
-    names = (*MODELS, tensor.REG, tensor.BEST)
-    rows = [
-        {"hosts": p, "nbytes": nbytes, "algorithm": name, "predicted_times": 1.5, "times": 1.25, "idle": 0.5}
-        | dict.fromkeys(("bound", "predicted", "measured"), 1.0)
-        for p in tensor.HOSTS
-        for nbytes in tensor.SIZES
-        for name in names
-    ]
-    report = {"rate": 25e6, "vectors": 2, "rows": rows, "reasons": ["because"], "scaling": tensor.scaling(rows)}
-    tensor.show(report | {"best": {str(p): "ring" for p in tensor.HOSTS}})
-    said = capsys.readouterr().out
-    assert said.count("> 1 ") == 2 * len(tensor.HOSTS) * len(tensor.SIZES)
-    assert "drawn" in said
-    assert "because" in said

@@ -12,9 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from launch.running import verdict
-from launch.running.presence import Death
-
 ROOT = Path(__file__).parents[3]
 WATCH = """
 import sys
@@ -83,6 +80,10 @@ SURVIVING = JOB.replace("here=2", "here=2, spares=0")
 UP = "import os, signal, time; os.write(1, b'up\\n'); "
 
 
+FAILS = "import signal, sys\nfor n in (2, 15): signal.signal(n, lambda *_: sys.exit(1))\n"
+HEEDS = "import signal\ntry:\n    print(flush=True); signal.pause()\nexcept KeyboardInterrupt:\n    pass"
+
+
 def heed() -> None:
     """Ctrl-C counts, also where these tests run in the background of a shell, which ignores it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -94,59 +95,46 @@ def watched(code: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, preexec_fn=heed)
 
 
-def test_the_exit_code_comes_back() -> None:
-    assert watched("raise SystemExit(7)").wait(60) == 7
-    assert watched("import os, signal; os.kill(os.getpid(), signal.SIGKILL)").wait(60) == 128 + signal.SIGKILL
-
-
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 128 + signal.SIGTERM)])
-def test_a_signal_to_the_command_reaches_the_job(number: signal.Signals, code: int) -> None:
-    process = watched(WAITS)
+def begun(code: str) -> tuple[subprocess.Popen[str], list[int]]:
+    """The same once it has said a line of numbers, and these."""
+    process = watched(code)
     assert process.stdout is not None
-    job = int(process.stdout.readline())
-    process.send_signal(number)
-    said = process.communicate(timeout=60)[1]
-    assert process.returncode == code
-    assert said.count("mpips run: interrupted\n") == 1
-    with pytest.raises(ProcessLookupError):
-        os.kill(job, 0)
+    return process, [int(word) for word in process.stdout.readline().split()]
 
 
-def test_a_job_that_a_signal_does_not_end_is_killed_with_all_its_processes() -> None:
-    process = watched(STUBBORN)
-    assert process.stdout is not None
-    pids = [int(word) for word in process.stdout.readline().split()]
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 128 + signal.SIGTERM
+def assert_ended(*pids: int) -> None:
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
 
 
+def test_the_exit_code_comes_back() -> None:
+    assert watched("raise SystemExit(7)").wait(60) == 7
+    assert watched("import os, signal; os.kill(os.getpid(), signal.SIGKILL)").wait(60) == 128 + signal.SIGKILL
+
+
+@pytest.mark.parametrize("fails", ["", FAILS])
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_the_code_is_the_signals_where_mpirun_gives_one_of_its_own(number: signal.Signals, code: int) -> None:
-    fails = "import signal, sys\nfor n in (2, 15): signal.signal(n, lambda *_: sys.exit(1))\n"
-    process = watched(fails + "print(flush=True)\nsignal.pause()")
-    assert process.stdout is not None
-    process.stdout.readline()
+def test_a_signal_to_the_command_reaches_the_job(number: signal.Signals, code: int, fails: str) -> None:
+    """Its code is the signal's, also where mpirun gives one of its own."""
+    process, (job,) = begun(fails + WAITS)
     process.send_signal(number)
-    assert process.wait(60) == code
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == code
+    assert said.count("mpips run: interrupted\n") == 1
+    assert_ended(job)
 
 
-def test_ranks_that_a_killed_mpirun_leaves_behind_are_killed() -> None:
-    process = watched(STUBBORN)
-    assert process.stdout is not None
-    job, rank = (int(word) for word in process.stdout.readline().split())
-    os.kill(job, signal.SIGKILL)
-    assert process.wait(60) == 128 + signal.SIGKILL
-    with pytest.raises(ProcessLookupError):
-        os.kill(rank, 0)
+@pytest.mark.parametrize("whom, number", [("command", signal.SIGTERM), ("mpirun", signal.SIGKILL)])
+def test_no_process_outlives_a_stubborn_or_a_killed_mpirun(whom: str, number: signal.Signals) -> None:
+    process, pids = begun(STUBBORN)
+    os.kill(process.pid if whom == "command" else pids[0], number)
+    assert process.wait(60) == 128 + number
+    assert_ended(*pids)
 
 
 def test_a_job_that_ends_well_after_an_interrupt_has_ended_well() -> None:
-    process = watched("import signal\ntry:\n    print(flush=True); signal.pause()\nexcept KeyboardInterrupt:\n    pass")
-    assert process.stdout is not None
-    process.stdout.readline()
+    process, _ = begun(HEEDS)
     process.send_signal(signal.SIGINT)
     said = process.communicate(timeout=60)[1]
     assert process.returncode == 0
@@ -154,11 +142,9 @@ def test_a_job_that_ends_well_after_an_interrupt_has_ended_well() -> None:
 
 
 def test_the_job_ends_with_a_command_that_is_killed() -> None:
-    process = watched(WAITS)
-    assert process.stdout is not None
-    process.stdout.readline()
+    process, _ = begun(WAITS)
     process.kill()
-    assert process.stdout.read() == ""  # ends when the job, which holds the other end, does
+    assert process.communicate(timeout=60)[0] == ""  # ends when the job, which holds the other end, does
     assert process.wait(60) == -signal.SIGKILL
 
 
@@ -186,25 +172,6 @@ def started(process: subprocess.Popen[str], ranks: int = 2) -> subprocess.Popen[
     return process
 
 
-@pytest.mark.parametrize("dies, role", [(0, "rank 0 (worker)"), (1, "rank 1 (server)")])
-def test_a_rank_that_dies_ends_the_job_and_is_named(dies: int, role: str) -> None:
-    lines = [f"{UP}time.sleep(600)"] * 2
-    lines[dies] = f"{UP}time.sleep(0.3); os.kill(os.getpid(), signal.SIGKILL)"
-    process = started(job(*lines))
-    began = time.monotonic()
-    said = process.communicate(timeout=60)[1]
-    assert time.monotonic() - began < 20
-    assert process.returncode in (137, 1)  # 1 where the launcher was quicker to hear how it had ended
-    how = "was ended by SIGKILL" if process.returncode == 137 else "ended without a word"
-    assert f"mpips: {role} {how}: the job has ended\n" in said
-
-
-def test_ranks_that_end_one_after_the_other_end_well() -> None:
-    process = job(f"{UP}", f"{UP}time.sleep(2)")
-    assert process.communicate(timeout=60)[1] == ""
-    assert process.returncode == 0
-
-
 def test_an_error_that_a_rank_has_told_is_not_told_again() -> None:
     process = job(f"{UP}raise ValueError('told')", f"{UP}time.sleep(60)", after_a_failure=1.5)
     said = process.communicate(timeout=60)[1]
@@ -230,27 +197,8 @@ def test_an_interrupt_counts_where_mpirun_says_0_and_its_ranks_were_killed() -> 
     assert "mpips run: interrupted" in said
 
 
-def test_signals_for_ranks_reach_each_of_them_once() -> None:
-    line = (
-        "import os, signal, time; heard = []\n"
-        "for n in (10, 12): signal.signal(n, lambda n, _: heard.append(n))\n"
-        "os.write(1, b'up\\n')\n"
-        "while len(heard) < 2: time.sleep(0.01)\n"
-        "os.write(1, b'%r\\n' % heard)\n"
-    )
-    process = started(job(line, line))
-    time.sleep(0.5)
-    process.send_signal(signal.SIGUSR1)
-    time.sleep(0.5)
-    process.send_signal(signal.SIGUSR2)
-    out, said = process.communicate(timeout=60)
-    assert (process.returncode, out) == (0, "[10, 12]\n" * 2), said
-
-
 def test_a_signal_for_a_job_whose_ranks_are_not_known_goes_to_the_job() -> None:
-    process = watched(f"import signal, sys\nsignal.signal(10, lambda *_: sys.exit(4))\n{WAITS}")
-    assert process.stdout is not None
-    process.stdout.readline()
+    process, _ = begun(f"import signal, sys\nsignal.signal(10, lambda *_: sys.exit(4))\n{WAITS}")
     process.send_signal(signal.SIGUSR1)
     assert process.wait(60) == 4
 
@@ -302,16 +250,6 @@ def test_what_a_killed_mpirun_left_is_not_in_the_way_of_one_with_its_number(tmp_
     assert len(list(tmp_path.iterdir())) == len(coming) - 1
 
 
-@pytest.mark.parametrize("status, code, said", [
-    (signal.SIGKILL, 9, "was ended by SIGKILL"), (9 << 8, 9, "left with exit code 9"),
-    (9 << 8, 137, "left with exit code 9"), (None, 137, "was ended by SIGKILL"),
-    (None, 9, "ended without a word"), (None, 15, "ended without a word"),
-    (None, 163, "ended without a word"), (None, 0, "ended without a word"),
-])  # fmt: skip
-def test_what_is_said_of_a_death_is_sure(status: int | None, code: int, said: str) -> None:
-    assert verdict._how_it_ended(Death(1, status), code) == said
-
-
 STARTED = f"from mpips.ending import process; process._lines[0].started(); {UP}"
 DIES = f"{STARTED}time.sleep(0.3); os.kill(os.getpid(), signal.SIGKILL)"
 TOLD = "mpips: rank 1 (server) was ended by SIGKILL; the others go on\n"
@@ -325,14 +263,6 @@ def test_where_others_go_on_a_death_is_told_and_the_rest_decides(monkeypatch: py
     assert process.returncode == 0
     assert said in (TOLD, OLD)
     assert out.endswith("well\n")
-
-
-def test_a_failure_after_a_death_gives_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    process = job(f"{STARTED}time.sleep(1); raise SystemExit(4)", DIES, program=SURVIVING)
-    said = process.communicate(timeout=60)[1]
-    assert process.returncode == 4
-    assert said.startswith((TOLD, OLD))
-    assert "exit 4 on rank 0 of 2" in said
 
 
 @pytest.mark.parametrize("survivor, code", [(STARTED, 0), (DIES, 137)])

@@ -64,20 +64,6 @@ def test_env_sets_variables_of_ranks(mpirun: str, monkeypatch: pytest.MonkeyPatc
     assert "a secret" not in done.output  # all users see the words of a command
 
 
-@pytest.mark.parametrize(
-    ("word", "sentence"),
-    [
-        ("NOT_SET_HERE", "no variable NOT_SET_HERE is set here"),
-        ("=3", "'=3' names no variable"),
-        ("MPIPS_SERVERS=2", "MPIPS_* variables reach all ranks by themselves"),
-    ],
-)
-def test_env_refuses_what_it_cannot_set(mpirun: str, word: str, sentence: str) -> None:
-    done = call("-w", "2", "--env", word, "--mpirun", mpirun, "--dry-run", "x.py")
-    assert done.exit_code == 2
-    assert sentence in done.output
-
-
 @pytest.mark.parametrize(("size", "rank"), [("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("PMI_SIZE", "PMI_RANK"),
                                             ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")])  # fmt: skip
 def test_a_rank_starts_no_job_of_its_own(mpirun: str, monkeypatch: pytest.MonkeyPatch, size: str, rank: str) -> None:
@@ -100,20 +86,36 @@ def test_hostfile(mpirun: str, tmp_path: Path) -> None:
     assert "line 2" in done.output
 
 
-def test_clear_refusals(mpirun: str) -> None:
-    done = call("-c", "5", "-w", "4", "--mpirun", mpirun, "x.py")
+@pytest.mark.parametrize("words, said", [
+    ("-w 2 --env NOT_SET_HERE x.py", "no variable NOT_SET_HERE is set here"),
+    ("-w 2 --env =3 x.py", "'=3' names no variable"),
+    ("-w 2 --env MPIPS_SERVERS=2 x.py", "MPIPS_* variables reach all ranks by themselves"),
+    ("-w 4 -c 5 x.py", "clients=5"),
+    ("-w 4 no-such-script.py", "there is no script 'no-such-script.py'"),
+    ("-w 4 -m no_such_module.part", "there is no module 'no_such_module.part'"),
+    ("-w 2 .", "'.' is a folder: name a script in it"),
+    ("-w 4 --nics eth0 x.py", "--nics says which NIC serves which level of a --topology: give that, too"),
+    ("-w 0 x.py", "'0' is no whole number of at least 1"),
+    ("-w 2 --topology ring:2 x.py", "unknown topology"),
+    ("-w 2 --interface nope0 x.py", "there is no network interface 'nope0' here: there are .*lo"),
+    ("-w 2 --hostfile none.txt x.py", "there is no host file 'none.txt' here"),
+    ("-w 1000000000 x.py", "1000000000 ranks cannot start on this machine"),
+    ("-n 3 -s 3 x.py", "--ranks 3 and --servers 3 leave no worker: ask for --ranks 4 or more"),
+    ("-n 3 -w 3 -s 1 x.py", "--ranks 3 and --servers 1 make 2 workers, but --workers is 3"),
+    ("-s 1 x.py", "how many ranks[?] Give -n/--ranks, which counts all, or -w/--workers"),
+])  # fmt: skip
+def test_what_cannot_be_run_is_a_sentence(
+    mpirun: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.py").touch()
+    done = call("--mpirun", mpirun, *words.split())
     assert done.exit_code == 2
-    assert "clients=5" in done.output
-    for script in (["no-such-script.py"], ["-m", "no_such_module.part"]):
-        done = call("-w", "4", "--mpirun", mpirun, *script)
-        assert done.exit_code == 2
-        assert script[-1] in done.output
-    done = call("-w", "4", "--mpirun", mpirun, "--nics", "eth0", "x.py")
-    assert done.exit_code == 2
-    assert "--topology" in done.output
-    assert call("-w", "0", "x.py").exit_code == 2
-    assert call("-w", "2", "--mpirun", sys.executable, "x.py").exit_code == 2
-    assert call("-w", "2", "--mpirun", mpirun, "--topology", "ring:2", "x.py").exit_code == 2
+    assert re.search(said.replace("*", "[*]").replace(".[*]", ".*"), " ".join(done.output.split())), done.output
+
+
+def test_a_command_for_a_larger_machine_is_shown(mpirun: str) -> None:
+    assert call("-w", "1000000000", "--mpirun", mpirun, "--dry-run", "x.py").exit_code == 0
 
 
 @pytest.mark.parametrize("variable, said", [
@@ -142,12 +144,6 @@ def test_the_command_line_wins_over_variables_and_the_others_reach_all_ranks(
     assert words[words.index("-n") + 1] == "2"
     assert pairs["MPIPS_SERVERS"] == "0"
     assert float(pairs["MPIPS_TIMEOUT_SECONDS"]) == 9
-
-
-def test_a_folder_is_no_script(mpirun: str, tmp_path: Path) -> None:
-    done = call("-w", "2", "--mpirun", mpirun, str(tmp_path))
-    assert done.exit_code == 2
-    assert "is a folder" in done.output
 
 
 @pytest.mark.parametrize("text", ["x = 1\ndef f(:\n", "x = '\0'\n"])
@@ -180,15 +176,6 @@ def test_ctrl_c_before_the_job_starts(mpirun: str, monkeypatch: pytest.MonkeyPat
     done = call("-w", "2", "--mpirun", mpirun, "--interface", "eth7", "--", "-c", "1")
     assert done.exit_code == 130
     assert done.output.split("\n")[1:] == ["run: interrupted", ""]
-
-
-def test_an_interface_that_is_nowhere(mpirun: str, tmp_path: Path) -> None:
-    script = tmp_path / "x.py"
-    script.touch()
-    done = call("-w", "2", "--mpirun", mpirun, "--interface", "nope0", str(script))
-    assert done.exit_code == 2
-    assert "nope0" in done.output
-    assert "lo" in done.output
 
 
 def test_hosts_are_asked_for_an_interface_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,37 +261,6 @@ def lost(words: str, stdout: int, folder: Path) -> subprocess.CompletedProcess[s
     )
 
 
-def test_an_unknown_command() -> None:
-    done = CliRunner().invoke(cli.main, ["fly"])
-    assert done.exit_code == 2
-    assert "fly" in done.output
-    assert "mean" not in done.output
-
-
-@pytest.mark.parametrize("word, meant", [("runn", "run"), ("doctr", "doctor")])
-def test_a_mistyped_command_is_told_which_one_is_near(word: str, meant: str) -> None:
-    done = CliRunner().invoke(cli.main, [word, "-w", "2"])
-    assert done.exit_code == 2
-    assert f"No such command {word!r}. Did you mean {meant!r}?" in done.output
-
-
-def test_more_ranks_than_the_machine_can_hold_are_refused_before_anything_starts(mpirun: str, tmp_path: Path) -> None:
-    script = tmp_path / "x.py"
-    script.touch()
-    done = call("-w", "1000000000", "--mpirun", mpirun, str(script))
-    assert done.exit_code == 2
-    assert "1000000000 ranks cannot start on this machine" in done.output
-    done = call("-w", "1000000000", "--mpirun", mpirun, "--dry-run", str(script))
-    assert done.exit_code == 0  # the command may be for another machine
-
-
-def test_a_host_file_that_is_not_there(mpirun: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    done = call("-w", "2", "--mpirun", mpirun, "--hostfile", "hosts.txt", "x.py")
-    assert done.exit_code == 2
-    assert f"there is no host file 'hosts.txt' here ({tmp_path})" in done.output
-
-
 def ranked(*words: str) -> subprocess.CompletedProcess[str]:
     """`mpips WORDS` in a process of its own, where starting the ranks is printed instead of done."""
     code = (
@@ -324,8 +280,8 @@ def test_ranks_start_the_module_under_mpirun() -> None:
         assert done.stderr.strip() == "mpips bench allreduce: started 2 ['-m', 'collectives.benchmark', 'allreduce']"
     done = ranked("bench", "-n", "3", "mlp", "--rounds", "4")
     assert done.stderr.strip() == "mpips bench mlp: started 3 ['-m', 'mpips.bench.mlp', '--rounds', '4']"
-    done = ranked("bench", "allreduce", "--ranks=2")
-    assert done.stderr.strip() == "mpips bench allreduce: started 2 ['-m', 'collectives.benchmark', 'allreduce']"
+    done = ranked("bench", "allreduce", "--ranks", "2", "--help")
+    assert (done.returncode, "--algorithms" in done.stdout) == (0, True)
 
 
 @pytest.mark.parametrize(
@@ -363,6 +319,9 @@ def test_wrong_words_are_refused_once_before_any_rank_starts(words: str, named: 
         ("bench allreduce -n0", "-n must be a whole number of at least 1, not '0'"),
         ("bench allreduce -n", "-n must be a whole number of at least 1, not ''"),
         ("bench kvstor -n 2", "No such command 'kvstor'. Did you mean 'kvstore'?"),
+        ("fly", "No such command 'fly'. There are run, doctor"),
+        ("runn -w 2", "No such command 'runn'. Did you mean 'run'?"),
+        ("bench optimizers --ranks 2", "takes no --ranks"),
         ("bench xyz", "There are allreduce, reduce_scatter, allgather, alltoall, broadcast, "),
         ("script slurm -s 1 -w 2 -c 3 x.py", "clients=3 is more than workers=2"),
         ("script slurm -n 2 -w 2 -s 1 x.py", "--ranks 2 and --servers 1 make 1 workers, but --workers is 2"),
@@ -419,14 +378,6 @@ def test_a_package_that_is_missing_is_one_sentence(tmp_path: Path, monkeypatch: 
     assert "mpips " in ranked("--version").stdout
 
 
-def test_ranks_may_stand_before_the_name_of_a_benchmark() -> None:
-    done = ranked("bench", "--ranks", "2", "kvstore")
-    assert done.stderr.startswith("mpips bench kvstore: started 2 ['-m', 'mpips.bench.kvstore'")
-    done = ranked("bench", "optimizers", "--ranks", "2")
-    assert done.returncode == 2
-    assert "--ranks" in done.stderr
-
-
 def completions(words: str) -> list[str]:
     """What a shell offers after these words."""
     environment = {"_MPIPS_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
@@ -481,12 +432,6 @@ def test_an_interrupt_while_a_command_is_imported_is_130(monkeypatch: pytest.Mon
     assert CliRunner().invoke(cli.main, ["sim"]).exit_code == 130
 
 
-def test_version() -> None:
-    done = CliRunner().invoke(cli.main, ["--version"])
-    assert done.exit_code == 0
-    assert done.output.startswith("mpips ")
-
-
 def test_the_list_of_benchmarks_needs_no_mpi_and_names_them_all() -> None:
     code = "import atexit, sys, launch.cli\natexit.register(lambda: print('numpy' in sys.modules))\nlaunch.cli.main()"
     command = [sys.executable, "-c", code, "bench", "--help"]
@@ -525,20 +470,6 @@ def test_ranks_are_workers_and_servers(mpirun: str, words: list[str]) -> None:
     assert "MPIPS_WORKERS 4" in done.output
 
 
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        (["-n", "3", "-s", "3"], "--ranks 3 and --servers 3 leave no worker: ask for --ranks 4 or more"),
-        (["-n", "3", "-w", "3", "-s", "1"], "--ranks 3 and --servers 1 make 2 workers, but --workers is 3"),
-        (["-s", "1"], "how many ranks? Give -n/--ranks, which counts all, or -w/--workers"),
-    ],
-)
-def test_ranks_that_contradict_workers_are_a_sentence(mpirun: str, words: list[str], said: str) -> None:
-    done = call(*words, "--mpirun", mpirun, "--dry-run", "x.py")
-    assert done.exit_code == 2
-    assert said in " ".join(done.output.split())
-
-
 @pytest.mark.parametrize("scheduler, mark", [("slurm", "#SBATCH"), ("lsf", "#BSUB"), ("pbs", "#PBS")])
 def test_options_stand_before_or_behind_the_scheduler(scheduler: str, mark: str) -> None:
     def written(*words: str) -> str:
@@ -551,12 +482,6 @@ def test_options_stand_before_or_behind_the_scheduler(scheduler: str, mark: str)
     assert mark in behind and "train.py --lr 0.1 -N 9" in behind
     assert written(*job, *rest, scheduler) == behind
     assert written("-N", "2", "-n", "16", "-s", "2", *rest, scheduler, "-N", "4") == behind
-
-
-def test_help_of_a_ranked_command_starts_no_ranks() -> None:
-    done = ranked("bench", "allreduce", "--ranks", "2", "--help")
-    assert done.returncode == 0
-    assert "--algorithms" in done.stdout
 
 
 def test_words_are_forwarded_untouched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,3 +138,13 @@ def test_a_lost_host_comes_before_the_ranks_that_mpirun_then_ends() -> None:
     end = End(0, lost=True)
     assert (OneDeathEnds(presence, ROLES).code(end), OneDeathEnds(presence, ROLES).death(end)) == (1, verdict.LOST)
     presence.close()
+
+
+@pytest.mark.parametrize("status, code, said", [
+    (signal.SIGKILL, 9, "was ended by SIGKILL"), (9 << 8, 9, "left with exit code 9"),
+    (9 << 8, 137, "left with exit code 9"), (None, 137, "was ended by SIGKILL"),
+    (None, 9, "ended without a word"), (None, 15, "ended without a word"),
+])  # fmt: skip
+def test_what_is_said_of_a_death_is_sure(presence: Presence, status: int | None, code: int, said: str) -> None:
+    presence.deaths.append(Death(1, status))
+    assert OneDeathEnds(presence, ROLES).sentence(End(code)) == f"rank 1 (worker) {said}: the job has ended"
