@@ -1,20 +1,25 @@
-"""`mpips train`: train a multi-layer perceptron on a device mesh."""
+"""`mpips train`: train a multi-layer perceptron on a device mesh, and show what came out of it."""
 
 from __future__ import annotations
 
 import json
+import resource
 import sys
 import traceback
+from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from time import perf_counter
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import click
 import numpy as np
 from mpi4py import MPI
+from rich.table import Table
 from threadpoolctl import threadpool_limits
 
+from collectives import files
 from collectives.machine import usable_cores
 from collectives.terminal import (
     OutFile,
@@ -25,18 +30,24 @@ from collectives.terminal import (
     leave,
     show_table,
     write_text,
+    writing,
 )  # fmt: skip
-from mpips.mlp import checkpoint, options, results
+from mpips.mlp import checkpoint, options
 from mpips.mlp.data.base import name_classes
 from mpips.mlp.data.loading import WAYS, Data, Opened, load_opened, open_everywhere
-from mpips.mlp.data.sources import open_source
 from mpips.mlp.mesh import Mesh, TrainingError, agree, counted, parse
 from mpips.mlp.network import ACTIVATIONS, DTYPES, MLP, MODES, Specification
-from mpips.mlp.options import FiniteRange, words
+from mpips.mlp.options import FiniteRange
+from mpips.mlp.parallel import PHASES
 from mpips.mlp.prediction import MeshPrediction, predict_all
 from mpips.mlp.servers import STORES, Servers
-from mpips.mlp.training import EpochResult, check_fit, train
+from mpips.mlp.training import EpochResult, Trained, check_fit, hidden_of, train
 from mpips.optimizers.elastic import INTERVAL
+
+MEANINGS = {
+    "compute": "computation and updates", "forward": "forward gathers and sums", "backward": "backward reductions",
+    "data": "data", "evaluate": "evaluation",
+}  # fmt: skip
 
 
 @click.command(cls=RankedCommand, context_settings={"show_default": True})
@@ -108,7 +119,7 @@ class _Run:
         self.console, self.options, self.optimizer = console(), o, options.optimizer_of(o)
         self.began = False
         """Whether steps have been taken: until then a training is refused."""
-        self.xp: Any = np
+        self.xp: ModuleType = np
         self.servers = Servers(o.servers, o.clients, o.averaging, o.every, o.alpha, comm) if o.servers else None
 
     def run(self) -> None:
@@ -138,12 +149,8 @@ class _Run:
             if saved.rule:
                 options.deal_by(saved.rule, o)
         start = perf_counter()
-        opened = open_everywhere(
-            partial(
-                open_source, o.data, words(o.target), words(o.features), o.data_directory, o.classify, o.header
-            ), self.comm, o.way, labels,
-        )  # fmt: skip
-        opening = perf_counter() - start
+        opened = open_everywhere(partial(options.open_data, o), self.comm, o.way, labels)
+        seconds = perf_counter() - start
         if saved is not None:
             specification = saved.specification
         else:
@@ -151,7 +158,7 @@ class _Run:
             specification = Specification((opened.features, *sizes), o.activation, loss, o.dtype, o.seed)
         agree(self.comm, self._too_large(specification, opened, mesh))
         if mesh is None:
-            mesh = self._mesh(specification, opened.rows - int(opened.rows * o.test_share))
+            mesh = self._choose_mesh(specification, opened.rows - int(opened.rows * o.test_share))
         start = perf_counter()
         scaling = checkpoint.read_scaling(o.load_path, mesh.comm) if o.load_path else None
         data = load_opened(opened, mesh, o.batch, specification.dtype, o.seed, o.test_share, scaling)
@@ -161,7 +168,7 @@ class _Run:
         self._say(f"{o.data}: {counted(opened.rows, 'row')}; {opened.columns}; data by {data.way}")
         if named := name_classes(opened.labels):
             self._say(named)
-        self._train(specification, data, mesh, opening + perf_counter() - start)
+        self._train(specification, data, mesh, seconds + perf_counter() - start)
 
     def _too_large(self, specification: Specification, opened: Opened, mesh: Mesh | None) -> str | None:
         o = self.options
@@ -173,14 +180,14 @@ class _Run:
         ranks = _ranks_of_node(self.comm)
         return options.too_large(specification, opened, batch, model, o.split, ranks, self.xp is np)
 
-    def _mesh(self, specification: Specification, train_rows: int) -> Mesh:
+    def _choose_mesh(self, specification: Specification, train_rows: int) -> Mesh:
         o = self.options
         shape = None if o.grid_text == "auto" else parse(o.grid_text)
         predictions: list[MeshPrediction] = []
         if o.explain or shape is None:
             predictions = predict_all(specification, o.batch, self.comm, self.optimizer, o.split)
             if o.explain and self.comm.rank == 0:
-                show_table(results.prediction_table(predictions, -(-train_rows // o.batch)), self.console)
+                show_table(_prediction_table(predictions, -(-train_rows // o.batch)), self.console)
         return Mesh(*(shape or (predictions[0].batch, predictions[0].model)), self.comm)
 
     def _train(self, specification: Specification, data: Data, mesh: Mesh, data_seconds: float) -> None:
@@ -198,37 +205,80 @@ class _Run:
         self.began = True
         trained = train(
             MLP(*specification, xp=self.xp), data, mesh, o.epochs, None if worker else self.optimizer, o.split,
-            lambda epoch: self._say(results.epoch_line(epoch, last)), worker, overlap=o.overlap, servers=self.servers,
+            partial(self._say_epoch, last), worker, overlap=o.overlap, servers=self.servers,
         )  # fmt: skip
-        memory = self.comm.gather(results.peak_memory())
-        problem = None
-        if memory is not None:
-            problem = self._report(trained.epochs, data_seconds, memory, f"grid {mesh}", results.record(
-                trained.worker, data, trained.epochs, data_seconds, memory, o.overlap, self.servers
-            ))  # fmt: skip
+        memory = self.comm.gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+        problem = None if memory is None else self._report(trained, data, data_seconds, memory)
         if o.save_path:  # neither the table nor the checkpoint is lost where another file cannot be written
             checkpoint.save_checkpoint(str(o.save_path), trained.worker, data)
         agree(self.comm, problem)
 
-    def _report(
-        self, epochs: list[EpochResult], data_seconds: float, memory: list[int], title: str, content: dict[str, Any]
-    ) -> str | None:
-        """Print the time budget and write the files; says why one cannot be written."""
-        phases = results.total_phases(epochs, data_seconds)
-        show_table(results.budget_table(phases, results.total_hidden(epochs)), self.console)
+    def _say_epoch(self, last: int, epoch: EpochResult) -> None:
+        """Print one line of progress; `last` is the last epoch's number."""
+        words = [f"epoch {epoch.epoch:>{len(str(last))}}/{last}", f"train {epoch.train_loss:.6f}"]
+        if epoch.test_loss is not None:
+            words.append(f"test {epoch.test_loss:.6f}")
+        if epoch.test_accuracy is not None:
+            words.append(f"accuracy {100 * epoch.test_accuracy:.2f} %")
+        self._say("  ".join([*words, f"{epoch.seconds:.2f} s"]))
+
+    def _report(self, trained: Trained, data: Data, data_seconds: float, memory: list[int]) -> str | None:
+        """Print the time budget and write the files; say why one cannot be written.
+
+        Seconds of data include reading and distribution before the first epoch.
+        """
+        epochs, hidden = trained.epochs, hidden_of(trained.epochs)
+        phases = {phase: sum(epoch.phases[phase] for epoch in epochs) for phase in PHASES}
+        phases["data"] += data_seconds
+        caption = "nothing was sent" if hidden is None else f"{hidden:.0%} of the time that messages took is hidden"
+        table = Table(title="Time budget, mean over ranks", caption=caption)
+        table.add_column("phase")
+        for column in ("s", "%"):
+            table.add_column(column, justify="right")
+        for phase, seconds in phases.items():
+            table.add_row(MEANINGS[phase], f"{seconds:.3f}", f"{100 * seconds / (sum(phases.values()) or 1.0):.1f}")
+        show_table(table, self.console)
         mean = sum(epoch.seconds for epoch in epochs) / len(epochs)
         peaks = ", ".join(f"{peak / 2**20:,.0f}" for peak in memory)
         self._say(f"mean of an epoch: {mean:.2f} s; peak memory by rank, MiB: {peaks}")
         try:
             if self.options.json_path:
+                content = self._record(trained, data) | {"phases": phases, "hidden": hidden, "memory_bytes": memory}
                 write_text(self.options.json_path, json.dumps(content, indent=1) + "\n")
             if self.options.plot_path:
-                results.draw_picture(self.options.plot_path, epochs, phases, title)
+                _draw(self.options.plot_path, epochs, phases, f"grid {data.mesh}")
         except click.ClickException as error:
             return error.message
         except (ImportError, ValueError) as error:
             return f"the results cannot be written: {error}"
         return None
+
+    def _record(self, trained: Trained, data: Data) -> dict[str, Any]:
+        """Return what was trained, and its epochs, ready for JSON.
+
+        `overlap` is None where nodes decided, `averaging` without servers, `every` and `alpha` without elastic ones.
+        """
+        worker, servers = trained.worker, self.servers
+        mesh, specification = worker.mesh, worker.network.specification
+        elastic = servers if servers is not None and servers.kind == "elastic" else None
+        return {
+            "grid": {"batch": mesh.batch, "model": mesh.model},
+            "ranks": mesh.comm.size,
+            "servers": servers.count if servers else 0,
+            "clients": servers.clients if servers else 1,
+            "averaging": servers.kind if servers else None,
+            "every": elastic.every if elastic else None,
+            "alpha": elastic.alpha if elastic else None,
+            "network": {**specification._asdict(), "sizes": list(specification.sizes)},
+            "split": worker.network.mode,
+            "overlap": self.options.overlap,
+            "optimizer": {"name": type(worker.optimizer).__name__.lower(), **asdict(worker.optimizer)},
+            "rows": {"train": data.train_rows, "test": data.test_rows},
+            "labels": list(data.labels),
+            "batch": data.batch,
+            "distribution": {"way": data.way},
+            "epochs": [epoch._asdict() for epoch in trained.epochs],
+        }
 
     def _unwritable(self) -> str | None:
         """Say why a file to come cannot be written; asked before training, of the rank that will write."""
@@ -248,6 +298,47 @@ def _ranks_of_node(comm: MPI.Comm) -> int:
     ranks: int = node.size
     node.Free()
     return ranks
+
+
+def _prediction_table(predictions: list[MeshPrediction], steps: int) -> Table:
+    """Return the predicted times of every mesh, the fastest first; `steps`: minibatches of an epoch."""
+    table = Table(title="Predicted time of a step, ms")
+    for column in ("grid", "compute", "gradient sums", "model exchange", "hidden", "step", "epoch, s", "alpha, us",
+                   "1/beta, GB/s"):  # fmt: skip
+        table.add_column(column, justify="right")
+    for each in predictions:
+        links = [link for ranks, link in ((each.batch, each.batch_link), (each.model, each.model_link)) if ranks > 1]
+        parts = (each.compute, each.reduction, each.exchange, each.hidden, each.seconds)
+        table.add_row(
+            f"{each.batch}x{each.model}",
+            *(f"{1e3 * seconds:.3f}" for seconds in parts),
+            f"{steps * each.seconds:.2f}",
+            ", ".join(f"{1e6 * link.alpha:.1f}" for link in links),
+            ", ".join(f"{1e-9 / link.beta:.3g}" if link.beta else "-" for link in links),
+        )
+    return table
+
+
+def _draw(path: Path, epochs: list[EpochResult], phases: dict[str, float], title: str) -> None:
+    """Draw loss curves and the time budget, side by side. Needs matplotlib (extra `plot`).
+
+    click.ClickException where `path` cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.5), layout="constrained")
+    curves, bars = figure.subplots(1, 2)
+    curves.plot(*zip(*((epoch.epoch, epoch.train_loss) for epoch in epochs)), marker=".", label="train")
+    tested = [(epoch.epoch, epoch.test_loss) for epoch in epochs if epoch.test_loss is not None]
+    if tested:
+        curves.plot(*zip(*tested), marker=".", label="test")
+    curves.set(xlabel="epoch", ylabel="loss", title=title)
+    curves.legend()
+    bars.barh([MEANINGS[phase] for phase in phases], list(phases.values()))
+    bars.invert_yaxis()
+    bars.set(xlabel="s, mean over ranks", title="time budget")
+    with writing(path):
+        files.write_picture(path, figure, dpi=120)
 
 
 if __name__ == "__main__":

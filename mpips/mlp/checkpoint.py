@@ -7,7 +7,8 @@ import math
 import re
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, TypeVar
+from types import ModuleType
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -90,8 +91,8 @@ def save_checkpoint(path: str, worker: Worker, data: Data | None = None) -> None
 
 
 def load_checkpoint(
-    path: str, mesh: Mesh, mode: str = "pairs", xp: Any = np, overlap: bool | None = None, half: bool | None = None,
-    servers: Servers | None = None,
+    path: str, mesh: Mesh, mode: str = "pairs", xp: ModuleType = np, overlap: bool | None = None,
+    half: bool | None = None, servers: Servers | None = None,
 ) -> Worker:  # fmt: skip
     """Return this rank's slice of a saved network, ready to go on training on `mesh`. Collective.
 
@@ -195,7 +196,7 @@ def _see_tensors(file: TensorFile, header: CheckpointHeader) -> Optimizer:
     return optimizer
 
 
-def _fill(file: TensorFile, network: Network, flats: dict[str, Any]) -> None:
+def _fill(file: TensorFile, network: Network, flats: dict[str, np.ndarray]) -> None:
     """Read this rank's slice of arrays laid out as the flat parameters, by the prefix of their names."""
     for prefix, flat in flats.items():
         for layer, split in enumerate(network.splits):

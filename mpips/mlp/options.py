@@ -6,7 +6,8 @@ import importlib
 import importlib.util
 import math
 import os
-from types import SimpleNamespace
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import click
@@ -16,9 +17,10 @@ from mpi4py import MPI
 
 from collectives.machine import check_memory
 from mpips import optimizers
+from mpips.mlp.data.base import DataSource
 from mpips.mlp.data.loading import DealRule, Opened
 from mpips.mlp.data.sources import BUILT_IN, open_source
-from mpips.mlp.mesh import TrainingError, agree, misfit, parse
+from mpips.mlp.mesh import TrainingError, attempt, misfit, parse
 from mpips.mlp.network import Specification, largest_slice, working_dtype
 from mpips.mlp.servers import servers_misfit
 
@@ -52,26 +54,61 @@ def check(ranks: int, **options: Any) -> None:
         raise click.UsageError(f"there is no checkpoint {o.load_path!r}")
     if os.path.isfile(o.data) and not o.data.endswith(".npz"):
         try:
-            open_source(o.data, words(o.target), words(o.features), o.data_directory, o.classify, o.header)
+            open_data(o)
         except TrainingError as error:
             raise click.UsageError(str(error)) from None
 
 
 def check_words(ranks: int, **options: Any) -> None:
     """Do the same without a look at files, which ranks may see differently: they all raise or none does."""
-    o = SimpleNamespace(**options)
     try:
-        widths(o.hidden)
-        optimizer_of(o)
-        for problem in (_mesh_problem(ranks, o), _servers_problem(o), _data_problem(o), _other_problem(o)):
-            if problem:
-                raise TrainingError(problem)
+        for problem in _problems(ranks, SimpleNamespace(**options)):
+            raise TrainingError(problem)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
 
 
+def _problems(ranks: int, o: SimpleNamespace) -> Iterator[str]:
+    """Give sentences about options that make no job; others are raised as ValueError."""
+    widths(o.hidden)
+    optimizer_of(o)
+    shape = None if o.grid_text == "auto" else parse(o.grid_text)
+    if o.servers and not shape:
+        yield "with --servers, give the --grid of a client, for instance 1x2"
+    elif o.servers and shape:
+        if problem := servers_misfit(o.servers, o.clients, *shape, ranks):
+            yield problem
+        if o.overlap and o.averaging == "sync" and o.servers < shape[1]:
+            yield "--overlap needs a server for each slice of the network: give more --servers"
+    elif o.clients > 1:
+        yield "--clients are clients of --servers: give some"
+    elif shape and (problem := misfit(*shape, ranks)):
+        yield problem
+    for name in filter(given, ("averaging", "every", "alpha")):
+        if not o.servers:
+            yield f"--{name} says what --servers do: give some"
+        if o.averaging == "sync" and name != "averaging":
+            yield f"--{name} is for --averaging elastic"
+    if o.servers and o.dtype == "mixed":
+        yield "--servers keep weights and take gradients in one dtype: choose --dtype float32, not mixed"
+    if o.servers and o.explain:
+        yield "--explain predicts grids without --servers: leave one of them out"
+    built_in = o.data in BUILT_IN or o.data.startswith("synthetic:")
+    for name in filter(given, ("target", "features", "header", "classify")):
+        if built_in or (o.data.endswith(".npz") and name != "classify"):
+            yield f"--{name} is for a {'file' if built_in else 'delimited text'}, not for {o.data}"
+    if o.data.split(":")[0] == "synthetic":
+        open_source(o.data)
+    for name in filter(given, _OF_CHECKPOINT if o.load_path else ()):
+        yield f"--{name.replace('_', '-')} is the checkpoint's with --load: leave it out"
+    if o.device != "cpu" and o.explain:
+        yield "--explain predicts for --device cpu alone: leave it out"
+    if o.device != "cpu" and not shape:
+        yield f"--device {o.device} needs a --grid, as auto predicts for the cpu alone: for instance --grid 2x1"
+
+
 def given(option: str) -> bool:
-    """Tell whether the user gave the option, rather than taking its default."""
+    """Return whether the user gave the option, rather than taking its default."""
     context = click.get_current_context(silent=True)
     return context is not None and context.get_parameter_source(option) is ParameterSource.COMMANDLINE
 
@@ -87,6 +124,13 @@ def deal_by(rule: DealRule, o: SimpleNamespace) -> None:
         setattr(o, name, before)
     if not given("batch"):
         o.batch = rule.batch
+
+
+def open_data(o: SimpleNamespace) -> DataSource:
+    """Open the source that the options name."""
+    return open_source(
+        o.data, words(o.target), words(o.features), o.data_directory, o.classify, o.header
+    )
 
 
 def words(text: str) -> list[str]:
@@ -106,14 +150,11 @@ def widths(text: str) -> tuple[int, ...]:
 
 
 def optimizer_of(o: SimpleNamespace) -> optimizers.Optimizer:
-    """Return the optimizer of the options; TrainingError where they make none."""
+    """Return the optimizer of the options; ValueError where they make none."""
     if o.momentum and o.optimizer != "sgd":
         raise TrainingError(f"--momentum is for sgd, not for {o.optimizer}")
     extra = {"momentum": o.momentum} if o.optimizer == "sgd" else {}
-    try:
-        return optimizers.create(o.optimizer, learning_rate=o.learning_rate, **extra)
-    except ValueError as error:
-        raise TrainingError(str(error)) from error
+    return optimizers.create(o.optimizer, learning_rate=o.learning_rate, **extra)
 
 
 def too_large(
@@ -135,7 +176,7 @@ def too_large(
     return None
 
 
-def array_module(device: str, comm: MPI.Comm) -> Any:
+def array_module(device: str, comm: MPI.Comm) -> ModuleType:
     """Return NumPy for "cpu"; CuPy for "gpu", on a GPU that this rank shares with as few ranks as can be.
 
     Collective; TrainingError on every rank where one of them has no CuPy or no GPU.
@@ -145,59 +186,15 @@ def array_module(device: str, comm: MPI.Comm) -> Any:
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     place = node.rank
     node.Free()
-    module, problem = None, None
-    try:
-        module = importlib.import_module("cupy")
-        module.cuda.Device(place % module.cuda.runtime.getDeviceCount()).use()
-    except ImportError:
-        problem = f"rank {comm.rank}: device gpu needs CuPy, which is not installed: {CUPY}"
-    except RuntimeError as error:
-        problem = f"rank {comm.rank}: device gpu finds no GPU: {error}"
-    agree(comm, problem)
-    return module
 
+    def load() -> ModuleType:
+        try:
+            module = importlib.import_module("cupy")
+            module.cuda.Device(place % module.cuda.runtime.getDeviceCount()).use()
+        except ImportError as error:
+            raise TrainingError(f"rank {comm.rank}: device gpu needs CuPy, which is not installed: {CUPY}") from error
+        except RuntimeError as error:
+            raise TrainingError(f"rank {comm.rank}: device gpu finds no GPU: {error}") from error
+        return module
 
-def _mesh_problem(ranks: int, o: SimpleNamespace) -> str | None:
-    """Say why the mesh and the servers do not fit the ranks; None where they do."""
-    if o.servers and o.grid_text == "auto":
-        return "with --servers, give the --grid of a client, for instance 1x2"
-    shape = None if o.grid_text == "auto" else parse(o.grid_text)
-    if o.servers and shape:
-        return servers_misfit(o.servers, o.clients, *shape, ranks)
-    if o.clients > 1:
-        return "--clients are clients of --servers: give some"
-    return misfit(*shape, ranks) if shape else None
-
-
-def _servers_problem(o: SimpleNamespace) -> str | None:
-    if not o.servers and (lonely := [name for name in ("averaging", "every", "alpha") if given(name)]):
-        return f"--{lonely[0]} says what --servers do: give some"
-    if o.averaging == "sync" and (lonely := [name for name in ("every", "alpha") if given(name)]):
-        return f"--{lonely[0]} is for --averaging elastic"
-    if o.servers and o.dtype == "mixed":
-        return "--servers keep weights and take gradients in one dtype: choose --dtype float32, not mixed"
-    if o.servers and o.overlap and o.averaging == "sync" and o.servers < parse(o.grid_text)[1]:
-        return "--overlap needs a server for each slice of the network: give more --servers"
-    if o.servers and o.explain:
-        return "--explain predicts grids without --servers: leave one of them out"
-    return None
-
-
-def _data_problem(o: SimpleNamespace) -> str | None:
-    chosen = [name for name in ("target", "features", "header", "classify") if given(name)]
-    built_in = o.data in BUILT_IN or o.data.startswith("synthetic:")
-    if chosen and (built_in or (o.data.endswith(".npz") and chosen != ["classify"])):
-        return f"--{chosen[0]} is for a {'file' if built_in else 'delimited text'}, not for {o.data}"
-    if o.data.split(":")[0] == "synthetic":
-        open_source(o.data)
-    return None
-
-
-def _other_problem(o: SimpleNamespace) -> str | None:
-    if o.load_path and (fixed := [name for name in _OF_CHECKPOINT if given(name)]):
-        return f"--{fixed[0].replace('_', '-')} is the checkpoint's with --load: leave it out"
-    if o.device != "cpu" and o.explain:
-        return "--explain predicts for --device cpu alone: leave it out"
-    if o.device != "cpu" and o.grid_text == "auto":
-        return f"--device {o.device} needs a --grid, as auto predicts for the cpu alone: for instance --grid 2x1"
-    return None
+    return attempt(comm, load)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import isfinite
 from time import perf_counter
@@ -21,7 +21,7 @@ from mpips.mlp.data.base import DataSource
 from mpips.mlp.data.loading import Data, DealRule, epoch_order, load
 from mpips.mlp.mesh import Mesh, TrainingError, agree, alike, arguments_of, counted, parse, spans_nodes
 from mpips.mlp.network import MLP, Network, Specification
-from mpips.mlp.parallel import PHASES, Clock, LocalUpdate, LossScale, TensorExchange, on_host
+from mpips.mlp.parallel import PHASES, Clock, LocalUpdate, LossScale, TensorExchange, hidden_share, on_host
 from mpips.mlp.prediction import choose_mesh
 from mpips.mlp.servers import Servers, SynchronousUpdate
 from mpips.optimizers.base import Optimizer
@@ -47,6 +47,12 @@ class EpochResult(NamedTuple):
     seconds: float
     phases: dict[str, float]
     under_way: float
+
+
+def hidden_of(epochs: Sequence[EpochResult]) -> float | None:
+    """Return the share of communication that was hidden behind computation over all epochs; None without any."""
+    waited = sum(epoch.phases["forward"] + epoch.phases["backward"] for epoch in epochs)
+    return hidden_share(waited, sum(epoch.under_way for epoch in epochs))
 
 
 class Trained(NamedTuple):

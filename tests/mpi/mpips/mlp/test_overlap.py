@@ -5,8 +5,7 @@ import pytest
 
 from mpips.mlp import MLP, Mesh, SyntheticSource, collect, load, load_checkpoint, save_checkpoint, train
 from mpips.mlp.mesh import factorings
-from mpips.mlp.results import total_hidden
-from mpips.mlp.training import Worker
+from mpips.mlp.training import Worker, hidden_of
 from mpips.optimizers import SGD, Adam
 from tests.mpi.sizes import either_mpi, only_on
 
@@ -41,7 +40,7 @@ def test_overlap_changes_no_bit(mode):
 def test_sends_that_are_not_beside_computation_hide_nothing():
     mesh = Mesh(COMM.size, 1)
     data = load(lambda: SyntheticSource(150, 5, 3), mesh, 40, seed=1)
-    share = total_hidden(train(MLP([5, *WIDE, 3], seed=3), data, mesh, 2, overlap=False).epochs)
+    share = hidden_of(train(MLP([5, *WIDE, 3], seed=3), data, mesh, 2, overlap=False).epochs)
     mesh.free()
     assert same_everywhere(share == (None if COMM.size == 1 else 0.0)), share
 

@@ -16,7 +16,7 @@ from mpips.mlp import (
     train,
 )
 from mpips.mlp.data.loading import epoch_order
-from mpips.mlp.results import total_hidden
+from mpips.mlp.training import hidden_of
 from mpips.optimizers import SGD, Adam
 from tests.mpi.sizes import either_mpi, only_on
 
@@ -85,7 +85,7 @@ def test_gradients_that_leave_during_the_backward_pass_give_the_same_curve(kind)
         found = [run(Servers(count, clients, kind, 2), batch, model, overlap=overlap) for overlap in (False, True)]
         if found[0] is not None and not np.abs(curve(found[0]) - curve(found[1])).max() <= 1e-12:
             wrong.append((clients, batch, model, count))
-        shares = [total_hidden(each.epochs) for each in found if each is not None]
+        shares = [hidden_of(each.epochs) for each in found if each is not None]
         if not all(0 <= share < 1 for share in shares) or shares[:1] not in ([], [0.0]):
             wrong.append((clients, batch, model, count, shares))
     assert same_everywhere(not wrong), wrong
