@@ -1,4 +1,4 @@
-"""Buckets: which gradients travel together, by a strategy of `mpips.overlap`, from the times of a backward.
+"""Buckets: which gradients travel together, by a strategy of `mpips.overlap`, from the times of backward passes.
 
 A bucket is a run of parameters, in the order in which their gradients become ready; its allreduce starts when the last
 of them is there. Strategies solve the partition problem of MG-WFBP (`mpips.overlap.problem`), whose layers are counted
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -23,6 +23,8 @@ from mpips.overlap.strategies import PARTITIONS
 
 CHOICES = f"auto, {', '.join(PARTITIONS)}, or a number of MiB"
 PROBE_BYTES, PROBES = (1 << 12, 1 << 18, 1 << 21), 5
+DRIFT = 0.3
+"""How far backward's time may move before buckets are planned again."""
 
 
 class Bucket(NamedTuple):
@@ -32,7 +34,7 @@ class Bucket(NamedTuple):
     last: int
 
 
-def check_buckets(asked: Any) -> None:
+def check_buckets(asked: object) -> None:
     """Raise TypeError or ValueError where this is neither a strategy nor a number of MiB above 0."""
     if isinstance(asked, str):
         if asked != "auto" and asked not in PARTITIONS:
@@ -90,3 +92,44 @@ def measure_costs(comm: MPI.Intracomm, algorithm: str) -> LinkCost:
         run.free()
     collectives.allreduce(seconds, comm, op="mean")
     return fit(list(zip(PROBE_BYTES, seconds.tolist())))
+
+
+class BackwardProfile:
+    """Times of one rank's backward passes over `count` gradients, in seconds from the first gradient."""
+
+    def __init__(self, count: int, comm: MPI.Intracomm) -> None:
+        self._comm = comm
+        self._times, self._spans = np.zeros(count), list[float]()
+        self._began = self._usual_span = 0.0
+
+    def begin(self) -> None:
+        """Note that the first gradient of a backward is there."""
+        self._began = time.perf_counter()
+
+    def note_ready(self, index: int) -> None:
+        """Note that a gradient is there."""
+        self._times[index] = time.perf_counter() - self._began
+
+    def end(self) -> None:
+        """Note that backward has ended."""
+        self._spans.append(time.perf_counter() - self._began)
+
+    def average(self) -> tuple[list[int], list[float]]:
+        """Return gradients in the order of readiness, and when each is ready, by the mean over ranks. Collective."""
+        collectives.allreduce(self._times, self._comm, op="mean")
+        order = sorted(range(len(self._times)), key=lambda index: (self._times[index], index))
+        self._usual_span = self._average_span()
+        ready = list(accumulate((float(self._times[index]) for index in order), max))
+        self._times = self._times[order]
+        return order, ready
+
+    def has_drifted(self) -> bool:
+        """Return whether backward takes longer, or shorter, than at the last `average`. Collective."""
+        span = self._average_span()
+        return bool(self._usual_span) and abs(span - self._usual_span) > DRIFT * self._usual_span
+
+    def _average_span(self) -> float:
+        """Return backward's seconds: the median of the last passes but the first, its mean over ranks. Collective."""
+        middle = np.array([float(np.median(self._spans[1:] or self._spans or [0.0]))])
+        self._spans = []
+        return float(collectives.allreduce(middle, self._comm, op="mean")[0])

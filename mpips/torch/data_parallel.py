@@ -4,7 +4,7 @@
     loss = loss_of(model(x)); loss.backward(); optimizer.step()      # gradients are those of all ranks' batches
 
 A backward: `_begin_backward`, then `_note_gradient` for each parameter, by which the `Reducer` starts buckets, then
-`_finish_backward`. Buckets are planned again from a profile of the first backwards, `_plan_buckets`.
+`_finish_backward`. Buckets are planned again from a profile of the first backwards, `_end_step`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -24,13 +24,15 @@ from torch.autograd.graph import get_gradient_edge
 import collectives
 from collectives.communicator import communicator
 from mpips.torch.backend import check_joined
-from mpips.torch.buckets import Bucket, check_buckets, cut_by_bytes, cut_by_strategy, measure_costs
+from mpips.torch.buckets import BackwardProfile, check_buckets, cut_by_bytes, cut_by_strategy, measure_costs
 from mpips.torch.lockstep import Lockstep, agree, check_weights, model_items
-from mpips.torch.reducer import BackwardProfile, Reducer
+from mpips.torch.reducer import Reducer
 from mpips.torch.state import broadcast_tensors, broadcast_values
 from mpips.torch.tensors import check_on_host, find_tensors, uncompiled
 
 NAME = "DataParallel"
+UNPLANNED = ("", "single")
+"""Strategies that need no profile: none, as there is a limit of bytes, or one bucket."""
 PROFILE_STEPS = 3
 """Steps whose times are taken; the first is not, as it warms up."""
 REVIEW_STEPS = 200
@@ -64,7 +66,7 @@ class DataParallel(torch.nn.Module):
 
     def __init__(
         self, module: torch.nn.Module, comm: MPI.Intracomm | None = None, buckets: str | float = "auto",
-        algorithm: str = "auto", broadcast_buffers: bool = True, **others: Any,
+        algorithm: str = "auto", broadcast_buffers: bool = True, **others: object,
     ) -> None:  # fmt: skip
         super().__init__()
         _check_arguments(module, comm, others)
@@ -95,8 +97,9 @@ class DataParallel(torch.nn.Module):
         order = [parameter for parameter in every if parameter.requires_grad][::-1]
         self._frozen = [parameter for parameter in every if not parameter.requires_grad]
         most = float("inf") if isinstance(self._asked, str) else float(self._asked) * (1 << 20)
-        self._planned = self._strategy in ("", "single")
-        self._reducer = self._make_reducer(order, cut_by_bytes(_sizes(order), most))
+        self._planned = self._strategy in UNPLANNED
+        cuts = cut_by_bytes(_sizes(order), most)
+        self._reducer = Reducer(order, cuts, self._comm, self._algorithm, self._in_background)
         self._profile = BackwardProfile(len(order), self._comm)
         self._lockstep = Lockstep(order)
         self._nodes = [(parameter, get_gradient_edge(parameter).node) for parameter in order]
@@ -150,7 +153,7 @@ class DataParallel(torch.nn.Module):
                     parameter.grad.mul_(most / norm)
         return norm
 
-    def state_dict(self, *args: Any, **keywords: Any) -> Any:
+    def state_dict(self, *args: Any, **keywords: Any) -> dict[str, Any]:
         """Return the module's, which plain PyTorch loads."""
         return self.module.state_dict(*args, **keywords)
 
@@ -161,7 +164,7 @@ class DataParallel(torch.nn.Module):
                              "wrapped")  # fmt: skip
         return self.module.load_state_dict(state_dict, strict)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Raise TypeError: exchanges between ranks are neither copied nor saved."""
         raise TypeError("a DataParallel is tied to the ranks that made it: copy or save its `module`, or its "
                         "`state_dict()`")  # fmt: skip
@@ -234,7 +237,9 @@ class DataParallel(torch.nn.Module):
             return
         if not self._in_backward:
             self._begin_backward()
-        self._profile.note_ready(self._reducer.note_arrival(parameter))
+        place = self._reducer.note_arrival(parameter)
+        if self._strategy not in UNPLANNED:
+            self._profile.note_ready(place)
 
     def _finish_backward(self) -> None:
         """Reduce what is left, give parameters their gradients, and see that ranks are alike."""
@@ -265,28 +270,22 @@ class DataParallel(torch.nn.Module):
         self._lockstep.count_failure()
 
     def _end_step(self) -> None:
-        """Count a step of all ranks, and plan buckets where it is time."""
+        """Count a step of all ranks, and cut buckets by the times so far where it is time. Collective, blocking."""
         self._step += 1
-        if not self._strategy or self._strategy == "single":
+        if self._strategy in UNPLANNED:
             return
         first = not self._planned and self._step >= PROFILE_STEPS
-        if first or (self._planned and self._step % REVIEW_STEPS == 0 and self._profile.has_drifted()):
-            self._plan_buckets()
-
-    def _plan_buckets(self) -> None:
-        """Cut buckets anew by the times of the steps so far, the same on all ranks. Collective, blocking."""
+        if not first and not (self._planned and self._step % REVIEW_STEPS == 0 and self._profile.has_drifted()):
+            return
         order, ready = self._profile.average()
         parameters = [self._reducer.gradients.parameters[index] for index in order]
         costs = measure_costs(self._comm, self._algorithm)
         cuts = cut_by_strategy(_sizes(parameters), ready, costs, self._strategy)
         self._reducer.free()
-        self._reducer = self._make_reducer(parameters, cuts)
+        self._reducer = Reducer(parameters, cuts, self._comm, self._algorithm, self._in_background)
         self._planned = True
         log.info("DataParallel: %d buckets (%s) after step %d: an allreduce takes %.3g s + %.3g s/B",
                  len(cuts), self._strategy, self._step, *costs)  # fmt: skip
-
-    def _make_reducer(self, parameters: Sequence[Tensor], cuts: Sequence[Bucket]) -> Reducer:
-        return Reducer(parameters, cuts, self._comm, self._algorithm, self._in_background)
 
     def _count_active(self, one: float) -> float:
         """Return how many ranks still have steps to make: the sum of their `one`. Collective."""
@@ -299,7 +298,7 @@ def _sizes(parameters: Sequence[Tensor]) -> list[int]:
     return [parameter.numel() * parameter.element_size() for parameter in parameters]
 
 
-def _check_arguments(module: Any, comm: Any, others: Mapping[str, Any]) -> None:
+def _check_arguments(module: object, comm: object, others: Mapping[str, object]) -> None:
     """Raise TypeError or ValueError for what is no model on the host, no communicator, or no argument."""
     for name in others:
         why = ": mpips works on CPU tensors, leave it out" if "device" in name else ": leave it out"

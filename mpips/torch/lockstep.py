@@ -59,12 +59,9 @@ def model_items(module: torch.nn.Module, buckets: str | float, algorithm: str) -
 
 def agree(items: Items, comm: MPI.Intracomm, what: str, cure: str = "give all ranks the same") -> None:
     """Raise MismatchError on all ranks, with one sentence, unless all bring the same. Collective, blocking."""
-    head = np.array([digest(msgspec.msgpack.encode(items))])
-    if (gather_rows(head, comm, what) == head).all():
-        return
-    found = gather_difference(items, comm, what)
-    with communicator(comm).failing(what):
-        raise collectives.MismatchError(f"{what}: {found}: {cure}")
+    if found := gather_difference(items, comm, what):
+        with communicator(comm).failing(what):
+            raise collectives.MismatchError(f"{what}: {found}: {cure}")
 
 
 def gather_difference(items: Items, comm: MPI.Intracomm, what: str, first: int = 0) -> str:

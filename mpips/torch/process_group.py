@@ -6,9 +6,9 @@ operation goes on beside compute. Tensors may have any shape and any strides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -28,9 +28,11 @@ from mpips.torch.tensors import (
     reduction,
     uncompiled,
 )
-from mpips.torch.works import GroupJob, Messages, Steps, Work, communication, wait_for_plan, watch
+from mpips.torch.works import GroupJob, Messages, Work, communication, wait_for_plan, watch
 
 Tensors = Sequence[Tensor]
+Allgather: TypeAlias = "dist.AllgatherOptions | None"
+ReduceScatter: TypeAlias = "dist.ReduceScatterOptions | None"
 After = Callable[[], None] | None
 """Brings a result to where the caller wants it."""
 
@@ -60,7 +62,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     # ---- reductions
 
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
+    def allreduce(self, tensors: Tensors, opts: dist.AllreduceOptions | None = None) -> Work:
         opts = opts or dist.AllreduceOptions()
         check_on_host(tensors, "all_reduce")
         if len(tensors) > 1:
@@ -69,12 +71,12 @@ class ProcessGroup(dist.ProcessGroup):
         how = reduction(opts.reduceOp, target.dtype)
         return self._start(self._jobs.reduce("allreduce", target, target, how, 0, copy_back), opts, list(tensors))
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
+    def allreduce_coalesced(self, tensors: Tensors, opts: dist.AllreduceCoalescedOptions | None = None) -> Work:
         opts = opts or dist.AllreduceCoalescedOptions()
         check_on_host(tensors, "all_reduce_coalesced")
         return self._start(self._jobs.allreduce_together(tensors, opts.reduceOp), opts, tensors)
 
-    def reduce(self, tensors: Tensors, opts: Any) -> Work:
+    def reduce(self, tensors: Tensors, opts: dist.ReduceOptions) -> Work:
         check_on_host(tensors, "reduce")
         (tensor,) = tensors
         given, root = flatten(tensor).clone(), opts.rootRank
@@ -82,7 +84,7 @@ class ProcessGroup(dist.ProcessGroup):
         how = reduction(opts.reduceOp, tensor.dtype)
         return self._start(self._jobs.reduce("reduce", given, target, how, root, copy_back), opts, list(tensors))
 
-    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Work:
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: ReduceScatter = None) -> Work:
         opts = opts or dist.ReduceScatterOptions()
         check_on_host([*outputs, *inputs[0]], "reduce_scatter")
         (output,), (parts,) = outputs, inputs
@@ -92,10 +94,10 @@ class ProcessGroup(dist.ProcessGroup):
         job = self._jobs.reduce_scatter(output, _join(parts, output.dtype), sizes, opts.reduceOp)
         return self._start(job, opts, [output])
 
-    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Work:
+    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: ReduceScatter = None) -> Work:
         return self.reduce_scatter_single_coalesced([output], [given], opts)
 
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: ReduceScatter = None) -> Work:
         opts, size = opts or dist.ReduceScatterOptions(), self.comm.size
         check_on_host([*outputs, *inputs], "reduce_scatter_tensor")
         jobs = [
@@ -109,22 +111,22 @@ class ProcessGroup(dist.ProcessGroup):
 
     # ---- the same values for all
 
-    def broadcast(self, tensors: Tensors, opts: Any = None) -> Work:
+    def broadcast(self, tensors: Tensors, opts: dist.BroadcastOptions | None = None) -> Work:
         opts = opts or dist.BroadcastOptions()
         check_on_host(tensors, "broadcast")
         targets = [flatten_result(tensor) for tensor in tensors]
         jobs = [self._jobs.move("broadcast", target, None, opts.rootRank, after) for target, after in targets]
         return self._start(_in_turn(jobs), opts, list(tensors))
 
-    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Allgather = None) -> Work:
         opts = opts or dist.AllgatherOptions()
         jobs = [self._jobs.allgather(out, given) for out, given in zip(outputs, inputs, strict=True)]
         return self._start(_in_turn(jobs), opts, list(outputs[0]) if len(outputs) == 1 else outputs)
 
-    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Work:
+    def all_gather_single(self, output: Tensor, given: Tensor, opts: Allgather = None) -> Work:
         return self.all_gather_single_coalesced([output], [given], opts)
 
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Allgather = None) -> Work:
         opts = opts or dist.AllgatherOptions()
         check_on_host([*outputs, *inputs], "all_gather_into_tensor")
         jobs = []
@@ -136,14 +138,14 @@ class ProcessGroup(dist.ProcessGroup):
             jobs.append(self._jobs.move("allgather", flatten(given), target, 0, copy_back))
         return self._start(_in_turn(jobs), opts, outputs)
 
-    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
+    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Allgather = None) -> Work:
         by_tensor = [[out[number] for out in outputs] for number in range(len(inputs))]  # c10d lists them by rank here
         return self.allgather(by_tensor, inputs, opts)
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def barrier(self, opts: Any = None) -> Work:
+    def barrier(self, opts: dist.BarrierOptions | None = None) -> Work:
         token = self._barrier_token
         job = self._jobs.reduce("allreduce", token, token, Reduction("sum"))
         return self._start(job, opts or dist.BarrierOptions(), [token])
@@ -152,7 +154,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def all_to_all_single(
         self, output: Tensor, given: Tensor, output_splits: Sequence[int] | None, input_splits: Sequence[int] | None,
-        opts: Any = None,
+        opts: dist.AllToAllOptions | None = None,
     ) -> Work:  # fmt: skip
         check_on_host([output, given], "all_to_all_single")
         source, (target, copy_back) = flatten(given), flatten_result(output)
@@ -163,7 +165,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     alltoall_base = all_to_all_single
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: dist.AllToAllOptions | None = None) -> Work:
         check_on_host([*outputs, *inputs], "all_to_all")
         source = _join(inputs, inputs[0].dtype)
         received, sent = [tensor.numel() for tensor in outputs], [tensor.numel() for tensor in inputs]
@@ -172,7 +174,7 @@ class ProcessGroup(dist.ProcessGroup):
         job = self._jobs.exchange(steps, "all_to_all", lambda: _deal(target, outputs))
         return self._start(job, opts or dist.AllToAllOptions(), list(outputs))
 
-    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Work:
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: dist.GatherOptions) -> Work:
         check_on_host(inputs, "gather")
         (given,) = inputs
         parts = outputs[0] if self.comm.rank == opts.rootRank else []
@@ -180,7 +182,7 @@ class ProcessGroup(dist.ProcessGroup):
         steps = self._jobs.messages.gather(target, [part.numel() for part in parts], flatten(given), opts.rootRank)
         return self._start(self._jobs.exchange(steps, "gather", lambda: _deal(target, parts)), opts, list(parts))
 
-    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Work:
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: dist.ScatterOptions) -> Work:
         check_on_host(outputs, "scatter")
         parts = inputs[0] if self.comm.rank == opts.rootRank else []
         source, (target, copy_back) = _join(parts, outputs[0].dtype), flatten_result(outputs[0])
@@ -225,14 +227,14 @@ class ProcessGroup(dist.ProcessGroup):
     def __repr__(self) -> str:
         return f"<mpips process group, rank {self.comm.rank} of {self.comm.size}>"
 
-    def _get_backend(self, device: Any) -> ProcessGroup:
+    def _get_backend(self, device: torch.device) -> ProcessGroup:
         """Return the backend for tensors of a device. c10d sees that it puts no operations together."""
         return self
 
-    def _start_coalescing(self, device: Any) -> None:
+    def _start_coalescing(self, device: torch.device) -> None:
         """Do nothing: operations run in order in any case."""
 
-    def _end_coalescing(self, device: Any = None) -> Work:
+    def _end_coalescing(self, device: torch.device | None = None) -> Work:
         """Return a work that ends after the operations before it."""
         return Work(communication.run(self._jobs.empty(), False))
 
@@ -268,7 +270,7 @@ class Jobs:
         out = None if target is given else as_numbers(target)
         return self._collective(kind, as_numbers(given), out, how.name, root, after)
 
-    def allreduce_together(self, tensors: Tensors, op: Any) -> GroupJob:
+    def allreduce_together(self, tensors: Tensors, op: dist.ReduceOp) -> GroupJob:
         """Make an allreduce of each tensor, in one operation where their type allows it."""
         hows = [reduction(op, tensor.dtype) for tensor in tensors]
         results = [flatten_result(tensor) for tensor in tensors]
@@ -296,7 +298,7 @@ class Jobs:
         out = None if target is None else as_movable(target)
         return self._collective(kind, as_movable(given), out, "sum", root, after)
 
-    def reduce_scatter(self, output: Tensor, given: Tensor, sizes: Sequence[int], op: Any) -> GroupJob:
+    def reduce_scatter(self, output: Tensor, given: Tensor, sizes: Sequence[int], op: dist.ReduceOp) -> GroupJob:
         """Make a reduction of `given`, of which this rank takes its part."""
         how, rank = reduction(op, given.dtype), self.comm.rank
         if output.numel() != sizes[rank] or sum(sizes) != given.numel():
@@ -327,7 +329,7 @@ class Jobs:
         steps = self.messages.allgather(target, sizes, flatten(given))
         return self.exchange(steps, "all_gather", lambda: _deal(target, outputs))
 
-    def exchange(self, steps: Steps, what: str, after: After = None, ordered: bool = True) -> GroupJob:
+    def exchange(self, steps: Iterator[None], what: str, after: After = None, ordered: bool = True) -> GroupJob:
         """Make a job of MPI's own calls; `steps` begin when they are first taken."""
 
         def run() -> None:
@@ -373,14 +375,14 @@ def _in_turn(jobs: Sequence[GroupJob]) -> GroupJob:
         for job in jobs:
             job.run()
 
-    def steps() -> Steps:
+    def steps() -> Iterator[None]:
         for job in jobs:
             yield from job.steps()
 
     return GroupJob(run, steps, jobs[0].order if jobs else None)
 
 
-def _no_steps() -> Steps:
+def _no_steps() -> Iterator[None]:
     yield from ()
 
 

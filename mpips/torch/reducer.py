@@ -1,16 +1,14 @@
 """The reducer averages a model's gradients, bucket by bucket, while backward goes on.
 
-`Reducer` starts the allreduces. `BackwardProfile` takes the times from which buckets are planned. `SharedGradients` lie
-in one stretch of memory that the ranks of a node share, in the order in which they become ready. Behind them stand
-words: for each parameter whether anybody used it, then those that ranks compare.
+`Reducer` starts the allreduces. `SharedGradients` lie in one stretch of memory that the ranks of a node share, in the
+order in which they become ready. Behind them stand words: for each parameter whether anybody used it, then those that
+ranks compare.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,19 +20,14 @@ import collectives
 from collectives.communicator import communicator
 from mpips.torch.buckets import Bucket, cut_by_type
 from mpips.torch.lockstep import BITS
-from mpips.torch.works import GroupJob, Steps, communication, wait_for_plan
+from mpips.torch.works import GroupJob, communication, wait_for_plan
 
 if TYPE_CHECKING:
     from collectives.plan import Plan
 
-NUMPY: dict[torch.dtype, np.dtype[Any]] = {
-    torch.float32: np.dtype(np.float32), torch.float64: np.dtype(np.float64), torch.float16: np.dtype(np.float16),
-}  # fmt: skip
-
+NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.float16: np.float16}
 COMPARED = 2 * BITS + 1
 """Words that ranks compare: those of a token, and whether gradients came late."""
-DRIFT = 0.3
-"""How far backward's time may move before buckets are planned again."""
 
 
 class Reducer:
@@ -58,7 +51,7 @@ class Reducer:
             for bucket in self.buckets
         ]
         self._in_background, self._home = in_background, communicator(comm)
-        self._under_way: list[Future[Any]] = []
+        self._under_way: list[Future[None]] = []
         for parameter, view, gradient in zip(parameters, self.gradients.views, before):
             if gradient is not None:
                 view.copy_(gradient)
@@ -86,8 +79,7 @@ class Reducer:
         """Reduce the rest at the end of backward, wait for all, and give parameters their gradients, times `scale`.
         Return whether all ranks brought the same token; no gradient is given where they did not."""
         self._take_pending()
-        for index in self._missing:
-            self.gradients.lack(index)
+        self.gradients.complete(self._missing)
         self._reduce_rest(token, list(self._late))
         return self.gradients.give(scale)
 
@@ -109,25 +101,26 @@ class Reducer:
     def _take_pending(self) -> None:
         """Take the gradient that has arrived last: buckets that are complete start."""
         index, self._pending = self._pending, -1
-        if index < 0 or self.gradients.parameters[index].grad is None:  # a hook of the user's has dropped it
+        if index < 0 or (gradient := self.gradients.parameters[index].grad) is None:  # a hook has dropped it
             return
-        if self._bucket_of[index] < self._next:  # of a block that reentrant checkpointing runs more than once
+        bucket = self._bucket_of[index]
+        if bucket < self._next:  # of a block that reentrant checkpointing runs more than once
             self._late.add(index)
             return
-        self.gradients.take(index)
+        self.gradients.take(index, gradient)
         if index in self._missing:
             self._missing.discard(index)
-            self._left[self._bucket_of[index]] -= 1
+            self._left[bucket] -= 1
         while self._next < len(self.buckets) - 1 and not self._left[self._next]:
             self.gradients.release(*self.buckets[self._next])
-            self._start_next()
+            self._start_next(self._in_background)
 
-    def _start_next(self) -> None:
-        self._under_way.append(self._start(self._plans[self._next], self._in_background))
+    def _start_next(self, in_background: bool) -> None:
+        self._under_way.append(self._start(self._plans[self._next], in_background))
         self._next += 1
 
-    def _start(self, plan: Plan, in_background: bool) -> Future[Any]:
-        def steps() -> Steps:
+    def _start(self, plan: Plan, in_background: bool) -> Future[None]:
+        def steps() -> Iterator[None]:
             plan.start()
             yield from wait_for_plan(plan)
 
@@ -137,8 +130,8 @@ class Reducer:
         """Start the buckets that are left, and wait for all; then reduce again what came late on any rank."""
         try:
             self.gradients.write_words(token, bool(late))
-            while self._next < len(self.buckets):
-                self._start_next()
+            while self._next < len(self.buckets):  # with nothing left beside which they could go on
+                self._start_next(False)
             for future in self._under_way:
                 future.wait()
             if self.gradients.any_late():
@@ -148,47 +141,6 @@ class Reducer:
                     self._start(plan, False).wait()
         finally:
             self.reset()
-
-
-class BackwardProfile:
-    """Times of one rank's backward passes over `count` gradients, in seconds from the first gradient."""
-
-    def __init__(self, count: int, comm: MPI.Intracomm) -> None:
-        self._comm = comm
-        self._times, self._spans = np.zeros(count), list[float]()
-        self._began = self._usual_span = 0.0
-
-    def begin(self) -> None:
-        """Note that the first gradient of a backward is there."""
-        self._began = time.perf_counter()
-
-    def note_ready(self, index: int) -> None:
-        """Note that a gradient is there."""
-        self._times[index] = time.perf_counter() - self._began
-
-    def end(self) -> None:
-        """Note that backward has ended."""
-        self._spans.append(time.perf_counter() - self._began)
-
-    def average(self) -> tuple[list[int], list[float]]:
-        """Return gradients in the order of readiness, and when each is ready, by the mean over ranks. Collective."""
-        collectives.allreduce(self._times, self._comm, op="mean")
-        order = sorted(range(len(self._times)), key=lambda index: (self._times[index], index))
-        self._usual_span = self._average_span()
-        ready = list(accumulate((float(self._times[index]) for index in order), max))
-        self._times = self._times[order]
-        return order, ready
-
-    def has_drifted(self) -> bool:
-        """Return whether backward takes longer, or shorter, than at the last `average`. Collective."""
-        span = self._average_span()
-        return bool(self._usual_span) and abs(span - self._usual_span) > DRIFT * self._usual_span
-
-    def _average_span(self) -> float:
-        """Return backward's seconds: the median of the last passes but the first, its mean over ranks. Collective."""
-        middle = np.array([float(np.median(self._spans[1:] or self._spans or [0.0]))])
-        self._spans = []
-        return float(collectives.allreduce(middle, self._comm, op="mean")[0])
 
 
 class SharedGradients:
@@ -221,21 +173,23 @@ class SharedGradients:
         end = self._starts[last - 1] + self.parameters[last - 1].numel()
         return flat[self._starts[first] : end + (len(self._words) if last == len(self.parameters) else 0)]
 
-    def take(self, index: int) -> None:
+    def take(self, index: int, gradient: Tensor) -> None:
         """Bring a parameter's gradient to its place, where it stays."""
-        parameter, view = self.parameters[index], self.views[index]
-        if parameter.grad is not view:
-            view.copy_(_dense(parameter.grad))  # of backward(create_graph=True) the values alone, as under DDP
-            parameter.grad = view
-        self._used[index] = 1
+        view = self.views[index]
+        if gradient is not view:
+            plain = gradient.layout is torch.strided and not gradient.requires_grad
+            view.copy_(gradient if plain else _dense(gradient))
+            self.parameters[index].grad = view
 
-    def lack(self, index: int) -> None:
-        """Note that a parameter has got no gradient in this backward: it adds nothing, or what it had before."""
-        if self.parameters[index].grad is None:
-            self.views[index].zero_()
-            self._used[index] = 0
-        else:
-            self.take(index)
+    def complete(self, missing: Iterable[int]) -> None:
+        """End a backward in which some parameters got no gradient: they add nothing, or what they had before."""
+        self._used.fill_(1)
+        for index in missing:
+            if (gradient := self.parameters[index].grad) is not None:
+                self.take(index, gradient)
+            else:
+                self.views[index].zero_()
+                self._used[index] = 0
 
     def release(self, first: int, last: int) -> None:
         """Take gradients [first, last) from their parameters, so that nothing is added to them while they travel."""
@@ -299,6 +253,7 @@ def _allocate(n: int, dtype: torch.dtype, comm: MPI.Comm) -> Tensor:
 
 
 def _dense(gradient: Tensor) -> Tensor:
-    """Return the gradient's values. Rows that a sparse one lacks are zeros, which no optimizer that takes it moves."""
+    """Return the gradient's values alone, also of backward(create_graph=True), as under DDP. Rows that a sparse one
+    lacks are zeros, which no optimizer that takes it moves."""
     gradient = gradient.detach()
     return gradient if gradient.layout is torch.strided else gradient.to_dense()

@@ -11,7 +11,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,8 +33,6 @@ YIELD_SECONDS, NAP_SECONDS = 2e-3, 2e-5
 """How long the thread only gives way between two looks at the jobs, and how long it sleeps afterwards."""
 LOOK_SECONDS = 1e-2
 """Between two looks for the end of the generation."""
-Steps = Generator[None, None, None]
-"""An operation that yields whenever it has to wait."""
 
 
 class Work(torch._C._distributed_c10d.Work):
@@ -46,7 +45,7 @@ class Work(torch._C._distributed_c10d.Work):
         super().__init__()
         self._future, self._status = future, status
 
-    def wait(self, timeout: Any = None) -> bool:
+    def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the operation has ended. Blocking; `timeout` is that of the group."""
         self._future.wait()
         return True
@@ -60,7 +59,7 @@ class Work(torch._C._distributed_c10d.Work):
     def is_success(self) -> bool:
         return self._future.done() and self.exception() is None
 
-    def exception(self) -> Any:
+    def exception(self) -> Exception | None:
         """Return the error of the operation, or None."""
         if self._future.done():
             try:
@@ -92,7 +91,7 @@ class GroupJob:
     """
 
     def __init__(
-        self, run: Callable[[], object], steps: Callable[[], Steps], order: Communicator | None,
+        self, run: Callable[[], object], steps: Callable[[], Iterator[None]], order: Communicator | None,
         after: Callable[[], None] | None = None, result: Any = None,
     ) -> None:  # fmt: skip
         self._run, self._steps, self._after = run, steps, after
@@ -105,7 +104,7 @@ class GroupJob:
         if self._after is not None:
             self._after()
 
-    def steps(self) -> Steps:
+    def steps(self) -> Iterator[None]:
         """Run the operation beside others."""
         yield from self._steps()
         if self._after is not None:
@@ -170,7 +169,7 @@ class Communication:
 
     def _run_side_by_side(self) -> None:
         """Run jobs until none is left. No job is waited for by itself: another rank may wait in another."""
-        under_way: list[tuple[GroupJob, Steps]] = []
+        under_way: list[tuple[GroupJob, Iterator[None]]] = []
         moved = time.monotonic()
         while (job := self._next_job(under_way)) or under_way:
             if job is not None:
@@ -184,7 +183,7 @@ class Communication:
                 time.sleep(NAP_SECONDS)
             under_way = left
 
-    def _next_job(self, under_way: list[tuple[GroupJob, Steps]]) -> GroupJob | None:
+    def _next_job(self, under_way: list[tuple[GroupJob, Iterator[None]]]) -> GroupJob | None:
         """Return the next job that may begin: those of one communicator wait for the one before."""
         taken = {job.order for job, _ in under_way} - {None}
         with self._state:
@@ -200,7 +199,7 @@ communication = Communication()
 """The one of this process."""
 
 
-def _take_step(job: GroupJob, steps: Steps) -> bool:
+def _take_step(job: GroupJob, steps: Iterator[None]) -> bool:
     """Advance a job to its next wait. Return whether it has ended; its future then has a result or an error."""
     try:
         next(steps)
@@ -216,7 +215,7 @@ def _take_step(job: GroupJob, steps: Steps) -> bool:
 # ---- operations as steps
 
 
-def wait_for_plan(plan: Plan) -> Steps:
+def wait_for_plan(plan: Plan) -> Iterator[None]:
     """Wait for a collective that has begun."""
     while not plan.test():
         yield
@@ -230,24 +229,24 @@ class Messages:
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
 
-    def alltoall(self, target: Tensor, into: Sequence[int], source: Tensor, out_of: Sequence[int]) -> Steps:
+    def alltoall(self, target: Tensor, into: Sequence[int], source: Tensor, out_of: Sequence[int]) -> Iterator[None]:
         size = source.element_size()
         sent, received = _parts(bytes_of(source), out_of, size), _parts(bytes_of(target), into, size)
         return _wait_for_request(lambda: self._comm.Ialltoallv(sent, received))
 
-    def allgather(self, target: Tensor, sizes: Sequence[int], source: Tensor) -> Steps:
+    def allgather(self, target: Tensor, sizes: Sequence[int], source: Tensor) -> Iterator[None]:
         received = _parts(bytes_of(target), sizes, source.element_size())
         return _wait_for_request(lambda: self._comm.Iallgatherv(bytes_of(source), received))
 
-    def gather(self, target: Tensor, sizes: Sequence[int], source: Tensor, root: int) -> Steps:
+    def gather(self, target: Tensor, sizes: Sequence[int], source: Tensor, root: int) -> Iterator[None]:
         received = _parts(bytes_of(target), sizes, source.element_size()) if self._comm.rank == root else None
         return _wait_for_request(lambda: self._comm.Igatherv(bytes_of(source), received, root))
 
-    def scatter(self, target: Tensor, source: Tensor, sizes: Sequence[int], root: int) -> Steps:
+    def scatter(self, target: Tensor, source: Tensor, sizes: Sequence[int], root: int) -> Iterator[None]:
         sent = _parts(bytes_of(source), sizes, source.element_size()) if self._comm.rank == root else None
         return _wait_for_request(lambda: self._comm.Iscatterv(sent, bytes_of(target), root))
 
-    def reduce(self, target: Tensor, source: Tensor, op: MPI.Op, root: int | None) -> Steps:
+    def reduce(self, target: Tensor, source: Tensor, op: MPI.Op, root: int | None) -> Iterator[None]:
         """Reduce by an operation on bytes; on all ranks where there is no root."""
         given, result = bytes_of(source).copy(), bytes_of(target)  # which live until MPI is through with them
         if root is None:
@@ -256,14 +255,14 @@ class Messages:
             mine = result if self._comm.rank == root else None
             yield from _wait_for_request(lambda: self._comm.Ireduce(given, mine, op, root))
 
-    def send(self, source: Tensor, destination: int, tag: int) -> Steps:
+    def send(self, source: Tensor, destination: int, tag: int) -> Iterator[None]:
         return _wait_for_request(lambda: self._comm.Isend(bytes_of(source), destination, tag))
 
-    def receive(self, target: Tensor, source: int, tag: int, status: MPI.Status | None = None) -> Steps:
+    def receive(self, target: Tensor, source: int, tag: int, status: MPI.Status | None = None) -> Iterator[None]:
         return _wait_for_request(lambda: self._comm.Irecv(bytes_of(target), source, tag), status)
 
 
-def _wait_for_request(start: Callable[[], MPI.Request], status: MPI.Status | None = None) -> Steps:
+def _wait_for_request(start: Callable[[], MPI.Request], status: MPI.Status | None = None) -> Iterator[None]:
     """Start a call of MPI when the first step is taken, and wait for its end."""
     request = start()
     try:
@@ -274,7 +273,7 @@ def _wait_for_request(start: Callable[[], MPI.Request], status: MPI.Status | Non
             keep([request])  # which holds the arrays that MPI may still touch
 
 
-def watch(steps: Steps, home: Communicator, what: str) -> Steps:
+def watch(steps: Iterator[None], home: Communicator, what: str) -> Iterator[None]:
     """Run steps beside others. Raise where the generation of `home` has ended; end it where the steps fail."""
     start = due = time.monotonic()
     try:
