@@ -149,7 +149,7 @@ class Shard:
     start: int
     stop: int
     line: LineToServer
-    """To that server."""
+    """To that server; None in a plan that a server makes."""
     contributors: tuple[int, ...]
     """Ranks of the workers that push it."""
     block_elements: int
@@ -177,10 +177,9 @@ class Shard:
     granted: bool = False
     """Between nodes: whether the server has let this worker's pull go on."""
 
-    @property
-    def local(self) -> bool:
-        """Return whether its server shares this worker's node."""
-        return self.line.local
+    def __post_init__(self) -> None:
+        self.local = self.line is not None and self.line.local
+        """Whether its server shares this worker's node."""
 
     def enough(self, done: int) -> int:
         """Of how many blocks a pull waits that has copied `done`."""

@@ -54,7 +54,7 @@ class RemoteStore(Member[Recovered]):
         self, layout: Layout, generation: Generation, cores_shared: bool, memory: NodeMemory | None = None
     ) -> None:
         super().__init__(layout, generation, memory)
-        self._cores_shared = cores_shared
+        self._cores_shared, self._asynchronous = cores_shared, layout.asynchronous
         self.direct = False
         self._link = Link(layout, [])
         self._push, self._pull = Push(layout, self._link), Pull(layout, self._link)
@@ -147,7 +147,7 @@ class RemoteStore(Member[Recovered]):
     # ---- settings
 
     def check_updated(self, keys: Sequence[Key], what: str) -> None:
-        if self.layout.asynchronous:
+        if self._asynchronous:
             self._settings.see_updated(keys, what)
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Name] | None) -> Task[None]:

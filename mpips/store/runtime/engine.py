@@ -19,15 +19,14 @@ import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from collectives.errors import Uncopied
 from collectives.fabric import wait
 from collectives.fabric.tasks import Task, nothing
 from collectives.fabric.wait import Limits
-
-if TYPE_CHECKING:
-    from mpips.store.runtime.generation import Generation
+from mpips.store.runtime.generation import Generation
+from mpips.store.runtime.rendezvous import Watch
 
 PATIENCE, NOTICE = 0.02, 0.1
 """Seconds that a wait looks by itself; a longer one leaves it to the communication thread, and notices stalls."""
@@ -236,7 +235,7 @@ class Engine:
                 over = True
 
             while not over:
-                wait.drive(stretch(), _Watch(self.generation.limits, self.generation.look), what())
+                wait.drive(stretch(), self._watch(self.generation.look), what())
         finally:
             self.blocked = None
             task.close()  # at once, not when the last who holds the error forgets it
@@ -291,7 +290,7 @@ class Engine:
         steps = self._steps(handle)
         self.blocked = handle.orders, lambda: handle.what
         try:
-            wait.drive(steps, _Watch(self.generation.limits, self._look_around), handle.what, 1)
+            wait.drive(steps, self._watch(self._look_around), handle.what, 1)
         except BaseException as error:
             raise self.generation.end(handle.what, error) from None
         finally:
@@ -317,6 +316,12 @@ class Engine:
             with self._lock:
                 self._changed.wait_for(lambda: handle.done, NOTICE)
             yield
+
+    def _watch(self, look: Callable[[float], None]) -> Watch:
+        """Return how this engine waits. Servers and collectives, which know who is late, end a wait that is too long a
+        little before it does."""
+        stall, timeout = self.generation.limits
+        return Watch(Limits(stall, timeout and 1.1 * timeout + GRACE_SECONDS), look)
 
     def _look_around(self, waited: float) -> None:
         """Look at the generation from a wait, unless the thread that advances operations does."""
@@ -406,18 +411,3 @@ class Engine:
                 time.sleep(min(DUTY * (WAKE + time.perf_counter() - begin), LONGEST_SLEEP))
             else:
                 time.sleep(min(max(QUIET_DUTY * (used - before), QUIET_SLEEP[0]), QUIET_SLEEP[1]))
-
-
-class _Watch:
-    """The view of a wait of this engine (`collectives.fabric.wait.Generation`). Servers and collectives, which know who
-    is late, end a wait that is too long a little before it does."""
-
-    nap_after = wait.NAP_AFTER_BETWEEN_NODES
-
-    def __init__(self, limits: Limits, look: Callable[[float], None]) -> None:
-        timeout = limits.timeout_seconds
-        self.limits, self.look = Limits(limits.stall_seconds, timeout and 1.1 * timeout + GRACE_SECONDS), look
-
-    def late(self) -> Sequence[int]:
-        """Return nobody: who is waited for is not known here."""
-        return ()

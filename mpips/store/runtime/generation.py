@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
 
 from mpi4py import MPI
 
@@ -31,11 +30,9 @@ from collectives.fabric.wait import (
     see_in_time,
     until,
 )
+from mpips.store.roles import Layout
 from mpips.store.runtime.errors import StoreError, of_kind, uninterrupted
 from mpips.store.runtime.rendezvous import LAST_WORD_SECONDS, LeftRanks, Room, Watch
-
-if TYPE_CHECKING:
-    from mpips.store.roles import Layout
 
 CLOSING_SECONDS = 5.0
 """How long a rank that closes waits for the others once the generation is over."""

@@ -6,7 +6,7 @@ it. First values are received where the unit keeps them. Nothing here blocks, bu
 
 Memory for payloads is bounded, however many pushes are under way. Beside weights and optimizer state, pushes keep at a
 server at most one copy of the model in sums that wait for other contributors, and a second one in payloads: what
-workers send without being asked (`transport.sender.Window`), and blocks that the server asks for while there is room
+workers send without being asked (`remote.link.UnreadPayloads`), and blocks that the server asks for while there is room
 (`Buffers`). A block whose turn in the sum it is may be asked for at any rate where no other such block is on its way:
 it comes, is added and gone, so nothing waits for ever.
 """

@@ -24,9 +24,8 @@ from numpy.typing import NDArray
 from collectives.errors import CollectiveError, of_caller
 from collectives.fabric import arena
 from collectives.fabric.tasks import Task, in_turn, together
-from mpips.store.keys import arguments, calls
-from mpips.store.keys.arguments import PRIORITY_BITS
-from mpips.store.keys.calls import Call
+from mpips.store.keys import arguments
+from mpips.store.keys.arguments import PRIORITY_BITS, Call
 from mpips.store.keys.key import FastList, Key, Name
 from mpips.store.keys.rows import RowSparse
 from mpips.store.runtime.engine import Engine, Handle
@@ -298,7 +297,7 @@ class Operations:
     def see_pull(self, keys: Sequence[Key], key: Any, out: Any, priority: int) -> None:
         """ValueError or TypeError where a pull of these keys, which are yet to be made, could not be made so."""
         arguments.see_priority(priority, "pull")
-        calls.check({record.name: record for record in keys}, "pull", key, out=out)
+        arguments.check({record.name: record for record in keys}, "pull", key, out=out)
 
     def taken(self, key: Any, push: Handle, told: bool) -> Handle:
         """A handle that ends when the servers have read what `push`, of these keys, sends; `push` where nobody is
@@ -307,7 +306,7 @@ class Operations:
         with GIVEN:
             if not isinstance(push, Handle):
                 raise TypeError(f"taken: push={push!r} is no handle: pass what ipush of these keys has returned")
-            keys = [arguments.known(self._known, name, "taken") for name in arguments.names(key)]
+            keys = [arguments.find_key(self._known, name, "taken") for name in arguments.names(key)]
         if not told:
             return push
         what = f"{push.what}, read by the servers"
@@ -320,7 +319,7 @@ class Operations:
         self.check_open()
         with GIVEN:
             arguments.see_priority(priority, what)
-            rows = calls.rows(self._known, key, out, row_ids)
+            rows = arguments.rows(self._known, key, out, row_ids)
         for record, target, ids in rows:
             self.run([record.name], self._backend.transfers.pull_rows(record, target, ids), priority, what)
 
@@ -388,7 +387,7 @@ class Operations:
         self.check_open()
         with GIVEN:
             arguments.see_priority(priority, what)
-            made = calls.check(self._known, what, key, value, out)
+            made = arguments.check(self._known, what, key, value, out)
             if what != "pull":
                 self._backend.check_updated([call.key for call in made], what)
         names = [call.key.name for call in made]

@@ -18,7 +18,7 @@ from collectives.fabric.tasks import Task, kept
 from mpips import compression, optimizers
 from mpips.compression import Compressor
 from mpips.optimizers import Groups, Optimizer
-from mpips.store.keys import arguments, calls
+from mpips.store.keys import arguments
 from mpips.store.keys.key import Key, Name
 from mpips.store.roles import Layout
 from mpips.store.runtime import rendezvous
@@ -118,7 +118,7 @@ class Settings:
 
     def known(self, names: Any, what: str) -> list[Key]:
         """The keys of these names, one or a list; ValueError or TypeError where there is none."""
-        return [arguments.known(self.keys, name, what) for name in arguments.names(names)]
+        return [arguments.find_key(self.keys, name, what) for name in arguments.names(names)]
 
     # ---- what all keys have in common
 
@@ -272,7 +272,7 @@ def _restored_keys(restored: Restored, known: Mapping[Name, Key], pairs: Sequenc
     found = {}
     for name, values in pairs:
         if name in restored.names:
-            asked, found[name] = calls.first_value(name, values), known[name]
+            asked, found[name] = arguments.first_value(name, values), known[name]
             restored.check_key(found[name], Key(name, asked.shape, asked.dtype))
     return found
 
@@ -287,7 +287,7 @@ def _first_values(known: Mapping[Name, Key], key: Any, value: Any) -> list[tuple
         if other is not None:
             raise TypeError(f"key {name!r} is not of the type of the keys before, such as {other!r}: pass one kind")
         arguments.see_new(name, "init")
-        result.append((name, calls.first_value(name, values)))
+        result.append((name, arguments.first_value(name, values)))
     return result
 
 

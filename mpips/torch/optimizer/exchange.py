@@ -21,7 +21,7 @@ import collectives
 from collectives.fabric.wait import Limits
 from mpips.optimizers import SGD, AdaGrad, Adam, AdamW, Optimizer, RMSProp
 from mpips.optimizers.elastic import Elastic1
-from mpips.store.keys import calls
+from mpips.store.keys import arguments
 from mpips.store.keys.rows import EmptyPush
 from mpips.torch.state import broadcast_state, broadcast_tensors
 
@@ -186,7 +186,7 @@ class ServerExchange(GradientExchange):
         settings.settled("set_parameters")
         keys = [settings.keys[name] for name in self._all_keys]
         tensors = [parameter.detach().contiguous() for parameter in self._parameters]
-        values = [calls.first_value(key.name, [tensor]) for key, tensor in zip(keys, tensors, strict=True)]
+        values = [arguments.first_value(key.name, [tensor]) for key, tensor in zip(keys, tensors, strict=True)]
         settings.run("set_parameters", settings.backend.put(keys, values))
 
     def _update_numbers(self) -> None:

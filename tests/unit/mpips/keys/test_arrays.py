@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpips.store.keys import arguments, calls
+from mpips.store.keys import arguments
 from mpips.store.keys import arguments as arrays
 from mpips.store.keys.key import Key
 from tests.unit.collectives import device
@@ -85,7 +85,7 @@ def test_what_cannot_be_viewed_is_told_in_our_words() -> None:
 @pytest.mark.usefixtures("gpus")
 def test_arrays_on_gpus_are_summed_there_and_the_result_goes_back() -> None:
     values = [device.asarray(ONES * number, number) for number in (1, 2)]
-    (call,) = calls.check(KNOWN, "pushpull", "w", values)
+    (call,) = arguments.check(KNOWN, "pushpull", "w", values)
     assert call.gathered is not None
     run(call.gathered)
     assert np.array_equal(call.payload, 3 * ONES)
@@ -97,19 +97,19 @@ def test_arrays_on_gpus_are_summed_there_and_the_result_goes_back() -> None:
 
 @pytest.mark.usefixtures("gpus")
 def test_gpu_and_host_arrays_go_together() -> None:
-    (push,) = calls.check(KNOWN, "push", "w", [device.asarray(ONES, 0), 2 * ONES])
+    (push,) = arguments.check(KNOWN, "push", "w", [device.asarray(ONES, 0), 2 * ONES])
     assert push.gathered is not None
     run(push.gathered)
     assert np.array_equal(push.payload, 3 * ONES)
     here, there = np.zeros((2, 3), np.float32), device.asarray(ONES, 1)
-    (pull,) = calls.check(KNOWN, "pull", "w", out=[here, there])
+    (pull,) = arguments.check(KNOWN, "pull", "w", out=[here, there])
     assert pull.targets[1] is here
-    assert np.array_equal(calls.first_value("w", [there]), ONES)
+    assert np.array_equal(arguments.first_value("w", [there]), ONES)
 
 
 @pytest.mark.usefixtures("gpus")
 def test_what_was_given_up_is_not_written_by_gpus_any_more() -> None:
-    (call,) = calls.check(KNOWN, "push", "w", device.asarray(ONES, 0))
+    (call,) = arguments.check(KNOWN, "push", "w", device.asarray(ONES, 0))
     assert call.gathered is not None
     next(call.gathered)
     call.gathered.close()
@@ -119,9 +119,9 @@ def test_what_was_given_up_is_not_written_by_gpus_any_more() -> None:
 @pytest.mark.usefixtures("gpus")
 def test_gpu_arrays_that_do_not_fit_are_told() -> None:
     with pytest.raises(ValueError, match=r"push: key 'w' was initialised as float32\(2, 3\)"):
-        calls.check(KNOWN, "push", "w", device.asarray(np.ones(6, np.float32), 0))
+        arguments.check(KNOWN, "push", "w", device.asarray(np.ones(6, np.float32), 0))
     with pytest.raises(ValueError, match="push: key 'w': the arrays of one key, one per device, differ"):
-        calls.check(KNOWN, "push", "w", [device.asarray(ONES, 0), device.asarray(np.ones((3, 2), np.float32), 1)])
+        arguments.check(KNOWN, "push", "w", [device.asarray(ONES, 0), device.asarray(np.ones((3, 2), np.float32), 1)])
     with pytest.raises(ValueError, match="pull: key 'w': array 0 is read-only"):
-        calls.check(KNOWN, "pull", "w", out=device.Array((2, 3), np.float32, 0, writable=False))
+        arguments.check(KNOWN, "pull", "w", out=device.Array((2, 3), np.float32, 0, writable=False))
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpips.store.remote.link import FRAME_COST, UnreadPayloads
 from mpips.store.server.sources import Buffers
-from mpips.store.transport.sender import FRAME_COST, UnreadPayloads
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.booleans(), st.booleans())))
