@@ -144,7 +144,7 @@ class Plan(Uncopied):
     @property
     def predicted_seconds(self) -> float | None:
         """What the fitted cost model expects; None where there is no model for the algorithm."""
-        from collectives.tuner.table import predict_seconds  # here alone, as it loads the simulator
+        from collectives.simulator.simulate import predict_seconds  # here alone, as it loads the simulator
 
         way = self.runner.way if isinstance(self.runner, Executor) else ""
         return predict_seconds(self._home.table, self.call, self._home.nodes, way)

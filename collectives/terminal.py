@@ -211,7 +211,7 @@ class OutFile(click.Path):
     def __init__(self, dash: bool = False) -> None:
         super().__init__(dir_okay=False, writable=True, path_type=Path, allow_dash=dash)
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+    def convert(self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None) -> Path:
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
         if self.allow_dash and path == Path("-"):
             return path
@@ -227,7 +227,7 @@ class OutFile(click.Path):
 class Picture(OutFile):
     """A picture to be drawn, which takes matplotlib."""
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+    def convert(self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None) -> Path:
         path = super().convert(value, param, ctx)
         if is_rank():
             return path
@@ -257,7 +257,7 @@ def write_text(path: Path, text: str) -> None:
         files.write(path, text.encode())
 
 
-def describe_unwritable(name: str | Path) -> str | None:
+def describe_unwritable(name: str | os.PathLike[str]) -> str | None:
     """Return what to say, behind its name, of a file that cannot be written; None where nothing forbids it. Writes
     nothing."""
     path = Path(name)
@@ -270,7 +270,7 @@ def describe_unwritable(name: str | Path) -> str | None:
     return None
 
 
-def _names_folder(name: str | Path) -> bool:
+def _names_folder(name: str | os.PathLike[str]) -> bool:
     """Return whether this is a folder's name, also of one that is not there. `Path` forgets a slash at its end."""
     return os.path.basename(name) in ("", os.curdir)
 
@@ -283,7 +283,7 @@ class Seconds(click.ParamType):
     def __init__(self, zero: bool = False) -> None:
         self._zero = zero
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+    def convert(self, value: str | float, param: click.Parameter | None, ctx: click.Context | None) -> float:
         try:
             number = float(value)
         except ValueError:
@@ -310,7 +310,7 @@ class WholeList(click.ParamType):
 
     name = "numbers"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         if isinstance(value, tuple):
             return value
         try:

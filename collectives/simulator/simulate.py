@@ -23,11 +23,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.call import Call
 from collectives.schedule import bcube
 from collectives.schedule.catalog import build
 from collectives.schedule.model import NOBODY, Schedule, Step, parse
 from collectives.simulator.cost import FREE, Costs, LinkCost, closed_form, has_form
-from collectives.simulator.topology import BCube, FatTree, Topology
+from collectives.simulator.topology import BCube, FatTree, Topology, star
+from collectives.tuner.table import Table
 
 
 @dataclass(frozen=True)
@@ -264,3 +266,34 @@ class _Routes:
                 self.room -= size
                 self.known[key] = hops
         return hops
+
+
+def predict_seconds(table: Table, call: Call, nodes: int, way: str = "") -> float | None:
+    """Return what a call should take; None where nothing is known of its algorithm. `way` is how shared memory serves
+    it: "slots", "stages", "cross_memory" or "direct"."""
+    if call.p == 1:
+        return 0.0
+    if call.algorithm == "shared_memory":
+        known = {int(key.split()[1]): line for key, line in table.memory.items() if key.split()[0] == way}
+        if not known:
+            return None
+        line = known[min(known, key=lambda ranks: abs(ranks - call.p))]
+        share = 1.0 if call.kind == "allreduce" else 0.5  # of reading and writing all
+        return line.alpha + share * line.beta * call.nbytes
+    far, near = (LinkCost(line.alpha, line.beta) for line in (table.far, table.near))
+    try:
+        return simulate_on_job(call.kind, call.algorithm, call.nbytes, call.p, nodes, Costs(far, near, table.gamma))
+    except ValueError:  # native, and nodes of unlike size
+        return None
+
+
+def simulate_on_job(kind: str, algorithm: str, nbytes: int, p: int, nodes: int, costs: Costs) -> float:
+    """Return seconds of a call in a job of p ranks on `nodes` equal nodes: its schedule simulated on one switch between
+    the nodes, each with one wire (costs.far), and memory inside them (costs.near). ValueError as `catalog.build`, and
+    where p is no multiple of nodes."""
+    if p % nodes:
+        raise ValueError(f"{p} ranks on {nodes} nodes: every node must hold the same number of them")
+    local = {"local": p // nodes} if parse(algorithm)[0] == "hierarchical" else {}
+    schedule = build(kind, algorithm, p, **local)
+    network = star(nodes, 1 / costs.far.beta if costs.far.beta else float("inf"))
+    return simulate(schedule, network, nbytes, costs.far.alpha, costs.gamma, costs.near).seconds

@@ -5,8 +5,8 @@
 `mpips tune` (`collectives.tuner.tune`) writes it to the user's cache folder; without one the shipped values serve.
 What they say of one node was measured on two cores of an AMD EPYC, the ways by the kernel's copies apart, which are
 guesses. What they say of several nodes (SHIPPED_BETWEEN, `far`) is a guess after the closed forms. Rank 0's table
-counts for all ranks of a communicator, so that all pick the same. By its costs `predict_seconds` tells how long a call
-should take; that loads the simulator.
+counts for all ranks of a communicator, so that all pick the same. By its costs `simulator.simulate.predict_seconds`
+tells how long a call should take.
 """
 
 from __future__ import annotations
@@ -18,20 +18,15 @@ import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 from mpi4py import MPI
 
 from collectives import files
-from collectives.call import Call
 from collectives.errors import CollectiveError, warn
 from collectives.schedule import catalog
-from collectives.schedule.model import KINDS, parse
-
-if TYPE_CHECKING:
-    from collectives.simulator.cost import Costs
+from collectives.schedule.model import KINDS
 
 EVERYTHING = 1 << 62
 WAYS = "slots", "stages", "cross_memory", "direct"
@@ -229,39 +224,3 @@ def shared(comm: MPI.Comm, read: Callable[[], Table] = usable) -> Table:
     if answer[:1] == b"-":
         raise CollectiveError(answer[1:].decode())
     return msgspec.json.decode(answer[1:], type=Table)
-
-
-def predict_seconds(table: Table, call: Call, nodes: int, way: str = "") -> float | None:
-    """Return what a call should take; None where nothing is known of its algorithm. `way` is how shared memory serves
-    it: "slots", "stages", "cross_memory" or "direct"."""
-    if call.p == 1:
-        return 0.0
-    if call.algorithm == "shared_memory":
-        known = {int(key.split()[1]): line for key, line in table.memory.items() if key.split()[0] == way}
-        if not known:
-            return None
-        line = known[min(known, key=lambda ranks: abs(ranks - call.p))]
-        share = 1.0 if call.kind == "allreduce" else 0.5  # of reading and writing all
-        return line.alpha + share * line.beta * call.nbytes
-    from collectives.simulator.cost import Costs, LinkCost  # the simulator is loaded where it is asked
-
-    far, near = (LinkCost(line.alpha, line.beta) for line in (table.far, table.near))
-    try:
-        return simulate_on_job(call.kind, call.algorithm, call.nbytes, call.p, nodes, Costs(far, near, table.gamma))
-    except ValueError:  # native, and nodes of unlike size
-        return None
-
-
-def simulate_on_job(kind: str, algorithm: str, nbytes: int, p: int, nodes: int, costs: Costs) -> float:
-    """Return seconds of a call in a job of p ranks on `nodes` equal nodes: its schedule simulated on one switch between
-    the nodes, each with one wire (costs.far), and memory inside them (costs.near). ValueError as `catalog.build`, and
-    where p is no multiple of nodes."""
-    if p % nodes:
-        raise ValueError(f"{p} ranks on {nodes} nodes: every node must hold the same number of them")
-    from collectives.simulator.simulate import simulate
-    from collectives.simulator.topology import star
-
-    local = {"local": p // nodes} if parse(algorithm)[0] == "hierarchical" else {}
-    schedule = catalog.build(kind, algorithm, p, **local)
-    network = star(nodes, 1 / costs.far.beta if costs.far.beta else float("inf"))
-    return simulate(schedule, network, nbytes, costs.far.alpha, costs.gamma, costs.near).seconds

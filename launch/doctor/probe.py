@@ -17,7 +17,10 @@ import signal
 import sys
 import time
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 MARK = b"mpips-probe-0123456789"
 TAG = 7
@@ -29,6 +32,8 @@ ALONE = "not tried: one rank on this node"
 def facts() -> dict[str, Any]:
     """Return what the ranks of COMM_WORLD find, JSON-serialisable. Collective; `rank` is the caller's own."""
     from mpi4py import MPI
+
+    from collectives.fabric import process_memory
 
     world = MPI.COMM_WORLD
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
@@ -44,15 +49,15 @@ def facts() -> dict[str, Any]:
         "affinities": world.allgather(sorted(os.sched_getaffinity(0))),
         "window": alone or _window(node),
         "memfd": alone or _memfd(node),
-        "reach": alone or _reach(node),
+        "reach": alone or ("" if process_memory.open_to_all(node) else "not allowed here"),
     }
 
 
-def _window(node: Any) -> str:
+def _window(node: MPI.Comm) -> str:
     """Return "" where MPI.Win.Allocate_shared gives memory that both of two ranks see, else what went wrong."""
     from mpi4py import MPI
 
-    window = MPI.Win.Allocate_shared(len(MARK) if node.rank == 0 else 0, 1, comm=node)
+    window = MPI.Win.Allocate_shared(len(MARK) if node.rank == 0 else 0, 1, comm=MPI.Intracomm(node))
     buffer, _ = window.Shared_query(0)
     if node.rank == 0:
         buffer[:] = MARK
@@ -63,7 +68,7 @@ def _window(node: Any) -> str:
     return _first(node, "" if seen else "a rank does not see what another wrote")
 
 
-def _memfd(node: Any) -> str:
+def _memfd(node: MPI.Comm) -> str:
     """Return "" where a rank can map the anonymous memory of another through /proc, else what went wrong."""
     place, problem, fd = "", "", -1
     try:
@@ -75,33 +80,18 @@ def _memfd(node: Any) -> str:
         problem = str(error)
     place = node.bcast(place)
     if node.rank and place:
-        problem = _mapped(place)
+        try:
+            with open(place, "r+b") as file, mmap.mmap(file.fileno(), len(MARK)) as memory:
+                problem = "" if memory[:] == MARK else "the bytes differ"
+        except (OSError, ValueError) as error:
+            problem = str(error)
     problem = _first(node, problem)
     with suppress(OSError):
         os.close(fd)
     return problem
 
 
-def _mapped(path: str) -> str:
-    try:
-        descriptor = os.open(path, os.O_RDWR)
-        try:
-            with mmap.mmap(descriptor, len(MARK)) as memory:
-                return "" if memory[:] == MARK else "the bytes differ"
-        finally:
-            os.close(descriptor)
-    except (OSError, ValueError) as error:
-        return str(error)
-
-
-def _reach(node: Any) -> str:
-    """Return "" where the kernel copies between the ranks' own memories, else what went wrong."""
-    from collectives.fabric import process_memory
-
-    return "" if process_memory.open_to_all(node) else "not allowed here"
-
-
-def _first(comm: Any, problem: str) -> str:
+def _first(comm: MPI.Comm, problem: str) -> str:
     """Return the problem of the first rank that has one, on every rank."""
     return next(filter(None, comm.allgather(problem)), "")
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import click
@@ -59,7 +60,7 @@ def ours(optimizer: optimizers.Optimizer, weights: np.ndarray, gradient: np.ndar
     return lambda: optimizer.update(weights, gradient, state, next(steps))
 
 
-def theirs(torch: Any, optimizer: Any, weights: np.ndarray, gradient: np.ndarray, fused: bool) -> Step:
+def theirs(torch: ModuleType, optimizer: Any, weights: np.ndarray, gradient: np.ndarray, fused: bool) -> Step:
     """Return PyTorch's step for the same update, on the memory of `weights`; RuntimeError where it has no fused one."""
     parameter = torch.nn.Parameter(torch.from_numpy(weights))
     parameter.grad = torch.from_numpy(gradient)
@@ -81,7 +82,7 @@ def theirs(torch: Any, optimizer: Any, weights: np.ndarray, gradient: np.ndarray
     return kind([parameter], **options).step
 
 
-def best_of_torch(torch: Any, optimizer: Any, weights: np.ndarray, gradient: np.ndarray) -> tuple[Step, str]:
+def best_of_torch(torch: ModuleType, optimizer: Any, weights: np.ndarray, gradient: np.ndarray) -> tuple[Step, str]:
     """Return the fused step where this PyTorch has one for the optimizer on the CPU, otherwise its default."""
     try:
         return theirs(torch, optimizer, weights, gradient, fused=True), "fused"
@@ -89,7 +90,7 @@ def best_of_torch(torch: Any, optimizer: Any, weights: np.ndarray, gradient: np.
         return theirs(torch, optimizer, weights, gradient, fused=False), "default"
 
 
-def measure(optimizer: Any, elements: int, repeats: int, torch: Any) -> Case:
+def measure(optimizer: optimizers.Optimizer, elements: int, repeats: int, torch: ModuleType | None) -> Case:
     """Alternate one update of each side, `repeats` times after one untimed: medians, and the largest difference."""
     rng = np.random.default_rng(0)
     start, gradient = rng.random(elements, np.float32), rng.random(elements, np.float32)
@@ -129,7 +130,7 @@ def table(cases: list[Case]) -> Table:
     return view
 
 
-def load_torch() -> tuple[Any, str]:
+def load_torch() -> tuple[ModuleType | None, str]:
     """PyTorch with one thread, or None and the reason why it is left out."""
     try:
         import torch

@@ -13,9 +13,8 @@ from collectives.schedule.catalog import build, serves
 from collectives.simulator.command import command
 from collectives.simulator.cost import TERMS, Costs, LinkCost, closed_form, fit
 from collectives.simulator.flows import Flow, Traffic, play_flows, run_flows
-from collectives.simulator.simulate import figure5, predict, schedule_on, simulate
+from collectives.simulator.simulate import figure5, predict, schedule_on, simulate, simulate_on_job
 from collectives.simulator.topology import BCube, FatTree, star
-from collectives.tuner.table import simulate_on_job
 
 SIZES = 2.0 ** np.arange(3, 27)
 ONE = Costs(LinkCost(1.0, 0.0), LinkCost(0.0, 0.0), 0.0)

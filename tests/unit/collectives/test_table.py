@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from collectives import CollectiveError
 from collectives.call import Call, operation
 from collectives.schedule.model import KINDS
+from collectives.simulator.simulate import predict_seconds
 from collectives.tuner import table
-from collectives.tuner.table import EVERYTHING, Line, Range, Slots, Table, predict_seconds
+from collectives.tuner.table import EVERYTHING, Line, Range, Slots, Table
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,9 @@ import mpips
 from collectives import CollectiveError
 from collectives.call import Call, operation
 from collectives.schedule import catalog
+from collectives.simulator.simulate import predict_seconds
 from collectives.tuner import table
-from collectives.tuner.table import EVERYTHING, Range, Slots, predict_seconds
+from collectives.tuner.table import EVERYTHING, Range, Slots
 from mpips import chaos, overlap
 from mpips.mlp import MLP, Mesh, SyntheticSource, load, load_checkpoint, save_checkpoint, train
 from mpips.training import Trainer
