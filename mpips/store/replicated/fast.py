@@ -7,9 +7,11 @@ general way meanwhile takes part in the same collective. Bits depend on neither.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from operator import is_
 from typing import Any, TypeAlias
 
+import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
@@ -21,6 +23,8 @@ from collectives.group import OverlapError
 from collectives.plan import Plan
 from mpips.store.keys.arguments import packed, runs, unpack
 from mpips.store.keys.key import Key, Name, label
+from mpips.store.keys.rows import RowSparse, merge, unpacked
+from mpips.store.keys.rows import packed as packed_rows
 from mpips.store.replicated.replica import Replica
 from mpips.store.runtime.generation import Generation
 
@@ -221,3 +225,46 @@ class Sums:
             collectives.allgather(x, self.comm, out=out, label=text)
         else:
             yield from in_steps(begin("allgather", x, self.comm, out=out, label=text))
+
+
+class RowSums:
+    """Sums of rows, of all workers.
+
+    Rows travel in two allgathers: how many bytes each worker brings, then the bytes, in blocks as long as the longest.
+    All workers add the rows in the order of the workers.
+    """
+
+    def __init__(self, sums: Sums) -> None:
+        self._sums = sums
+        self._sizes = np.zeros(sums.size, np.int64)
+        self._mine = np.zeros(1, np.int64)
+        self._blocks = np.empty(0, np.uint8)
+
+    def total(self, key: Key, rows: RowSparse, direct: bool) -> Task[RowSparse]:
+        """Return the sum of all workers' rows of the key, merged. Collective; `direct`: it may block."""
+        text = label("push of rows", [key.name])
+        self._sums.begun, self._sums.text = self._sums.begun + 1, text
+        mine = packed_rows(rows.merged())
+        self._mine[0] = mine.size
+        yield from self._sums.gather(self._mine, self._sizes, text, direct)
+        sizes = self._sizes.tolist()
+        block = _round_up(max(sizes))
+        blocks = self._room(block)
+        rank = self._sums.rank
+        blocks[rank * block : rank * block + mine.size] = mine
+        yield from self._sums.gather(blocks, None, text, direct)
+        pieces = [blocks[start * block : start * block + size] for start, size in enumerate(sizes)]
+        everyone = [unpacked(piece, key.shape, key.dtype) for piece in pieces]
+        return reduce(merge, everyone)
+
+    def _room(self, block: int) -> Array:
+        """Return a block for each worker; the same memory again, so that collectives know it."""
+        size = block * len(self._sizes)
+        if self._blocks.size < size:
+            self._blocks = np.empty(size, np.uint8)
+        return self._blocks[:size]
+
+
+def _round_up(size: int) -> int:
+    """Return the bytes of a block: of few lengths, so that there are few collectives to be prepared."""
+    return max(64, 1 << (size - 1).bit_length())

@@ -1,32 +1,119 @@
-"""All keys of a store without servers, on one worker: made, replaced, given up, and made alike again by all workers."""
+"""Keep all keys of a store without servers, on one worker, with their optimizers and compression.
+
+All workers make, replace and give up keys together, and make them alike again after a failure.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from collectives.fabric import arena
+from collectives.fabric.arena import Region
 from collectives.fabric.tasks import Task
+from collectives.schedule.model import cut
+from mpips.compression.base import Compressor, Residuals
+from mpips.optimizers.base import Optimizer
+from mpips.optimizers.schedules import Groups
 from mpips.store.keys.key import Key, Name, label
-from mpips.store.recovery.plan import Holding, Inventory, KeyCard, RecoveryPlan, ReplicaPlan, Shelf, dtype_names
+from mpips.store.recovery.plan import (
+    Holding,
+    Inventory,
+    KeyCard,
+    RecoveryPlan,
+    ReplicaPlan,
+    Shelf,
+    decode_settings,
+    dtype_names,
+    encode_settings,
+)
 from mpips.store.recovery.undo import Version
-from mpips.store.replicated import sparse
 from mpips.store.replicated.fast import Sums
 from mpips.store.replicated.replica import Replica, SurvivingReplica
-from mpips.store.replicated.settings import Settings
 from mpips.store.worker.interface import States
 
 Array = NDArray[Any]
+LEAST_BYTES = 64 << 10
+"""Of values that are longer, a list's sum leaves a worker its own block. Shorter ones are copied as fast."""
+WORDS = 2 * len(Region._fields)
+
+
+class ReplicaSettings:
+    """Optimizers and compression, which every worker applies alike. Changes are made by all workers, after they have
+    compared them; `changes` counts them."""
+
+    def __init__(self, rank: int = 0) -> None:
+        """`rank`: of this worker."""
+        self.changes, self._rank = 0, rank
+        self.groups = Groups()
+        self.residuals: Residuals | None = None
+        """None where nothing is compressed."""
+
+    def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Name] | None) -> None:
+        """Update these keys by this optimizer; None: all."""
+        self.groups.set(optimizer, keys)
+        self.changes += 1
+
+    def update_optimizer(self, numbers: Mapping[str, Any], keys: Sequence[Name] | None) -> None:
+        """Change numbers of these keys' optimizers; ValueError or TypeError where they do not fit."""
+        self.groups.update(numbers, keys)
+        self.changes += 1
+
+    def set_compression(self, compressor: Compressor) -> None:
+        """Compress from now on; residuals begin at zero."""
+        self.residuals = Residuals(compressor, self._rank)
+        self.changes += 1
+
+    def compressing(self, key: Key) -> Residuals | None:
+        """Return what compression keeps back, where it compresses the pushes of this key."""
+        return self.residuals if key.floats else None
+
+    def payload(self, key: Key, flat: Array) -> Array:
+        """Return what this worker adds for a push: where pushes are compressed, what the others would decode."""
+        residuals = self.compressing(key)
+        return flat if residuals is None else residuals.decoded(key.name, flat)
+
+    def kept(self, keys: Sequence[Key]) -> Array | None:
+        """Return what compression has kept back of this worker's pushes, float64, one key behind the other; None where
+        nothing is compressed."""
+        if self.residuals is None:
+            return None
+        kept = [(key.size, self.residuals.get(key.name)) for key in keys]
+        return np.concatenate([np.zeros(size) if each is None else each.astype(np.float64) for size, each in kept])
+
+    def keep(self, keys: Sequence[Key], values: Sequence[Array]) -> None:
+        """Give back what was kept back, one array a key."""
+        for key, value in zip(keys, values, strict=True):
+            if (residuals := self.compressing(key)) is not None:
+                residuals.put(key.name, value, key.dtype)
+
+    def forget(self, names: Sequence[Name]) -> None:
+        """Drop keys that are gone."""
+        self.groups.forget(names)
+        if self.residuals is not None:
+            self.residuals.forget(names)
+
+    def encode(self) -> bytes:
+        """Return all of it but the residuals, which each worker has of its own."""
+        return encode_settings(self.groups, None if self.residuals is None else self.residuals.compressor)
+
+    def take(self, data: bytes, changes: int) -> None:
+        """Take over the settings that another worker has encoded, after so many changes. Residuals stay where the
+        compressor is the same."""
+        self.groups, compressor = decode_settings(data)
+        if self.residuals is None or self.residuals.compressor != compressor:
+            self.residuals = None if compressor is None else Residuals(compressor, self._rank)
+        self.changes = changes
 
 
 class Replicas:
     """This worker's replicas, `by_name`. `sums`: those of the present generation. `survives`: whether a worker may
     die."""
 
-    def __init__(self, settings: Settings, sums: Sums, survives: bool) -> None:
+    def __init__(self, settings: ReplicaSettings, sums: Sums, survives: bool) -> None:
         self._settings, self.sums, self._survives = settings, sums, survives
         self.by_name: dict[Name, Replica] = {}
 
@@ -43,7 +130,7 @@ class Replicas:
             made.append(self._replica(key, stored))
         yield from self.sums.broadcast([replica.value for replica in made], 0, _label("init", keys), direct)
         if self.sums.one_node and not self._survives:  # a block that lies in a worker's memory alone dies with it
-            yield from self._share([replica for replica in made if sparse.long(replica.key)], direct)
+            yield from self._share([replica for replica in made if replica.key.nbytes > LEAST_BYTES], direct)
         self.by_name.update((replica.key.name, replica) for replica in made)
 
     def _replica(self, key: Key, value: Array) -> Replica:
@@ -53,11 +140,11 @@ class Replicas:
     def _share(self, replicas: Sequence[Replica], direct: bool) -> Task[None]:
         """Tell the other workers where long values lie."""
         if replicas:
-            mine = sparse.regions(replicas)
+            mine = _regions(replicas)
             table = np.empty((self.sums.size, *mine.shape), np.int64)
             text = _label("init", [replica.key for replica in replicas])
             yield from self.sums.gather(mine.reshape(-1), table.reshape(-1), text, direct)
-            sparse.share(replicas, table, self.sums.rank)
+            _share_blocks(replicas, table, self.sums.rank)
 
     def _allocate(self, size: int, dtype: np.dtype) -> Array:
         """Memory for a key, where collectives are fastest."""
@@ -167,3 +254,37 @@ def _holding(replica: Replica) -> Holding:
 
 def _label(what: str, keys: Sequence[Key]) -> str:
     return label(what, [key.name for key in keys])
+
+
+# ---- long values, of which a sum may leave each worker of a node its own block
+
+
+def _regions(replicas: Sequence[Replica]) -> Array:
+    """Return where this worker's arrays of these keys lie, (keys, WORDS) numbers."""
+    found = [[number for array in replica.arrays() for number in _region(array)] for replica in replicas]
+    return np.array(found, np.int64).reshape(len(replicas), WORDS)
+
+
+def _share_blocks(replicas: Sequence[Replica], table: Array, rank: int) -> None:
+    """Give the replicas of worker `rank` the other workers' blocks: `table` holds every worker's `_regions`."""
+    workers = len(table)
+    for number, replica in enumerate(replicas):
+        key, others = replica.key, []
+        for worker in range(workers):
+            if worker != rank:
+                first, second = (
+                    arena.attach(Region(*words)).view(key.dtype) for words in _halves(table[worker, number])
+                )
+                others.append((cut(key.size, workers, worker), cut(key.size, workers, worker + 1), (first, second)))
+        replica.share(others)
+
+
+def _region(array: Array) -> Region:
+    region = arena.locate(array)
+    assert region is not None
+    return region
+
+
+def _halves(words: Array) -> tuple[list[int], list[int]]:
+    numbers = words.tolist()
+    return numbers[: WORDS // 2], numbers[WORDS // 2 :]

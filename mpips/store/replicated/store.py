@@ -16,11 +16,9 @@ from mpips.store.keys.key import Key, Name, label
 from mpips.store.keys.rows import RowSparse
 from mpips.store.recovery.plan import Inventory, Placed, RecoveryPlan
 from mpips.store.recovery.recover import Member
-from mpips.store.replicated.fast import Blocks, Fast, Lists, Sums, blocks_of, take_from
+from mpips.store.replicated.fast import Blocks, Fast, Lists, RowSums, Sums, blocks_of, take_from
 from mpips.store.replicated.replica import Replica
-from mpips.store.replicated.replicas import Replicas
-from mpips.store.replicated.settings import Settings
-from mpips.store.replicated.sparse import Sparse
+from mpips.store.replicated.replicas import Replicas, ReplicaSettings
 from mpips.store.roles import Layout
 from mpips.store.runtime.generation import Generation
 from mpips.store.worker.interface import Frozen, Recovered, States
@@ -38,9 +36,8 @@ class ReplicatedStore(Member[Recovered]):
     def __init__(self, layout: Layout, generation: Generation) -> None:
         super().__init__(layout, generation)
         self.direct = False
-        self._settings = Settings(layout.rank)
+        self._settings = ReplicaSettings(layout.rank)
         self._replicas = Replicas(self._settings, self._joined(), layout.survives)
-        self.stored = Stored(layout, self._replicas, self._settings)
         self._join()
 
     def _joined(self) -> Sums:
@@ -51,7 +48,7 @@ class ReplicatedStore(Member[Recovered]):
 
     def _join(self) -> None:
         self._sums = self._replicas.sums
-        self._sparse = Sparse(self._sums)
+        self._sparse = RowSums(self._sums)
         self._lists = Lists(self._replicas.by_name, self._sums, self.generation)
 
     # ---- keys
@@ -81,6 +78,38 @@ class ReplicatedStore(Member[Recovered]):
     def put(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
         """Replace what is stored by rank 0's values; rounds stay. Collective."""
         yield from self._replicas.put(keys, values, self.direct)
+
+    # ---- what keys have beside their values (`worker.interface.Stored`)
+
+    @property
+    def stored(self) -> ReplicatedStore:
+        """Return this: every worker has all of it."""
+        return self
+
+    def states(self, keys: Sequence[Key]) -> Task[States]:
+        """Of each key the optimizer's steps and its state, not copied."""
+        yield from ()
+        return self._replicas.states(keys)
+
+    def put_states(self, keys: Sequence[Key], states: States) -> Task[None]:
+        """Write optimizer states of keys, the same on every worker."""
+        self._replicas.put_states(keys, states)
+        yield from ()
+
+    def residuals(self, keys: Sequence[Key]) -> Task[Array | None]:
+        """Return what compression has kept back of this worker's pushes."""
+        yield from ()
+        return self._settings.kept(keys)
+
+    def put_residuals(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
+        """Give it back."""
+        self._settings.keep(keys, values)
+        yield from ()
+
+    def snapshot(self, keys: Sequence[Key], alone: bool = False) -> Task[CopiedSnapshot]:
+        """Return what is stored now, on rank 0, which later rounds do not change; elsewhere nothing."""
+        yield from ()
+        return CopiedSnapshot(self._replicas.of(keys) if self.layout.rank == 0 else ())
 
     # ---- pushes and pulls
 
@@ -208,40 +237,7 @@ class ReplicatedStore(Member[Recovered]):
         """There is nobody to say goodbye to."""
 
 
-
-class Stored:
-    """See `worker.interface.Stored`. Every worker has all of it."""
-
-    def __init__(self, layout: Layout, replicas: Replicas, settings: Settings) -> None:
-        self._layout, self._replicas, self._settings = layout, replicas, settings
-
-    def states(self, keys: Sequence[Key]) -> Task[States]:
-        """Of each key the optimizer's steps and its state, not copied."""
-        yield from ()
-        return self._replicas.states(keys)
-
-    def put_states(self, keys: Sequence[Key], states: States) -> Task[None]:
-        """Write optimizer states of keys, the same on every worker."""
-        self._replicas.put_states(keys, states)
-        yield from ()
-
-    def residuals(self, keys: Sequence[Key]) -> Task[Array | None]:
-        """Return what compression has kept back of this worker's pushes."""
-        yield from ()
-        return self._settings.kept(keys)
-
-    def put_residuals(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
-        """Give it back."""
-        self._settings.keep(keys, values)
-        yield from ()
-
-    def snapshot(self, keys: Sequence[Key], alone: bool = False) -> Task[Snapshot]:
-        """Return what is stored now, on rank 0, which later rounds do not change; elsewhere nothing."""
-        yield from ()
-        return Snapshot(self._replicas.of(keys) if self._layout.rank == 0 else ())
-
-
-class Snapshot:
+class CopiedSnapshot:
     """Copies of values and states, made at once. Without replicas it is empty."""
 
     def __init__(self, replicas: Iterable[Replica]) -> None:

@@ -9,7 +9,7 @@ from mpips import RowSparse, optimizers
 from mpips.store.keys.key import Key
 from mpips.store.replicated.fast import take_from
 from mpips.store.replicated.replica import Replica
-from mpips.store.replicated.store import Snapshot
+from mpips.store.replicated.store import CopiedSnapshot
 
 
 def replica(optimizer: optimizers.Optimizer | None = None, shape: tuple[int, ...] = (4,)) -> Replica:
@@ -115,7 +115,7 @@ def test_a_snapshot_stays_as_it_was():
     one = replica(sgd(momentum=0.9))
     one.prepare()
     one.take(np.ones(4, np.float32))
-    frozen = Snapshot([one])
+    frozen = CopiedSnapshot([one])
     one.take(np.ones(4, np.float32))
     assert frozen.records["w"] == (1, 1, ("float32",))
     read = frozen.read(one.key, -1, 1, 3)

@@ -6,11 +6,11 @@ import numpy as np
 
 from mpips import compression, optimizers
 from mpips.store.keys.key import label
-from mpips.store.replicated.settings import Settings
+from mpips.store.replicated.replicas import ReplicaSettings
 
 
 def test_they_are_taken_over_whole():
-    mine, other = Settings(), Settings()
+    mine, other = ReplicaSettings(), ReplicaSettings()
     mine.set_optimizer(optimizers.create("sgd", learning_rate=0.5), None)
     mine.set_optimizer(optimizers.create("adam"), ["w", 3])
     mine.update_optimizer({"learning_rate": 0.25}, ["w"])
@@ -21,7 +21,7 @@ def test_they_are_taken_over_whole():
 
 
 def test_residuals_stay_where_the_compressor_is_the_same():
-    mine = Settings()
+    mine = ReplicaSettings()
     mine.set_compression(compression.create({"type": "fp16"}))
     kept = mine.residuals
     kept.put("w", np.ones(3), np.dtype(np.float32))
@@ -30,7 +30,7 @@ def test_residuals_stay_where_the_compressor_is_the_same():
 
 
 def test_a_key_made_anew_has_the_default():
-    mine = Settings()
+    mine = ReplicaSettings()
     mine.set_optimizer(optimizers.create("adam"), ["w"])
     mine.forget(["w"])
     assert mine.groups.of("w") is None
