@@ -15,7 +15,7 @@ from collectives.fabric.failure import Making, able, deaths
 from mpips.ending.process import say_role
 from mpips.store import options as table
 from mpips.store import roles, world
-from mpips.store.api import KVStore
+from mpips.store.api import Generations, KVStore
 from mpips.store.checkpoint import resume
 from mpips.store.checkpoint.resume import RegularSaves
 from mpips.store.options import OptionError, Options
@@ -27,7 +27,6 @@ from mpips.store.runtime.errors import Step, StoreError
 from mpips.store.runtime.generation import Generation
 from mpips.store.server.loop import Server, serve
 from mpips.store.transport.frames import OpenStore
-from mpips.store.worker.generations import Generations
 from mpips.store.worker.interface import Recovered
 from mpips.store.worker.route import Route
 from mpips.store.worker.settings import Settings

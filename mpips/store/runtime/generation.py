@@ -58,8 +58,8 @@ class Generation:
         self.on_end: list[Callable[[], None]] = []
         """What this rank does once when it learns that the generation is over, before it raises: it sees to it that
         nobody reads arrays that it has lent, and that what others count on is there."""
-        self.needs: Callable[[], None] = lambda: None
-        """Raises CollectiveError where what this rank waits for cannot come any more. Asked in long waits."""
+        self.checks: list[Callable[[], None]] = []
+        """Each raises CollectiveError where what this rank waits for cannot come any more. Made in long waits."""
         self.standing: Callable[[str], bytes] = lambda what: b""
         """What this worker says to the others when it waits for them in a meeting for long; b"": nothing yet."""
         self.inside = False
@@ -108,7 +108,8 @@ class Generation:
                 try:
                     self._home.listen(waited)
                     if waited > LONG_SECONDS:
-                        self.needs()
+                        for check in self.checks:
+                            check()
                 except CollectiveError as error:
                     raise of_kind(error) from None
 

@@ -177,11 +177,9 @@ class Consensus:
     def _within(self, what: str, comm: MPI.Intracomm) -> Iterator[None]:
         """End collectives within, with the generation, where another worker is in a call of the store."""
         generation, since = self._store.settings.generation, math.inf
-        needs = generation.needs
 
         def check_elsewhere() -> None:
             nonlocal since
-            needs()
             calls = [(rank, call) for rank, word in enumerate(generation.words()) if (call := call_of(word))]
             since = min(since, time.monotonic()) if calls else math.inf
             if calls and time.monotonic() > since + ELSEWHERE_SECONDS:
@@ -189,12 +187,12 @@ class Consensus:
                 mine = f"rank {self._store.rank} is in {what} of a DistributedOptimizer"
                 raise CollectiveError(f"rank {other} calls {call} of the store, and {mine}: {ALL}")
 
-        generation.needs = check_elsewhere
+        generation.checks.append(check_elsewhere)
         try:
             with worker_collectives(self._store, f"{what} of a DistributedOptimizer", comm):
                 yield
         finally:
-            generation.needs = needs
+            generation.checks.remove(check_elsewhere)
 
 
 def unlike(heads: Sequence[Sequence[int]], first: int = 0) -> str:
