@@ -19,11 +19,11 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.errors import CollectiveError, MismatchError, of_caller
-from collectives.fabric.board import Board, unreachable
+from collectives.fabric.board import LEAVING_SECONDS, Board, unreachable
 from collectives.fabric.failure import DEPARTURES, PROGRAM_ENDED, failed, made
 from collectives.fabric.layout import NodeMemory, open_memory
 from collectives.fabric.process_memory import OutOfReach
-from collectives.fabric.requests import TAGS, Lanes, Roll, leave, sweep
+from collectives.fabric.requests import TAGS, Collectives, Lanes, Roll, leave, sweep
 from collectives.fabric.wait import NAP_AFTER_BETWEEN_NODES, Limits, drive, limits, until
 from collectives.network.control import Control
 from collectives.tuner import table
@@ -82,8 +82,10 @@ class Communicator:
         self.started: list[Any] = []
         """Operations of `Plan.start` that are not done, in order."""
         self.plans: dict[Any, Any] = {}
-        """Plans by the identity of their array, as `plan_cache` finds them."""
+        """Plans by the identity of their array, as `plan.PlanCache` finds them."""
         self.cache: Any = None
+        self.own = Collectives(self.comm)
+        """MPI's own collectives of calls."""
         self.lanes = Lanes(self.comm, self.across)
         """What messages of one-shot calls go over."""
         self.all_lanes = [self.lanes]
@@ -177,8 +179,12 @@ class Communicator:
         return self.over if isinstance(error, (CollectiveError, MPI.Exception)) else error
 
     def _end(self, told: CollectiveError) -> CollectiveError:
-        on_node = self.board.end(told, str(told))
-        return on_node if self.control is None else self.control.end(on_node, str(on_node))
+        ended = self.board.end(told, str(told))
+        if self.control is not None:
+            ended = self.control.end(ended, str(ended))
+        if self.control is not None or self.board.shared(self.own.number):
+            self.own.carry_through(self.ended, LEAVING_SECONDS)
+        return ended
 
     def deal(self, tags: int) -> None:
         """A plan has taken so many tags; it keeps its lanes where the next one gets others. Collective."""
@@ -196,6 +202,7 @@ class Communicator:
         self.open = False
         self.hold()
         self.started = []
+        self.own.keep()
         if MPI.Is_finalized():
             return
         if self.cache is not None:
@@ -203,7 +210,7 @@ class Communicator:
         self.board.memory.close()
         self.node.Free()
         for comm in self._carriers():
-            leave(comm, self._kept)
+            leave(comm, self._kept, self.own.begun if comm is self.comm else 0)
         self._kept = []
 
     def abandon(self) -> None:
@@ -213,6 +220,7 @@ class Communicator:
             self.open = False
             self.hold()
             self.started = []
+            self.own.keep()
             if self.cache is not None:
                 self.cache.free()
             self.board.memory.abandon()

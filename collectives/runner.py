@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 from collectives.arrays import Flat
 from collectives.call import Call
 from collectives.communicator import Communicator
+from collectives.fabric.board import NUMBERS
 from collectives.fabric.layout import DESCRIPTORS, Descriptor
 from collectives.fabric.requests import Tags
 from collectives.network import native
@@ -84,7 +85,7 @@ class Over:
         home = self._home
         if home.size == 1 or not self._sees:
             return self._body.run()
-        return self._met() if home.control is None else home.control.operation(self._text, self._body.run())
+        return self._met() if home.control is None else home.control.operation(self._text, self._between())
 
     def moves_by(self, kind: type) -> bool:
         """Whether the body is of that kind."""
@@ -96,11 +97,18 @@ class Over:
     def free(self) -> None:
         self._body.free()
 
+    def _between(self) -> Iterator[None]:
+        if isinstance(self._body, NativePlan) and self._home.control is not None:
+            self._home.control.look(0.0)  # others do not carry through what one comes to after they have given it up
+        yield from self._body.run()
+
     def _met(self) -> Iterator[None]:
         board = self._home.board
         if not board.descriptors.readable(self._put):
             self._token = board.publish(Descriptor(self._text))
             self._put = board.descriptors.put
+        if isinstance(self._body, NativePlan):
+            self._body.enter(board.number + 1 & NUMBERS)
         board.enter(self._token)
         yield from board.met()
         board.read(board.tokens())
@@ -121,7 +129,7 @@ def make_body(home: Communicator, call: Call, x: Flat, out: Flat, tags: Tags) ->
     if call.algorithm == "native":
         if reason := native.why_not(call):
             raise ValueError(reason)
-        return NativePlan(home.comm, call, x, out, met=home.nodes == 1)
+        return NativePlan(home.own, call, x, out, met=home.nodes == 1 < home.size)
     name, parameters = catalog.parse(call.algorithm)
     if name == "hierarchical" and home.nodes > 1 and "local" not in parameters:
         if home.across is None:

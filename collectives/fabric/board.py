@@ -207,6 +207,14 @@ class Board:
             sched_yield()
         return told
 
+    def shared(self, number: int) -> bool:
+        """Whether all ranks have entered that operation, the last one here, with the same call, and none has left it
+        before all had come."""
+        try:
+            return number == self.number and self._complete() and bool(self.read(self.tokens()))
+        except CollectiveError:
+            return False
+
     def ended(self) -> dict[int, str]:
         """Ranks of the user's communicator on this node that have left, or whose process has ended; and how."""
         words = self.memory.words

@@ -6,25 +6,32 @@
 operation are kept, with their memory, until MPI is through with them. Receives are cancelled. Sends end when the owner
 of their communicator gives it back and drops what was sent on it.
 
+**MPI's own collectives** cannot be cancelled (`Collectives`). A rank that gives one up carries it through: MPI touches
+the arrays of others, too, for as long as one rank has not made it. Where that cannot be, its communicator is not freed.
+
 **Communicators** are freed only after every message that was sent on them has come. MPI gives the number of a freed
 communicator to a later one, and a late message then counts as the later one's. With Open MPI a real message of the same
 sender then waits for ever; MPICH keeps even those that came before and that nobody received. Messages of one sender on
 one communicator are received in the order in which they were sent. So a rank that has received a last one from every
-rank has received all. Numbers are scarce: MPICH has 2,048 in a process. A later `sweep` frees what cannot go at once.
+rank has received all. With it each says how many of MPI's own collectives it has begun there: messages of those cannot
+be received, so that one which not all have begun keeps its communicator for good. Numbers are scarce: MPICH has 2,048
+in a process. A later `sweep` frees what cannot go at once.
 """
 
 from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import starmap
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from mpi4py import MPI
 
 from collectives.arrays import Vector
+from collectives.errors import CollectiveError
 from collectives.fabric.failure import failed, is_death
 
 FIRST_TAG = 16
@@ -70,6 +77,7 @@ class Tags:
 
 
 MESSAGE_BYTES = 4 << 20
+CARRY_SECONDS = 1e-4
 LOOK_AT = 64
 _look_at = LOOK_AT
 """At so many requests in `_left` those that are over are dropped."""
@@ -95,6 +103,65 @@ class Roll:
     def late(self) -> list[int]:
         """Return the ranks that have not come, as far as is known. Local."""
         return np.flatnonzero(self._come == 0).tolist()
+
+
+Begin: TypeAlias = "tuple[Callable[..., MPI.Request], tuple[Any, ...]]"
+"""A call of MPI's own that does not block, and its arguments."""
+
+
+class Collectives:
+    """MPI's own collectives on one communicator, a row of them at a time."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self.comm, self.number = comm, -1
+        self._row: tuple[int, Sequence[Begin], Callable[[], None] | None, list[MPI.Request]] = (0, (), None, [])
+        """How many were begun before this row; the row; what sees, after its first, that all may go on; requests."""
+
+    @property
+    def begun(self) -> int:
+        """How many this rank has begun, over all rows."""
+        return self._row[0] + len(self._row[3])
+
+    def enter(self, row: Sequence[Begin], see: Callable[[], None] | None = None, number: int = -1) -> None:
+        """From here on the row is this one, of which nothing is begun yet. `see` raises, after the first, where ranks
+        have come to unlike rows; without it they have met, in the operation of this number."""
+        self.number = -1
+        self._row = self.begun, row, see, []
+        self.number = number
+
+    def step(self) -> bool:
+        """Go on with the row as far as possible without waiting, from wherever an interrupt has left it; True when all
+        is done."""
+        _, row, see, requests = self._row
+        while not requests or requests[-1].Test():
+            if len(requests) == len(row):
+                return True
+            if see is not None and len(requests) == 1:
+                see()
+            call, arguments = row[len(requests)]
+            requests.extend(starmap(call, [arguments]))  # no interrupt comes between the call and its request
+        return False
+
+    def carry_through(self, hopeless: Callable[[], object], seconds: float) -> None:
+        """Go on with a row that this rank gives up, if all have come to it, until MPI touches its arrays no more, or it
+        is `hopeless`, or so much time has passed. Blocking."""
+        _, _, see, requests = self._row
+        deadline = time.monotonic() + seconds
+        while see is None or requests:
+            try:
+                if self.step() or hopeless() or time.monotonic() > deadline:
+                    break
+            except (MPI.Exception, CollectiveError):
+                break
+            if see is not None and len(requests) == 1:  # not all have come, and who comes later hears that it is over
+                break
+            time.sleep(CARRY_SECONDS)
+        self.keep()
+
+    def keep(self) -> None:
+        """Hold on to what is under way until MPI is through with it."""
+        for request in self._row[3]:
+            keep_collective(request, self.comm)
 
 
 class Receive(MPI.Prequest):
@@ -219,15 +286,16 @@ DRAIN_SECONDS = 2e-4
 
 class Parting:
     """A communicator that this rank has said its last on, as every other does. All receives that were posted on it must
-    be over, or given up. `kept` stays until all have done so."""
+    be over, or given up. `kept` stays until all have done so; `begun` of MPI's own collectives were begun here."""
 
-    def __init__(self, comm: MPI.Comm, kept: object = None) -> None:
+    def __init__(self, comm: MPI.Comm, kept: object = None, begun: int = 0) -> None:
         self._comm, self._tag, self.kept = comm, last_tag(), kept
+        self._last, self._unlike = begun.to_bytes(8, "little"), False
         others = (rank for rank in range(comm.Get_size()) if rank != comm.Get_rank())
         self._freed = bool(failed(comm))
         """Or it is never freed: what the dead have sent cannot be told from what they have not."""
         self._missing = 0 if self._freed else comm.Get_size() - 1
-        self._sends = [] if self._freed else [comm.Isend(bytearray(0), rank, self._tag) for rank in others]
+        self._sends = [] if self._freed else [comm.Isend(self._last, rank, self._tag) for rank in others]
 
     def heard(self) -> bool:
         """Drop what has come. Whether all that was sent to this rank has; does not block."""
@@ -236,16 +304,21 @@ class Parting:
             message = self._comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)
             if message is None:
                 return False
-            message.Recv(bytearray(status.Get_count(MPI.BYTE)))
-            self._missing -= status.Get_tag() == self._tag
+            data = bytearray(status.Get_count(MPI.BYTE))
+            message.Recv(data)
+            if status.Get_tag() == self._tag:
+                self._missing -= 1
+                self._unlike |= data != self._last
         return bool(MPI.Request.Testall(self._sends))
 
     def free(self) -> bool:
-        """Give it back, if all has come, and MPI itself does not go on with an operation on it. Whether it is gone."""
+        """Give it back, if all has come, and MPI itself does not go on with an operation on it. Whether it is gone, or
+        stays for good."""
         try:
-            if not self._freed and self.heard() and not unfinished(self._comm):
+            if not self._freed and self.heard() and (self._unlike or not unfinished(self._comm)):
                 self._freed = True
-                self._comm.Free()
+                if not self._unlike:
+                    self._comm.Free()
         except MPI.Exception as error:
             if not is_death(error):
                 raise
@@ -253,7 +326,7 @@ class Parting:
         return self._freed
 
 
-_retired: list[tuple[MPI.Comm, object]] = []
+_retired: list[tuple[MPI.Comm, object, int]] = []
 """What has been left, and nothing was said of it yet."""
 _partings: list[Parting] = []
 """What has been left, and not all of it has come."""
@@ -261,10 +334,10 @@ _limbo: list[object] = []
 """What stays as long as MPI may touch memory of an operation that has failed."""
 
 
-def leave(comm: MPI.Comm, kept: object = None) -> None:
+def leave(comm: MPI.Comm, kept: object = None, begun: int = 0) -> None:
     """Give `comm` back, as all its ranks do, each when it likes: in the next `sweep` that finds it drained. Sends
-    nothing here: MPICH, which may call this when it frees something, holds a lock meanwhile."""
-    _retired.append((comm, kept))
+    nothing here: MPICH, which may call this when it frees something, holds a lock meanwhile. `begun`: see `Parting`."""
+    _retired.append((comm, kept, begun))
 
 
 def sweep(seconds: float = 0.0) -> bool:

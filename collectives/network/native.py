@@ -1,12 +1,13 @@
 """The MPI's own collectives, behind the same interface.
 
 The non-blocking calls are used, which can be polled: a rank that never comes would hold the others in a blocking one
-for ever. Counts past 2^31 go in parts. Serves all kinds but only element types that MPI can reduce.
+for ever. MPI works on the user's arrays, so a call that all have met for is carried through also by who gives it up
+(`requests.Collectives`). Counts past 2^31 go in parts. Serves all kinds but only element types that MPI can reduce.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from collectives.arrays import Flat, Vector
 from collectives.call import Call, mpi_type, scale
 from collectives.errors import MismatchError
 from collectives.fabric.layout import DIFFERENT, digest
-from collectives.fabric.requests import keep_collective
+from collectives.fabric.requests import Begin, Collectives
 from collectives.node.program import Step, perform
 
 MOST_ELEMENTS = 1 << 28
@@ -37,40 +38,37 @@ def _most(call: Call) -> int:
     return MOST_ELEMENTS if call.operation is not None else min(MOST_ELEMENTS, MOST_BYTES // call.dtype.itemsize)
 
 
-def _done(request: MPI.Request, comm: MPI.Comm) -> Iterator[None]:
-    try:
-        while not request.Test():
-            yield
-    finally:
-        keep_collective(request, comm)
-
-
 class NativePlan:
     """One call by MPI's own collective. `met`: whether all ranks have just compared their calls when it runs."""
 
-    def __init__(self, comm: MPI.Comm, call: Call, x: Flat, out: Flat, met: bool):
-        self._comm, self._call, self._met = comm, call, met
+    def __init__(self, own: Collectives, call: Call, x: Flat, out: Flat, met: bool):
+        self._own, self._comm, self._call = own, own.comm, call
         self._x, self._out, self._in_place = x.vector(), out.vector(), x == out
         self._copy = self._x.copy() if self._in_place and call.kind in ("alltoall", "reduce_scatter") else None
-        self._calls = self._arguments()
+        self._words = np.zeros(2, np.int64)
+        compare: list[Begin] = [(self._comm.Iallreduce, (MPI.IN_PLACE, self._words, MPI.MAX))]
+        self._row = [*([] if met else compare), *self._arguments()]
+        self._see = None if met else self._compare
         self._before, self._after = self._copies(), self._scaling()
 
-    def run(self) -> Iterator[None]:
-        """The operation, in steps between which there is something to wait for."""
-        if not self._met:
-            yield from self._compared()
+    def enter(self, number: int = -1) -> None:
+        """Be in the call, which is the operation of this number on the board where ranks meet there."""
         perform(self._before)
-        for immediate, arguments in self._calls:
-            yield from _done(immediate(*arguments), self._comm)
+        self._own.enter(self._row, self._see, number)
+
+    def run(self) -> Iterator[None]:
+        """The operation, in steps between which there is something to wait for. Ranks that have met have entered."""
+        if self._see is not None:
+            number = digest(self._call.text.encode()) >> 1
+            self._words[:] = number, -number
+            self.enter()
+        while not self._own.step():
+            yield
         perform(self._after)
 
-    def _compared(self) -> Iterator[None]:
+    def _compare(self) -> None:
         """MismatchError where ranks come with unlike calls, which MPI need not survive: Open MPI frees memory twice."""
-        number = digest(self._call.text.encode()) >> 1
-        words = np.array([number, -number], np.int64)
-        request = self._comm.Iallreduce(MPI.IN_PLACE, words, MPI.MAX)
-        yield from _done(request, self._comm)
-        if words[0] != -words[1]:
+        if self._words[0] != -self._words[1]:
             raise MismatchError(DIFFERENT)
 
     def free(self) -> None:
@@ -94,11 +92,11 @@ class NativePlan:
             return self._out[slice(*self._call.block(self._comm.rank))]
         return self._out
 
-    def _arguments(self) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
+    def _arguments(self) -> list[Begin]:
         most = _most(self._call)
         return [self._call_of(slice(at, at + most)) for at in range(0, max(1, self._call.n), most)]
 
-    def _call_of(self, part: slice) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def _call_of(self, part: slice) -> Begin:
         comm, call, in_place = self._comm, self._call, self._in_place
         op = call.operation.mpi if call.operation is not None else None
         datatype = mpi_type(call.dtype) if op is not None else MPI.BYTE

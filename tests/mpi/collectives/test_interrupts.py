@@ -4,6 +4,7 @@ interrupted rank has it back."""
 from __future__ import annotations
 
 import time
+from itertools import count
 
 import numpy as np
 import pytest
@@ -11,25 +12,25 @@ import pytest
 import collectives
 from tests.choice import once
 from tests.mpi.collectives.faults import Cell
-from tests.mpi.collectives.support import ODD, RANK, WORLD, P, fresh, interrupted, patient, still_works
+from tests.mpi.collectives.support import KINDS, ODD, RANK, WORLD, P, fresh, interrupted, patient, still_works
 from tests.mpi.sizes import only_on
 
 ROUNDS = 6
-CALLS = 400  # more than are made before the interrupt comes
+MOST_SECONDS = 10.0  # of calls until the interrupt comes
 AFTER = (0.0005, 0.02)  # seconds until it comes
 
 
 def row(cell, call):
     """Calls until one of them raises; (the error's name and sentence, whether all values before it were right)."""
-    x, right = cell.arrays[-1], True
+    x, right, end = cell.arrays[-1], True, time.monotonic() + MOST_SECONDS
     try:
-        for turn in range(CALLS):
+        for turn in count():
             x[:] = RANK + turn
             call()
             right &= bool((x == P * (P - 1) // 2 + P * turn).all())
+            assert time.monotonic() < end, "no interrupt has come"
     except (KeyboardInterrupt, collectives.CollectiveError) as error:
         return type(error).__name__, str(error), right
-    return "", "", right
 
 
 def written_later(x):
@@ -52,8 +53,6 @@ def one_round(comm, way, route, rng):
     names = [one[0] for one in everybody]
     if not all(one[2] for one in everybody) or any(one[3] for one in everybody):
         return f"wrong values: {everybody}"
-    if names == [""] * P:  # so late that all calls were made
-        return ""
     if names != ["CollectiveError" if rank != ODD else "KeyboardInterrupt" for rank in range(P)]:
         return f"raised {everybody}"
     told = {one[1] for rank, one in enumerate(everybody) if rank != ODD}
@@ -79,6 +78,61 @@ def test_interrupts_at_any_moment(nodes, way, route):
             if words := one_round(comm, way, route, rng):
                 wrong.append((number, words))
     assert not wrong
+
+
+def native_row(comm, kind, x):
+    """Native calls until one raises, on arrays that hold one number on all ranks; whether all results were right."""
+    words = {"op": "min"} if kind in ("allreduce", "reduce_scatter", "reduce") else {}
+    words |= {"root": {"broadcast": ODD, "reduce": 0}[kind]} if kind in ("broadcast", "reduce") else {}
+    right, end = True, time.monotonic() + MOST_SECONDS
+    try:
+        for turn in count():
+            x[:] = turn
+            result = getattr(collectives, kind)(x, comm, algorithm="native", **words)
+            right &= bool((result == turn).all()) or (kind == "reduce" and RANK != 0)
+            assert time.monotonic() < end, "no interrupt has come"
+    except (KeyboardInterrupt, collectives.CollectiveError):
+        x[:] = -7
+        return right
+
+
+@only_on(2, 3)
+@once(nodes=["one node", "a node for each rank"], kind=KINDS)
+def test_an_interrupted_call_of_mpis_own_spoils_no_other_ranks_result(nodes, kind):
+    """MPI cannot cancel it, and goes on to read the array of the rank that has it back, or to write there."""
+    rng, x = np.random.default_rng(3), np.empty(200_000 * P)
+    for _ in range(ROUNDS):
+        with fresh(nodes) as comm:
+            native_sum(comm)
+            with interrupted(rng.uniform(*AFTER) if RANK == ODD else 1e3, again=2e-5):
+                right = native_row(comm, kind, x)
+            time.sleep(0.01)
+            assert all(WORLD.allgather(right and bool((x == -7).all())))
+            collectives.renew(comm)
+            assert native_sum(comm) == WORLD.allreduce(RANK)
+
+
+def native_sum(comm):
+    return collectives.allreduce(np.full(100, RANK), comm, algorithm="native")[-1]
+
+
+@only_on(2, 3)
+def test_a_call_of_mpis_own_that_not_all_have_begun_meets_no_later_one():
+    """Its messages can be received by nobody: a later communicator must not take them for its own."""
+    for turn in range(10):
+        with fresh("a node for each rank") as comm:
+            native_sum(comm)
+            WORLD.Barrier()
+            if turn % P == RANK:
+                patient(comm, 30.0, 0.05)
+                with pytest.raises(collectives.StallError):
+                    native_sum(comm)
+            WORLD.Barrier()
+            if turn % P != RANK:
+                with pytest.raises(collectives.StallError):
+                    native_sum(comm)
+            collectives.renew(comm)
+            assert native_sum(comm) == WORLD.allreduce(RANK)
 
 
 @only_on(2, 3)
