@@ -13,11 +13,9 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpips.mlp import MLP, Mesh, TrainingError, checkpoint
+from mpips.mlp import TrainingError, checkpoint
 from mpips.mlp.data.base import read_checked
 from mpips.mlp.data.sources import open_source
-from mpips.mlp.training import Worker
-from mpips.optimizers import Adam
 from mpips.overlap.problem import load_profile
 
 MUTATIONS = 500
@@ -41,25 +39,12 @@ def arrays(save: Callable[..., None]) -> bytes:
     return file.getvalue()
 
 
-def weights(path: Path) -> bytes:
-    mesh = Mesh(1, 1, MPI.COMM_SELF)
-    worker = Worker(MLP((3, 4, 2)), mesh, Adam(learning_rate=0.1))
-    checkpoint.save_checkpoint(str(path), worker)
-    return path.read_bytes()
-
-
 def read_rows(path: Path) -> None:
     source = open_source(str(path), classify=True)
     source.check()
     rows = source.open_part(1, 0)
     source.number(sorted(source.labels()))
     read_checked(source, 0, rows)
-
-
-def read_weights(path: Path) -> None:
-    mesh = Mesh(1, 1, MPI.COMM_SELF)
-    checkpoint.read_scaling(str(path), mesh.comm)
-    checkpoint.load_checkpoint(str(path), mesh)
 
 
 PROFILE = b"""{"layers": [{"name": "a", "parameters": 10, "forward_s": 0.1, "backward_s": 0.2}],

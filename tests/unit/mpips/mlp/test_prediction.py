@@ -5,10 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpips.mlp import parallel
 from mpips.mlp.mesh import Spans, factorings, parse
 from mpips.mlp.network import Specification, largest_slice
-from mpips.mlp.parallel import BUCKET_BYTES, Clock, buckets, hidden_share
+from mpips.mlp.parallel import BUCKET_BYTES, buckets
 from mpips.mlp.prediction import (
     LinkCost,
     StepEvent,
@@ -102,20 +101,3 @@ def test_a_trace_holds_the_messages_of_the_formulas(mode):
     assert [e.number for e in events if e.kind == "gradient"] == [3, 2, 1, 0]
     assert [e.number for e in events if e.kind == "reduced"] == [layer for layer, _, _ in cut]
     assert all(e.compute >= 0 for e in events)
-
-
-def test_a_clock_counts_messages_under_way_once(monkeypatch):
-    times = iter([1.0, 5.0, 5.0, 7.0, 8.0, 8.0])
-    monkeypatch.setattr(parallel, "perf_counter", lambda: next(times))
-    clock = Clock()
-    clock.sent()  # at 1
-    clock.sent()  # two under way at once count once
-    clock.arrived()
-    clock.arrived()  # at 5
-    clock.add("backward", 4.5)
-    clock.sent()  # at 7: waited for from the start
-    clock.arrived()
-    clock.add("forward", 7.0)
-    assert (clock.under_way, clock.communication()) == (5.0, 1.5)
-    assert hidden_share(clock.communication(), clock.under_way) == pytest.approx(0.7)
-    assert hidden_share(0.0, 0.0) is None

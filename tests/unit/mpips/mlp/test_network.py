@@ -1,0 +1,261 @@
+"""A network: gradients, losses, memory, another array module, and slices that hold everything exactly once."""
+
+import subprocess
+import sys
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpips import mlp as package
+from mpips.mlp import MLP
+from mpips.mlp.data.loading import deal, epoch_order
+from mpips.mlp.network import Network, Specification, interval, splits
+from mpips.mlp.prediction import MuteExchange
+from mpips.optimizers import SGD, Adam, AdamW, RMSProp
+
+from .device import module
+
+SIZES = st.lists(st.integers(1, 12), min_size=2, max_size=6)
+
+
+def problem(loss, samples, inputs, outputs, seed=3):
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((samples, inputs))
+    y = rng.integers(0, outputs, samples) if loss == "softmax" else rng.standard_normal((samples, outputs))
+    return x, y
+
+
+def test_public_names_are_there_and_the_serial_network_needs_no_mpi():
+    assert dir(package) == sorted(package.__all__) and all(getattr(package, name) for name in package.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Grid'"):
+        package.Grid  # noqa: B018
+    code = (
+        "import sys, numpy as np; from mpips.mlp import MLP; "
+        "MLP([3, 4, 2]).loss_and_gradients(np.ones((5, 3), 'f4'), np.ones((5, 2), 'f4')); "
+        "print([name for name in sys.modules if name.startswith('mpi4py')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+@given(
+    sizes=st.lists(st.integers(1, 6), min_size=2, max_size=5),
+    samples=st.integers(1, 5),
+    loss=st.sampled_from(["l2", "softmax"]),
+    activation=st.sampled_from(["relu", "tanh"]),
+)
+@settings(max_examples=40, deadline=None)
+def test_gradients_agree_with_finite_differences(sizes, samples, loss, activation):
+    mlp = MLP(sizes, activation, loss, "float64", seed=5)
+    mlp.flat_parameters += 0.05 * np.random.default_rng(7).standard_normal(mlp.flat_parameters.size)
+    x, y = problem(loss, samples, sizes[0], sizes[-1])
+    mlp.loss_and_gradients(x, y)
+    gradient = mlp.flat_gradients.copy()
+    step = 1e-6
+    for index in range(mlp.flat_parameters.size):
+        value = mlp.flat_parameters[index]
+        mlp.flat_parameters[index] = value + step
+        above = mlp.loss_and_gradients(x, y)
+        mlp.flat_parameters[index] = value - step
+        below = mlp.loss_and_gradients(x, y)
+        mlp.flat_parameters[index] = value
+        assert gradient[index] == pytest.approx((above - below) / (2 * step), rel=1e-4, abs=1e-6)
+
+
+def test_gradient_descent_learns_a_separable_problem():
+    x = np.random.default_rng(1).standard_normal((200, 2)).astype("float32")
+    y = (x[:, 0] > x[:, 1]).astype(int)
+    mlp = MLP([2, 16, 2], loss="softmax", seed=1)
+    first = mlp.loss_and_gradients(x, y)
+    for _ in range(100):
+        mlp.loss_and_gradients(x, y)
+        mlp.flat_parameters -= 0.5 * mlp.flat_gradients
+    assert mlp.loss_and_gradients(x, y) < 0.3 * first
+    assert mlp.accuracy(x, y) > 0.95
+
+
+def test_parameters_and_gradients_are_views_of_one_contiguous_array_each():
+    mlp = MLP([3, 4, 2], loss="l2")
+    assert mlp.names == ["layer0.weight", "layer0.bias", "layer1.weight", "layer1.bias"]
+    assert [p.shape for p in mlp.parameters] == [(4, 3), (4,), (2, 4), (2,)]
+    assert [g.shape for g in mlp.gradients] == [p.shape for p in mlp.parameters]
+    before = list(mlp.parameters)
+    x, y = problem("l2", 5, 3, 2)
+    mlp.loss_and_gradients(x.astype("float32"), y.astype("float32"))
+    assert all(a is b for a, b in zip(before, mlp.parameters))
+    np.testing.assert_array_equal(mlp.flat_gradients, np.concatenate([g.ravel() for g in mlp.gradients]))
+    np.testing.assert_array_equal(mlp.flat_parameters, np.concatenate([p.ravel() for p in mlp.parameters]))
+
+
+def test_prediction_does_not_depend_on_how_many_samples_come_at_once():
+    mlp = MLP([3, 7, 2], "tanh", dtype="float64")
+    x, _ = problem("l2", 2500, 3, 2)
+    whole = mlp.predict(x)
+    assert whole.shape == (2500, 2)
+    np.testing.assert_allclose(whole[:3], mlp.predict(x[:3]), rtol=1e-12)
+    np.testing.assert_allclose(whole[-1:], mlp.predict(x[-1:]), rtol=1e-12)
+
+
+def test_gradients_can_live_in_memory_of_the_caller():
+    memory = np.empty(10_000)
+    used = 0
+
+    def empty(count, dtype):
+        nonlocal used
+        used += count
+        return memory[used - count : used]
+
+    mlp = MLP([3, 4, 2], dtype="float64", empty=empty)
+    assert np.shares_memory(mlp.flat_gradients, memory)
+    assert mlp.flat_gradients.size == mlp.flat_parameters.size == 26
+
+
+def test_same_seed_same_weights_other_seed_other_weights():
+    a, b, c = (MLP([5, 9, 3], seed=seed).flat_parameters for seed in (1, 1, 2))
+    np.testing.assert_array_equal(a, b)
+    assert not np.array_equal(a, c)
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"sizes": [4]}, "at least two"),
+        ({"sizes": [4, 0, 2]}, "at least 1"),
+        ({"sizes": [4, 2], "activation": "swish"}, "relu"),
+        ({"sizes": [4, 2], "loss": "hinge"}, "softmax"),
+        ({"sizes": [4, 2], "dtype": "int32"}, "float32"),
+    ],
+)
+def test_wrong_arguments_name_the_argument_and_the_choices(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        MLP(**arguments)
+
+
+def test_a_step_without_samples_is_refused():
+    with pytest.raises(ValueError, match="at least one sample"):
+        MLP([2, 2]).loss_and_gradients(np.empty((0, 2), "float32"), np.empty((0, 2), "float32"))
+
+
+@pytest.mark.parametrize(
+    "loss, targets, words",
+    [
+        ("l2", np.zeros(6, int), r"y is \(6,\): loss='l2' takes targets \(samples, 3\); loss='softmax' takes"),
+        ("l2", np.zeros((6, 2), "float32"), r"y is \(6, 2\): loss='l2' takes targets \(samples, 3\)"),
+        ("softmax", np.zeros((6, 3), int), r"y is \(6, 3\) of int64: loss='softmax' takes the classes of the samples"),
+        ("softmax", np.zeros(6, "float32"), r"of float32: loss='softmax' takes .* as whole numbers \(samples,\)"),
+    ],
+)
+def test_targets_of_another_loss_are_told_which_one_takes_them(loss, targets, words):
+    model = MLP([2, 3], loss=loss)
+    with pytest.raises(ValueError, match=words):
+        model.loss_and_gradients(np.zeros((6, 2), "float32"), targets)
+
+
+def test_one_output_takes_its_targets_with_or_without_a_column():
+    x, y = np.ones((4, 2), "float32"), np.arange(4, dtype="float32")
+    model = MLP([2, 1])
+    assert model.loss_and_gradients(x, y) == model.loss_and_gradients(x, y[:, None])
+
+
+# ---- on another array module; a real GPU is not tested
+
+
+@pytest.mark.parametrize("loss", ["l2", "softmax"])
+@pytest.mark.parametrize("optimizer", [SGD(momentum=0.5, weight_decay=0.01), Adam(), AdamW(), RMSProp(rescale=0.5)])
+def test_a_network_on_a_device_takes_the_same_steps(loss, optimizer):
+    x, y = problem(loss, 20, 5, 3)
+    weights = []
+    for xp in (np, module):
+        mlp = MLP([5, 7, 3], "tanh", loss, "float64", seed=2, xp=xp)
+        state = optimizer.init(mlp.flat_parameters)
+        losses = []
+        for step in range(1, 4):
+            losses.append(mlp.loss_and_gradients(*((x, y) if xp is np else (module.asarray(x), module.asarray(y)))))
+            optimizer.update(mlp.flat_parameters, mlp.flat_gradients, state, step)
+        weights.append((mlp.flat_parameters if xp is np else mlp.flat_parameters.get(), losses))
+    np.testing.assert_array_equal(weights[0][0], weights[1][0])
+    assert weights[0][1] == weights[1][1]
+
+
+def test_predictions_and_accuracy_on_a_device():
+    x, y = problem("softmax", 30, 4, 3)
+    here = MLP([4, 6, 3], loss="softmax", dtype="float64", seed=2)
+    there = MLP([4, 6, 3], loss="softmax", dtype="float64", seed=2, xp=module)
+    on_device = module.asarray(x)
+    np.testing.assert_array_equal(here.predict(x), there.predict(on_device).get())
+    assert here.accuracy(x, y) == there.accuracy(on_device, module.asarray(y))
+
+
+# ---- slices and minibatches
+
+
+@given(st.integers(0, 100), st.integers(1, 20))
+def test_intervals_cover_everything_once_and_evenly(count, parts):
+    found = [interval(count, parts, part) for part in range(parts)]
+    assert [item for start, stop in found for item in range(start, stop)] == list(range(count))
+    lengths = [stop - start for start, stop in found]
+    assert max(lengths) - min(lengths) <= 1
+
+
+@given(SIZES, st.integers(1, 7), st.sampled_from(["pairs", "columns"]))
+def test_every_weight_is_held_and_only_whole_layers_are_held_twice(sizes, parts, mode):
+    per_rank = [splits(sizes, parts, part, mode) for part in range(parts)]
+    for layer in range(len(sizes) - 1):
+        held = np.zeros((sizes[layer + 1], sizes[layer]), int)
+        for each in per_rank:
+            held[slice(*each[layer].outputs), slice(*each[layer].inputs)] += 1
+        expected = parts if per_rank[0][layer].kind == "whole" else 1
+        assert (held == expected).all()
+
+
+@given(SIZES, st.integers(2, 7))
+def test_rows_follow_columns_and_start_where_those_ended(sizes, parts):
+    for part in range(parts):
+        mine = splits(sizes, parts, part, "pairs")
+        for before, after in pairwise(mine):
+            if after.kind == "rows":
+                assert before.kind == "columns"
+                assert not before.gathered
+                assert before.outputs == after.inputs
+
+
+def test_an_unknown_mode_names_the_known_ones():
+    with pytest.raises(ValueError, match="pairs, columns"):
+        splits([2, 3, 1], 2, 0, "rows")
+
+
+@given(SIZES, st.integers(2, 5), st.sampled_from(["pairs", "columns"]), st.integers(0, 3))
+def test_slices_of_a_network_are_slices_of_the_same_matrices(sizes, parts, mode, seed):
+    specification = Specification(tuple(sizes), "relu", "l2", "float64", seed)
+    whole = Network(specification)
+    for part in range(parts):
+        exchange = MuteExchange(parts)
+        exchange.part = part
+        mine = Network(specification, exchange, mode)
+        for layer, split in enumerate(mine.splits):
+            expected = whole.parameters[2 * layer][slice(*split.outputs), slice(*split.inputs)]
+            np.testing.assert_array_equal(mine.parameters[2 * layer], expected)
+
+
+@given(st.integers(1, 200), st.integers(1, 50), st.integers(1, 7), st.integers(0, 3), st.data())
+def test_minibatches_are_the_same_however_many_parts_they_are_cut_in(rows, batch, parts, seed, data):
+    test_rows = data.draw(st.integers(0, rows - 1))
+    whole = deal(rows, test_rows, batch, 1, 0, seed)
+    dealt = [deal(rows, test_rows, batch, parts, index, seed) for index in range(parts)]
+    for k in range(len(whole.samples)):
+        expected = whole.train[whole.bounds[k] : whole.bounds[k + 1]]
+        found = np.concatenate([each.train[each.bounds[k] : each.bounds[k + 1]] for each in dealt])
+        np.testing.assert_array_equal(found, expected)
+        assert len(expected) == whole.samples[k] == dealt[0].samples[k]
+    np.testing.assert_array_equal(np.concatenate([each.test for each in dealt]), whole.test)
+    assert sorted(np.concatenate([whole.train, whole.test])) == list(range(rows))
+
+
+def test_every_epoch_visits_every_minibatch_in_another_order():
+    first, second = epoch_order(20, 0, 1), epoch_order(20, 1, 1)
+    assert sorted(first) == sorted(second) == list(range(20))
+    assert list(first) != list(second)
+    np.testing.assert_array_equal(first, epoch_order(20, 0, 1))
