@@ -7,29 +7,44 @@ from mpi4py import MPI
 from mpips.mlp import ArraySource, Mesh, SyntheticSource, TextSource, TrainingError, load, open_source
 from mpips.mlp.mesh import factorings
 
-from .support import COMM, MESHES, same_everywhere
+from .support import COMM, MESHES, same_everywhere, shared_folder, synthetic
 
 pytestmark = MESHES
 
 
-def shared_path(tmp_path_factory, name):
-    """One path for all ranks, rank 0's."""
-    folder = str(tmp_path_factory.mktemp("data")) if COMM.rank == 0 else ""
-    return f"{COMM.bcast(folder)}/{name}"
+WAYS = pytest.mark.parametrize("way", ["read", "scatter"])
 
 
-@pytest.mark.parametrize("way", ["read", "scatter"])
+@pytest.fixture
+def mesh():
+    made = Mesh(COMM.size, 1)
+    yield made
+    made.free()
+
+
+def shared_text(tmp_path_factory, lines):
+    """The path of a text that all ranks see."""
+    path = shared_folder(tmp_path_factory) + "/table.csv"
+    if COMM.rank == 0:
+        with open(path, "w") as file:
+            file.write("\n".join(lines))
+    COMM.Barrier()
+    return path
+
+
+def only_at_rank_0():
+    if COMM.rank:
+        raise TrainingError("no such file here")
+    return SyntheticSource(501, 6, 2)
+
+
+@WAYS
 def test_every_way_brings_the_same_rows(way):
-    def only_at_rank_0():
-        if way != "read" and COMM.rank:
-            raise TrainingError("no such file here")
-        return SyntheticSource(501, 6, 2)
-
-    ok = []
+    ok, source = [], SyntheticSource(501, 6, 2)
     for batch, model in factorings(COMM.size):
         mesh = Mesh(batch, model)
-        data = load(only_at_rank_0, mesh, 60, "float64", seed=2, way=way)
-        source = SyntheticSource(501, 6, 2)
+        opened = only_at_rank_0 if way == "scatter" else lambda: SyntheticSource(501, 6, 2)
+        data = load(opened, mesh, 60, "float64", seed=2, way=way)
         table = source.read(0, source.open_part(1, 0))
         x = data.x * data.scaling.x_std + data.scaling.x_mean
         y = data.y * data.scaling.y_std + data.scaling.y_mean
@@ -55,7 +70,7 @@ class Spy(ArraySource):
         return super().read(start, stop)
 
 
-@pytest.mark.parametrize("way", ["read", "scatter"])
+@WAYS
 def test_no_row_is_read_twice_and_no_rank_reads_what_another_does(way):
     x = np.random.default_rng(0).standard_normal((203, 3))
     ok = []
@@ -78,25 +93,23 @@ def test_no_row_is_read_twice_and_no_rank_reads_what_another_does(way):
     assert same_everywhere(all(ok)), ok
 
 
-def test_what_has_no_parts_is_opened_by_one_rank_only():
+def test_what_has_no_parts_is_opened_by_one_rank_only(mesh):
     opened = []
 
     def compressed():
         opened.append(1)
         return ArraySource("packed", np.ones((40, 2)), np.arange(40.0), apart=False)
 
-    mesh = Mesh(COMM.size, 1)
     data = load(compressed, mesh, 10)
     assert same_everywhere(len(opened) == (COMM.rank == 0) and (data.way == "read") == (COMM.size == 1))
     if COMM.size > 1:
         with pytest.raises(TrainingError, match="cannot be read in parts"):
             load(compressed, mesh, 10, way="read")
-    mesh.free()
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
 def test_scaling_and_rows_are_those_of_one_process(tmp_path_factory, save):
-    path = shared_path(tmp_path_factory, "data.npz")
+    path = shared_folder(tmp_path_factory) + "/data.npz"
     if COMM.rank == 0:
         rng = np.random.default_rng(1)
         save(path, x=5 + 3 * rng.standard_normal((150, 4)), y=rng.standard_normal((150, 2)))
@@ -114,95 +127,55 @@ def test_scaling_and_rows_are_those_of_one_process(tmp_path_factory, save):
     assert same_everywhere(all(ok)), ok
 
 
-def test_auto_sends_rows_where_only_rank_0_can_read_them():
-    def only_at_rank_0():
-        if COMM.rank:
-            raise TrainingError("no such file here")
-        return SyntheticSource(100, 3, 1)
-
-    mesh = Mesh(COMM.size, 1)
-    data = load(only_at_rank_0, mesh, 10, way="auto")
-    everywhere = load(lambda: SyntheticSource(100, 3, 1), mesh, 10, way="auto")
-    mesh.free()
-    assert same_everywhere(np.array_equal(data.x, everywhere.x))
-    assert same_everywhere(everywhere.way == "read")
+def test_auto_sends_rows_where_only_rank_0_can_read_them(mesh):
+    data = load(only_at_rank_0, mesh, 10)
+    everywhere = load(lambda: SyntheticSource(501, 6, 2), mesh, 10)
+    assert same_everywhere(np.array_equal(data.x, everywhere.x) and everywhere.way == "read")
     assert same_everywhere(data.way == ("read" if COMM.size == 1 else "scatter"))
 
 
-@pytest.mark.parametrize("way", ["read", "scatter"])
-@pytest.mark.parametrize(
-    "line, words",
-    [
-        ("1,2", "line 31: 2 columns where the first line has 3"),
-        ("1,,3", "line 31: column 2 is missing"),
-        ("1,2,", "line 31: column 3 is missing"),
-        ("1,two,3", "line 31: column 2 is 'two'"),
-        ("1,2,nan", "line 31: column 3 is 'nan'"),
-    ],
-)
-def test_one_bad_line_is_named_on_every_rank(tmp_path_factory, way, line, words):
-    path = shared_path(tmp_path_factory, "table.csv")
-    if COMM.rank == 0:
-        lines = [f"{row},{row % 7},{row % 5}" for row in range(60)]
-        lines[30] = line
-        with open(path, "w") as file:
-            file.write("\n".join(lines))
-    COMM.Barrier()
-    mesh = Mesh(COMM.size, 1)
-    message = ""
+@WAYS
+def test_one_bad_line_is_named_on_every_rank(tmp_path_factory, mesh, way):
+    path = shared_text(tmp_path_factory, [f"{row},{row % 7},{'two' if row == 30 else row % 5}" for row in range(60)])
+    said = ""
     try:
         load(lambda: TextSource(path), mesh, 10, way=way)
     except TrainingError as error:
-        message = str(error)
-    mesh.free()
-    assert same_everywhere(words in message), message
-    assert len(set(COMM.allgather(message))) == 1
-
-
-def test_a_file_that_is_not_there_is_named_on_every_rank():
-    mesh = Mesh(1, COMM.size)
-    with pytest.raises(TrainingError, match=r"nowhere\.csv does not exist"):
-        load(lambda: TextSource("nowhere.csv"), mesh, 10)
-    mesh.free()
+        said = str(error)
+    assert same_everywhere("line 31: column 3 is 'two'" in said), said
+    assert len(set(COMM.allgather(said))) == 1
 
 
 @pytest.mark.parametrize(
-    "arguments, words",
-    [({"batch": 0}, "at least 1"), ({"test_share": 1.0}, "less than 1"), ({"way": "carry"}, "choose auto")],
+    "open_source, arguments, words",
+    [
+        (synthetic, {"batch": 0}, "at least 1"),
+        (synthetic, {"test_share": 1.0}, "less than 1"),
+        (synthetic, {"way": "carry"}, "choose auto"),
+        (lambda: TextSource("nowhere.csv"), {}, "nowhere.csv does not exist"),
+    ],
 )
-def test_wrong_options_are_refused(arguments, words):
-    mesh = Mesh(COMM.size, 1)
+def test_wrong_options_and_missing_files_are_refused(mesh, open_source, arguments, words):
     with pytest.raises(TrainingError, match=words):
-        load(lambda: SyntheticSource(10, 2, 1), mesh, **{"batch": 5, **arguments})
-    mesh.free()
-
-
-WAYS = pytest.mark.parametrize("way", ["read", "scatter"])
+        load(open_source, mesh, **{"batch": 5, **arguments})
 
 
 def labelled(tmp_path_factory, labels):
-    """The path of a text with 60 rows, whose labels stand in this order, and what each rank may see."""
-    path = shared_path(tmp_path_factory, "labels.csv")
-    if COMM.rank == 0:
-        with open(path, "w") as file:
-            file.write("a,b,kind\n" + "".join(f"{row},{row % 7},{label}\n" for row, label in enumerate(labels)))
-    COMM.Barrier()
-    return path
+    """The path of a text with these labels, row by row."""
+    return shared_text(tmp_path_factory, ["a,b,kind", *(f"{at},{at % 7},{label}" for at, label in enumerate(labels))])
 
 
 @WAYS
 @pytest.mark.parametrize("names", [("no", "yes"), ("10", "20"), ("1", "2", "3"), ("-1", "1"), ("2", "10"), ("a", "B")])
-def test_labels_are_numbered_alike_though_ranks_read_different_ones(tmp_path_factory, way, names):
+def test_labels_are_numbered_alike_though_ranks_read_different_ones(tmp_path_factory, mesh, way, names):
     """Each rank's part has labels of its own: the first third of the rows the first, and so on."""
     places = np.arange(60) * len(names) // 60
     path = labelled(tmp_path_factory, [names[place] for place in places])
-    mesh = Mesh(COMM.size, 1)
     data = load(lambda: open_source(path, classify=True), mesh, 10, "float64", way=way)
     expected = sorted(names, key=int if names[0].lstrip("-").isdecimal() else str)
     found = [expected.index(names[place]) for place in places]
     ok = data.outputs == len(names) and data.labels == tuple(expected) and data.classes
     ok = ok and data.y.tolist() == [found[row] for row in data.deal.train]
-    mesh.free()
     assert same_everywhere(ok), (data.outputs, data.labels, data.y)
 
 
@@ -215,16 +188,14 @@ def test_labels_are_numbered_alike_though_ranks_read_different_ones(tmp_path_fac
      (list(range(60)), "60 rows have 60 different labels, such as 0: they are no classes; leave --classify out")],
     ids=["mixed", "fraction", "missing", "numbers"],
 )  # fmt: skip
-def test_labels_that_are_none_are_named_on_every_rank(tmp_path_factory, way, labels, words):
-    path, mesh = labelled(tmp_path_factory, labels), Mesh(COMM.size, 1)
+def test_labels_that_are_none_are_named_on_every_rank(tmp_path_factory, mesh, way, labels, words):
+    path = labelled(tmp_path_factory, labels)
     with pytest.raises(TrainingError, match=words):
         load(lambda: open_source(path, classify=True), mesh, 10, way=way)
-    mesh.free()
 
 
-def test_labels_of_arrays_keep_the_classes_that_they_had(tmp_path_factory):
+def test_labels_of_arrays_keep_the_classes_that_they_had(mesh):
     x, names = np.random.default_rng(0).standard_normal((50, 2)), np.array(["cat", "dog", "owl"])
-    mesh = Mesh(COMM.size, 1)
     first = load(lambda: ArraySource("labels", x, names[np.arange(50) % 3], classes=0), mesh, 10)
     two = ArraySource("labels", x, names[1:][np.arange(50) % 2], classes=0)
     again = load(lambda: two, mesh, 10, labels=first.labels)
@@ -232,6 +203,5 @@ def test_labels_of_arrays_keep_the_classes_that_they_had(tmp_path_factory):
         load(lambda: ArraySource("labels", x, names[np.arange(50) % 3], classes=0), mesh, 10, labels=("cat", "dog"))
     with pytest.raises(TrainingError, match=r"y\[3\] is 2.5, no label of a class"):
         load(lambda: ArraySource("labels", x, np.where(np.arange(50) == 3, 2.5, 1), classes=0), mesh, 10)
-    mesh.free()
     ok = first.labels == ("cat", "dog", "owl") == again.labels and again.outputs == 3
     assert same_everywhere(ok and set(np.unique(again.y)) <= {1, 2})

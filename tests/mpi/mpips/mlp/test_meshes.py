@@ -1,14 +1,14 @@
-"""Every mesh of the job's ranks gives the loss curve of the serial run."""
+"""Every mesh of the job's ranks gives the loss curve of the serial run; meshes that are chosen, or do not fit."""
 
 import numpy as np
 import pytest
 
-from mpips.mlp import MLP, Mesh, SyntheticSource, TrainingError, load, train
+from mpips.mlp import MLP, Mesh, SyntheticSource, TrainingError, choose_mesh, load, train
 from mpips.mlp.mesh import factorings
 from mpips.optimizers import SGD, Adam
 from tests.mpi.sizes import either_mpi, only_on
 
-from .support import COMM, alone, curve, run, same_everywhere, source
+from .support import COMM, alone, curve, run, same_everywhere, source, synthetic
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4}
 LAYERS = {
@@ -18,52 +18,43 @@ LAYERS = {
 }
 
 
+def see_serial(opened, hidden, dtype="float64", **how):
+    """Whether all meshes give the serial curve, which is returned."""
+    expected = curve(run(opened, alone(), hidden, dtype, **how)[0])
+    wrong = []
+    for batch, model in factorings(COMM.size):
+        mesh = Mesh(batch, model)
+        got = curve(run(opened, mesh, hidden, dtype, **how)[0])
+        mesh.free()
+        if not np.abs(got - expected).max() <= TOLERANCE[dtype]:
+            wrong.append((batch, model, got.tolist()))
+    assert same_everywhere(not wrong), wrong
+    return expected
+
+
 @either_mpi
 @only_on(1, 2, 3, 4)
 @pytest.mark.parametrize("mode", ["pairs", "columns"])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("name", ["airfoil", "digits"])
 def test_every_mesh_gives_the_serial_loss_curve(name, dtype, mode):
-    opened = source(name)
     optimizer = SGD(learning_rate=0.1, momentum=0.5)
-    expected = curve(run(opened, alone(), LAYERS["odd"], dtype, mode=mode, optimizer=optimizer)[0])
-    wrong = []
-    for batch, model in factorings(COMM.size):
-        mesh = Mesh(batch, model)
-        got = curve(run(opened, mesh, LAYERS["odd"], dtype, mode=mode, optimizer=optimizer)[0])
-        mesh.free()
-        if not np.abs(got - expected).max() <= TOLERANCE[dtype]:
-            wrong.append((batch, model, got.tolist()))
-    assert expected[-1, 0] < expected[0, 0]
-    assert same_everywhere(not wrong), wrong
+    losses = see_serial(source(name), LAYERS["odd"], dtype, mode=mode, optimizer=optimizer)
+    assert losses[-1, 0] < losses[0, 0]
 
 
 @either_mpi
 @pytest.mark.parametrize("hidden", LAYERS.values(), ids=LAYERS)
 @pytest.mark.parametrize("mode", ["pairs", "columns"])
-def test_layers_of_any_width_on_any_mesh(hidden, mode):
-    opened = lambda: SyntheticSource(203, 5, 3)  # noqa: E731
-    expected = curve(run(opened, alone(), hidden, epochs=2, batch=20, mode=mode, optimizer=Adam())[0])
-    wrong = []
-    for batch, model in factorings(COMM.size):
-        mesh = Mesh(batch, model)
-        got = curve(run(opened, mesh, hidden, epochs=2, batch=20, mode=mode, optimizer=Adam())[0])
-        mesh.free()
-        if not np.abs(got - expected).max() <= 1e-10:
-            wrong.append((batch, model, got.tolist()))
-    assert same_everywhere(not wrong), wrong
+def test_layers_of_any_width_train_on_any_mesh(hidden, mode):
+    see_serial(lambda: SyntheticSource(203, 5, 3), hidden, epochs=2, batch=20, mode=mode, optimizer=Adam())
 
 
-def test_fewer_samples_than_batch_ranks_in_a_minibatch():
-    opened = lambda: SyntheticSource(23, 3, 1)  # noqa: E731
-    expected = curve(run(opened, alone(), [6], batch=2, mode="pairs")[0])
-    mesh = Mesh(COMM.size, 1)
-    got = curve(run(opened, mesh, [6], batch=2, mode="pairs")[0])
-    mesh.free()
-    assert same_everywhere(np.abs(got - expected).max() <= 1e-10), got
+def test_a_minibatch_may_have_fewer_samples_than_batch_ranks():
+    see_serial(lambda: SyntheticSource(23, 3, 1), [6], batch=2)
 
 
-def test_all_ranks_return_the_same_history_and_phases_that_cover_the_time():
+def test_all_ranks_return_one_history_and_phases_that_cover_the_time():
     mesh = Mesh(COMM.size, 1)
     trained, _ = run(lambda: SyntheticSource(300, 4, 2), mesh, [16], epochs=2, batch=50)
     mesh.free()
@@ -87,35 +78,34 @@ def test_training_goes_on_from_weights_that_were_changed():
     assert same_everywhere(abs(trained.epochs[0].train_loss - 1.0) < 1e-9), trained.epochs
 
 
-def test_a_mesh_that_does_not_fit_is_refused_on_every_rank_in_the_same_words():
-    message = ""
-    try:
-        Mesh(COMM.size, 2)
-    except ValueError as error:
-        message = str(error)
-    words = COMM.allgather(message)
-    assert set(words) == {message}
-    assert f"{COMM.size}x2" in message
-    assert f"the job has {COMM.size}" in message
-    assert f"{COMM.size}x1" in message
+@pytest.mark.parametrize("chosen", ["auto", f"{COMM.size}x1", f"1x{COMM.size}"])
+def test_train_opens_the_data_for_the_mesh_that_is_chosen(chosen):
+    model = MLP([5, 8, 3], dtype="float64", seed=3)
+    serial = curve(train(model, load(synthetic, alone(), 20, "float64", seed=1), alone(), 2))
+    found = train(model, synthetic, chosen, 2, batch=20, seed=1)
+    assert same_everywhere(np.abs(curve(found) - serial).max() <= 1e-10)
+    assert same_everywhere((found.worker.mesh.batch, found.worker.mesh.model) in factorings(COMM.size))
+    mesh = choose_mesh(model, batch=20)
+    assert len(set(COMM.allgather(str(mesh)))) == 1
+    mesh.free()
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_a_loss_that_overflows_ends_training_on_every_rank():
+def test_what_cannot_be_trained_is_refused_with_a_cure():
     mesh = Mesh(COMM.size, 1)
-    with pytest.raises(TrainingError, match="lower the learning rate"):
-        run(lambda: SyntheticSource(100, 4, 2), mesh, [16], "float32", optimizer=SGD(learning_rate=1e6))
+    data = load(synthetic, mesh, 50)
+    elsewhere = load(synthetic, alone(), 50)
+    for words, call in {
+        f"{COMM.size}x2 needs .*the job has {COMM.size}; .*{COMM.size}x1": lambda: Mesh(COMM.size, 2),
+        "choose_mesh": lambda: Mesh("auto"),
+        f"loaded for a grid {COMM.size}x1": lambda: train(MLP([5, 8, 3]), data, "auto"),
+        f"for a grid 1x1, not for {COMM.size}x1|cannot learn": lambda: train(MLP([5, 2]), elsewhere, mesh),
+        "batch=": lambda: train(MLP([5, 8, 3]), synthetic, "auto"),
+        "of 4 inputs and 3 outputs cannot learn 5 features -> 3": lambda: train(MLP([4, 8, 3]), data, mesh),
+        "which are numbers: make the MLP with loss='l2'": lambda: train(MLP([5, 8, 3], loss="softmax"), data, mesh),
+        "lower the learning rate": lambda: run(synthetic, mesh, [16], "float32", optimizer=SGD(learning_rate=1e6)),
+    }.items():
+        with pytest.raises(TrainingError, match=words) as refusal:
+            call()
+        assert len(set(COMM.allgather(str(refusal.value)))) == 1
     mesh.free()
-
-
-def test_a_network_that_does_not_fit_the_data_is_refused_on_every_rank():
-    mesh = Mesh(COMM.size, 1)
-    data = load(lambda: SyntheticSource(100, 4, 2), mesh, 50)
-    messages = []
-    for model in (MLP([5, 3, 2]), MLP([4, 3, 2], loss="softmax")):
-        try:
-            train(model, data, mesh, 1)
-        except ValueError as error:
-            messages.append(str(error))
-    mesh.free()
-    assert same_everywhere(len(messages) == 2 and "4 features" in messages[0] and "softmax" in messages[1]), messages
