@@ -7,7 +7,6 @@ import faulthandler
 import gc
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -20,16 +19,34 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.errors import StallError
 from collectives.fabric import wait
 from collectives.fabric.tasks import Task
+from collectives.fabric.wait import Limits
 from mpips import StoreError
 from mpips.store.runtime.engine import Engine, Handle, Turns
-from tests.unit.mpips.runtime.fake import FakeGeneration
 
 OPERATIONS = st.lists(st.tuples(st.lists(st.sampled_from("abcd"), max_size=2), st.integers(-2, 2)), max_size=12)
 INTERRUPTS = 4000
 LONGEST = 3e-4  # seconds after which an interrupt comes at the latest
+
+
+class FakeGeneration:
+    """It ends when it is told to (`over`), or by an operation that fails."""
+
+    def __init__(self, stall_seconds: float = 30.0, timeout_seconds: float = 30.0) -> None:
+        self.limits = Limits(stall_seconds, timeout_seconds)
+        self.over: StoreError | None = None
+
+    def check(self) -> None:
+        if self.over is not None:
+            raise self.over
+
+    def look(self, waited: float) -> None:
+        self.check()
+
+    def end(self, what: str, error: BaseException) -> BaseException:
+        self.over = self.over or StoreError(f"{what}: {error}")
+        return self.over if isinstance(error, StoreError) else error
 
 
 def begin(background: bool = True, *limits: float) -> Engine:
@@ -97,26 +114,6 @@ def test_only_the_first_on_all_its_names_is_ready(rows: list, random: random.Ran
             alive.remove(ended)
 
 
-def test_a_result_comes_back(engine: Engine) -> None:
-    handle = engine.submit(["a"], steps(3), 0, "sum")
-    assert handle.wait() == 3 and handle.test() and handle.done
-    assert 0 < handle.started <= handle.ended
-
-
-def test_it_goes_on_without_the_training_thread(background: Engine) -> None:
-    seen: list[threading.Thread] = []
-
-    def work() -> Task[None]:
-        seen.append(threading.current_thread())
-        yield
-
-    handle = background.submit(["x"], work(), 0, "sum")
-    deadline = time.monotonic() + 10
-    while not handle.done and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert handle.done and seen[0] is not threading.current_thread()
-
-
 def test_operations_keep_their_order_on_a_name(engine: Engine) -> None:
     order: list[str] = []
     gate = threading.Event()
@@ -127,21 +124,6 @@ def test_operations_keep_their_order_on_a_name(engine: Engine) -> None:
     gate.set()
     engine.run(["x"], note(order, "again"), 20, lambda: "again")
     assert order == ["elsewhere", "push", "pull", "again"]
-
-
-def test_operations_on_other_names_go_on_together(engine: Engine) -> None:
-    first, second = threading.Event(), threading.Event()
-
-    def one() -> Task[None]:
-        first.set()
-        yield from until(second)
-
-    def two() -> Task[None]:
-        yield from until(first)
-        second.set()
-
-    for handle in [engine.submit("a", one(), 0, "one"), engine.submit("b", two(), 0, "two")]:
-        handle.wait()
 
 
 @pytest.mark.parametrize("way", ["wait", "finish", "run"])
@@ -200,32 +182,6 @@ def test_finish_waits_for_detached_operations_when_asked(engine: Engine) -> None
     assert saving.done
 
 
-def test_a_program_ends_though_operations_are_under_way() -> None:
-    """Whoever owns the engine finishes it at exit, when the thread is still there."""
-    script = """
-import atexit, time
-from mpips.store.runtime.engine import Engine
-from tests.unit.mpips.runtime.fake import FakeGeneration
-engine = Engine(FakeGeneration())
-def work():
-    end = time.monotonic() + 0.2
-    while time.monotonic() < end:
-        yield
-atexit.register(lambda: (engine.finish(), print("finished"), engine.close()))
-engine.submit(["k"], work(), 0, "ipushpull")
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True)
-    assert done.stdout == "finished\n"
-
-
-def test_a_wait_that_is_too_long_says_for_what() -> None:
-    engine = begin(True, 30, 0.05)
-    handle = engine.submit([], until(threading.Event()), 0, "pull of key 'w'")
-    with pytest.raises(StallError, match="pull of key 'w'"):
-        handle.wait()
-    engine.close()
-
-
 def test_waiting_in_the_background_is_cheap(background: Engine) -> None:
     """Looks cost about a twenty-fifth of the time; the test allows a noisy machine five times that, in one of three."""
     gate, shares = threading.Event(), []
@@ -237,12 +193,6 @@ def test_waiting_in_the_background_is_cheap(background: Engine) -> None:
     assert min(shares) < 0.2
     gate.set()
     handle.wait()
-
-
-def test_closing_ends_the_thread(background: Engine) -> None:
-    background.submit([], steps(1), 0, "push").wait()
-    background.close()
-    assert all(thread.name != "mpips communication" for thread in threading.enumerate())
 
 
 @pytest.fixture

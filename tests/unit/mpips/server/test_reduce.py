@@ -166,10 +166,6 @@ class Broken(SGD):
         self.begun.wait(10)
 
 
-
-
-
-
 def test_rows_and_compressed_payloads_add_up_with_plain_ones():
     machine = Machine(size=12)
     machine.unit.row_elements = 3
@@ -193,8 +189,6 @@ def test_blocks_of_messages_are_taken_once():
             there[worker][0] += 1
             machine.work()
     assert machine.work() == list((values[0] + values[1]) + values[2])
-
-
 
 
 def packed_rows(rows):
@@ -282,18 +276,6 @@ def test_every_block_is_done_once_and_before_it_returns(threads, counts):
         assert Counter(done) == Counter(range(count))
 
 
-def test_the_first_thread_has_the_first_blocks_in_order():
-    done = []
-
-    def work(block, thread):
-        time.sleep(1e-3)
-        done.append((thread, block))
-
-    Team(2).share(work, range(40))
-    first = [block for thread, block in done if thread == 0]
-    assert 0 < len(first) < 40 and first == list(range(len(first)))
-
-
 @pytest.mark.parametrize("raises", [0, 1])
 def test_a_thread_s_error_is_raised_after_all_ended(raises):
     team, running = Team(2), []
@@ -314,31 +296,8 @@ def test_a_thread_s_error_is_raised_after_all_ended(raises):
     assert sorted(done) == list(range(5))
 
 
-def test_other_threads_begin_as_told():
-    began = []
-    team = Team(3, lambda: began.append(threading.current_thread() is threading.main_thread()))
-    for _ in range(2):
-        team.share(lambda block, thread: time.sleep(1e-3), range(20))
-    assert began == [False, False]
-
-
 class Memory:
     """What a task works on."""
-
-
-def test_a_thread_that_wakes_late_keeps_nothing():
-    awake, done = threading.Event(), []
-    team = Team(2, awake.wait)
-    for count in (5, 7):
-        memory = Memory()
-        gone = weakref.ref(memory)
-        team.share(partial(lambda memory, block, thread: done.append((block, thread)), memory), range(count))
-        del memory
-        gc.collect()
-        assert gone() is None
-    assert done == [(block, 0) for count in (5, 7) for block in range(count)]
-    awake.set()
-    team.share(lambda block, thread: time.sleep(1e-3), range(20))
 
 
 def test_threads_end_with_the_team():

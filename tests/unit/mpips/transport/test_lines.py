@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import platform
 import time
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -62,20 +61,6 @@ def test_bodies_that_wait_for_room_keep_their_memory():
     assert heard == said
 
 
-def test_a_body_that_was_read_takes_no_memory():
-    _, worker, server = pair()
-    kept = []
-    for _ in range(3):
-        server.post_body(bytes(1 << 20), 21)
-        kept.append(weakref.ref(server._bodies[-1][1]))
-        assert len(worker.body(Frame.of(next(frames := worker.read())))) == 1 << 20
-        server.flush()
-        assert kept[-1]() is not None, "who reads it may still do"
-        assert next(frames, None) is None
-    server.flush()
-    assert not any(array() is not None for array in kept)
-
-
 def test_a_worker_waits_until_the_server_has_room():
     _, worker, server = pair()
     frame = FRAME.pack(1, 7, 2, -4, 2**31 - 1, 5, 11, 12, 2**63, 14, 15, -6, 0)
@@ -104,13 +89,6 @@ def test_all_fields_and_bodies_arrive():
     assert server.body(second) == b"a sentence" and second.unit == 8
     server.post(16)
     assert worker.waiting() and not server.waiting()
-
-
-def test_workers_do_not_see_each_other():
-    rings = Rings.create(2)
-    rings.request_ring(0).post(*range(13))
-    assert rings.request_ring(0).waiting() and not rings.request_ring(1).waiting()
-    assert not rings.reply_ring(0).waiting()
 
 
 def test_a_worker_sees_that_its_server_has_stopped():

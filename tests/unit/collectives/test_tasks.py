@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.fabric.tasks import goes_on, nothing, together
+from collectives.fabric.tasks import together
 
 
 def task(number: int, steps: int, ended: list[int]) -> Generator[bool, None, None]:
@@ -63,14 +63,3 @@ def test_what_is_given_up_is_closed():
     next(running)
     running.close()
     assert closed == [0, 1]
-
-
-def test_it_is_told_whether_something_went_on():
-    assert next(together([task(0, 1, []), endless(1, [])])) is True
-    still = together([endless(0, []), endless(1, [])])
-    assert [next(still), next(still)] == [False, False]
-
-
-def test_one_step():
-    assert goes_on(task(0, 1, []))
-    assert not goes_on(nothing())

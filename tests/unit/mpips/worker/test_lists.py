@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mpips.store.keys.key import Key
-from mpips.store.worker import route as bundle
-from mpips.store.worker.route import MOST_BYTES, SMALL_BYTES, Vectors, steps
+from mpips.store.worker.route import MOST_BYTES, SMALL_BYTES, steps
 
 DTYPES = [np.dtype(name) for name in ("f2", "f4", "f8", "i8")]
 SIZES = st.one_of(st.integers(0, 40), st.integers(SMALL_BYTES[True] // 8 - 2, SMALL_BYTES[False] // 2 + 2))
@@ -38,25 +36,3 @@ def test_small_keys_of_a_dtype_fill_vectors():
     assert len(steps(made)) == -(-1000 // (MOST_BYTES // 4000))
     mixed = keys_of(*[(10, DTYPES[name % 4]) for name in range(100)])
     assert [len(step) for step in steps(mixed)] == [25] * 4
-
-
-@given(st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=9), min_size=1, max_size=5), st.booleans())
-def test_vectors_hold_arrays_one_behind_the_other(calls, shared):
-    vectors = Vectors(shared)
-    for sizes in calls:
-        values = [np.arange(size, dtype=np.float32) + 100 * index for index, size in enumerate(sizes)]
-        vector, total, parts = vectors.lay(values)
-        assert np.array_equal(vector, np.concatenate(values))
-        total[:] = 2 * vector
-        assert all(np.array_equal(part, 2 * value) for part, value in zip(parts, values, strict=True))
-        assert not np.may_share_memory(vector, total)
-
-
-@pytest.mark.parametrize("size", [3, 1000])
-def test_memory_is_used_again(monkeypatch, size):
-    monkeypatch.setattr(bundle, "MOST_BYTES", 400)
-    vectors = Vectors(False)
-    values = [np.ones(size, np.float32)] * 2
-    first, second = vectors.lay(values), vectors.lay(values)
-    assert all(np.shares_memory(a, b) for a, b in zip(first[:2], second[:2]))
-    assert not np.shares_memory(first[0], vectors.lay([np.ones(size)])[0])
