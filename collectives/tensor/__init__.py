@@ -5,8 +5,6 @@ Source: MXNET-MPI paper, section 6. Algorithms of an allreduce, by name:
   multi_ring    the paper's: rings between host buffers, reductions of one ring beside the messages of another
   NAME          any algorithm of `collectives.schedule.catalog`, likewise fused with the reduction over the vectors
   host_ring     reduce all into host memory, ring there, spread (the paper's omp_ring)
-  reg           reduce, MPI_Allreduce, spread, pipelined (the paper's reg)
-  vector_ring   a ring through every vector (Baidu's)
   shared_memory, native  a plan of that name between host vectors
 Other kinds go through one host vector. The worker's vectors are reduced where the kind reduces; where it does not, the
 first one is what the worker gives. All get the result.

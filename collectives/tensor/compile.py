@@ -27,7 +27,6 @@ from collectives.call import REDUCING, ROOTED, Call, operation, scale, see_root
 from collectives.fabric.requests import Tags, receives, release, sends
 from collectives.schedule.model import NOBODY, Interval, RankStep, Schedule, extent
 from collectives.tensor import kernels
-from collectives.tensor.rivals import Reg, VectorRing
 from collectives.tensor.vectors import NO_MEMORY, HostVectors, Place, Ticket, Vectors, place, running, until
 
 FUSED_BYTES = 64 << 10
@@ -68,7 +67,7 @@ class TensorCall(Call):
 
     def more_algorithms(self, nodes: int) -> list[str]:
         others = [name for name in super().more_algorithms(nodes) if name != "reproducible"]
-        return [*others, *(["host_ring", "reg", "vector_ring"] if self.kind == "allreduce" else [])]
+        return [*others, *(["host_ring"] if self.kind == "allreduce" else [])]
 
     def between(self) -> TensorCall:
         """What runs between the host vectors of the ranks. They still compare the text of the whole call."""
@@ -165,8 +164,6 @@ def _see_devices(call: TensorCall, sources: list[Place], targets: list[Place]) -
         return
     if call.operation is not None:
         kernels.see_serves(call.operation.ufunc.__name__, call.dtype.name)
-    if call.algorithm == "vector_ring" and len(on_gpu) > 1:
-        raise ValueError("vector_ring takes vectors on GPUs or on the host, not both: choose multi_ring or auto")
 
 
 def _make(
@@ -183,10 +180,6 @@ def _make(
     vectors = _vectors(sources if call.operation is not None else sources[:1], targets, call)
     if call.staged:
         return _staged(home, call, vectors, in_place, flat_runner, tags)
-    if call.algorithm == "reg":
-        return Reg(home.comm, call, vectors)
-    if call.algorithm == "vector_ring":
-        return VectorRing(tags.lanes.comm, call, vectors, tags)
     return Fused(tags.lanes.comm, call, build_schedule(call), vectors, tags)
 
 

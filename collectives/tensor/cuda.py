@@ -98,29 +98,6 @@ class CudaVectors:
             np.copyto(vector[start:stop], source)
         return self._streams.ticket([_on(target) for target in self._targets])
 
-    def adopt(self) -> Ticket:
-        for target, source in zip(self._targets, self._sources):
-            if target.address != source.address:
-                self._streams.copy(_on(target), target.address, source.address, self.n * self.dtype.itemsize)
-        return self._streams.ticket([_on(target) for target in self._targets])
-
-    def fetch(self, which: int, start: int, stop: int, out: Vector) -> Ticket:
-        target = self._targets[which]
-        self._streams.copy(_on(target), out.ctypes.data, target.at(start), out.nbytes)
-        return self._streams.ticket([_on(target)])
-
-    def store(self, which: int, start: int, stop: int, source: Vector, add: bool) -> Ticket:
-        return self._take_in(self._targets[which], source.ctypes.data, start, stop, add)
-
-    def pass_on(self, which: int, start: int, stop: int, add: bool) -> Ticket:
-        return self._take_in(self._targets[which + 1], self._targets[which].at(start), start, stop, add)
-
-    def _take_in(self, target: Place, source: int, start: int, stop: int, add: bool) -> Ticket:
-        """Elements of one target = those at the address `source`, or their reduction with them."""
-        parts = [target.at(start), source] if add else [source]
-        self._reduce(_on(target), parts, target.at(start), stop - start)
-        return self._streams.ticket([_on(target)])
-
     def _reduce(self, device: int, parts: Sequence[int], out: int, n: int) -> None:
         """Queue out = the reduction of n elements at each of these addresses; of one vector that is a copy."""
         if len(parts) == 1:

@@ -59,22 +59,6 @@ class Vectors(Protocol):
         """Elements [start, stop) of all targets = `source`, on the host."""
         ...
 
-    def adopt(self) -> Ticket:
-        """Targets = sources, each its own."""
-        ...
-
-    def fetch(self, which: int, start: int, stop: int, out: Vector) -> Ticket:
-        """out = elements of one target, to the host."""
-        ...
-
-    def store(self, which: int, start: int, stop: int, source: Vector, add: bool) -> Ticket:
-        """Elements of one target = `source`, or their reduction with it."""
-        ...
-
-    def pass_on(self, which: int, start: int, stop: int, add: bool) -> Ticket:
-        """Elements of target which + 1 = those of target `which`, or their reduction with them."""
-        ...
-
 
 def done() -> bool:
     """The ticket of what is finished when the method returns."""
@@ -127,23 +111,6 @@ class HostVectors:
         for target in self._targets:
             np.copyto(target[start:stop], source)
         return done
-
-    def adopt(self) -> Ticket:
-        for target, source in zip(self._targets, self._sources):
-            np.copyto(target, source)
-        return done
-
-    def fetch(self, which: int, start: int, stop: int, out: Vector) -> Ticket:
-        np.copyto(out, self._targets[which][start:stop])
-        return done
-
-    def store(self, which: int, start: int, stop: int, source: Vector, add: bool) -> Ticket:
-        target = self._targets[which][start:stop]
-        combine(self._ufunc, [target, source] if add else [source], target)
-        return done
-
-    def pass_on(self, which: int, start: int, stop: int, add: bool) -> Ticket:
-        return self.store(which + 1, start, stop, self._targets[which][start:stop], add)
 
 
 _ORDINALS = {"cupy": "id", "torch": "index"}

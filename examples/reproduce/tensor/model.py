@@ -33,7 +33,7 @@ class Network(NamedTuple):
 BLOCKING = "reg, blocking"
 RINGS = 2
 PART_BYTES = 1 << 20
-"""Of `reg`: `collectives.tensor.regular` has the same, and would bring MPI."""
+"""Of `reg`."""
 EXACT = (6, 10)
 """Parts of a pipeline that are played; a longer one goes on as from the first number to the second."""
 

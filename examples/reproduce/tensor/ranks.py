@@ -1,8 +1,8 @@
 """What each host runs for `examples.reproduce.tensor`: allreduces of a tensor, timed; what its memory costs.
 
 python -m examples.reproduce.tensor.ranks REQUEST ANSWER
-REQUEST holds {"vectors", "cases": [{"algorithm", "nbytes", "repeats"}]}. Algorithms are those of `collectives.tensor`;
-`BLOCKING` reduces the vectors, calls MPI_Allreduce and spreads.
+REQUEST holds {"vectors", "cases": [{"algorithm", "nbytes", "repeats"}]}. Algorithms are those of `collectives.tensor`,
+and the paper's rivals (`rivals`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import collectives
 from examples.reproduce import rank
 from examples.reproduce.cores import idle_share, processor
 from examples.reproduce.tensor.model import BLOCKING
+from examples.reproduce.tensor.rivals import Blocking, Reg, VectorRing, reduce, spread
 
 SAMPLE = 4 << 20
 
@@ -42,38 +43,14 @@ def memory(comm: MPI.Comm, vectors: int) -> list[float]:
     return [seconds_a_byte(comm, lambda: reduce(parts, host)), seconds_a_byte(comm, lambda: spread(parts, host)), add]
 
 
-def reduce(vectors: list[Any], out: Any) -> None:
-    np.add(vectors[0], vectors[1], out=out)
-    for vector in vectors[2:]:
-        np.add(out, vector, out=out)
-
-
-def spread(vectors: list[Any], source: Any) -> None:
-    for vector in vectors:
-        np.copyto(vector, source)
-
-
-class Blocking:
-    """The paper's reg without its pipeline, on the MPI's blocking call."""
-
-    def __init__(self, comm: MPI.Comm, vectors: list[Any]):
-        self._comm, self._vectors, self._host = comm, vectors, np.empty_like(vectors[0])
-
-    def __call__(self) -> None:
-        reduce(self._vectors, self._host)
-        self._comm.Allreduce(MPI.IN_PLACE, self._host)
-        spread(self._vectors, self._host)
-
-    def free(self) -> None:
-        """There is nothing to give back."""
+RIVALS = {BLOCKING: Blocking, "reg": Reg, "vector_ring": VectorRing}
 
 
 def case(comm: MPI.Comm, algorithm: str, nbytes: int, repeats: int, vectors: int) -> dict[str, Any]:
     """Seconds of each repeat, the slowest rank's, and the share of idle cores; every result is checked exactly."""
     x = [np.empty(nbytes // 4, np.float32) for _ in range(vectors)]
-    run: Any = Blocking(comm, x)
-    if algorithm != BLOCKING:
-        run = collectives.plan("allreduce", x, comm, algorithm=algorithm)
+    rival = RIVALS.get(algorithm)
+    run: Any = rival(comm, x) if rival else collectives.plan("allreduce", x, comm, algorithm=algorithm)
     total = vectors * comm.size * (comm.size + 1) / 2
     seconds, idle = [], []
     for _ in range(repeats):
@@ -88,7 +65,8 @@ def case(comm: MPI.Comm, algorithm: str, nbytes: int, repeats: int, vectors: int
         idle.append(idle_share(before, after))
         if not comm.allreduce(all(bool((vector == total).all()) for vector in x), MPI.LAND):
             raise ArithmeticError(f"{algorithm} of {nbytes} bytes gave a wrong sum")
-    run.free()
+    if not rival:
+        run.free()
     return {"seconds": seconds, "idle": median(idle)}
 
 

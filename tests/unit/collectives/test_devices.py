@@ -89,26 +89,6 @@ def test_a_vector_is_written_before_the_host_goes_on(gpus: Any) -> None:
     assert all((v.held == 7).all() for v in x)
 
 
-def test_ring_steps(gpus: Any) -> None:
-    x, out = on_devices(1, 2), on_devices(2, 1)
-    vectors, numbers = cuda_vectors(x, out), np.arange(N, dtype=np.float32)
-    beside = vectors.host(10)
-    with running(vectors):
-        wait(vectors.adopt())
-        wait(vectors.pass_on(0, 0, 100, add=True))
-        wait(vectors.pass_on(0, 100, 200, add=False))
-        wait(vectors.fetch(1, 0, 10, beside))
-        assert np.array_equal(beside, 2 * numbers[:10] + 3)
-        wait(vectors.store(0, 0, 10, beside, add=True))
-        wait(vectors.store(0, 20, 30, beside, add=False))
-    first = numbers + 1
-    first[:10] += 2 * numbers[:10] + 3
-    first[20:30] = 2 * numbers[:10] + 3
-    second = np.concatenate([2 * numbers[:100] + 3, numbers[100:200] + 1, numbers[200:] + 2])
-    assert np.array_equal(out[0].held, first) and np.array_equal(out[1].held, second)
-    assert np.array_equal(x[0].get(), numbers + 1)
-
-
 def test_an_operation_that_is_broken_off_leaves_nothing_running(gpus: Any) -> None:
     x = on_devices(1, 2)
     vectors = cuda_vectors(x)

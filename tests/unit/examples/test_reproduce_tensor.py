@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from collectives.tensor import rivals
 from examples.reproduce.tensor import __main__ as tensor
-from examples.reproduce.tensor.model import MODELS, PART_BYTES, Memory, Network, piped, staged
+from examples.reproduce.tensor.model import MODELS, Memory, Network, piped, staged
 
 FREE = Memory(0.0, 0.0, 0.0)
 MEMORY = Memory(4e-10, 4e-10, 2e-10)
@@ -20,10 +19,6 @@ def test_without_latency_and_memory_rings_take_the_bound(p: int) -> None:
     for name in ("multi_ring", "host_ring"):
         assert MODELS[name](net, 16 * MIB, 2, FREE) == pytest.approx(bound, rel=1e-6)
     assert MODELS["vector_ring"](net, 16 * MIB, 2, FREE) == pytest.approx(bound * (2 * p - 1) / (2 * p - 2), rel=1e-6)
-
-
-def test_the_models_parts_are_those_that_are_sent() -> None:
-    assert PART_BYTES == rivals.PART_BYTES
 
 
 def test_a_tree_takes_longer_than_a_ring_and_a_pipe_of_rings_as_long() -> None:
