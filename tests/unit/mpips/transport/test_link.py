@@ -12,7 +12,6 @@ import pytest
 from mpips import Options
 from mpips.store.keys.key import Key, Shard
 from mpips.store.remote.link import Link
-from mpips.store.transport.frames import Op
 from mpips.store.transport.outbox import Outbox
 
 SIZE, STEP, BLOCKS = 40, 8, 5
@@ -77,11 +76,3 @@ def test_what_was_read_is_not_waited_for(store):
     start = time.monotonic()
     store.link.quiesce()
     assert time.monotonic() - start < 1
-
-
-def test_after_a_recovery_nothing_is_under_way_and_there_are_no_keys(store):
-    line = Spoken()
-    store.link.renew([line])
-    line.says(Op.GRANT, unit=3)
-    store.link.listen()
-    assert not store.shard.granted and store.link.lines == [line]
