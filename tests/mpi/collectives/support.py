@@ -137,9 +137,11 @@ def interrupted(
 
     Where the alarm finds no call that has begun it comes again a little later; never, where `again` is 0.
     """
-    at = [0.0]
+    at, over = [0.0], False
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        if over:  # it comes once more, and would kill the process when the handler has gone
+            return
         if not middle(frame):
             signal.setitimer(signal.ITIMER_REAL, again)
             return
@@ -151,5 +153,6 @@ def interrupted(
         signal.setitimer(signal.ITIMER_REAL, seconds)
         yield at
     finally:
+        over = True
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
