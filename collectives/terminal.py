@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -117,19 +117,6 @@ def format_examples(*lines: str) -> str:
     return "\n".join(["\b", title, *(f"  {line}" for line in lines)])
 
 
-def check_known(context: click.Context, name: str, names: Iterable[str]) -> None:
-    """click.UsageError that says which command is near, or which there are, where `name` is none of `names`.
-
-    A shell that asks how to complete a line is told nothing.
-    """
-    names = list(names)
-    if name in names or context.resilient_parsing:
-        return
-    near = difflib.get_close_matches(name, names, 1)
-    meant = f"Did you mean {near[0]!r}?" if near else f"There are {', '.join(names)}."
-    context.fail(f"No such command {name!r}. {meant}")
-
-
 def is_first() -> bool:
     """Return whether this process was started alone, or as rank 0 of several: told without MPI."""
     return next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0") == "0"
@@ -155,12 +142,15 @@ class Interruptible(click.Command):
 
 
 class InterruptibleGroup(Interruptible, click.Group):
-    """Such a command, with commands of its own."""
+    """Such a command, with commands of its own; it says which one is near to a name that is none."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        check_known(ctx, args[0], self.commands)
+        if args[0] not in self.commands and not ctx.resilient_parsing:  # a shell that completes a line is told nothing
+            near = difflib.get_close_matches(args[0], self.commands, 1)
+            meant = f"Did you mean {near[0]!r}?" if near else f"There are {', '.join(self.commands)}."
+            ctx.fail(f"No such command {args[0]!r}. {meant}")
         return super().resolve_command(ctx, args)
 
 

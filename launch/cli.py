@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 import click
 
-from collectives.terminal import Whole, check_known, format_examples, keep_stdout
+from collectives.terminal import InterruptibleGroup, Whole, format_examples
 from launch.run import options_of, start
-from launch.running.process import INTERRUPTED
 
 
 class Sub(NamedTuple):
@@ -160,27 +159,11 @@ class Forward(click.Command):
         return Target(self._full, words, ranks)
 
 
-class Commands(click.Group):
+class Commands(InterruptibleGroup):
     """A group that imports a subcommand when it is named, so that `mpips --help` imports neither MPI nor NumPy."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:  # while a command is imported
-            sys.exit(INTERRUPTED)
-
-    def main(self, *args: Any, **options: Any) -> Any:
-        with keep_stdout():
-            return super().main(*args, **options)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        check_known(ctx, args[0], self.commands)
-        return super().resolve_command(ctx, args)
 
 
 def _take_ranks(words: list[str]) -> int | None:

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import click
 
-from collectives.terminal import Whole
+from collectives.terminal import Interruptible, Whole
 from launch import restarts
 from launch.hosts import Host, place, read
 from launch.machine import check_room, check_surroundings, choose_loopback, choose_settings, this_machine, warn_of_crowd
@@ -99,22 +99,10 @@ def workers_of(ranks: int | None, workers: int | None, servers: int) -> int:
     return ranks - servers
 
 
-class RunCommand(click.Command):
-    """A command that after Ctrl-C, before its job has started, ends as the others do (`terminal.console`)."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            click.echo(f"\n{ctx.command_path}: interrupted", err=True)
-            sys.exit(process.INTERRUPTED)
-
-
 spares_option = click.option(
-    "--spares",
-    type=Whole(0),
+    "--spares", type=Whole(0),
     help="So many ranks more, which take the places of ranks that die; 0: the others go on. Open MPI with ULFM.",
-)
+)  # fmt: skip
 
 
 def save_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -133,7 +121,7 @@ def save_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-@click.command("run", cls=RunCommand, context_settings=dict(BEFORE_A_SCRIPT))
+@click.command("run", cls=Interruptible, context_settings=dict(BEFORE_A_SCRIPT))
 @role_options
 @spares_option
 @click.option("--hostfile", type=click.Path(), help="Hosts, one a line: `node1 slots=4` or `node1:4`.")
@@ -143,13 +131,9 @@ def save_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--mpirun", help="The mpirun to use instead of the one found.")
 @click.option("--mpi-arg", "extra", multiple=True, help="A further word for mpirun; may be repeated.")
 @click.option(
-    "-x",
-    "--env",
-    "variables",
-    multiple=True,
-    metavar="NAME[=VALUE]",
+    "-x", "--env", "variables", multiple=True, metavar="NAME[=VALUE]",
     help="Set this variable for all ranks, on every host; without a value: as it is set here. May be repeated.",
-)
+)  # fmt: skip
 @save_options
 @click.option("--dry-run", is_flag=True, help="Print the command and stop.")
 @script_argument

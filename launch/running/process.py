@@ -32,7 +32,6 @@ from launch.running.presence import Death, OutputListener, Presence, status_of
 from launch.running.verdict import End, OneDeathEnds, OthersGoOn
 from mpips.store.world import launched_as
 
-INTERRUPTED = 128 + signal.SIGINT
 LOOK_SECONDS = 1.0  # seldom enough to cost a job nothing
 NAP_SECONDS = 0.05  # while it ends
 STARTING = 4.0  # seconds without another rank, though some are not there: one has ended before it could be seen

@@ -13,19 +13,18 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
-import msgspec
 import numpy as np
 from mpi4py import MPI
 from rich.table import Table
 
 from collectives import files
 from collectives.fabric import arena
-from collectives.fabric.arena import Region, empty
+from collectives.fabric.arena import empty
 from collectives.machine import check_memory, count_local_ranks, usable_cores
 from collectives.terminal import (
     OutFile,
@@ -43,7 +42,6 @@ from collectives.terminal import (
 from mpips.store.api import KVStore
 from mpips.store.create import create
 from mpips.store.options import kind_of, read, uneven
-from mpips.store.runtime.rendezvous import Gathering
 
 ARRAYS = ("ordinary", "empty")
 MOST_KEYS = 10_000
@@ -150,7 +148,11 @@ def command(
             begin(f"{show_bytes(4 * n)}, {array}")
             if array == kinds[0]:
                 kv.init(name_keys(n, keys), [np.zeros(n, np.float32)] * keys)
-            rows.append(_row(kv, (n, array, keys), masters, seconds, floors))
+            roles = kv.type, kv.layout.num_servers, kv.num_workers, len(kv.layout.clients), masters
+            found = measure_rounds(kv, n, array, keys, seconds)
+            floor_s = keys * floors[n][array] if n in floors else None
+            over = found[3] / floor_s if floor_s else None
+            rows.append(StoreRow(*roles, array, keys, 4 * n, *found, floor_s, over))
     first = kv.rank == 0
     kv.close()  # before files are written: nobody waits where that fails
     if first:
@@ -159,19 +161,6 @@ def command(
             write_text(json_path, json.dumps([row._asdict() for row in rows], indent=1))
         if plot_path:
             draw(rows, plot_path)
-
-
-def _row(
-    kv: KVStore, case: tuple[int, str, int], masters: str, seconds: float, floors: dict[int, dict[str, float]]
-) -> StoreRow:
-    """Return one key size on one kind of array, measured."""
-    n, array, keys = case
-    floor_s = keys * floors[n][array] if n in floors else None
-    layout = kv.layout
-    roles = (kv.type, layout.num_servers, kv.num_workers, len(layout.clients), masters)
-    repeats, push_s, pull_s, both_s, fused_s = measure_rounds(kv, n, array, keys, seconds)
-    over = both_s / floor_s if floor_s else None
-    return StoreRow(*roles, array, keys, 4 * n, repeats, push_s, pull_s, both_s, fused_s, floor_s, over)
 
 
 def build_table(rows: list[StoreRow]) -> Table:
@@ -308,16 +297,15 @@ def check_marks(arrays: Sequence[np.ndarray], number: float, what: str) -> None:
 
 
 def measure_floor(comm: MPI.Comm, servers: int, nbytes: int, repeats: int) -> dict[str, float]:
-    """Return seconds of the floor for "ordinary" and "empty" arrays: medians over `repeats`. Collective over all
-    ranks."""
+    """Return seconds of the floor for "ordinary" and "empty" arrays, by the processor time of the ranks.
+
+    Medians over `repeats` of all phases in turn. Collective over all ranks.
+    """
     rank, workers = comm.Get_rank(), comm.Get_size() - servers
     n = nbytes // 4
     shared, ordinary, out = arena.empty(n), np.ones(n, np.float32), np.zeros(n, np.float32)
     shared[...] = 1
-    region = arena.locate(shared)
-    told = Gathering(comm).meet(msgspec.msgpack.encode(region), "floor")
-    regions = [msgspec.msgpack.decode(data) for data in told]
-    everyone = [arena.attach(Region(*region)).view(np.float32) for region in regions]
+    everyone = [arena.attach(region).view(np.float32) for region in comm.allgather(arena.locate(shared))]
     cuts = [n * server // servers for server in range(servers + 1)]
 
     def copy_in() -> None:
@@ -339,13 +327,7 @@ def measure_floor(comm: MPI.Comm, servers: int, nbytes: int, repeats: int) -> di
                 part = slice(cuts[server], cuts[server + 1])
                 out[part] = everyone[workers + server][part]
 
-    phases = _medians(comm, (copy_in, add_up, copy_out), repeats)
-    return {"ordinary": sum(phases), "empty": sum(phases[1:])}
-
-
-def _medians(comm: MPI.Comm, phases: Sequence[Callable[[], None]], repeats: int) -> list[float]:
-    """Return how long each phase takes by the processor time of the ranks, medians over repeats of all phases in
-    turn."""
+    phases = copy_in, add_up, copy_out
     mine = np.empty((repeats, len(phases)))
     for repeat in range(repeats):
         for number, phase in enumerate(phases):
@@ -355,9 +337,9 @@ def _medians(comm: MPI.Comm, phases: Sequence[Callable[[], None]], repeats: int)
             mine[repeat, number] = time.thread_time() - start
     every = np.empty((comm.Get_size(), *mine.shape))
     comm.Allgather(mine, every)
-    cores = usable_cores()
-    takes = np.maximum(every.max(0), every.sum(0) / cores)
-    return [float(seconds) for seconds in np.median(takes, 0)]
+    takes = np.maximum(every.max(0), every.sum(0) / usable_cores())
+    medians = np.median(takes, 0).tolist()
+    return {"ordinary": sum(medians), "empty": sum(medians[1:])}
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -54,19 +55,11 @@ def label(optimizer: optimizers.Optimizer) -> str:
     return name
 
 
-def ours(optimizer: optimizers.Optimizer, weights: np.ndarray, gradient: np.ndarray) -> Step:
-    """Return one update per call, on `weights` in place."""
-    state, steps = optimizer.init(weights), iter(range(1, 10**9))
-    return lambda: optimizer.update(weights, gradient, state, next(steps))
-
-
 def theirs(torch: ModuleType, optimizer: Any, weights: np.ndarray, gradient: np.ndarray, fused: bool) -> Step:
     """Return PyTorch's step for the same update, on the memory of `weights`; RuntimeError where it has no fused one."""
     parameter = torch.nn.Parameter(torch.from_numpy(weights))
     parameter.grad = torch.from_numpy(gradient)
-    options: dict[str, Any] = (
-        {"lr": optimizer.learning_rate, "fused": True} if fused else {"lr": optimizer.learning_rate}
-    )
+    options: dict[str, Any] = {"lr": optimizer.learning_rate, **({"fused": True} if fused else {})}
     if isinstance(optimizer, optimizers.Adam):
         kind = torch.optim.AdamW if isinstance(optimizer, optimizers.AdamW) else torch.optim.Adam
         options |= {"betas": (optimizer.beta1, optimizer.beta2), "eps": optimizer.epsilon}
@@ -82,23 +75,22 @@ def theirs(torch: ModuleType, optimizer: Any, weights: np.ndarray, gradient: np.
     return kind([parameter], **options).step
 
 
-def best_of_torch(torch: ModuleType, optimizer: Any, weights: np.ndarray, gradient: np.ndarray) -> tuple[Step, str]:
-    """Return the fused step where this PyTorch has one for the optimizer on the CPU, otherwise its default."""
-    try:
-        return theirs(torch, optimizer, weights, gradient, fused=True), "fused"
-    except (RuntimeError, TypeError):
-        return theirs(torch, optimizer, weights, gradient, fused=False), "default"
-
-
 def measure(optimizer: optimizers.Optimizer, elements: int, repeats: int, torch: ModuleType | None) -> Case:
     """Alternate one update of each side, `repeats` times after one untimed: medians, and the largest difference."""
     rng = np.random.default_rng(0)
     start, gradient = rng.random(elements, np.float32), rng.random(elements, np.float32)
     weights, spare = start.copy(), np.zeros_like(start)
-    steps: dict[str, Step] = {"mpips": ours(optimizer, weights, gradient), "copy": lambda: np.copyto(spare, start)}
+    state, numbers = optimizer.init(weights), count(1)
+    steps: dict[str, Step] = {
+        "mpips": lambda: optimizer.update(weights, gradient, state, next(numbers)),
+        "copy": lambda: np.copyto(spare, start),
+    }
     setting, other = None, start.copy()
     if torch is not None:
-        steps["torch"], setting = best_of_torch(torch, optimizer, other, gradient)
+        try:
+            steps["torch"], setting = theirs(torch, optimizer, other, gradient, fused=True), "fused"
+        except (RuntimeError, TypeError):  # it has none for this optimizer on the CPU
+            steps["torch"], setting = theirs(torch, optimizer, other, gradient, fused=False), "default"
     times = take_turns({name: partial(time_call, step) for name, step in steps.items()}, repeats + 1)
     median = {name: 1e3 * float(np.median(values[1:])) for name, values in times.items()}
     return Case(
@@ -120,11 +112,9 @@ def table(cases: list[Case]) -> Table:
     for column in ("optimizer", "mpips", "PyTorch", "mpips / PyTorch", "one copy", "largest difference"):
         view.add_column(column, justify="left" if column == "optimizer" else "right")
     for case in cases:
-        beside = (
-            ("-", "-")
-            if case.torch_ms is None
-            else (f"{case.torch_ms:.1f} ({case.torch_setting})", f"{case.ratio:.2f}")
-        )
+        beside = "-", "-"
+        if case.torch_ms is not None:
+            beside = f"{case.torch_ms:.1f} ({case.torch_setting})", f"{case.ratio:.2f}"
         apart = "-" if case.largest_difference is None else f"{case.largest_difference:.1e}"
         view.add_row(case.optimizer, f"{case.mpips_ms:.1f}", *beside, f"{case.copy_ms:.1f}", apart)
     return view
