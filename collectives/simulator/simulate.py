@@ -18,18 +18,20 @@ import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.call import Call
 from collectives.schedule import bcube
 from collectives.schedule.catalog import build
 from collectives.schedule.model import NOBODY, Schedule, Step, parse
 from collectives.simulator.cost import FREE, Costs, LinkCost, closed_form, has_form
 from collectives.simulator.topology import BCube, FatTree, Topology, star
-from collectives.tuner.table import Table
+
+if TYPE_CHECKING:  # a simulation loads no MPI
+    from collectives.call import Call
+    from collectives.tuner.table import Table
 
 
 @dataclass(frozen=True)
