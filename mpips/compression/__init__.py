@@ -1,11 +1,8 @@
 """Gradient compression with error feedback: what a payload leaves out stays in the sender's residual."""
 
 from mpips.compression.base import BLOCK, Compressor, Residuals, bit_bytes, bits_of, blocks, put, put_bits
-from mpips.compression.half import Half
-from mpips.compression.one_bit import OneBit
+from mpips.compression.compressors import Half, OneBit, TopK, TwoBit
 from mpips.compression.registry import COMPRESSORS, create, options, register
-from mpips.compression.top_k import TopK
-from mpips.compression.two_bit import TwoBit
 
 __all__ = [
     "BLOCK", "COMPRESSORS", "Compressor", "Half", "OneBit", "Residuals", "TopK", "TwoBit", "bit_bytes", "bits_of",

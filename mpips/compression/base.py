@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike
 
 from collectives.errors import CollectiveError
 
@@ -25,7 +24,7 @@ class Compressor:
     """Base of all compressors: sizes and error feedback. A class of your own gives `max_bytes`, `fill` and `read`."""
 
     def max_bytes(self, n: int) -> int:
-        """Bytes of the payload for n elements."""
+        """Return the bytes of the payload for n elements."""
         raise NotImplementedError
 
     def fill(self, residual: np.ndarray, payload: np.ndarray) -> None:
@@ -40,12 +39,12 @@ class Compressor:
         raise NotImplementedError
 
     def init(self, gradient: np.ndarray) -> np.ndarray:
-        """The first residual for gradients like this one: zeros of its size, 1-D, float32 for 16-bit gradients."""
+        """Return the first residual for such gradients: zeros of their size, 1-D, float32 for 16-bit gradients."""
         wide = np.float32 if gradient.dtype.itemsize < 4 else gradient.dtype
         return np.zeros(gradient.size, wide)
 
     def encode(self, gradient: np.ndarray, residual: np.ndarray) -> np.ndarray:
-        """The payload, uint8 (max_bytes(n),), for a gradient of shape (n,); `residual` (n,) changes in place.
+        """Return the payload, uint8 (max_bytes(n),), for a gradient of shape (n,); `residual` (n,) changes in place.
 
         ValueError with what `fill` raises."""
         if gradient.ndim != 1 or gradient.shape != residual.shape:
@@ -96,12 +95,12 @@ def unfit(gradient: np.ndarray, residual: np.ndarray) -> int:
 
 
 def bit_bytes(n: int) -> int:
-    """Bytes of a plane of n bits."""
+    """Return the bytes of a plane of n bits."""
     return (n + 7) // 8
 
 
 def bits_of(payload: np.ndarray, part: slice) -> np.ndarray:
-    """Bits [part) of a bit plane, as int8 zeros and ones; `part` is one of `blocks`."""
+    """Return bits [part) of a bit plane, as int8 zeros and ones; `part` is one of `blocks`."""
     plane = payload[part.start // 8 : bit_bytes(part.stop)]
     return np.unpackbits(plane, count=part.stop - part.start).view(np.int8)
 
@@ -111,15 +110,12 @@ def put_bits(payload: np.ndarray, part: slice, bits: np.ndarray) -> None:
     payload[part.start // 8 : bit_bytes(part.stop)] = np.packbits(bits)
 
 
-def put(out: np.ndarray, part: slice, values: Any, add: bool) -> None:
+def put(out: np.ndarray, part: slice, values: ArrayLike, add: bool) -> None:
     """Add values to `out[part]`, or write them there."""
     if add:
         out[part] += values
     else:
         out[part] = values
-
-
-Array = NDArray[Any]
 
 
 class Residuals:
@@ -128,9 +124,9 @@ class Residuals:
     def __init__(self, compressor: Compressor, rank: int = 0) -> None:
         """`rank`: of the worker that sends."""
         self.compressor, self._rank = compressor, rank
-        self._kept: dict[Hashable, Array] = {}
+        self._kept: dict[Hashable, np.ndarray] = {}
 
-    def payload(self, name: Hashable, gradient: Array, key: Hashable = "", start: int = 0) -> Array:
+    def payload(self, name: Hashable, gradient: np.ndarray, key: Hashable = "", start: int = 0) -> np.ndarray:
         """Return what to send for this gradient (1-D, elements from `start` on of the key), uint8; what is left out
         stays in the residual. CollectiveError, and nothing has changed, where it holds what is no finite float32."""
         kept = self._kept.get(name)
@@ -143,23 +139,23 @@ class Residuals:
             )
         return self.compressor.encode(gradient, kept)
 
-    def decoded(self, key: Hashable, gradient: Array) -> Array:
+    def decoded(self, key: Hashable, gradient: np.ndarray) -> np.ndarray:
         """Return what a receiver makes of `payload(key, gradient)`: an array like the gradient."""
         payload = self.payload(key, gradient, key)
         out = np.empty_like(gradient)
         self.compressor.decode(payload, out, add=False)
         return out
 
-    def get(self, name: Hashable) -> Array | None:
-        """The residual of a name (n,), not copied; None before its first gradient."""
+    def get(self, name: Hashable) -> np.ndarray | None:
+        """Return the residual of a name (n,), not copied; None before its first gradient."""
         return self._kept.get(name)
 
-    def put(self, name: Hashable, values: Array, dtype: np.dtype) -> None:
+    def put(self, name: Hashable, values: np.ndarray, dtype: np.dtype) -> None:
         """Begin with this residual (n,) for gradients of that dtype; `values` is copied."""
         kept = self._kept[name] = self.compressor.init(np.empty(values.size, dtype))
         kept[...] = values
 
     def forget(self, names: Iterable[Hashable]) -> None:
-        """These names are gone."""
+        """Forget the residuals of names that are gone."""
         for name in names:
             self._kept.pop(name, None)

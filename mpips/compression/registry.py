@@ -8,11 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from mpips.compression.base import Compressor
-from mpips.compression.half import Half
-from mpips.compression.one_bit import OneBit
-from mpips.compression.top_k import TopK
-from mpips.compression.two_bit import TwoBit
-from mpips.store.options import LEAST, MOST
+from mpips.compression.compressors import Half, OneBit, TopK, TwoBit
+from mpips.optimizers.base import LEAST, MOST
+from mpips.optimizers.registry import add_kind
 
 COMPRESSORS: dict[str, type[Compressor]] = {"2bit": TwoBit, "1bit": OneBit, "fp16": Half, "topk": TopK}
 """Every compressor by its name in `set_gradient_compression`."""
@@ -33,23 +31,16 @@ def register(name: str) -> Callable[[K], K]:
         raise TypeError(f'register takes the name of the type, as @mpips.compression.register("sign"), not {name!r}')
 
     def put(kind: K) -> K:
-        parameters = vars(kind).get("__dataclass_params__") if isinstance(kind, type) else None
-        if parameters is None or not parameters.frozen or not issubclass(kind, Compressor):
-            raise TypeError(
-                f"{getattr(kind, '__name__', kind)} cannot be registered: it needs @dataclass(frozen=True), below "
-                "@register, and mpips.compression.Compressor as its base"
-            )
-        held = COMPRESSORS.get(name)
-        if held is not None and (held.__module__, held.__qualname__) != (kind.__module__, kind.__qualname__):
-            raise ValueError(f"compression type {name!r} is {held.__module__}.{held.__qualname__}: choose another name")
-        COMPRESSORS[name] = kind
+        need = "it needs @dataclass(frozen=True), below @register, and mpips.compression.Compressor as its base"
+        fits = isinstance(kind, type) and issubclass(kind, Compressor)
+        add_kind(COMPRESSORS, name, kind, {need: fits}, "compression type {} is {}: choose another name")
         return kind
 
     return put
 
 
 def create(options: Mapping[str, Any]) -> Compressor:
-    """The compressor of `options`: {"type": name, ...its options}, as `{"type": "2bit", "threshold": 0.5}`.
+    """Return the compressor of `options`: {"type": name, ...its options}, as `{"type": "2bit", "threshold": 0.5}`.
 
     Raises ValueError for an unknown type or a bad value, TypeError for an unknown option, or no mapping.
     """
@@ -74,16 +65,14 @@ def create(options: Mapping[str, Any]) -> Compressor:
     except TypeError as error:
         raise ValueError(f"{name} compression cannot be made with {values}: {error}") from error
     for option in fields:
-        _see_finite(name, option, getattr(made, option))
+        value = getattr(made, option)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name} compression with {option}={value}: give a finite number; a checkpoint holds no "
+                             "other")  # fmt: skip
     return made
 
 
-def _see_finite(name: str, option: str, value: Any) -> None:
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{name} compression with {option}={value}: give a finite number; a checkpoint holds no other")
-
-
-def _value(name: str, option: str, kind: Any, value: Any) -> Any:
+def _value(name: str, option: str, kind: object, value: Any) -> bool | float | str:
     if kind in (float, "float"):
         try:
             return float(value)

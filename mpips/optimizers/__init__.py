@@ -1,7 +1,6 @@
 """Optimizers as data: named, checked, encoded without pickle, applied in place to any interval of a 1-D array."""
 
-from mpips.optimizers.adam import Adam, AdamW, Moments
-from mpips.optimizers.adaptive import AdaGrad, RMSProp, Squares
+from mpips.optimizers.adaptive import AdaGrad, Adam, AdamW, Moments, RMSProp, Squares
 from mpips.optimizers.base import (
     Number,
     Optimizer,

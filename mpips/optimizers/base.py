@@ -22,7 +22,7 @@ class RateSchedule(Protocol):
     """A number that depends on the step: a frozen record with `at`. See `mpips.optimizers.schedules`."""
 
     def at(self, step: int) -> float:
-        """The number for update `step` of a key, counted from 1."""
+        """Return the number for update `step` of a key, counted from 1."""
 
 
 @runtime_checkable
@@ -36,7 +36,7 @@ class Optimizer(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def init(self, weights: np.ndarray) -> State:
-        """State for `weights` (1-D, n elements, any float dtype): arrays of shape (n,), of any dtypes."""
+        """Return state for `weights` (1-D, n elements, any float dtype): arrays of shape (n,), of any dtypes."""
 
     def update(self, weights: np.ndarray, gradient: np.ndarray, state: State, step: int) -> None:
         """One update in place: `weights` and the arrays of `state` change, `gradient` does not.
@@ -46,13 +46,15 @@ class Optimizer(Protocol):
         """
 
 
+LEAST, MOST = -(2**63), 2**63 - 1
+"""Of whole numbers: what messages between ranks and files hold."""
 O = TypeVar("O", bound=Optimizer)  # noqa: E741
 Number = float | RateSchedule
 """A number that stays, or one that depends on the step."""
 
 
 def at(number: Number, step: int) -> float:
-    """The number itself, or what the schedule says for this step; ValueError where that is not finite."""
+    """Return the number itself, or the schedule's for this step; ValueError where that is not finite."""
     if isinstance(number, (float, int)):
         return number
     try:
@@ -65,7 +67,7 @@ def at(number: Number, step: int) -> float:
 
 
 def initial(optimizer: Optimizer, weights: np.ndarray) -> list[np.ndarray]:
-    """`optimizer.init(weights)`, looked at: raises ValueError unless all are arrays of the weights' shape (n,)."""
+    """Return `optimizer.init(weights)`; ValueError unless all are arrays of the weights' shape (n,)."""
     state = list(optimizer.init(weights))
     for array in state:
         if getattr(array, "shape", None) != weights.shape:
@@ -115,7 +117,7 @@ def _number(record: Any, name: str, value: Any) -> float | bool:
 
 
 def options(kind: type) -> list[str]:
-    """Names of the options of a class of optimizers or schedules."""
+    """Return the names of the options of a class of optimizers or schedules."""
     return [field.name for field in dataclasses.fields(kind) if field.init]
 
 
@@ -180,7 +182,7 @@ _local = threading.local()
 
 
 def working_dtype(dtype: np.dtype) -> np.dtype:
-    """The dtype an update computes in and keeps its state in: float32 for 16-bit floats, otherwise the dtype itself."""
+    """Return the dtype of an update and its state: float32 for 16-bit floats, otherwise the dtype itself."""
     if dtype.name in ("float16", "bfloat16"):
         return np.dtype(np.float32)
     if dtype.kind != "f":
@@ -189,7 +191,7 @@ def working_dtype(dtype: np.dtype) -> np.dtype:
 
 
 def zeros(weights: np.ndarray, count: int) -> tuple[np.ndarray, ...]:
-    """So many arrays of zeros like `weights` in the working dtype, where they lie (host or GPU)."""
+    """Return `count` arrays of zeros like `weights` in the working dtype, where they lie (host or GPU)."""
     dtype = working_dtype(weights.dtype)
     if isinstance(weights, np.ndarray):
         return tuple(np.zeros(weights.size, dtype) for _ in range(count))
@@ -252,8 +254,8 @@ def _check(weights: np.ndarray, gradient: np.ndarray, state: Sequence[np.ndarray
 
 
 def block_of(name: str, dtype: np.dtype, length: int, like: np.ndarray) -> np.ndarray:
-    """A block of this thread's scratch memory where `like` lies, on the host or a GPU; the same name, dtype and place
-    give the same memory again."""
+    """Return a block of this thread's scratch memory where `like` lies, on the host or a GPU; the same name, dtype and
+    place give the same memory again."""
     buffers: dict[Any, np.ndarray] = _local.__dict__
     block = buffers.get((name, dtype, type(like)))
     if block is None:
@@ -263,12 +265,12 @@ def block_of(name: str, dtype: np.dtype, length: int, like: np.ndarray) -> np.nd
 
 
 def scaled(g: np.ndarray, rescale: float) -> np.ndarray:
-    """`rescale * g` in a block of scratch, or `g` itself where that is the same."""
+    """Return `rescale * g` in a block of scratch, or `g` itself where that is the same."""
     return g if rescale == 1.0 else np.multiply(g, rescale, out=block_of("scaled", g.dtype, g.size, g))
 
 
 def decayed(w: np.ndarray, g: np.ndarray, rescale: float, weight_decay: float, scratch: np.ndarray) -> np.ndarray:
-    """`rescale * g + weight_decay * w` in a block of scratch (PyTorch's decay), or `g` where that is the same."""
+    """Return `rescale * g + weight_decay * w` in a block of scratch (PyTorch's decay), or `g` where that is equal."""
     d = scaled(g, rescale)
     if weight_decay == 0.0:
         return d
@@ -293,7 +295,7 @@ class Updater:
         """The optimizer's arrays of every parameter, each (elements,): live, for checkpoints."""
 
     def update(self, gradients: Sequence[np.ndarray]) -> None:
-        """One update of every array with its gradient (of the same shape; for Elastic2, its centre)."""
+        """Update every array with its gradient, of the same shape; for Elastic2, its centre."""
         if len(gradients) != len(self._weights):
             raise ValueError(f"{len(gradients)} gradients for {len(self._weights)} arrays")
         self.step += 1

@@ -29,11 +29,10 @@ class Elastic1:
             raise ValueError(f"{type(self).__name__}(alpha={self.alpha}): give a number in (0, 1]")
 
     def init(self, weights: np.ndarray) -> State:
-        """No state."""
+        """Return no state."""
         return zeros(weights, 0)
 
     def update(self, weights: np.ndarray, gradient: np.ndarray, state: State, step: int) -> None:
-        """The weights move towards what takes the gradient's place; see `mpips.optimizers.Optimizer`."""
         by_blocks(self._block, weights, gradient, state, slots=0, step=step, numbers=(self.alpha,))
 
     def _block(self, w: np.ndarray, g: np.ndarray, state: State, scratch: np.ndarray, numbers: Numbers) -> None:

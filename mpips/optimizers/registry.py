@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from mpips.optimizers.base import Optimizer, initial, known
-from mpips.store.options import LEAST, MOST
+from mpips.optimizers.base import LEAST, MOST, Optimizer, initial, known
 
 OPTIMIZERS: dict[str, type] = {}
 """Every optimizer by its lower-case name: the built-in ones and those that `register` added."""
@@ -34,30 +33,35 @@ def register(kind: T) -> T:
     and so know the name. Options may be finite numbers, flags, strings, None, schedules, and tuples of these. Raises
     TypeError for what is no such class, ValueError for a name that another class has.
     """
-    _fits(kind)
+    methods = (hasattr(kind, "init") and hasattr(kind, "update")) or hasattr(kind, "at")
     table = OPTIMIZERS if hasattr(kind, "update") else SCHEDULES
-    name = kind.__name__.lower()
-    held = table.get(name)
-    if held is not None and (held.__module__, held.__qualname__) != (kind.__module__, kind.__qualname__):
-        raise ValueError(f"the name {name!r} is that of {held.__module__}.{held.__qualname__}: choose another")
-    table[name] = kind
+    needs = {
+        "it needs @dataclass(frozen=True), below @register": True,
+        "an optimizer needs init(weights) and update(weights, gradient, state, step), "
+        "a schedule needs at(step)": methods,
+    }
+    add_kind(table, getattr(kind, "__name__", "").lower(), kind, needs, "the name {} is that of {}: choose another")
     return kind
 
 
-def _fits(kind: Any) -> None:
-    name = getattr(kind, "__name__", repr(kind))
+def add_kind(table: dict[str, Any], name: str, kind: Any, needs: Mapping[str, bool], taken: str) -> None:
+    """Add a frozen dataclass to a registry, under a name.
+
+    TypeError, with the first of `needs` that is not met, for another thing; ValueError where another class has the
+    name, which `taken` says.
+    """
     parameters = vars(kind).get("__dataclass_params__") if isinstance(kind, type) else None
-    if parameters is None or not parameters.frozen:
-        raise TypeError(f"{name} cannot be registered: it needs @dataclass(frozen=True), below @register")
-    if not (hasattr(kind, "init") and hasattr(kind, "update")) and not hasattr(kind, "at"):
-        raise TypeError(
-            f"{name} cannot be registered: an optimizer needs init(weights) and "
-            "update(weights, gradient, state, step), a schedule needs at(step)"
-        )
+    frozen = parameters is not None and parameters.frozen
+    if unmet := [need for need, met in needs.items() if not (frozen and met)]:
+        raise TypeError(f"{getattr(kind, '__name__', repr(kind))} cannot be registered: {unmet[0]}")
+    held = table.get(name)
+    if held is not None and (held.__module__, held.__qualname__) != (kind.__module__, kind.__qualname__):
+        raise ValueError(taken.format(repr(name), f"{held.__module__}.{held.__qualname__}"))
+    table[name] = kind
 
 
 def create(optimizer: str | Optimizer, **options: Any) -> Optimizer:
-    """The optimizer of that name (any case) with these options; an optimizer is given back as it is.
+    """Return the optimizer of that name (any case) with these options; an optimizer is given back as it is.
 
     Raises ValueError for an unknown name, a value that cannot be, or one that fails to update one weight. Raises
     TypeError for an unknown option, an option that is no plain data, an optimizer that is not registered, or a class in
@@ -99,7 +103,7 @@ def _tried(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def _named(thing: Any) -> str:
+def _named(thing: object) -> str:
     """Return what it is, in a few words whatever its repr: `None`, `3`, or its class."""
     if thing is None or isinstance(thing, (bool, int, float)):
         return repr(thing)
@@ -108,23 +112,23 @@ def _named(thing: Any) -> str:
 
 
 def as_data(optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer as plain data: its name and its options. `from_data` gives an equal one back."""
+    """Return the optimizer as plain data: its name and its options. `from_data` gives an equal one back."""
     record = create(optimizer)
     return {"name": type(record).__name__.lower(), "options": _options(record)}
 
 
-def from_data(data: Any) -> Optimizer:
-    """The optimizer of `as_data`; raises ValueError or TypeError on anything else, or an unknown name."""
+def from_data(data: object) -> Optimizer:
+    """Return the optimizer of `as_data`; raises ValueError or TypeError on anything else, or an unknown name."""
     return _created(msgspec.convert(data, _Record))
 
 
 def encode(optimizer: Optimizer) -> bytes:
-    """`as_data` as msgpack, for messages."""
+    """Return `as_data` as msgpack, for messages."""
     return msgspec.msgpack.encode(as_data(optimizer))
 
 
 def decode(data: bytes) -> Optimizer:
-    """The optimizer that `encode` wrote; raises ValueError or TypeError on anything else, or an unknown name."""
+    """Return the optimizer that `encode` wrote; raises ValueError or TypeError on anything else, or an unknown name."""
     return _created(msgspec.msgpack.decode(data, type=_Record))
 
 
@@ -152,13 +156,13 @@ def decode_numbers(data: bytes) -> dict[str, Any]:
 
 
 def _options(record: Any) -> dict[str, Any]:
-    """The options of a record as plain data; TypeError or ValueError for one that cannot travel or be saved."""
+    """Return the options of a record as plain data; TypeError or ValueError for one that cannot travel or be saved."""
     fields = [field.name for field in dataclasses.fields(record) if field.init]
     return {name: _plain(name, getattr(record, name)) for name in fields}
 
 
-def _plain(option: str, value: Any) -> Any:
-    """An option as plain data: numbers and strings as they are, a schedule as a map of its name and options."""
+def _plain(option: str, value: object) -> Any:
+    """Return an option as plain data: numbers and strings as they are, a schedule as a map of its name and options."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):

@@ -29,18 +29,18 @@ class Groups:
         self.own: dict[Name, Optimizer] = dict(own or {})
 
     def of(self, key: Name) -> Optimizer | None:
-        """The optimizer of a key; None: its value becomes the sum of what is pushed."""
+        """Return the optimizer of a key; None: its value becomes the sum of what is pushed."""
         return self.own.get(key, self.default)
 
     def set(self, optimizer: Optimizer, keys: Iterable[Name] | None = None) -> None:
-        """This optimizer for these keys; without `keys` for every key, also those to come: groups end."""
+        """Set this optimizer for these keys; without `keys` for every key, also those to come: groups end."""
         if keys is None:
             self.default, self.own = optimizer, {}
         else:
             self.own.update(dict.fromkeys(keys, optimizer))
 
     def update(self, numbers: Mapping[str, Any], keys: Iterable[Name] | None = None) -> None:
-        """Other numbers for these keys' optimizers, or for all: see `changed`, whose errors it raises.
+        """Change numbers of these keys' optimizers, or of all: see `changed`, whose errors it raises.
 
         Raises ValueError where there is no optimizer yet.
         """
@@ -60,7 +60,7 @@ class Groups:
         self.own = own
 
     def forget(self, keys: Iterable[Name]) -> None:
-        """These keys are gone: a key made anew under such a name has the default."""
+        """Forget keys that are gone: a key made anew under such a name has the default."""
         for key in keys:
             self.own.pop(key, None)
 
@@ -79,7 +79,6 @@ class Constant:
         _rates(self, "rate")
 
     def at(self, step: int) -> float:
-        """The rate of this step, from 1."""
         return self.rate
 
 
@@ -99,7 +98,6 @@ class StepDecay:
         _steps(self, "every")
 
     def at(self, step: int) -> float:
-        """The rate of this step, from 1."""
         return self.rate * self.factor ** ((step - 1) // self.every)
 
 
@@ -119,7 +117,6 @@ class Cosine:
         _steps(self, "steps")
 
     def at(self, step: int) -> float:
-        """The rate of this step, from 1."""
         done = min(step - 1, self.steps) / self.steps
         return self.end + (self.rate - self.end) * (1 + math.cos(math.pi * done)) / 2
 
@@ -140,7 +137,6 @@ class Warmup:
         _steps(self, "steps")
 
     def at(self, step: int) -> float:
-        """The rate of this step, from 1."""
         if step >= self.steps:
             return self.rate
         return self.start + (self.rate - self.start) * step / self.steps
@@ -169,7 +165,6 @@ class Chained:
             )
 
     def at(self, step: int) -> float:
-        """The rate of this step, from 1."""
         begin = 0
         for schedule, end in zip(self.schedules, self.until):
             if step <= end:
@@ -178,7 +173,7 @@ class Chained:
         return self.schedules[-1].at(step - begin)
 
 
-def _rates(record: Any, *names: str) -> None:
+def _rates(record: object, *names: str) -> None:
     """Make each of these fields a finite float >= 0; ValueError names it."""
     for name in names:
         value = getattr(record, name)
@@ -191,11 +186,11 @@ def _rates(record: Any, *names: str) -> None:
         object.__setattr__(record, name, number)
 
 
-def _steps(record: Any, name: str) -> None:
+def _steps(record: object, name: str) -> None:
     object.__setattr__(record, name, _whole(record, name, getattr(record, name)))
 
 
-def _whole(record: Any, name: str, value: Any) -> int:
+def _whole(record: object, name: str, value: Any) -> int:
     try:
         number = operator.index(value)
     except TypeError:
@@ -205,7 +200,7 @@ def _whole(record: Any, name: str, value: Any) -> int:
     return number
 
 
-def _sequence(record: Any, name: str) -> tuple[Any, ...]:
+def _sequence(record: object, name: str) -> tuple[Any, ...]:
     value = getattr(record, name)
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
         raise ValueError(f"{type(record).__name__}({name}={value!r}): give a tuple")

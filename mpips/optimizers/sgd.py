@@ -40,11 +40,10 @@ class SGD:
             raise ValueError("SGD(nesterov=True) needs momentum > 0")
 
     def init(self, weights: np.ndarray) -> State:
-        """The velocity, zeros; nothing without momentum."""
+        """Return the velocity, zeros; nothing without momentum."""
         return Momentum(*zeros(weights, 1)) if self.momentum else zeros(weights, 0)
 
     def update(self, weights: np.ndarray, gradient: np.ndarray, state: State, step: int) -> None:
-        """One update in place; see `mpips.optimizers.Optimizer`."""
         numbers = at(self.learning_rate, step), self.momentum
         by_blocks(self._block, weights, gradient, state, slots=1 if self.momentum else 0, step=step, numbers=numbers)
 
@@ -77,11 +76,10 @@ class Add:
         check(self)
 
     def init(self, weights: np.ndarray) -> State:
-        """No state."""
+        """Return no state."""
         return zeros(weights, 0)
 
     def update(self, weights: np.ndarray, gradient: np.ndarray, state: State, step: int) -> None:
-        """One update in place; see `mpips.optimizers.Optimizer`."""
         by_blocks(self._block, weights, gradient, state, slots=0, step=step)
 
     def _block(self, w: np.ndarray, g: np.ndarray, state: State, scratch: np.ndarray, numbers: Numbers) -> None:

@@ -4,7 +4,8 @@
 `updates`: gradients become parameters, by the store's optimizer, by every worker, or by elastic averaging.
 """
 
-from mpips.training.callbacks import Callback, Checkpoint, EarlyStop, Epoch, Fitting, LearningRate, Progress
+from mpips.training.callbacks import Callback, Checkpoint, EarlyStop, Fitting, LearningRate, Progress
+from mpips.training.checkpoint import Epoch
 from mpips.training.model import EvaluatedModel, Model
 from mpips.training.trainer import Trainer
 from mpips.training.updates import Elastic

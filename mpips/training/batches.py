@@ -9,12 +9,14 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from mpips.store.keys.rows import CURE, in_memory, table
-from mpips.training.model import samples_of
+
+if TYPE_CHECKING:
+    from mpips.store.api import KVStore
 
 Batch = tuple[Any, Any]
 BLOCK = 1024
@@ -25,12 +27,8 @@ LONG_SECONDS = 10.0
 """After so long an iterable without a length may be one without an end, which is said."""
 
 
-def shares(samples: int, batch_size: int, epoch: int, seed: int, kv: Any, dealt: int = 0) -> Iterator[np.ndarray]:
-    """This worker's rows of every mini-batch of an epoch, behind the first `dealt` of its order: int arrays
-    (batch_size,).
-
-    `kv` says who this worker is: `rank` and `num_workers`.
-    """
+def shares(samples: int, batch_size: int, epoch: int, seed: int, kv: KVStore, dealt: int = 0) -> Iterator[np.ndarray]:
+    """Yield this worker's rows of each mini-batch of an epoch, (batch_size,), behind the first `dealt` of its order."""
     order = np.random.default_rng([seed, epoch]).permutation(samples)
     mini_batch = batch_size * kv.num_workers
     see_enough(samples, batch_size, kv.num_workers)
@@ -39,7 +37,7 @@ def shares(samples: int, batch_size: int, epoch: int, seed: int, kv: Any, dealt:
 
 
 def see_enough(samples: int, batch_size: int, workers: int) -> None:
-    """ValueError where the samples do not fill one mini-batch of all workers."""
+    """Raise ValueError where the samples do not fill one mini-batch of all workers."""
     if batch_size * workers > samples:
         raise ValueError(f"batch_size={batch_size} on {workers} workers needs {batch_size * workers} samples a step, "
                          f"but there are {samples}")
@@ -57,26 +55,21 @@ class Arrays:
     batch_size: int
     seed: int = 0
 
-    @property
-    def joined(self) -> bool:
-        """Return whether workers may have unlike batches: never."""
-        return False
-
-    @property
-    def bounded(self) -> bool:
-        """Return whether an epoch is known to end: always."""
-        return True
+    joined: ClassVar[bool] = False
+    """Whether workers may have unlike batches."""
+    bounded: ClassVar[bool] = True
+    """Whether an epoch is known to end."""
 
     def order(self, workers: int) -> str:
         """Return what decides which samples come in which step."""
         return f"{len(self.x)} samples, {self.batch_size * workers} a step, seed {self.seed}"
 
     def steps(self, workers: int) -> int:
-        """Batches of a worker in an epoch."""
+        """Return the number of batches of a worker in an epoch."""
         return len(self.x) // (self.batch_size * workers)
 
-    def epoch(self, number: int, kv: Any, skip: int = 0, dealt: int = 0) -> Iterator[Batch]:
-        """This worker's batches of an epoch, but for the first `skip`; of the samples behind the first `dealt`."""
+    def epoch(self, number: int, kv: KVStore, skip: int = 0, dealt: int = 0) -> Iterator[Batch]:
+        """Yield this worker's batches of an epoch, but for the first `skip`, of the samples behind `dealt`."""
         rows = itertools.islice(shares(len(self.x), self.batch_size, number, self.seed, kv, dealt), skip, None)
         return ((self.x[mine], self.y[mine]) for mine in rows)
 
@@ -90,17 +83,15 @@ class Batches:
     most: int | None = None
     """At most so many batches are an epoch; None: all that there are."""
 
-    @property
-    def joined(self) -> bool:
-        """Return whether workers may have unlike batches: always."""
-        return True
+    joined: ClassVar[bool] = True
+    """Whether workers may have unlike batches."""
 
     def order(self, workers: int) -> str:
         """Return what decides which samples come in which step."""
         return f"batches of an iterable on each of {workers} workers"
 
     def steps(self, workers: int) -> int | None:
-        """At most so many batches of a worker in an epoch; None: nobody knows before."""
+        """Return the most batches of a worker in an epoch; None: nobody knows before."""
         return self.most
 
     @property
@@ -108,8 +99,8 @@ class Batches:
         """Return whether an epoch is known to end."""
         return self.most is not None or _has_length(self.source)
 
-    def epoch(self, number: int, kv: Any = None, skip: int = 0, dealt: int = 0) -> Iterator[Batch]:
-        """This worker's batches of an epoch, but for the first `skip`; `dealt` is of arrays."""
+    def epoch(self, number: int, kv: KVStore | None = None, skip: int = 0, dealt: int = 0) -> Iterator[Batch]:
+        """Yield this worker's batches of an epoch, but for the first `skip`; `dealt` is of arrays."""
         found = self.source if isinstance(self.source, Iterable) else self.source(number)
         if not isinstance(found, Iterable):
             raise TypeError(f"the function of the epoch returned a {type(found).__name__}: it returns an iterable of "
@@ -121,15 +112,15 @@ class Batches:
 Source = Arrays | Batches
 
 
-def _has_length(batches: Any) -> bool:
+def _has_length(batches: object) -> bool:
     try:
-        return len(batches) >= 0
+        return len(batches) >= 0  # type: ignore[arg-type]
     except TypeError:  # a loader of PyTorch's over a stream has __len__, which raises
         return False
 
 
-def _unmeasured(batches: Iterable[Any], kv: Any) -> Iterator[Any]:
-    """The batches of an iterable without a length: a RuntimeWarning on rank 0 where they go on for long."""
+def _unmeasured(batches: Iterable[Any], kv: KVStore | None) -> Iterator[Any]:
+    """Yield the batches of an iterable without a length; warn on rank 0 where they go on for long."""
     began, said = time.monotonic(), kv is not None and kv.rank > 0 and not kv.layout.asynchronous
     for number, batch in enumerate(batches):
         if not said and time.monotonic() - began > LONG_SECONDS:
@@ -140,7 +131,7 @@ def _unmeasured(batches: Iterable[Any], kv: Any) -> Iterator[Any]:
         yield batch
 
 
-def _pair(batch: Any) -> Batch:
+def _pair(batch: object) -> Batch:
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise TypeError(f"a batch is a pair (x, y), not a {type(batch).__name__}"
                         + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""))
@@ -150,8 +141,8 @@ def _pair(batch: Any) -> Batch:
 def source_of(
     x: Any, y: Any, batch_size: int | None, seed: int, what: str = "fit", most: int | None = None
 ) -> Source:
-    """The batches that `fit` or `evaluate` was given, `most` of them an epoch. TypeError or ValueError where they are
-    none."""
+    """Return the batches that `fit` or `evaluate` was given, `most` of them an epoch. TypeError or ValueError where
+    they are none."""
     if y is None:
         _see_iterable(x, what)
         if batch_size is not None:
@@ -165,8 +156,8 @@ def source_of(
     return Arrays(x, y, whole("batch_size", batch_size, 1), seed)
 
 
-def whole(name: str, number: Any, least: int) -> int:
-    """A whole number, of NumPy, too; TypeError where it is none, ValueError where it is below `least`."""
+def whole(name: str, number: object, least: int) -> int:
+    """Return a whole number, of NumPy, too; TypeError where it is none, ValueError where it is below `least`."""
     if not isinstance(number, Integral) or isinstance(number, bool):
         raise TypeError(f"{name}={number!r}: give a whole number")
     if number < least:
@@ -197,7 +188,7 @@ def _see_iterable(batches: Any, what: str) -> None:
 
 
 def see_again(source: Source, epochs: int, survives: bool = False) -> None:
-    """TypeError where batches end with the first epoch, and there are more, or a death may take it back.
+    """Raise TypeError where batches end with the first epoch, and there are more, or a death may take it back.
 
     With `most` of them an epoch, an iterator goes on in the next."""
     if not isinstance(source, Batches) or not isinstance(source.source, Iterator):
@@ -212,7 +203,7 @@ def see_again(source: Source, epochs: int, survives: bool = False) -> None:
 
 
 def paired(name: str, x: Any, y: Any) -> tuple[Any, Any]:
-    """Two tables of as many samples, whose rows are taken by position. TypeError or ValueError where they are none."""
+    """Return two tables of as many samples, for rows by position. TypeError or ValueError where they are none."""
     wrong = [type(array).__name__ for array in (x, y) if not hasattr(array, "shape") or not len(array.shape)]
     if wrong:
         raise TypeError(f"{name}: give two arrays, inputs (samples, ...) and targets (samples, ...), "
@@ -224,31 +215,28 @@ def paired(name: str, x: Any, y: Any) -> tuple[Any, Any]:
     return found
 
 
-def see_samples(model: Any, source: Source | None) -> None:
-    """Whatever the model says of arrays that it cannot learn, where it can say it (`EvaluatedModel.check_samples`)."""
+def see_samples(model: object, source: Source | None) -> None:
+    """Raise what the model says of arrays that it cannot learn, by `EvaluatedModel.check_samples`."""
     check = getattr(model, "check_samples", None)
     if callable(check) and isinstance(source, Arrays):
         check(source.x, source.y)
 
 
 def samples_shown(*sources: Source | None) -> np.ndarray:
-    """A few numbers of each array, float64 (numbers,), by which workers see whether theirs are the same."""
+    """Return a few numbers of each array, float64 (numbers,), by which workers see whether theirs are the same."""
     shown = [np.empty(0)]
     for source in sources:
         if isinstance(source, Arrays) and len(source.x):
             rows = np.unique(np.linspace(0, len(source.x) - 1, SHOWN_ROWS).astype(np.int64))
             with contextlib.suppress(TypeError):  # arrays on a GPU
-                shown += [_first_numbers(each[rows]) for each in (source.x, source.y)]
+                for each in (source.x, source.y):
+                    numbers = in_memory("x", each[rows]).reshape(len(rows), -1)[:, :SHOWN_NUMBERS]
+                    shown.append(numbers.real.astype(np.float64).reshape(-1))
     return np.concatenate(shown)
 
 
-def _first_numbers(rows: Any) -> np.ndarray:
-    numbers: np.ndarray = in_memory("x", rows).reshape(len(rows), -1)[:, :SHOWN_NUMBERS].real.astype(np.float64)
-    return numbers.reshape(-1)
-
-
 def see_same(shown: Sequence[np.ndarray]) -> None:
-    """ValueError where what workers have shown, by rank, differs by more than machines may differ in rounding."""
+    """Raise ValueError where what workers have shown, by rank, differs by more than rounding."""
     first = shown[0]
     for rank, other in enumerate(shown):
         if len(other) != len(first):  # of some the library is not known
@@ -271,8 +259,3 @@ def share_of(source: Source, number: int, rank: int, workers: int) -> Iterator[B
     starts = range(rows.start, rows.stop, source.batch_size)
     blocks = (slice(start, min(start + source.batch_size, rows.stop)) for start in starts)
     return ((source.x[block], source.y[block]) for block in blocks)
-
-
-def counted(batches: Iterable[Batch]) -> Iterator[tuple[int, Any, Any]]:
-    """Each batch behind its number of samples."""
-    return ((samples_of(x, y), x, y) for x, y in batches)

@@ -5,20 +5,28 @@ from __future__ import annotations
 import json
 import math
 import os
+import struct
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import msgspec
+from mpips.training import checkpoint
+from mpips.training.batches import Source
+from mpips.training.checkpoint import Epoch, Position
+from mpips.training.evaluation import LOSS, names_of
+from mpips.training.step import Job, update_optimizer
+
+if TYPE_CHECKING:
+    from mpips.store.api import KVStore
 
 QUIET_SECONDS = 3.0
 """How long `Progress` says nothing within an epoch."""
 
 
-class Fitting(Protocol):
+class Fitting:
     """A fit under way, as callbacks see it."""
 
     rank: int
@@ -34,46 +42,97 @@ class Fitting(Protocol):
     measures: tuple[str, ...]
     """What an `Epoch` has a `value` of: "loss", and "test_loss" and others where there are test data."""
 
+    def __init__(
+        self, job: Job, position: Position, source: Source, test: Source | None, epochs: int,
+        callbacks: Sequence[Callback],
+    ) -> None:  # fmt: skip
+        self.epochs, self.joined, self.asynchronous = epochs, source.joined, job.kv.layout.asynchronous
+        tested = (LOSS, *names_of(job, test)) if test is not None else ()
+        self.measures = (LOSS, *(f"test_{name}" for name in tested))
+        self.callbacks = sorted(callbacks, key=lambda callback: callback.last)
+        self.alone = False
+        """Whether the other workers are elsewhere: then nothing is sent."""
+        self.position, self._job, self._source = position, job, source
+        self.count_workers()
+
+    def count_workers(self) -> None:
+        """Set the numbers that depend on how many workers there are."""
+        kv, source, blocking = self._job.kv, self._source, self._job.blocking
+        per_epoch, accumulate = source.steps(kv.num_workers), 1 if blocking is None else blocking.accumulate
+        self.rank, self.steps = kv.rank, None if per_epoch is None else -(-per_epoch // accumulate)
+        self.position.order = order_of(self._job, source, kv.num_workers)
+
+    def restore(self) -> None:
+        """Give callbacks what they kept at this position."""
+        for name, callback in named(self.callbacks).items():
+            if name in self.position.callbacks:
+                callback.restore(self.position.callbacks[name])
+
     @property
     def epoch(self) -> int:
-        """The epoch that is under way, from 1."""
-        ...
+        """Return the epoch that is under way, from 1."""
+        return self.position.epoch
 
     @property
     def step(self) -> int:
-        """Exchanges since the training began."""
-        ...
+        """Return the number of exchanges since the training began."""
+        return self.position.step
 
     @property
     def loss(self) -> float:
-        """Mean loss of this worker's batches in this epoch so far."""
-        ...
+        """Return the mean loss of this worker's batches in this epoch so far."""
+        return self.position.loss
 
     @property
     def last_loss(self) -> float:
-        """Loss of this worker's last batch."""
-        ...
+        """Return the loss of this worker's last batch."""
+        return self.position.last_loss
 
     @property
     def history(self) -> Sequence[Epoch]:
-        """All epochs that have ended."""
-        ...
+        """Return all epochs that have ended."""
+        return tuple(self.position.history)
 
     def mean(self, value: float) -> float:
-        """The mean over the workers, equal on all; those that bring NaN are left out. Collective, blocking."""
-        ...
+        """Return the mean over the workers, equal on all, of those that bring no NaN. Collective, blocking."""
+        if self.alone:
+            return value
+        told = self._job.kv.settings.agree("fit: a mean", data=struct.pack("<d", value))
+        found = [each for data in told for each in struct.unpack("<d", data) if not math.isnan(each)]
+        return sum(found) / len(found) if found else math.nan
 
     def save(self, path: str | os.PathLike[str], keep: int | None = None) -> None:
         """Write a checkpoint that `fit(resume=path)` goes on from. Collective, blocking."""
-        ...
+        if self.alone:
+            return
+        self.position.callbacks = states(self.callbacks)
+        checkpoint.save(self._job, path, self.position, keep)
 
     def see_folder(self, path: str | os.PathLike[str]) -> None:
-        """ValueError or TypeError on rank 0 where `save(path)` could not write after the next step. Local."""
-        ...
+        """Raise ValueError or TypeError on rank 0 where `save(path)` could not write after the next step. Local."""
+        if self.rank == 0:
+            checkpoint.see_folder(path, self.step)
 
     def update_optimizer(self, **numbers: Any) -> None:
         """Change numbers of the optimizer, such as `learning_rate`; its state stays. Collective, blocking."""
-        ...
+        if not self.alone:
+            update_optimizer(self._job, numbers)
+
+
+def order_of(job: Job, source: Source, workers: int) -> str:
+    """Return what decides which samples come in which step, in words."""
+    accumulate = job.blocking.accumulate if job.blocking is not None else 1
+    return source.order(workers) + (f", accumulate={accumulate}" if accumulate > 1 else "")
+
+
+def see_order(position: Position, order: str, same: Collection[str] = ()) -> None:
+    """Raise ValueError where a fit goes on in the middle of an epoch with other batches, or other exchanges of them.
+
+    `same`: orders that differ in the number of workers alone, to whom the rest of the epoch is dealt.
+    """
+    if position.batches and position.order and position.order not in (order, *same):
+        raise ValueError(f"resume: the checkpoint is in the middle of epoch {position.epoch} of {position.order}, and "
+                         f"this fit has {order}: give the same, or a checkpoint at the end of an epoch")
 
 
 class Callback:
@@ -139,7 +198,7 @@ class Checkpoint(Callback):
                 raise ValueError(f"Checkpoint({name}={number!r}): give a whole number of at least 1, or None")
 
     def check(self, fit: Fitting) -> None:
-        """ValueError where workers do not come to the same step, or the folder cannot take what will be saved."""
+        """Raise ValueError where workers do not come to the same step, or the folder cannot take what is saved."""
         if self.every is not None and fit.joined and fit.asynchronous:
             raise ValueError(f"Checkpoint(every={self.every}): workers of an asynchronous store take unlike numbers of "
                              "steps over batches of their own, and a checkpoint is of all: give every=None, which "
@@ -170,9 +229,11 @@ class Checkpoint(Callback):
         self._saved = fit.step, fit.epoch
 
 
-def of_job(kv: Any, callbacks: Any, resume: Any) -> tuple[Any, Any]:
-    """The callbacks of a fit, and from where it goes on, where `mpips run --checkpoint` asks for it: then the fit
-    saves, in place of the store, and only the first one."""
+def of_job(
+    kv: KVStore, callbacks: Sequence[Callback], resume: str | os.PathLike[str] | None
+) -> tuple[Sequence[Callback], str | os.PathLike[str] | None]:
+    """Return the callbacks of a fit, and from where it goes on. Where `mpips run --checkpoint` asks for it, the first
+    fit saves, in place of the store."""
     if kv.settings.regular is None or isinstance(callbacks, Callback):
         return callbacks, resume
     folder, every = kv.settings.regular.leave()
@@ -208,7 +269,7 @@ class EarlyStop(Callback):
             raise ValueError(f"EarlyStop(mode={self.mode!r}): give 'min' or 'max'")
 
     def check(self, fit: Fitting) -> None:
-        """ValueError where nothing of that name is measured."""
+        """Raise ValueError where nothing of that name is measured."""
         if self.monitor not in fit.measures:
             raise ValueError(f"EarlyStop(monitor={self.monitor!r}): this fit measures {', '.join(fit.measures)}"
                              + ("" if len(fit.measures) > 1 else "; test= adds more"))
@@ -233,11 +294,11 @@ class EarlyStop(Callback):
         return self.waited >= self.patience
 
     def close(self) -> None:
-        """The next fit begins anew, though a death has brought the state back in this one."""
+        """Let the next fit begin anew, though a death has brought the state back in this one."""
         self._restored = False
 
     def state(self) -> Any:
-        """The best value, and how long ago it was."""
+        """Return the best value, and how long ago it was."""
         return [self.best, self.waited]
 
     def restore(self, state: Any) -> None:
@@ -257,7 +318,7 @@ class LearningRate(Callback):
     rate: Callable[[int], float] = field(repr=False)
 
     def check(self, fit: Fitting) -> None:
-        """Whatever `rate` raises for the first epoch is raised here; TypeError where it is no function."""
+        """Raise whatever `rate` raises for the first epoch; TypeError where it is no function."""
         if not callable(self.rate):
             raise TypeError(f"LearningRate({self.rate!r}): give a function of the epoch, or give the optimizer "
                             "learning_rate=")
@@ -265,12 +326,12 @@ class LearningRate(Callback):
             self.rate(fit.epoch)
 
     def on_begin(self, fit: Fitting) -> None:
-        """The rate of the first epoch."""
+        """Set the rate of the first epoch."""
         if fit.epoch <= fit.epochs:
             fit.update_optimizer(learning_rate=self.rate(fit.epoch))
 
     def on_epoch(self, fit: Fitting, epoch: Epoch) -> None:
-        """The rate of the next."""
+        """Set the rate of the next."""
         if fit.epoch <= fit.epochs:
             fit.update_optimizer(learning_rate=self.rate(fit.epoch))
 
@@ -299,7 +360,7 @@ class Progress(Callback):
             self._done = self._stack.enter_context(show_progress("training", left * (fit.steps or 1)))
 
     def on_step(self, fit: Fitting) -> None:
-        """A step is done."""
+        """Show a step."""
         if fit.rank:
             return
         if fit.steps:
@@ -310,7 +371,7 @@ class Progress(Callback):
             self._say(f"epoch {fit.epoch} of {fit.epochs}, {steps}, loss {fit.loss:.4g}")
 
     def on_epoch(self, fit: Fitting, epoch: Epoch) -> None:
-        """An epoch is done."""
+        """Show an epoch."""
         if fit.rank:
             return
         if not fit.steps:
@@ -341,7 +402,7 @@ class OnEpoch(Callback):
 
 
 def named(callbacks: Sequence[Callback]) -> dict[str, Callback]:
-    """The callbacks as a checkpoint calls them: by class, and a number among those of the class."""
+    """Return the callbacks as a checkpoint calls them: by class, and a number among those of the class."""
     result: dict[str, Callback] = {}
     for each in callbacks:
         kind = type(each).__name__
@@ -361,107 +422,7 @@ def states(callbacks: Sequence[Callback]) -> dict[str, Any]:
 
 
 def words_of(callbacks: Sequence[Callback]) -> str:
-    """The callbacks, to be compared between workers: those of this file with their numbers, others by their class."""
+    """Return the callbacks, to be compared between workers: ours with their numbers, others by their class."""
     ours = [type(each).__module__ == __name__ and isinstance(each, Checkpoint | EarlyStop) for each in callbacks]
     words = [repr(each) if known else type(each).__name__ for each, known in zip(callbacks, ours)]
     return ", ".join(words) or "none"
-
-
-class Epoch(NamedTuple):
-    """One epoch as this worker saw it.
-
-    epoch: its number, from 1. seconds: of training alone since `fit` began, without evaluation and callbacks. loss: the
-    mean over this worker's batches; NaN where it had none. test: what `evaluate` says of the test data, if any.
-    """
-
-    epoch: int
-    seconds: float
-    loss: float
-    test: dict[str, float] | None = None
-
-    @property
-    def accuracy(self) -> float | None:
-        """`test["accuracy"]`, None where it was not measured."""
-        return None if self.test is None else self.test.get("accuracy")
-
-    def value(self, monitor: str) -> float:
-        """"loss", or "test_" and the name of what was measured on test data. KeyError where there is none."""
-        if monitor == "loss":
-            return self.loss
-        return (self.test or {})[monitor.removeprefix("test_")]
-
-
-@dataclass
-class Position:
-    """Mark a worker's place in its training, as a checkpoint keeps it."""
-
-    epoch: int = 1
-    """The epoch that is under way, from 1."""
-    batches: int = 0
-    """Batches of it that this worker has taken."""
-    step: int = 0
-    """Exchanges since the training began."""
-    seconds: float = 0.0
-    """Of training alone."""
-    loss_sum: float = 0.0
-    """Of the batches of this epoch."""
-    last_loss: float = math.nan
-    """Of the last batch."""
-    stopped: bool = False
-    """Whether a callback has ended the training."""
-    order: str = ""
-    """What decides which samples come in which step, in words; a resume in the middle of an epoch needs the same."""
-    dealt: int = 0
-    """Samples of this epoch's order that were used when its rest was dealt to another number of workers."""
-    since: int = 0
-    """Batches of this epoch that this worker had taken then."""
-    history: list[Epoch] = field(default_factory=list)
-    callbacks: dict[str, Any] = field(default_factory=dict)
-    """What callbacks keep, by their class and number, as "EarlyStop 0"."""
-
-    @property
-    def loss(self) -> float:
-        """The mean over this worker's batches of the epoch so far."""
-        return self.loss_sum / self.batches if self.batches else float("nan")
-
-    def took(self, loss: float) -> None:
-        """A batch was computed."""
-        self.last_loss = float(loss)
-        self.loss_sum += self.last_loss
-        self.batches += 1
-
-    def deal(self, mini_batch: int) -> None:
-        """The rest of the epoch goes to another number of workers: from the first sample on that no step has used.
-
-        `mini_batch`: samples that a batch of every worker had before.
-        """
-        self.dealt, self.since = self.dealt + (self.batches - self.since) * mini_batch, self.batches
-
-    def end_epoch(self, test: dict[str, float] | None) -> Epoch:
-        """The epoch's entry, which is in the history now; the next epoch begins."""
-        ended = Epoch(self.epoch, self.seconds, self.loss, test)
-        self.history.append(ended)
-        self.epoch, self.batches, self.loss_sum, self.dealt, self.since = self.epoch + 1, 0, 0.0, 0, 0
-        return ended
-
-    def encode(self) -> bytes:
-        """As JSON. Floats come back with the same bits, also those that are not finite."""
-        return json.dumps(msgspec.to_builtins(self)).encode()
-
-
-def decode(data: Any) -> Position:
-    """A Position from JSON data; ValueError where it is none."""
-    try:
-        return msgspec.convert(data, Position)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"a worker's position is not as a Trainer writes it: {error}") from error
-
-
-def see_order(position: Position, order: str, same: Collection[str] = ()) -> None:
-    """ValueError where a fit goes on in the middle of an epoch with other batches, or other exchanges of them.
-
-    `same`: orders that differ in the number of workers alone, to whom the rest of the epoch is dealt.
-    """
-    if position.batches and position.order and position.order not in (order, *same):
-        raise ValueError(f"resume: the checkpoint is in the middle of epoch {position.epoch} of {position.order}, and "
-                         f"this fit has {order}: give the same, or a checkpoint at the end of an epoch")

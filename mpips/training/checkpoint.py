@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -28,10 +30,11 @@ from collectives.files import ABANDONED_SECONDS, remove_abandoned
 from mpips.optimizers.base import unlike
 from mpips.optimizers.registry import as_data, from_data
 from mpips.store.checkpoint import file
-from mpips.store.checkpoint import file as tensors
 from mpips.store.runtime.rendezvous import attempt
-from mpips.training.callbacks import Position, decode
 from mpips.training.step import Job, Update
+
+if TYPE_CHECKING:
+    from mpips.store.api import KVStore
 
 STORE, TRAINER = ".store.safetensors", ".trainer.safetensors"
 STEP = re.compile(r"step-\d{8,}")
@@ -40,6 +43,96 @@ WORD = "mpips.trainer"
 """Of the metadata, for the header."""
 UPDATES = {"none": "neither clip_norm nor elastic", "none, clipped": "clip_norm", "none, elastic": "elastic"}
 """How a Trainer is asked for each way of exchange that a file names."""
+
+
+class Epoch(NamedTuple):
+    """One epoch as this worker saw it.
+
+    epoch: its number, from 1. seconds: of training alone since `fit` began, without evaluation and callbacks. loss: the
+    mean over this worker's batches; NaN where it had none. test: what `evaluate` says of the test data, if any.
+    """
+
+    epoch: int
+    seconds: float
+    loss: float
+    test: dict[str, float] | None = None
+
+    @property
+    def accuracy(self) -> float | None:
+        """Return `test["accuracy"]`, None where it was not measured."""
+        return None if self.test is None else self.test.get("accuracy")
+
+    def value(self, monitor: str) -> float:
+        """Return "loss", or "test_" and a name, of what was measured. KeyError where there is none."""
+        if monitor == "loss":
+            return self.loss
+        return (self.test or {})[monitor.removeprefix("test_")]
+
+
+@dataclass
+class Position:
+    """A worker's place in its training, as a checkpoint keeps it."""
+
+    epoch: int = 1
+    """The epoch that is under way, from 1."""
+    batches: int = 0
+    """Batches of it that this worker has taken."""
+    step: int = 0
+    """Exchanges since the training began."""
+    seconds: float = 0.0
+    """Of training alone."""
+    loss_sum: float = 0.0
+    """Of the batches of this epoch."""
+    last_loss: float = math.nan
+    """Of the last batch."""
+    stopped: bool = False
+    """Whether a callback has ended the training."""
+    order: str = ""
+    """What decides which samples come in which step, in words; a resume in the middle of an epoch needs the same."""
+    dealt: int = 0
+    """Samples of this epoch's order that were used when its rest was dealt to another number of workers."""
+    since: int = 0
+    """Batches of this epoch that this worker had taken then."""
+    history: list[Epoch] = field(default_factory=list)
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    """What callbacks keep, by their class and number, as "EarlyStop 0"."""
+
+    @property
+    def loss(self) -> float:
+        """Return the mean over this worker's batches of the epoch so far."""
+        return self.loss_sum / self.batches if self.batches else float("nan")
+
+    def took(self, loss: float) -> None:
+        """Count a batch that was computed."""
+        self.last_loss = float(loss)
+        self.loss_sum += self.last_loss
+        self.batches += 1
+
+    def deal(self, mini_batch: int) -> None:
+        """Deal the rest of the epoch to another number of workers, from the first sample on that no step has used.
+
+        `mini_batch`: samples that a batch of every worker had before.
+        """
+        self.dealt, self.since = self.dealt + (self.batches - self.since) * mini_batch, self.batches
+
+    def end_epoch(self, test: dict[str, float] | None) -> Epoch:
+        """Begin the next epoch; return the entry of this one, which is in the history now."""
+        ended = Epoch(self.epoch, self.seconds, self.loss, test)
+        self.history.append(ended)
+        self.epoch, self.batches, self.loss_sum, self.dealt, self.since = self.epoch + 1, 0, 0.0, 0, 0
+        return ended
+
+    def encode(self) -> bytes:
+        """Return it as JSON. Floats come back with the same bits, also those that are not finite."""
+        return json.dumps(msgspec.to_builtins(self)).encode()
+
+
+def decode(data: object) -> Position:
+    """Return a Position from JSON data; ValueError where it is none."""
+    try:
+        return msgspec.convert(data, Position)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"a worker's position is not as a Trainer writes it: {error}") from error
 
 
 class Header(msgspec.Struct):
@@ -67,7 +160,7 @@ class Found(NamedTuple):
 
 
 def save(job: Job, folder: str | os.PathLike[str], position: Position, keep: int | None = None) -> str:
-    """Write a checkpoint of all workers after the same step; its path without the files' endings. Collective, blocking.
+    """Write a checkpoint of all workers after the same step; return its path without endings. Collective, blocking.
 
     `keep`: how many of the newest checkpoints stay; None: all. ValueError or TypeError on all workers where nothing can
     be written; older checkpoints are as they were.
@@ -90,7 +183,7 @@ def save(job: Job, folder: str | os.PathLike[str], position: Position, keep: int
 
 
 def saved_by(job: Job, what: str) -> Update:
-    """The update whose state is saved; ValueError where the exchange goes on beside the compute."""
+    """Return the update whose state is saved; ValueError where the exchange goes on beside the compute."""
     if job.blocking is None:
         raise ValueError(f"{what}: a Trainer with overlap= has no checkpoints, as its keys follow a plan that is made "
                          "anew: leave overlap out")
@@ -101,7 +194,7 @@ def saved_by(job: Job, what: str) -> Update:
 
 
 def find(job: Job, path: str | os.PathLike[str], begin: bool = False) -> Found | None:
-    """The newest checkpoint of a folder, or that of one of its files, which `take` takes back. Collective, blocking.
+    """Return the newest checkpoint of a folder, or that of one of its files, for `take`. Collective, blocking.
 
     `begin`: None where the folder has no checkpoint, or is not there. ValueError or TypeError on all workers where
     nothing can be read, or it is not one of this Trainer.
@@ -137,7 +230,7 @@ def take(job: Job, found: Found, rates: bool = False) -> None:
 
 
 def of_worker(positions: Sequence[Position], rank: int) -> Position:
-    """That from which a worker goes on, of those that were saved."""
+    """Return the position from which a worker goes on, of those that were saved."""
     return positions[rank % len(positions)]
 
 
@@ -151,7 +244,7 @@ def see_folder(path: str | os.PathLike[str], step: int) -> None:
 
 
 def _made(name: str, rank: int, step: int) -> str:
-    """The folder, which rank 0 makes; ValueError where it cannot be, or is that of another training."""
+    """Return the folder, which rank 0 makes; ValueError where it cannot be, or is that of another training."""
     if rank:
         return name
     try:
@@ -168,20 +261,20 @@ def _made(name: str, rank: int, step: int) -> str:
 
 def _write(path: str, arrays: Mapping[str, np.ndarray], header: Header) -> None:
     try:
-        tensors.write(path, arrays, {WORD: json.dumps(msgspec.to_builtins(header))})
+        file.write(path, arrays, {WORD: json.dumps(msgspec.to_builtins(header))})
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {file.why(error)}") from error
 
 
 def steps_in(folder: str | os.PathLike[str]) -> list[Path]:
-    """The complete checkpoints of a folder, without their endings, oldest first."""
+    """Return the complete checkpoints of a folder, without their endings, oldest first."""
     paths = sorted(Path(folder).glob("step-*" + TRAINER), key=lambda path: (len(path.name), path.name))
     found = [path.with_name(path.name.removesuffix(TRAINER)) for path in paths]
     return [path for path in found if STEP.fullmatch(path.name) and path.with_name(path.name + STORE).is_file()]
 
 
 def _step(path: Path) -> int:
-    """The step of a checkpoint, or of one of its files."""
+    """Return the step of a checkpoint, or of one of its files."""
     return int(path.name.partition(".")[0].removeprefix("step-"))
 
 
@@ -193,21 +286,18 @@ def prune(folder: str, keep: int) -> None:
     whole = steps_in(folder)
     for path in whole[:-keep]:
         for ending in (TRAINER, STORE):
-            _remove(path.with_name(path.name + ending))
+            with contextlib.suppress(OSError):
+                path.with_name(path.name + ending).unlink()
     for path in Path(folder).glob("step-*" + STORE):
         prefix = path.name.removesuffix(STORE)
         half = STEP.fullmatch(prefix) and not path.with_name(prefix + TRAINER).exists()
         if half and whole and _step(path) < _step(whole[-1]):
-            _remove(path)
-
-
-def _remove(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        path.unlink()
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def _found(name: str, begin: bool, update: Update) -> tuple[str, Header] | None:
-    """On rank 0 the checkpoint's path without endings, and its header; None where there is none, and need not be."""
+    """Return a checkpoint's path without endings, and its header; None where there is none, and need not be."""
     with _reading(name):
         if name.endswith(TRAINER):
             prefix = name.removesuffix(TRAINER)
@@ -220,7 +310,7 @@ def _found(name: str, begin: bool, update: Update) -> tuple[str, Header] | None:
                                  "that Checkpoint or Trainer.save wrote to")
             prefix = str(steps[-1])
     path = prefix + TRAINER
-    with _reading(path), tensors.TensorFile(path) as found:
+    with _reading(path), file.TensorFile(path) as found:
         header = _header(path, found.metadata.get(WORD))
         _see_update(path, header, update)
         _see_arrays(path, found.tensors, header, update)
@@ -230,7 +320,7 @@ def _found(name: str, begin: bool, update: Update) -> tuple[str, Header] | None:
 
 @contextlib.contextmanager
 def _reading(path: str) -> Iterator[None]:
-    """Whatever goes wrong in reading is a ValueError, which all workers can be told."""
+    """Raise whatever goes wrong in reading as a ValueError, which all workers can be told."""
     try:
         yield
     except (ValueError, TypeError):
@@ -252,7 +342,7 @@ def _header(path: str, text: str | None) -> Header:
 
 
 def _see_update(path: str, header: Header, update: Update) -> None:
-    """ValueError where gradients were exchanged in another way, or the workers had another optimizer."""
+    """Raise ValueError where gradients were exchanged in another way, or workers had another optimizer."""
     if header.update != update.name:
         raise ValueError(f"{path} was saved with {UPDATES.get(header.update, header.update)}, and this Trainer has "
                          f"{UPDATES.get(update.name, update.name)}: give clip_norm and elastic as they were")
@@ -264,12 +354,12 @@ def _see_update(path: str, header: Header, update: Update) -> None:
                          "it was saved with")
 
 
-def _see_arrays(path: str, found: Mapping[str, tensors.Tensor], header: Header, update: Update) -> None:
-    """ValueError where names, shapes or dtypes in the file are not those of this Trainer."""
+def _see_arrays(path: str, found: Mapping[str, file.Tensor], header: Header, update: Update) -> None:
+    """Raise ValueError where names, shapes or dtypes in the file are not those of this Trainer."""
     numbers = range(min(max(header.clients, 1), len(found) + 1))  # beyond these one is not there
     there = {name: str(tensor) for name, tensor in found.items()}
     here = {
-        f"{number}/{name}": str(tensors.Tensor(array.dtype, array.shape))
+        f"{number}/{name}": str(file.Tensor(array.dtype, array.shape))
         for number in numbers for name, array in update.arrays().items()
     }  # fmt: skip
     for name in sorted({*there, *here}):
@@ -278,8 +368,8 @@ def _see_arrays(path: str, found: Mapping[str, tensors.Tensor], header: Header, 
                              f"{here.get(name, 'not there')} in this Trainer: give model and optimizer as they were")
 
 
-def _gathered(kv: Any, update: Update) -> dict[str, np.ndarray]:
-    """On rank 0 the arrays of all owners, as "0/name"; what it says of them on others is of no use."""
+def _gathered(kv: KVStore, update: Update) -> dict[str, np.ndarray]:
+    """Return, on rank 0, the arrays of all owners, as "0/name"; elsewhere the result is of no use."""
     found: dict[str, np.ndarray] = {}
     for number, owner in enumerate(update.owners()):
         for name, array in update.arrays().items():
@@ -291,8 +381,8 @@ def _gathered(kv: Any, update: Update) -> dict[str, np.ndarray]:
     return found
 
 
-def _scattered(kv: Any, update: Update, found: Found) -> dict[str, np.ndarray] | None:
-    """This worker's arrays, which rank 0 reads; None where the store has all. ValueError on all where it cannot."""
+def _scattered(kv: KVStore, update: Update, found: Found) -> dict[str, np.ndarray] | None:
+    """Return this worker's arrays, which rank 0 reads; None where the store has all. ValueError on all workers."""
     owners, clients = update.owners(), found.header.clients
     if not owners:
         return None
@@ -312,7 +402,7 @@ def _scattered(kv: Any, update: Update, found: Found) -> dict[str, np.ndarray] |
 
 
 def _read(path: str, number: int, arrays: Mapping[str, np.ndarray]) -> None:
-    """One client's arrays of the file."""
-    with _reading(path), tensors.TensorFile(path) as found:
+    """Read one client's arrays of the file."""
+    with _reading(path), file.TensorFile(path) as found:
         for name, array in arrays.items():
             array[...] = found.get(f"{number}/{name}")

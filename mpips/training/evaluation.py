@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from collectives.errors import CollectiveError
-from mpips.training.batches import Arrays, Source, counted, share_of
-from mpips.training.model import see_method
+from mpips.training.batches import Arrays, Source, share_of
+from mpips.training.model import samples_of, see_method
 from mpips.training.step import Job
 
 Metric = Callable[[Any, Any], Any]
@@ -25,8 +25,8 @@ SAMPLES = "samples"
 LOSS = "loss"
 
 
-def check_metrics(metrics: Any, model: object) -> dict[str, Metric]:
-    """The metrics by name; TypeError or ValueError where they are none, or the model cannot be asked for outputs."""
+def check_metrics(metrics: object, model: object) -> dict[str, Metric]:
+    """Return the metrics by name; TypeError or ValueError where they are none, or the model has no outputs."""
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):
@@ -43,14 +43,16 @@ def check_metrics(metrics: Any, model: object) -> dict[str, Metric]:
 
 
 def measured(job: Job, batches: Iterable[tuple[Any, Any]]) -> Sums:
-    """Sums over the samples of these batches, and their number, on this worker alone."""
+    """Return sums over the samples of these batches, and their number, on this worker alone."""
     sums = dict.fromkeys((SAMPLES, LOSS, *job.metrics), 0.0)
     scored, classes = _scored(job), 0.0
-    for samples, x, y in counted(batches):
-        if not samples:
+    loss = getattr(job.model, "loss", None)
+    loss = loss if callable(loss) else job.model.loss_and_gradients
+    for x, y in batches:
+        if not (samples := samples_of(x, y)):
             continue
         sums[SAMPLES] += samples
-        sums[LOSS] += samples * float(_loss_of(job.model)(x, y))
+        sums[LOSS] += samples * float(loss(x, y))
         if job.metrics:
             outputs = job.model.predict(x)
             for name, metric in job.metrics.items():
@@ -86,13 +88,8 @@ def _classes(y: Any) -> bool:
     return str(y.dtype).removeprefix("torch.").startswith(("int", "uint"))
 
 
-def _loss_of(model: Any) -> Callable[[Any, Any], float]:
-    found: Callable[[Any, Any], float] = getattr(model, "loss", None)  # type: ignore[assignment]
-    return found if callable(found) else model.loss_and_gradients
-
-
-def _summed(name: str, value: Any, samples: int) -> float:
-    """The sum over samples of what a metric gave for a batch."""
+def _summed(name: str, value: object, samples: int) -> float:
+    """Return the sum over samples of what a metric gave for a batch."""
     try:
         array = np.asarray(value, np.float64)
     except (TypeError, ValueError):
@@ -106,7 +103,7 @@ def _summed(name: str, value: Any, samples: int) -> float:
 
 
 def means(every: Iterable[Sums]) -> Sums:
-    """The means over all samples; ValueError where there are none, or workers have measured unlike things."""
+    """Return the means over all samples; ValueError where there are none, or unlike things were measured."""
     total: Sums = {}
     first: tuple[int, Sums] | None = None
     for rank, sums in enumerate(every):
@@ -126,7 +123,7 @@ def means(every: Iterable[Sums]) -> Sums:
 
 
 def evaluate(job: Job, source: Source, number: int = 1) -> Sums:
-    """Means over the samples of all workers, equal on all. Collective, blocking; what fails on one is told to all."""
+    """Return means over the samples of all workers. Collective, blocking; what fails on one is told to all."""
     kv = job.kv
     if job.blocking is not None:
         job.blocking.update.share()
@@ -138,8 +135,11 @@ def evaluate(job: Job, source: Source, number: int = 1) -> Sums:
         raise
     except Exception as error:  # of the user's model, metric or batches: of any kind
         failure = error
+    refusal = failure  # what all are told: what was raised, or a ValueError that names its class
+    if failure is not None and not isinstance(failure, (ValueError, TypeError)):
+        refusal = ValueError(f"evaluate: {type(failure).__name__}: {failure}")
     try:
-        told = kv.settings.agree("evaluate", refusal=_refusal(failure), data=json.dumps(sums).encode())
+        told = kv.settings.agree("evaluate", refusal=refusal, data=json.dumps(sums).encode())
     except (ValueError, TypeError) as error:
         if failure is None:
             raise
@@ -147,15 +147,8 @@ def evaluate(job: Job, source: Source, number: int = 1) -> Sums:
     return means(json.loads(data) for data in told)
 
 
-def _refusal(failure: Exception | None) -> Exception | None:
-    """Return what all are told: what was raised, or a ValueError that names its class."""
-    if failure is None or isinstance(failure, (ValueError, TypeError)):
-        return failure
-    return ValueError(f"evaluate: {type(failure).__name__}: {failure}")
-
-
 def evaluate_here(job: Job, source: Source, number: int = 1) -> Sums:
-    """Evaluate this worker's parameters as they are, on all samples: nobody waits. Local."""
+    """Return means by this worker's parameters as they are, on all samples: nobody waits. Local."""
     return means([measured(job, share_of(source, number, 0, 1))])
 
 

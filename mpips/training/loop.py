@@ -1,7 +1,7 @@
 """Run the one training loop (`Fit`): epochs, steps and callbacks from any position on, on workers with unlike batches.
 
-`Request` has the arguments of a fit, and `Course` what its callbacks see of it. Where the store survives deaths, the
-fit does: it goes back to a moment that all workers know (`rejoin`).
+`Request` has the arguments of a fit. Where the store survives deaths, the fit does: it goes back to a moment that all
+workers know (`rejoin`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import struct
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -36,11 +35,12 @@ from mpips.training.batches import (
     test_of,
     whole,
 )
-from mpips.training.callbacks import Callback, Epoch, Position, see_order
-from mpips.training.evaluation import LOSS, evaluate, evaluate_here, names_of, test_words
+from mpips.training.callbacks import Callback, Fitting, order_of, see_order
+from mpips.training.checkpoint import Epoch, Position
+from mpips.training.evaluation import evaluate, evaluate_here, test_words
 from mpips.training.model import samples_of
-from mpips.training.rejoin import BEGIN, COUNTED, ENDED, OVER, TOLD, Back, SurvivingFit
-from mpips.training.step import Blocking, Job, see_joined, update_optimizer
+from mpips.training.rejoin import BEGIN, COUNTED, ENDED, OVER, TOLD, SurvivingFit
+from mpips.training.step import Blocking, Job, see_joined
 
 UNEVEN, MANY = 100, 2000
 """So many times the steps of another worker, and so many more, are taken for a stream without an end."""
@@ -51,8 +51,8 @@ class Fit:
 
     def __init__(self, job: Job, request: Request, position: Position, survival: SurvivingFit | None = None) -> None:
         self._job, self._source, self._test, self._position = job, request.source, request.test, position
-        self._course = Course(job, request, position)
-        self._callbacks = self._course.callbacks
+        self._fit = Fitting(job, position, request.source, request.test, request.epochs, request.callbacks)
+        self._callbacks = self._fit.callbacks
         self._on_step = [each for each in self._callbacks if type(each).on_step is not Callback.on_step]
         self._began = 0.0
         self._survival, self._stage = survival, BEGIN
@@ -77,37 +77,37 @@ class Fit:
     def _enter(self) -> None:
         """Begin with all workers, or as a spare among those that are in the middle of it."""
         if self._survival is None or not self._survival.fresh:
-            self._course.restore()
+            self._fit.restore()
             if self._survival is not None:
                 self._survival.begin(self._position)
             self._mark(BEGIN)
             return
         self._put_back(self._survival.join())
         if self._stage != BEGIN:
-            self._course.alone = True
+            self._fit.alone = True
             for callback in self._callbacks:
-                callback.on_begin(self._course)
-            self._course.alone = False
+                callback.on_begin(self._fit)
+            self._fit.alone = False
 
     def _go_on(self) -> None:
         """From any stage to the end."""
         if self._stage == BEGIN:
             for callback in self._callbacks:
-                callback.on_begin(self._course)
+                callback.on_begin(self._fit)
             self._mark(OVER)
         if self._stage == COUNTED:
             self._tell()
-        while self._position.epoch <= self._course.epochs and not self._position.stopped:
+        while self._position.epoch <= self._fit.epochs and not self._position.stopped:
             self._meet()
             if (growing := self._growing()) is not None:
                 self._put_back(growing.recover(None, grow=True))
             else:
                 self._one_epoch()
         if self._stage != ENDED:
-            if self._position.epoch <= self._course.epochs:
+            if self._position.epoch <= self._fit.epochs:
                 self._meet()
             for callback in self._callbacks:
-                callback.on_end(self._course)
+                callback.on_end(self._fit)
             self._mark(ENDED)
         if self._survival is not None:  # who has left cannot help the others
             self._job.kv.settings.agree("fit: the end")
@@ -119,13 +119,13 @@ class Fit:
             states = None if stage == COUNTED else hooks.states(self._callbacks)
             self._survival.mark(self._position, stage, states)
 
-    def _put_back(self, back: Back) -> None:
+    def _put_back(self, back: tuple[Position, int]) -> None:
         """Go on from where all workers go on."""
+        position, self._stage = back
         for field in fields(Position):
-            setattr(self._position, field.name, getattr(back.position, field.name))
-        self._stage = back.stage
-        self._course.count_workers()
-        self._course.restore()
+            setattr(self._position, field.name, getattr(position, field.name))
+        self._fit.count_workers()
+        self._fit.restore()
         self._began = time.perf_counter()
 
     def _growing(self) -> SurvivingFit | None:
@@ -138,7 +138,7 @@ class Fit:
         at = self._position
         self._began = time.perf_counter()
         batches = self._source.epoch(at.epoch, self._job.kv, at.batches - at.since, at.dealt)
-        if self._course.joined:
+        if self._fit.joined:
             assert self._job.blocking is not None
             self._train_joined(batches, self._job.blocking)
         else:
@@ -148,11 +148,11 @@ class Fit:
         trained = at.batches
         epoch = at.end_epoch(self._tested())
         if trained and not math.isfinite(epoch.loss):
-            warnings.warn(f"the loss of epoch {epoch.epoch} is {epoch.loss} on rank {self._course.rank}: lower the "
+            warnings.warn(f"the loss of epoch {epoch.epoch} is {epoch.loss} on rank {self._fit.rank}: lower the "
                           "learning rate, give clip_norm, or look for NaN in the data",
                           RuntimeWarning, stacklevel=4)  # fmt: skip
         for callback in self._callbacks:
-            at.stopped |= bool(callback.on_epoch(self._course, epoch))
+            at.stopped |= bool(callback.on_epoch(self._fit, epoch))
         self._mark(OVER)
 
     def _train(self, batches: Iterator[Batch]) -> None:
@@ -179,7 +179,7 @@ class Fit:
         together = 0  # steps of this epoch in which nobody was out of batches
         for taken in itertools.count(1):
             samples = 0
-            for x, y in itertools.islice(batches, self._course.accumulate):
+            for x, y in itertools.islice(batches, blocking.accumulate):
                 if count := samples_of(x, y):
                     at.took(blocking.add(x, y))
                 else:
@@ -191,9 +191,9 @@ class Fit:
             has_batch = blocking.waiting > 0
             joined = blocking.join(samples)
             if not joined.batches:
-                if not (at.step or self._course.asynchronous):
+                if not (at.step or self._fit.asynchronous):
                     raise ValueError(f"fit: no worker has a batch in epoch {at.epoch}: give some batches to one")
-                if taken == 1 and not at.batches and self._course.rank == 0:
+                if taken == 1 and not at.batches and self._fit.rank == 0:
                     warnings.warn(f"fit: no worker has a batch in epoch {at.epoch}: give batches that can be gone "
                                   "through in every epoch", RuntimeWarning, stacklevel=5)  # fmt: skip
                 return
@@ -207,9 +207,8 @@ class Fit:
 
     def _see_end(self, has_batch: bool, together: int, taken: int) -> None:
         """ValueError on all workers that wait for one whose batches may never end, when others are out of theirs."""
-        group, endless = self._job.kv.layout.workers, has_batch and not self._source.bounded
-        if self._course.asynchronous:
-            group = self._job.kv.layout.client
+        assert self._job.blocking is not None
+        group, endless = self._job.blocking.update.group, has_batch and not self._source.bounded
         ranks = np.zeros(group.Get_size())
         ranks[group.Get_rank()] = endless
         collectives.allreduce(ranks, group, label="fit: batches without an end")
@@ -229,7 +228,7 @@ class Fit:
         if self._on_step:
             self._position.seconds += time.perf_counter() - self._began
             for callback in self._on_step:
-                callback.on_step(self._course)
+                callback.on_step(self._fit)
             self._began = time.perf_counter()
         self._mark(TOLD)
 
@@ -237,7 +236,7 @@ class Fit:
         """Together where workers have the same parameters; in an asynchronous store nobody waits for it."""
         if self._test is None:
             return None
-        measure = evaluate_here if self._course.asynchronous else evaluate
+        measure = evaluate_here if self._fit.asynchronous else evaluate
         return measure(self._job, self._test, self._position.epoch)
 
     def _meet(self) -> None:
@@ -247,10 +246,10 @@ class Fit:
         """
         if not self._callbacks and self._test is None and self._growing() is None:
             return
-        if not self._course.asynchronous:
+        if not self._fit.asynchronous:
             ended = ("ended the training", str(self._position.stopped))
             self._job.kv.settings.agree("fit", [ended], noun="callback")
-        elif (client := self._job.kv.layout.client).Get_size() > 1:
+        elif (client := self._job.kv.layout.client) is not None and client.Get_size() > 1:
             collectives.allreduce(np.zeros(1), client, label="fit: the next epoch")
 
 
@@ -261,90 +260,6 @@ class Request(NamedTuple):
     epochs: int
     test: Source | None
     callbacks: tuple[Callback, ...]
-
-
-class Course:
-    """Tell callbacks how far a fit is on this worker, and let them act (`callbacks.Fitting`)."""
-
-    def __init__(self, job: Job, request: Request, position: Position) -> None:
-        self.epochs, self.joined, self.asynchronous = request.epochs, request.source.joined, job.kv.layout.asynchronous
-        self.accumulate = 1 if job.blocking is None else job.blocking.accumulate
-        tested = (LOSS, *names_of(job, request.test)) if request.test is not None else ()
-        self.measures = (LOSS, *(f"test_{name}" for name in tested))
-        self.callbacks = sorted(request.callbacks, key=lambda callback: callback.last)
-        self.alone = False
-        """Whether the other workers are elsewhere: then nothing is sent."""
-        self.position, self._job, self._source = position, job, request.source
-        self.count_workers()
-
-    def count_workers(self) -> None:
-        """Set the numbers that depend on how many workers there are."""
-        kv, source = self._job.kv, self._source
-        per_epoch = source.steps(kv.num_workers)
-        self.rank, self.steps = kv.rank, None if per_epoch is None else -(-per_epoch // self.accumulate)
-        self.position.order = order_of(self._job, source, kv.num_workers)
-
-    def restore(self) -> None:
-        """Callbacks have again what they kept at this position."""
-        for name, callback in hooks.named(self.callbacks).items():
-            if name in self.position.callbacks:
-                callback.restore(self.position.callbacks[name])
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that is under way, from 1."""
-        return self.position.epoch
-
-    @property
-    def step(self) -> int:
-        """Exchanges since the training began."""
-        return self.position.step
-
-    @property
-    def loss(self) -> float:
-        """Mean loss of this worker's batches in this epoch so far."""
-        return self.position.loss
-
-    @property
-    def last_loss(self) -> float:
-        """Loss of this worker's last batch."""
-        return self.position.last_loss
-
-    @property
-    def history(self) -> Sequence[Epoch]:
-        """All epochs that have ended."""
-        return tuple(self.position.history)
-
-    def mean(self, value: float) -> float:
-        """The mean over the workers, equal on all; those that bring NaN are left out. Collective, blocking."""
-        if self.alone:
-            return value
-        told = self._job.kv.settings.agree("fit: a mean", data=struct.pack("<d", value))
-        found = [each for data in told for each in struct.unpack("<d", data) if not math.isnan(each)]
-        return sum(found) / len(found) if found else math.nan
-
-    def save(self, path: str | os.PathLike[str], keep: int | None = None) -> None:
-        """Write a checkpoint that `fit(resume=path)` goes on from. Collective, blocking."""
-        if self.alone:
-            return
-        self.position.callbacks = hooks.states(self.callbacks)
-        checkpoint.save(self._job, path, self.position, keep)
-
-    def see_folder(self, path: str | os.PathLike[str]) -> None:
-        """ValueError or TypeError on rank 0 where `save(path)` could not write after the next step. Local."""
-        if self.rank == 0:
-            checkpoint.see_folder(path, self.step)
-
-    def update_optimizer(self, **numbers: Any) -> None:
-        """Change numbers of the optimizer; its state stays. Collective, blocking."""
-        if not self.alone:
-            update_optimizer(self._job, numbers)
-
-
-def order_of(job: Job, source: Source, workers: int) -> str:
-    """Return what decides which samples come in which step, in words."""
-    accumulate = job.blocking.accumulate if job.blocking is not None else 1
-    return source.order(workers) + (f", accumulate={accumulate}" if accumulate > 1 else "")
 
 
 def requested(
@@ -400,9 +315,9 @@ def _start(job: Job, request: Request, positions: Sequence[Position]) -> Positio
     position = replace(checkpoint.of_worker(positions, job.kv.rank))
     if isinstance(source, Arrays) and position.batches and before != workers and position.order != order:
         position.deal(source.batch_size * before)
-    course = Course(job, request, position)
+    fit = Fitting(job, position, source, request.test, request.epochs, request.callbacks)
     for callback in request.callbacks:
-        callback.check(course)
+        callback.check(fit)
     return position
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -24,16 +24,11 @@ from mpips.optimizers.registry import as_data, from_data
 from mpips.store.runtime.errors import LostError, StoreError
 from mpips.store.runtime.rendezvous import Items
 from mpips.training.batches import Arrays, Source
-from mpips.training.callbacks import Epoch, Position
+from mpips.training.checkpoint import Epoch, Position
 from mpips.training.step import Blocking, Job
 
-
-class Back(NamedTuple):
-    """The moment at which a worker goes on."""
-
-    position: Position
-    """With its history, and with what callbacks keep."""
-    stage: int
+if TYPE_CHECKING:
+    from mpips.store.api import KVStore
 
 
 class SurvivingFit:
@@ -67,7 +62,7 @@ class SurvivingFit:
     # ---- what is remembered
 
     def begin(self, position: Position) -> None:
-        """The fit begins on all workers. Collective: each learns the histories of all."""
+        """Begin on all workers. Collective: each learns the histories of all."""
         told = self._kv.settings.agree("fit: it survives deaths", data=msgspec.msgpack.encode(position))
         every = [msgspec.msgpack.decode(data, type=Position) for data in told]
         if self._synchronous:
@@ -78,18 +73,18 @@ class SurvivingFit:
         self._hear()
 
     def ahead(self, position: Position) -> None:
-        """An exchange begins, which makes another step of all batches taken so far. Collective where synchronous."""
+        """Begin an exchange, which makes another step of all batches so far. Collective where synchronous."""
         at = replace(position, step=position.step + 1)
         if self._synchronous:
             self._rows = self._all(at)
         self._ahead = self._mark(at, COUNTED)
 
     def no_exchange(self) -> None:
-        """Nobody had a sample: the exchange that was to begin did not."""
+        """Take `ahead` back: nobody had a sample, and the exchange did not begin."""
         self._ahead = None
 
     def mark(self, position: Position, stage: int, states: dict[str, Any] | None) -> None:
-        """This worker has come to a stage. `states`: of its callbacks, where they were called."""
+        """Note that this worker has come to a stage. `states`: of its callbacks, where they were called."""
         if states is not None:
             self._states = states
         if stage == OVER and self._synchronous and len(position.history) > len(self._losses):
@@ -116,8 +111,9 @@ class SurvivingFit:
 
     # ---- after a death
 
-    def recover(self, error: CollectiveError | None, grow: bool = False) -> Back:
-        """Let the store recover, and meet the other workers, and spares that join by `grow`. Collective, blocking.
+    def recover(self, error: CollectiveError | None, grow: bool = False) -> tuple[Position, int]:
+        """Let the store recover, meet the other workers, and spares that join by `grow`; return where to go on: the
+        position, with its history and what callbacks keep, and the stage. Collective, blocking.
 
         `error` is raised again where nobody has died, and the training has come no further since the last time.
         """
@@ -134,8 +130,8 @@ class SurvivingFit:
                 if other is error:
                     raise
 
-    def join(self) -> Back:
-        """A spare that has taken a place meets the others. Collective, blocking."""
+    def join(self) -> tuple[Position, int]:
+        """Meet the others, on a spare that has taken a place; return where to go on. Collective, blocking."""
         try:
             return self._meet(None)
         except (MismatchError, LostError):
@@ -143,7 +139,7 @@ class SurvivingFit:
         except CollectiveError as error:
             return self.recover(error)
 
-    def _meet(self, error: CollectiveError | None) -> Back:
+    def _meet(self, error: CollectiveError | None) -> tuple[Position, int]:
         kv = self._kv
         self._ranks[kv.generation] = kv.rank
         mine = b"" if self.fresh else msgspec.msgpack.encode(self._word())
@@ -155,7 +151,12 @@ class SurvivingFit:
         word = words[kv.rank] or words[moment.source]
         assert word is not None
         mark = word.at(moment.step, moment.place)
-        self._see_progress(error, words, mark)
+        # `error` would only come again where no death has made it: the same on all workers.
+        died = any(word is None for word in words) or mark.workers != len(words)
+        at = None if died else (mark.step, mark.stage)
+        if at is not None and at == self._before and error is not None:
+            raise error
+        self._before = at
         back = self._take(words, word, mark)
         kv.settings.fresh = False
         self._restore(words, group, mark)
@@ -171,15 +172,7 @@ class SurvivingFit:
         stored = self._offset + rounds.pop() if len(rounds) == 1 else None
         return Word(self._ranks, self._numbered, sent, ahead, stored, self._whole, self._history, self._losses)
 
-    def _see_progress(self, error: CollectiveError | None, words: Sequence[Word | None], mark: Mark) -> None:
-        """Raise `error` again where it would only come again: no death has made it. The same on all workers."""
-        died = any(word is None for word in words) or mark.workers != len(words)
-        at = None if died else (mark.step, mark.stage)
-        if at is not None and at == self._before and error is not None:
-            raise error
-        self._before = at
-
-    def _take(self, words: Sequence[Word | None], word: Word, mark: Mark) -> Back:
+    def _take(self, words: Sequence[Word | None], word: Word, mark: Mark) -> tuple[Position, int]:
         """Go on from a mark, this worker's own or another's. Local."""
         kv, rows = self._kv, rows_of(words, word.numbered, mark.workers)
         position = replace(mark.position, history=list(word.history[: mark.ended]))
@@ -198,10 +191,10 @@ class SurvivingFit:
         self._ahead, self._history = None, position.history
         self._marks = [msgspec.structs.replace(mark, position=replace(position, history=[]), workers=kv.num_workers,
                                                rows=self._rows, optimizer=from_data(mark.optimizer))]  # fmt: skip
-        return Back(position, mark.stage)
+        return position, mark.stage
 
     def _restore(self, words: Sequence[Word | None], group: range, mark: Mark) -> None:
-        """Parameters, and what the store does not have: from the worker of the group that is furthest. Collective."""
+        """Restore parameters, and what the store does not have, from the furthest of the group. Collective."""
         self._hear()
         update = self._blocking.update
         whole = [(word.done, -rank) for rank in group if (word := words[rank]) is not None and word.whole]
@@ -225,7 +218,7 @@ class SurvivingFit:
         return range(client.start, client.stop)
 
     def _hear(self) -> None:
-        """Whoever waits for those workers from now on hears of the epoch's end. Collective: only behind a meeting."""
+        """Let who waits for those workers hear of the generation's end. Collective: only behind a meeting."""
         if len(group := self._group()) > 1:
             self._kv.settings.generation.within(self._blocking.update.group, list(group))
 
@@ -235,9 +228,9 @@ class SurvivingFit:
         return key
 
 
-def see_alike(kv: Any, what: str, words: Items, refusal: BaseException | None) -> None:
-    """All workers make this call with equal words, or all raise the same. A spare that has taken a place compares
-    nothing here: the others have made the call long ago, and `join` compares."""
+def see_alike(kv: KVStore, what: str, words: Items, refusal: BaseException | None) -> None:
+    """See that all workers make this call with equal words, or all raise the same. A spare that has taken a place
+    compares nothing here: the others have made the call long ago, and `join` compares."""
     if not kv.settings.fresh:
         kv.settings.agree(what, words, refusal, noun="argument")
     elif refusal is not None:
@@ -245,7 +238,7 @@ def see_alike(kv: Any, what: str, words: Items, refusal: BaseException | None) -
 
 
 def survival_of(job: Job, source: Source, number: int, words: Items, grow: bool) -> SurvivingFit | None:
-    """That of a Trainer's fit with this number, where the store survives. `words`: what is equal on all workers.
+    """Return that of a Trainer's fit with this number, where the store survives. `words` are equal on all workers.
 
     Only the first fit may `grow`: spares begin with it.
     """
@@ -296,9 +289,9 @@ class Word(msgspec.Struct, frozen=True):
     """The word of a worker that knows where the training was; a spare brings nothing."""
 
     ranks: dict[int, int]
-    """Its rank in the epochs of the store, by their number."""
+    """Its rank in the generations of the store, by their number."""
     numbered: int
-    """The epoch whose ranks number the rows of its marks, and its losses."""
+    """The generation whose ranks number the rows of its marks, and its losses."""
     marks: list[Mark]
     ahead: Mark | None
     """As after the exchange that was under way."""
@@ -343,7 +336,7 @@ class Agreed(NamedTuple):
 
 
 def agreed(words: Sequence[Word | None], group: Sequence[int], stored: bool, asynchronous: bool) -> Agreed:
-    """The moment that a group of workers goes back to: all of a synchronous store, a client of an asynchronous one.
+    """Return the moment that a group of workers goes back to: all of a synchronous store, a client of another.
 
     Where the store updates (`stored`) it is the step that the store stands at; where workers update alike, the step of
     the one that is furthest; in an asynchronous store the last step that all of the group have contributed to.
@@ -376,14 +369,14 @@ def agreed(words: Sequence[Word | None], group: Sequence[int], stored: bool, asy
 
 
 def rows_of(words: Sequence[Word | None], numbered: int, workers: int) -> list[int]:
-    """For each worker that is here now the one whose place it has, of `workers` in the epoch `numbered`."""
+    """Return, for each worker here now, whose place it has, of `workers` in the generation `numbered`."""
     known = [None if word is None else word.ranks.get(numbered) for word in words]
     free = iter([row for row in range(workers) if row not in known])
     return [next(free, 0) if row is None else row for row in known]
 
 
 def with_losses(history: Sequence[Epoch], losses: Sequence[Sequence[float]], row: int) -> list[Epoch]:
-    """One worker's history of another's."""
+    """Return one worker's history of another's."""
     if not losses:
         return list(history)
     return [Epoch(epoch.epoch, epoch.seconds, of[row], epoch.test) for epoch, of in zip(history, losses)]

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -20,12 +20,17 @@ from mpips.overlap.exchange import Recorder, Report
 from mpips.training.batches import Source
 from mpips.training.model import Model, samples_of
 
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from mpips.store.api import KVStore
+
 
 class Exchange(Protocol):
     """One way to train: a batch's compute and its communication."""
 
     def step(self, x: Any, y: Any) -> float:
-        """Forward, backward, exchange, update; the loss of this worker's batch."""
+        """Make a step; return the loss of this worker's batch."""
         ...
 
     def finish(self) -> None:
@@ -37,8 +42,12 @@ class Exchange(Protocol):
         ...
 
 
-class Update(Protocol):
-    """Make the next parameters of gradients, each the mean over a worker's samples. Blocking."""
+class Update:
+    """Make the next parameters of gradients, each the mean over a worker's samples. Blocking.
+
+    Where the store updates, it holds all: `owners`, `arrays` and `optimizer` are of what it does not hold, for
+    checkpoints and after deaths.
+    """
 
     name: str
     """What a checkpoint calls it, and a report."""
@@ -46,46 +55,45 @@ class Update(Protocol):
     """Of the parameters in the store, each pushed once an exchange."""
 
     @property
-    def group(self) -> Any:
-        """The communicator of the workers whose gradients make one update."""
-        ...
+    def group(self) -> MPI.Intracomm:
+        """Return the communicator of the workers whose gradients make one update."""
+        raise NotImplementedError
 
     def exchange(self) -> None:
-        """The model's gradients go out, and its parameters are the next ones. All workers of `group` call it."""
-        ...
+        """Send the model's gradients, and leave the next parameters in it. All workers of `group` call it."""
+        raise NotImplementedError
 
     def change(self, numbers: Mapping[str, Any]) -> None:
-        """Other numbers for the optimizer, such as `learning_rate`; its state stays. All workers of the store call."""
-        ...
+        """Change numbers of the optimizer, such as `learning_rate`; its state stays. All workers of the store call."""
+        raise NotImplementedError
 
     def share(self) -> None:
-        """The parameters become those that all workers have in common, where there are such. All workers call."""
-        ...
+        """Take the parameters that all workers have in common, where there are such. All workers call."""
 
     @property
     def numbers(self) -> Optimizer:
-        """The optimizer with the numbers of now, wherever it is."""
-        ...
-
-    # ---- for checkpoints, and after deaths: what the store does not hold
+        """Return the optimizer with the numbers of now, wherever it is."""
+        raise NotImplementedError
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """That of every worker, with the numbers of now; None where the store has it."""
-        ...
+        """Return that of every worker, with the numbers of now; None where the store has it."""
+        return None
 
     def owners(self) -> list[int]:
-        """The workers that keep such arrays, one of each group of equal ones; empty where the store holds all."""
-        ...
+        """Return the workers that keep arrays, one of each group of equal ones; none where the store holds all."""
+        return []
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """This worker's, by name; live or copies."""
-        ...
+        """Return this worker's arrays, by name; live or copies."""
+        return {}
 
     def restore(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer | None) -> None:
-        """Take them back, and the parameters, after `kv.load` or a death; `rescale` is that of the workers that are
-        here. `optimizer`: the numbers of then; None: as they are. All workers call."""
-        ...
+        """Take arrays and parameters back, after `kv.load` or a death; `rescale` is that of the workers that are here.
+
+        `optimizer`: the numbers of then; None: as they are. All workers call.
+        """
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -93,7 +101,7 @@ class Job:
     """The parts of a Trainer, for those who fit, evaluate and save."""
 
     model: Any
-    kv: Any
+    kv: KVStore
     exchange: Exchange
     blocking: Blocking | None
     """The exchange, where it is one that blocks."""
@@ -120,7 +128,7 @@ class Blocking:
         self._begin, self._added = 0.0, 0
 
     def step(self, x: Any, y: Any) -> float:
-        """Forward and backward, and with every `accumulate`-th batch exchange and update; the batch's loss."""
+        """Compute a batch, and exchange with every `accumulate`-th; return its loss."""
         loss = self.add(x, y)
         if self.full:
             self.flush()
@@ -133,11 +141,11 @@ class Blocking:
 
     @property
     def waiting(self) -> int:
-        """Batches that wait for the next exchange."""
+        """Return how many batches wait for the next exchange."""
         return self._added
 
     def add(self, x: Any, y: Any) -> float:
-        """Forward and backward of a batch, which waits for the next exchange; its loss. Local."""
+        """Compute a batch, which waits for the next exchange; return its loss. Local."""
         if not self._added:
             self._begin = time.perf_counter()
         loss = _number(self.model.loss_and_gradients(x, y))
@@ -147,11 +155,11 @@ class Blocking:
         return loss
 
     def add_empty(self) -> None:
-        """A batch without a sample, which no model is asked about: it has no weight in the next exchange. Local."""
+        """Count a batch without a sample, of which no model is asked: it has no weight in the exchange. Local."""
         self._added += 1
 
     def flush(self) -> bool:
-        """Exchange what waits, whose mean is over all its samples; whether there was anything. Blocking."""
+        """Exchange what waits, whose mean is over all its samples; return whether there was anything. Blocking."""
         if not self._added:
             return False
         self._sum.mean()
@@ -159,7 +167,7 @@ class Blocking:
         return True
 
     def join(self, samples: int) -> Joined:
-        """`flush` where workers may have unlike numbers of samples, or none: the mean is over the samples of all.
+        """Flush where workers may have unlike numbers of samples, or none: the mean is over the samples of all.
 
         `samples`: of this worker's batches that wait. Blocking; all workers of the update's group call it, and sum two
         numbers before the exchange.
@@ -198,7 +206,7 @@ class Blocking:
 
 
 def see_joined(job: Job, source: Source) -> None:
-    """ValueError where workers may not have unlike numbers of batches."""
+    """Raise ValueError where workers may not have unlike numbers of batches."""
     if not source.joined:
         return
     if job.blocking is None:
@@ -222,7 +230,7 @@ def update_optimizer(job: Job, numbers: dict[str, Any]) -> None:
 
 
 def _number(loss: Any) -> float:
-    """The loss of a batch; TypeError where the model has returned something else."""
+    """Return the loss of a batch; TypeError where the model has returned something else."""
     try:
         return float(loss)
     except (TypeError, ValueError):
@@ -237,7 +245,7 @@ Arrays = Sequence[np.ndarray]
 
 
 def global_norm(gradients: Arrays) -> float:
-    """The square root of the sum of all elements' squares, added in float64.
+    """Return the square root of the sum of all elements' squares, added in float64.
 
     The order of the sum depends on shapes alone: equal gradients give equal bits.
     """
@@ -251,7 +259,7 @@ def global_norm(gradients: Arrays) -> float:
 
 
 def clip(gradients: Arrays, limit: float) -> float:
-    """Scale gradients so that their global norm is at most `limit`; the norm that they had.
+    """Scale gradients so that their global norm is at most `limit`; return the norm that they had.
 
     Where the norm is not finite nothing is scaled: the loss then says so, too.
     """
@@ -282,7 +290,7 @@ class Accumulated:
         self._samples = 0
 
     def add(self, samples: int) -> None:
-        """The gradients are the mean over so many samples of a batch; where it has none, whatever they are."""
+        """Add gradients, the mean over this number of samples; where it is 0, they do not count."""
         if not samples:
             return
         if self._sums is None:
@@ -292,7 +300,7 @@ class Accumulated:
         self._samples += samples
 
     def mean(self) -> None:
-        """The gradients become the mean over all samples added; the next sum begins."""
+        """Make the gradients the mean over all samples added, and begin the next sum."""
         if self._sums is None or not self._samples:
             return
         for total, gradient in zip(self._sums, self._gradients):
@@ -300,14 +308,14 @@ class Accumulated:
         self.forget()
 
     def forget(self) -> None:
-        """The next sum begins."""
+        """Begin the next sum."""
         for total in self._sums or ():
             total[...] = 0
         self._samples = 0
 
 
 def check_clip(clip_norm: float | None) -> float | None:
-    """ValueError where it is no limit of a norm."""
+    """Return the limit of a norm; ValueError where it is none."""
     if clip_norm is None:
         return None
     if isinstance(clip_norm, bool) or not isinstance(clip_norm, (int, float)) or not 0 < clip_norm < math.inf:

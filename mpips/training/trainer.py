@@ -22,7 +22,8 @@ from mpips.store.keys.rows import Rows, table
 from mpips.store.runtime.rendezvous import attempt
 from mpips.training import checkpoint
 from mpips.training.batches import BLOCK, Source, see_samples, source_of
-from mpips.training.callbacks import Callback, Epoch, Position, of_job
+from mpips.training.callbacks import Callback, of_job
+from mpips.training.checkpoint import Epoch, Position
 from mpips.training.evaluation import Metric, check_metrics, evaluate, test_words
 from mpips.training.loop import Fit, begin, requested, words_of
 from mpips.training.model import see_method, see_model
@@ -55,7 +56,7 @@ class Trainer(Uncopied):
     def __init__(
         self,
         model: Any,
-        kv: Any,
+        kv: KVStore,
         optimizer: str | Optimizer = "sgd",
         *,
         elastic: Elastic | None = None,
@@ -87,7 +88,13 @@ class Trainer(Uncopied):
         self.exchange: Exchange
         steps: Blocking | None = None
         if overlap is None:
-            update = _update(model, kv, made, elastic, clip_norm)
+            update: Update
+            if elastic is not None:
+                update = ElasticAveraging(model, kv, made, elastic, clip_norm)
+            elif clip_norm is not None and not kv.layout.asynchronous:
+                update = Summed(model, kv, made, clip_norm)
+            else:
+                update = Gradients(model, kv, made, clip_norm)
             self.exchange = steps = Blocking(model, update, accumulate)
         else:
             self.exchange = Overlapped(model, kv, averaged(made, workers_in_a_sum(kv)), overlap)
@@ -277,12 +284,3 @@ def _see_together(
         raise ValueError(f"clip_norm={clip_norm}: in {kv.type} the servers apply the sum of a client, and of "
                          f"{kv.num_workers} workers in {len(kv.layout.clients)} clients none knows its norm: take "
                          "dist_async, elastic averaging, or a synchronous kind")
-
-
-def _update(model: Any, kv: KVStore, optimizer: Any, elastic: Elastic | None, clip_norm: float | None) -> Update:
-    """Return how gradients become parameters."""
-    if elastic is not None:
-        return ElasticAveraging(model, kv, optimizer, elastic, clip_norm)
-    if clip_norm is not None and not kv.layout.asynchronous:
-        return Summed(model, kv, optimizer, clip_norm)
-    return Gradients(model, kv, optimizer, clip_norm)

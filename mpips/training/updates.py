@@ -1,16 +1,15 @@
 """Make the next parameters of a step's gradients: by the store's optimizer, by every worker, or by elastic averaging.
 
-`Gradients` serves all kinds of store (MXNET-MPI, figures 6 and 7). `Summed` is for clipping in a synchronous store,
-since
-only a rank with the whole sum knows its norm. The store then sums, and has no optimizer. `ElasticAveraging` exchanges
-whole models (MXNET-MPI, figure 8; equations in `optimizers.elastic`).
+`Gradients` serves all kinds of store (MXNET-MPI, figures 6 and 7). `Summed` is for clipping in a synchronous store: a
+rank that has the whole sum alone knows its norm. The store then sums, and has no optimizer. `ElasticAveraging`
+exchanges whole models (MXNET-MPI, figure 8; equations in `optimizers.elastic`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -20,20 +19,25 @@ from mpips.optimizers.base import Optimizer, Updater, changed
 from mpips.optimizers.elastic import INTERVAL, Elastic1, Elastic2
 from mpips.store.runtime.rendezvous import attempt
 from mpips.training.model import Model, keys_of
-from mpips.training.step import clip
+from mpips.training.step import Update, clip
 
-_trainers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from mpips.store.api import KVStore
+
+_trainers: WeakKeyDictionary[KVStore, int] = WeakKeyDictionary()
 """How many Trainers a store has had."""
 
 
-def own_keys(model: Model, kv: Any) -> list[str]:
-    """`keys_of` for the first Trainer of a store; with a prefix for those after it."""
+def own_keys(model: Model, kv: KVStore) -> list[str]:
+    """Return `keys_of` for the first Trainer of a store; with a prefix for those after it."""
     number = _trainers[kv] = _trainers.get(kv, 0) + 1
     return [key if number == 1 else f"trainer{number}/{key}" for key in keys_of(model)]
 
 
-def begins(kv: Any, keys: Sequence[str], parameters: Sequence[np.ndarray]) -> bool:
-    """Make the keys, of rank 0's parameters; False on a spare that has taken a place: the others did so long ago.
+def begins(kv: KVStore, keys: Sequence[str], parameters: Sequence[np.ndarray]) -> bool:
+    """Make the keys, of rank 0's parameters. Return False on a spare that has taken a place: the others have.
 
     ValueError there where they did not.
     """
@@ -50,33 +54,26 @@ def begins(kv: Any, keys: Sequence[str], parameters: Sequence[np.ndarray]) -> bo
 
 
 def averaged(optimizer: Optimizer, workers: float) -> Optimizer:
-    """The optimizer for gradients that arrive as a sum over workers: `rescale` divided by their number."""
+    """Return the optimizer for gradients that arrive as a sum over workers: `rescale` divided by their number."""
     if "rescale" not in {field.name for field in fields(optimizer)}:
         raise ValueError(f"{optimizer!r} has no rescale: a Trainer needs an optimizer of gradients")
     return replace(optimizer, rescale=optimizer.rescale / workers)  # type: ignore[call-arg, attr-defined]
 
 
-def rescale_of(optimizer: Optimizer) -> float:
-    """By how much it multiplies a gradient; every optimizer that `averaged` made can tell."""
-    rescale: float = optimizer.rescale  # type: ignore[attr-defined]
-    return rescale
+def rescaled(optimizer: Optimizer, like: Optimizer) -> Optimizer:
+    """Return the optimizer with the `rescale` of another, which `averaged` made."""
+    return replace(optimizer, rescale=like.rescale)  # type: ignore[call-arg, attr-defined]
 
 
-def workers_in_a_sum(kv: Any) -> float:
-    """Workers whose gradients make one update: all of a synchronous store, a client's of an asynchronous one.
+def workers_in_a_sum(kv: KVStore) -> float:
+    """Return how many workers' gradients make one update: all of a synchronous store, a client's of another.
 
     Where clients differ in size it is their mean: a store has one optimizer, and larger clients take larger steps.
     """
     return kv.num_workers / len(kv.layout.clients) if kv.layout.asynchronous else kv.num_workers
 
 
-def difference(now: Optimizer, wanted: Optimizer) -> dict[str, Any]:
-    """The numbers by which an optimizer differs from another of its class."""
-    pairs = ((field.name, getattr(wanted, field.name)) for field in fields(now))
-    return {name: number for name, number in pairs if getattr(now, name) != number}
-
-
-class Gradients:
+class Gradients(Update):
     """Push gradients, pull parameters; the store's optimizer updates (on servers, or on the workers without any).
 
     `clip_norm`: in an asynchronous store whose clients have one worker each; what is clipped is a push.
@@ -84,157 +81,123 @@ class Gradients:
 
     name = "none"
 
-    def __init__(self, model: Model, kv: Any, optimizer: Optimizer, clip_norm: float | None = None) -> None:
+    def __init__(self, model: Model, kv: KVStore, optimizer: Optimizer, clip_norm: float | None = None) -> None:
         self._model, self._kv, self.keys, self._clip = model, kv, own_keys(model, kv), clip_norm
         self._optimizer = optimizer
         if begins(kv, self.keys, model.parameters):
-            kv.set_optimizer(self._averaged(), keys=self.keys)
+            kv.set_optimizer(averaged(optimizer, workers_in_a_sum(kv)), keys=self.keys)
             self._pull()
 
     @property
-    def group(self) -> Any:
-        """All workers of a synchronous store, a client's of an asynchronous one."""
+    def group(self) -> MPI.Intracomm:
         layout = self._kv.layout
-        return layout.client if layout.asynchronous else layout.workers
+        return layout.client if layout.asynchronous else layout.workers  # type: ignore[return-value]
 
     def exchange(self) -> None:
-        """Gradients out, parameters back."""
         if self._clip is not None:
             clip(self._model.gradients, self._clip)
         self._kv.pushpull(self.keys, list(self._model.gradients), out=list(self._model.parameters))
 
     def change(self, numbers: Mapping[str, Any]) -> None:
-        """See `KVStore.update_optimizer`."""
         self._kv.update_optimizer(self.keys, **numbers)
 
     @property
     def numbers(self) -> Optimizer:
-        """The store's."""
-        found: Optimizer = self._kv.settings.groups.of(self.keys[0])
+        found = self._kv.settings.groups.of(self.keys[0])
+        assert found is not None
         return found
 
     def share(self) -> None:
-        """In an asynchronous store: what all have pushed is in the parameters of all."""
+        """Take what all have pushed, in an asynchronous store."""
         if self._kv.layout.asynchronous:
             self._kv.barrier()
             self._pull()
 
-    def owners(self) -> list[int]:
-        """The store's file holds everything."""
-        return []
-
-    @property
-    def optimizer(self) -> None:
-        """The store has it."""
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """None."""
-        return {}
-
     def restore(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer | None) -> None:
-        """The parameters are the store's. Its optimizer's `rescale` becomes that of as many workers as are here."""
+        """Give the store's optimizer the numbers of then, and pull the parameters."""
         now = self.numbers
-        wanted = replace(optimizer or now, rescale=rescale_of(self._averaged()))  # type: ignore[call-arg]
-        if numbers := difference(now, wanted):
+        wanted = rescaled(optimizer or now, averaged(self._optimizer, workers_in_a_sum(self._kv)))
+        pairs = {field.name: getattr(wanted, field.name) for field in fields(now)}
+        if numbers := {name: number for name, number in pairs.items() if getattr(now, name) != number}:
             self._kv.update_optimizer(self.keys, **numbers)
         self._pull()
 
-    def _averaged(self) -> Optimizer:
-        return averaged(self._optimizer, workers_in_a_sum(self._kv))
-
     def _pull(self) -> None:
-        """The store's parameters for all workers, before any of them pushes again."""
+        """Pull the store's parameters on all workers, before any of them pushes again."""
         self._kv.pull(self.keys, list(self._model.parameters))
         if self._kv.layout.asynchronous:
             self._kv.barrier()
 
 
-class Summed:
-    """The store sums gradients; every worker clips their mean by its global norm, and updates alike.
+class OnWorkers(Update):
+    """The optimizer runs on every worker, which keeps its state, by the mean of the group's gradients."""
 
-    Equal sums give equal norms and equal parameters on all workers, bit for bit. Each keeps the optimizer's state.
-    """
-
-    name = "none, clipped"
-
-    def __init__(self, model: Model, kv: Any, optimizer: Optimizer, clip_norm: float) -> None:
+    def __init__(self, model: Model, kv: KVStore, optimizer: Optimizer, clip_norm: float | None) -> None:
         self._model, self._kv, self.keys, self._clip = model, kv, own_keys(model, kv), clip_norm
         self._optimizer = optimizer
         if begins(kv, self.keys, model.parameters):
+            self._prepare()
             kv.pull(self.keys, list(model.parameters))
-        self._updater = Updater(averaged(optimizer, kv.num_workers), model.parameters)
+        self._updater = self._new_updater()
 
-    @property
-    def group(self) -> Any:
-        """All workers."""
-        return self._kv.layout.workers
+    def _prepare(self) -> None:
+        """Set the store up, once its keys are there. Collective."""
 
-    def exchange(self) -> None:
-        """Gradients out, their sum back, and the update here."""
-        gradients = list(self._model.gradients)
-        self._kv.pushpull(self.keys, gradients)
-        clip(gradients, self._clip * self._kv.num_workers)
-        self._updater.update(gradients)
+    def _new_updater(self) -> Updater:
+        return Updater(averaged(self._optimizer, self.group.Get_size()), self._model.parameters)
 
     def change(self, numbers: Mapping[str, Any]) -> None:
-        """Other numbers for the optimizer of every worker."""
-        change_here(self._kv, self._updater, numbers)
-
-    def share(self) -> None:
-        """All workers have the same parameters."""
-
-    def owners(self) -> list[int]:
-        """All are equal: rank 0's count."""
-        return [0]
+        made, refusal = attempt(lambda: changed(self._updater.optimizer, **numbers))
+        words = [(name, repr(numbers[name])) for name in sorted(numbers)]
+        self._kv.settings.agree("update_optimizer", words, refusal, noun="argument")
+        self._updater.optimizer = made
 
     @property
     def optimizer(self) -> Optimizer:
-        """Every worker's."""
         return self._updater.optimizer
 
     numbers = optimizer
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Parameters and the optimizer's state."""
-        return arrays_here(self.keys, self._model.parameters, self._updater)
+        """Return parameters, the optimizer's arrays and its step, by name."""
+        found = {"step": np.array([self._updater.step], np.int64)}
+        for key, parameter, state in zip(self.keys, self._model.parameters, self._updater.states):
+            found[f"parameter/{key}"] = parameter
+            found.update((f"state{slot}/{key}", array) for slot, array in enumerate(state))
+        return found
 
     def restore(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer | None) -> None:
-        """Take them back."""
-        rescale = rescale_of(averaged(self._optimizer, self._kv.num_workers))
-        restore_here(self.keys, self._model.parameters, self._updater, arrays, optimizer, rescale)
+        """Write arrays back; the optimizer's numbers become those that were saved."""
+        assert arrays is not None and optimizer is not None
+        self._updater.optimizer = rescaled(optimizer, averaged(self._optimizer, self.group.Get_size()))
+        self._updater.step = int(arrays["step"][0])
+        for name, array in self.arrays().items():
+            if name != "step":
+                array[...] = arrays[name]
 
 
-# ---- what an update that is made here shares with elastic averaging
+class Summed(OnWorkers):
+    """The store sums gradients; every worker clips their mean by its global norm, and updates alike.
 
+    Equal sums give equal norms and equal parameters on all workers, bit for bit.
+    """
 
-def change_here(kv: Any, updater: Updater, numbers: Mapping[str, Any]) -> None:
-    """Other numbers for an optimizer that every worker has. Collective; ValueError or TypeError on all workers."""
-    made, refusal = attempt(lambda: changed(updater.optimizer, **numbers))
-    words = [(name, repr(numbers[name])) for name in sorted(numbers)]
-    kv.settings.agree("update_optimizer", words, refusal, noun="argument")
-    updater.optimizer = made
+    name = "none, clipped"
 
+    @property
+    def group(self) -> MPI.Intracomm:
+        return self._kv.layout.workers  # type: ignore[return-value]
 
-def arrays_here(keys: Sequence[str], parameters: Sequence[np.ndarray], updater: Updater) -> dict[str, np.ndarray]:
-    """Parameters, the optimizer's arrays and its step, by name."""
-    found = {"step": np.array([updater.step], np.int64)}
-    for key, parameter, state in zip(keys, parameters, updater.states):
-        found[f"parameter/{key}"] = parameter
-        found.update((f"state{slot}/{key}", array) for slot, array in enumerate(state))
-    return found
+    def exchange(self) -> None:
+        gradients = list(self._model.gradients)
+        self._kv.pushpull(self.keys, gradients)
+        assert self._clip is not None
+        clip(gradients, self._clip * self._kv.num_workers)
+        self._updater.update(gradients)
 
-
-def restore_here(
-    keys: Sequence[str], parameters: Sequence[np.ndarray], updater: Updater,
-    arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer | None, rescale: float,
-) -> None:  # fmt: skip
-    """Write them back; the optimizer's numbers become those that were saved, but for `rescale`, the Trainer's."""
-    assert arrays is not None and optimizer is not None
-    updater.optimizer = replace(optimizer, rescale=rescale)  # type: ignore[call-arg]
-    updater.step = int(arrays["step"][0])
-    for name, array in arrays_here(keys, parameters, updater).items():
-        if name != "step":
-            array[...] = arrays[name]
+    def owners(self) -> list[int]:
+        """Return rank 0: all are equal."""
+        return [0]
 
 
 @dataclass(frozen=True)
@@ -250,7 +213,7 @@ class Elastic:
             raise ValueError(f"Elastic(interval={self.interval}): give a number of iterations >= 1")
 
 
-class ElasticAveraging:
+class ElasticAveraging(OnWorkers):
     """Every `interval` iterations the client and the servers' centre attract each other; else SGD inside the client.
 
     `clip_norm` bounds the mean gradient of the client's workers.
@@ -259,64 +222,43 @@ class ElasticAveraging:
     name = "none, elastic"
 
     def __init__(
-        self, model: Model, kv: Any, optimizer: Optimizer, elastic: Elastic, clip_norm: float | None = None
+        self, model: Model, kv: KVStore, optimizer: Optimizer, elastic: Elastic, clip_norm: float | None = None
     ) -> None:
-        self._model, self._kv, self.keys, self._interval = model, kv, own_keys(model, kv), elastic.interval
-        self._clip, self._workers, self._optimizer = clip_norm, kv.layout.client.Get_size(), optimizer
-        if begins(kv, self.keys, model.parameters):
-            kv.set_optimizer(Elastic1(alpha=elastic.alpha), keys=self.keys)
-            kv.pull(self.keys, list(model.parameters))
+        self._elastic = elastic
+        super().__init__(model, kv, optimizer, clip_norm)
         self._centers = [np.empty_like(array) for array in model.parameters]
         self._attract = Updater(Elastic2(alpha=elastic.alpha), model.parameters)
-        self._descend = Updater(averaged(optimizer, self._workers), model.parameters)
+
+    def _prepare(self) -> None:
+        self._kv.set_optimizer(Elastic1(alpha=self._elastic.alpha), keys=self.keys)
 
     @property
-    def group(self) -> Any:
-        """This worker's client."""
-        return self._kv.layout.client
+    def group(self) -> MPI.Intracomm:
+        return self._kv.layout.client  # type: ignore[return-value]
 
     def exchange(self) -> None:
-        """Attract, where it is time; then an update by the client's mean gradient."""
-        if self._descend.step % self._interval == 0:
+        """Attract, where it is time; then update by the client's mean gradient."""
+        workers = self.group.Get_size()
+        if self._updater.step % self._elastic.interval == 0:
             for center, parameter in zip(self._centers, self._model.parameters):
-                np.divide(parameter, self._workers, out=center)  # a push sums over the client's workers, who are equal
+                np.divide(parameter, workers, out=center)  # a push sums over the client's workers, who are equal
             self._kv.push(self.keys, self._centers)
             self._kv.pull(self.keys, self._centers)
             self._attract.update(self._centers)
         for gradient in self._model.gradients:
             collectives.allreduce(gradient, self.group)
         if self._clip is not None:
-            clip(self._model.gradients, self._clip * self._workers)
-        self._descend.update(self._model.gradients)
-
-    def change(self, numbers: Mapping[str, Any]) -> None:
-        """Other numbers for the optimizer of every worker."""
-        change_here(self._kv, self._descend, numbers)
-
-    def share(self) -> None:
-        """Each client has parameters of its own."""
+            clip(self._model.gradients, self._clip * workers)
+        self._updater.update(self._model.gradients)
 
     def owners(self) -> list[int]:
-        """The first worker of each client."""
+        """Return the first worker of each client."""
         return [client.start for client in self._kv.layout.clients]
 
-    @property
-    def optimizer(self) -> Optimizer:
-        """Every worker's; that of the centre is the store's."""
-        return self._descend.optimizer
-
-    numbers = optimizer
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """The client's parameters and its optimizer's state; the centre is the store's."""
-        return arrays_here(self.keys, self._model.parameters, self._descend)
-
     def restore(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer | None) -> None:
-        """Take them back. Without arrays: begin at the servers' centre."""
-        self._workers = self._kv.layout.client.Get_size()
-        averaging = averaged(self._optimizer, self._workers)
+        """Write arrays back; without any, begin at the servers' centre."""
         if arrays is None:
             self._kv.pull(self.keys, list(self._model.parameters))
-            self._descend = Updater(averaging, self._model.parameters)
-            return
-        restore_here(self.keys, self._model.parameters, self._descend, arrays, optimizer, rescale_of(averaging))
+            self._updater = self._new_updater()
+        else:
+            super().restore(arrays, optimizer)

@@ -17,8 +17,8 @@ from mpips.mlp import MLP
 from mpips.training import Callback, Checkpoint, EarlyStop, Elastic, Epoch, LearningRate
 from mpips.training import callbacks as hooks
 from mpips.training.batches import Arrays, Batches, see_again, shares, source_of, test_of
-from mpips.training.callbacks import Position, decode, see_order
-from mpips.training.checkpoint import STORE, TRAINER, prune, see_folder, steps_in
+from mpips.training.callbacks import see_order
+from mpips.training.checkpoint import STORE, TRAINER, Position, decode, prune, see_folder, steps_in
 from mpips.training.evaluation import check_metrics, means, measured, names_of
 from mpips.training.model import keys_of, see_method, see_model
 from mpips.training.step import Accumulated, check_clip, clip, global_norm, weigh
