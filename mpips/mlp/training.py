@@ -62,6 +62,24 @@ class Trained(NamedTuple):
     worker: Worker
 
 
+class Choices(NamedTuple):
+    """How a network is trained; None: as the nodes of the ranks say, or as a worker that goes on does."""
+
+    mesh: Mesh | str
+    optimizer: Optimizer
+    mode: str
+    overlap: bool | None
+    half: bool | None
+    servers: Servers | None
+
+    def arguments(self, model: MLP | Network) -> dict[str, object]:
+        """Return these and the network's by name, as `alike` compares them."""
+        return arguments_of(model.specification, self.optimizer, self.mode) | {
+            "array module": model.xp.__name__, "mesh": self.mesh, "overlap": self.overlap, "half": self.half,
+            "servers": self.servers,
+        }  # fmt: skip
+
+
 def train(
     model: MLP, data: Data | Callable[[], DataSource], mesh: Mesh | str = "auto", epochs: int = 10,
     optimizer: Optimizer | None = None, mode: str | None = None,
@@ -85,28 +103,17 @@ def train(
     ranks of the job. TrainingError on every rank if the ranks give different arguments, if mesh, network, data and
     `worker` do not fit, or when a loss is no longer finite.
     """
-    serving = servers or (worker.servers if worker is not None else None)
+    optimizer = optimizer or (worker.optimizer if worker is not None else SGD(learning_rate=0.01))
+    mode = mode or (worker.network.mode if worker is not None else "pairs")
+    asked = Choices(mesh, optimizer, mode, overlap, half, servers)
+    serving = servers or (worker.choices.servers if worker is not None else None)
     try:
-        problem = None
-        if worker is not None:
-            problem = _contradiction(worker, model, mesh, optimizer, mode, overlap, half, servers)
-            mesh, optimizer, mode, servers = worker.mesh, worker.optimizer, worker.network.mode, worker.servers
-            overlap, half = worker.overlap, worker.half
-        optimizer, mode = optimizer or SGD(learning_rate=0.01), mode or "pairs"
-        if serving is not None and isinstance(mesh, str):
-            raise TrainingError(f"with servers, give train the Mesh that their join returned, not {mesh!r}")
-        comm = MPI.COMM_WORLD if isinstance(mesh, str) else mesh.comm
-        alike(comm, "train", {
-            **arguments_of(model.specification, optimizer, mode), "array module": model.xp.__name__, "grid": mesh,
-            "epochs": epochs, "overlap": overlap, "half": half, "servers": servers,
-            "updates so far": None if worker is None else worker.updates,
-            **_arguments_of_data(data, loading),
-        }, problem or _wrong_loading(data, mesh, loading))  # fmt: skip
-        if worker is None and any(comm.allgather(model.used)):  # else the seed decides, and no rank makes all weights
-            weights = np.ascontiguousarray(on_host(model.flat_parameters))
-            alike(comm, "train", {"checksum of the network's weights": f"{zlib.crc32(weights.data):08x}"})
-        if isinstance(mesh, str):
-            mesh = choose_mesh(model, loading["batch"], optimizer, mode) if mesh == "auto" else Mesh(*parse(mesh))
+        how = _agree(model, data, asked, epochs, worker, loading)
+        mesh = how.mesh
+        if mesh == "auto":
+            mesh = choose_mesh(model, loading["batch"], how.optimizer, how.mode)
+        elif isinstance(mesh, str):
+            mesh = Mesh(*parse(mesh))
         if not isinstance(data, Data):
             if worker is not None and worker.labels:
                 loading = {"labels": worker.labels, **loading}
@@ -117,7 +124,7 @@ def train(
             serving.give_up(str(error))
         raise
     if worker is None:
-        worker = Worker(model, mesh, optimizer, mode, overlap, half, servers)
+        worker = Worker(model, mesh, how.optimizer, how.mode, overlap, half, servers)
         worker.labels = data.labels
     return Trained(_run_epochs(worker, data.on(worker.network.xp), epochs, on_epoch), worker)
 
@@ -178,7 +185,7 @@ class Worker:
         half: bool | None = None, servers: Servers | None = None, start: Callable[[Network], None] | None = None,
     ) -> None:  # fmt: skip
         self.mesh, self.optimizer, self.clock = mesh, optimizer, Clock()
-        self.overlap, self.half, self.servers = overlap, half, servers
+        self.choices = Choices(mesh, optimizer, mode, overlap, half, servers)
         spans, mixed = spans_nodes(mesh), model.specification.dtype == "mixed"
         narrow = [mixed and (each if half is None else half) for each in spans]
         self._exchange = TensorExchange(mesh.model_comm, self.clock, narrow[1]) if mesh.model > 1 else None
@@ -276,36 +283,38 @@ def check_fit(specification: Specification, data: Data, mesh: Mesh, worker: Work
     agree(mesh.comm, problem)
 
 
-def _contradiction(
-    worker: Worker, model: MLP, mesh: Mesh | str, optimizer: Optimizer | None, mode: str | None,
-    overlap: bool | None, half: bool | None, servers: Servers | None,
-) -> str | None:  # fmt: skip
-    """Say what the caller asks for that the worker, which goes on, does not do; None where there is nothing."""
-    network = worker.network
-    asked = arguments_of(model.specification, optimizer, mode) | {
-        "array module": model.xp.__name__, "mesh": None if mesh == "auto" else mesh, "overlap": overlap, "half": half,
-        "servers": servers,
-    }  # fmt: skip
-    its = arguments_of(network.specification, worker.optimizer, network.mode) | {
-        "array module": network.xp.__name__, "mesh": worker.mesh, "overlap": worker.overlap, "half": worker.half,
-        "servers": worker.servers,
-    }  # fmt: skip
-    for name, value in asked.items():
-        if value is not None and str(value) != str(its.get(name)):
-            return f"train: {name} is {value}, but the worker that goes on has {its.get(name)}; give the same"
-    if servers not in (None, worker.servers):
-        return f"train: servers is not the {worker.servers} that the worker goes on with, but another; give the same"
-    return None
+def _agree(
+    model: MLP, data: Data | Callable[[], DataSource], asked: Choices, epochs: int, worker: Worker | None,
+    loading: Mapping[str, object],
+) -> Choices:  # fmt: skip
+    """Return how all ranks train, where they ask for the same, and for what a worker that goes on does.
 
-
-def _arguments_of_data(data: Data | Callable[[], DataSource], loading: Mapping[str, object]) -> dict[str, object]:
-    """Return what must be the same of the data on every rank, by name, as `alike` compares it."""
-    if not isinstance(data, Data):
-        return {"data": "a function that opens them"} | {name: loading.get(name, "not given") for name in _LOADING}
-    names = ("batch", "seed", "mesh", "outputs", "classes", "train_rows", "test_rows")
-    return {"data": "rows"} | {f"{name} of the data": getattr(data, name) for name in names} | {
-        "dtype of the data": data.x.dtype, "features of the data": data.x.shape[1]
-    }  # fmt: skip
+    Collective; TrainingError on every rank otherwise, also where first weights differ.
+    """
+    how, problem = asked if worker is None else worker.choices, None
+    if worker is not None:
+        its = how.arguments(worker.network)
+        for name, value in reversed(asked.arguments(model).items()):
+            if value not in (None, "auto") and str(value) != str(its.get(name)):
+                problem = f"train: {name} is {value}, but the worker that goes on has {its.get(name)}; give the same"
+        if problem is None and asked.servers not in (None, how.servers):
+            problem = f"train: servers is not the {how.servers} of the worker that goes on, but another; give the same"
+    if isinstance(how.mesh, str) and how.servers is not None:
+        raise TrainingError(f"with servers, give train the Mesh that their join returned, not {how.mesh!r}")
+    comm = MPI.COMM_WORLD if isinstance(how.mesh, str) else how.mesh.comm
+    arguments = how.arguments(model) | {"epochs": epochs, "updates so far": None if worker is None else worker.updates}
+    if isinstance(data, Data):
+        names = ("batch", "seed", "mesh", "outputs", "classes", "train_rows", "test_rows")
+        arguments |= {"data": "rows", "dtype of the data": data.x.dtype, "features of the data": data.x.shape[1]}
+        arguments |= {f"{name} of the data": getattr(data, name) for name in names}
+    else:
+        arguments |= {"data": "a function that opens them"}
+        arguments |= {name: loading.get(name, "not given") for name in _LOADING}
+    alike(comm, "train", arguments, problem or _wrong_loading(data, how.mesh, loading))
+    if worker is None and any(comm.allgather(model.used)):  # else the seed decides, and no rank makes all weights
+        weights = np.ascontiguousarray(on_host(model.flat_parameters))
+        alike(comm, "train", {"checksum of the network's weights": f"{zlib.crc32(weights.data):08x}"})
+    return how
 
 
 def _wrong_loading(

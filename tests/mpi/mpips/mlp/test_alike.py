@@ -66,7 +66,7 @@ def test_networks_that_differ_are_refused(mesh, other, words):
         ({"seed": 2}, "'seed' is 1 on rank 0 and 2"),
         ({"test_share": 0.4}, "'test_share' is not given on rank 0 and 0.4"),
         ({"way": "scatter"}, "'way' is not given on rank 0 and scatter"),
-        ({"mesh": f"1x{COMM.size}"}, f"'grid' is {COMM.size}x1 on rank 0 and 1x{COMM.size}"),
+        ({"mesh": f"1x{COMM.size}"}, f"'mesh' is {COMM.size}x1 on rank 0 and 1x{COMM.size}"),
         ({"bach": 3}, "here is bach"),
     ],
 )
