@@ -47,12 +47,11 @@ class CheckpointHeader(msgspec.Struct):
 def collect(worker: Worker) -> MLP:
     """Return the whole trained network, on every rank. Collective over the mesh."""
     model = MLP(*worker.network.specification)
-    for layer in range(len(worker.network.splits)):
-        for kind, target in (("weight", model.parameters[2 * layer]), ("bias", model.parameters[2 * layer + 1])):
-            whole = _gather(worker, layer, kind, worker.network.flat_parameters)
-            if worker.mesh.model_index == 0:
-                target[...] = whole
-            worker.mesh.model_comm.Bcast(target, root=0)
+    for index, target in enumerate(model.parameters):
+        whole = _gather(worker, index, worker.network.flat_parameters)
+        if worker.mesh.model_index == 0:
+            target[...] = whole
+        worker.mesh.model_comm.Bcast(target, root=0)
     return model
 
 
@@ -70,9 +69,8 @@ def save_checkpoint(path: str, worker: Worker, data: Data | None = None) -> None
         flats = {"": worker.network.flat_parameters}
         flats |= {f"state{slot}.": array for slot, array in enumerate(state)}
         for prefix, flat in flats.items():
-            for layer in range(len(worker.network.splits)):
-                for kind in ("weight", "bias"):
-                    arrays[f"{prefix}layer{layer}.{kind}"] = _gather(worker, layer, kind, flat)
+            for index, name in enumerate(MLP(*worker.network.specification).names):
+                arrays[f"{prefix}{name}"] = _gather(worker, index, flat)
     problem = None
     if worker.mesh.comm.rank == 0:
         if data is not None:
@@ -199,34 +197,33 @@ def _see_tensors(file: TensorFile, header: CheckpointHeader) -> Optimizer:
 def _fill(file: TensorFile, network: Network, flats: dict[str, np.ndarray]) -> None:
     """Read this rank's slice of arrays laid out as the flat parameters, by the prefix of their names."""
     for prefix, flat in flats.items():
-        for layer, split in enumerate(network.splits):
-            for kind, view in zip(("weight", "bias"), network.views(flat)[2 * layer : 2 * layer + 2]):
-                if view.size:  # an idle rank holds an empty slice
-                    rows, *columns = _place(split, kind)
-                    put(file.get(f"{prefix}layer{layer}.{kind}", rows)[(slice(None), *columns)], view)
+        for index, (name, view) in enumerate(zip(MLP(*network.specification).names, network.views(flat))):
+            if view.size:  # an idle rank holds an empty slice
+                rows, *columns = _place(network.splits[index // 2], index)
+                put(file.get(f"{prefix}{name}", rows)[(slice(None), *columns)], view)
 
 
-def _place(split: Split, kind: str) -> tuple[slice, ...]:
+def _place(split: Split, index: int) -> tuple[slice, ...]:
+    """Return where a rank's slice lies in parameter `index`: weights are even, biases odd."""
     rows, columns = slice(*split.outputs), slice(*split.inputs)
-    return (rows, columns) if kind == "weight" else (rows,)
+    return (rows,) if index % 2 else (rows, columns)
 
 
-def _gather(worker: Worker, layer: int, kind: str, flat: np.ndarray) -> np.ndarray:
-    """Return a layer's whole weight or bias, at model index 0, of an array like the parameters; empty elsewhere."""
-    network, comm = worker.network, worker.mesh.model_comm
-    mine = on_host(network.views(flat)[2 * layer + (kind == "bias")])
-    cut = network.splits[layer].kind
-    if cut == "whole" or (cut == "rows" and kind == "bias"):
+def _gather(worker: Worker, index: int, flat: np.ndarray) -> np.ndarray:
+    """Return the whole parameter `index`, at model index 0, of an array like the parameters; empty elsewhere."""
+    network, comm, layer = worker.network, worker.mesh.model_comm, index // 2
+    mine = on_host(network.views(flat)[index])
+    kind = network.splits[layer].kind
+    if kind == "whole" or (kind == "rows" and index % 2):
         return mine.copy()
-    everywhere = [splits(network.sizes, network.parts, part, network.mode) for part in range(network.parts)]
-    parts = [_place(each[layer], kind) for each in everywhere]
+    everywhere = [splits(network.sizes, network.parts, part, network.mode)[layer] for part in range(network.parts)]
+    parts = [_place(split, index) for split in everywhere]
     counts = [int(np.prod([cut.stop - cut.start for cut in part])) for part in parts]
     received = np.empty(sum(counts), flat.dtype) if comm.rank == 0 else None
     comm.Gatherv(np.ascontiguousarray(mine), [received, counts, None, MPI._typedict[flat.dtype.char]], root=0)
     if received is None:
         return np.empty(0, flat.dtype)
-    shape = (network.sizes[layer + 1], network.sizes[layer]) if kind == "weight" else (network.sizes[layer + 1],)
-    whole, offset = np.empty(shape, flat.dtype), 0
+    whole, offset = np.empty((network.sizes[layer + 1], network.sizes[layer])[: mine.ndim], flat.dtype), 0
     for part, count in zip(parts, counts):
         whole[part] = received[offset : offset + count].reshape(whole[part].shape)
         offset += count

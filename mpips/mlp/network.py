@@ -463,22 +463,18 @@ class MLP:
 
     @cached_property
     def parameters(self) -> list[np.ndarray]:
-        """Return views of `flat_parameters`, in the order of `names`."""
         return self._network.parameters
 
     @cached_property
     def gradients(self) -> list[np.ndarray]:
-        """Return views of `flat_gradients`, in the order of `names`."""
         return self._network.gradients
 
     @cached_property
     def flat_parameters(self) -> np.ndarray:
-        """Return all parameters, 1-D."""
         return self._network.flat_parameters
 
     @cached_property
     def flat_gradients(self) -> np.ndarray:
-        """Return all gradients, 1-D."""
         return self._network.flat_gradients
 
     def loss_and_gradients(

@@ -106,7 +106,7 @@ def predict(
     )
 
 
-# -- messages, and their time by the paper's formulas
+# ---- messages, and their time by the paper's formulas
 
 
 def messages(
@@ -180,7 +180,7 @@ def measure_allreduce(comm: MPI.Comm, size: int, half: bool = False) -> LinkCost
     return LinkCost(alpha / (2 * math.ceil(math.log2(comm.size))), beta / (2 * (comm.size - 1) / comm.size))
 
 
-# -- a step as a row of events
+# ---- a step as a row of events
 
 
 class StepEvent(NamedTuple):
@@ -199,16 +199,17 @@ class StepEvent(NamedTuple):
 
 
 class MuteExchange:
-    """Slice 0 of a model whose other ranks do not exist: collectives take no time, leave what is there, are noted."""
+    """Slice 0 of a model whose other ranks do not exist: collectives take no time, leave what is there, are noted.
+
+    It is the network's exchange and its progress. `begin` starts a step.
+    """
 
     def __init__(self, parts: int) -> None:
         self.parts, self.part = parts, 0
-        self.events: list[StepEvent] = []
-        self._last = 0.0
+        self.begin()
 
     def begin(self) -> None:
-        """Note a step from here on."""
-        self.events = []
+        self.events: list[StepEvent] = []
         self._last = perf_counter()
 
     def note(self, kind: str, number: int = 0) -> None:
@@ -218,23 +219,18 @@ class MuteExchange:
         self._last = perf_counter()
 
     def gather(self, full: np.ndarray) -> None:
-        """Note a gather."""
         self.note("gather", full.size)
 
     def sum(self, array: np.ndarray) -> None:
-        """Note a sum."""
         self.note("sum", array.size)
 
     def start_sum(self, array: np.ndarray) -> None:
-        """Note a sum that begins."""
         self.note("start", array.size)
 
     def wait(self) -> None:
-        """Note that the sum is needed."""
         self.note("wait")
 
     def gradient(self, layer: int) -> None:
-        """Note the gradients of a layer."""
         self.note("gradient", layer)
 
     def poll(self) -> None:

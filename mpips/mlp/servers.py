@@ -244,13 +244,11 @@ class SynchronousUpdate:
             self._clock.add("backward", start)
 
     def poll(self) -> None:
-        """Move on what has left."""
         while self._read < len(self._pushes) and self._pushes[self._read].test():
             self._read += 1
             self._clock.arrived()
 
     def divisor(self, samples: int) -> float:
-        """Return the samples of the whole minibatch."""
         return samples
 
     def run(self, step: int) -> None:
@@ -340,7 +338,6 @@ class ElasticUpdate(LocalUpdate):
         self._kv = store if self._centres else None
 
     def gradient(self, layer: int) -> None:
-        """Sum the gradients of a layer over the client."""
         if self._samples:
             super().gradient(layer)
 

@@ -107,13 +107,11 @@ class ArraySource(DataSource):
             raise _unreadable(self.name, ValueError(f"{damaged} does not fit its checksum"))
 
     def open_part(self, parts: int, index: int) -> int:
-        """Turn to a part; return its number of rows."""
         self._first, stop = interval(len(self._x), parts, index)
         self._rows = stop - self._first
         return self._rows
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Return rows [start, stop) of the part, float64."""
         rows = slice(self._first + start, self._first + stop)
         y = self._y[rows]
         if self._labels is not None:
@@ -121,7 +119,6 @@ class ArraySource(DataSource):
         return np.concatenate([self._x[rows], y], axis=1, dtype=np.float64)
 
     def where(self, row: int, column: int) -> str:
-        """Return array, index and value."""
         row += self._first
         if column < self.features:
             return f"{self.name}: x[{row}, {column}] is {self._x[row, column]}"
@@ -129,7 +126,6 @@ class ArraySource(DataSource):
         return f"{self.name}: y[{row}{'' if self._flat else f', {column}'}] is {self._y[row, column]}"
 
     def labels(self) -> dict[str, int]:
-        """Return the labels of the part, each with the first row that has it."""
         column = self._y[self._first : self._first + self._rows, 0]
         values, rows = np.unique(column, return_index=True)
         found: dict[str, int] = {}
@@ -142,7 +138,6 @@ class ArraySource(DataSource):
         return found
 
     def number(self, labels: Sequence[str]) -> None:
-        """Give these labels as 0, 1, 2, ... from now on."""
         self.classes = len(labels)
         values = np.array(labels if self._y.dtype.kind == "U" else [int(label) for label in labels])
         self._numbers = np.argsort(values)
@@ -295,11 +290,9 @@ class SyntheticSource(DataSource):
         self._first = 0
 
     def fingerprint(self) -> str:
-        """Return how many rows there are."""
         return counted(self.rows, "row")
 
     def open_part(self, parts: int, index: int) -> int:
-        """Turn to a part; return its number of rows."""
         self._first, stop = interval(self.rows, parts, index)
         return stop - self._first
 

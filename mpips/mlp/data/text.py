@@ -98,7 +98,7 @@ class TextSource(DataSource):
         return f"{size} bytes, checksum {checksum:08x}, columns {self._columns}"
 
     def open_part(self, parts: int, index: int) -> int:
-        """Turn to the lines that begin in this part of the file's bytes; only there ends of lines are looked for."""
+        """Turn to the lines that begin in this part of the file's bytes; look for ends of lines only there."""
         size = len(self._bytes)
         begin, end = (self._line_from(self._begin + cut) for cut in interval(size - self._begin, parts, index))
         data = np.frombuffer(self._bytes, np.uint8, end - begin, begin)
@@ -111,7 +111,6 @@ class TextSource(DataSource):
         return len(self._starts)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Parse lines [start, stop) of the part; TrainingError where they are no numbers."""
         lines = [self._line(row) for row in range(start, stop)]
         if not lines:
             return np.empty((0, len(self._columns)))
@@ -132,12 +131,10 @@ class TextSource(DataSource):
             raise TrainingError(f"{self._place(start)} and below cannot be read as a table of numbers") from None
 
     def where(self, row: int, column: int) -> str:
-        """Return line, column and value."""
         field = self._fields(self._line(row))[self._columns[column]]
         return f"{self._place(row)}: {self._label(self._columns[column])} is {field!r}"
 
     def labels(self) -> dict[str, int]:
-        """Return the labels of the part, each with the first row that has it."""
         column, found, known = self._columns[-1], dict[str, int](), set[str]()
         for row in range(len(self._starts)):
             fields = self._fields(self._line(row))
@@ -155,7 +152,6 @@ class TextSource(DataSource):
         return found
 
     def number(self, labels: Sequence[str]) -> None:
-        """Give these labels as 0, 1, 2, ... from now on."""
         self.classes, self._numbers = len(labels), {label: number for number, label in enumerate(labels)}
 
     def columns(self) -> str:
