@@ -106,10 +106,16 @@ def test_a_full_disk_is_felt_and_passes(tmp_path: Path) -> None:
 
 
 def test_who_is_dead_cannot_be_hit(tmp_path: Path) -> None:
-    at = Point(1, "push", 1)
-    body = "kv.push()\nif Store.rank != 1: time.sleep(0.5)"
-    faults = Fault("kill", Whom("rank", 1), at), Fault("kill", Whom("rank", 1), 0.3)
-    run = job(tmp_path, body, *faults, allowed=(0, -9))
+    there = str(tmp_path / "there")
+    body = f"""
+    if Store.rank == 1:
+        open({there!r}, "w").close()
+        kv.push()
+    while not os.path.exists({there!r}): time.sleep(0.01)
+    time.sleep(2)
+    """
+    late, first = (Fault("kill", Whom("rank", 1), Point(1, "push", 1, delay)) for delay in (0.5, 0.0))
+    run = job(tmp_path, body, late, first, allowed=(0, -9))
     assert [done.undone for done in run.done] == ["", "no rank 1 was alive"]
 
 
