@@ -30,8 +30,9 @@ from tests.mpi.mpips.cells import KINDS, SOON, Heard, cells
 WORLD = MPI.COMM_WORLD
 PATIENCE = 30.0  # seconds that a wait may last in these tests
 TIMEOUT = 2.0  # seconds that workers wait for one that has stopped
-LATE = 0.2  # seconds that worker 0 comes after the others, so that one of these is interrupted while it waits
+LATE = 0.2  # seconds after which a worker dies, so that the others wait for it
 INTERRUPTED = 0.05
+INTERRUPTED_TAG = 7
 SIZES = {"a": 100, "b": 600_000}
 MORE = 20  # rounds after `recover`
 Make = Callable[[int], Any]
@@ -287,24 +288,30 @@ def _stop(worker: Worker) -> tuple[Callable[[], Any], Callable[[], float]]:
 
 
 def _interrupt(worker: Worker) -> tuple[Callable[[], Any], Callable[[], float]]:
-    """The odd worker is interrupted in the middle of a call, where it waits for worker 0, which comes later."""
+    """The odd worker is interrupted in the middle of a call, where it waits for worker 0, which comes once it was."""
     marks: list[list[float]] = []
+    comm, until = worker.comm, time.monotonic() + PATIENCE
 
     def calls() -> None:
         """One, which waits for worker 0; where nobody waits for others, again and again until it raises."""
-        until = time.monotonic() + PATIENCE
         worker.call()
         while not worker.sync and time.monotonic() < until:
             worker.call()
 
     def late() -> None:
-        time.sleep(LATE)
+        while worker.odd and not comm.Iprobe(worker.odd, INTERRUPTED_TAG) and time.monotonic() < until:
+            time.sleep(1e-3)
+        if worker.odd:
+            comm.recv(source=worker.odd, tag=INTERRUPTED_TAG)
         calls()
 
     def alarmed() -> None:
-        with interrupted(INTERRUPTED, in_the_middle) as found:
-            marks.append(found)
-            calls()
+        try:
+            with interrupted(INTERRUPTED, in_the_middle) as found:
+                marks.append(found)
+                calls()
+        finally:
+            comm.send(None, 0, INTERRUPTED_TAG)
 
     return {worker.odd: alarmed, 0: late}.get(worker.rank, calls), lambda: marks[0][0] if marks else 0.0
 
