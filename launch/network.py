@@ -149,7 +149,7 @@ MARK = "mpips-network "
 LIMIT = 60.0  # seconds
 
 
-class Route(NamedTuple):
+class IpRoute(NamedTuple):
     """Packets for `to` leave by `nic`, by way of `via` where that is not None."""
 
     to: IPv4Network
@@ -162,7 +162,7 @@ class HostReport(NamedTuple):
 
     host: str
     nics: Mapping[str, tuple[IPv4Interface, ...]]
-    routes: tuple[Route, ...]
+    routes: tuple[IpRoute, ...]
 
     def nic_to(self, address: str) -> tuple[str, str | None] | None:
         """(NIC, gateway or None) by which this host reaches `address`: by the longest prefix, as the kernel does."""
@@ -192,7 +192,7 @@ def parse_report(host: str, addresses: Sequence[Mapping[str, Any]], routes: Sequ
         if nic
     }
     known = [
-        Route(IPv4Network("0.0.0.0/0" if r["dst"] == "default" else r["dst"]), r.get("gateway"), r["dev"])
+        IpRoute(IPv4Network("0.0.0.0/0" if r["dst"] == "default" else r["dst"]), r.get("gateway"), r["dev"])
         for r in routes
         if "dev" in r
     ]

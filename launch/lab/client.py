@@ -42,7 +42,7 @@ PATIENCE = 20.0
 """Seconds that a network may be broken: longer than TCP waits, so that a program that notices by itself, by its MPI or
 by a time limit of its own, has the first word."""
 TCP_SECONDS = 13.0
-"""How long TCP has tried when it gives a connection up; `launch.lab.network.SETTINGS` has its retries."""
+"""How long TCP has tried when it gives a connection up; `launch.lab.links.SETTINGS` has its retries."""
 
 
 class LabError(RuntimeError):

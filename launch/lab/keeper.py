@@ -23,7 +23,7 @@ from collectives.machine import find_peer
 from launch.lab import job, kernel
 from launch.lab.client import describe_deaths
 from launch.lab.layout import LabNic, LabPlan, find_crossed_nics, window
-from launch.lab.network import add_neighbours_and_routes, apply_settings, build, counters
+from launch.lab.links import add_neighbours_and_routes, apply_settings, build, counters
 
 
 def become_keeper(user: int, group: int, window: int) -> None:

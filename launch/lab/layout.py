@@ -79,7 +79,7 @@ class ForwardingEntry(NamedTuple):
 
 
 class LabPlan(NamedTuple):
-    """All that `launch.lab.network` needs."""
+    """All that `launch.lab.links` needs."""
 
     topology: str
     hosts: tuple[LabHost, ...]

@@ -7,12 +7,25 @@
 A program notes `chaos.note(step, loss)` at the beginning of each step. That costs nothing where nobody watches.
 """
 
+from mpips.chaos.faults import (
+    CALLS,
+    KINDS,
+    ROLES,
+    Fault,
+    FaultPlan,
+    PlanError,
+    Point,
+    Whom,
+    check_lab,
+    draw,
+    load,
+    save,
+)
 from mpips.chaos.injector import Made, Note, Recovered, note
-from mpips.chaos.plan import CALLS, KINDS, ROLES, Fault, Plan, PlanError, Point, Whom, check_lab, draw, load, save
 from mpips.chaos.report import Outcome, Report, judge
 from mpips.chaos.watch import Done, Run, watch
 
 __all__ = [
-    "CALLS", "Done", "Fault", "KINDS", "Made", "Note", "Outcome", "Plan", "PlanError", "Point", "ROLES", "Recovered",
-    "Report", "Run", "Whom", "check_lab", "draw", "judge", "load", "note", "save", "watch",
+    "CALLS", "Done", "Fault", "FaultPlan", "KINDS", "Made", "Note", "Outcome", "PlanError", "Point", "ROLES",
+    "Recovered", "Report", "Run", "Whom", "check_lab", "draw", "judge", "load", "note", "save", "watch",
 ]  # fmt: skip

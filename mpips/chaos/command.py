@@ -73,7 +73,7 @@ def command(
     if saved:
         with writing(saved):
             chaos.save(plan, saved)
-    without = watched(words, chaos.Plan(), limit, lab, "without faults") if reference else None
+    without = watched(words, chaos.FaultPlan(), limit, lab, "without faults") if reference else None
     if without is not None and (without.code or without.hung):
         raise click.ClickException(f"the job without faults {'hung' if without.hung else f'ended with {without.code}'}")
     run = watched(words, plan, limit, lab, "with faults")
@@ -88,7 +88,7 @@ def command(
     sys.exit(0 if report.good else 1)
 
 
-def watched(words: Words, plan: chaos.Plan, limit: float, lab: str, what: str) -> chaos.Run:
+def watched(words: Words, plan: chaos.FaultPlan, limit: float, lab: str, what: str) -> chaos.Run:
     """Return the run of a command, of which a line is said every `PROGRESS_SECONDS`; UsageError where there is none."""
     said = time.monotonic()
 

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from mpips.chaos.plan import CALLS, Plan, Point, load
+from mpips.chaos.faults import CALLS, FaultPlan, Point, load
 from mpips.store.world import WATCHED, launched_as
 
 PLAN, SOCKET = "plan.json", "ranks"
@@ -89,7 +89,7 @@ class Injector:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.rank = rank
-        self._plan: Plan = load(folder / PLAN)
+        self._plan: FaultPlan = load(folder / PLAN)
         self._counts: Counter[str] = Counter()
         self._store: Any = None
         self._line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

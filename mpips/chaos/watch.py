@@ -25,8 +25,8 @@ from typing import IO
 import msgspec
 
 from collectives.machine import find_carriers, find_peer, read_stat
+from mpips.chaos.faults import OF_HOSTS, Fault, FaultPlan, Point, Whom, check_lab, save
 from mpips.chaos.injector import PLAN, SHOW_STACK, SOCKET, WATCHED, Here, Made, Reached, Told
-from mpips.chaos.plan import OF_HOSTS, Fault, Plan, Point, Whom, check_lab, save
 
 GRACE = 2.0  # seconds for a job's last processes to leave once its command has ended
 END_SECONDS = 8.0  # for a command that is asked to end, before it is killed
@@ -38,7 +38,7 @@ SESSIONS = "ompi.", "prte."  # with the number of an mpirun behind
 class Run(msgspec.Struct):
     """One run of a command: what its ranks told, which faults were made, how it ended."""
 
-    plan: Plan
+    plan: FaultPlan
     began: float = 0.0
     ended: float = 0.0
     code: int = 0
@@ -50,7 +50,7 @@ class Run(msgspec.Struct):
 
 
 def watch(
-    argv: Sequence[str], plan: Plan, limit: float = 600.0, output: IO[bytes] | None = None, lab: str = "",
+    argv: Sequence[str], plan: FaultPlan, limit: float = 600.0, output: IO[bytes] | None = None, lab: str = "",
     look: Callable[[Run], None] | None = None,
 ) -> Run:  # fmt: skip
     """Run `argv`, an MPI job of programs that make stores, under a plan; what came of it.
@@ -145,7 +145,7 @@ class Done(msgspec.Struct, frozen=True):
 class Faults:
     """Makes the faults of a plan when they are due, and ends those that last some seconds."""
 
-    def __init__(self, plan: Plan, ranks: Ranks, lab: str) -> None:
+    def __init__(self, plan: FaultPlan, ranks: Ranks, lab: str) -> None:
         self.done: list[Done] = []
         self._plan, self._ranks, self._lab, self._timed = plan, ranks, lab, False
         self._due: list[tuple[float, int]] = []

@@ -14,7 +14,7 @@ from launch import find
 from launch.lab import client
 from launch.mpirun import find_obstacle_to_survival
 from mpips import chaos
-from mpips.chaos import Fault, Made, Note, Plan, Point, Run, Whom
+from mpips.chaos import Fault, FaultPlan, Made, Note, Point, Run, Whom
 from tests.choice import first
 from tests.lab.conftest import ROOT
 from tests.lab.conftest import Run as JobRun
@@ -40,7 +40,7 @@ def watch(make: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPa
         program = [sys.executable, "-m", "mpips", "-m", MODULE, "dist_sync", str(tmp_path / "stored.safetensors")]
         argv = client.job_command(name, 5, program, per_host=2, extra=["--with-ft", "ulfm"])
         with tempfile.TemporaryFile() as said:
-            run = chaos.watch(argv, Plan(0, faults), LIMIT, said, lab=name)
+            run = chaos.watch(argv, FaultPlan(0, faults), LIMIT, said, lab=name)
             said.seek(0)
             assert run.code == 0 and not run.hung and not run.left, (run.done, said.read().decode(errors="replace"))
         nics = [nic for host in client.ask(name, {"do": "status"})["hosts"] for nic in host["nics"]]
@@ -76,7 +76,7 @@ def test_a_job_outside_of_the_lab_loses_no_host(watch: Watch, make: Callable[...
     script = tmp_path / "job.py"
     script.write_text("import os, mpips, time\nkv = mpips.create('dist_sync', spares=-1, servers=0, mirrors=0)\n"
                       "kv.barrier()\ntime.sleep(0.3)\n")  # fmt: skip
-    plan = Plan(0, (Fault("host", Whom("rank", 0), Point(0, "barrier")),))
+    plan = FaultPlan(0, (Fault("host", Whom("rank", 0), Point(0, "barrier")),))
     argv = [sys.executable, "-m", "launch.cli", "run", "-w", "1", str(script)]
     run = chaos.watch(argv, plan, LIMIT, lab=f"test-{os.getpid()}")
     assert run.code == 0 and [done.undone for done in run.done] == ["rank 0 is on no host of a lab"]

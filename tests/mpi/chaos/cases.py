@@ -6,7 +6,7 @@ import random
 from collections.abc import Collection
 from typing import NamedTuple
 
-from mpips.chaos import Fault, Plan, Point, Whom
+from mpips.chaos import Fault, FaultPlan, Point, Whom
 from tests.mpi.chaos import model
 
 WORKERS, SERVERS, SPARES = 4, 2, 1
@@ -43,7 +43,7 @@ COUNTING = {"init": 3, "set_optimizer": 1, "push": 25, "pull": 25, "pushpull": 2
 """The same of the one that counts, where all are as fast."""
 
 
-def draw(seed: int, case: Case, spares: int = SPARES, only: Collection[str] = CALLS) -> Plan:
+def draw(seed: int, case: Case, spares: int = SPARES, only: Collection[str] = CALLS) -> FaultPlan:
     """One to three faults for one job, as a program of this case can live through, in some calls or after them."""
     rng = random.Random(f"{seed} {case}")
     roles = ["worker"] * WORKERS + ["server"] * case.servers + ["spare"] * max(0, spares)
@@ -61,7 +61,7 @@ def draw(seed: int, case: Case, spares: int = SPARES, only: Collection[str] = CA
             faults.append(_fault(rng, victim, Point(by, "recover", place, round(rng.expovariate(200), 4))))
         else:
             faults.append(_fault(rng, victim, _point(rng, calls, roles, victims[:place])))
-    return Plan(seed, tuple(faults))
+    return FaultPlan(seed, tuple(faults))
 
 
 def _victims(rng: random.Random, roles: list[str]) -> list[int]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpips import chaos
-from mpips.chaos import Plan, Report, Run
+from mpips.chaos import FaultPlan, Report, Run
 from mpips.chaos.report import notes_of
 from tests.mpi.chaos import counts, model
 from tests.mpi.chaos.cases import WORKERS, Case
@@ -23,7 +23,7 @@ MODULE = "tests.mpi.chaos.program"
 class Result(NamedTuple):
     """What came of a job. `wrong`: what is not as promised, and is no hang and no leftover; "" where all is."""
 
-    plan: Plan
+    plan: FaultPlan
     report: Report
     wrong: str
     said: str
@@ -33,7 +33,7 @@ class Result(NamedTuple):
         return not (self.wrong or self.report.hung or self.report.left)
 
 
-def run(case: Case, plan: Plan, spares: int, limit: float = LIMIT) -> Result:
+def run(case: Case, plan: FaultPlan, spares: int, limit: float = LIMIT) -> Result:
     """Run the program of a case under a plan."""
     with tempfile.TemporaryDirectory(prefix="chaos-job-") as name:
         file = Path(name, "stored.npz" if case.asynchronous else "stored.safetensors")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
-from mpips.chaos import Fault, Note, Plan, Point, Run, Whom, save
+from mpips.chaos import Fault, FaultPlan, Note, Point, Run, Whom, save
 from mpips.store.world import implementation
 from tests.child import LAUNCHER_VARIABLES
 from tests.choice import first
@@ -36,13 +36,13 @@ def outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @first(1, name=["mpi_sync-all", "dist_async", *(name for name in CASES if name not in ("mpi_sync-all", "dist_async"))])
 def test_a_job_without_faults_is_as_promised(name: str) -> None:
-    result = run(CASES[name], Plan(), -1, JOB_LIMIT)
+    result = run(CASES[name], FaultPlan(), -1, JOB_LIMIT)
     assert result.good and result.report.good and not result.report.faults, result
 
 
 @first(1, name=["dist_sync", "pure"])
 def test_a_death_that_ends_the_job_is_no_hang(name: str) -> None:
-    result = run(CASES[name], Plan(1, (Fault("kill", Whom("rank", 1), Point(0, "pull", 9)),)), -1, JOB_LIMIT)
+    result = run(CASES[name], FaultPlan(1, (Fault("kill", Whom("rank", 1), Point(0, "pull", 9)),)), -1, JOB_LIMIT)
     assert result.wrong.startswith("ended with ") and not result.report.hung, result
     assert OTHER or not result.report.left, result  # MPICH leaves its memory behind, as `mpips doctor` says
     assert [fault.rank for fault in result.report.faults] == [1]
@@ -72,8 +72,8 @@ def test_curves_and_counts_that_are_wrong_are_found() -> None:
     wanted = model.curve(dict.fromkeys(range(model.STEPS), 3), model.STEPS)
     assert len(set(wanted)) == model.STEPS + 1
     notes = [Note(0.0, 0, 0, 3, step, None, f"{step}") for step in range(model.STEPS)]
-    assert wrong_curve(Run(Plan(), told=notes)) == f"nobody noted step {model.STEPS}"
-    done = Run(Plan(), told=[*notes, Note(0.0, 0, 0, 3, model.STEPS, None, "")])
+    assert wrong_curve(Run(FaultPlan(), told=notes)) == f"nobody noted step {model.STEPS}"
+    done = Run(FaultPlan(), told=[*notes, Note(0.0, 0, 0, 3, model.STEPS, None, "")])
     assert wrong_curve(done) == "wrong bits at step 0 of rank 0 (3 workers)"
     stored = counts.start()
     for key, value in stored.items():
@@ -93,7 +93,7 @@ def chaos(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_command_replays_and_compares(tmp_path: Path) -> None:
     stops = tuple(Fault("stop", Whom("rank", who), Point(0, "pull", 9, 0.001 * who), 0.3) for who in range(3))
-    save(Plan(7, stops), tmp_path / "plan.json")
+    save(FaultPlan(7, stops), tmp_path / "plan.json")
     report = tmp_path / "report.json"
     done = chaos(tmp_path, "--replay", str(tmp_path / "plan.json"), "--reference", "--json", str(report))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from collectives.simulator.topology import BCube, FatTree, address, star
 from launch.lab.layout import lay_out
-from launch.network import HostReport, MappingError, Route, find_missing_routes, order_hosts, parse_report
+from launch.network import HostReport, IpRoute, MappingError, find_missing_routes, order_hosts, parse_report
 
 
 def reports(topology: BCube) -> list[HostReport]:
@@ -20,8 +20,8 @@ def reports(topology: BCube) -> list[HostReport]:
     for host in lay_out(topology).hosts:
         nics = {nic.name: (IPv4Interface(f"{nic.address}/24"),) for nic in host.nics}
         nics["vip0"] = (IPv4Interface(f"{host.vip}/32"),)
-        routes = [Route(IPv4Network(f"{route.vip}/32"), route.gateway, route.nic) for route in host.routes]
-        made.append(HostReport(host.name, nics, (*routes, Route(IPv4Network("0.0.0.0/0"), "10.255.0.1", "m0"))))
+        routes = [IpRoute(IPv4Network(f"{route.vip}/32"), route.gateway, route.nic) for route in host.routes]
+        made.append(HostReport(host.name, nics, (*routes, IpRoute(IPv4Network("0.0.0.0/0"), "10.255.0.1", "m0"))))
     return made
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mpips.chaos import KINDS, ROLES, Fault, Plan, PlanError, Point, Whom, check_lab, draw, load, save
+from mpips.chaos import KINDS, ROLES, Fault, FaultPlan, PlanError, Point, Whom, check_lab, draw, load, save
 
 
 def test_a_seed_gives_one_plan() -> None:
@@ -43,7 +43,7 @@ def test_faults_of_hosts_need_a_lab(kind: str) -> None:
 
 def test_a_saved_plan_is_the_same(tmp_path: Path) -> None:
     at = Point(2, "recover", 1, 0.004)
-    plan = Plan(3, (Fault("kill", Whom("rank", 5), at), Fault("stop", Whom("server", 1), 2.5, 1.0)))
+    plan = FaultPlan(3, (Fault("kill", Whom("rank", 5), at), Fault("stop", Whom("server", 1), 2.5, 1.0)))
     save(plan, tmp_path / "plan.json")
     assert load(tmp_path / "plan.json") == plan
 

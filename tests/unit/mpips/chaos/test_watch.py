@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mpips.chaos import Fault, Made, Note, Plan, Point, Recovered, Run, Whom, judge, watch
+from mpips.chaos import Fault, FaultPlan, Made, Note, Point, Recovered, Run, Whom, judge, watch
 from mpips.chaos.injector import watched
 
 LIMIT = 30.0
@@ -40,7 +40,7 @@ def job(tmp_path: Path, body: str, *faults: Fault, allowed: tuple[int, ...] = (0
     script = tmp_path / "job.py"
     script.write_text(RANKS.replace("ALLOWED", repr(allowed)) + textwrap.dedent(body))
     with open(tmp_path / "said", "wb") as said:
-        return watch([sys.executable, str(script)], Plan(1, faults), limit, said)
+        return watch([sys.executable, str(script)], FaultPlan(1, faults), limit, said)
 
 
 def said(tmp_path: Path) -> str:

@@ -64,7 +64,7 @@ class Fault(msgspec.Struct, frozen=True):
         return self.kind not in AT_ONCE
 
 
-class Plan(msgspec.Struct, frozen=True):
+class FaultPlan(msgspec.Struct, frozen=True):
     """The faults that are to be made in a job. `seed`: what they were drawn from."""
 
     seed: int = 0
@@ -78,7 +78,7 @@ def draw(
     kinds: Sequence[str] = ("kill",),
     roles: Sequence[str] = ("any",),
     seconds: float = 1.0,
-) -> Plan:
+) -> FaultPlan:
     """So many faults, one after the other, `every` seconds in the mean; each of these kinds and roles is as likely.
     Equal arguments give an equal plan; PlanError where they make no sense."""
     rng, at, faults = random.Random(seed), 0.0, []
@@ -90,27 +90,27 @@ def draw(
         share = round(rng.uniform(SLOWEST, FASTEST), 3) if kind == "slow" else 1.0
         faults.append({"kind": kind, "whom": whom, "at": round(at, 3), "seconds": lasts, "share": share})
     try:
-        return _checked(msgspec.convert({"seed": seed, "faults": faults}, Plan))
+        return _checked(msgspec.convert({"seed": seed, "faults": faults}, FaultPlan))
     except msgspec.ValidationError as error:
         raise PlanError(f"no plan can be drawn: {error}") from None
 
 
-def save(plan: Plan, path: str | Path) -> None:
+def save(plan: FaultPlan, path: str | Path) -> None:
     """Write a plan as JSON."""
     files.write(path, msgspec.json.format(msgspec.json.encode(plan)) + b"\n")
 
 
-def load(path: str | Path) -> Plan:
+def load(path: str | Path) -> FaultPlan:
     """Return the plan in a file that `save` wrote; PlanError where it holds none."""
     try:
-        return _checked(msgspec.json.decode(Path(path).read_bytes(), type=Plan))
+        return _checked(msgspec.json.decode(Path(path).read_bytes(), type=FaultPlan))
     except OSError as error:
         raise PlanError(f"the plan {path} cannot be read: {error.strerror}") from None
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise PlanError(f"{path} holds no plan of faults: {error}; `mpips chaos --save` writes one") from None
 
 
-def check_lab(plan: Plan, lab: str) -> None:
+def check_lab(plan: FaultPlan, lab: str) -> None:
     """PlanError where a plan has faults of hosts, and the job runs in no lab."""
     if not lab and (kinds := [fault.kind for fault in plan.faults if fault.kind in OF_HOSTS]):
         raise PlanError(
@@ -119,7 +119,7 @@ def check_lab(plan: Plan, lab: str) -> None:
         )
 
 
-def _checked(plan: Plan) -> Plan:
+def _checked(plan: FaultPlan) -> FaultPlan:
     for place, fault in enumerate(plan.faults):
         point = fault.at if isinstance(fault.at, Point) else None
         delay = point.delay if point else fault.at
