@@ -34,7 +34,7 @@ from collectives.terminal import (
 )  # fmt: skip
 from mpips.mlp import checkpoint, options
 from mpips.mlp.data.base import name_classes
-from mpips.mlp.data.loading import WAYS, Data, Opened, load_opened, open_everywhere
+from mpips.mlp.data.loading import WAYS, Data, load_opened, open_everywhere
 from mpips.mlp.mesh import Mesh, TrainingError, agree, counted, parse
 from mpips.mlp.network import ACTIVATIONS, DTYPES, MLP, MODES, Specification
 from mpips.mlp.options import FiniteRange
@@ -124,7 +124,7 @@ class _Run:
 
     def run(self) -> None:
         """Let servers serve, and train on all other ranks."""
-        threads = self.options.threads or max(1, usable_cores() // _ranks_of_node(self.comm))
+        threads = self.options.threads or max(1, usable_cores() // options.place_on_node(self.comm)[1])
         with threadpool_limits(threads, user_api="blas"):
             if self.servers is None:
                 self._prepare_and_train(None)
@@ -156,7 +156,7 @@ class _Run:
         else:
             loss, sizes = "l2" if opened.classes is None else "softmax", (*options.widths(o.hidden), opened.outputs)
             specification = Specification((opened.features, *sizes), o.activation, loss, o.dtype, o.seed)
-        agree(self.comm, self._too_large(specification, opened, mesh))
+        agree(self.comm, options.too_large(o, specification, opened, self.comm, mesh))
         if mesh is None:
             mesh = self._choose_mesh(specification, opened.rows - int(opened.rows * o.test_share))
         start = perf_counter()
@@ -169,16 +169,6 @@ class _Run:
         if named := name_classes(opened.labels):
             self._say(named)
         self._train(specification, data, mesh, seconds + perf_counter() - start)
-
-    def _too_large(self, specification: Specification, opened: Opened, mesh: Mesh | None) -> str | None:
-        o = self.options
-        if mesh is not None:
-            batch, model = mesh.batch, mesh.model
-        else:  # where a mesh is predicted, every rank holds the whole network for a while
-            batch, model = (self.comm.size, 1) if o.grid_text == "auto" else parse(o.grid_text)
-            model = 1 if o.explain else model
-        ranks = _ranks_of_node(self.comm)
-        return options.too_large(specification, opened, batch, model, o.split, ranks, self.xp is np)
 
     def _choose_mesh(self, specification: Specification, train_rows: int) -> Mesh:
         o = self.options
@@ -291,13 +281,6 @@ class _Run:
     def _say(self, text: str) -> None:
         if self.comm.rank == 0:
             self.console.print(text, markup=False)
-
-
-def _ranks_of_node(comm: MPI.Comm) -> int:
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    ranks: int = node.size
-    node.Free()
-    return ranks
 
 
 def _prediction_table(predictions: list[MeshPrediction], steps: int) -> Table:

@@ -20,7 +20,7 @@ from mpips import optimizers
 from mpips.mlp.data.base import DataSource
 from mpips.mlp.data.loading import DealRule, Opened
 from mpips.mlp.data.sources import BUILT_IN, open_source
-from mpips.mlp.mesh import TrainingError, attempt, misfit, parse
+from mpips.mlp.mesh import Mesh, TrainingError, attempt, misfit, parse
 from mpips.mlp.network import Specification, largest_slice, working_dtype
 from mpips.mlp.servers import servers_misfit
 
@@ -158,22 +158,36 @@ def optimizer_of(o: SimpleNamespace) -> optimizers.Optimizer:
 
 
 def too_large(
-    specification: Specification, opened: Opened, batch: int, model: int, split: str, ranks: int, on_host: bool = True
+    o: SimpleNamespace, specification: Specification, opened: Opened, comm: MPI.Comm, mesh: Mesh | None
 ) -> str | None:
-    """Say why `ranks` ranks of one machine cannot hold a mesh of batch x model; None where nothing speaks against it.
+    """Say why the ranks of one machine cannot hold a mesh (None: that of the options); None where nothing speaks
+    against it.
 
-    Asked before anything large is made.
+    Asked before anything large is made. Collective.
     """
-    sizes, columns = specification.sizes, opened.features + opened.targets
-    weights = sum(largest_slice(sizes, model, split)) * working_dtype(specification.dtype).itemsize
+    if mesh is not None:
+        batch, model = mesh.batch, mesh.model
+    else:  # where a mesh is predicted, every rank holds the whole network for a while
+        batch, model = (comm.size, 1) if o.grid_text == "auto" else parse(o.grid_text)
+        model = 1 if o.explain else model
+    sizes, columns, ranks = specification.sizes, opened.features + opened.targets, place_on_node(comm)[1]
+    weights = sum(largest_slice(sizes, model, o.split)) * working_dtype(specification.dtype).itemsize
     rows = 8 * max(columns * (opened.rows // batch), opened.rows)  # float64 values, or the numbers of all rows
     try:
-        if on_host:  # weights and gradients
+        if o.device == "cpu":  # weights and gradients
             check_memory(f"a network of {'-'.join(map(str, sizes))}", weights, 2, ranks)
         check_memory(f"a set of {opened.rows:,} rows of {columns:,} columns", rows, 2, ranks)  # as read, and scaled
     except ValueError as error:
         return str(error)
     return None
+
+
+def place_on_node(comm: MPI.Comm) -> tuple[int, int]:
+    """Return this rank's number on its node, and the ranks that are there. Collective."""
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    place = node.rank, node.size
+    node.Free()
+    return place
 
 
 def array_module(device: str, comm: MPI.Comm) -> ModuleType:
@@ -183,9 +197,7 @@ def array_module(device: str, comm: MPI.Comm) -> ModuleType:
     """
     if device == "cpu":
         return np
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    place = node.rank
-    node.Free()
+    place, _ = place_on_node(comm)
 
     def load() -> ModuleType:
         try:
