@@ -91,23 +91,23 @@ class KVStore(Uncopied):
 
     # ---- all workers together; blocking. Bad or different arguments: all raise the same, and nothing has changed
 
-    def init(self, key: Any, value: Any) -> None:
+    def init(self, key: object, value: object) -> None:
         """Store the first values: rank 0's count. Keys, shapes and dtypes are the same everywhere."""
         self.settings.init(key, value)
 
-    def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
+    def broadcast(self, key: object, value: object, out: object, priority: int = 0) -> None:
         """`init`, then `pull`; nothing is made where `out` is bad."""
         self.settings.init(key, value, lambda keys: self._operations.see_pull(keys, key, out, priority))
         self.pull(key, out, priority)
 
-    def set_optimizer(self, optimizer: str | Optimizer, keys: Any = None, **keywords: Any) -> None:
+    def set_optimizer(self, optimizer: str | Optimizer, keys: object = None, **keywords: Any) -> None:
         """Let the servers (without servers: the workers) update these keys, or all, by this optimizer from now on.
 
         By name and keywords (`"sgd", learning_rate=0.1`) or an `mpips.optimizers` record. State starts anew.
         """
         self.settings.set_optimizer(optimizer, keys, keywords)
 
-    def update_optimizer(self, keys: Any = None, **numbers: Any) -> None:
+    def update_optimizer(self, keys: object = None, **numbers: Any) -> None:
         """Change numbers of the optimizers of these keys, or of all, such as `learning_rate`, from the next round on.
         State stays. A number may be a schedule (`mpips.optimizers.schedules`), counted in updates of the key."""
         self.settings.update_optimizer(keys, numbers)
@@ -173,7 +173,7 @@ class KVStore(Uncopied):
 
     # ---- pushes and pulls
 
-    def push(self, key: Any, value: Any, priority: int = 0) -> None:
+    def push(self, key: object, value: object, priority: int = 0) -> None:
         """Contribute to the keys; returns when the arrays may be overwritten. Higher priority goes first.
 
         Without an optimizer the stored value becomes the sum over all workers. A value may be an `mpips.RowSparse`.
@@ -181,7 +181,7 @@ class KVStore(Uncopied):
         if not self._route.try_fast("push", key, value, None, priority):
             self._route.call("push", key, value, None, priority)
 
-    def ipush(self, key: Any, value: Any, priority: int = 0, turns: Turns = ()) -> Handle:
+    def ipush(self, key: object, value: object, priority: int = 0, turns: Turns = ()) -> Handle:
         """`push` that returns a handle at once; the arrays must stay as they are until it is done.
 
         Operations on one key run in program order; so do those with one of `turns` (any hashable names) in common. Of
@@ -190,31 +190,31 @@ class KVStore(Uncopied):
         """
         return self._route.start("push", key, value, None, priority, turns)
 
-    def taken(self, key: Any, push: Handle) -> Handle:
+    def taken(self, key: object, push: Handle) -> Handle:
         """A handle that ends when the servers have read what `push`, the last `ipush` of these keys, sends. (The push
         ends when its arrays may be overwritten.) It is `push` itself where that is all that can be known: without
         servers, and in asynchronous stores."""
         return self._operations.taken(key, push, self.layout.num_servers > 0 and not self.layout.asynchronous)
 
-    def pull(self, key: Any, out: Any, priority: int = 0, ignore_sparse: bool = True) -> None:
+    def pull(self, key: object, out: object, priority: int = 0, ignore_sparse: bool = True) -> None:
         """Write the keys' values into `out`, after this worker's pushes of them; returns when they are there."""
         if not self._route.try_fast("pull", key, None, out, priority):
             self._route.call("pull", key, None, out, priority)
 
-    def ipull(self, key: Any, out: Any, priority: int = 0, turns: Turns = ()) -> Handle:
+    def ipull(self, key: object, out: object, priority: int = 0, turns: Turns = ()) -> Handle:
         """`pull` that returns a handle at once; `out` holds the values when it is done."""
         return self._route.start("pull", key, None, out, priority, turns)
 
-    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
+    def pushpull(self, key: object, value: object, out: object = None, priority: int = 0) -> None:
         """`push` and `pull` in one, into `value` where `out` is None; returns when the result is there."""
         if not self._route.try_fast("pushpull", key, value, out, priority):
             self._route.call("pushpull", key, value, out, priority)
 
-    def ipushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0, turns: Turns = ()) -> Handle:
+    def ipushpull(self, key: object, value: object, out: object = None, priority: int = 0, turns: Turns = ()) -> Handle:
         """`pushpull` that returns a handle at once."""
         return self._route.start("pushpull", key, value, out, priority, turns)
 
-    def row_sparse_pull(self, key: Any, out: Any, priority: int = 0, row_ids: Any = None) -> None:
+    def row_sparse_pull(self, key: object, out: object, priority: int = 0, row_ids: object = None) -> None:
         """Write rows of the keys into `out` of shape (len(row_ids), ...), in the order of `row_ids`; blocking.
 
         `row_ids`: integers (k,), any order, repeats allowed, or a list of them for a list of keys.
@@ -259,7 +259,6 @@ class Generations:
         at_exit(self._exit)
 
     def recover(self, grow: bool = False) -> Rounds:
-        """See `KVStore.recover`."""
         store = self._store
         store.operations.check_not_closed()
         with store.operations.guard("recover"):
@@ -295,7 +294,6 @@ class Generations:
         return rounds
 
     def close(self) -> None:
-        """See `KVStore.close`."""
         generation = self._store.generation
         if not self._store.operations.closed:
             limits, generation.limits = generation.limits, NEVER  # who has more to do may take long
@@ -338,9 +336,8 @@ class Generations:
 
     def _meet_to_close(self) -> Sequence[bytes]:
         """Return where the store survives deaths, wait until all workers close it: one may die before, and the others
-        then
-        need this one. StoreError where a death undoes what this worker has pushed: the others make that again. What
-        each has pushed; nothing where they have not met."""
+        then need this one. StoreError where a death undoes what this worker has pushed: the others make that again.
+        What each has pushed; nothing where they have not met."""
         store = self._store
         if not store.layout.survives:
             return self._meet_to_save()
@@ -373,7 +370,7 @@ class Generations:
         if (now := time.monotonic()) < self._due:
             return
         self._due = now + NEEDS_SECONDS
-        self._store.see_standing()
+        self._store.check_waits()
         if self._store.layout.survives or self._store.regular is not None:
             self._see_closing()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NoReturn, TypeVar
 
 from mpi4py import MPI
@@ -67,10 +67,9 @@ def create(kind: str, comm: MPI.Intracomm | None = None, **options: Any) -> KVSt
     """Make a store of a job. Collective over `comm` (COMM_WORLD; `local`: this process alone); blocking.
 
     Options by name or `MPIPS_*` variable, see `mpips.store.options`. On a worker it returns the store. A server serves
-    inside
-    its first call, this store and all that the workers make on the same `comm` later, and leaves by SystemExit(0) when
-    all workers have closed them or ended. Raises TypeError where `kind` is no string and OptionError, the same on every
-    rank, where options are bad or differ.
+    inside its first call, this store and all that the workers make on the same `comm` later, and leaves by
+    SystemExit(0) when all workers have closed them or ended. Raises TypeError where `kind` is no string and
+    OptionError, the same on every rank, where options are bad or differ.
     """
     word, chosen, refusal = _asked(kind, options)
     if word == "local":
@@ -87,7 +86,7 @@ def create(kind: str, comm: MPI.Intracomm | None = None, **options: Any) -> KVSt
     if before is not None:
         if chosen is not None and not refusal:
             refusal = _unfit(chosen, before.layout)
-        asked = roles.record(chosen or Options())
+        asked = asdict(chosen or Options())
         before.store.settings.run("create", before.served.open_store(OpenStore(word, asked)))
     with _all_alive(comm, chosen):
         layout = roles.create(comm, word, chosen, refusal or _unable(chosen))

@@ -176,13 +176,12 @@ def check_saves(options: Options) -> None:
         )
 
 
-def _as_bool(value: Any) -> bool:
+def _as_bool(value: object) -> bool:
     words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-    return words[word] if (word := str(value).strip().lower()) in words else _not_a_bool(value)
-
-
-def _not_a_bool(value: Any) -> bool:
-    raise ValueError(value)
+    word = str(value).strip().lower()
+    if word not in words:
+        raise ValueError(value)
+    return words[word]
 
 
 def read(arguments: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None) -> Options:

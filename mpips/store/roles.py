@@ -13,9 +13,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -140,9 +140,8 @@ class Layout:
 
     def again(self, left: MPI.Intracomm, grow: bool = False) -> None:
         """Take roles and communicators for the next generation, of the ranks of `left`: those of `world`, but for the
-        dead,
-        in order. Where a worker asks for it by `grow`, spares that are left become workers. The old communicators are
-        the caller's to give back. Collective over `left`, blocking.
+        dead, in order. Where a worker asks for it by `grow`, spares that are left become workers. The old communicators
+        are the caller's to give back. Collective over `left`, blocking.
 
         LostError, on all alike, where the store cannot go on with them.
         """
@@ -161,7 +160,8 @@ class Layout:
         self.clients = tuple(Interval(*client) for client in clients)
         self.world = _split(left, 0, new.origin.index(self.rank))
         self.rank = self.world.Get_rank()
-        self.nodes = tuple(_lowest([self.nodes[rank] for rank in new.origin]))
+        nodes = [self.nodes[rank] for rank in new.origin]
+        self.nodes = tuple(nodes.index(node) for node in nodes)  # the lowest rank on each
         self.begin()
 
     def free(self) -> None:
@@ -202,7 +202,7 @@ def create(comm: MPI.Intracomm, kind: str, options: Options | None, refusal: str
     if options is not None and not refusal:
         refusal = _check(kind, options, world.Get_size())
     try:
-        _agree(world, _Card(kind, {} if options is None else record(options), refusal), limits)
+        _agree(world, _Card(kind, {} if options is None else asdict(options), refusal), limits)
     except OptionError:
         part(world)
         raise
@@ -218,11 +218,6 @@ def create(comm: MPI.Intracomm, kind: str, options: Options | None, refusal: str
     layout = Layout(kind, options, world.Get_rank(), workers, options.servers, clients, nodes, world, spares)
     layout.begin()
     return layout
-
-
-def record(options: Options) -> dict[str, Any]:
-    """Options as a message holds them."""
-    return {name: getattr(options, name) for name in options.__dataclass_fields__}
 
 
 def _limits(options: Options) -> Limits:
@@ -282,11 +277,6 @@ def _split(comm: MPI.Intracomm, number: int, rank: int) -> MPI.Intracomm:
     return part
 
 
-def _lowest(nodes: Sequence[int]) -> list[int]:
-    """Nodes by the lowest rank on each, where they have other names."""
-    return [nodes.index(node) for node in nodes]
-
-
 def _nodes(world: MPI.Intracomm, shared_memory: bool) -> tuple[int, ...]:
     if not shared_memory:
         return tuple(range(world.Get_size()))
@@ -303,17 +293,7 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")
 Cores = frozenset[int]
 
 
-class Ranks(Protocol):
-    """Which ranks share a node: a `layout.Layout`."""
-
-    rank: int
-    num_workers: int
-    num_servers: int
-
-    def same_node(self, a: int, b: int) -> bool: ...
-
-
-class Place(msgspec.Struct, array_like=True, frozen=True):
+class Processor(msgspec.Struct, array_like=True, frozen=True):
     """Name the machine, cores and quota of a process."""
 
     machine: str
@@ -337,14 +317,14 @@ def spread(allowed: Sequence[Cores]) -> list[int] | None:
 class Seat:
     """The core of this process, until it leaves."""
 
-    def __init__(self, layout: Ranks, generation: MeetingPlace) -> None:
+    def __init__(self, layout: Layout, generation: MeetingPlace) -> None:
         """Collective over all ranks of the store, blocking. `shared`: some process has no core alone. Spares sleep, and
         do not count in that."""
         self.before: Cores = frozenset(os.sched_getaffinity(0))
         self.usable = usable_cores()
-        mine = Place(BOOT.read_text(), sorted(self.before), find_quota())
+        mine = Processor(BOOT.read_text(), sorted(self.before), find_quota())
         said = generation.meet(msgspec.msgpack.encode(mine), "mpips.create", True)
-        every = [msgspec.msgpack.decode(data, type=Place) for data in said]
+        every = [msgspec.msgpack.decode(data, type=Processor) for data in said]
         here = [rank for rank, place in enumerate(every) if place.machine == mine.machine]
         allowed = [frozenset(every[rank].cores) for rank in here]
         alone = all(layout.same_node(rank, layout.rank) for rank in here)

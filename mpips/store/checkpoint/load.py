@@ -51,7 +51,6 @@ Array = NDArray[Any]
 
 
 def load(store: Settings, path: str | os.PathLike[str]) -> None:
-    """See `KVStore.load`."""
     store.finish()
     if store.saving is not None:
         store.saving.finish()  # it may be this file
@@ -219,7 +218,6 @@ STEPS, OPTIMIZERS = "steps", "optimizers"
 
 
 def save_states(store: Settings, fname: str, dump_optimizer: bool) -> None:
-    """See `KVStore.save_optimizer_states`."""
     _all_come(store, "save_optimizer_states", fname)
     found = store.run("save_optimizer_states", store.backend.stored.states(list(store.keys.values())))
     groups = store.groups if dump_optimizer else None
@@ -228,7 +226,6 @@ def save_states(store: Settings, fname: str, dump_optimizer: bool) -> None:
 
 
 def load_states(store: Settings, fname: str) -> None:
-    """See `KVStore.load_optimizer_states`."""
     keys = [key for key in store.keys.values() if store.groups.of(key.name) is not None]
     _all_come(store, "load_optimizer_states", fname)
     states, refusal = attempt(lambda: _fitting(store, read(fname, keys)) if store.layout.rank == 0 else {})

@@ -57,7 +57,6 @@ LOG = logging.getLogger("mpips.store")
 
 
 def save(store: Settings, path: str | os.PathLike[str], wait: bool) -> Saving | None:
-    """See `KVStore.save`."""
     with contextlib.ExitStack() as stack:
         store.finish()
         if store.saving is not None:

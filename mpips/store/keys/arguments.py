@@ -83,7 +83,7 @@ def find_key(keys: Mapping[Name, T], name: Name, what: str) -> T:
         raise ValueError(f"{what}: key {name!r} was not initialised; call init first{such}") from None
 
 
-def see_priority(value: Any, what: str) -> None:
+def see_priority(value: object, what: str) -> None:
     """Raise TypeError or ValueError unless it is an int that a message holds."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{what}: priority={value!r} is no int: pass one, the highest goes first")
@@ -103,7 +103,7 @@ def turns(given: Any, what: str) -> list[Hashable]:
     return chosen
 
 
-def pairs(key: Any, value: Any, what: str, argument: str = "value") -> list[tuple[Name, list[Any]]]:
+def pairs(key: object, value: object, what: str, argument: str = "value") -> list[tuple[Name, list[Any]]]:
     """(key, its arrays) for one key or lists of equal length; a key's value is one array or a list of them.
     `argument`: what the caller calls the values."""
     keys = names(key)
@@ -116,7 +116,7 @@ def pairs(key: Any, value: Any, what: str, argument: str = "value") -> list[tupl
     return [(name, _arrays(one, name, what)) for name, one in zip(keys, value)]
 
 
-def _arrays(value: Any, name: Name, what: str) -> list[Any]:
+def _arrays(value: object, name: Name, what: str) -> list[Any]:
     if not isinstance(value, (list, tuple)):
         return [value]
     if not value:
@@ -124,19 +124,19 @@ def _arrays(value: Any, name: Name, what: str) -> list[Any]:
     return list(value)
 
 
-def readable(value: Any, name: Name, what: str) -> Array:
+def readable(value: object, name: Name, what: str) -> Array:
     """A host array to read from: C-contiguous."""
     return _contiguous(value, name, what, "pass numpy.asarray of it")
 
 
-def _contiguous(value: Any, name: Name, what: str, cure: str) -> Array:
+def _contiguous(value: object, name: Name, what: str, cure: str) -> Array:
     array = _host(value, name, what, cure)
     if not array.flags.c_contiguous:
         raise ValueError(f"{what}: the array of key {name!r} is not contiguous; pass numpy.ascontiguousarray of it")
     return array
 
 
-def writable(value: Any, name: Name, what: str) -> Array:
+def writable(value: object, name: Name, what: str) -> Array:
     """A host array to write to: C-contiguous and not read-only."""
     if is_jax(value):
         raise TypeError(
@@ -149,7 +149,7 @@ def writable(value: Any, name: Name, what: str) -> Array:
     return array
 
 
-def _host(value: Any, name: Name, what: str, cure: str) -> Array:
+def _host(value: object, name: Name, what: str, cure: str) -> Array:
     if isinstance(value, RowSparse):
         raise TypeError(f"{what}: key {name!r} got a RowSparse where an array is needed; pass its to_dense()")
     if is_device(value):
@@ -222,12 +222,12 @@ PACK_BYTES = 4 << 20
 """Of many small arrays so many bytes travel as one."""
 
 
-def is_device(x: Any) -> bool:
+def is_device(x: object) -> bool:
     """Return whether it is an array in the memory of a GPU."""
     return type(x) is not np.ndarray and arrays.is_device(x)
 
 
-def host(x: Any) -> Array:
+def host(x: object) -> Array:
     """The array as a NumPy view of its memory; TypeError, which says what to pass, where it has none on the host."""
     if type(x) is np.ndarray:
         return x
@@ -256,7 +256,7 @@ def viewed(x: Any) -> Any:
         return x
 
 
-def is_jax(x: Any) -> bool:
+def is_jax(x: object) -> bool:
     """Return whether it is an array of JAX, which must not be written."""
     return type(x).__module__.split(".")[0] in ("jax", "jaxlib")
 
@@ -288,7 +288,7 @@ def unpack(vector: Array, into: Sequence[Array]) -> None:
         at += array.nbytes
 
 
-class Staged:
+class HostStaging:
     """Arrays of one shape on GPUs (and perhaps the host), with one host array beside them in pinned memory.
 
     Made in the thread that calls the store, as what its streams hold comes first. `host` has the shape of the arrays.
@@ -355,11 +355,11 @@ class Call(NamedTuple):
     """Empty where the call only pushes."""
     gathered: Task[None] | None = None
     """Waits until GPUs have summed the payload."""
-    spread: Staged | None = None
+    spread: HostStaging | None = None
     """Copies the first target, its host array, to GPUs."""
 
 
-def check(known: Known, what: str, key: Any, value: Any = None, out: Any = None) -> list[Call]:
+def check(known: Known, what: str, key: object, value: object = None, out: object = None) -> list[Call]:
     """The calls for one key or a list of keys; ValueError or TypeError where anything of any of them is bad.
 
     `what`: push, pull, or pushpull, which writes to `value` where `out` is None.
@@ -412,13 +412,13 @@ def rows(known: Known, key: Any, out: Any, row_ids: Any) -> list[tuple[Key, Arra
     return result
 
 
-def _lists(row_ids: Any) -> Any:
+def _lists(row_ids: object) -> Any:
     """A key's lists of row numbers: it may be given one, or a list of them."""
     one = isinstance(row_ids, (list, tuple)) and not any(np.ndim(each) for each in row_ids)
     return [row_ids] if one else row_ids
 
 
-def _row_ids(key: Key, row_ids: Any) -> NDArray[np.int64]:
+def _row_ids(key: Key, row_ids: object) -> NDArray[np.int64]:
     see_unmasked(row_ids, f"row_sparse_pull: row_ids of key {key.name!r}")
     ids = np.asarray(row_ids)
     ids = ids.astype(np.int64) if ids.size == 0 else ids.reshape(-1)
@@ -452,7 +452,7 @@ def _row_payload(key: Key, values: Sequence[Any], what: str) -> RowSparse:
     return values[0] if len(values) == 1 else sparse.add(values)
 
 
-def _targets(key: Key, outs: Sequence[Any], what: str) -> tuple[list[Array], Staged | None]:
+def _targets(key: Key, outs: Sequence[Any], what: str) -> tuple[list[Array], HostStaging | None]:
     on_gpus = [out for out in outs if is_device(out)]
     targets = [writable(out, key.name, what) for out in outs if not is_device(out)]
     for target in targets:
@@ -463,13 +463,13 @@ def _targets(key: Key, outs: Sequence[Any], what: str) -> tuple[list[Array], Sta
     return [staged.host, *targets], staged
 
 
-def _staged(key: Key, values: Sequence[Any], what: str, written: bool) -> Staged:
+def _staged(key: Key, values: Sequence[Any], what: str, written: bool) -> HostStaging:
     """Host memory beside arrays on GPUs that fit the key; ValueError or TypeError with the key's name."""
     for value in values:
         if is_jax(value):
             raise TypeError(f"{what}: key {key.name!r} got a JAX array on a GPU: pass numpy.asarray of it")
     try:
-        staged = Staged(values, written)
+        staged = HostStaging(values, written)
     except (ValueError, TypeError, ImportError) as error:
         raise type(error)(f"{what}: key {key.name!r}: {error}") from error
     fits(staged.host, key.shape, key.dtype, key.name, what)
@@ -485,7 +485,7 @@ def first_value(name: Name, values: Sequence[Any]) -> Array:
         see_alike(hosts, name, what)
         return total(hosts)
     try:
-        staged = Staged(given, False)
+        staged = HostStaging(given, False)
     except (ValueError, TypeError, ImportError) as error:
         raise TypeError(f"{what}: key {name!r}: {error}") from error
     see_dtype(staged.host.dtype, name, what)

@@ -102,7 +102,7 @@ class EmptyPush(RowSparse):
         object.__setattr__(self, "shape", tuple(shape))
 
 
-def _array(x: Any, name: str) -> np.ndarray:
+def _array(x: object, name: str) -> np.ndarray:
     """As NumPy's; lists become arrays, tensors of PyTorch are viewed, whether they record gradients or not."""
     arrays.see_unmasked(x, name)
     return arrays.host(x) if arrays.is_torch(x) else np.asarray(x)
@@ -228,7 +228,7 @@ def table(name: str, given: Any) -> Any:
     return lazy
 
 
-def in_memory(name: str, given: Any) -> np.ndarray:
+def in_memory(name: str, given: object) -> np.ndarray:
     """Return rows that a caller hands over as an array of NumPy; TypeError where they are none, or no numbers."""
     if type(given) is np.ndarray and given.dtype.kind in NUMBERS:
         return given
@@ -248,7 +248,7 @@ def see_numbers(name: str, given: Any, kind: str = "") -> Any:
     return given
 
 
-def _is_array(given: Any) -> bool:
+def _is_array(given: object) -> bool:
     """Return whether rows of it are taken by position, whatever the library does beside that."""
     module = type(given).__module__.partition(".")[0]
     return isinstance(given, np.ndarray) or arrays.is_torch(given) or arrays.is_device(given) or module == "jaxlib"

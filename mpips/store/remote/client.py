@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from collectives.fabric import arena
 from collectives.fabric.tasks import Task, together
 from mpips.store.keys.key import Key, Piece
-from mpips.store.remote.members import Call, Members, label
+from mpips.store.remote.members import ClientCall, Members, label
 from mpips.store.remote.sparse import RowTransfers
 from mpips.store.remote.transfers import Pull, Push
 from mpips.store.roles import Layout
@@ -90,11 +90,11 @@ class Client(RowTransfers):
         call = self._call(label("pushpull", [key]))
         yield from call.run(self._some([self._through(call, key, piece, flat, out, priority) for piece in key.pieces]))
 
-    def _through(self, call: Call, key: Key, piece: Piece, flat: Array, out: Array, priority: int) -> Task[None]:
+    def _through(self, call: ClientCall, key: Key, piece: Piece, flat: Array, out: Array, priority: int) -> Task[None]:
         yield from self._push_piece(call, key, piece, flat, priority)
         yield from self._pull_piece(call, key, piece, out)
 
-    def _push_piece(self, call: Call, key: Key, piece: Piece, flat: Array, priority: int) -> Task[None]:
+    def _push_piece(self, call: ClientCall, key: Key, piece: Piece, flat: Array, priority: int) -> Task[None]:
         """Return what this member owns of the members' sum of a piece goes to the servers, which read it in place."""
         start, stop = piece.cuts[0], piece.cuts[-1]
         flat = flat[start:stop]
@@ -115,7 +115,7 @@ class Client(RowTransfers):
             yield from call.agreed()
             yield from self._push.part(key, key.round, total, priority, piece.pushes, start, wait=False, own=True)
 
-    def _pull_piece(self, call: Call, key: Key, piece: Piece, out: Array) -> Task[None]:
+    def _pull_piece(self, call: ClientCall, key: Key, piece: Piece, out: Array) -> Task[None]:
         """This member reads what it owns of a piece; then all have the whole."""
         if piece.pushes:
             yield from self._pull.part(key, out, piece.pushes)

@@ -29,7 +29,7 @@ Array = NDArray[Any]
 YIELDS = 500
 
 
-def came(words: Any, word: int, count: int) -> bool:
+def came(words: memoryview, word: int, count: int) -> bool:
     """Wait a moment for a word of the server; whether it came."""
     for _ in range(YIELDS):
         if words[word] >= count:
@@ -63,27 +63,51 @@ class General:
         yield from self.pull(key, out)
 
 
-class OneBlock:
+class FastRoute:
+    """A push, and a push with a pull, of what each kind of key does at once. See `keys.key.Fast`."""
+
+    __slots__ = ("_general", "_key")
+
+    def __init__(self, general: General, key: Key) -> None:
+        self._general, self._key = general, key
+
+    def post(self, array: Array, priority: int) -> Task[None] | None:
+        raise NotImplementedError
+
+    def read(self) -> Task[None] | None:
+        raise NotImplementedError
+
+    def pull(self, out: Array) -> Task[None] | None:
+        raise NotImplementedError
+
+    def push(self, array: Array, priority: int) -> Task[None] | None:
+        left = self.post(array, priority)
+        return self.read() if left is None else left
+
+    def pushpull(self, array: Array, out: Array, priority: int) -> Task[None] | None:
+        """Push, then pull: whoever can read the result knows that the server has read the array."""
+        left = self.post(array, priority)
+        return self.pull(out) if left is None else self._general.then_pull(self._key, left, out)
+
+
+class OneBlock(FastRoute):
     """A key that is one block on one server."""
 
     lists = True
     __slots__ = (
-        "_copy", "_flag", "_general", "_in_place", "_key", "_lent", "_line", "_mine", "_shard", "_stored", "_words",
+        "_copy", "_flag", "_in_place", "_lent", "_line", "_mine", "_shard", "_stored", "_words",
     )  # fmt: skip
 
     def __init__(self, general: General, key: Key, small_bytes: int) -> None:
         shard = key.shards[0]
         assert shard.stored is not None
-        self._general, self._flag, self._key, self._shard = general, general.flag, key, shard
+        super().__init__(general, key)
+        self._flag, self._shard = general.flag, shard
         self._words, self._mine, self._line = shard.words, shard.mine, shard.line
         self._lent = InPlacePushes([shard]) if key.nbytes > small_bytes else None
         self._stored = shard.stored.reshape(key.shape)
         self._in_place = False
         self._copy: Array | None = None
-
-    def push(self, array: Array, priority: int) -> Task[None] | None:
-        left = self.post(array, priority)
-        return self.read() if left is None else left
 
     def post(self, array: Array, priority: int) -> Task[None] | None:
         key = self._key
@@ -116,11 +140,6 @@ class OneBlock:
         out[...] = self._stored
         return None
 
-    def pushpull(self, array: Array, out: Array, priority: int) -> Task[None] | None:
-        """See `keys.key.Fast`. Whoever can read the result knows that the server has read the array."""
-        left = self.post(array, priority)
-        return self.pull(out) if left is None else self._general.then_pull(self._key, left, out)
-
     def _room(self) -> Array:
         """The outbox, as an array of the key's shape."""
         self._copy = self._general.link.outbox(self._key, self._shard).slots.reshape(self._key.shape)
@@ -144,32 +163,29 @@ class AnyTime(OneBlock):
         return self._general.pull(key, out)
 
 
-class Blocks:
+class Blocks(FastRoute):
     """A key of several blocks, perhaps on several servers."""
 
     lists = True
-    __slots__ = ("_flag", "_in_place", "_key", "_lent", "_mine", "_small", "_stored", "general")
+    __slots__ = ("_flag", "_in_place", "_lent", "_mine", "_small", "_stored")
 
     def __init__(self, general: General, key: Key, small_bytes: int) -> None:
-        self.general, self._flag, self._key = general, general.flag, key
+        super().__init__(general, key)
+        self._flag = general.flag
         self._small = key.nbytes <= small_bytes
         self._mine = [(shard.words, shard.mine) for shard in key.pushes]
         self._stored = [_readable(shard) for shard in key.shards]
         self._lent = InPlacePushes(key.shards)
         self._in_place = False
 
-    def push(self, array: Array, priority: int) -> Task[None] | None:
-        left = self.post(array, priority)
-        return self.read() if left is None else left
-
     def post(self, array: Array, priority: int) -> Task[None] | None:
         key = self._key
         round_ = key.round
         if self._flag[0]:
-            return self.general.push(key, array, priority)
+            return self._general.push(key, array, priority)
         for words, mine in self._mine:
             if words[mine] != round_:
-                return self.general.push(key, array, priority)
+                return self._general.push(key, array, priority)
         pushes = None if self._small else self._lent.of(array)
         self._in_place = bool(pushes)
         key.round = round_ = round_ + 1
@@ -179,27 +195,27 @@ class Blocks:
         else:
             flat = array.reshape(-1)
             payloads = [(shard, flat[shard.start : shard.stop]) for shard in key.shards]
-            self.general.copy_in(key, round_, payloads, priority)
+            self._general.copy_in(key, round_, payloads, priority)
         return None
 
     def read(self) -> Task[None] | None:
         key = self._key
         for words, mine in self._mine if self._in_place else ():
             if words[mine] < key.round and not came(words, mine, key.round):
-                return self.general.read(key)
+                return self._general.read(key)
         return None
 
     def pull(self, out: Array) -> Task[None] | None:
         key = self._key
         if self._flag[0]:
-            return self.general.pull(key, out)
+            return self._general.pull(key, out)
         flat, earlier = out.reshape(-1), key.round - 1
         for words, stored, start, stop, blocks, size, line, enough in self._stored:
             before, done = earlier * blocks, 0
             while done < blocks:
                 needed = before + enough(done)
                 if words[0] < needed and not came(words, 0, needed):
-                    return self.general.pull(key, flat)
+                    return self._general.pull(key, flat)
                 there = words[0] - before
                 if there == blocks and not done:
                     flat[start:stop] = stored
@@ -208,39 +224,36 @@ class Blocks:
                     flat[start + first : min(start + last, stop)] = stored[first:last]
                 done = there
             if line.waiting():
-                return self.general.pull(key, flat)
+                return self._general.pull(key, flat)
         return None
 
     def pushpull(self, array: Array, out: Array, priority: int) -> Task[None] | None:
         # Servers may still read later elements of `array` while earlier ones of the result are written.
         apart = out is array or not np.may_share_memory(array, out)
         left = self.post(array, priority) if apart else self.push(array, priority)
-        return self.pull(out) if left is None else self.general.then_pull(self._key, left, out)
+        return self.pull(out) if left is None else self._general.then_pull(self._key, left, out)
 
 
-class InClient:
+class InClient(FastRoute):
     """A key whose sum over a client of one node its rank 0 pushes, and which all members read from the servers' memory.
 
     All members go through one collective, whether they take this route or the general one, which is `push`.
     """
 
     lists = False
-    __slots__ = ("_comm", "_flag", "_key", "_label", "_mine", "_push", "_pushes", "_reading", "_total")
+    __slots__ = ("_comm", "_flag", "_label", "_mine", "_push", "_pushes", "_reading", "_total")
 
     def __init__(
         self, general: General, key: Key, comm: MPI.Intracomm, push: Callable[[Key, Array, int], Task[None]]
     ) -> None:
-        self._flag, self._key, self._comm, self._push = general.flag, key, comm, push
+        super().__init__(general, key)
+        self._flag, self._comm, self._push = general.flag, comm, push
         self._reading = Blocks(general, key, 0)
         self._mine = [(shard.words, shard.mine) for shard in key.pushes]
         self._label = label("push", [key])
         self._total: Array | None = None
         """The client's sum, on rank 0, which the servers read in place."""
         self._pushes: list[RepeatedPush] = []
-
-    def push(self, array: Array, priority: int) -> Task[None] | None:
-        """See `keys.key.Fast`. What was pushed is in the sum when it is over."""
-        return self.post(array, priority)
 
     def post(self, array: Array, priority: int) -> Task[None] | None:
         key = self._key
@@ -262,14 +275,10 @@ class InClient:
         return None
 
     def read(self) -> None:
-        """See `keys.key.Fast`."""
+        """What was pushed is in the sum when it is over."""
 
     def pull(self, out: Array) -> Task[None] | None:
         return self._reading.pull(out)
-
-    def pushpull(self, array: Array, out: Array, priority: int) -> Task[None] | None:
-        left = self.post(array, priority)
-        return self.pull(out) if left is None else self._reading.general.then_pull(self._key, left, out)
 
     def _room(self) -> Array:
         """Memory for the sum, and its pushes. The general way sums into the same."""

@@ -52,10 +52,10 @@ class Members:
         self.sums = None if one_node else ClientSums(comm)
         self.calls = 0
 
-    def call(self, text: str) -> Call:
+    def call(self, text: str) -> ClientCall:
         """The next call, which all members make; they take turns on the client's communicator."""
         self.calls += 1
-        return Call(self, text) if self.sums is None else CallBetween(self, self.sums, text)
+        return ClientCall(self, text) if self.sums is None else CallBetweenNodes(self, self.sums, text)
 
     def stop(self) -> None:
         """The generation is over: let nothing touch the caller's memory any more."""
@@ -65,7 +65,7 @@ class Members:
             self.sums.stop(self.under_way)
 
 
-class Call:
+class ClientCall:
     """One call of members of one node. Vectors are 1-D; each method is a task for all members."""
 
     def __init__(self, members: Members, text: str) -> None:
@@ -106,7 +106,7 @@ class Call:
         yield from ()
 
 
-class CallBetween(Call):
+class CallBetweenNodes(ClientCall):
     """Make a call of members between nodes. A piece's number tells its messages apart from those of other pieces under
     way."""
 

@@ -33,14 +33,10 @@ class Setup:
 
     def __init__(self, layout: Layout, generation: Generation, link: Link) -> None:
         self._layout, self._generation, self._link = layout, generation, link
-        self._cutting = Cutting(layout, True, False)
+        self.cutting = Cutting(layout, True, False)
         self.keys: dict[Name, Key] = {}
         self._going: set[Name] = set()
         """Keys that servers may have been told to forget."""
-
-    def cut_by(self, cutting: Cutting) -> None:
-        """Cut new keys so from now on."""
-        self._cutting = cutting
 
     def at_rank_0(self, do: Callable[[], Task[bytes]], what: str) -> Task[bytes]:
         """Rank 0 does it; all workers learn what it returns. Collective.
@@ -81,14 +77,14 @@ class Setup:
 
     def init(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
         """Make the keys on the servers, with rank 0's values. Collective."""
-        cutting = self._cutting.copy()
+        cutting = self.cutting.copy()
         cards: Cards = {server: [] for server in range(self._layout.num_servers)}
         for key in keys:
             cutting.cut(key, self._link.lines, cards)
         told = yield from self.at_rank_0(lambda: self._make(keys, values, cards), "init")
         if self._layout.rank:
             self._know(keys, cards, told)
-        self._cutting = cutting
+        self.cutting = cutting
         self.keys.update((key.name, key) for key in keys)
 
     def _make(self, keys: Sequence[Key], values: Sequence[Array], cards: Cards) -> Task[bytes]:
@@ -148,7 +144,7 @@ class Setup:
         for key in keys:
             self._link.remove(key)
             del self.keys[key.name]
-        self._cutting.free(keys)
+        self.cutting.free(keys)
 
     def _forget(self, keys: Sequence[Key]) -> Task[bytes]:
         for server, shards in self._by_server(keys).items():
@@ -183,7 +179,7 @@ class Setup:
                 cards = cut[server]
                 _attach([shards[card.number] for card in cards], cards, where)
         self.keys = {key.name: key for key in keys}
-        self._cutting = cutting
+        self.cutting = cutting
         for key in keys:
             self._link.add(key)
 

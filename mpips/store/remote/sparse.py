@@ -44,8 +44,7 @@ def whole(key: Key) -> bool:
 
 class RowTransfers:
     """Push and pull rows, beside whole keys, for one worker. `members`: those of its client, where there are others;
-    `direct`: each pulls by itself.
-    """
+    `direct`: each pulls by itself."""
 
     def __init__(self, layout: Layout, push: Push, pull: Pull, members: Members | None, direct: bool) -> None:
         self._push, self._pull, self._members = push, pull, members
@@ -56,11 +55,9 @@ class RowTransfers:
         self._masters = list(range(self._size)) if self._all else [0]
 
     def push(self, keys: Sequence[Key], flats: Sequence[Array], priority: int) -> Task[None]:
-        """See `Transfers`."""
         raise NotImplementedError
 
     def pull(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[None]:
-        """See `Transfers`."""
         raise NotImplementedError
 
     def push_rows(self, key: Key, rows: RowSparse, priority: int) -> Task[None]:

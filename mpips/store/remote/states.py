@@ -35,7 +35,7 @@ class Changes(NamedTuple):
     last: bytes = b""
 
 
-class Settings:
+class ServerSettings:
     """Keep the settings that all workers make together. A change counts from the next push on, once all servers have
     made it.
 
@@ -55,7 +55,7 @@ class Settings:
         """Return whether something applies pushes of this key."""
         return self._all or name in self._own
 
-    def see_updated(self, keys: Sequence[Key], what: str) -> None:
+    def check_updated(self, keys: Sequence[Key], what: str) -> None:
         """ValueError where nothing applies pushes of one of them."""
         for key in keys:
             if not self.updates(key.name):
@@ -98,7 +98,7 @@ class Settings:
             self._push.residuals = Residuals(compression.create(change.options), self._rank)
 
 
-class Stored:
+class RemoteStates:
     """The state of whole keys, put together from all servers, and back."""
 
     def __init__(self, layout: Layout, link: Link, setup: Setup, push: Push, members: int) -> None:
@@ -163,22 +163,20 @@ class Stored:
         yield
 
     def put_residuals(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
-        """See `worker.interface.Stored`."""
         assert self._push.residuals is not None
         for key, value in zip(keys, values, strict=True):
             for shard in key.pushes:
                 self._push.residuals.put(shard.number, value[shard.start : shard.stop], key.dtype)
         yield from ()
 
-    def snapshot(self, keys: Sequence[Key], alone: bool = False) -> Task[Snapshot]:
-        """See `worker.interface.Stored`."""
+    def snapshot(self, keys: Sequence[Key], alone: bool = False) -> Task[RemoteSnapshot]:
         self._snapshots += 1
-        made = Snapshot(self._link, self._snapshots)
+        made = RemoteSnapshot(self._link, self._snapshots)
         yield from made.freeze(keys) if alone else self._setup.at_rank_0(lambda: made.freeze(keys), "save")
         return made
 
 
-class Snapshot:
+class RemoteSnapshot:
     """Keep keys as they were after one round, whatever is pushed later (`worker.interface.Snapshot`)."""
 
     def __init__(self, link: Link, number: int) -> None:

@@ -24,7 +24,7 @@ from mpips.store.remote.fast import General, by_itself, in_client
 from mpips.store.remote.link import Link
 from mpips.store.remote.members import Members
 from mpips.store.remote.setup import Setup
-from mpips.store.remote.states import Changes, Settings, Stored
+from mpips.store.remote.states import Changes, RemoteStates, ServerSettings
 from mpips.store.remote.transfers import Pull, Push
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import in_order
@@ -59,7 +59,7 @@ class RemoteStore(Member[Recovered]):
         self._link = Link(layout, [])
         self._push, self._pull = Push(layout, self._link), Pull(layout, self._link)
         self._setup = Setup(layout, generation, self._link)
-        self._settings = Settings(layout, self._setup, self._push)
+        self._settings = ServerSettings(layout, self._setup, self._push)
         self._last_kept: LastGeneration[Kept] = LastGeneration()
         self._members: Members | None = None
         generation.on_end.append(self._quiesce)
@@ -71,7 +71,7 @@ class RemoteStore(Member[Recovered]):
         told = self.generation.meet(b"%d" % self._link.all_local, "create")
         self._serve([data == b"1" for data in told])
         side_by_side = not (self._cores_shared or self.layout.asynchronous)
-        self._setup.cut_by(Cutting(self.layout, self.one_node, side_by_side))
+        self._setup.cutting = Cutting(self.layout, self.one_node, side_by_side)
 
     def _serve(self, near: Sequence[bool]) -> None:
         """Make the parts that live as long as one generation. `near`: whether each worker shares its node with all
@@ -89,7 +89,7 @@ class RemoteStore(Member[Recovered]):
             home = self.generation.within(layout.client, names)
             self._members = Members(home, layout.client, names[0], self.one_node)
             self.transfers = Client(layout, self._push, self._pull, self._members, self._reads)
-        self.stored = Stored(layout, self._link, self._setup, self._push, self._size)
+        self.stored = RemoteStates(layout, self._link, self._setup, self._push, self._size)
         self._general = General(self.generation.flag, self._link, self._push, self._pull)
 
     def _quiesce(self) -> None:
@@ -148,7 +148,7 @@ class RemoteStore(Member[Recovered]):
 
     def check_updated(self, keys: Sequence[Key], what: str) -> None:
         if self._asynchronous:
-            self._settings.see_updated(keys, what)
+            self._settings.check_updated(keys, what)
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Name] | None) -> Task[None]:
         yield from self._settings.set_optimizer(optimizer, keys)

@@ -154,7 +154,7 @@ Rows = tuple[Shard, NDArray[np.int64], Array]
 """A shard, numbers of rows within it, and where these go, (rows, elements of one)."""
 
 
-def snapshot(words: Any, stored: Array, out: Array) -> bool:
+def snapshot(words: memoryview, stored: Array, out: Array) -> bool:
     """Copy a unit of an asynchronous store, whose `words[0]` is odd while an update is being written and another number
     after it; False where updates came between, several times."""
     for _ in range(TRIES):

@@ -60,7 +60,7 @@ class Generation:
         nobody reads arrays that it has lent, and that what others count on is there."""
         self.checks: list[Callable[[], None]] = []
         """Each raises CollectiveError where what this rank waits for cannot come any more. Made in long waits."""
-        self.standing: Callable[[str], bytes] = lambda what: b""
+        self.describe_wait: Callable[[str], bytes] = lambda what: b""
         """What this worker says to the others when it waits for them in a meeting for long; b"": nothing yet."""
         self.inside = False
         """Whether this rank looks from within a blocking collective of a smaller communicator."""
@@ -202,7 +202,7 @@ class Generation:
         watch = self._watch(room, what)
         begun = time.monotonic()
         due = begun + LOOK_SECONDS
-        room.bring(payload)
+        room.begin(payload)
         self._meeting = True  # who runs the task does not look at the generation, the meeting does
         try:
             while room.missing():
@@ -213,14 +213,14 @@ class Generation:
                 yield False
         finally:
             self._meeting = False
-        return room.brought()
+        return room.end()
 
     def _watch(self, room: Room, what: str) -> Watch:
         """Return how this rank waits in a room: it looks at the generation, and sees who comes no more."""
-        presence, stands = LeftRanks(what), False
+        presence, described = LeftRanks(what), False
 
         def look(waited: float) -> None:
-            nonlocal stands
+            nonlocal described
             try:
                 self._look(waited)
             except StoreError:
@@ -232,9 +232,9 @@ class Generation:
                     time.sleep(LOOK_SECONDS)
                 return
             presence.see(room.missing(), self.gone())
-            if waited > LONG_SECONDS and not stands and room is self._workers and (word := self.standing(what)):
-                stands = True
-                room.stand(word)
+            if waited > LONG_SECONDS and not described and room is self._workers and (word := self.describe_wait(what)):
+                described = True
+                room.describe_wait(word)
 
         return Watch(self.limits, look, room.missing, self._nap_after)
 
@@ -243,11 +243,11 @@ class Generation:
         Does not block."""
         assert self._workers is not None
         self._workers.missing()
-        return self._workers.last()
+        return self._workers.last_words()
 
-    def others_standing(self) -> dict[int, bytes]:
+    def waits_elsewhere(self) -> dict[int, bytes]:
         """Return what each worker says that waits in a meeting to which this one has not come. Does not block."""
-        return {} if self._workers is None else self._workers.standing()
+        return {} if self._workers is None else self._workers.waits_elsewhere()
 
     def _room(self, everybody: bool) -> Room:
         room = self._everybody if everybody else self._workers
@@ -308,12 +308,12 @@ class Succession:
     def is_due(self) -> bool:
         """Return whether another rank goes on, or has left. Does not block."""
         self._room.missing()
-        return any(self._room.last()) or bool(self._gone())
+        return any(self._room.last_words()) or bool(self._gone())
 
     def is_closing(self) -> bool:
         """Return whether another rank leaves. Does not block."""
         self._room.missing()
-        return LEAVES in self._room.last() or DEPARTURES[CLOSED] in self._gone().values()
+        return LEAVES in self._room.last_words() or DEPARTURES[CLOSED] in self._gone().values()
 
     def wait_until_all_would(self, limits: Limits) -> str:
         """Wait until all would go on; "", or why they cannot. StallError after the limits; a later call waits on."""
@@ -357,12 +357,12 @@ class Succession:
     def _say(self, word: bytes) -> None:
         if self._said != word:
             self._said = word
-            self._room.bring(word)
+            self._room.begin(word)
 
     def _others(self, *words: bytes) -> list[int]:
         """Return the ranks that have said something else last, or nothing. Does not block."""
         self._room.missing()
-        return [rank for rank, said in enumerate(self._room.last()) if said not in words]
+        return [rank for rank, said in enumerate(self._room.last_words()) if said not in words]
 
     def _dead(self) -> set[int]:
         """Return the ranks that have died, where that ends nothing."""

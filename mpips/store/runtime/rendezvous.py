@@ -158,7 +158,7 @@ class Room:
         self.comm, self.rank, self.size, self._tag = comm, comm.Get_rank(), comm.Get_size(), tag
         self._heard: list[deque[bytes]] = [deque() for _ in range(self.size)]
         """What each rank has brought to meetings that are not over here."""
-        self._standing: dict[int, bytes] = {}
+        self._waits: dict[int, bytes] = {}
         """What ranks have said while they waited in a meeting, with its number."""
         self._over = 0
         """Meetings that are over here."""
@@ -166,11 +166,11 @@ class Room:
 
     def exchange(self, payload: bytes, what: str, watch: Watch) -> list[bytes]:
         """Return everybody's payload, in rank order. Collective, blocking."""
-        self.bring(payload)
+        self.begin(payload)
         drive(until(lambda: not self.missing()), watch, what)
-        return self.brought()
+        return self.end()
 
-    def bring(self, payload: bytes) -> None:
+    def begin(self, payload: bytes) -> None:
         """Begin a meeting."""
         self._heard[self.rank].append(payload)
         self._tell(COMES, payload)
@@ -181,31 +181,31 @@ class Room:
             while (message := received(self.comm, self._tag)) is not None:
                 source, data = message
                 if data[:1] == STANDS:
-                    self._standing[source] = data[1:]
+                    self._waits[source] = data[1:]
                 else:
                     self._heard[source].append(data[1:])
         return [rank for rank, heard in enumerate(self._heard) if not heard]
 
-    def brought(self) -> list[bytes]:
+    def end(self) -> list[bytes]:
         """Return what all have brought to the present meeting, which is over with that."""
         self._over += 1
         return [heard.popleft() for heard in self._heard]
 
-    def last(self) -> list[bytes]:
+    def last_words(self) -> list[bytes]:
         """Return what each rank has brought last, b"" where it has not come, while no meeting is over."""
         return [heard[-1] if heard else b"" for heard in self._heard]
 
-    def stand(self, word: bytes) -> None:
+    def describe_wait(self, word: bytes) -> None:
         """Say to the others what this rank, which waits in the present meeting, stands at."""
         self._tell(STANDS, b"%d " % self._over + word)
 
-    def standing(self) -> dict[int, bytes]:
+    def waits_elsewhere(self) -> dict[int, bytes]:
         """Return what each rank has said that stands in the meeting to which this one has not come."""
         self.missing()
         if self._heard[self.rank]:
             return {}
         present = b"%d " % self._over
-        found = {rank: word for rank, word in self._standing.items() if word.startswith(present)}
+        found = {rank: word for rank, word in self._waits.items() if word.startswith(present)}
         return {rank: word[len(present) :] for rank, word in found.items()}
 
     def _tell(self, kind: bytes, payload: bytes) -> None:

@@ -44,7 +44,7 @@ def header_bytes(blocks: int) -> int:
 class Outbox:
     """One shard's, of `size` elements in `blocks` blocks of `block_elements`; `words[0]` is the server's progress."""
 
-    def __init__(self, words: Any, size: int, blocks: int, block_elements: int, dtype: np.dtype) -> None:
+    def __init__(self, words: memoryview, size: int, blocks: int, block_elements: int, dtype: np.dtype) -> None:
         self._words, self._blocks, self._step = words, blocks, block_elements
         header = header_bytes(blocks)
         elements = size if blocks == 1 else blocks * block_elements

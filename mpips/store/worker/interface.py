@@ -216,14 +216,14 @@ class Written(Protocol):
 class Saves(Protocol):
     """The schedule by which a store saves itself (`resume.RegularSaves`)."""
 
-    pushing: Any
+    pushing: object
     """The key, or list of keys, of the push that is being made; (): none."""
 
-    def is_due(self, key: Any) -> bool:
+    def is_due(self, key: object) -> bool:
         """Return whether a push of this key, or list of keys, begins a step before which the store has to be saved."""
         ...
 
-    def count(self, key: Any) -> None:
+    def count(self, key: object) -> None:
         """Such a push has been made."""
         ...
 

@@ -20,7 +20,6 @@ Array = NDArray[Any]
 
 
 def recut(store: Settings, keys: Sequence[Name], new: Mapping[Name, int]) -> None:
-    """See `KVStore.recut`."""
     found, refusal = attempt(lambda: _asked(store, keys, new))
     old, sizes = found or ([], {})
     rounds = [key.round for key in old]
@@ -63,7 +62,7 @@ def _asked(store: Settings, keys: Sequence[Name], new: Mapping[Name, int]) -> tu
     return old, sizes
 
 
-def _size(name: Name, size: Any) -> int:
+def _size(name: Name, size: object) -> int:
     """The elements of a new key."""
     if isinstance(size, (bool, np.bool_)) or not isinstance(size, (int, np.integer)):
         raise TypeError(f"recut: key {name!r} is to have {size!r} elements: pass an int")

@@ -1,9 +1,8 @@
 """Route every push, pull and pushpull of a worker: the fast way for plain arrays, else the general way.
 
 `Route.try_fast` has one straight function for each key. Where it cannot serve a call it has done nothing. The general
-way
-(`Route.call`, `Operations`) then checks the arguments, orders the call among those under way and runs it as a task. A
-bad argument is raised before anything was sent; nothing has changed. Any other error ends the generation.
+way (`Route.call`, `Operations`) then checks the arguments, orders the call among those under way and runs it as a task.
+A bad argument is raised before anything was sent; nothing has changed. Any other error ends the generation.
 
 Small keys of one list travel as one vector (`Vectors`), since a collective of a small key costs its latency only (as
 MG-WFBP merges gradients, section 4). Servers and optimizers still see every key by itself.
@@ -82,7 +81,7 @@ class Route:
             self._operations.run([record.name], left, priority, what)
         return True
 
-    def call(self, what: str, key: Any, value: Any, out: Any, priority: int) -> None:
+    def call(self, what: str, key: object, value: object, out: object, priority: int) -> None:
         """Make a call, blocking, with what is due before and after it: a save, the next piece of a checkpoint."""
         if not self._extra:
             self._operations.do(what, key, value, out, priority)
@@ -100,7 +99,9 @@ class Route:
             self._extra = True
         self._follow(saves, key)
 
-    def start(self, what: str, key: Any, value: Any, out: Any, priority: int, turns: Sequence[Hashable]) -> Handle:
+    def start(
+        self, what: str, key: object, value: object, out: object, priority: int, turns: Sequence[Hashable]
+    ) -> Handle:
         """Start a call and return its handle, not blocking; it takes turns on its keys and on `turns`."""
         saves = self._prepare(what, key) if self._extra else None
         handle = self._operations.start(what, key, value, out, priority, turns)
@@ -123,7 +124,7 @@ class Route:
         """Before the next push `do`, once."""
         self._first_push, self._extra = do, True
 
-    def _prepare(self, what: str, key: Any) -> Saves | None:
+    def _prepare(self, what: str, key: object) -> Saves | None:
         """Do what is due before a call; return the saves in which this push counts."""
         if what == "pull":
             return None
@@ -134,7 +135,7 @@ class Route:
             self.write(self._saves.save())
         return self._saves
 
-    def _follow(self, saves: Saves | None, key: Any) -> None:
+    def _follow(self, saves: Saves | None, key: object) -> None:
         """Do what is due after a call."""
         if saves is not None:
             saves.count(key)
@@ -280,12 +281,14 @@ class Operations:
         self._rank, self._backend, self._engine, self._known = rank, backend, engine, known
         self.closed = False
 
-    def do(self, what: str, key: Any, value: Any, out: Any, priority: int) -> None:
+    def do(self, what: str, key: object, value: object, out: object, priority: int) -> None:
         """Push, pull or pushpull, blocking."""
         names, task = self._prepare(what, key, value, out, priority)
         self.run(names, task, priority, what)
 
-    def start(self, what: str, key: Any, value: Any, out: Any, priority: int, turns: Sequence[Hashable]) -> Handle:
+    def start(
+        self, what: str, key: object, value: object, out: object, priority: int, turns: Sequence[Hashable]
+    ) -> Handle:
         """Start a push, pull or pushpull, not blocking; it takes turns with others on its keys and on `turns`."""
         with GIVEN:
             others = arguments.turns(turns, what)
@@ -294,12 +297,12 @@ class Operations:
         with self.guard(what, names):
             return self._engine.submit(order, self.hearing(task), priority, text(what, names))
 
-    def see_pull(self, keys: Sequence[Key], key: Any, out: Any, priority: int) -> None:
+    def see_pull(self, keys: Sequence[Key], key: object, out: object, priority: int) -> None:
         """ValueError or TypeError where a pull of these keys, which are yet to be made, could not be made so."""
         arguments.see_priority(priority, "pull")
         arguments.check({record.name: record for record in keys}, "pull", key, out=out)
 
-    def taken(self, key: Any, push: Handle, told: bool) -> Handle:
+    def taken(self, key: object, push: Handle, told: bool) -> Handle:
         """A handle that ends when the servers have read what `push`, of these keys, sends; `push` where nobody is
         `told` of that."""
         self.check_open()
@@ -313,7 +316,7 @@ class Operations:
         with self.guard(what):
             return self._engine.submit([("taken", push)], self.hearing(self._read(keys, push)), 0, what)
 
-    def pull_rows(self, key: Any, out: Any, row_ids: Any, priority: int) -> None:
+    def pull_rows(self, key: object, out: object, row_ids: object, priority: int) -> None:
         """`KVStore.row_sparse_pull`."""
         what = "row_sparse_pull"
         self.check_open()

@@ -44,7 +44,7 @@ class Settings:
         self.layout, self.backend, self.generation = layout, backend, generation
         self.engine = Engine(generation, level >= MPI.THREAD_SERIALIZED)
         generation.on_end.append(self.unbind)
-        generation.standing = self._stand
+        generation.describe_wait = self._describe_wait
         self.keys: dict[Name, Key] = {}
         self.operations = Operations(layout.rank, backend, self.engine, self.keys)
         self.groups = Groups()
@@ -65,7 +65,7 @@ class Settings:
 
     # ---- keys
 
-    def init(self, key: Any, value: Any, see: Callable[[Sequence[Key]], None] = lambda keys: None) -> None:
+    def init(self, key: object, value: object, see: Callable[[Sequence[Key]], None] = lambda keys: None) -> None:
         """See `KVStore.init`. `see` raises where the keys that are to be made do not suit the caller."""
 
         held: dict[Name, Key] = {}
@@ -97,8 +97,7 @@ class Settings:
         self.run("init", self.backend.init(keys, values), [one.name for one in keys])
         self.add(keys)
 
-    def forget(self, keys: Any) -> None:
-        """See `KVStore.forget`."""
+    def forget(self, keys: object) -> None:
         records, refusal = rendezvous.attempt(lambda: self.known(keys, "forget"))
         self.settled("forget", [(record.name, "") for record in records or []], refusal)
         self.drop(records, "forget")
@@ -116,14 +115,13 @@ class Settings:
             del self.keys[key.name]
             key.fast = None
 
-    def known(self, names: Any, what: str) -> list[Key]:
+    def known(self, names: object, what: str) -> list[Key]:
         """The keys of these names, one or a list; ValueError or TypeError where there is none."""
         return [arguments.find_key(self.keys, name, what) for name in arguments.names(names)]
 
     # ---- what all keys have in common
 
-    def set_optimizer(self, optimizer: str | Optimizer, keys: Any, keywords: dict[str, Any]) -> None:
-        """See `KVStore.set_optimizer`."""
+    def set_optimizer(self, optimizer: str | Optimizer, keys: object, keywords: dict[str, Any]) -> None:
         what = "set_optimizer"
         chosen, refusal = rendezvous.attempt(lambda: optimizers.create(optimizer, **keywords))
         names, other = rendezvous.attempt(lambda: _names_of_floats(self, keys, what))
@@ -139,8 +137,7 @@ class Settings:
             self.groups.set(chosen, names)
         self.restored.claim_optimizers(asked)
 
-    def update_optimizer(self, keys: Any, numbers: dict[str, Any]) -> None:
-        """See `KVStore.update_optimizer`."""
+    def update_optimizer(self, keys: object, numbers: dict[str, Any]) -> None:
         what = "update_optimizer"
         names, refusal = rendezvous.attempt(lambda: self._names(keys, what))
         trial = Groups(self.groups.default, self.groups.own)
@@ -156,7 +153,6 @@ class Settings:
         self.groups.update(numbers, names)
 
     def set_compression(self, options: Any) -> None:
-        """See `KVStore.set_gradient_compression`."""
         what = "set_gradient_compression"
         chosen, refusal = rendezvous.attempt(lambda: compression.create(options))
         if chosen is not None and self.restored.claim_compressor(chosen):
@@ -166,7 +162,6 @@ class Settings:
         self.compressor = chosen
 
     def barrier(self) -> None:
-        """See `KVStore.barrier`."""
         if self.layout.asynchronous:
             self.settle()
         self.agree("barrier")
@@ -235,18 +230,18 @@ class Settings:
 
     # ---- inside
 
-    def _stand(self, what: str) -> bytes:
+    def _describe_wait(self, what: str) -> bytes:
         """Return what this worker stands at in a call of all workers; b"" where what is under way may go on."""
         used = self.engine.names_in_use()
         if any(name in used for name in self.backend.communicators):
             return b""
         keys = self.keys.values() if self.layout.num_servers else ()
-        return waiting.stand(what, self.backend.sums()[0], keys, used)
+        return waiting.describe(what, self.backend.sums()[0], keys, used)
 
-    def see_standing(self) -> None:
+    def check_waits(self) -> None:
         """MismatchError where the program waits for one that waits for it in a call of all workers."""
         inside, blocked = self.generation.inside, self.engine.blocked
-        others = self.generation.others_standing() if inside or blocked is not None else {}
+        others = self.generation.waits_elsewhere() if inside or blocked is not None else {}
         if not others:
             return
         sums, call = self.backend.sums()
@@ -262,7 +257,7 @@ class Settings:
         if why := waiting.why_in_vain(mine, self.layout, others):
             raise MismatchError(why)
 
-    def _names(self, keys: Any, what: str) -> list[Name] | None:
+    def _names(self, keys: object, what: str) -> list[Name] | None:
         return None if keys is None else [key.name for key in self.known(keys, what)]
 
 
@@ -277,7 +272,7 @@ def _restored_keys(restored: Restored, known: Mapping[Name, Key], pairs: Sequenc
     return found
 
 
-def _first_values(known: Mapping[Name, Key], key: Any, value: Any) -> list[tuple[Name, Array]]:
+def _first_values(known: Mapping[Name, Key], key: object, value: object) -> list[tuple[Name, Array]]:
     """New keys and what they begin with. ValueError or TypeError where one cannot be made."""
     result = []
     for name, values in arguments.pairs(key, value, "init"):
@@ -291,7 +286,7 @@ def _first_values(known: Mapping[Name, Key], key: Any, value: Any) -> list[tuple
     return result
 
 
-def _names_of_floats(store: Settings, keys: Any, what: str) -> list[Name] | None:
+def _names_of_floats(store: Settings, keys: object, what: str) -> list[Name] | None:
     """The names of these keys, None of all; ValueError where an optimizer cannot update one."""
     found = list(store.keys.values()) if keys is None else store.known(keys, what)
     _see_floats(found, what, "give keys=[...] without it")

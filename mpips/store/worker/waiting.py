@@ -27,9 +27,8 @@ def pushes_of(keys: Mapping[Name, Key]) -> bytes:
 
 def waits_for_closed(words: Sequence[bytes], keys: Mapping[Name, Key], ahead: int, pushing: Sequence[Name] = ()) -> str:
     """Return whose next push a worker with these keys waits for though that one closes; "" where it does for none.
-    `words`: of
-    each worker. `ahead`: so many pushes may one be ahead of another. `pushing`: keys of a push that is not counted
-    yet."""
+    `words`: of each worker. `ahead`: so many pushes may one be ahead of another. `pushing`: keys of a push that is not
+    counted yet."""
     for rank, word in enumerate(words):
         data = data_of(word, CLOSE)
         for name, count in msgspec.msgpack.decode(data, type=list[tuple[Name, int]]) if data else ():
@@ -38,7 +37,7 @@ def waits_for_closed(words: Sequence[bytes], keys: Mapping[Name, Key], ahead: in
     return ""
 
 
-class Stand(msgspec.Struct, array_like=True):
+class WaitingWorker(msgspec.Struct, array_like=True):
     """Tell how far a worker is that waits in the call `what`."""
 
     what: str
@@ -58,10 +57,10 @@ class Blocked(NamedTuple):
     inside: bool
 
 
-def stand(what: str, sums: int, keys: Iterable[Key], used: Collection[Hashable]) -> bytes:
-    """Return a `Stand` as bytes; `used`: names that operations under way use."""
+def describe(what: str, sums: int, keys: Iterable[Key], used: Collection[Hashable]) -> bytes:
+    """Return a `WaitingWorker` as bytes; `used`: names that operations under way use."""
     rounds = [(key.name, key.round) for key in keys if key.name not in used]
-    return msgspec.msgpack.encode(Stand(what, sums, rounds))
+    return msgspec.msgpack.encode(WaitingWorker(what, sums, rounds))
 
 
 def needed(key: Key, call: str) -> int:
@@ -78,7 +77,7 @@ def needed(key: Key, call: str) -> int:
 def why_in_vain(mine: Blocked, layout: Layout, others: Mapping[int, bytes]) -> str:
     """Return why this worker waits in vain, "" where it may not. `others`: what workers say that wait in a meeting."""
     for rank, word in others.items():
-        theirs = msgspec.msgpack.decode(word, type=Stand)
+        theirs = msgspec.msgpack.decode(word, type=WaitingWorker)
         if call := waits_for(mine, layout, rank, theirs):
             return (
                 f"rank {rank} waits in {theirs.what} for all workers, and rank {layout.rank} in {call} for rank "
@@ -87,7 +86,7 @@ def why_in_vain(mine: Blocked, layout: Layout, others: Mapping[int, bytes]) -> s
     return ""
 
 
-def waits_for(mine: Blocked, layout: Layout, rank: int, theirs: Stand) -> str:
+def waits_for(mine: Blocked, layout: Layout, rank: int, theirs: WaitingWorker) -> str:
     """Return the call in which this worker waits for a push that a worker which stands there has not made, or ""."""
     if not layout.num_servers:
         return mine.call if theirs.sums < mine.sums else ""

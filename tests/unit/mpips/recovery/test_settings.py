@@ -10,7 +10,7 @@ from collectives import CollectiveError
 from mpips import optimizers
 from mpips.compression import TwoBit
 from mpips.store.recovery.plan import Inventory, RecoveryPlan, choose_rounds
-from mpips.store.remote.states import Changes, Settings
+from mpips.store.remote.states import Changes, ServerSettings
 from mpips.store.transport import frames
 
 
@@ -57,7 +57,8 @@ def store():
     room, servers = Room(), [[], []]
     setups = [Setup(room, rank, servers) for rank in range(2)]
     pushes = [SimpleNamespace(residuals=None) for _ in setups]
-    settings = [Settings(SimpleNamespace(asynchronous=True, rank=0), one, push) for one, push in zip(setups, pushes)]
+    layout = SimpleNamespace(asynchronous=True, rank=0)
+    settings = [ServerSettings(layout, one, push) for one, push in zip(setups, pushes)]
     return SimpleNamespace(servers=servers, setups=setups, settings=settings, pushes=pushes)
 
 
