@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,6 +30,9 @@ from mpips.torch.optimizer.consensus import UNKNOWN, Brought, Consensus
 from mpips.torch.optimizer.exchange import ServerExchange, check_elastic, choose_exchange, worker_collectives
 from mpips.torch.optimizer.rejoin import SurvivingSteps
 from mpips.torch.state import broadcast_bytes, broadcast_tensors
+
+if TYPE_CHECKING:
+    from mpips.store.checkpoint.save import Saving
 
 warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", FutureWarning)  # to `step`
 
@@ -115,8 +118,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
                                "each other's overflows: use mpips.torch.DataParallel with it")  # fmt: skip
         if grad_scaler is None:
             self._survival.step(Brought(cleared=self._cleared))
-        else:
-            self._step_scaled(grad_scaler)
+        else:  # all workers have the same overflows then, so their scales stay equal
+            if grad_scaler._per_optimizer_states[id(self)]["stage"] is OptState.READY:
+                grad_scaler.unscale_(self)
+            found = grad_scaler._found_inf_per_device(self)
+            mine = any(bool(one) for one in found.values())
+            skipped = self._survival.step(Brought(mine, grad_scaler.get_scale(), self._cleared))
+            found.setdefault(torch.device("cpu"), torch.zeros(()))  # this worker may have no gradient
+            for one in found.values():
+                one.fill_(float(skipped))
         self._cleared = 0
         return loss
 
@@ -125,7 +135,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Call it where the program has changed parameters, as by `model.load_state_dict`.
         """
-        self._change("set_parameters", self._set_parameters)
+
+        def put() -> None:
+            if isinstance(self._exchange, ServerExchange):
+                self._exchange.put()
+                self._exchange.take()
+            else:
+                with worker_collectives(self.store, "set_parameters") as workers:
+                    broadcast_tensors([p.detach() for p in self._parameters], 0, workers)
+
+        self._change("set_parameters", put)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state; the store's part, if it has one, is the tensor "store".
@@ -177,12 +196,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._cleared += self._cleared != UNKNOWN
         self.optimizer.zero_grad(set_to_none)
 
-    def save(self, path: str | Path, wait: bool = True) -> Any:
+    def save(self, path: str | Path, wait: bool = True) -> Saving | None:
         """Write parameters and the servers' state into one file, see `kv.save`. All workers call; blocking.
 
         An optimizer that runs here keeps its own state, which `optimizer.state_dict()` gives as ever.
         """
-        return None if self._survival.new else self._survival.call("save", lambda: self._save(path, wait))
+
+        def save() -> Saving | None:
+            if not self._in_store():  # its keys have held gradients
+                first = self.store.rank == 0
+                values = [p.detach().clone() if first else torch.zeros_like(p) for p in self._parameters]
+                self.store.pushpull(self._keys, [value.contiguous() for value in values])
+            return self.store.save(path, wait=wait)
+
+        return None if self._survival.new else self._survival.call("save", save)
 
     def load(self, path: str | Path) -> None:
         """Load what `save` wrote, of any number of servers; the model then has it. All workers call; blocking."""
@@ -232,17 +259,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
                  type(optimizer).__name__, type(self._exchange).__name__, self.store.type, len(self._keys),
                  self._resumed)  # fmt: skip
 
-    def _step_scaled(self, scaler: GradScaler) -> None:
-        """Make a step of scaled gradients. All workers have the same overflows then, so their scales stay equal."""
-        if scaler._per_optimizer_states[id(self)]["stage"] is OptState.READY:
-            scaler.unscale_(self)
-        found = scaler._found_inf_per_device(self)
-        mine = any(bool(one) for one in found.values())
-        skipped = self._survival.step(Brought(mine, scaler.get_scale(), self._cleared))
-        found.setdefault(torch.device("cpu"), torch.zeros(()))  # this worker may have no gradient
-        for one in found.values():
-            one.fill_(float(skipped))
-
     def _check_groups(self) -> None:
         """Raise RuntimeError where the wrapped optimizer has got or lost parameters: new ones have no key."""
         held = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -264,28 +280,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         else:
             self._survival.call(what, change)
 
-    def _set_parameters(self) -> None:
-        if isinstance(self._exchange, ServerExchange):
-            self._exchange.put()
-            self._exchange.take()
-        else:
-            with worker_collectives(self.store, "set_parameters") as workers:
-                broadcast_tensors([p.detach() for p in self._parameters], 0, workers)
-
-    def _save(self, path: str | Path, wait: bool) -> Any:
-        if not self._in_store():  # its keys have held gradients
-            first = self.store.rank == 0
-            values = [p.detach().clone() if first else torch.zeros_like(p) for p in self._parameters]
-            self.store.pushpull(self._keys, [value.contiguous() for value in values])
-        return self.store.save(path, wait=wait)
-
     def _take_over(self) -> None:
         """Take over a store that has been loaded."""
         self._exchange.renew()
         self._exchange.begin(False)
 
 
-def _check_optimizer(optimizer: Any) -> None:
+def _check_optimizer(optimizer: object) -> None:
     """Raise TypeError or ValueError where it is none that steps once for each call."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"DistributedOptimizer wraps an optimizer of torch.optim, not a {type(optimizer).__name__}")

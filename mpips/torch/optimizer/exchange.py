@@ -277,7 +277,7 @@ class WorkerExchange(GradientExchange):
         self._totals = self._sums
 
     def end(self, step: AgreedStep) -> None:
-        """AgreedStep, unless it is skipped. A parameter that nobody used has no gradient, so it stays as it is."""
+        """Step, unless it is skipped. A parameter that nobody used has no gradient, so it stays as it is."""
         self.sent = False
         if step.skipped:
             return
@@ -347,7 +347,7 @@ class ElasticExchange(GradientExchange):
             self._parameters[place].grad = total.to_sparse(1) if step.sparse[place] else total
 
     def end(self, step: AgreedStep) -> None:
-        """AgreedStep, unless it is skipped."""
+        """Step, unless it is skipped."""
         if not step.skipped:
             self._optimizer.step()
         self._steps += 1

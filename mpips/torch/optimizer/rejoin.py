@@ -49,14 +49,23 @@ class SurvivingSteps:
         self._consensus.note()
 
     def step(self, brought: Brought) -> bool:
-        """Make one step; whether it is skipped, as a gradient has overflowed on some worker. Blocking."""
+        """Make one step; return whether it is skipped, as a gradient has overflowed on some worker. Blocking."""
         self.new = False
         if self._has_made:
             self._has_made = False
             self.steps += 1
             return brought.overflow
         goal = self._round() + 1
-        self._through(lambda: self._exchange_gradients(goal, brought))
+
+        def exchange() -> None:
+            if self._exchange.sent if self._store.layout.asynchronous else self._round() >= goal:
+                self._exchange.take()
+                return
+            self._see_others(True)
+            self._agreed = self._consensus.agree(self.steps, brought)
+            self._exchange.push(self._agreed)
+
+        self._through(exchange)
         assert self._agreed is not None
         self._exchange.end(self._agreed)
         self._consensus.note()
@@ -66,8 +75,8 @@ class SurvivingSteps:
         return self._agreed.skipped
 
     def call(self, what: str, call: Callable[[], T]) -> T | None:
-        """Make a collective call between steps, one of `consensus.CALLS`. None where the others are done with it.
-        Blocking."""
+        """Make a collective call between steps, one of `consensus.CALLS`; return None where the others are done with
+        it. Blocking."""
         self._calls += 1
         number = self._calls
 
@@ -96,14 +105,6 @@ class SurvivingSteps:
             self._through(ended)
 
     # ---- inside
-
-    def _exchange_gradients(self, goal: int, brought: Brought) -> None:
-        if self._exchange.sent if self._store.layout.asynchronous else self._round() >= goal:
-            self._exchange.take()
-        else:
-            self._see_others(True)
-            self._agreed = self._consensus.agree(self.steps, brought)
-            self._exchange.push(self._agreed)
 
     def _round(self) -> int:
         """Return the round that the store stands at; in a step, the one that this worker has begun."""
@@ -146,9 +147,6 @@ class SurvivingSteps:
             raise RuntimeError(f"DistributedOptimizer: {met.refusal}")
         if any(position.new for position in positions):
             self._exchange.give(met.giver, self._lacks)
-        self._go_on(met)
-
-    def _go_on(self, met: Meeting) -> None:
         if self._lacks:
             self.steps, self._has_made = met.resumed, met.has_made
         self._done = met.done
