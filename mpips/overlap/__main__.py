@@ -61,7 +61,7 @@ class Nodes(click.ParamType):
 
 
 def parse_nodes(text: str) -> tuple[int, ...]:
-    """Numbers of nodes from the command line; ValueError if there is none or one is below 1."""
+    """Return numbers of nodes from the command line; ValueError if there is none or one is below 1."""
     first, *rest = text.split(":")
     if not rest:
         sizes = [int(part) for part in first.split(",")]
@@ -121,7 +121,9 @@ def command(
         if profile_file and context.get_parameter_source(option) is ParameterSource.COMMANDLINE:
             raise click.UsageError(f"--{option} goes with --model: {profile_file} holds the times of its layers")
     try:
-        profile = load_profile(profile_file) if profile_file else _model_profile(str(model), rate, batch)
+        link_cost = TEN_GIGABIT  # 10GbE as in the MG-WFBP paper, for the allreduce and for a server's link
+        profile = load_profile(profile_file) if profile_file else networks.MODELS[str(model)]().profile(
+            rate, batch, link_cost, link_cost.alpha, 1 / link_cost.beta)  # fmt: skip
         found = plans(profile, strategy or STRATEGIES, direction, _sizes(profile, nodes), link)  # type: ignore[arg-type]
         if not all(each.iteration_s for each in found):
             raise ValueError(f"{profile_file}: neither layers nor messages take any time: there is nothing to plan")
@@ -144,12 +146,6 @@ def command(
             timeline.save_chrome(timelines, trace_file, [layer.name for layer in profile.layers])
 
 
-def _model_profile(model: str, rate: float, batch: int) -> Profile:
-    """10GbE as in the MG-WFBP paper, for the allreduce and for a server's link."""
-    link = TEN_GIGABIT
-    return networks.MODELS[model]().profile(rate, batch, link, link.alpha, 1 / link.beta)
-
-
 def _sizes(profile: Profile, nodes: tuple[int, ...] | None) -> tuple[int | None, ...]:
     if isinstance(profile.network, Ring):
         return nodes or DEFAULT_NODES
@@ -160,7 +156,7 @@ def _sizes(profile: Profile, nodes: tuple[int, ...] | None) -> tuple[int | None,
 
 
 def _show(found: list[Plan], profile: Profile) -> None:
-    """A table that fits into 80 columns: groups are cut short there, and whole in --json."""
+    """Show a table that fits into 80 columns: groups are cut short there, and whole in --json."""
     alone = profile.forward_s + profile.backward_s
     several = len({each.direction for each in found}) > 1
     rows = [("nodes", "strategy", "iteration ms", "speedup", "hidden", "messages")]
@@ -169,7 +165,10 @@ def _show(found: list[Plan], profile: Profile) -> None:
         nodes = "-" if each.nodes is None else str(each.nodes)
         name = f"{each.strategy}, both" if several and each.direction == "both" else each.strategy
         seconds, hidden = f"{1e3 * each.iteration_s:,.1f}", f"{each.hidden_share:.0%}"
-        rows.append((nodes, name, seconds, speedup, hidden, _messages(each)))
+        count = str(len(each.groups))
+        if each.direction == "both":
+            count = f"{len(each.push or ())} + {each.early + len(each.pull or ())}"
+        rows.append((nodes, name, seconds, speedup, hidden, count))
     caption = "speedup: over one node. hidden: messages' time beside compute. groups: layers sent together"
     table = Table(caption=caption)
     terminal = console()
@@ -180,26 +179,14 @@ def _show(found: list[Plan], profile: Profile) -> None:
         room -= max(map(len, column)) + GAP
     table.add_column("groups", no_wrap=True, max_width=max(room, len("groups")))
     for row, each in zip(rows[1:], found, strict=True):
-        table.add_row(*row, _text(each))
+        early = f" (the last {each.early} pulled early)" if each.early else ""
+        both = f"{_groups(each.push or ())}{early} + {_groups(each.pull or ())}"
+        table.add_row(*row, both if each.direction == "both" else _groups(each.groups))
     show_table(table, terminal)
 
 
-def _messages(plan: Plan) -> str:
-    """Return how many; pushes and pulls where there are both."""
-    if plan.direction != "both":
-        return str(len(plan.groups))
-    return f"{len(plan.push or ())} + {plan.early + len(plan.pull or ())}"
-
-
-def _text(plan: Plan) -> str:
-    if plan.direction != "both":
-        return _groups(plan.groups)
-    early = f" (the last {plan.early} pulled early)" if plan.early else ""
-    return f"{_groups(plan.push or ())}{early} + {_groups(plan.pull or ())}"
-
-
 def _groups(groups: Groups) -> str:
-    """Groups in words, at most eight of them."""
+    """Return groups in words, at most eight of them."""
     words = [shown(group) for group in groups]
     if len(words) > 8:
         words = [*words[:4], "..", *words[-3:]]

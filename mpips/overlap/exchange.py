@@ -308,12 +308,15 @@ class Overlapped:
             self._prepare(x, y)
         elif self.profile is not None and len(self._clocked) >= self._interval:
             self._review()
-        assert self._execution is not None
+        execution = self._execution
+        assert execution is not None
         begin = time.perf_counter()
-        self._execution.begin()
+        execution.begin()
         self._waited += time.perf_counter() - begin
-        loss = self._watch.step(self._model, x, y, self._before, self._ready)
-        self._recorder.step(time.perf_counter() - begin, self._watch.tasks(), self._execution.sent)
+        loss = self._watch.step(
+            self._model, x, y, lambda layer: execution.before(layer + 1), lambda layer: execution.ready(layer + 1)
+        )
+        self._recorder.step(time.perf_counter() - begin, self._watch.tasks(), execution.sent)
         if self.profile is not None:
             self._clocked.append(np.append(np.concatenate(self._watch.seconds()), self._waited + self._watch.waited))
         self._waited = 0.0
@@ -346,20 +349,14 @@ class Overlapped:
         early = 0 if self._link is None else self.plan.early
         return self._recorder.report(self.strategy, self.plan.push, pull, early, predicted)
 
-    def _before(self, layer: int) -> None:
-        assert self._execution is not None
-        self._execution.before(layer + 1)
-
-    def _ready(self, layer: int) -> None:
-        assert self._execution is not None
-        self._execution.ready(layer + 1)
-
     # ---- plans
 
     def _prepare(self, x: np.ndarray, y: np.ndarray) -> None:
         self._kv.set_optimizer(self._optimizer)  # before messages are measured, which are to cost what they will
-        problem = _unknown(self._elements)
-        if self.strategy not in FIXED:
+        if self.strategy in FIXED:  # of which nothing counts but the number of layers
+            names, nothing = [str(number) for number in range(len(self._elements))], [0.0] * len(self._elements)
+            problem = create_profile(names, self._elements, nothing, nothing, Linear(0.0, 0.0), 0.0, 1.0)
+        else:
             problem = self.profile = job_profile(self._model, self._kv, x, y, self._costs())
         self._take(planner.to_execute(problem, self.strategy, self._link))
         for group in self.plan.push:
@@ -422,10 +419,3 @@ def _arguments(model: LayeredModel, strategy: str, review_every: int) -> list[tu
     return [("overlap", repr(strategy)), ("review_every", str(review_every)),
             ("dtype of flat_parameters", str(model.flat_parameters.dtype)), ("number of layers", str(len(layers))),
             *((f"layer_elements[{at}]", str(count)) for at, count in enumerate(layers))]
-
-
-def _unknown(elements: Sequence[int]) -> Profile:
-    """Return a profile for strategies that look at nothing but the number of layers."""
-    nothing = [0.0] * len(elements)
-    names = [str(number) for number in range(len(elements))]
-    return create_profile(names, elements, nothing, nothing, Linear(0.0, 0.0), 0.0, 1.0)

@@ -156,7 +156,9 @@ class Lockstep:
         if len(self._steps) == MOST_STEPS:
             self._more_steps += 1
             return
-        self._steps.append((type(optimizer).__name__, tuple([_numbers(group) for group in groups])))
+        numbers = [[group.get(name) or 0 for name in NUMBERS] for group in groups]
+        plain = [tuple([float(one) if isinstance(one, Tensor) else one for one in group]) for group in numbers]
+        self._steps.append((type(optimizer).__name__, tuple(plain)))
 
     def begin_anew(self) -> None:
         """Forget the steps, after an exchange. Forward passes may still have their backward pass."""
@@ -191,11 +193,6 @@ class Lockstep:
         return found
 
 
-def _numbers(group: dict[str, Any]) -> tuple[Any, ...]:
-    found = [group.get(name) or 0 for name in NUMBERS]
-    return tuple([float(value) if isinstance(value, Tensor) else value for value in found])
-
-
 _all: WeakSet[Lockstep] = WeakSet()
 _hooks: list[Any] = []
 """By which each optimizer's step in this process is counted."""
@@ -203,13 +200,13 @@ _stepping: list[Optimizer] = []
 """Optimizers whose step is under way: one may run another inside."""
 
 
-def _begin_step(optimizer: Optimizer, args: Any, keywords: Any) -> None:
+def _begin_step(optimizer: Optimizer, args: object, keywords: object) -> None:
     # Others whose step is no caller have raised.
     _stepping[:] = [other for other in _stepping if other is not optimizer and _is_caller(other)]
     _stepping.append(optimizer)
 
 
-def _end_step(optimizer: Optimizer, args: Any, keywords: Any) -> None:
+def _end_step(optimizer: Optimizer, args: object, keywords: object) -> None:
     _stepping.remove(optimizer)
     if not _stepping:  # one that ZeroRedundancyOptimizer runs has other parameters on every rank
         for lockstep in list(_all):

@@ -341,7 +341,7 @@ class Jobs:
 
     def empty(self, after: After = None) -> GroupJob:
         """Make a job that sends nothing, in its turn."""
-        return GroupJob(lambda: None, _no_steps, self._home, after)
+        return GroupJob(lambda: None, lambda: iter(()), self._home, after)
 
     def _divide(self, target: Tensor, after: After) -> Callable[[], None]:
         """Return what divides a sum of integers by the number of ranks, then does what follows."""
@@ -380,10 +380,6 @@ def _in_turn(jobs: Sequence[GroupJob]) -> GroupJob:
             yield from job.steps()
 
     return GroupJob(run, steps, jobs[0].order if jobs else None)
-
-
-def _no_steps() -> Iterator[None]:
-    yield from ()
 
 
 def _join(parts: Tensors, dtype: torch.dtype) -> Tensor:

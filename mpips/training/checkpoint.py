@@ -175,7 +175,14 @@ def save(job: Job, folder: str | os.PathLike[str], position: Position, keep: int
     arrays = _gathered(job.kv, update)
     optimizer = None if update.optimizer is None else as_data(update.optimizer)
     header = Header(VERSION, update.name, len(update.owners()), [json.loads(data) for data in told], optimizer)
-    _, refusal = attempt(lambda: _write(path + TRAINER, arrays, header) if job.kv.rank == 0 else None)
+
+    def write() -> None:
+        try:
+            file.write(path + TRAINER, arrays, {WORD: json.dumps(msgspec.to_builtins(header))})
+        except OSError as error:
+            raise ValueError(f"{path + TRAINER} cannot be written: {file.why(error)}") from error
+
+    _, refusal = attempt(write) if job.kv.rank == 0 else (None, None)
     job.kv.settings.agree("save", refusal=refusal)
     if job.kv.rank == 0 and keep is not None:
         prune(name, keep)
@@ -257,13 +264,6 @@ def _made(name: str, rank: int, step: int) -> str:
         raise ValueError(f"save: {name} has a checkpoint of step {newest}, and this one is of step {step}: go on from "
                          "it by resume, or give another folder")
     return name
-
-
-def _write(path: str, arrays: Mapping[str, np.ndarray], header: Header) -> None:
-    try:
-        file.write(path, arrays, {WORD: json.dumps(msgspec.to_builtins(header))})
-    except OSError as error:
-        raise ValueError(f"{path} cannot be written: {file.why(error)}") from error
 
 
 def steps_in(folder: str | os.PathLike[str]) -> list[Path]:

@@ -145,8 +145,10 @@ class Fit:
             self._train(batches)
         self._job.exchange.finish()
         at.seconds += time.perf_counter() - self._began
-        trained = at.batches
-        epoch = at.end_epoch(self._tested())
+        trained, test = at.batches, None
+        if self._test is not None:  # together where workers have the same parameters; else nobody waits for it
+            test = (evaluate_here if self._fit.asynchronous else evaluate)(self._job, self._test, at.epoch)
+        epoch = at.end_epoch(test)
         if trained and not math.isfinite(epoch.loss):
             warnings.warn(f"the loss of epoch {epoch.epoch} is {epoch.loss} on rank {self._fit.rank}: lower the "
                           "learning rate, give clip_norm, or look for NaN in the data",
@@ -231,13 +233,6 @@ class Fit:
                 callback.on_step(self._fit)
             self._began = time.perf_counter()
         self._mark(TOLD)
-
-    def _tested(self) -> dict[str, float] | None:
-        """Together where workers have the same parameters; in an asynchronous store nobody waits for it."""
-        if self._test is None:
-            return None
-        measure = evaluate_here if self._fit.asynchronous else evaluate
-        return measure(self._job, self._test, self._position.epoch)
 
     def _meet(self) -> None:
         """Workers that wait for each other in steps begin together: what one did before is in nobody's seconds.

@@ -281,7 +281,7 @@ class Mark(msgspec.Struct, frozen=True):
 
     @property
     def place(self) -> tuple[int, int]:
-        """Which of the marks of a step it is: they come in this order."""
+        """Return the place among the marks of a step: they come in this order."""
         return self.ended, self.stage
 
 

@@ -154,11 +154,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         state = self.optimizer.state_dict()
         if not self._in_store():
             return state
-        data = None if self._survival.new else self._survival.call("state_dict", lambda: _state_of_store(self.store))
+
+        def store_bytes() -> bytes:
+            with _shared_file(self.store) as path:
+                self.store.save(path)
+                data = path.read_bytes() if self.store.rank == 0 else b""
+            with worker_collectives(self.store, "state_dict") as workers:
+                return broadcast_bytes(data, 0, workers)
+
+        data = None if self._survival.new else self._survival.call("state_dict", store_bytes)
         if data is None:
             raise RuntimeError("state_dict: a process has died, and the other workers have theirs already: call it "
                                "again after the next step")  # fmt: skip
-        return {**state, "store": data}
+        return {**state, "store": torch.from_numpy(np.frombuffer(data, np.uint8).copy())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` gave, with any number of servers. All workers call; blocking.
@@ -178,10 +186,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.state, self.param_groups = self.optimizer.state, self.optimizer.param_groups
 
         def load() -> None:
-            if data is not None:
-                _load_store(self.store, data)
-                if self.on_servers:  # else the model has its parameters, and the store the centre
-                    self._take_over()
+            if data is None:
+                return
+            with _shared_file(self.store) as path:
+                if self.store.rank == 0:
+                    path.write_bytes(data.numpy().tobytes())
+                self.store.load(path)
+            if self.on_servers:  # else the model has its parameters, and the store the centre
+                self._take_over()
 
         self._change("load_state_dict", load)
 
@@ -304,27 +316,6 @@ def _name_keys(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tens
         raise ValueError(f"named_parameters names not all of the optimizer's parameters, {missing} are missing: pass "
                          "model.named_parameters()")  # fmt: skip
     return names
-
-
-# ---- the store's state as a tensor of bytes: the file that `kv.save` writes
-
-
-def _state_of_store(store: KVStore) -> Tensor:
-    """Return values, optimizers' state and what compression kept back, on all workers. Collective, blocking."""
-    with _shared_file(store) as path:
-        store.save(path)
-        data = path.read_bytes() if store.rank == 0 else b""
-    with worker_collectives(store, "state_dict") as workers:
-        data = broadcast_bytes(data, 0, workers)
-    return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
-
-
-def _load_store(store: KVStore, data: Tensor) -> None:
-    """Load worker 0's `data` into the store. Collective over the workers, blocking."""
-    with _shared_file(store) as path:
-        if store.rank == 0:
-            path.write_bytes(data.numpy().tobytes())
-        store.load(path)
 
 
 @contextmanager

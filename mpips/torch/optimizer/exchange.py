@@ -7,10 +7,9 @@ worker alone; now and then the worker and the servers' centre attract each other
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -48,7 +47,7 @@ class AgreedStep(NamedTuple):
 
 
 class GradientExchange:
-    """How gradients become new parameters. A step calls `push`, or `take` after a death, then `end`."""
+    """One way to make new parameters of gradients. A step calls `push`, or `take` after a death, then `end`."""
 
     sent = False
     """Whether gradients of this step may have been pushed."""
@@ -142,8 +141,11 @@ class ServerExchange(GradientExchange):
 
     def push(self, step: AgreedStep) -> None:
         """Let the servers update, and take the parameters from them. Those without a gradient stay as they are."""
-        if step.changed:
-            self._check_unchanged()
+        for parameter, version in zip(self._parameters, self._versions, strict=True) if step.changed else ():
+            if parameter._version != version:
+                name = self._names[parameter]
+                raise RuntimeError(f"parameter {name!r} was changed since the last step, and the servers have the old "
+                                   "one: call set_parameters() of this optimizer first, on all workers")  # fmt: skip
         self._check_sparse(step)
         self._update_numbers()
         self.sent = True
@@ -212,14 +214,6 @@ class ServerExchange(GradientExchange):
     def _note_versions(self) -> None:
         """Note that the parameters are now those of the servers."""
         self._versions = [parameter._version for parameter in self._parameters]
-
-    def _check_unchanged(self) -> None:
-        """Raise RuntimeError where the program has changed a parameter since: the servers have another."""
-        for parameter, version in zip(self._parameters, self._versions, strict=True):
-            if parameter._version != version:
-                name = self._names[parameter]
-                raise RuntimeError(f"parameter {name!r} was changed since the last step, and the servers have the old "
-                                   "one: call set_parameters() of this optimizer first, on all workers")  # fmt: skip
 
     def _check_sparse(self, step: AgreedStep) -> None:
         """Raise TypeError on all workers where PyTorch's optimizer would refuse sparse gradients."""
@@ -410,38 +404,16 @@ def server_optimizer(
 
     Gradients arrive as a sum, which `rescale` makes their mean.
     """
-    make = _MAKERS.get(type(optimizer))
-    if make is None or group.get("maximize") or isinstance(group["lr"], Tensor):
+    if group.get("maximize") or isinstance(group["lr"], Tensor):
         return None
-    return make(group, float(group["lr"]), group["weight_decay"], rescale)
-
-
-def _sgd(group: Mapping[str, Any], rate: float, decay: float, rescale: float) -> Optimizer | None:
-    return None if group["dampening"] else SGD(rate, decay, rescale, group["momentum"], group["nesterov"])
-
-
-def _adam(
-    group: Mapping[str, Any], rate: float, decay: float, rescale: float, decoupled: bool = False
-) -> Optimizer | None:
-    kind = AdamW if decoupled or group.get("decoupled_weight_decay") else Adam
-    beta1, beta2 = group["betas"]
-    return None if group["amsgrad"] else kind(rate, decay, rescale, beta1, beta2, group["eps"])
-
-
-def _rmsprop(group: Mapping[str, Any], rate: float, decay: float, rescale: float) -> Optimizer | None:
-    plain = not (group["centered"] or group["momentum"])
-    return RMSProp(rate, decay, rescale, group["alpha"], group["eps"]) if plain else None
-
-
-def _adagrad(group: Mapping[str, Any], rate: float, decay: float, rescale: float) -> Optimizer | None:
-    plain = not (group["lr_decay"] or group["initial_accumulator_value"])
-    return AdaGrad(rate, decay, rescale, group["eps"]) if plain else None
-
-
-_MAKERS: dict[type, Callable[[Mapping[str, Any], float, float, float], Optimizer | None]] = {
-    torch.optim.SGD: _sgd,
-    torch.optim.Adam: _adam,
-    torch.optim.AdamW: partial(_adam, decoupled=True),
-    torch.optim.RMSprop: _rmsprop,
-    torch.optim.Adagrad: _adagrad,
-}
+    kind, numbers = type(optimizer), (float(group["lr"]), float(group.get("weight_decay", 0.0)), rescale)
+    if kind is torch.optim.SGD and not group["dampening"]:
+        return SGD(*numbers, group["momentum"], group["nesterov"])
+    if kind in (torch.optim.Adam, torch.optim.AdamW) and not group["amsgrad"]:
+        decoupled = kind is torch.optim.AdamW or group.get("decoupled_weight_decay")
+        return (AdamW if decoupled else Adam)(*numbers, *group["betas"], group["eps"])
+    if kind is torch.optim.RMSprop and not (group["centered"] or group["momentum"]):
+        return RMSProp(*numbers, group["alpha"], group["eps"])
+    if kind is torch.optim.Adagrad and not (group["lr_decay"] or group["initial_accumulator_value"]):
+        return AdaGrad(*numbers, group["eps"])
+    return None
