@@ -411,7 +411,8 @@ def server_optimizer(
         return SGD(*numbers, group["momentum"], group["nesterov"])
     if kind in (torch.optim.Adam, torch.optim.AdamW) and not group["amsgrad"]:
         decoupled = kind is torch.optim.AdamW or group.get("decoupled_weight_decay")
-        return (AdamW if decoupled else Adam)(*numbers, *group["betas"], group["eps"])
+        beta1, beta2 = group["betas"]
+        return (AdamW if decoupled else Adam)(*numbers, beta1, beta2, group["eps"])
     if kind is torch.optim.RMSprop and not (group["centered"] or group["momentum"]):
         return RMSProp(*numbers, group["alpha"], group["eps"])
     if kind is torch.optim.Adagrad and not (group["lr_decay"] or group["initial_accumulator_value"]):

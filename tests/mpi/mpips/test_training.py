@@ -140,22 +140,6 @@ def test_gradients_that_come_back_and_are_applied_by_workers_give_it_too(kind, o
     np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("kind", ["dist_async", "mpi_async"])
-@pytest.mark.mpi(min_size=2)
-def test_one_client_that_is_asynchronous_equals_the_serial_run(kind):
-    """All workers in one MPI client, or one worker: nobody else updates."""
-    servers = 1 if kind == "mpi_async" else WORLD.size - 1
-    workers, batch, data = WORLD.size - servers, 12, task.digits("float64")
-
-    def work(kv):
-        trainer = Trainer(network("float64"), kv, OPTIMIZERS[0])
-        return curve(trainer.step, data, batch, kv)
-
-    losses = mean_over_workers(on_workers(kind, {"servers": servers, "clients": 1}, work), workers)
-    expected = serial_curve(data, "float64", OPTIMIZERS[0], batch * workers)
-    np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-9)
-
-
 @pytest.mark.mpi(min_size=2)
 def test_elastic_averaging_follows_equations_2_and_3():
     """One client: parameters and centre after a few intervals are those of the paper's equations, step by step."""

@@ -1,14 +1,11 @@
 """Every call of c10d on mpips beside gloo, on the same inputs: results, or that both refuse.
 
-    mpirun -n 3 python -m tests.mpi.torch.conformance     # prints a table; exit code 1 where anything differs
-
 An input is made from the rank, the type and the shape alone, so both backends get the same.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -203,27 +200,3 @@ def verdict(cell: Cell, ours: Any, theirs: Any) -> str:
 def _nearly(x: Tensor, y: Tensor) -> bool:
     """Equal but for the last bit."""
     return torch.allclose(x, y, rtol=torch.finfo(x.dtype).eps, atol=0)
-
-
-def main() -> int:
-    """Compare all cells, print how many of each verdict by call. The exit code."""
-    dist.init_process_group("mpips")
-    ours, theirs = dist.new_group(backend="mpips"), dist.new_group(backend="gloo")
-    found: dict[str, Counter[str]] = {}
-    for cell in cells():
-        words: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(words, verdict(cell, ours, theirs), theirs)
-        worst = max(set(words), key=lambda word: word not in FINE)
-        found.setdefault(cell.call, Counter())[worst] += 1
-        if dist.get_rank() == 0 and worst not in FINE:
-            print(f"{cell.call} of {cell.dtype} {cell.shape}: {words}", flush=True)
-    if dist.get_rank() == 0:
-        for call, counts in found.items():
-            print(f"{call:26}", ", ".join(f"{word} {count}" for word, count in counts.items()))
-    wrong = sum(count for counts in found.values() for word, count in counts.items() if word not in FINE)
-    dist.destroy_process_group()
-    return min(wrong, 1)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

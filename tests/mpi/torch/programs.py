@@ -19,8 +19,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
-from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
-from torch.utils.checkpoint import checkpoint
+from torch.optim.lr_scheduler import OneCycleLR
 
 import mpips.torch
 
@@ -94,8 +93,7 @@ def nothing(step: int) -> None:
 
 def train(
     way: Way, model: nn.Module, optimizer: Any = None, loss: Loss | None = None, before: Any = nothing,
-    clip: Any = nothing, after: Any = nothing, scheduler: Any = None, metric: Any = lambda step: (),
-    to_none: bool = True, **ddp: Any,
+    clip: Any = nothing, scheduler: Any = None, to_none: bool = True, **ddp: Any,
 ) -> nn.Module:  # fmt: skip
     """Train by the usual loop, and return the model as it was before it was wrapped."""
 
@@ -111,9 +109,8 @@ def train(
         (loss or regression)(net, step).backward()
         clip(step)
         optimizer.step()
-        after(step)
         if schedule:
-            schedule.step(*metric(step))
+            schedule.step()
     return model
 
 
@@ -169,65 +166,6 @@ def branch_by_rank(way: Way) -> nn.Module:
     return branches(way, lambda step: (step + way.rank) % 2 == 0)
 
 
-@program
-def branch_never(way: Way) -> nn.Module:
-    return branches(way, lambda step: True)
-
-
-@program
-def two_forwards(way: Way) -> nn.Module:
-    """A critic sees two batches before one backward pass."""
-    model = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
-
-    def loss(net: Any, step: int) -> Tensor:
-        x, y = way.batch(step)
-        return net(x + 1).mean() - net(y.repeat(1, FEATURES)).mean()
-
-    return train(way, model, sgd(model.parameters(), 0.01), loss, broadcast_buffers=False)
-
-
-class Siamese(nn.Module):
-    """One network called twice in a forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.net(x) - self.net(x.flip(0))).pow(2).sum(1, keepdim=True)
-
-
-@program
-def shared_twice(way: Way) -> nn.Module:
-    model = Siamese()
-    return train(way, model, sgd(model.parameters(), 0.01))
-
-
-class Checkpointed(nn.Module):
-    """A block whose activations are computed again in backward."""
-
-    def __init__(self, reentrant: bool, calls: int) -> None:
-        super().__init__()
-        self.first, self.block, self.last = nn.Linear(FEATURES, 8), nn.Linear(8, 8), nn.Linear(8, 1)
-        self.reentrant, self.calls = reentrant, calls
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for _ in range(self.calls):
-            x = torch.tanh(checkpoint(self.block, x, use_reentrant=self.reentrant))
-        return self.last(x)
-
-
-@program
-def checkpointed(way: Way) -> nn.Module:
-    return train(way, Checkpointed(False, 2))
-
-
-@program
-def checkpointed_reentrant(way: Way) -> nn.Module:
-    return train(way, Checkpointed(True, 1))
-
-
 class Tied(nn.Module):
     """A language model whose embedding is its output layer."""
 
@@ -258,61 +196,6 @@ def tied(way: Way) -> nn.Module:
 def sparse_embedding(way: Way) -> nn.Module:
     model = nn.Sequential(nn.Embedding(11, 4, sparse=True), nn.Linear(4, 11))
     return train(way, model, torch.optim.SGD(model.parameters(), lr=0.1), next_word(way))
-
-
-@program
-def spectral_norm(way: Way) -> nn.Module:
-    model = mlp()
-    nn.utils.parametrizations.spectral_norm(model[2])
-    return train(way, model)
-
-
-@program
-def quantisation_aware(way: Way) -> nn.Module:
-    from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
-
-    fake = FakeQuantize(observer=MovingAverageMinMaxObserver, quant_min=0, quant_max=255)
-    return train(way, nn.Sequential(nn.Linear(FEATURES, 8), nn.ReLU(), fake, nn.Linear(8, 1)))
-
-
-class Recurrent(nn.Module):
-    """An LSTM over sequences of unlike lengths."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.out = nn.LSTM(1, 5, batch_first=True), nn.Linear(5, 1)
-
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        packed = nn.utils.rnn.pack_padded_sequence(x.unsqueeze(2), lengths, batch_first=True, enforce_sorted=False)
-        return self.out(self.lstm(packed)[1][0][-1])
-
-
-@program
-def packed_sequences(way: Way) -> nn.Module:
-    def loss(net: Any, step: int) -> Tensor:
-        x, y = way.batch(step)
-        return mse_loss(net(x, 1 + torch.arange(BATCH).add(step) % FEATURES), y)
-
-    return train(way, Recurrent(), loss=loss)
-
-
-@program
-def transformer(way: Way) -> nn.Module:
-    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    model = nn.Sequential(nn.Linear(1, 8), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(8, 1))
-
-    def loss(net: Any, step: int) -> Tensor:
-        x, y = way.batch(step)
-        return mse_loss(net(x.unsqueeze(2))[:, 0], y)
-
-    return train(way, model, sgd(model.parameters(), 0.01), loss)
-
-
-@program
-def convolution(way: Way) -> nn.Module:
-    layers = [nn.Unflatten(1, (1, FEATURES)), nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.ReLU(), nn.Flatten()]
-    model = nn.Sequential(*layers, nn.Linear(16, 1))
-    return train(way, model, sgd(model.parameters(), 0.01))
 
 
 @program
@@ -354,13 +237,6 @@ def scheduled(way: Way) -> nn.Module:
 
 
 @program
-def plateau(way: Way) -> nn.Module:
-    """ReduceLROnPlateau on a loss that all ranks share."""
-    make = lambda optimizer: ReduceLROnPlateau(optimizer, patience=0, factor=0.5)  # noqa: E731
-    return train(way, mlp(), scheduler=make, metric=lambda step: (1.0 if step % 3 else 0.5,))
-
-
-@program
 def accumulated(way: Way) -> nn.Module:
     model = mlp()
     net, optimizer = way.begin(model, sgd(model.parameters()))
@@ -372,14 +248,6 @@ def accumulated(way: Way) -> nn.Module:
                 (mse_loss(net(x), y) / 3).backward()
         optimizer.step()
     return model
-
-
-@program
-def averaged_weights(way: Way) -> nn.Module:
-    model = mlp()
-    averaged = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
-    train(way, model, after=lambda step: averaged.update_parameters(model))
-    return averaged.module
 
 
 @program
@@ -407,16 +275,6 @@ def lbfgs(way: Way) -> nn.Module:
 
 
 @program
-def autocast(way: Way) -> nn.Module:
-    def loss(net: Any, step: int) -> Tensor:
-        x, y = way.batch(step)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return mse_loss(net(x), y)
-
-    return train(way, mlp(), loss=loss)
-
-
-@program
 def grad_scaler(way: Way) -> nn.Module:
     """The gradient of one rank overflows in one step, that of the other in the next."""
     model = mlp()
@@ -430,20 +288,6 @@ def grad_scaler(way: Way) -> nn.Module:
         scaler.step(optimizer)
         scaler.update()
     return model
-
-
-@program
-def gradient_penalty(way: Way) -> nn.Module:
-    """A loss that holds the gradient by the inputs: gradients of gradients."""
-    model = mlp()
-
-    def loss(net: Any, step: int) -> Tensor:
-        x = way.batch(step)[0].requires_grad_()
-        out = net(x)
-        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        return out.pow(2).mean() + (slope.norm(dim=1) - 1).pow(2).mean()
-
-    return train(way, model, sgd(model.parameters(), 0.01), loss)
 
 
 @program

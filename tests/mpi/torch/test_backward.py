@@ -304,16 +304,6 @@ def test_join_takes_evaluation_and_two_forwards_within() -> None:
     assert apart_on_ranks([*(p.detach() for p in module.parameters()), *left_by(module)]) == 0
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_compiled_model_takes_buffers() -> None:
-    torch.manual_seed(0)
-    module = normed()
-    model = torch.compile(DataParallel(module), backend="eager")
-    for step in range(2):
-        backward(model, step)
-    assert apart_on_ranks(left_by(module)) == 0
-
-
 @pytest.mark.parametrize("wrap", [DistributedDataParallel, DataParallel])
 def test_a_compiled_model_trains_alike(wrap: Callable[[nn.Module], nn.Module]) -> None:
     made = []

@@ -200,15 +200,6 @@ def test_a_sentence_names_the_first_difference() -> None:
     assert difference([[a, b], [b, a]]) == "rank 0 has parameter 'a' where rank 1 has parameter 'b'"
 
 
-def test_torchrun_s_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    monkeypatch.setenv("WORLD_SIZE", str(WORLD.size + 1))
-    with pytest.raises(RuntimeError, match=f"torchrun started {WORLD.size + 1} .* MPI has {WORLD.size} .*mpips run -w"):
-        DataParallel(network())
-    monkeypatch.setenv("WORLD_SIZE", str(WORLD.size))
-    DataParallel(network())
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [

@@ -12,17 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpips import optimizers
 from mpips.mlp import MLP
 from mpips.training import Callback, Checkpoint, EarlyStop, Elastic, Epoch, LearningRate
 from mpips.training import callbacks as hooks
-from mpips.training.batches import Arrays, Batches, see_again, shares, source_of, test_of
-from mpips.training.callbacks import see_order
+from mpips.training.batches import Arrays, Batches, shares, source_of, test_of
 from mpips.training.checkpoint import STORE, TRAINER, Position, decode, prune, see_folder, steps_in
 from mpips.training.evaluation import check_metrics, means, measured, names_of
-from mpips.training.model import keys_of, see_method, see_model
-from mpips.training.step import Accumulated, check_clip, clip, global_norm, weigh
-from mpips.training.updates import averaged
+from mpips.training.model import keys_of, see_model
+from mpips.training.step import Accumulated, check_clip, clip, global_norm
 
 test_of.__test__ = False
 
@@ -52,20 +49,8 @@ def test_epochs_and_seeds_give_other_orders():
     assert len({tuple(order) for order in orders}) == 4
 
 
-def test_a_mini_batch_larger_than_the_data_is_an_error():
-    with pytest.raises(ValueError, match="batch_size=16 on 2 workers needs 32 samples a step, but there are 31"):
-        next(shares(31, 16, 1, 0, workers(2)[0]))
-
-
 X, Y = np.arange(36.0).reshape(9, 4), np.arange(9.0)
 PAIRS = [(X[:3], Y[:3]), (X[3:5], Y[3:5])]
-
-
-@pytest.mark.parametrize("source", [Arrays(X, Y, 2, seed=5), Batches(PAIRS), Batches(lambda epoch: PAIRS)])
-def test_an_epoch_goes_on_behind_the_batches_that_were_taken(source):
-    whole, rest = (list(source.epoch(3, workers(2)[1], skip)) for skip in (0, 1))
-    assert len(whole) == 2 and len(rest) == 1
-    np.testing.assert_array_equal(whole[1][0], rest[0][0])
 
 
 def test_a_function_of_the_epoch_is_told_which():
@@ -102,17 +87,7 @@ def test_what_is_no_test_data_is_said():
         list(test_of([X, Y, X]).epoch(1))
 
 
-def test_an_iterator_that_ends_with_its_epoch_is_refused_for_two():
-    see_again(Batches(iter(PAIRS)), 1)
-    with pytest.raises(TypeError, match="list_iterator, which ends with its first epoch of 2"):
-        see_again(Batches(iter(PAIRS)), 2)
-
-
 # ---- gradients
-
-
-def test_gradients_are_averaged_over_the_workers_in_a_sum():
-    assert averaged(optimizers.SGD(0.1, rescale=0.5), 4) == optimizers.SGD(0.1, rescale=0.125)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", ml_dtypes.bfloat16])
@@ -143,14 +118,6 @@ def test_a_norm_is_added_in_float64():
 def test_what_is_no_limit_is_refused(limit):
     with pytest.raises(ValueError, match="clip_norm="):
         check_clip(limit)
-
-
-def test_weights_of_one_change_no_bit_and_of_zero_give_zeros():
-    gradient = np.array([np.nan, 3.0])
-    weigh([gradient], 1.0)
-    assert np.isnan(gradient[0])
-    weigh([gradient], 0.0)
-    assert gradient.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", ml_dtypes.bfloat16])
@@ -192,13 +159,6 @@ W = np.zeros((2, 3))
 def test_what_a_model_lacks_is_said(model, words):
     with pytest.raises((TypeError, ValueError), match=words):
         see_model(model)
-
-
-def test_a_method_that_a_feature_needs_is_named_with_it():
-    with pytest.raises(TypeError, match="metrics= needs a model with predict, which SimpleNamespace has not"):
-        see_method(SimpleNamespace(predict=3), "predict", "metrics=")
-    with pytest.raises(TypeError, match="metrics= needs a model with predict"):
-        check_metrics({"accuracy": print}, object())
 
 
 def test_keys_are_the_names_of_a_model_or_numbers():
@@ -289,13 +249,6 @@ def test_only_the_newest_checkpoints_stay_and_halves_are_none(tmp_path):
     assert [path.name for path in steps_in(tmp_path)] == [f"step-{step:08d}" for step in (2, 9, 10, 100_000_000)]
     prune(str(tmp_path), 2)
     assert [path.name for path in steps_in(tmp_path)] == ["step-00000010", "step-100000000"]
-
-
-def test_other_batches_in_the_middle_of_an_epoch_are_refused():
-    position = Position(epoch=2, batches=3, order=Arrays(X, Y, 2).order(2))
-    see_order(position, Arrays(X, Y, 4).order(1))  # the same mini-batch
-    with pytest.raises(ValueError, match="epoch 2 of 9 samples, 4 a step, seed 0, and this fit has 9 samples, 3"):
-        see_order(position, Arrays(X, Y, 3).order(1))
 
 
 def test_a_folder_that_cannot_take_a_checkpoint_is_found_before(tmp_path, monkeypatch):
