@@ -131,9 +131,17 @@ class Hindrance(NamedTuple):
 
 def find_hindrances(launcher: Launcher, ranks: int, environment: Mapping[str, str] = os.environ) -> list[Hindrance]:
     """Return what is in the way of a job of `launcher` with `ranks` ranks on this machine; what is sure comes first."""
-    found = [*_lacks_open_files(launcher, ranks), *_lacks_processes(launcher, ranks)]
+    found = [*_lacks_processes(launcher, ranks)]
+    most, (own, each) = resource.getrlimit(resource.RLIMIT_NOFILE)[0], FILES[launcher.flavour]
+    needed = own + each * ranks
+    if most != resource.RLIM_INFINITY and most < needed:
+        files = f"a process may have {most} files open (ulimit -n), and {ranks} ranks need some {needed}"
+        found.append(Hindrance("open files", files, "raise it (ulimit -n 1024)", sure=most < own))
     if launcher.flavour == "openmpi":
-        found += [*_lacks_folder(environment), *_lacks_network()]
+        found += _lacks_folder(environment)
+        if not list_interfaces():  # by which its processes reach each other, on one machine, too
+            none = "no network interface is up, and Open MPI's ranks find each other by one, also on one machine"
+            found.append(Hindrance("network", none, "ip link set lo up, or use MPICH, which needs none on one machine"))
     if ranks:
         found += _lacks_shared_memory(launcher, ranks)
     return sorted(found, key=lambda one: not one.sure)
@@ -196,41 +204,21 @@ def _lacks_folder(environment: Mapping[str, str]) -> Iterator[Hindrance]:
         yield Hindrance("temporary files", found, "export TMPDIR=DIR, with a folder of yours")
 
 
-def _lacks_network() -> Iterator[Hindrance]:
-    """Yield an interface by which Open MPI's processes reach each other, on one machine, too."""
-    if not list_interfaces():
-        found = "no network interface is up, and Open MPI's ranks find each other by one, also on one machine"
-        yield Hindrance("network", found, "ip link set lo up, or use MPICH, which needs none on one machine")
-
-
-def _lacks_open_files(launcher: Launcher, ranks: int) -> Iterator[Hindrance]:
-    most, (own, each) = resource.getrlimit(resource.RLIMIT_NOFILE)[0], FILES[launcher.flavour]
-    needed = own + each * ranks
-    if most != resource.RLIM_INFINITY and most < needed:
-        found = f"a process may have {most} files open (ulimit -n), and {ranks} ranks need some {needed}"
-        yield Hindrance("open files", found, "raise it (ulimit -n 1024)", sure=most < own)
-
-
 def _lacks_processes(launcher: Launcher, ranks: int) -> Iterator[Hindrance]:
     """Compare the processes and threads that this user may have with those of the job. Root may have any number."""
     most, (own, each) = resource.getrlimit(resource.RLIMIT_NPROC)[0], PROCESSES[launcher.flavour]
     if most == resource.RLIM_INFINITY or not os.geteuid():
         return
-    needed, there = own + each * ranks, _count_threads(os.getuid())
+    needed, there = own + each * ranks, 0
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, StopIteration, ValueError):
+            if process.stat().st_uid == os.getuid():
+                lines = (process / "status").read_text().splitlines()
+                there += next(int(line.split()[1]) for line in lines if line.startswith("Threads:"))
     if there + needed > most:
         have = f"you may have {most} processes and threads (ulimit -u), and have {there}"
         found = f"{have}; {ranks} ranks need {needed} more"
         yield Hindrance("processes", found, "raise it, or end some")
-
-
-def _count_threads(user: int) -> int:
-    count = 0
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError, StopIteration, ValueError):
-            if process.stat().st_uid == user:
-                lines = (process / "status").read_text().splitlines()
-                count += next(int(line.split()[1]) for line in lines if line.startswith("Threads:"))
-    return count
 
 
 BLOCK = 512  # bytes, of st_blocks

@@ -192,13 +192,13 @@ def build(launcher: Launcher, job: Job, machine: Machine) -> list[str]:
         raise LauncherError(f"{placed} ranks are placed on hosts, but the job has {job.ranks}")
     crowded = job.busiest > machine.cores  # other hosts are taken to have the cores of this one
     if launcher.flavour == "openmpi":
-        argv = [*_settings_of_open_mpi(launcher, job, machine, crowded), *_blocks_of_open_mpi(job)]
+        argv = _words_of_open_mpi(launcher, job, machine, crowded)
     else:
-        argv = [*_settings_of_hydra(launcher, job, machine), *_blocks_of_hydra(launcher, job)]
+        argv = _words_of_hydra(launcher, job, machine)
     return [*machine.fixed_addresses, *argv] if crowded and not job.hosts else argv
 
 
-def _settings_of_open_mpi(launcher: Launcher, job: Job, machine: Machine, crowded: bool) -> list[str]:
+def _words_of_open_mpi(launcher: Launcher, job: Job, machine: Machine, crowded: bool) -> list[str]:
     argv = [launcher.path]
     if machine.root:
         argv.append("--allow-run-as-root")
@@ -218,16 +218,12 @@ def _settings_of_open_mpi(launcher: Launcher, job: Job, machine: Machine, crowde
     if job.hosts and job.interface:
         argv += ["--mca", "pml", "ob1", "--mca", "btl", "tcp,sm,self", "--mca", "btl_tcp_if_include", job.interface]
     variables = [word for name, value in sorted(job.environment.items()) for word in ("-x", f"{name}={value}")]
-    return [*argv, *job.extra, *variables, *(word for name in job.exported for word in ("-x", name))]
+    blocks = [["-n", str(b.ranks), "--host", f"{b.host}:{b.ranks}", *job.program] for b in job.hosts]
+    exported = [word for name in job.exported for word in ("-x", name)]
+    return [*argv, *job.extra, *variables, *exported, *_joined(blocks or [["-n", str(job.ranks), *job.program]])]
 
 
-def _blocks_of_open_mpi(job: Job) -> list[str]:
-    if not job.hosts:
-        return ["-n", str(job.ranks), *job.program]
-    return _joined([["-n", str(b.ranks), "--host", f"{b.host}:{b.ranks}", *job.program] for b in job.hosts])
-
-
-def _settings_of_hydra(launcher: Launcher, job: Job, machine: Machine) -> list[str]:
+def _words_of_hydra(launcher: Launcher, job: Job, machine: Machine) -> list[str]:
     """MPICH and Intel MPI share the hydra launcher; both run as root, share cores and are full-duplex unasked."""
     argv, environment = [launcher.path, *job.extra], dict(job.environment)
     if machine.lacks_scheduler and not _has(job.extra, "launcher", "bootstrap", "rmk"):
@@ -237,16 +233,11 @@ def _settings_of_hydra(launcher: Launcher, job: Job, machine: Machine) -> list[s
         argv += ["-iface", job.interface]
         environment["FI_TCP_IFACE"] = job.interface
     argv += ["-genvall"] if job.exported else []
-    return [*argv, *(word for name, value in sorted(environment.items()) for word in ("-genv", name, value))]
-
-
-def _blocks_of_hydra(launcher: Launcher, job: Job) -> list[str]:
-    all_ranks = ["-n", str(job.ranks), *job.program]
-    if not job.hosts:
-        return all_ranks
-    if launcher.flavour == "mpich":
-        return ["-hosts", ",".join(f"{b.host}:{b.ranks}" for b in job.hosts), *all_ranks]
-    return _joined([["-n", str(b.ranks), "-host", b.host, *job.program] for b in job.hosts])
+    argv += [word for name, value in sorted(environment.items()) for word in ("-genv", name, value)]
+    if job.hosts and launcher.flavour == "intel":
+        return [*argv, *_joined([["-n", str(b.ranks), "-host", b.host, *job.program] for b in job.hosts])]
+    hosts = ["-hosts", ",".join(f"{b.host}:{b.ranks}" for b in job.hosts)] if job.hosts else []
+    return [*argv, *hosts, "-n", str(job.ranks), *job.program]
 
 
 def _joined(blocks: Sequence[Sequence[str]]) -> list[str]:

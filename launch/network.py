@@ -239,7 +239,12 @@ def check_interface(
     may be on the hosts: they are asked.
     """
     names = [name for _, name in socket.if_nameindex()]
-    words = [_parse_subnet(word) if "/" in word else word for word in interface.split(",")]
+    words: list[str | IPv4Network] = []
+    for word in interface.split(","):
+        try:
+            words.append(IPv4Network(word, strict=False) if "/" in word else word)
+        except ValueError as error:
+            raise LauncherError(f"--interface {word!r} is no IPv4 subnet: write it as 10.0.0.0/8") from error
     lacking = [word for word in words if isinstance(word, IPv4Network) or word not in names]
     if any(isinstance(word, IPv4Network) for word in lacking):
         report = report_here()
@@ -251,13 +256,6 @@ def check_interface(
     for report in ask_hosts(launcher, list(dict.fromkeys(b.host for b in hosts)), machine, extra) if lacking else ():
         if missing := [word for word in lacking if not report.has(word)]:
             raise LauncherError(report.absence(missing[0]))
-
-
-def _parse_subnet(word: str) -> IPv4Network:
-    try:
-        return IPv4Network(word, strict=False)
-    except ValueError as error:
-        raise LauncherError(f"--interface {word!r} is no IPv4 subnet: write it as 10.0.0.0/8") from error
 
 
 def main() -> None:

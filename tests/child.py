@@ -14,14 +14,23 @@ from pathlib import Path
 from typing import IO
 from uuid import uuid4
 
+from collectives.machine import find_carriers
+
 TOKEN = "TESTS_RUN_TOKEN"  # in the environment of everything that a run starts
 PATIENCE = 10  # seconds to end when asked, and again when killed
 GRACE = 2  # seconds that a killed process may take to give its memory back
 UNPRINTABLE = bytes({*range(32), 127} - {*b"\n\t"})  # a log is text: a NUL in it, which Open MPI prints, breaks readers
 LAUNCHER_VARIABLES = re.compile(r"MPIPS_|OMPI_|PMIX_|PRTE_|PMI_|HYDRA_|MPI_LOCAL")
+ROOT = Path(__file__).resolve().parent.parent
 _screen = threading.Lock()
 _running: set[subprocess.Popen[bytes]] = set()
 _stopped = threading.Event()
+
+
+def outside() -> dict[str, str]:
+    """Return the environment of a shell that has this project, and no launcher's variables: jobs start from it."""
+    clean = {name: value for name, value in os.environ.items() if not LAUNCHER_VARIABLES.match(name)}
+    return {**clean, "PYTHONPATH": str(ROOT)}
 
 
 def run(argv: list[str], limit: float, folder: Path, out: IO[bytes] | None = None) -> int:
@@ -99,22 +108,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             continue
 
 
-def carriers(token: str) -> list[int]:
-    """Processes that were started with `token`, as NAME=VALUE, in their environment."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if token.encode() in (folder / "environ").read_bytes().split(b"\0"):
-                found.append(int(folder.name))
-        except OSError:  # of another user, or gone
-            continue
-    return found
-
-
 def remaining(token: str) -> list[int]:
     """The same, once those that were ending when mpirun ended have had time for it."""
     deadline = time.monotonic() + GRACE
-    while (found := carriers(token)) and time.monotonic() < deadline:
+    while (found := list(find_carriers(token))) and time.monotonic() < deadline:
         time.sleep(0.05)
     return found
 

@@ -70,8 +70,9 @@ class Check(NamedTuple):
 
 def judge(found: Mapping[str, Any]) -> list[Check]:
     """Return the checks, in the order in which they are shown."""
+    version = tuple(map(int, found["python"].split(".")[:2]))
     checks = [
-        _python(found),
+        Check("Python", version >= (3, 11), found["python"], "mpips needs Python 3.11 or newer"),
         _packages(found),
         *(Check(one["name"], False, one["found"], one["cure"]) for one in found.get("hindrances", ())),
         *_mpi(found),
@@ -84,11 +85,6 @@ def judge(found: Mapping[str, Any]) -> list[Check]:
         _network(found),
     ]
     return [check if check.ok is False else check._replace(advice="") for check in checks]
-
-
-def _python(found: Mapping[str, Any]) -> Check:
-    major, minor = map(int, found["python"].split(".")[:2])
-    return Check("Python", (major, minor) >= (3, 11), found["python"], "mpips needs Python 3.11 or newer")
 
 
 def _packages(found: Mapping[str, Any]) -> Check:

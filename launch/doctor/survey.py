@@ -66,7 +66,12 @@ def look() -> dict[str, Any]:
         "schedulers": [name for name, (tool, _) in SCHEDULERS.items() if shutil.which(tool)],
         "lacks_scheduler": lacks_scheduler(os.environ),
         "allocation": next((name for name, (_, variable) in SCHEDULERS.items() if variable in os.environ), None),
-        "interfaces": list(_interfaces()),
+        "interfaces": [
+            {"name": name, "mbit": int(speed) if speed.isdigit() else None}
+            for name in list_interfaces()
+            if _text(Path("/sys/class/net", name, "operstate")) != "down"
+            for speed in [_text(Path("/sys/class/net", name, "speed"))]
+        ],
         "gpu": _gpu(),
         "leftovers": find_leftovers(list_leftover_kinds()),
     }
@@ -156,15 +161,6 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _interfaces() -> Iterator[dict[str, Any]]:
-    """Network interfaces that are up: name and Mbit/s (None where the kernel does not know)."""
-    for name in list_interfaces():
-        folder = Path("/sys/class/net", name)
-        if _text(folder / "operstate") != "down":
-            speed = _text(folder / "speed")
-            yield {"name": name, "mbit": int(speed) if speed.isdigit() else None, "mtu": _text(folder / "mtu")}
 
 
 def _text(path: Path) -> str:

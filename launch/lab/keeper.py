@@ -26,18 +26,6 @@ from launch.lab.layout import LabNic, LabPlan, find_crossed_nics, window
 from launch.lab.links import add_neighbours_and_routes, apply_settings, build, counters
 
 
-def become_keeper(user: int, group: int, window: int) -> None:
-    """Take new namespaces and go on in them as process 1 (the caller's process ends; a user namespace unless root)."""
-    kernel.new_machine(user, group)
-    if os.fork():
-        os._exit(0)
-    kernel.keep_mounts_private()
-    for filesystem, target in (("proc", "/proc"), ("sysfs", "/sys"), ("tmpfs", job.SHARED_FOLDER)):
-        kernel.mount_virtual(filesystem, target)
-    kernel.set_hostname("launcher")
-    apply_settings(window)
-
-
 def start_host(name: str, window: int) -> int:
     """Return a process in network, mount and host-name namespaces of its own, waiting to be killed. Returns its pid."""
     ready, done = os.pipe()
@@ -216,7 +204,14 @@ def main() -> None:
     with owner.makefile("r") as lines:
         plan = msgspec.json.decode(lines.readline(), type=LabPlan)
     try:
-        become_keeper(os.getuid(), os.getgid(), window(plan))
+        kernel.new_machine(os.getuid(), os.getgid())
+        if os.fork():  # the child goes on as process 1 of the new namespaces
+            os._exit(0)
+        kernel.keep_mounts_private()
+        for filesystem, target in (("proc", "/proc"), ("sysfs", "/sys"), ("tmpfs", job.SHARED_FOLDER)):
+            kernel.mount_virtual(filesystem, target)
+        kernel.set_hostname("launcher")
+        apply_settings(window(plan))
         kernel.set_process_name(f"lab-{name}")
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -15,7 +15,7 @@ from pyroute2 import IPRoute
 from pyroute2.netlink.rtnl import ndmsg
 
 from launch.lab import kernel
-from launch.lab.layout import BURST, LAUNCHER_ADDRESS, MTU, QUEUE, LabHost, LabNic, LabPlan
+from launch.lab.layout import BURST, LAUNCHER_ADDRESS, MTU, QUEUE, LabHost, LabPlan
 
 MANAGEMENT_BRIDGE = "m0"
 
@@ -156,15 +156,11 @@ def _configure(links: Links, host: LabHost) -> None:
     links.set("m0", mtu=MTU, state="up")
     links.add_address("m0", host.management, 16)
     for nic in host.nics:
-        _bring_up(links, nic)
+        # one frame at a time: a 64 KiB bundle would wait 5 ms at every hop, at 100 Mbit/s
+        links.set(nic.name, mtu=MTU, gso_max_segs=1, state="up")
+        links.add_address(nic.name, nic.address, 24)
+        links.shape(nic.name, nic.rate)
     add_neighbours_and_routes(links, host, [nic.name for nic in host.nics])
-
-
-def _bring_up(links: Links, nic: LabNic) -> None:
-    """Set a NIC up, to send one frame at a time: a 64 KiB bundle would wait 5 ms at every hop, at 100 Mbit/s."""
-    links.set(nic.name, mtu=MTU, gso_max_segs=1, state="up")
-    links.add_address(nic.name, nic.address, 24)
-    links.shape(nic.name, nic.rate)
 
 
 def add_neighbours_and_routes(links: Links, host: LabHost, nics: Collection[str]) -> None:

@@ -23,10 +23,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tests.child import outside
+
 STEPS, EVERY = 200, 5
 LOWER_AT = 30  # the step before which the learning rate becomes lower
-ROOT = Path(__file__).parents[3]
-LAUNCHERS = re.compile(r"OMPI_|PMIX_|PRTE_|PMI_|HYDRA_|MPI_|MPIPS_")
 
 
 class Run(NamedTuple):
@@ -93,10 +93,9 @@ def run(
     script = program or ["-m", "tests.mpi.launch.restart_table", "--training", str(folder), "--kind", kind,
                          "--steps", str(steps), "--pause", str(pause)]  # fmt: skip
     argv = [sys.executable, "-m", "launch.cli", "run", "-w", str(workers), "-s", str(servers), *words, *script]
-    clean = {name: value for name, value in os.environ.items() if not LAUNCHERS.match(name)}
     begun, draw, done = time.monotonic(), random.Random(seed), 0
     with open(folder / "said", "w") as said:
-        job = subprocess.Popen(argv, env={**clean, "PYTHONPATH": str(ROOT)}, cwd=folder, stdout=said, stderr=said)
+        job = subprocess.Popen(argv, env=outside(), cwd=folder, stdout=said, stderr=said)
         try:
             while done < kills and job.poll() is None and time.monotonic() - begun < limit:
                 done += _kill(folder, draw, draw.randrange(servers + workers), done, shown)

@@ -19,6 +19,7 @@ from click.testing import CliRunner
 from mpi4py import MPI
 
 from launch import cli
+from tests.child import outside
 from tests.mpi.sizes import JOB_LIMIT
 from tests.pages import PAGES, ROOT, blocks, programs
 
@@ -53,13 +54,12 @@ def test_programs_print_what_is_shown(page: Path, tmp_path: Path) -> None:
     files = programs(page)
     for name, text in files.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
-    clean = {k: v for k, v in os.environ.items() if not re.match(r"OMPI_|PMIX_|PRTE_|PMI_|HYDRA_|MPI_|MPIPS_", k)}
     for words, printed in runs(page):
         if any("import torch" in text for name, text in files.items() if name in words) and not TORCH:
             continue
         done = subprocess.run(
             [sys.executable, "-m", "launch.cli", *shlex.split(words)],
-            cwd=tmp_path, env={**clean, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=JOB_LIMIT,
+            cwd=tmp_path, env=outside(), capture_output=True, text=True, timeout=JOB_LIMIT,
         )  # fmt: skip
         assert done.returncode == 0, f"mpips {words}\n{done.stderr}"
         pattern = re.escape(printed).replace(re.escape("..."), ".*")
@@ -121,9 +121,8 @@ def test_commands_run_as_printed(
     text = page.read_text(encoding="utf-8")
     for name, profile in re.findall(r"`(\w+\.json)`[^`]*```json\n(.*?)```", text, re.DOTALL):
         (tmp_path / name).write_text(profile, encoding="utf-8")
-    clean = {k: v for k, v in os.environ.items() if not re.match(r"OMPI_|PMIX_|PRTE_|PMI_|HYDRA_|MPI_|MPIPS_", k)}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**clean, "PYTHONPATH": str(ROOT), "PATH": path, "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    environment = {**outside(), "PATH": path, "XDG_CACHE_HOME": str(tmp_path / "cache"),
                    "WANDB_MODE": "offline"}
     words = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": 2 * JOB_LIMIT}
     subprocess.run(["mpips", "plan", "--model", "lenet5", "--save-profile", "job.json"], check=True, **words)  # type: ignore[call-overload]

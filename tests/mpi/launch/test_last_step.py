@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
+from tests.child import outside
 from tests.choice import first
-from tests.mpi.launch.restart_table import LAUNCHERS, ROOT
 from tests.mpi.sizes import JOB_LIMIT
 
 pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size != 1, reason="starts jobs of its own; once is enough")
@@ -49,8 +49,7 @@ def start(folder: Path, kind: str, steps: int, pause: float = 0.0, last: str = "
     script.write_text(TRAIN)
     words = ["-w", "2", "-s", str(SERVERS[kind]), "--checkpoint", "saved", "--every", "5", str(script)]
     argv = [sys.executable, "-m", "launch.cli", "run", *words, kind, str(steps), str(pause), last]
-    clean = {name: value for name, value in os.environ.items() if not LAUNCHERS.match(name)}
-    return subprocess.Popen(argv, env={**clean, "PYTHONPATH": str(ROOT)}, cwd=folder, text=True,
+    return subprocess.Popen(argv, env=outside(), cwd=folder, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)  # fmt: skip
 
 

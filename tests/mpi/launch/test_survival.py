@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -13,15 +12,16 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
+from collectives.machine import read_stat
 from launch import find
 from launch.mpirun import find_obstacle_to_survival
+from tests.child import outside
 from tests.choice import first
 from tests.mpi.sizes import JOB_LIMIT
 
 HINDRANCE = find_obstacle_to_survival(find()) if MPI.COMM_WORLD.size == 1 else "starts jobs of its own; once is enough"
 pytestmark = pytest.mark.skipif(bool(HINDRANCE), reason=HINDRANCE)
 
-ROOT = Path(__file__).parents[3]
 BEGIN = """
 import os, random, signal, sys, threading, time
 from mpi4py import MPI
@@ -60,12 +60,11 @@ class Started:
 
     def __init__(self, folder: Path, script: str, *words: str, spares: int = 1) -> None:
         (folder / "script.py").write_text(script)
-        clean = {k: v for k, v in os.environ.items() if not re.match(r"OMPI_|PMIX_|PRTE_|PMI_|MPI_|MPIPS_", k)}
         roles = ["-w", "3", "--spares", str(spares)]
         self._out, self._err = folder / "out", folder / "err"
         self._process = subprocess.Popen(
             [sys.executable, "-m", "launch.run", *roles, "script.py", *words], cwd=folder,
-            stdout=self._out.open("w"), stderr=self._err.open("w"), env={**clean, "PYTHONPATH": str(ROOT)},
+            stdout=self._out.open("w"), stderr=self._err.open("w"), env=outside(),
         )  # fmt: skip
         self.pid = self._process.pid
 
@@ -106,7 +105,7 @@ def _until(done: object) -> None:
 
 def _runs(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2][:1] not in b"ZX"
+        return read_stat(pid)[0] not in b"ZX"
     except OSError:
         return False
 

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from examples.reproduce.allreduce import __main__ as allreduce
 from examples.reproduce.allreduce.__main__ import Environment, command, keep, summary, table, variables
+from examples.reproduce.store import beside_mxnet
 from launch import Launcher
 
 OPEN_MPI = Environment("o/bin/python", Launcher("o/bin/mpirun", "openmpi", "5.0"))
@@ -119,3 +120,13 @@ def test_an_environment_without_an_mpi(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_results_that_could_not_be_written(tmp_path: Path) -> None:
     assert "cannot be written" in given("--environment", sys.executable, "--json", str(tmp_path))
+
+
+def test_a_folder_with_something_else_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = tmp_path / "mine.txt"
+    kept.touch()
+    monkeypatch.setattr(beside_mxnet.shutil, "which", lambda name: name)
+    python, reason = beside_mxnet.environment(tmp_path)
+    assert python is None
+    assert "--environment" in reason
+    assert kept.exists()

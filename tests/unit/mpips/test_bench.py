@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import click
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from collectives.benchmark.harness import take_turns
 from examples.reproduce.overlap.measured import RATE, OverlapJob
 from mpips.bench.kvstore import check, measure_rounds
+from mpips.bench.optimizers import command
 
 WORDS = {"kind": "dist_sync", "servers": 1, "clients": 1, "masters": "one", "keys": 1, "arrays": "empty"}
 
@@ -109,3 +113,26 @@ def test_contenders_take_turns_forwards_and_backwards() -> None:
     times = take_turns({name: lambda name=name: turn(name) for name in "abc"}, 2)  # type: ignore[misc]
     assert "".join(called) == "abccba"
     assert times["a"].tolist() == [1.0, 6.0]
+
+
+def test_without_pytorch_it_says_so_and_measures_the_rest(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    path = tmp_path / "optimizers.json"
+    result = CliRunner().invoke(command, ["--elements", "1000", "--repeats", "1", "--json", str(path)])
+    assert result.exit_code == 0, result.output
+    assert "PyTorch is left out" in result.output
+    cases = json.loads(path.read_text())
+    assert {"SGD momentum", "Adam"} <= {case["optimizer"] for case in cases}
+    assert all(case["elements"] == 1000 and case["mpips_ms"] > 0 and case["ratio"] is None for case in cases)
+
+
+def test_cases_that_cannot_be_written_are_one_sentence(full_disk):
+    result = CliRunner().invoke(command, ["--elements", "1000", "--repeats", "1", "--json", full_disk])
+    assert result.exit_code == 1
+    assert result.output.endswith(f"Error: --json {full_disk} cannot be written: No space left on device\n")
+
+
+def test_more_elements_than_memory_holds_are_refused():
+    result = CliRunner().invoke(command, ["--elements", "100000000000000"])
+    assert result.exit_code == 2
+    assert "--elements 100000000000000 takes at least 7 arrays of 400,000,000,000,000 bytes" in result.output
