@@ -1,13 +1,166 @@
-"""The compressors: two bits, one bit or sixteen an element, or the largest elements alone. What is left is fed back."""
+"""Define a compressor: bytes of fixed size for a gradient, and a residual that keeps the rest for the next gradient.
+
+Every compressor is pure arithmetic on flat float arrays: `encode` turns gradient and residual into bytes, `decode` adds
+them to an array (or writes them). Always: sum of decoded payloads + residual = sum of gradients, up to rounding.
+A payload's size depends on the number of elements alone: `max_bytes(n)`. NaN and infinity are refused (`unfit`).
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from mpips.compression.base import Compressor, bit_bytes, bits_of, blocks, put, put_bits
+from collectives.errors import CollectiveError
+
+BLOCK = 32 * 1024
+"""Elements handled at a time, a multiple of 8 (bits of a payload byte): temporaries stay in cache."""
+
+
+@dataclass(frozen=True)
+class Compressor:
+    """Base of all compressors: sizes and error feedback. A class of your own gives `max_bytes`, `fill` and `read`."""
+
+    def max_bytes(self, n: int) -> int:
+        """Return the bytes of the payload for n elements."""
+        raise NotImplementedError
+
+    def fill(self, residual: np.ndarray, payload: np.ndarray) -> None:
+        """Write the nearest of what `residual` holds into `payload`, and take that off `residual`, in place.
+
+        `residual`: (n,), float32 or float64, gradients included. `payload`: uint8, (max_bytes(n),), whatever is in it.
+        """
+        raise NotImplementedError
+
+    def read(self, payload: np.ndarray, out: np.ndarray, add: bool) -> None:
+        """Add what `payload` holds to `out` of shape (n,), any float dtype; where `add` is false write it instead."""
+        raise NotImplementedError
+
+    def init(self, gradient: np.ndarray) -> np.ndarray:
+        """Return the first residual for such gradients: zeros of their size, 1-D, float32 for 16-bit gradients."""
+        wide = np.float32 if gradient.dtype.itemsize < 4 else gradient.dtype
+        return np.zeros(gradient.size, wide)
+
+    def encode(self, gradient: np.ndarray, residual: np.ndarray) -> np.ndarray:
+        """Return the payload, uint8 (max_bytes(n),), for a gradient of shape (n,); `residual` (n,) changes in place.
+
+        ValueError with what `fill` raises."""
+        if gradient.ndim != 1 or gradient.shape != residual.shape:
+            raise ValueError(f"encode needs 1-D gradient and residual alike, not {gradient.shape} and {residual.shape}")
+        payload = np.empty(self.max_bytes(gradient.size), np.uint8)
+        for part in blocks(gradient.size):
+            residual[part] += gradient[part]
+        try:
+            self.fill(residual, payload)
+        except Exception as error:
+            raise ValueError(self._text("fill", gradient.size, error)) from error
+        return payload
+
+    def decode(self, payload: np.ndarray, out: np.ndarray, add: bool = True) -> None:
+        """Add what `payload` (uint8) holds to `out` of shape (n,), any float dtype; with add=False write it instead.
+
+        ValueError where it is of another size, or with what `read` raises."""
+        if out.ndim != 1 or payload.shape != (self.max_bytes(out.size),):
+            raise ValueError(
+                f"{type(self).__name__} has {self.max_bytes(out.size)} bytes for {out.size} elements, "
+                f"not {payload.shape}; sender and receiver need the same compression and the same interval"
+            )
+        try:
+            self.read(payload, out, add)
+        except Exception as error:
+            raise ValueError(self._text("read", out.size, error)) from error
+
+    def _text(self, what: str, n: int, error: Exception) -> str:
+        return f"{type(self).__name__}.{what} failed for {n} elements: {type(error).__name__}: {error}"
+
+
+def blocks(n: int) -> Iterator[slice]:
+    """Slices that cover n elements, BLOCK at a time."""
+    return (slice(start, min(start + BLOCK, n)) for start in range(0, n, BLOCK))
+
+
+def unfit(gradient: np.ndarray, residual: np.ndarray) -> int:
+    """Return the first element (1-D) that no payload can hold together with its residual; -1 where there is none.
+
+    That is NaN, infinity, and what is larger than the largest float32: it would stay in the residual for ever.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        for part in blocks(gradient.size):
+            fine = np.isfinite(np.add(gradient[part], residual[part]).astype(np.float32, copy=False))
+            if not fine.all():
+                return part.start + int(fine.argmin())
+    return -1
+
+
+def bit_bytes(n: int) -> int:
+    """Return the bytes of a plane of n bits."""
+    return (n + 7) // 8
+
+
+def bits_of(payload: np.ndarray, part: slice) -> np.ndarray:
+    """Return bits [part) of a bit plane, as int8 zeros and ones; `part` is one of `blocks`."""
+    plane = payload[part.start // 8 : bit_bytes(part.stop)]
+    return np.unpackbits(plane, count=part.stop - part.start).view(np.int8)
+
+
+def put_bits(payload: np.ndarray, part: slice, bits: np.ndarray) -> None:
+    """Set bits [part) of a bit plane to where `bits` is not zero; `part` is one of `blocks`."""
+    payload[part.start // 8 : bit_bytes(part.stop)] = np.packbits(bits)
+
+
+def put(out: np.ndarray, part: slice, values: ArrayLike, add: bool) -> None:
+    """Add values to `out[part]`, or write them there."""
+    if add:
+        out[part] += values
+    else:
+        out[part] = values
+
+
+class Residuals:
+    """A compressor with a residual by name; each begins as zeros with the first gradient. Memory: one array a name."""
+
+    def __init__(self, compressor: Compressor, rank: int = 0) -> None:
+        """`rank`: of the worker that sends."""
+        self.compressor, self._rank = compressor, rank
+        self._kept: dict[Hashable, np.ndarray] = {}
+
+    def payload(self, name: Hashable, gradient: np.ndarray, key: Hashable = "", start: int = 0) -> np.ndarray:
+        """Return what to send for this gradient (1-D, elements from `start` on of the key), uint8; what is left out
+        stays in the residual. CollectiveError, and nothing has changed, where it holds what is no finite float32."""
+        kept = self._kept.get(name)
+        if kept is None:
+            kept = self._kept[name] = self.compressor.init(gradient)
+        if (at := unfit(gradient, kept)) >= 0:
+            raise CollectiveError(
+                f"element {start + at} of what rank {self._rank} pushes of key {key!r} is {gradient[at]:g}, and "
+                f"{type(self.compressor).__name__} sends finite numbers: leave the step out on all ranks, or clip it"
+            )
+        return self.compressor.encode(gradient, kept)
+
+    def decoded(self, key: Hashable, gradient: np.ndarray) -> np.ndarray:
+        """Return what a receiver makes of `payload(key, gradient)`: an array like the gradient."""
+        payload = self.payload(key, gradient, key)
+        out = np.empty_like(gradient)
+        self.compressor.decode(payload, out, add=False)
+        return out
+
+    def get(self, name: Hashable) -> np.ndarray | None:
+        """Return the residual of a name (n,), not copied; None before its first gradient."""
+        return self._kept.get(name)
+
+    def put(self, name: Hashable, values: np.ndarray, dtype: np.dtype) -> None:
+        """Begin with this residual (n,) for gradients of that dtype; `values` is copied."""
+        kept = self._kept[name] = self.compressor.init(np.empty(values.size, dtype))
+        kept[...] = values
+
+    def forget(self, names: Iterable[Hashable]) -> None:
+        """Forget the residuals of names that are gone."""
+        for name in names:
+            self._kept.pop(name, None)
+
 
 FLOAT16_MAX = float(np.finfo(np.float16).max)
 

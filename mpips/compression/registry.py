@@ -7,8 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from mpips.compression.base import Compressor
-from mpips.compression.compressors import Half, OneBit, TopK, TwoBit
+from mpips.compression.compressors import Compressor, Half, OneBit, TopK, TwoBit
 from mpips.optimizers.base import LEAST, MOST
 from mpips.optimizers.registry import add_kind
 

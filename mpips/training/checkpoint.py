@@ -31,7 +31,8 @@ from mpips.optimizers.base import unlike
 from mpips.optimizers.registry import as_data, from_data
 from mpips.store.checkpoint import file
 from mpips.store.runtime.rendezvous import attempt
-from mpips.training.step import Job, Update
+from mpips.training.step import Job
+from mpips.training.updates import Update
 
 if TYPE_CHECKING:
     from mpips.store.api import KVStore

@@ -6,94 +6,21 @@ parameters of them. `mpips.overlap` has an exchange of its own, beside the compu
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 import collectives
-from mpips.optimizers.base import Optimizer
-from mpips.overlap.exchange import Recorder, Report
+from mpips.overlap.exchange import Overlapped, Recorder, Report
 from mpips.training.batches import Source
 from mpips.training.model import Model, samples_of
+from mpips.training.updates import Arrays, Update, weigh
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
-
     from mpips.store.api import KVStore
-
-
-class Exchange(Protocol):
-    """One way to train: a batch's compute and its communication."""
-
-    def step(self, x: Any, y: Any) -> float:
-        """Make a step; return the loss of this worker's batch."""
-        ...
-
-    def finish(self) -> None:
-        """Wait until the parameters are those that the last step made."""
-        ...
-
-    def report(self) -> Report:
-        """Return what the last steps were on this worker. Local."""
-        ...
-
-
-class Update:
-    """Make the next parameters of gradients, each the mean over a worker's samples. Blocking.
-
-    Where the store updates, it holds all: `owners`, `arrays` and `optimizer` are of what it does not hold, for
-    checkpoints and after deaths.
-    """
-
-    name: str
-    """What a checkpoint calls it, and a report."""
-    keys: list[str]
-    """Of the parameters in the store, each pushed once an exchange."""
-
-    @property
-    def group(self) -> MPI.Intracomm:
-        """Return the communicator of the workers whose gradients make one update."""
-        raise NotImplementedError
-
-    def exchange(self) -> None:
-        """Send the model's gradients, and leave the next parameters in it. All workers of `group` call it."""
-        raise NotImplementedError
-
-    def change(self, numbers: Mapping[str, Any]) -> None:
-        """Change numbers of the optimizer, such as `learning_rate`; its state stays. All workers of the store call."""
-        raise NotImplementedError
-
-    def share(self) -> None:
-        """Take the parameters that all workers have in common, where there are such. All workers call."""
-
-    @property
-    def numbers(self) -> Optimizer:
-        """Return the optimizer with the numbers of now, wherever it is."""
-        raise NotImplementedError
-
-    @property
-    def optimizer(self) -> Optimizer | None:
-        """Return that of every worker, with the numbers of now; None where the store has it."""
-        return None
-
-    def owners(self) -> list[int]:
-        """Return the workers that keep arrays, one of each group of equal ones; none where the store holds all."""
-        return []
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Return this worker's arrays, by name; live or copies."""
-        return {}
-
-    def restore(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer | None) -> None:
-        """Take arrays and parameters back, after `kv.load` or a death; `rescale` is that of the workers that are here.
-
-        `optimizer`: the numbers of then; None: as they are. All workers call.
-        """
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -102,7 +29,7 @@ class Job:
 
     model: Any
     kv: KVStore
-    exchange: Exchange
+    exchange: Blocking | Overlapped
     blocking: Blocking | None
     """The exchange, where it is one that blocks."""
     metrics: Mapping[str, Callable[[Any, Any], Any]]
@@ -238,46 +165,6 @@ def _number(loss: Any) -> float:
         raise TypeError(f"the model's loss_and_gradients returned {what}: return the mean loss, a number") from None
 
 
-BLOCK = 1 << 15
-"""Elements that are squared at once, so that no array of a gradient's length is made."""
-
-Arrays = Sequence[np.ndarray]
-
-
-def global_norm(gradients: Arrays) -> float:
-    """Return the square root of the sum of all elements' squares, added in float64.
-
-    The order of the sum depends on shapes alone: equal gradients give equal bits.
-    """
-    total = 0.0
-    for gradient in gradients:
-        flat = gradient.reshape(-1)
-        for start in range(0, flat.size, BLOCK):
-            block = flat[start : start + BLOCK].astype(np.float64)
-            total += float(np.dot(block, block))
-    return math.sqrt(total)
-
-
-def clip(gradients: Arrays, limit: float) -> float:
-    """Scale gradients so that their global norm is at most `limit`; return the norm that they had.
-
-    Where the norm is not finite nothing is scaled: the loss then says so, too.
-    """
-    norm = global_norm(gradients)
-    if limit < norm < math.inf:
-        weigh(gradients, limit / norm)
-    return norm
-
-
-def weigh(gradients: Arrays, factor: float) -> None:
-    """Multiply by a factor. 1 changes no bit; 0 gives zeros, whatever was there."""
-    for gradient in gradients if factor != 1.0 else ():
-        if factor == 0.0:
-            gradient[...] = 0
-        else:
-            np.multiply(gradient, factor, out=gradient, casting="same_kind")
-
-
 class Accumulated:
     """The sum over batches of their mean gradients times their samples; the mean over all samples comes of it.
 
@@ -312,12 +199,3 @@ class Accumulated:
         for total in self._sums or ():
             total[...] = 0
         self._samples = 0
-
-
-def check_clip(clip_norm: float | None) -> float | None:
-    """Return the limit of a norm; ValueError where it is none."""
-    if clip_norm is None:
-        return None
-    if isinstance(clip_norm, bool) or not isinstance(clip_norm, (int, float)) or not 0 < clip_norm < math.inf:
-        raise ValueError(f"clip_norm={clip_norm!r}: give a finite number above 0")
-    return float(clip_norm)

@@ -28,8 +28,17 @@ from mpips.training.evaluation import Metric, check_metrics, evaluate, test_word
 from mpips.training.loop import Fit, begin, requested, words_of
 from mpips.training.model import see_method, see_model
 from mpips.training.rejoin import see_alike, survival_of
-from mpips.training.step import Blocking, Exchange, Job, Update, check_clip, update_optimizer
-from mpips.training.updates import Elastic, ElasticAveraging, Gradients, Summed, averaged, workers_in_a_sum
+from mpips.training.step import Blocking, Job, update_optimizer
+from mpips.training.updates import (
+    Elastic,
+    ElasticAveraging,
+    Gradients,
+    Summed,
+    Update,
+    averaged,
+    check_clip,
+    workers_in_a_sum,
+)
 
 
 class Trainer(Uncopied):
@@ -85,7 +94,7 @@ class Trainer(Uncopied):
         self._words = [(name, repr(word)) for name, word in words.items()]
         see_alike(kv, "Trainer", self._words, refusal)
         self.model, self.kv, self._grow = model, kv, bool(grow)
-        self.exchange: Exchange
+        self.exchange: Blocking | Overlapped
         steps: Blocking | None = None
         if overlap is None:
             update: Update

@@ -7,6 +7,7 @@ exchanges whole models (MXNET-MPI, figure 8; equations in `optimizers.elastic`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -19,15 +20,60 @@ from mpips.optimizers.base import Optimizer, Updater, changed
 from mpips.optimizers.elastic import INTERVAL, Elastic1, Elastic2
 from mpips.store.runtime.rendezvous import attempt
 from mpips.training.model import Model, keys_of
-from mpips.training.step import Update, clip
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
     from mpips.store.api import KVStore
 
+BLOCK = 1 << 15
+"""Elements that are squared at once, so that no array of a gradient's length is made."""
+Arrays = Sequence[np.ndarray]
 _trainers: WeakKeyDictionary[KVStore, int] = WeakKeyDictionary()
 """How many Trainers a store has had."""
+
+
+def global_norm(gradients: Arrays) -> float:
+    """Return the square root of the sum of all elements' squares, added in float64.
+
+    The order of the sum depends on shapes alone: equal gradients give equal bits.
+    """
+    total = 0.0
+    for gradient in gradients:
+        flat = gradient.reshape(-1)
+        for start in range(0, flat.size, BLOCK):
+            block = flat[start : start + BLOCK].astype(np.float64)
+            total += float(np.dot(block, block))
+    return math.sqrt(total)
+
+
+def clip(gradients: Arrays, limit: float) -> float:
+    """Scale gradients so that their global norm is at most `limit`; return the norm that they had.
+
+    Where the norm is not finite nothing is scaled: the loss then says so, too.
+    """
+    norm = global_norm(gradients)
+    if limit < norm < math.inf:
+        weigh(gradients, limit / norm)
+    return norm
+
+
+def weigh(gradients: Arrays, factor: float) -> None:
+    """Multiply by a factor. 1 changes no bit; 0 gives zeros, whatever was there."""
+    for gradient in gradients if factor != 1.0 else ():
+        if factor == 0.0:
+            gradient[...] = 0
+        else:
+            np.multiply(gradient, factor, out=gradient, casting="same_kind")
+
+
+def check_clip(clip_norm: float | None) -> float | None:
+    """Return the limit of a norm; ValueError where it is none."""
+    if clip_norm is None:
+        return None
+    if isinstance(clip_norm, bool) or not isinstance(clip_norm, (int, float)) or not 0 < clip_norm < math.inf:
+        raise ValueError(f"clip_norm={clip_norm!r}: give a finite number above 0")
+    return float(clip_norm)
 
 
 def own_keys(model: Model, kv: KVStore) -> list[str]:
@@ -73,13 +119,16 @@ def workers_in_a_sum(kv: KVStore) -> float:
     return kv.num_workers / len(kv.layout.clients) if kv.layout.asynchronous else kv.num_workers
 
 
-class Gradients(Update):
+class Gradients:
     """Push gradients, pull parameters; the store's optimizer updates (on servers, or on the workers without any).
 
-    `clip_norm`: in an asynchronous store whose clients have one worker each; what is clipped is a push.
+    `clip_norm`: in an asynchronous store whose clients have one worker each; what is clipped is a push. `keys`: of the
+    parameters in the store, each pushed once an exchange. `name`: what a checkpoint calls it, and a report.
     """
 
     name = "none"
+    optimizer = None
+    """That of every worker, with the numbers of now; None where the store has it."""
 
     def __init__(self, model: Model, kv: KVStore, optimizer: Optimizer, clip_norm: float | None = None) -> None:
         self._model, self._kv, self.keys, self._clip = model, kv, own_keys(model, kv), clip_norm
@@ -90,31 +139,46 @@ class Gradients(Update):
 
     @property
     def group(self) -> MPI.Intracomm:
+        """Return the communicator of the workers whose gradients make one update."""
         layout = self._kv.layout
         return layout.client if layout.asynchronous else layout.workers  # type: ignore[return-value]
 
     def exchange(self) -> None:
+        """Send the model's gradients, and leave the next parameters in it. All workers of `group` call it; blocking."""
         if self._clip is not None:
             clip(self._model.gradients, self._clip)
         self._kv.pushpull(self.keys, list(self._model.gradients), out=list(self._model.parameters))
 
     def change(self, numbers: Mapping[str, Any]) -> None:
+        """Change numbers of the optimizer, such as `learning_rate`; its state stays. All workers of the store call."""
         self._kv.update_optimizer(self.keys, **numbers)
 
     @property
     def numbers(self) -> Optimizer:
+        """Return the optimizer with the numbers of now, wherever it is."""
         found = self._kv.settings.groups.of(self.keys[0])
         assert found is not None
         return found
 
     def share(self) -> None:
-        """Take what all have pushed, in an asynchronous store."""
+        """Take the parameters that all workers have in common, where there are such. All workers call."""
         if self._kv.layout.asynchronous:
             self._kv.barrier()
             self._pull()
 
+    def owners(self) -> list[int]:
+        """Return the workers that keep arrays, one of each group of equal ones; none where the store holds all."""
+        return []
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return this worker's arrays that the store does not hold, by name; live or copies."""
+        return {}
+
     def restore(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer | None) -> None:
-        """Give the store's optimizer the numbers of then, and pull the parameters."""
+        """Take arrays and parameters back, after `kv.load` or a death; `rescale` is that of the workers that are here.
+
+        `optimizer`: the numbers of then; None: as they are. All workers call.
+        """
         now = self.numbers
         wanted = rescaled(optimizer or now, averaged(self._optimizer, workers_in_a_sum(self._kv)))
         pairs = {field.name: getattr(wanted, field.name) for field in fields(now)}
@@ -129,8 +193,11 @@ class Gradients(Update):
             self._kv.barrier()
 
 
-class OnWorkers(Update):
-    """The optimizer runs on every worker, which keeps its state, by the mean of the group's gradients."""
+class OnWorkers:
+    """The optimizer runs on every worker, which keeps its state, by the mean of the group's gradients. Calls are those
+    of `Gradients`."""
+
+    name: str
 
     def __init__(self, model: Model, kv: KVStore, optimizer: Optimizer, clip_norm: float | None) -> None:
         self._model, self._kv, self.keys, self._clip = model, kv, own_keys(model, kv), clip_norm
@@ -145,6 +212,19 @@ class OnWorkers(Update):
 
     def _new_updater(self) -> Updater:
         return Updater(averaged(self._optimizer, self.group.Get_size()), self._model.parameters)
+
+    @property
+    def group(self) -> MPI.Intracomm:
+        raise NotImplementedError
+
+    def exchange(self) -> None:
+        raise NotImplementedError
+
+    def owners(self) -> list[int]:
+        raise NotImplementedError
+
+    def share(self) -> None:
+        """Do nothing: what workers have in common they have."""
 
     def change(self, numbers: Mapping[str, Any]) -> None:
         made, refusal = attempt(lambda: changed(self._updater.optimizer, **numbers))
@@ -262,3 +342,7 @@ class ElasticAveraging(OnWorkers):
             self._updater = self._new_updater()
         else:
             super().restore(arrays, optimizer)
+
+
+Update = Gradients | OnWorkers
+"""How gradients become the next parameters."""

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.fabric.tasks import Task
-from mpips.compression.base import Compressor
+from mpips.compression.compressors import Compressor
 from mpips.compression.registry import create, options
 from mpips.optimizers.base import Optimizer, initial
 from mpips.optimizers.registry import as_data, from_data

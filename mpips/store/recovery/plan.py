@@ -21,7 +21,7 @@ import numpy as np
 
 from collectives.errors import CollectiveError
 from mpips.compression import registry as compression
-from mpips.compression.base import Compressor
+from mpips.compression.compressors import Compressor
 from mpips.optimizers.registry import decode, decode_numbers, encode
 from mpips.optimizers.schedules import Groups
 from mpips.store.keys.cutting import Cards, Cutting

@@ -15,7 +15,7 @@ from collectives.fabric import arena
 from collectives.fabric.arena import Region
 from collectives.fabric.tasks import Task
 from collectives.schedule.model import cut
-from mpips.compression.base import Compressor, Residuals
+from mpips.compression.compressors import Compressor, Residuals
 from mpips.optimizers.base import Optimizer
 from mpips.optimizers.schedules import Groups
 from mpips.store.keys.key import Key, Name, label

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from numpy.typing import NDArray
 
 from collectives.fabric.tasks import Task
-from mpips.compression.base import Compressor
+from mpips.compression.compressors import Compressor
 from mpips.optimizers.base import Optimizer
 from mpips.optimizers.schedules import Groups
 from mpips.store.keys.key import FastList, Key, Name, Rounds

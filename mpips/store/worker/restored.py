@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from mpips.compression.base import Compressor
+from mpips.compression.compressors import Compressor
 from mpips.compression.registry import options
 from mpips.optimizers.base import Optimizer, unlike
 from mpips.optimizers.schedules import Groups

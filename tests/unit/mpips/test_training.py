@@ -19,7 +19,8 @@ from mpips.training.batches import Arrays, Batches, shares, source_of, test_of
 from mpips.training.checkpoint import STORE, TRAINER, Position, decode, prune, see_folder, steps_in
 from mpips.training.evaluation import check_metrics, means, measured, names_of
 from mpips.training.model import keys_of, see_model
-from mpips.training.step import Accumulated, check_clip, clip, global_norm
+from mpips.training.step import Accumulated
+from mpips.training.updates import check_clip, clip, global_norm
 
 test_of.__test__ = False
 

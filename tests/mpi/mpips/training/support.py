@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpips.optimizers import SGD, Updater
-from mpips.training.step import clip
+from mpips.training.updates import clip
 from tests.mpi.mpips.support import need, run
 
 SYNCHRONOUS: dict[str, tuple[str, dict[str, Any]]] = {
