@@ -8,22 +8,16 @@ import stat
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
+from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
 import pytest
 from safetensors import safe_open
 
-from collectives.fabric.tasks import nothing
+import mpips
 from collectives.files import ABANDONED_SECONDS
-from mpips import Options, compression, optimizers
 from mpips.store.checkpoint.file import Reader, Tensor, TensorFile, Writer, write
-from mpips.store.checkpoint.load import give_back_residuals, load
-from mpips.store.checkpoint.save import save
-from mpips.store.keys.key import Key
-from mpips.store.keys.sharding import Interval
-from mpips.store.worker.interface import Frozen
 from tests.choice import first
 
 ARRAYS = {
@@ -32,137 +26,60 @@ ARRAYS = {
 }  # fmt: skip
 
 
-class World:
-    """A layout of one worker alone."""
+@pytest.fixture
+def made():
+    """Make a local store; all are closed at the end."""
+    stores = []
 
-    def __init__(self, kind="local"):
-        self.kind, self.options, self.rank, self.num_workers, self.num_servers = kind, Options(), 0, 1, 0
-        self.clients, self.asynchronous, self.workers = (Interval(0, 1),), False, None
+    def make(**keys):
+        stores.append(mpips.create("local"))
+        if keys:
+            stores[-1].init(list(keys), list(keys.values()))
+        return stores[-1]
 
-
-class Copy:
-    def __init__(self, backend, keys):
-        self.records = {}
-        self.arrays = {}
-        for key in keys:
-            step, state = backend.kept.get(key.name, (0, []))
-            self.arrays[key.name] = [array.reshape(-1).copy() for array in (backend.values[key.name], *state)]
-            self.records[key.name] = Frozen(key.round, step, tuple(array.dtype.name for array in state))
-        self.released = False
-
-    def read(self, key, slot, start, stop):
-        yield False
-        return self.arrays[key.name][slot + 1][start:stop]
-
-    def release(self):
-        yield False
-        self.released = True
+    yield make
+    for store in stores:
+        store.close()
 
 
-class Backend:
-    """Values and states in dicts."""
+@pytest.fixture
+def trained(made):
+    """Make a store with two keys, momentum, and something that compression has kept back."""
 
-    def __init__(self):
-        self.values, self.kept, self.rest = {}, {}, {}
-        self.stored = self
+    def make():
+        rng = np.random.default_rng(1)
+        store = made(a=rng.random((1000, 700), np.float32), b=rng.random(3).astype(np.float16))
+        store.set_optimizer("sgd", learning_rate=0.1, momentum=0.9)
+        store.set_optimizer("adam", keys=["b"])
+        store.set_gradient_compression({"type": "2bit", "threshold": 0.25})
+        push(store, 5, "a")
+        push(store, 2, "b")
+        return store
 
-    def snapshot(self, keys):
-        yield from nothing()
-        self.last = Copy(self, keys)
-        return self.last
-
-    def init(self, keys, values):
-        yield from nothing()
-        self.values.update((key.name, value.reshape(-1).copy()) for key, value in zip(keys, values))
-
-    def put(self, keys, values):
-        return self.init(keys, values)
-
-    def set_optimizer(self, optimizer, keys):
-        yield from nothing()
-
-    def set_compression(self, options, compressor):
-        yield from nothing()
-
-    def put_states(self, keys, states):
-        yield from nothing()
-        self.kept.update((name, kept) for name, kept in states.items() if kept[0])
-
-    def residuals(self, keys):
-        yield from nothing()
-        return np.concatenate([self.rest[key.name] for key in keys]).astype(np.float64)
-
-    def put_residuals(self, keys, values):
-        yield from nothing()
-        self.rest.update((key.name, value) for key, value in zip(keys, values))
+    return make
 
 
-class Handle:
-    """What was started; it goes on in `test`."""
-
-    def __init__(self, task):
-        self.task, self.error, self.done = task, None, False
-
-    def test(self):
-        try:
-            next(self.task)
-        except StopIteration:
-            self.done = True
-        return self.done
-
-    def wait(self):
-        while not self.test():
-            pass
+def push(store, times, *names):
+    for name in names:
+        key = store.settings.keys[name]
+        for turn in range(times):
+            store.push(name, np.random.default_rng(turn).random(key.shape).astype(key.dtype))
 
 
-class Store:
-    """A store of one worker, as `save` and `load` see it; what is started goes on in `test` and `wait`."""
-
-    def __init__(self):
-        self.layout, self.generation = World(), SimpleNamespace(number=0, over=None)
-        self.backend, self.keys = Backend(), {}
-        self.groups, self.compressor, self.saving = optimizers.Groups(), None, None
-
-    def finish(self):
-        pass
-
-    def agree(self, what, items=(), refusal=None, noun="key", data=b""):
-        if refusal is not None:
-            raise refusal
-        return [data]
-
-    settled = agree
-
-    def run(self, what, task):
-        while True:
-            try:
-                next(task)
-            except StopIteration as stop:
-                return stop.value
-
-    def start(self, what, task):
-        return Handle(task)
-
-    def add(self, keys):
-        self.keys.update((key.name, key) for key in keys)
-
-    def make(self, name, value, step=0, state=()):
-        self.add([Key(name, value.shape, value.dtype)])
-        self.backend.values[name] = value.reshape(-1).copy()
-        self.backend.kept[name] = step, list(state)
+def values(store):
+    found = {name: np.empty(key.shape, key.dtype) for name, key in store.settings.keys.items()}
+    for name, array in found.items():
+        store.pull(name, array)
+    return found
 
 
-def trained():
-    """A store with two keys, momentum, and something that compression kept back."""
-    store = Store()
-    store.groups = optimizers.Groups(optimizers.create("sgd", learning_rate=0.1, momentum=0.9))
-    store.groups.set(optimizers.create("adam"), ["b"])
-    store.compressor = compression.create({"type": "2bit", "threshold": 0.25})
-    rng = np.random.default_rng(1)
-    store.make("a", rng.random((1000, 700), np.float32), 5, [rng.random(700_000, np.float32)])
-    store.make("b", rng.random(3).astype(np.float16), 2, [rng.random(3, np.float32), rng.random(3, np.float32)])
-    store.backend.rest = {name: rng.random(key.size, np.float32) for name, key in store.keys.items()}
-    return store
+def tensors_of(path):
+    with safe_open(path, framework="numpy") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all((array == other[name]).all() for name, array in one.items())
 
 
 def test_any_arrays_in_a_file(tmp_path):
@@ -203,82 +120,86 @@ def test_what_cannot_be_written(tmp_path):
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_a_store_comes_back_as_it_was(tmp_path, wait):
-    old, new = trained(), Store()
-    saving = save(old, tmp_path / "x", wait)
+def test_a_store_comes_back_as_it_was(made, trained, tmp_path, wait):
+    old, new = trained(), made()
+    before = values(old)
+    saving = old.save(tmp_path / "x", wait)
     if not wait:
         assert not (tmp_path / "x").exists()
-        values = {name: value.copy() for name, value in old.backend.values.items()}
-        for value in old.backend.values.values():
-            value[...] = 0  # what comes later changes nothing
-        old.backend.values, _ = values, saving.wait()
-    assert old.backend.last.released
-    load(new, tmp_path / "x")
-    assert list(new.keys) == ["a", "b"] and (new.groups.default, new.groups.own) == (old.groups.default, old.groups.own)
-    assert new.compressor == old.compressor
-    for name, key in old.keys.items():
-        assert new.keys[name].shape == key.shape and new.keys[name].dtype == key.dtype
-        assert (new.backend.values[name] == old.backend.values[name]).all()
-        assert (new.backend.rest[name] == old.backend.rest[name]).all()
-        step, state = old.backend.kept[name]
-        assert new.backend.kept[name][0] == step
-        assert all((a == b).all() for a, b in zip(new.backend.kept[name][1], state, strict=True))
-    load(new, tmp_path / "x")  # into keys that are there
+        push(old, 1, "a", "b")  # what comes later changes nothing
+        saving.wait()
+        old.load(tmp_path / "x")
+    new.load(tmp_path / "x")
+    assert same(values(new), before)
+    new.save(tmp_path / "y")
+    assert same(*(tensors_of(tmp_path / name) for name in "xy"))  # states and residuals, too
+    new.load(tmp_path / "x")  # into keys that are there
     assert [record.step for record in Reader(tmp_path / "x").header.records] == [5, 2]
+    push(old, 3, "a", "b")
+    push(new, 3, "a", "b")
+    assert same(values(old), values(new))
 
 
-def test_a_load_waits_for_the_save_that_is_under_way(tmp_path):
+def test_a_load_waits_for_the_save_that_is_under_way(trained, tmp_path):
     """Header and tensors are both those of the file that is then there."""
-    save(trained(), tmp_path / "x", True)
-    old = trained()
-    old.make("a", np.ones(4, np.float32), 7, [np.ones(4, np.float32)])
-    old.backend.rest["a"] = np.zeros(4, np.float32)
-    store = Store()
-    store.saving = save(old, tmp_path / "x", False)
-    load(store, tmp_path / "x")
-    assert store.keys["a"].shape == (4,) and store.backend.kept["a"][0] == 7
+    store = trained()
+    store.save(tmp_path / "x")
+    push(store, 1, "a")
+    later = values(store)
+    store.save(tmp_path / "x", False)
+    push(store, 1, "b")
+    store.load(tmp_path / "x")
+    assert same(values(store), later)
 
 
-def test_what_does_not_fit_changes_nothing(tmp_path):
-    save(trained(), tmp_path / "x", True)
+def test_what_does_not_fit_changes_nothing(made, trained, tmp_path):
+    trained().save(tmp_path / "x")
     write(tmp_path / "other", ARRAYS, {})
     for name, value, words in [
         ("c", np.ones(3), "has no key .c."),
         ("b", np.ones(4, np.float16), r"float16\(3,\) in the file and float16\(4,\)"),
-        (3, np.ones(3), "no key 3"),
+    ]:
+        store = made(**{name: value})
+        with pytest.raises(ValueError, match=words):
+            store.load(tmp_path / "x")
+        assert same(values(store), {name: value})
+    numbered = made()
+    numbered.init(3, np.ones(3))
+    for store, path, words in [
+        (numbered, "x", "no key 3"), (made(), "none", "cannot be read"), (made(), "other", "not written by save"),
     ]:  # fmt: skip
-        store = Store()
-        store.make(name, value)
         with pytest.raises(ValueError, match=words):
-            load(store, tmp_path / "x")
-        assert list(store.keys) == [name] and (store.backend.values[name] == value).all()
-    for name, words in [("none", "cannot be read"), ("other", "not written by save")]:
-        with pytest.raises(ValueError, match=words):
-            load(Store(), tmp_path / name)
+            store.load(tmp_path / path)
 
 
-def test_integer_keys_have_no_optimizer(tmp_path):
+def test_integer_keys_have_no_optimizer(made, tmp_path):
     """As in `init`: those of a file, too, that would be made under the store's default optimizer."""
-    old, new = Store(), Store()
-    old.make("count", np.arange(3))
-    save(old, tmp_path / "x", True)
-    new.groups = optimizers.Groups(optimizers.create("sgd"))
+    made(count=np.arange(3), w=np.zeros(2)).save(tmp_path / "x")
+    new = made()
+    new.set_optimizer("sgd")
     with pytest.raises(ValueError, match=r"key 'count' is int64, and an optimizer needs floats"):
-        load(new, tmp_path / "x")
-    assert not new.keys
-    new.groups = optimizers.Groups(own={"w": optimizers.create("sgd")})
-    load(new, tmp_path / "x")
-    assert (new.backend.values["count"] == np.arange(3)).all()
+        new.load(tmp_path / "x")
+    assert not new.settings.keys
+    new = made(w=np.ones(2))
+    new.set_optimizer("sgd", keys=["w"])
+    new.load(tmp_path / "x")
+    assert same(values(new), {"count": np.arange(3), "w": np.zeros(2)})
 
 
 def edited(source, target, tensors, old="", new=""):
     """A copy of a checkpoint: these tensors in place of the same ones (None: without it), and a word of its header."""
     with safe_open(source, framework="numpy") as file:
-        arrays = {name: file.get_tensor(name) for name in file.keys()} | tensors  # noqa: SIM118
         text = file.metadata()["mpips.store"]
     assert old in text
-    arrays = {name: array for name, array in arrays.items() if array is not None}
+    arrays = {name: array for name, array in (tensors_of(source) | tensors).items() if array is not None}
     write(target, arrays, {"mpips.store": text.replace(old, new, 1)})
+
+
+@pytest.fixture
+def saved(trained, tmp_path):
+    """The file of a trained store."""
+    trained().save(tmp_path / "saved")
+    return tmp_path / "saved"
 
 
 @pytest.mark.parametrize(
@@ -292,29 +213,28 @@ def edited(source, target, tensors, old="", new=""):
         ({"residual0/b": None}, "", "", "no tensor 'residual0/b'"),
         ({}, '"step":2', '"step":-2', "key 'b' has step -2"),
         ({}, '"step":2', f'"step":{1 << 63}', "key 'b' has step 9223372036854775808"),
-        ({}, '"round":0', '"round":-1', "key 'a' has round -1"),
+        ({}, '"round":5', '"round":-1', "key 'a' has round -1"),
         ({}, '"float16"', '"float31"', "key 'b' is of float31: a checkpoint holds"),
         ({}, '"key":"b"', '"key":"a"', "names key 'a' twice"),
         ({}, '["float32","float32"]', '["float32"]', "state of key 'b' is float32, and Adam keeps float32, float32"),
         ({}, '{"type":"2bit","threshold":0.25}', "null", "residuals, and no compression"),
     ],
 )
-def test_a_file_without_what_its_header_promises_changes_nothing(tmp_path, tensors, old, new, words):
-    save(trained(), tmp_path / "x", True)
-    edited(tmp_path / "x", tmp_path / "y", tensors, old, new)
-    store = Store()
+def test_a_file_without_what_its_header_promises_changes_nothing(made, saved, tmp_path, tensors, old, new, words):
+    edited(saved, tmp_path / "y", tensors, old, new)
+    store = made()
     with pytest.raises(ValueError, match=words):
-        load(store, tmp_path / "y")
-    assert not store.keys and not store.backend.values and not store.groups and store.compressor is None
+        store.load(tmp_path / "y")
+    found = store.settings
+    assert not found.keys and not found.groups and found.compressor is None
 
 
-def test_a_file_cut_short_is_refused(tmp_path):
-    save(trained(), tmp_path / "x", True)
-    data = (tmp_path / "x").read_bytes()
+def test_a_file_cut_short_is_refused(made, saved, tmp_path):
+    data, store = saved.read_bytes(), made()
     for length in (0, 5, 100, len(data) // 2, len(data) - 1):
         (tmp_path / "y").write_bytes(data[:length])
         with pytest.raises(ValueError, match="cannot be read"):
-            load(Store(), tmp_path / "y")
+            store.load(tmp_path / "y")
 
 
 @pytest.mark.parametrize(
@@ -330,9 +250,9 @@ def test_a_file_cut_short_is_refused(tmp_path):
         ("/tmp/\0.st", r"^save: path '/tmp/\\x00.st' has a character"),
     ],
 )
-def test_a_place_where_no_file_can_be_written(path, words):
+def test_a_place_where_no_file_can_be_written(made, path, words):
     with pytest.raises((ValueError, TypeError), match=words) as caught:
-        save(trained(), path, True)
+        made(a=np.ones(3)).save(path)
     assert "\udcff" not in str(caught.value)  # it travels to the other workers
 
 
@@ -346,32 +266,45 @@ def test_a_place_where_no_file_can_be_written(path, words):
         ("/tmp/\udcff.st", r"^load: path '/tmp/\\udcff.st' has a character that cannot be in it"),
     ],
 )
-def test_a_place_where_no_file_can_be_read(path, words):
+def test_a_place_where_no_file_can_be_read(made, path, words):
     with pytest.raises((ValueError, TypeError), match=words):
-        load(Store(), path)
+        made().load(path)
+
+
+@mpips.optimizers.register
+@dataclass(frozen=True)
+class Complex:
+    """Keeps a state that no file holds."""
+
+    def init(self, weights):
+        return [np.zeros(weights.shape, np.complex64)]
+
+    def update(self, weights, gradient, state, step):
+        weights -= gradient
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_a_dtype_that_no_file_holds_leaves_what_was_there(tmp_path, wait):
-    store = trained()
-    save(store, tmp_path / "x", True)
+def test_a_dtype_that_no_file_holds_leaves_what_was_there(made, tmp_path, wait):
+    store = made(c=np.ones(3))
+    store.save(tmp_path / "x")
     before = (tmp_path / "x").read_bytes()
-    store.make("c", np.ones(3), 1, [np.ones(3, np.complex64)])
-    store.backend.rest["c"] = np.zeros(3)
+    store.set_optimizer(Complex())
+    push(store, 1, "c")
     with pytest.raises(ValueError, match="state of key 'c' is of complex64: a checkpoint holds float64"):
-        save(store, tmp_path / "x", wait)
-    assert store.backend.last.released
+        store.save(tmp_path / "x", wait)
     assert os.listdir(tmp_path) == ["x"] and (tmp_path / "x").read_bytes() == before
 
 
-def test_what_was_kept_back_is_shared_out_where_fewer_load():
-    """Three have saved, two load: nothing is lost."""
-    saved = [[np.full(4, value, np.float32)] for value in (1, 2, 4)]
-    layout = SimpleNamespace(kind="dist_sync", num_servers=1, num_workers=1, rank=0, workers=None)
-    backend = Backend()
-    for _ in give_back_residuals(layout, backend, [Key("w", (4,), np.dtype(np.float32))], saved, 3):
-        pass
-    assert (backend.rest["w"] == 7).all()
+def test_what_was_kept_back_is_shared_out_where_fewer_load(made, saved, tmp_path):
+    """Three have saved, one loads: nothing is lost."""
+    more = {f"residual{group}/{key}": np.full(size, 2.0**group, np.float32)
+            for group in range(3) for key, size in (("a", 700_000), ("b", 3))}  # fmt: skip
+    edited(saved, tmp_path / "three", more, '"residuals":1', '"residuals":3')
+    store = made()
+    store.load(tmp_path / "three")
+    store.save(tmp_path / "one")
+    found = tensors_of(tmp_path / "one")
+    assert (found["residual0/a"] == 7).all() and (found["residual0/b"] == 7).all()
 
 
 SAVES = """
