@@ -149,8 +149,9 @@ def _served(comm: MPI.Intracomm, layout: Layout) -> KVStore:
 
 
 def _saves(layout: Layout) -> Callable[[Settings], RegularSaves] | None:
-    """Return how a store goes on from its folder, and saves itself there: the first of the job that names this folder,
-    if it is on all ranks of the job."""
+    """Return how a store goes on from its folder, and saves itself there; None where it does not.
+
+    It does if it is on all ranks of the job, and the first that names this folder."""
     folder = layout.options.checkpoint
     if not folder or folder in _folders or layout.world.Get_size() < MPI.COMM_WORLD.Get_size():
         resume.tell_spares(layout, None)

@@ -121,8 +121,9 @@ class Options:
         return workers
 
     def clients_of(self, kind: str, world_size: int) -> int:
-        """Clients of a store of this kind (dist_*: every worker is one); raises OptionError if they are too many, or
-        where the kind needs a server and there is none."""
+        """Return the number of clients of a store of this kind (dist_*: every worker is one).
+
+        OptionError if they are too many, or where the kind needs a server and there is none."""
         workers = self.workers_of(world_size)
         if kind.endswith("_async") and not self.servers:
             raise OptionError(
@@ -215,8 +216,9 @@ def _perhaps(name: str, shown: Callable[[str], str]) -> str:
 
 
 def check_kind(kind: str, arguments: Mapping[str, Any]) -> None:
-    """OptionError where arguments ask for what a store of this kind has not: other processes of a `local` one,
-    staleness of one that is not asynchronous. Variables are those of the job, whose stores may be of other kinds."""
+    """Raise OptionError where arguments ask for what a store of this kind has not.
+
+    That is other processes of a `local` one, staleness of one that is not asynchronous. Variables are those of the job, whose stores may be of other kinds."""
     chosen = read(arguments, {})
     if chosen.staleness >= 0 and not kind.endswith("_async"):
         others = " or ".join(name for name in KINDS if name.endswith("_async"))

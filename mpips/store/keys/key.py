@@ -65,8 +65,9 @@ class FastList(Protocol):
 
 
 class Rounds(dict[Name, int]):
-    """Map every key to its last complete round, as `recover` found it, which it stands at; in an asynchronous store,
-    how many pushes of this worker, or of its client, are in it."""
+    """Map every key to the last complete round, at which it stands after `recover`.
+
+    In an asynchronous store: how many pushes of this worker, or of its client, are in it."""
 
     step: int | None = None
     """The round that all keys stand at which were ever pushed; None where they stand at several. In an asynchronous
@@ -109,8 +110,9 @@ class Key:
 
 
 def label(what: str, names: Sequence[Name]) -> str:
-    """Return what workers compare, and sentences show: "push of key 'w'"; of more than a few keys their number, and a
-    checksum that tells apart whatever is not shown."""
+    """Return what workers compare, and sentences show: "push of key 'w'".
+
+    Of more than a few keys it tells their number, and a checksum that tells apart whatever is not shown."""
     keys = f"key{'' if len(names) == 1 else 's'} {', '.join(map(repr, names[:SHOWN]))}"
     if len(names) > SHOWN:
         checksum = zlib.crc32(repr(list(names)).encode())

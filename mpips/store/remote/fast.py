@@ -275,7 +275,7 @@ class InClient(FastRoute):
         return None
 
     def read(self) -> None:
-        """What was pushed is in the sum when it is over."""
+        """Wait for nothing: what was pushed is in the sum already."""
 
     def pull(self, out: Array) -> Task[None] | None:
         return self._reading.pull(out)

@@ -280,8 +280,9 @@ class Sender:
         yield from exchange.wait()
 
     def _turn(self, key: Key, shard: Shard, data: Array, round_: int) -> Task[None]:
-        """Wait until the server has room, or for nothing that comes before in the key: so shards of a key end in turn,
-        and are answered while later ones come (see `UnreadPayloads`)."""
+        """Wait until the server has room, or has read all that comes before in the key (see `UnreadPayloads`).
+
+        So shards of a key end in turn, and are answered while later ones come."""
         window, where, place = self._windows[shard.server], (shard.server, key.name), (round_, shard.start)
         waiting = self._waiting.setdefault(where, [])
         waiting.append(place)

@@ -94,8 +94,9 @@ class Push:
     def coded(
         self, key: Key, round_: int, shard: Shard, payload: Array, coding: Coding, priority: int, count: int = 0
     ) -> Task[None]:
-        """Contribute a compressed or row-sparse payload (uint8) to a round of a shard, whose server has read the round
-        before; over when the payload may be forgotten. `count`: its rows."""
+        """Contribute a compressed or row-sparse payload (uint8) to a round of a shard. `count`: its rows.
+
+        Its server has read the round before. It is over when the payload may be forgotten."""
         if not shard.local:
             yield from self._link.sender.send(key, shard, payload, round_, priority, coding, count)
             return
@@ -155,8 +156,9 @@ Rows = tuple[Shard, NDArray[np.int64], Array]
 
 
 def snapshot(words: memoryview, stored: Array, out: Array) -> bool:
-    """Copy a unit of an asynchronous store, whose `words[0]` is odd while an update is being written and another number
-    after it; False where updates came between, several times."""
+    """Copy a unit of an asynchronous store; False where updates came between, several times.
+
+    Its `words[0]` is odd while an update is being written, and another number after it."""
     for _ in range(TRIES):
         before = words[0]
         if not before & 1:

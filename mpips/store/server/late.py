@@ -115,8 +115,7 @@ class Late:
 
 
 def find_circle(waits: dict[int, Wait]) -> list[Wait]:
-    """Return waits that are each for the next one's worker, the last for the first one's; the lowest rank first; none
-    where there is no circle."""
+    """Return waits in a circle, each for the next one's worker, from the lowest rank on; [] where there is none."""
     free: set[int] = set()  # workers from which no circle is reached
     for start in sorted(waits):
         way: list[int] = []

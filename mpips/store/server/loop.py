@@ -233,8 +233,9 @@ class Server(Member[None]):
         self.at_end()
 
     def at_end(self) -> None:
-        """Finish rounds to which all have contributed, drop all else, and say that this server reads no worker's memory
-        any more, as the generation is over. Blocks for a moment."""
+        """Finish rounds to which all have contributed, and drop all else, as the generation is over.
+
+        Then say that this server reads no worker's memory any more. Blocks for a moment."""
         if self._mirror is not None:
             self._mirror.stop()
         now = time.monotonic()

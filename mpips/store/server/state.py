@@ -112,8 +112,9 @@ class ServerState(ABC):
 
     @property
     def quiet(self) -> bool:
-        """Return whether everything that was pushed has been applied, but for rounds that are too far ahead; and is
-        with the mirror, where there is one."""
+        """Return whether all that was pushed has been applied, and is with the mirror, where there is one.
+
+        Rounds that are too far ahead do not count."""
         return not self.ready and not self.open and (self._mirror is None or self._mirror.quiet)
 
     # ---- work

@@ -42,8 +42,9 @@ Wait = Callable[[Callable[[], object], str], object]
 
 
 class Connection(NamedTuple):
-    """This rank's lines: to every server (on a worker) or from every worker (on a server), a server's own rings, and
-    where the servers of its node keep their ledgers. A spare has no lines."""
+    """Hold a rank's lines, a server's own rings, and where the servers of its node keep their ledgers.
+
+    A worker has a line to every server, a server one from every worker, a spare none."""
 
     lines: list[Line]
     rings: Rings | None

@@ -123,8 +123,9 @@ Grows = list[tuple[Outbox, Array]]
 
 
 def fill(grows: Grows) -> None:
-    """Copy what is not there yet into outboxes block by block, in turns over the servers and, where workers share a
-    core, over them, so that a server finds every worker's block in the cache."""
+    """Copy what is not there yet into outboxes, block by block in turns over the servers.
+
+    Workers that share a core take turns, too, so that a server finds every worker's block in the cache."""
     while left := [item for item in grows if not item[0].full]:
         for outbox, values in left:
             outbox.put(values)
@@ -162,8 +163,9 @@ class InPlacePushes:
         self._pushes: list[RepeatedPush] = []
 
     def of(self, array: Array) -> list[RepeatedPush]:
-        """Return for every shard its push of its part of the array, which holds the whole key, C-contiguous; none where
-        the array lies in other memory."""
+        """Return the push of every shard's part of the array; none where the array lies in other memory.
+
+        It holds the whole key, C-contiguous."""
         if self._last() is not array:
             region = arena.locate(array)
             size = array.itemsize

@@ -34,8 +34,7 @@ class Frozen(NamedTuple):
 
 
 class Recovered(NamedTuple):
-    """Hold the content of a store when the next generation begins, the same on all workers: the rounds that keys stand
-    at, the keys, optimizers and compression."""
+    """Hold the content of a store when the next generation begins, the same on all workers."""
 
     rounds: Rounds
     keys: list[Key]
@@ -160,8 +159,9 @@ class Backend(Protocol):
         ...
 
     def waits(self, keys: Sequence[Key]) -> None:
-        """This worker's program has waited long for a call with these keys, and does nothing else: so workers that wait
-        for one another in a circle are found. At once."""
+        """Tell servers that the program has waited long for a call with these keys, and does nothing else. Local.
+
+        So workers that wait for one another in a circle are found."""
         ...
 
     def sums(self) -> tuple[int, str]:

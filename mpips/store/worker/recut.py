@@ -76,8 +76,9 @@ def _shown(keys: Sequence[Key]) -> list[Name]:
 
 
 def _none_ahead(store: Settings, keys: Sequence[Key], rounds: Sequence[Sequence[int]]) -> None:
-    """ValueError where a worker, whose pushes of the keys are given by rank, is so far ahead of another that servers
-    hold back its pushes, and its pulls."""
+    """Raise ValueError where a worker is so far ahead of another that servers hold back what it has pushed.
+
+    `rounds`: by rank, how often it has pushed each key."""
     staleness = store.layout.options.staleness
     for key, counts in zip(keys, zip(*rounds)):
         if store.layout.asynchronous and 0 <= staleness < max(counts) - min(counts):

@@ -184,8 +184,9 @@ class Settings:
         self.engine.finish()
 
     def settle(self) -> None:
-        """`finish`, and wait until the servers have read what this worker has pushed, and where asynchronous, applied
-        it: a setting counts from the next push on."""
+        """Finish, and wait until the servers have read, where asynchronous applied, what this worker has pushed.
+
+        So a setting counts from the next push on."""
         self.finish()
         self.run("settle", self.backend.settle(list(self.keys.values())))
 

@@ -48,8 +48,10 @@ class WaitingWorker(msgspec.Struct, array_like=True):
 
 
 class Blocked(NamedTuple):
-    """Tell what this worker's program waits for: `call` ("": a collective of its client), in which it has begun so many
-    `sums`; with servers, of each key the round that needs the others; and whether it blocks in a collective."""
+    """Tell what this worker's program waits for.
+
+    `call` ("": a collective of its client), in which it has begun so many `sums`; with servers, of each key the round
+    that needs the others; and whether it blocks in a collective."""
 
     call: str
     sums: int
