@@ -218,7 +218,8 @@ def _perhaps(name: str, shown: Callable[[str], str]) -> str:
 def check_kind(kind: str, arguments: Mapping[str, Any]) -> None:
     """Raise OptionError where arguments ask for what a store of this kind has not.
 
-    That is other processes of a `local` one, staleness of one that is not asynchronous. Variables are those of the job, whose stores may be of other kinds."""
+    That is other processes of a `local` one, staleness of one that is not asynchronous. Variables are those of the job,
+    whose stores may be of other kinds."""
     chosen = read(arguments, {})
     if chosen.staleness >= 0 and not kind.endswith("_async"):
         others = " or ".join(name for name in KINDS if name.endswith("_async"))

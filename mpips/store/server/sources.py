@@ -382,7 +382,8 @@ class Receiver:
     def stop(self, lines: Iterable[Line]) -> None:
         """Give up all receives, as the generation is over.
 
-        First take in for a moment what workers have under way, as they wait until it is. What MPI may still touch is kept. Nothing that comes here counts as a contribution."""
+        First take in for a moment what workers have under way, as they wait until it is. What MPI may still touch is
+        kept. Nothing that comes here counts as a contribution."""
         distant = [line for line in lines if isinstance(line, MessageLine)]
         dropped: list[MPI.Request] = []
         until = time.monotonic() + DRAIN_SECONDS

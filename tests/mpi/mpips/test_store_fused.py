@@ -173,26 +173,6 @@ def test_who_calls_something_else_ends_the_generation_and_nothing_is_lost(kind, 
         assert after == [{float(workers)}] * 3
 
 
-@pytest.mark.parametrize("kind, options", ALONE)
-def test_a_bad_array_in_a_list_is_told_where_it_is_and_the_call_is_made_again(kind, options):
-    workers = need(**options)
-
-    def body(kv):
-        kv.init(["a", "b", "c"], [np.full(9, 5, np.float32)] * 3)
-        ones, said = [np.ones(9, np.float32)] * 3, ""
-        if kv.rank == kv.num_workers - 1:
-            said = failure(lambda: kv.push(["a", "b", "c"], [*ones[:2], np.ones(8, np.float32)]))
-        outs = [np.empty(9, np.float32) for _ in "abc"]
-        kv.pushpull(["a", "b", "c"], ones, out=outs)
-        return kv.layout.workers.allgather(said), [set(out.tolist()) for out in outs]
-
-    found = run(kind, body, **options)
-    if found is not None:
-        assert found[0][:-1] == [""] * (workers - 1)
-        assert "key 'c' was initialised as float32(9,), but this array is float32(8,)" in found[0][-1]
-        assert found[1] == [{float(workers)}] * 3
-
-
 @pytest.mark.parametrize("names", [["a", "b"], "a"])
 @pytest.mark.parametrize("shared_memory", [True, False])
 def test_pushes_ahead_of_another_client_change_no_sum_under_way(shared_memory, names):
