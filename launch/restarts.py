@@ -45,15 +45,6 @@ def check(options: Options, restarts: int) -> None:
         )
 
 
-def make_folder(options: Options) -> None:
-    """Make the folder in which the job is to save itself, if any; LauncherError where nothing can be written to it."""
-    if options.checkpoint:
-        try:
-            files.make(options.checkpoint)
-        except ValueError as error:
-            raise LauncherError(str(error)) from error
-
-
 def until_it_ends(
     start: Callable[[Options], Ended], fitting: Callable[[Options], Options], options: Options, restarts: int,
     remote: bool, flavour: Flavour,

@@ -14,6 +14,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from typing import Any, NoReturn
 
@@ -26,6 +27,7 @@ from launch.machine import check_room, check_surroundings, choose_loopback, choo
 from launch.mpirun import Job, Launcher, LauncherError, Machine, build, check_spares, find, program
 from launch.running import process
 from mpips.store import world
+from mpips.store.checkpoint import folder as checkpoints
 from mpips.store.options import PREFIX, OptionError, Options, uneven
 from mpips.store.options import read as read_options
 
@@ -164,7 +166,8 @@ def command(
         if not dry_run:
             check_room(job)
             start.doubt = check_surroundings(launcher, job.ranks_here(os.environ))
-            restarts.make_folder(options)
+            if options.checkpoint:
+                checkpoints.make(options.checkpoint)
         if interface and not dry_run:
             from launch import network  # NumPy only where it is needed
 
@@ -183,64 +186,68 @@ def command(
     sys.exit(restarts.until_it_ends(start, start.fitting, options, tries, remote, launcher.flavour))
 
 
+@dataclass
 class JobStarter:
-    """Starts the job of a command line, with whatever roles. `variables`: the user's, None for their values here."""
+    """Starts the job of a command line, with whatever roles. `variables`: the user's, None for their values here.
 
-    def __init__(
-        self, launcher: Launcher, machine: Machine, words: Words, variables: Mapping[str, str | None],
-        interface: str | None, extra: Words, *, hostfile: str | None, topology: str | None, nics: str | None,
-    ) -> None:  # fmt: skip
-        self._launcher, self._machine, self._words, self._variables = launcher, machine, words, variables
-        self._interface, self._extra = interface, extra
-        self._hostfile, self._topology, self._nics = hostfile, topology, nics
-        self._name = click.get_current_context().command_path
-        self._answering: tuple[Host, ...] | None = None
-        self.doubt = ""
-        """What may be in the way of the job: said where it fails."""
+    `doubt`: what may be in the way of the job, said where it fails. `answering`: the hosts that were found to answer.
+    """
+
+    launcher: Launcher
+    machine: Machine
+    words: Words
+    variables: Mapping[str, str | None]
+    interface: str | None
+    extra: Words
+    hostfile: str | None
+    topology: str | None
+    nics: str | None
+    doubt: str = ""
+    answering: tuple[Host, ...] | None = None
 
     def __call__(self, options: Options) -> process.Ended:
         """Blocking, until it has ended."""
-        job = self.job(options, self.named() if self._answering is None else self._answering)
-        argv, here = build(self._launcher, job, self._machine), job.ranks_here(os.environ)
-        ended = process.run(argv, name=self._name, roles=_roles(options), here=here, spares=options.spares)
+        job = self.job(options, self.named() if self.answering is None else self.answering)
+        argv, here = build(self.launcher, job, self.machine), job.ranks_here(os.environ)
+        name = click.get_current_context().command_path
+        ended = process.run(argv, name=name, roles=_roles(options), here=here, spares=options.spares)
         return ended._replace(sentence=_with_doubt(ended, self.doubt))
 
     def named(self) -> tuple[Host, ...]:
         """Return the hosts of the hostfile."""
-        return read(self._hostfile) if self._hostfile else ()
+        return read(self.hostfile) if self.hostfile else ()
 
     def job(self, options: Options, named: tuple[Host, ...]) -> Job:
         """Return the job on these hosts; LauncherError or ValueError where they do not hold it."""
-        servers, spares, topology, nics = options.servers, max(options.spares, 0), self._topology, self._nics
+        servers, spares = options.servers, max(options.spares, 0)
         hosts = place(named, options.workers, servers, spares) if named else ()
-        if nics and not topology:
+        if self.nics and not self.topology:
             raise LauncherError("--nics says which NIC serves which level of a --topology: give that, too")
-        if topology:
+        if self.topology:
             from launch.network import place_in_topology  # NumPy only where it is needed
 
-            where = topology, (nics or "").split(","), self._interface
-            hosts = place_in_topology(*where, options, named, self._launcher, self._machine, self._extra)
+            where = self.topology, (self.nics or "").split(","), self.interface
+            hosts = place_in_topology(*where, options, named, self.launcher, self.machine, self.extra)
         ranks = options.workers + servers + spares
         job = Job(
-            ranks, program(self._words), {}, hosts, self._interface, self._extra, survives=options.spares >= 0,
-            exported=tuple(name for name, value in self._variables.items() if value is None),
+            ranks, program(self.words), {}, hosts, self.interface, self.extra, survives=options.spares >= 0,
+            exported=tuple(name for name, value in self.variables.items() if value is None),
         )  # fmt: skip
-        own = choose_loopback(job, self._launcher, os.environ)
-        environment = own | options.environment()
+        environment = choose_loopback(job, self.launcher, os.environ) | options.environment()
         environment |= {PREFIX + name.upper(): str(getattr(options, name)) for name in ROLES}
-        environment |= choose_settings(job.busiest, self._machine, os.environ)
+        environment |= choose_settings(job.busiest, self.machine, os.environ)
         if hosts and "PYTHONPATH" in os.environ:
             environment["PYTHONPATH"] = os.environ["PYTHONPATH"]
-        given = {name: value for name, value in self._variables.items() if value is not None}
-        return job._replace(environment=environment | given)
+        environment |= {name: value for name, value in self.variables.items() if value is not None}
+        return job._replace(environment=environment)
 
     def fitting(self, options: Options) -> Options:
         """Return the roles that fit on the hosts that answer now, to which later starts keep."""
         named = self.named()
-        self._answering = restarts.answering(named, self._launcher, self._machine, self._extra)
-        if self._topology and len(self._answering) < len(named):
+        self.answering = restarts.answering(named, self.launcher, self.machine, self.extra)
+        if self.topology and len(self.answering) < len(named):
             raise LauncherError("a host of the --topology does not answer")
-        return restarts.fit(options, self._answering)
+        return restarts.fit(options, self.answering)
 
 
 def options_of(roles: Mapping[str, int | str | None]) -> Options:

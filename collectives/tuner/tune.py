@@ -107,7 +107,8 @@ def _known(dry_run: bool) -> Table:
 def tuned(comm: MPI.Comm, known: Table, seconds: float, begin: Begin = lambda what: None) -> Table:
     """Return the known table with this number of ranks measured anew; `begin` hears of parts. Collective, blocking."""
     node_of = communicator(comm).node_of  # of each rank the lowest rank of its node
-    changes: dict[str, Any] = {"gamma": _measure_addition()}
+    x, y = np.zeros(1 << 16, np.float32), np.zeros(1 << 16, np.float32)  # in the cache, and added again and again
+    changes: dict[str, Any] = {"gamma": measure(MPI.COMM_SELF, [lambda: np.add(x, y, x)], 0.05)[0].median / x.nbytes}
     if len(set(node_of)) == 1:
         slots, cross_memory, lines = _on_one_node(comm, seconds, begin)
         changes["slots"] = {**known.slots, comm.size: slots}
@@ -232,12 +233,6 @@ def _measure_message(comm: MPI.Comm, other: int, seconds: float) -> Line:
     sizes = (8, 1 << 12, 1 << 16, 1 << 20, 1 << 22)
     times = [ping_pong(comm, np.zeros(size, np.uint8), seconds, other)["blocking"].median for size in sizes]
     return Line(*fit(list(zip(sizes, times))))
-
-
-def _measure_addition() -> float:
-    """Return seconds to add a byte, of arrays that fit the cache and are added again and again."""
-    x, y = np.zeros(1 << 16, np.float32), np.zeros(1 << 16, np.float32)
-    return measure(MPI.COMM_SELF, [lambda: np.add(x, y, x)], 0.05)[0].median / x.nbytes
 
 
 def _show(found: Table, ranks: int, nodes: int) -> None:

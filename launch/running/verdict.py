@@ -204,17 +204,18 @@ def _code_of(death: Death) -> int:
 
 
 def _named(death: Death, roles: Sequence[str], code: int = 0) -> str:
+    """Return who died, and what is sure of how: as it was seen, or by mpirun's exit code.
+
+    128 and a number stands for a signal, as in shells. A lower code does not say whether it is a signal's number, as
+    MPICH has it, or that of `os._exit`.
+    """
     role = death.role or (roles[death.rank] if death.rank < len(roles) else "")
-    return f"rank {death.rank}{f' ({role})' if role else ''} {_how_it_ended(death, code)}"
-
-
-def _how_it_ended(death: Death, code: int) -> str:
-    """Return what is sure of it: as it was seen, or by mpirun's exit code. 128 and a number stands for a signal, as in
-    shells. A lower code does not say whether it is a signal's number, as MPICH has it, or that of `os._exit`."""
-    number = death.signal or code - 128
+    number, how = death.signal or code - 128, "ended without a word"
     if death.code is not None:
-        return f"left with exit code {death.code}"
-    return f"was ended by {signal.Signals(number).name}" if number in set(signal.Signals) else "ended without a word"
+        how = f"left with exit code {death.code}"
+    elif number in set(signal.Signals):
+        how = f"was ended by {signal.Signals(number).name}"
+    return f"rank {death.rank}{f' ({role})' if role else ''} {how}"
 
 
 def signal_in(code: int) -> int:

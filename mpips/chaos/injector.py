@@ -175,17 +175,16 @@ def note(step: int, value: Any) -> None:
         return
     injector = _injectors[0]
     number = float(value) if isinstance(value, float | int) or getattr(value, "shape", None) == () else None
-    data = _bytes(value) if number is None else struct.pack("<d", number)
+    if number is not None:
+        data = struct.pack("<d", number)
+    elif isinstance(value, bytes):
+        data = value
+    else:
+        import numpy as np
+
+        data = np.asarray(value).tobytes()
     digest = hashlib.blake2b(data, digest_size=8).hexdigest()
     injector.tell(Note(time.monotonic(), injector.rank, *injector.place(), step, number, digest))
-
-
-def _bytes(value: Any) -> bytes:
-    if isinstance(value, bytes):
-        return value
-    import numpy as np
-
-    return np.asarray(value).tobytes()
 
 
 def _role(rank: int, size: int, options: dict[str, Any]) -> str:
