@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from launch import Job, Launcher, LauncherError, Machine, build, find, program, run, this_machine
+from launch import Job, Launcher, LauncherError, Machine, build, find, run, this_machine
 from launch.hosts import Host, HostError, Placed, place
 from launch.mpirun import check_spares, find_obstacle_to_survival, lacks_scheduler, parse_version
 
@@ -42,23 +42,33 @@ def test_flavours(text: str, known: tuple[str, str] | None) -> None:
     assert parse_version(text) == known
 
 
-def test_plain_job_on_one_machine() -> None:
-    argv = build(OPEN_MPI, Job(4, PROGRAM, {"A": "1"}), MACHINE)
-    assert argv[0] == "mpirun"
-    assert argv[-4:] == ["-n", "4", *PROGRAM]
-    assert has(argv, "-x", "A=1")
-    assert has(build(OPEN_MPI, Job(4, PROGRAM, exported=("KEY",)), MACHINE), "-x", "KEY")
-    assert has(argv, "--bind-to", "none")
-    assert "--allow-run-as-root" not in argv
-    assert "--oversubscribe" not in argv
-    assert "btl_tcp_eager_limit" not in argv
-    assert build(MPICH, Job(4, PROGRAM, {"A": "1"}), MACHINE) == ["mpiexec", "-genv", "A", "1", "-n", "4", *PROGRAM]
+PLAIN = Job(4, PROGRAM, {"A": "1"})
+AWAY = MACHINE._replace(lacks_scheduler="srun is not here")
 
 
-def test_more_ranks_than_cores_sleep_when_idle() -> None:
-    argv = build(OPEN_MPI, Job(9, PROGRAM), MACHINE)
-    assert "--oversubscribe" in argv
-    assert has(argv, "--mca", "mpi_yield_when_idle", "1")
+@pytest.mark.parametrize(("launcher", "job", "machine", "words", "without"), [
+    (OPEN_MPI, PLAIN, MACHINE, "-x A=1 -n 4 python x.py", "--allow-run-as-root --oversubscribe btl_tcp_eager_limit"),
+    (OPEN_MPI, PLAIN, MACHINE, "--bind-to none", "--with-ft"),
+    (OPEN_MPI, PLAIN._replace(extra=("--bind-to", "core")), MACHINE, "--bind-to core", "none"),
+    (OPEN_MPI, PLAIN._replace(exported=("KEY",)), MACHINE, "-x KEY", ""),
+    (OPEN_MPI, PLAIN._replace(ranks=9), MACHINE, "--oversubscribe --mca mpi_yield_when_idle 1", ""),
+    (OPEN_MPI, PLAIN, Machine(8, root=True), "--allow-run-as-root", ""),
+    (OPEN_MPI, PLAIN, MACHINE, "--mca osc ^ucx", "plm"),
+    (OPEN_MPI, PLAIN, Machine(8, infiniband=True), "mpirun", "^ucx"),
+    (MPICH, PLAIN, MACHINE, "mpiexec -genv A 1 -n 4 python x.py", "-launcher -rmk"),
+    # as in a container, which has the variables of a scheduler's job, and not srun
+    (OPEN_MPI, PLAIN, AWAY, "--prtemca plm ^slurm,tm,lsf,pals", ""),
+    (OPEN_MPI._replace(version="4.1.6"), PLAIN, AWAY, "--mca plm ^slurm,tm,lsf,pals", ""),
+    (MPICH, PLAIN, AWAY, "-launcher fork -rmk user", ""),
+    (MPICH, PLAIN._replace(hosts=(Placed("a", 4),)), AWAY, "-launcher ssh -rmk user", ""),
+    (INTEL, PLAIN, AWAY, "-bootstrap fork", "-rmk"),
+])  # fmt: skip
+def test_settings_appear_where_they_are_needed_and_only_there(
+    launcher: Launcher, job: Job, machine: Machine, words: str, without: str
+) -> None:
+    argv = build(launcher, job, machine)
+    assert has(argv, *words.split())
+    assert not set(argv) & set(without.split())
 
 
 @pytest.mark.parametrize("launcher", [OPEN_MPI, MPICH])
@@ -82,31 +92,6 @@ def test_a_container_may_forbid_it(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert this_machine().fixed_addresses == ((str(setarch), platform.machine(), "-R") if allowed else ())
 
 
-def test_root_and_infiniband() -> None:
-    assert "--allow-run-as-root" in build(OPEN_MPI, Job(1, PROGRAM), Machine(8, root=True))
-    assert has(build(OPEN_MPI, Job(1, PROGRAM), MACHINE), "--mca", "osc", "^ucx")
-    assert "^ucx" not in build(OPEN_MPI, Job(1, PROGRAM), Machine(8, infiniband=True))
-
-
-@pytest.mark.parametrize(
-    ("launcher", "hosts", "words"),
-    [
-        (OPEN_MPI, (), ("--prtemca", "plm", "^slurm,tm,lsf,pals")),
-        (OPEN_MPI._replace(version="4.1.6"), (), ("--mca", "plm", "^slurm,tm,lsf,pals")),
-        (MPICH, (), ("-launcher", "fork", "-rmk", "user")),
-        (MPICH, (Placed("a", 2),), ("-launcher", "ssh", "-rmk", "user")),
-        (INTEL, (), ("-bootstrap", "fork")),
-    ],
-)
-def test_an_allocation_without_its_scheduler_is_not_used(
-    launcher: Launcher, hosts: tuple[Placed, ...], words: tuple[str, ...]
-) -> None:
-    """As in a container, which has the variables of the job, and not srun."""
-    job = Job(2, PROGRAM, hosts=hosts)
-    assert has(build(launcher, job, MACHINE._replace(lacks_scheduler="srun is not here")), *words)
-    assert not has(build(launcher, job, MACHINE), *words)
-
-
 def test_an_allocation_without_its_scheduler_is_found(tmp_path: Path) -> None:
     job = {"SLURM_JOB_ID": "7", "SLURM_NODELIST": "other", "PATH": str(tmp_path)}
     assert lacks_scheduler(job) == "this is inside a job of Slurm, but srun is not here"
@@ -116,12 +101,6 @@ def test_an_allocation_without_its_scheduler_is_found(tmp_path: Path) -> None:
     assert lacks_scheduler(job) == ""
     assert Job(2, PROGRAM).ranks_here(job) == 0
     assert "PBS, but its host file /none/n cannot be read" in lacks_scheduler({"PBS_NODEFILE": "/none/n"})
-
-
-def test_the_user_binds() -> None:
-    argv = build(OPEN_MPI, Job(2, PROGRAM, extra=("--bind-to", "core")), MACHINE)
-    assert argv.count("--bind-to") == 1
-    assert has(argv, "--bind-to", "core")
 
 
 HOSTS = (Placed("a", 2), Placed("b", 2), Placed("a", 1))
@@ -147,19 +126,12 @@ def test_ranks_and_hosts_must_agree() -> None:
         build(OPEN_MPI, Job(6, PROGRAM, hosts=HOSTS), MACHINE)
 
 
-def test_every_rank_runs_under_the_runner_that_ends_the_job() -> None:
-    assert program(["x.py", "--lr", "1"], "py") == ("py", "-P", "-m", "mpips", "x.py", "--lr", "1")
-
-
-def test_a_stranger_is_refused(tmp_path: Path) -> None:
+def test_a_mistyped_or_unknown_mpirun_is_told_from_an_mpi_that_is_missing(tmp_path: Path) -> None:
     stranger = tmp_path / "mpirun"
     stranger.write_text(f"#!{sys.executable}\nprint('Strange MPI 3')\n")
     stranger.chmod(0o755)
     with pytest.raises(LauncherError, match="Strange MPI 3"):
         find(str(stranger))
-
-
-def test_a_mistyped_mpirun_is_told_from_an_mpi_that_is_missing(tmp_path: Path) -> None:
     with pytest.raises(LauncherError, match=f"^--mpirun {tmp_path}/none is not there: name an mpirun that is, or"):
         find(f"{tmp_path}/none")
     with pytest.raises(LauncherError, match=r"^--mpirun mpirum is not there on the PATH: "):
@@ -197,34 +169,29 @@ def test_other_mpis_are_named_and_what_to_do(flavour: str, name: str) -> None:
         check_spares(Launcher("mpiexec", flavour, "1"), 2)  # type: ignore[arg-type]
 
 
-def test_spares_are_more_ranks_of_a_job_that_survives(tmp_path: Path) -> None:
+@pytest.mark.parametrize("asked, ranks, spares", [
+    ("-w 3 -s 2 --spares 2", "7", "2"), ("-n 4 --spares 0", "4", "0"), ("-w 3", "3", ""),
+    ("-w 3 MPIPS_SPARES=1", "4", "1"),
+])  # fmt: skip
+def test_spares_are_more_ranks_of_a_job_that_survives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str, ranks: str, spares: str
+) -> None:
+    words, _, variable = asked.partition(" MPIPS_SPARES=")
+    if variable:
+        monkeypatch.setenv("MPIPS_SPARES", variable)
     mpirun = open_mpi(tmp_path, "ft_mpi_support:yes").path
-    done = call("-w", "3", "-s", "2", "--spares", "2", "--mpirun", mpirun, "--dry-run", "x.py")
+    done = call(*words.split(), "--mpirun", mpirun, "--dry-run", "x.py")
     assert done.exit_code == 0, done.output
-    words = shlex.split(done.output)
-    assert words[words.index("-n") + 1] == "7"
-    assert words[words.index("--with-ft") + 1] == "ulfm"
-    assert {"MPIPS_SPARES=2", "MPIPS_SERVERS=2", "MPIPS_WORKERS=3"} <= set(words)
-    words = shlex.split(call("-n", "4", "--spares", "0", "--mpirun", mpirun, "--dry-run", "x.py").output)
-    assert words[words.index("-n") + 1] == "4"
-    assert "MPIPS_SPARES=0" in words and "--with-ft" in words
+    started = shlex.split(done.output)
+    assert started[started.index("-n") + 1] == ranks
+    assert has(started, "--with-ft", "ulfm") == (f"MPIPS_SPARES={spares}" in started) == bool(spares)
 
 
-def test_without_spares_nothing_is_asked_for(tmp_path: Path) -> None:
+def test_spares_need_ulfm(tmp_path: Path) -> None:
     mpirun = open_mpi(tmp_path, "ft_mpi_support:no").path
-    done = call("-w", "3", "--mpirun", mpirun, "--dry-run", "x.py")
-    assert done.exit_code == 0
-    assert "--with-ft" not in done.output and "SPARES" not in done.output
     done = call("-w", "3", "--spares", "1", "--mpirun", mpirun, "--dry-run", "x.py")
     assert done.exit_code == 2
     assert "--spares 1 cannot be had with Open MPI 5.0.11" in done.output
-
-
-def test_a_variable_is_as_good_as_the_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MPIPS_SPARES", "1")
-    done = call("-w", "3", "--mpirun", open_mpi(tmp_path, "ft_mpi_support:yes").path, "--dry-run", "x.py")
-    words = shlex.split(done.output)
-    assert words[words.index("-n") + 1] == "4" and "--with-ft" in words
 
 
 def test_spares_are_spread_over_the_slots_that_are_left() -> None:
