@@ -19,10 +19,12 @@ import math
 from collections.abc import Callable
 from itertools import pairwise
 from time import perf_counter
+from typing import TypeVar
 
 import numpy as np
 from mpi4py import MPI
 
+from collectives.fabric.tasks import Task
 from mpips.mlp.mesh import Mesh, TrainingError, agree, alike, counted, nodes
 from mpips.mlp.network import Network, interval
 from mpips.mlp.parallel import Clock, LocalUpdate
@@ -30,12 +32,13 @@ from mpips.optimizers.base import Optimizer, State, initial
 from mpips.optimizers.elastic import INTERVAL, Elastic1, Elastic2
 from mpips.store.api import KVStore
 from mpips.store.create import create
+from mpips.store.keys.key import Key
 from mpips.store.runtime.engine import Handle
-from mpips.store.worker.interface import States
-from mpips.store.worker.settings import Settings
+from mpips.store.worker.interface import States, Stored
 
 STORES = {"sync": "mpi_sync", "elastic": "mpi_async"}
 """The kind of store behind each kind of servers."""
+T = TypeVar("T")
 _log = logging.getLogger("mpips.mlp")
 
 
@@ -273,17 +276,13 @@ class SynchronousUpdate:
         """Return the optimizer's state, which the servers send."""
         state = initial(self._optimizer, self._network.flat_parameters)
         wholes = [self._group.whole(array) for array in state]
-
-        def work(store: Settings) -> None:
-            found = store.run("fetch", store.backend.stored.states([store.keys[name] for name in self._in]))
-            if self._mesh.batch_index == 0:
-                views = [self._group.keyed(whole) for whole in wholes]
+        views = [self._group.keyed(whole) for whole in wholes]
+        if state:
+            found = self._run_on_servers("fetch", lambda stored, keys: stored.states(keys))
+            if found is not None and self._mesh.batch_index == 0:
                 for name, (_, arrays) in found.items():
                     for view, array in zip(views, arrays):
                         view[str(name)][...] = array
-
-        if state:
-            self._work_with_states(work)
         for whole, array in zip(wholes, state):
             self._group.scatter(whole, array)
         return state
@@ -293,25 +292,23 @@ class SynchronousUpdate:
         wholes = [self._group.whole(array) for array in state]
         for whole, array in zip(wholes, state):
             self._group.gather(array, whole)
-
-        def work(store: Settings) -> None:
-            views = [self._group.keyed(whole) for whole in wholes]
-            states: States = {name: (step, [view[name] for view in views]) for name in self._out}
-            store.run("restore", store.backend.stored.put_states([store.keys[name] for name in self._out], states))
-
+        views = [self._group.keyed(whole) for whole in wholes]
+        states: States = {name: (step, [view[name] for view in views]) for name in self._out}
         if state:
-            self._work_with_states(work)
+            self._run_on_servers("restore", lambda stored, keys: stored.put_states(keys, states))
 
-    def _work_with_states(self, work: Callable[[Settings], None]) -> None:
-        """Let the leaders work with the states of their servers, when all that was pushed has been applied."""
-        problem = None
+    def _run_on_servers(self, what: str, task: Callable[[Stored, list[Key]], Task[T]]) -> T | None:
+        """Run a task of the leaders on the states of their servers, when all that was pushed has been applied."""
+        found, problem = None, None
         if self._kv is not None:
+            settings = self._kv.settings
             try:
-                self._kv.settings.settle()
-                work(self._kv.settings)
+                settings.settle()
+                found = settings.run(what, task(settings.backend.stored, [settings.keys[name] for name in self._in]))
             except ValueError as error:
                 problem = f"the servers' optimizer states: {error}"
         agree(self._mesh.comm, problem)
+        return found
 
 
 class ElasticUpdate(LocalUpdate):

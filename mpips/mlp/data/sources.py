@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import io
 import math
 import os
 import zipfile
@@ -24,7 +23,6 @@ MNIST_FILE = "mnist_5k.csv.gz"
 _BLOCK_ROWS = 4096
 _SAMPLED_BYTES = 1 << 20
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-_LONGEST_HEADER = 10_000  # bytes, as NumPy's own
 
 
 def open_source(
@@ -172,12 +170,8 @@ def _member(path: str, members: zipfile.ZipFile, member: zipfile.ZipInfo, mapped
         version = np.lib.format.read_magic(file)
         if version not in _HEADERS:
             raise ValueError(f"{member.filename} has a header of version {version}")
-        prefix = file.read(2 * version[0])
-        length = int.from_bytes(prefix, "little")
-        if length > min(_LONGEST_HEADER, member.file_size):
-            raise ValueError(f"{member.filename} has a header of {length:,} bytes")
-        shape, fortran, dtype = _HEADERS[version](io.BytesIO(prefix + file.read(length)))
-        start = np.lib.format.MAGIC_LEN + len(prefix) + length
+        shape, fortran, dtype = _HEADERS[version](file)
+        start = file.tell()
         if dtype.hasobject:
             raise TrainingError(f"{path}: {member.filename} holds Python objects, which are not unpickled: save "
                                 "numbers, as astype(float) makes them")
