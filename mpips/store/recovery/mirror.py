@@ -24,7 +24,7 @@ from mpips.store.recovery.memory import arrays_of_unit, holding_of_unit
 from mpips.store.recovery.plan import Holding, Shelf, copies_of, dtype_names
 from mpips.store.recovery.undo import Version
 from mpips.store.roles import Layout
-from mpips.store.server.unit import Unit
+from mpips.store.server.unit import Unit, UnitMirror
 from mpips.store.transport.frames import dtype_of
 from mpips.store.transport.pending import cut_bytes
 
@@ -180,7 +180,7 @@ class Coming(NamedTuple):
     requests: list[MPI.Request]
 
 
-class Mirror:
+class Mirror(UnitMirror):
     """What one server sends to its mirror, and keeps as a mirror of others, in one generation."""
 
     def __init__(self, layout: Layout, copies: MirroredUnits, generation: int) -> None:

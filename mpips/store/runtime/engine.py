@@ -19,13 +19,12 @@ import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from collectives.errors import Uncopied
 from collectives.fabric import wait
 from collectives.fabric.tasks import Task, nothing
 from collectives.fabric.wait import Limits
-from mpips.store.runtime.generation import Generation
 from mpips.store.runtime.rendezvous import Watch
 
 PATIENCE, NOTICE = 0.02, 0.1
@@ -41,6 +40,18 @@ LONGEST_SLEEP = 1e-3
 """However long a look took. A collective of many rounds needs a look a round."""
 QUIET, QUIET_SLEEP, QUIET_DUTY = 0.1, (4e-3, 8e-3), 32
 """After so many seconds in which nothing ended it sleeps longer: looks and wakes then take 1 / 33 of its time."""
+
+
+class Ending(Protocol):
+    """What ends all operations at once: a store's generation (`runtime.generation`), as they see it."""
+
+    limits: Limits
+
+    def check(self) -> None: ...
+
+    def look(self, waited: float = 0.0) -> None: ...
+
+    def end(self, what: str, error: BaseException) -> BaseException: ...
 
 
 class Handle(Uncopied):
@@ -166,7 +177,7 @@ class Engine:
     methods may be called from any thread.
     """
 
-    def __init__(self, generation: Generation, background: bool = True) -> None:
+    def __init__(self, generation: Ending, background: bool = True) -> None:
         self.generation = generation
         self._lock = threading.RLock()
         """That of `_changed`. An interrupt as a condition is entered would leave it taken, but not as a lock is."""

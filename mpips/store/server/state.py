@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from numpy.typing import NDArray
 
@@ -33,10 +33,7 @@ from mpips.compression import Compressor
 from mpips.optimizers import Groups, Optimizer
 from mpips.store.server.late import Late
 from mpips.store.server.reduce import Reduce
-from mpips.store.server.unit import Contribution, Replies, Reply, Unit
-
-if TYPE_CHECKING:
-    from mpips.store.recovery.mirror import Mirror
+from mpips.store.server.unit import Contribution, Replies, Reply, Unit, UnitMirror
 
 TURNS, SHORT_BYTES = 8, 1 << 14
 """What a server does before it listens again: turns of units of at most so many bytes, or one of a longer one."""
@@ -54,7 +51,7 @@ class ServerState(ABC):
 
     def __init__(
         self, remote: Iterable[int] = (), late: Late | None = None, reduce: Reduce | None = None,
-        optimizers: Groups | None = None, mirror: Mirror | None = None, compressor: Compressor | None = None,
+        optimizers: Groups | None = None, mirror: UnitMirror | None = None, compressor: Compressor | None = None,
     ) -> None:  # fmt: skip
         self.units: dict[int, Unit] = {}
         self.optimizers, self.compressor = optimizers or Groups(), compressor
@@ -359,7 +356,7 @@ class AsynchronousState(ServerState):
 
     def __init__(
         self, staleness: int = -1, remote: Iterable[int] = (), late: Late | None = None, reduce: Reduce | None = None,
-        optimizers: Groups | None = None, mirror: Mirror | None = None, compressor: Compressor | None = None,
+        optimizers: Groups | None = None, mirror: UnitMirror | None = None, compressor: Compressor | None = None,
     ) -> None:  # fmt: skip
         super().__init__(remote, late, reduce, optimizers, mirror, compressor)
         self.staleness = staleness

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import MutableSequence, Sequence
+from collections.abc import Iterable, MutableSequence, Sequence
 from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
@@ -64,6 +64,23 @@ class Reply(NamedTuple):
 
 
 Replies = list[Reply]
+
+
+class UnitMirror:
+    """Where units are sent that have changed: another server keeps a copy (`recovery.mirror`)."""
+
+    @property
+    def quiet(self) -> bool:
+        """Return whether it has all that was sent."""
+        raise NotImplementedError
+
+    def changed(self, unit: Unit) -> None:
+        """Send a unit that has changed."""
+        raise NotImplementedError
+
+    def forget(self, units: Iterable[Unit]) -> None:
+        """Let it forget units that are no more."""
+        raise NotImplementedError
 
 
 class FrozenUnit:

@@ -27,8 +27,7 @@ from mpips.store.keys import arguments
 from mpips.store.keys.arguments import PRIORITY_BITS, Call
 from mpips.store.keys.key import FastList, Key, Name
 from mpips.store.keys.rows import RowSparse
-from mpips.store.runtime.engine import Engine, Handle
-from mpips.store.runtime.generation import Generation
+from mpips.store.runtime.engine import Ending, Engine, Handle
 from mpips.store.worker.interface import Backend, Saves, Written
 
 Array = NDArray[Any]
@@ -249,7 +248,7 @@ CLOSED = "the store is closed: make this call before close()"
 class Guard:
     """A context in which whatever is raised ends the generation, but for what `refused` tells."""
 
-    def __init__(self, generation: Generation, what: str, names: Sequence[Name]) -> None:
+    def __init__(self, generation: Ending, what: str, names: Sequence[Name]) -> None:
         self._generation, self._what, self._names = generation, what, names
 
     def __enter__(self) -> None:
