@@ -9,7 +9,9 @@ import pytest
 
 from collectives.benchmark import report
 from collectives.benchmark.__main__ import check
-from collectives.benchmark.case import contribution, count_wrong, expected
+from collectives.benchmark.case import FLOOR_SHARE, IN_PLACE, contribution, count_wrong, expected
+from collectives.call import Call, operation
+from collectives.schedule.model import KINDS
 from collectives.terminal import parse_bytes, parse_sizes, show_bytes
 
 
@@ -130,3 +132,21 @@ def test_the_choices_are_those_that_serve(collective: str, name: str, choices: s
         check(4, **{**WORDS, "collective": collective, "algorithms": name})
     for choice in choices.rstrip(", ").split(", "):
         assert check(4, **{**WORDS, "collective": collective, "algorithms": choice}).algorithms == [choice]
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_share_is_what_owners_read_and_write(kind: str, p: int) -> None:
+    """Every owner reads its piece from the sources and writes it to the readers, except where it is there already."""
+    n = 420
+    call = Call(kind, n, np.dtype(np.float32), operation("sum", np.dtype(np.float32)), 0, "auto", p)
+    reads = writes = 0
+    for owner in range(p):
+        start, stop = call.block(owner)
+        if kind == "alltoall":
+            reads, writes = reads + n, writes + n
+            continue
+        reads += (stop - start) * len(call.sources(owner))
+        there = call.sources(owner) if kind == "broadcast" and kind in IN_PLACE else []
+        writes += (stop - start) * len([reader for reader in call.readers(owner) if reader not in there])
+    assert FLOOR_SHARE[kind](p) == pytest.approx((reads + writes) / (2 * n * p))
