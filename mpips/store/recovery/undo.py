@@ -4,15 +4,11 @@ Before a block is written its old bytes are copied, then the mark moves on, then
 being written the one before is the copy up to the mark, and the values behind it. Once the round is complete, both can
 be had. A round that changes some rows keeps those rows and their numbers. All lies in memory that outlives the process;
 stores of one process are seen in their order.
-
-A replica of a store without servers dies with its process, so `ReplicaUndo` needs no marks. An optimizer updates in
-place, so value and state are copied before. Without an optimizer the array that was the value before still holds it,
-until the next sum goes there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import MutableSequence, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -224,42 +220,3 @@ def _move(pairs: Sequence[tuple[Array, Array]], rows: NDArray[np.int64], row_ele
         for at in range(0, len(rows), ROWS_AT_A_TIME):
             some = rows[at : at + ROWS_AT_A_TIME]
             mine[some] = theirs[some]
-
-
-class ReplicaUndo:
-    """A replica before its last round; `before` is None where that is not known."""
-
-    __slots__ = ("_allocate", "_room", "before")
-
-    def __init__(self, allocate: Callable[[int, np.dtype], Array]) -> None:
-        self._allocate = allocate
-        self.before: Version | None = None
-        self._room: list[Array] = []
-
-    def copy(self, now: Version) -> None:
-        """Copy the replica, which is about to be updated in place."""
-        self.before = None
-        room = self._room if _same_arrays(self._room, now.arrays) else None
-        if room is None:
-            room = self._room = [self._allocate(array.size, array.dtype) for array in now.arrays]
-        for kept, array in zip(room, now.arrays):
-            kept[...] = array
-        self.before = Version(now.round, now.step, room)
-
-    def instead_of(self, now: Version | None) -> None:
-        """Keep what the replica was (None where it is torn), as it becomes another copy, whose arrays are not these."""
-        if now is not None:
-            self.before, self._room = now, now.arrays
-
-    def overwritten(self, array: Array) -> None:
-        """Note that the array is about to be written."""
-        if self.before is not None and self.before.arrays[0] is array:
-            self.before = None
-
-    def forget(self) -> None:
-        """Note that the replica was changed otherwise than by a round."""
-        self.before = None
-
-
-def _same_arrays(one: Sequence[Array], other: Sequence[Array]) -> bool:
-    return [(array.size, array.dtype) for array in one] == [(array.size, array.dtype) for array in other]

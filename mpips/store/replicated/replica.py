@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from mpips.optimizers.base import Optimizer, initial
 from mpips.store.keys.key import Key
 from mpips.store.keys.rows import RowSparse, update_rows
-from mpips.store.recovery.undo import ReplicaUndo, Version
+from mpips.store.recovery.undo import Version
 
 Array = NDArray[Any]
 Arrays = tuple[Array, Array]
@@ -195,56 +195,73 @@ class Replica:
 
 
 class SurvivingReplica(Replica):
-    """A replica that also keeps what it was before its last round."""
+    """A replica that also keeps what it was before its last round.
 
-    __slots__ = ("undo",)
+    It dies with its process, so it needs no marks. An optimizer updates in place, so value and state are copied before.
+    Without an optimizer the array that was the value before still holds it, until the next sum goes there.
+    """
+
+    __slots__ = ("_before", "_copies")
 
     def __init__(
         self, key: Key, value: Array, optimizer: Optimizer | None, allocate: Callable[[int, np.dtype], Array]
     ) -> None:
         """As of a replica."""
         super().__init__(key, value, optimizer, allocate)
-        self.undo = ReplicaUndo(allocate)
+        self._before: Version | None = None
+        """None where it is not known."""
+        self._copies: list[Array] = []
 
     def room(self) -> Array:
         """Return memory for the next sum; what the replica was is not kept there any more."""
         room = super().room()
-        self.undo.overwritten(room)
+        if self._before is not None and self._before.arrays[0] is room:
+            self._before = None
         return room
 
     def take_rows(self, total: RowSparse) -> None:
         """Keep what it was, unless the rows take another array's place."""
         if self.optimizer is not None:
-            self.undo.copy(self.now())
+            self._copy()
         super().take_rows(total)
 
     def versions(self) -> list[Version]:
         """Also what it was before."""
-        return super().versions() + ([] if self.undo.before is None else [self.undo.before])
+        return super().versions() + ([] if self._before is None else [self._before])
 
     def become_version(self, version: Version) -> None:
         """Be as it was before, or as another worker's is; what it holds is kept instead. `updating` ends."""
         now = None if self.updating else self.now()
         value, *state = version.arrays
         if value is self._arrays[1 - self._turn]:
-            self._turn, self.undo.before = 1 - self._turn, now
+            self._turn, self._before = 1 - self._turn, now
         else:
             self._arrays[self._turn] = value
-            self.undo.instead_of(now)
+            if now is not None:
+                self._before, self._copies = now, now.arrays
         self.key.round, self.updating = version.round, False
         self.step, self.state = (0, None) if version.step is None else (version.step, state)
 
     def changed(self) -> None:
-        """There is no way back from that."""
-        self.undo.forget()
+        """Forget what it was: there is no way back."""
+        self._before = None
 
     def _replace(self) -> None:
         """The old value is kept where it is."""
         before = self.now()
         super()._replace()
-        self.undo.before = before
+        self._before = before
 
     def _update(self, total: Array) -> None:
         """Keep a copy of what it was."""
-        self.undo.copy(self.now())
+        self._copy()
         super()._update(total)
+
+    def _copy(self) -> None:
+        """Keep a copy, as it is about to be updated in place."""
+        now, self._before = self.now(), None
+        if [(array.size, array.dtype) for array in self._copies] != [(one.size, one.dtype) for one in now.arrays]:
+            self._copies = [self._allocate(array.size, array.dtype) for array in now.arrays]
+        for kept, array in zip(self._copies, now.arrays):
+            kept[...] = array
+        self._before = Version(now.round, now.step, self._copies)
