@@ -52,6 +52,11 @@ class Record(msgspec.Struct):
     def size(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def floats(self) -> bool:
+        """Return whether an optimizer can update it, and pushes of it are compressed."""
+        return np.dtype(self.dtype).kind not in "iub"
+
 
 class Header(msgspec.Struct):
     """The header of a file, beside its tensors."""
@@ -74,7 +79,7 @@ class Header(msgspec.Struct):
             yield value_name(record.key), Tensor(np.dtype(record.dtype), record.shape)
             for slot, dtype in enumerate(record.state):
                 yield state_name(record.key, slot), Tensor(np.dtype(dtype), (record.size,))
-            for group in range(self.residuals if np.dtype(record.dtype).kind not in "iub" else 0):
+            for group in range(self.residuals if record.floats else 0):
                 yield residual_name(record.key, group), Tensor(residual_dtype(record.dtype), (record.size,))
 
 

@@ -27,7 +27,6 @@ from mpips.optimizers.base import Optimizer, initial
 from mpips.optimizers.registry import as_data, from_data
 from mpips.optimizers.schedules import Groups
 from mpips.store.checkpoint import file
-from mpips.store.checkpoint import file as tensors
 from mpips.store.checkpoint.file import (
     Header,
     Reader,
@@ -38,7 +37,7 @@ from mpips.store.checkpoint.file import (
     state_name,
     value_name,
 )
-from mpips.store.checkpoint.save import compressible, from_worker, senders
+from mpips.store.checkpoint.save import from_worker, senders
 from mpips.store.keys.arguments import runs
 from mpips.store.keys.key import Key, Name
 from mpips.store.options import MOST
@@ -95,7 +94,7 @@ def _see_state(path: str, record: Record, optimizer: Optimizer | None) -> None:
     """ValueError where the optimizer cannot update the key, or the state in the file is not one of this optimizer's."""
     if optimizer is None:
         return
-    if not compressible(record.dtype):
+    if not record.floats:
         raise ValueError(f"{path}: key {record.key!r} is {record.dtype}, and an optimizer needs floats: load it into a "
                          "store whose optimizers name their keys, set_optimizer(..., keys=[...])")  # fmt: skip
     if not (record.step or record.state):
@@ -131,7 +130,7 @@ def _loaded(store: Settings, reader: Reader | None, header: Header) -> Task[None
     for records in parts:
         yield from _states_loaded(store, reader, [one for one in records if store.groups.of(one.key) is not None])
         if header.residuals:
-            floats = [record for record in records if compressible(record.dtype)]
+            floats = [record for record in records if record.floats]
             yield from _residuals_loaded(store, reader, header, floats)
 
 
@@ -220,15 +219,26 @@ STEPS, OPTIMIZERS = "steps", "optimizers"
 def save_states(store: Settings, fname: str, dump_optimizer: bool) -> None:
     _all_come(store, "save_optimizer_states", fname)
     found = store.run("save_optimizer_states", store.backend.stored.states(list(store.keys.values())))
-    groups = store.groups if dump_optimizer else None
-    _, refusal = attempt(lambda: write(fname, found, groups) if store.layout.rank == 0 else None)
+
+    def write() -> None:
+        arrays = {f"{key!r}/{slot}": array for key, (_, kept) in found.items() for slot, array in enumerate(kept)}
+        words = {STEPS: _text({repr(key): step for key, (step, _) in found.items()})}
+        if dump_optimizer:
+            default, own = store.groups.default, {repr(key): as_data(one) for key, one in store.groups.own.items()}
+            words[OPTIMIZERS] = _text([None if default is None else as_data(default), own])
+        try:
+            file.write(fname, arrays, words)
+        except OSError as error:
+            raise ValueError(f"{fname} cannot be written: {file.why(error)}") from error
+
+    refusal = attempt(write)[1] if store.layout.rank == 0 else None
     store.agree("save_optimizer_states", refusal=refusal)
 
 
 def load_states(store: Settings, fname: str) -> None:
     keys = [key for key in store.keys.values() if store.groups.of(key.name) is not None]
     _all_come(store, "load_optimizer_states", fname)
-    states, refusal = attempt(lambda: _fitting(store, read(fname, keys)) if store.layout.rank == 0 else {})
+    states, refusal = attempt(lambda: _fitting(store, _read_states(fname, keys)) if store.layout.rank == 0 else {})
     shapes = [(step, [array.dtype.name for array in arrays]) for step, arrays in (states or {}).values()]
     told = store.agree("load_optimizer_states", refusal=refusal, data=msgspec.json.encode(shapes))
     if not store.layout.num_servers:
@@ -264,28 +274,15 @@ def _fitting(store: Settings, states: States) -> States:
     return states
 
 
-def write(fname: str | os.PathLike[str], states: States, groups: Groups | None) -> None:
-    """Write each key's step and flat arrays; ValueError where the file cannot be written."""
-    arrays = {f"{key!r}/{slot}": array for key, (_, kept) in states.items() for slot, array in enumerate(kept)}
-    words = {STEPS: _text({repr(key): step for key, (step, _) in states.items()})}
-    if groups is not None:
-        own = {repr(key): as_data(optimizer) for key, optimizer in groups.own.items()}
-        words[OPTIMIZERS] = _text([None if groups.default is None else as_data(groups.default), own])
-    try:
-        tensors.write(fname, arrays, words)
-    except OSError as error:
-        raise ValueError(f"{fname} cannot be written: {file.why(error)}") from error
-
-
-def _text(data: Any) -> str:
+def _text(data: object) -> str:
     return msgspec.json.encode(data).decode()
 
 
-def read(fname: str | os.PathLike[str], keys: Sequence[Key]) -> States:
+def _read_states(fname: str | os.PathLike[str], keys: Sequence[Key]) -> States:
     """Return the states of `keys`; ValueError naming the file, and the key that is missing, or whose step or state
     cannot be."""
     result: dict[Name, tuple[int, list[str]]] = {}
-    with tensors.TensorFile(fname) as found:
+    with file.TensorFile(fname) as found:
         try:
             steps = msgspec.json.decode(found.metadata.get(STEPS, ""), type=dict[str, int | float])
         except (msgspec.MsgspecError, RecursionError) as error:

@@ -117,7 +117,7 @@ def _frozen(
     snapshot = yield from store.backend.stored.snapshot(keys)
     groups = 0 if store.compressor is None else len(senders(store.layout))
     _, refusal = attempt(lambda: _begun(_header(store, keys, snapshot, groups), writer) if writer is not None else None)
-    floats = [key for key in keys if groups and compressible(key.dtype)]
+    floats = [key for key in keys if groups and key.floats]
     for run in runs(key.nbytes for key in floats):
         kept = yield from gathered(store.layout, store.backend.stored, floats[run])
         if writer is None or refusal is not None:
@@ -181,11 +181,6 @@ def senders(layout: Layout) -> list[range]:
     if layout.num_servers and layout.kind.startswith("mpi_"):
         return [range(*client) for client in layout.clients]
     return [range(worker, worker + 1) for worker in range(layout.num_workers)]
-
-
-def compressible(dtype: np.dtype | str) -> bool:
-    """Return whether pushes of keys of this dtype are compressed."""
-    return np.dtype(dtype).kind not in "iub"
 
 
 def gathered(layout: Layout, stored: Stored, keys: Sequence[Key]) -> Task[list[list[Array]]]:
