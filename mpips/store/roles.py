@@ -84,6 +84,11 @@ class Layout:
         return self.rank < self.num_workers
 
     @property
+    def role(self) -> str:
+        """Return what this rank is: "worker", "server" or "spare"."""
+        return "worker" if self.is_worker else "spare" if self.is_spare else "server"
+
+    @property
     def is_spare(self) -> bool:
         """Return whether this rank waits to take the place of one that dies."""
         return self.rank >= self.num_workers + self.num_servers

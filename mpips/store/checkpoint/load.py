@@ -12,6 +12,7 @@ worker i of n gets the sum of those numbered i, i + n, i + 2n, ...: nothing is l
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -47,6 +48,7 @@ from mpips.store.worker.interface import States, Stored
 from mpips.store.worker.settings import Settings
 
 Array = NDArray[Any]
+LOG = logging.getLogger("mpips.store")
 
 
 def load(store: Settings, path: str | os.PathLike[str]) -> None:
@@ -58,7 +60,9 @@ def load(store: Settings, path: str | os.PathLike[str]) -> None:
         reader, unfit = attempt(lambda: _opened(store, name, stack) if refusal is None else None)
         mine = b"" if reader is None else reader.encoded
         told = store.settled("load", [("path", name or "")], refusal or unfit, noun="argument", data=mine)
-        store.run("load", _loaded(store, reader, msgspec.msgpack.decode(told[0], type=Header)))
+        header = msgspec.msgpack.decode(told[0], type=Header)
+        store.run("load", _loaded(store, reader, header))
+        LOG.info("rank %d: checkpoint %s is loaded, %d keys", store.layout.rank, name, len(header.records))
 
 
 def _opened(store: Settings, path: str, stack: contextlib.ExitStack) -> Reader | None:

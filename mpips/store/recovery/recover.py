@@ -74,6 +74,7 @@ def recover(
     None as `renew` does.
     """
     begun_at = time.monotonic()
+    LOG.info("rank %d: recovery of generation %d is asked for", generation.rank, generation.number)
 
     def rebuild() -> tuple[Member[T], T]:
         layout, member = generation.layout, join()
@@ -88,10 +89,9 @@ def recover(
     if begun is not None:
         member, layout = begun[0], generation.layout
         member.commit()
-        role = "worker" if layout.is_worker else "spare" if layout.is_spare else "server"
         LOG.info(
             "rank %d, %s: recovered in %.3f s, %d bytes moved: %d workers, %d servers, %d spares; dead since the last "
-            "generation: %s", layout.rank, role, time.monotonic() - begun_at, member.nbytes, layout.num_workers,
+            "generation: %s", layout.rank, layout.role, time.monotonic() - begun_at, member.nbytes, layout.num_workers,
             layout.num_servers, layout.spares, layout.lost or "none",
         )  # fmt: skip
     return begun

@@ -67,6 +67,7 @@ class Generation:
         self._hearing, self._ending = threading.Lock(), threading.RLock()
         self._closed = False
         self._begin()
+        self._log_begin()
 
     def _begin(self) -> None:
         layout = self.layout
@@ -261,7 +262,11 @@ class Generation:
         """Be the next generation from now on, on the layout's new communicators. Collective, blocking."""
         self._begin()
         self.number += 1
-        LOG.info("rank %d of %d: generation %d has begun", self.rank, self.size, self.number)
+        self._log_begin()
+
+    def _log_begin(self) -> None:
+        role = self.layout.role
+        LOG.info("rank %d of %d, %s: generation %d has begun", self.rank, self.size, role, self.number)
 
     def put_back(self) -> Callable[[], None]:
         """Return a function that makes this generation again what it is now."""
