@@ -1,4 +1,4 @@
-"""Checkpoints (safetensors) of the whole network and its optimizer: written from any mesh, read on any other."""
+"""Write checkpoints (safetensors) of the whole network and its optimizer from any mesh, and read them on any other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The device mesh, batch x model: rank r is at (r // model, r % model); and how its ranks agree before they act.
+"""Cut ranks into a device mesh, batch x model, and let them agree before they act.
 
 Source: the paper, section 7, which calls it a process grid.
 """

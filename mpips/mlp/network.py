@@ -1,4 +1,4 @@
-"""A multi-layer perceptron: how model ranks cut its layers, a rank's slice, and `MLP`, the serial program.
+"""Compute a multi-layer perceptron: the cuts of its layers, a rank's slice, and `MLP`, the serial program.
 
 A layer's kind says which rank of a model (`part`, its model index on the mesh) holds what of it:
 
@@ -204,7 +204,7 @@ LOSSES = {"l2": _l2, "softmax": _softmax}
 
 
 class ModelExchange(Protocol):
-    """What the ranks that share one model do together."""
+    """Exchanges between the ranks that share one model."""
 
     parts: int
     part: int
@@ -369,7 +369,7 @@ class Network:
         return total
 
     def evaluate(self, x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-        """Return the sum of the losses of (x, y), and how many samples have their largest output at class y (l2: 0)."""
+        """Return the sum of the losses of (x, y), and the samples with their largest output at class y (l2: 0)."""
         output, space = self.forward(x), self._arrays(len(x))[-1]
         right = float((output.argmax(axis=0) == y).sum()) if self.specification.loss == "softmax" else 0.0
         return self._loss(output, y, space.delta, space.scratch, 1.0, self.xp), right
@@ -410,7 +410,7 @@ class Network:
             progress.gradient(layer)
 
     def _row_blocks(self, array: np.ndarray) -> list[slice]:
-        """Return blocks of rows that stay in a core's cache from one function to the next; a GPU takes all at once."""
+        """Return blocks of rows that stay in a core's cache between functions; for a GPU one block."""
         rows, columns = array.shape
         block = max(1, _CACHED_BYTES // max(1, columns * self.dtype.itemsize)) if self.xp is np else max(1, rows)
         return [slice(start, start + block) for start in range(0, rows, block)]

@@ -1,4 +1,4 @@
-"""The options of `mpips train`, checked before anything starts: by every rank, or by the launcher alone; its device."""
+"""Check the options of `mpips train` before anything starts: on every rank, or in the launcher alone."""
 
 from __future__ import annotations
 
@@ -160,10 +160,9 @@ def optimizer_of(o: SimpleNamespace) -> optimizers.Optimizer:
 def too_large(
     o: SimpleNamespace, specification: Specification, opened: Opened, comm: MPI.Comm, mesh: Mesh | None
 ) -> str | None:
-    """Say why the ranks of one machine cannot hold a mesh (None: that of the options); None where nothing speaks
-    against it.
+    """Say why the ranks of one machine cannot hold a mesh, before anything large is made; None where they can.
 
-    Asked before anything large is made. Collective.
+    `mesh` None: that of the options. Collective.
     """
     if mesh is not None:
         batch, model = mesh.batch, mesh.model
@@ -191,7 +190,7 @@ def place_on_node(comm: MPI.Comm) -> tuple[int, int]:
 
 
 def array_module(device: str, comm: MPI.Comm) -> ModuleType:
-    """Return NumPy for "cpu"; CuPy for "gpu", on a GPU that this rank shares with as few ranks as can be.
+    """Return NumPy for "cpu"; CuPy for "gpu", on a GPU that this rank shares with few others.
 
     Collective; TrainingError on every rank where one of them has no CuPy or no GPU.
     """

@@ -1,4 +1,4 @@
-"""What ranks of a mesh exchange in a step: sums of gradients between batch ranks, activations between model ranks.
+"""Exchange in a step: sums of gradients between batch ranks, activations between model ranks.
 
 Source: the paper, section 5, Algorithm 1 (data parallelism), and section 6, Algorithm 2 (tensor parallelism, which it
 calls model parallelism). Gradients are summed in buckets of whole layers, from the last layer to the first. Beside

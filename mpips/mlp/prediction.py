@@ -1,4 +1,4 @@
-"""The predicted time of a step on every mesh, by the paper's formulas, and the mesh that they recommend.
+"""Predict the time of a step on every mesh, by the paper's formulas, and recommend a mesh.
 
 Alpha and beta of a mesh's communicators come from two timed sums. Computation is measured as a row of events: a step of
 slice 0 alone, whose collectives take no time. Messages are then put between the events.

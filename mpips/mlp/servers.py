@@ -1,4 +1,4 @@
-"""Servers that keep the weights of a network, for clients that are model parallel inside: joining, updates, leaving.
+"""Keep the weights of a network on servers, for clients that are model parallel inside.
 
 The conclusion of the MXNET-MPI paper suggests them. A client is a mesh of batch x model ranks. The slices of the
 network are dealt to the servers: with at least as many servers as slices, each slice has servers of its own, and each

@@ -1,4 +1,4 @@
-"""Training: arguments that agree and fit, epoch after epoch, and a step of one rank's worker; the same on every mesh.
+"""Train: see that arguments agree and fit, run epochs, and take steps of one rank's worker.
 
 Source: the paper, section 7, Algorithm 3; with one model rank it is Algorithm 1, with one batch rank Algorithm 2.
 """

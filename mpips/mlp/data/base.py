@@ -1,4 +1,4 @@
-"""A source of rows, which gives them part by part; how rows are checked; the labels of classes that files hold."""
+"""Define a source of rows, check what it reads, and tell the labels of classes that files hold."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ _GREATEST = 1e140  # squares of such numbers can still be summed, over more rows
 
 
 class DataSource:
-    """Rows of `features` inputs followed by `targets` targets; with `classes` the one target is a class number (0: how
-    many there are is not known)."""
+    """Rows of `features` inputs followed by `targets` targets, which are given part by part.
+
+    With `classes` the one target is a class number (0: their number is not known).
+    """
 
     name: str
     features: int
@@ -70,8 +72,10 @@ class DataSource:
 
 
 def read_checked(source: DataSource, start: int, stop: int) -> np.ndarray:
-    """Return `source.read`; TrainingError, too, on numbers that are not finite, too large to be squared or, where
-    classes are wanted, no class numbers."""
+    """Return rows that have been checked.
+
+    TrainingError on numbers that are not finite, too large to be squared or, where classes are wanted, no classes.
+    """
     table = source.read(start, stop)
     if (bad := ~np.isfinite(table)).any():
         row, column = np.argwhere(bad)[0].tolist()

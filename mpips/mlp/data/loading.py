@@ -1,4 +1,4 @@
-"""The rows that one rank trains and tests on: opened on all ranks, dealt to batch indices, read once and standardised.
+"""Load the rows that one rank trains and tests on: open, deal to batch indices, read once, standardise.
 
 Every rank reads a part and they exchange ("read"), or rank 0 reads and sends every rank its rows ("scatter"). Rows are
 dealt once: a permutation by the seed, its first part for testing, the rest cut into minibatches; a minibatch is cut
@@ -39,7 +39,7 @@ class Scaling(NamedTuple):
 
 
 class DealRule(NamedTuple):
-    """The numbers that deal rows: the same seed and share (of a file's rows, for testing) give the same test rows."""
+    """The numbers that deal rows: equal seeds and shares (of a file's rows, for testing) give equal test rows."""
 
     seed: int
     test_share: float
@@ -178,7 +178,7 @@ def _moments(table: np.ndarray, comm: MPI.Comm) -> tuple[np.ndarray, np.ndarray]
 def open_everywhere(
     open_source: Callable[[], DataSource], comm: MPI.Comm, way: str = "auto", labels: Sequence[str] | None = None
 ) -> Opened:
-    """Open the source on rank 0, then on the others if all are to read and can; see which rows are whose.
+    """Open the source on rank 0, then on the others if all are to read and can.
 
     No rank looks at rows that it will not read, but rank 0 checks a file as a whole. `labels`: those of a checkpoint,
     whose classes the labels of a file keep; else they are numbered in their order. Collective; TrainingError on every
@@ -188,14 +188,14 @@ def open_everywhere(
     problem = None if way in ("auto", *WAYS) else f"way {way!r} is unknown; choose auto, {', '.join(WAYS)}"
     alike(comm, "load", {"way": way}, problem)
     source = _open_readers(open_source, comm, way)
-    reading = comm.allgather(source is not None)
-    parts, part = (comm.size, comm.rank) if all(reading) else (1, 0)
+    way = "read" if all(comm.allgather(source is not None)) and way != "scatter" else "scatter"
+    parts, part = (comm.size, comm.rank) if way == "read" else (1, 0)
     counts = comm.allgather(attempt(comm, lambda: 0 if source is None else source.open_part(parts, part)))
     facts = None
     if source is not None:
         facts = source.features, source.targets, source.classes, source.columns(), source.name
     features, targets, classes, columns, name = comm.bcast(facts)
-    opened = Opened(source, WAYS[not all(reading)], np.cumsum([0, *counts]), features, targets, classes, columns)
+    opened = Opened(source, way, np.cumsum([0, *counts]), features, targets, classes, columns)
     if not opened.rows:
         raise TrainingError(f"{name} has no row of numbers")
     if classes is not None and targets != 1:

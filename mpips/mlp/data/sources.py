@@ -143,7 +143,7 @@ class ArraySource(DataSource):
 
 
 def npz(path: str, classes: int | None = None) -> ArraySource:
-    """Open the arrays x and y of an .npz file: mapped where it is not compressed, else read whole; no objects."""
+    """Open the arrays x and y of an .npz file: mapped where it is not compressed, else read whole."""
     if not os.path.isfile(path):
         raise TrainingError(f"data file {path} does not exist")
     try:

@@ -1,4 +1,4 @@
-"""Delimited text, read in parts: an interval of the file's bytes, of which the lines that are asked for are parsed."""
+"""Read delimited text in parts: an interval of the file's bytes, whose lines are parsed when they are asked for."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ _INDEX = re.compile(r"(Unnamed: 0)?")
 
 
 class TextSource(DataSource):
-    """A file of numbers, one row a line, fields separated by commas, semicolons, tabs, bars or blanks, with or without
-    a line of names. Lines end in LF, CR LF, or CR alone.
+    """A file of numbers, one row a line, with or without a line of names.
+
+    Fields are separated by commas, semicolons, tabs, bars or blanks. Lines end in LF, CR LF, or CR alone.
 
     `target` and `features` are columns by name, else by number from 1; by default the target is the last column and
     the features are all others, but for a first one without a name, the index of a frame. `header` says whether the
@@ -89,7 +90,7 @@ class TextSource(DataSource):
         self._numbers: dict[str, int] | None = None  # of the labels, where they are numbered
 
     def fingerprint(self) -> str:
-        """Return the size and a checksum of the whole file, of more than 1 MiB of samples evenly between the ends."""
+        """Return the size and a checksum of the whole file; of more than 1 MiB, of samples between the ends."""
         size, starts, length, checksum = len(self._bytes), [0], len(self._bytes), 0
         if size > _SAMPLES * _SAMPLE_BYTES:
             starts, length = np.linspace(0, size - _SAMPLE_BYTES, _SAMPLES).astype(np.int64).tolist(), _SAMPLE_BYTES
