@@ -153,8 +153,11 @@ def read_number(path: str) -> int | None:
 
 
 def choose_long_copies(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable with which a process started from here has copies of 3/4 of the last cache, 24 MiB at most,
-    go past it; nothing where glibc does so by itself, is not there, or was told already."""
+    """Return the variable that sends copies of 3/4 of the last cache, 24 MiB at most, past it in a process started
+    here.
+
+    Nothing where glibc does so by itself, is not there, or was told already.
+    """
     try:
         real = int(LEVEL3.read_text().strip().removesuffix("K")) << 10
     except (OSError, ValueError):
@@ -192,8 +195,10 @@ def correct_threshold(believed: int, real: int, environment: Mapping[str, str]) 
 
 
 def fix_addresses() -> tuple[str, ...]:
-    """Return what a command begins with, so that its processes all load their code at the same addresses; empty where
-    the machine has no such command, or, as containers may, forbids it."""
+    """Return what a command begins with, so that its processes all load their code at the same addresses.
+
+    Empty where the machine has no such command, or, as containers may, forbids it.
+    """
     setarch = shutil.which("setarch")
     if setarch is None:
         return ()

@@ -18,8 +18,10 @@ from launch.run import options_of, start
 
 
 class Sub(NamedTuple):
-    """A subcommand: the module of its `command`, or of the group in which it is a `case`; its help; lines that show its
-    use; and whether `--ranks P` starts it by mpirun."""
+    """A subcommand: the module of its `command`, its help, and lines that show its use.
+
+    `case`: its name, where the module has a group. `ranked`: whether `--ranks P` starts it by mpirun.
+    """
 
     module: str
     summary: str
@@ -185,8 +187,10 @@ def _take_ranks(words: list[str]) -> int | None:
 
 
 def _load(sub: Sub, runs_here: bool = False) -> click.Command:
-    """Return the command of the module, which is imported without starting MPI unless it is to run here; its help names
-    `--ranks`, though it never sees that option, and ends with examples."""
+    """Return the command of the module, which is imported without starting MPI unless it is to run here.
+
+    Its help names `--ranks`, though it never sees that option, and ends with examples.
+    """
     if not runs_here:
         with suppress(ImportError):  # the command says so
             import mpi4py

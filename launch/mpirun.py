@@ -98,8 +98,7 @@ class Job(NamedTuple):
 
 
 def lacks_scheduler(environment: Mapping[str, str]) -> str:
-    """Return why no mpirun can use the allocation that these variables tell of, as in a container; "" where it can, or
-    where there is none."""
+    """Return why no mpirun can use the allocation that these variables tell of, as in a container; "" where it can."""
     slurm = "SLURM_JOB_ID" in environment or "SLURM_NODELIST" in environment
     if slurm and not shutil.which("srun", path=environment.get("PATH")):
         return "this is inside a job of Slurm, but srun is not here"

@@ -49,8 +49,10 @@ def until_it_ends(
     start: Callable[[Options], Ended], fitting: Callable[[Options], Options], options: Options, restarts: int,
     remote: bool, flavour: Flavour,
 ) -> int:  # fmt: skip
-    """`start` a job with these options, and again after deaths, at most so many times, with the options that are
-    `fitting`, which raises LauncherError where a job cannot go on; the last exit code. Blocking."""
+    """`start` a job with these options, and again after deaths, at most so often; the last exit code. Blocking.
+
+    It starts again with the options that are `fitting`, which raises LauncherError where a job cannot go on.
+    """
     wanted, ended, left = options, start(options), restarts
     while ended.code and not ended.heard and left:
         changed, failure = options, ""
@@ -117,9 +119,11 @@ def _answers(host: str, launcher: Launcher, machine: Machine, extra: Sequence[st
 
 
 def fit(options: Options, hosts: Sequence[Host]) -> Options:
-    """Return the options of a job that these hosts hold: as asked for where they do; else with fewer spares, then with
-    fewer workers, and at last with fewer servers, of these two at least one. LauncherError where they cannot hold even
-    that."""
+    """Return the options of a job that these hosts hold: as asked for where they do.
+
+    Else with fewer spares, then with fewer workers, and at last with fewer servers, of these two at least one.
+    LauncherError where they cannot hold even that.
+    """
     if not hosts:
         raise LauncherError("no host answers")
     if any(host.slots is None for host in hosts):

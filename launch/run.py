@@ -260,8 +260,9 @@ def options_of(roles: Mapping[str, int | str | None]) -> Options:
 
 
 def variables_of(given: Sequence[str], environment: Mapping[str, str]) -> dict[str, str | None]:
-    """Return the variables that `--env NAME[=VALUE]` asks for, with those values; None: the one that it has here, which
-    is not to stand among the words of a command, where other users see it.
+    """Return the variables that `--env NAME[=VALUE]` asks for, with their values.
+
+    None: the value that it has here, which is not to stand among the words of a command, where other users see it.
 
     Raises:
         LauncherError: What is no name of a variable, is not set here, or is an option of mpips.
@@ -282,8 +283,11 @@ def variables_of(given: Sequence[str], environment: Mapping[str, str]) -> dict[s
 
 
 def start(ranks: int, words: Sequence[str], mpirun: str | None = None, name: str = "") -> NoReturn:
-    """Run, and ends with, an MPI job of `ranks` processes on this machine; its exit code becomes the job's, or what the
-    ranks have left with (`collectives.terminal.leave`). `name`: the command that a signal interrupts."""
+    """Run, and end with, an MPI job of `ranks` processes on this machine.
+
+    The exit code becomes the job's, or what the ranks have left with (`collectives.terminal.leave`). `name`: the
+    command that a signal interrupts.
+    """
     from collectives.terminal import CODE_FILE  # `mpips --help` does without
 
     machine = this_machine()

@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def make(folder: Path, extras: set[str], mpi: str) -> None:
-    """Make or completes `folder`; a stamp in it says what it holds."""
+    """Make or complete `folder`; a stamp in it says what it holds."""
     python, stamp = folder.absolute() / "bin" / "python", folder / "mpips.json"
     setup = hashlib.sha256((ROOT / "setup.py").read_bytes()).hexdigest()
     wanted = {"setup": setup, "root": str(ROOT), "mpi": mpi, "loads": True}

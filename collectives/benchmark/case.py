@@ -138,7 +138,7 @@ class Case:
         return Candidate("gloo", "ordinary", call, check, lambda: None, None)
 
     def _check(self, run: Callable[[], object], source: NDArray[Any], result: NDArray[Any]) -> Callable[[], int]:
-        """Fill the source, runs, compares, and leaves zeros again."""
+        """Return what fills the source, runs, compares, and leaves zeros again."""
         comm, rank = self.comm, self.comm.rank
 
         def check() -> int:
@@ -164,8 +164,10 @@ PRIME = 251  # a shift by any number of elements that is no multiple of it is no
 
 
 def contribution(op: str, rank: int, n: int, dtype: np.dtype[Any], p: int) -> NDArray[Any]:
-    """Return the n elements that `rank` of p puts in: small whole numbers, so that the result over p ranks is exact
-    where it can be."""
+    """Return the n elements that `rank` of p puts in: small whole numbers.
+
+    So the result over p ranks is exact where it can be.
+    """
     span = 2 if op == "prod" else max(2, min(PRIME, _exact_limit(dtype) // max(1, p)))
     index = np.arange(n, dtype=np.int64)
     return (((index + 7 * rank) % PRIME) % span + (op == "prod")).astype(dtype)

@@ -38,9 +38,11 @@ class Costs(NamedTuple):
 
 
 def closed_form(kind: str, algorithm: str, p: int, nbytes: float, costs: Costs, **parameters: Any) -> float:
-    """Return closed form of `kind` by `algorithm` (written as in the catalogue) of nbytes bytes over p ranks, one on
-    each node (costs.far), except in hierarchical, whose `local` ranks share a node (costs.near). ValueError as
-    `catalog.build`, and where there is none."""
+    """Return the closed form of `kind` by `algorithm`, written as in the catalogue, of nbytes bytes over p ranks.
+
+    Each rank is on a node of its own (costs.far), but in hierarchical, whose `local` ranks share one (costs.near).
+    ValueError as `catalog.build`, and where there is none.
+    """
     name, written = parse(algorithm)
     parameters = {**parameters, **written}
     if not has_form(kind, name):
@@ -59,9 +61,11 @@ def has_form(kind: str, name: str) -> bool:
 
 
 def fit(points: Sequence[tuple[float, float]]) -> LinkCost:
-    """alpha and beta of t = alpha + b beta from measured (bytes, seconds), t > 0. The sum of the relative errors
-    |model - t| / t is made least, so that 8 bytes count as much as 64 MiB and one bad point counts little; neither
-    number comes out negative."""
+    """Return alpha and beta of t = alpha + b beta from measured (bytes, seconds), t > 0.
+
+    The sum of the relative errors |model - t| / t is made least, so that 8 bytes count as much as 64 MiB and one bad
+    point counts little; neither number comes out negative.
+    """
     if len({size for size, _ in points}) < 2:
         raise ValueError(f"a fit needs measurements of at least two sizes, but got {sorted(points)}")
     size, time = np.array(points, dtype=np.float64).T

@@ -100,9 +100,11 @@ class _Busy(NamedTuple):
 
 
 def play_flows(schedule: Schedule, topology: Topology, nbytes: float, alpha: float = 0.0, gamma: float = 0.0) -> float:
-    """Return seconds of one collective, one rank a host: as `simulate`, but message by message, so that ranks that are
-    ready early send early, and take their share of the links. For tens of ranks: the time to play grows with the square
-    of the number of messages."""
+    """Return seconds of one collective, one rank a host, message by message.
+
+    Unlike in `simulate`, ranks that are ready early send early, and take their share of the links. For tens of ranks:
+    the time to play grows with the square of the number of messages.
+    """
     traffic = Traffic()
     traffic.collective(schedule, nbytes, range(schedule.p), alpha=alpha, gamma=gamma)
     return float(run_flows(traffic.flows, topology).max(initial=0.0)) if traffic.flows else 0.0

@@ -50,9 +50,11 @@ class Prediction:
 
 
 def schedule_on(network: Topology, kind: str, algorithm: str, per_host: int = 1) -> Schedule:
-    """Return the schedule that suits the network: `bcube` without parameters takes n and k from a BCube, and slots,
-    edges and pods as the digits of a fat-tree, in one lane, as the host has one NIC (BML paper, section 3.3);
-    `hierarchical` without `local` takes the ranks of each host."""
+    """Return the schedule that suits the network.
+
+    `bcube` without parameters takes n and k from a BCube, and slots, edges and pods as the digits of a fat-tree, in one
+    lane, as the host has one NIC (BML paper, section 3.3). `hierarchical` without `local` takes the ranks of each host.
+    """
     name, written = parse(algorithm)
     p = network.hosts * per_host
     if name == "bcube" and not written and per_host == 1:
@@ -123,10 +125,12 @@ def simulate(
     schedule: Schedule, topology: Topology, nbytes: int, alpha: float = 0.0, gamma: float = 0.0,
     near: LinkCost = FREE, itemsize: int = 4, progress: Callable[[float], None] | None = None,
 ) -> Run:  # fmt: skip
-    """Run `schedule` over the hosts of `topology`, as many ranks on each as p / hosts gives, numbered host by host,
-    with a vector of nbytes bytes in elements of `itemsize`. alpha, in seconds, counts between hosts, near.alpha and
+    """Run `schedule` over the hosts of `topology`, as many ranks on each as p / hosts gives, numbered host by host.
+
+    The vector has nbytes bytes, in elements of `itemsize`. alpha, in seconds, counts between hosts, near.alpha and
     near.beta inside; the links' rates are the topology's; gamma in seconds a byte. `progress` is told the share that is
-    done. ValueError where the ranks do not fill the hosts."""
+    done. ValueError where the ranks do not fill the hosts.
+    """
     if schedule.p % topology.hosts:
         raise ValueError(f"{schedule} does not fill {topology.name}: p must be a multiple of {topology.hosts} hosts")
     cluster = _Cluster(schedule, topology, Costs(LinkCost(alpha, 0.0), near, gamma), nbytes, itemsize)
@@ -290,9 +294,11 @@ def predict_seconds(table: Table, call: Call, nodes: int, way: str = "") -> floa
 
 
 def simulate_on_job(kind: str, algorithm: str, nbytes: int, p: int, nodes: int, costs: Costs) -> float:
-    """Return seconds of a call in a job of p ranks on `nodes` equal nodes: its schedule simulated on one switch between
-    the nodes, each with one wire (costs.far), and memory inside them (costs.near). ValueError as `catalog.build`, and
-    where p is no multiple of nodes."""
+    """Return seconds of a call in a job of p ranks on `nodes` equal nodes.
+
+    Its schedule is simulated on one switch between the nodes, each with one wire (costs.far), and memory inside them
+    (costs.near). ValueError as `catalog.build`, and where p is no multiple of nodes.
+    """
     if p % nodes:
         raise ValueError(f"{p} ranks on {nodes} nodes: every node must hold the same number of them")
     local = {"local": p // nodes} if parse(algorithm)[0] == "hierarchical" else {}

@@ -107,8 +107,10 @@ class BCube:
         return tuple(h for h in range(first, first + self.n ** (level + 1), self.n**level) if h != host)
 
     def next_hop(self, host: int, target: int) -> tuple[int, int]:
-        """(level, neighbour) to which `host` hands what is meant for `target`: digits are set right from the highest
-        level down, each at a neighbour, which is `target` itself or relays."""
+        """Return the level and the neighbour to which `host` hands what is meant for `target`.
+
+        Digits are set right from the highest level down, each at a neighbour, which is `target` itself or relays.
+        """
         for level in reversed(range(self.k)):
             here, there = self._digit(host, level), self._digit(target, level)
             if here != there:

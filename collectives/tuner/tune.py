@@ -85,7 +85,7 @@ def command(seconds: float, dry_run: bool) -> None:
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """Give what cannot be done ends the command in one sentence."""
+    """End the command in one sentence where something cannot be done."""
     try:
         yield
     except CollectiveError as error:
@@ -125,7 +125,7 @@ def tuned(comm: MPI.Comm, known: Table, seconds: float, begin: Begin = lambda wh
 
 
 def forced(ranks: int) -> dict[str, Table]:
-    """For each way of ordinary arrays on one node, a table that sends all vectors that way."""
+    """Return, for each way of ordinary arrays on one node, a table that sends all vectors that way."""
     largest, none = Slots(SLOT_SIZES[-1], SLOT_SIZES[-1]), Slots(0, 0)
     return {
         "slots": Table(slots={ranks: largest}, cross_memory={ranks: EVERYTHING}),
@@ -135,7 +135,7 @@ def forced(ranks: int) -> dict[str, Table]:
 
 
 def _on_one_node(comm: MPI.Comm, seconds: float, begin: Begin) -> tuple[Slots, int, dict[str, Line]]:
-    """Up to where slots win; from where on the kernel's copies do; and lines through the times of every way."""
+    """Return up to where slots win, from where on the kernel's copies do, and lines through the times of every way."""
     ways = {name: opened(comm, one) for name, one in forced(comm.size).items()}
 
     def wins(way: str, shared: bool, share: float, size: int) -> bool:
@@ -183,7 +183,7 @@ def _times(comm: MPI.Comm, homes: Sequence[MPI.Comm], size: int, shared: bool, s
 
 
 def _timed(comm: MPI.Comm, plans: Sequence[Plan], seconds: float) -> list[float]:
-    """Their median seconds; frees them."""
+    """Return their median seconds; free them."""
     try:
         return [timing.median for timing in measure(comm, plans, seconds)]
     finally:

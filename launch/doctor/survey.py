@@ -134,7 +134,7 @@ def _under_launcher() -> dict[str, Any]:
 
 
 class Limit:
-    """A block that may take so long. Then a child says why, and kills this process, which may be deaf in MPI."""
+    """A block that may take so long; then a child says why, and kills this process, which may be deaf in MPI."""
 
     def __init__(self, seconds: float, sentence: str) -> None:
         self._seconds, self._sentence = seconds, sentence.format(seconds) + "\n"

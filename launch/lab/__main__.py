@@ -31,7 +31,7 @@ BEFORE_A_PROGRAM: dict[str, Any] = {"ignore_unknown_options": True, "allow_inter
 
 @contextlib.contextmanager
 def sentences() -> Iterator[None]:
-    """Give what cannot be is said in one sentence."""
+    """End the command in one sentence where something cannot be done."""
     try:
         yield
     except (client.LabError, LauncherError, ValueError) as error:

@@ -128,8 +128,11 @@ class Keeper:
         return {"error": f"lab {self.name!r} has no NIC {nic!r} on a host {name!r}"}
 
     def _health(self, hosts: int) -> dict[str, Any]:
-        """Return what is down between the first ``hosts`` hosts, who of them and of those that relay for them is dead,
-        and the connections that TCP gave up on each, ever."""
+        """Return what is broken between the first ``hosts`` hosts.
+
+        NICs that are down; hosts, also those that relay, that are dead; and the connections that TCP gave up on each,
+        ever.
+        """
         if hosts not in self._crossed:
             self._crossed[hosts] = find_crossed_nics(self._plan, hosts)
         down = [(host, nic.name) for host, nic in self._crossed[hosts] if kernel.is_unplugged(nic.port)]

@@ -49,9 +49,11 @@ _log = logging.getLogger("mpips.launch")
 
 
 class Ended(NamedTuple):
-    """The end of a job: its exit code, 128 and the number after a signal, as in shells; mpirun's own, below 0 for a
-    signal; the signal that we were sent to end it; what is to be said of it; and, where a signal to a rank has ended
-    it, who died and how."""
+    """The end of a job.
+
+    Its exit code, 128 and the number after a signal, as in shells; mpirun's own, below 0 for a signal; the signal that
+    we were sent to end it; what is to be said of it; and, where a signal to a rank has ended it, who died and how.
+    """
 
     code: int
     returned: int
@@ -275,8 +277,10 @@ class HeldSignals:
         return self._fd
 
     def read(self) -> Iterator[tuple[int, bool]]:
-        """Yield the number of each that has come, but for news of children, and whether it is a terminal's: those go to
-        all processes of a job, others to this one alone."""
+        """Yield the number of each that has come, but for news of children, and whether a terminal sent it.
+
+        A terminal's go to all processes of a job, those of another process to this one alone.
+        """
         while True:
             try:
                 number, _, code = SIGNAL_RECORD.unpack(os.read(self._fd, SIGNAL_RECORD.size))

@@ -1,4 +1,4 @@
-"""The meaning of ranks' ends for a job: when it has to be ended, its exit code, and what is said of a rank that died.
+"""Ranks' ends and what they mean for a job: when it has to be ended, its exit code, and what is said.
 
 Without survival the job ends with the first rank that dies. With it the others go on, and the job ends when nobody is
 left who works.
@@ -23,8 +23,11 @@ BARE_CODES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, sig
 
 
 class End(NamedTuple):
-    """The end of mpirun: its return code, below 0 for a signal; the signal that we were sent to end the job; whether
-    we have ended it because of its ranks; whether it has lost a host before; and whether the others ended well."""
+    """The end of mpirun.
+
+    Its return code, below 0 for a signal; the signal that we were sent to end the job; whether we have ended it because
+    of its ranks; whether it has lost a host before; and whether the others ended well.
+    """
 
     returned: int
     heard: int = 0
@@ -121,8 +124,10 @@ class OthersGoOn:
         return self._due
 
     def _leaver(self) -> Death | None:
-        """Return the first rank that left with an exit code, as by os._exit: MPI does not take it for dead, and the
-        others would wait for it."""
+        """Return the first rank that left with an exit code, as by os._exit.
+
+        MPI does not take it for dead, and the others would wait for it.
+        """
         return next((death for death in self._presence.deaths if death.code), None)
 
     def nobody_works(self) -> bool:
@@ -219,7 +224,10 @@ def _named(death: Death, roles: Sequence[str], code: int = 0) -> str:
 
 
 def signal_in(code: int) -> int:
-    """Return the signal of a rank that mpirun's exit code tells of, 0 for none: 128 and its number, or, as MPICH has
-    it, the number alone. A code below 0 is of a signal that ended mpirun itself."""
+    """Return the signal of a rank that mpirun's exit code tells of; 0 for none.
+
+    It is 128 and its number, or, as MPICH has it, the number alone. A code below 0 is of a signal that ended mpirun
+    itself.
+    """
     number = code - 128 if code > 128 else code if code in BARE_CODES else 0
     return number if number in set(signal.Signals) else 0

@@ -149,8 +149,10 @@ def _theirs(mesh: Mesh, sizes: tuple[int, ...], x: np.ndarray, y: np.ndarray, wi
 
 
 def _ratios(times: dict[str, np.ndarray]) -> dict[str, float]:
-    """Return medians of what each round says, whose contenders had the machine one after the other; of a rival's
-    settings the one with the least median counts."""
+    """Return medians of the ratios of each round, whose contenders had the machine one after the other.
+
+    Of a rival's settings the one with the least median counts.
+    """
 
     def best(kind: str) -> np.ndarray | None:
         found = [values for name, values in times.items() if name.startswith(kind)]

@@ -169,8 +169,11 @@ def watched(create: Create) -> Create:
 
 
 def note(step: int, value: Any) -> None:
-    """Say, in a watched job, that this worker begins `step` (so many steps are done), and what it has: a loss, or an
-    array, of which only a digest is kept. Runs of one program are compared by it, bit for bit."""
+    """Say, in a watched job, that this worker begins `step`, and what it has then.
+
+    So many steps are done. `value` is a loss, or an array, of which only a digest is kept. Runs of one program are
+    compared by it, bit for bit.
+    """
     if not _injectors:
         return
     injector = _injectors[0]

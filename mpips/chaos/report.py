@@ -107,8 +107,10 @@ def _seconds(told: Sequence[Told], time: float, later: Sequence[float], killed: 
 
 
 def _went_on(told: Sequence[Told], time: float, end: float, killed: dict[int, float]) -> float | None:
-    """Return when the last of the ranks that worked at `time` began a new step, after its last recovery before `end`;
-    None where that is not before `end`."""
+    """Return when the last of the ranks that worked at `time` began a new step, after its last recovery before `end`.
+
+    None where that is not before `end`.
+    """
     before: dict[int, int] = {}
     recovered: dict[int, float] = {}
     for one in told:

@@ -130,8 +130,10 @@ LINK_SECONDS = 20.0  # for links to be set
 
 
 class Done(msgspec.Struct, frozen=True):
-    """A fault that was made: `fault` of the plan, at `time`, to a rank with a role, or to its host; or why it was not.
-    `killed`: all ranks that it ended."""
+    """A fault that was made, or why it was not: `fault` of the plan, at `time`, to a rank with a role, or to its host.
+
+    `killed`: all ranks that it ended.
+    """
 
     fault: int
     time: float
