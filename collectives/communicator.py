@@ -11,24 +11,40 @@ import atexit
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from weakref import WeakSet
 
 import numpy as np
 from mpi4py import MPI
+from numpy.typing import NDArray
 
-from collectives.errors import CollectiveError, MismatchError, of_caller
-from collectives.fabric.board import LEAVING_SECONDS, Board, unreachable
-from collectives.fabric.failure import DEPARTURES, PROGRAM_ENDED, failed, made
-from collectives.fabric.layout import NodeMemory, open_memory
-from collectives.fabric.process_memory import OutOfReach
+from collectives.errors import CollectiveError, MismatchError, given_up, of_caller
+from collectives.fabric import arena
+from collectives.fabric.arena import Region
+from collectives.fabric.board import LEAVING_SECONDS, Board, Ending, unreachable
+from collectives.fabric.failure import failed, made
+from collectives.fabric.layout import (
+    DEPARTURES,
+    ORDERED_STORES,
+    PROGRAM_ENDED,
+    ROWS_AT,
+    SLOTS_AT,
+    NodeMemory,
+    area_bytes,
+    clear,
+)
+from collectives.fabric.process_memory import OutOfReach, open_to_all
 from collectives.fabric.requests import TAGS, Collectives, Lanes, Roll, leave, sweep
 from collectives.fabric.wait import NAP_AFTER_BETWEEN_NODES, Limits, drive, limits, until
+from collectives.machine import Quota, bound_cores, find_quota
 from collectives.network.control import Control
+from collectives.schedule.catalog import see_named
 from collectives.tuner import table
 from collectives.tuner.table import Table
 
+MOST_CORES = 4096
+NO_QUOTA = (0, 0)
 FREED = "the communicator has been freed, or renewed: use one that is still there, and make plans on it anew"
 COME = "let all call it, or name a communicator of those that do (beside a store with servers kv.layout.workers)"
 _recent: tuple[MPI.Comm | None, Communicator | None] = (None, None)
@@ -75,9 +91,8 @@ class Communicator:
         self.across = self._across()
         self.control = Control(made(self.comm.Dup()), self.limits, self.names) if self.nodes > 1 else None
         self.generation = Between(self.board, self.control) if self.control is not None else self.board
-        self.table = known_table or table.shared(self.comm)
-        self.over: CollectiveError | None = None
-        """What every call raises since the communicator has ended."""
+        self.table = known_table or table.shared(self.comm, partial(table.usable, see_named))
+        self.ending = Ending(self._end)
         self.open = True
         self.started: list[Any] = []
         """Operations of `Plan.start` that are not done, in order."""
@@ -104,6 +119,11 @@ class Communicator:
         self.limits = self.board.limits = self.generation.limits = Limits(stall_seconds, timeout_seconds)
         if self.control is not None:
             self.control.limits = self.limits
+
+    @property
+    def over(self) -> CollectiveError | None:
+        """What every call raises since the communicator has ended."""
+        return self.ending.over
 
     def check(self) -> None:
         """Raise where the communicator is over, with the sentence that ended it, or freed."""
@@ -167,16 +187,12 @@ class Communicator:
         if self.over is not None or not self.open:
             return error
         self._kept.append(kept)
-        self.over = told = _told(self, what, error)
         try:
-            self.over = self._end(told)
-        except KeyboardInterrupt:  # once more: the others must hear
-            self.over = self._end(told)
-            raise
+            told = self.ending.end(_told(self, what, error))
         finally:
             self.started = []
             self.hold()
-        return self.over if isinstance(error, (CollectiveError, MPI.Exception)) else error
+        return told if isinstance(error, (CollectiveError, MPI.Exception)) else error
 
     def _end(self, told: CollectiveError) -> CollectiveError:
         ended = self.board.end(told, str(told))
@@ -261,14 +277,10 @@ def _told(kept: Communicator, what: str, error: BaseException) -> CollectiveErro
     """What all ranks raise where `what` has raised this on one."""
     if isinstance(error, OutOfReach):
         return CollectiveError(unreachable(kept.board, error))
-    if isinstance(error, CollectiveError):
-        return error
     dead = failed(kept.comm) if isinstance(error, MPI.Exception) else []
     if dead:
         return CollectiveError(f"{what}: rank {kept.names[dead[0]]} is needed, and {DEPARTURES[0]}")
-    reason = f": {error}" if str(error) else ""
-    sentence = f"rank {kept.names[kept.rank]} has given up {what}: {type(error).__name__}{reason}"
-    return CollectiveError(sentence.encode(errors="replace").decode())  # file names may hold what no text can
+    return given_up(kept.names[kept.rank], what, error)
 
 
 def communicator(
@@ -327,7 +339,7 @@ def renew(comm: MPI.Comm | None = None) -> None:
     _see_comm(comm)
     found: Any = comm.Get_attr(_key())
     if isinstance(found, Communicator):
-        found.open, found.over = False, found.over or CollectiveError("it has been renewed")
+        found.open, found.ending.over = False, found.over or CollectiveError("it has been renewed")
         found.hold()
         comm.Set_attr(_key(), _Arrival(comm, found))
     made = communicator(comm)
@@ -397,6 +409,62 @@ def _node_memory(comm: MPI.Intracomm) -> tuple[MPI.Comm, NodeMemory, list[int]]:
     names = np.empty(node.size, np.int64)
     node.Allgather(np.array([comm.rank], np.int64), names)
     return node, memory, names.tolist()
+
+
+def open_memory(node: MPI.Comm, fenced: bool = not ORDERED_STORES) -> NodeMemory | None:
+    """Collective over `node`: one area each. None, on every rank, when some rank cannot map another's area."""
+    clear()
+    mine = arena.empty(area_bytes(node.size), np.uint8)
+    mine[:SLOTS_AT] = mine[ROWS_AT:] = 0
+    regions = np.empty((node.size, len(Region._fields)), np.int64)
+    node.Allgather(np.array(arena.locate(mine), np.int64), regions)
+    places = [Region(*map(int, region)) for region in regions]
+    areas, poison_fd = _attach(places)
+    opened = np.array([len(areas)], np.int64)
+    node.Allreduce(MPI.IN_PLACE, opened, MPI.MIN)
+    if opened[0] < node.size:
+        if poison_fd is not None:
+            os.close(poison_fd)
+        return None
+    assert poison_fd is not None
+    fence = None
+    if fenced:
+        assert isinstance(node, MPI.Intracomm)
+        fence = MPI.Win.Create(np.zeros(8, np.uint8), comm=node)
+        fence.Lock_all(MPI.MODE_NOCHECK)
+    areas[node.rank] = mine  # keeps it alive
+    return NodeMemory(
+        node.rank,
+        areas,
+        [place.pid for place in places],
+        cores=_cores(node),
+        reachable=open_to_all(node),
+        fence=fence,
+        poison_fd=poison_fd,
+    )
+
+
+def _attach(places: Sequence[Region]) -> tuple[list[NDArray[np.uint8]], int | None]:
+    """All areas, and the file of the first; fewer where one cannot be mapped."""
+    try:
+        first = os.open(f"/proc/{places[0].pid}/fd/{places[0].fd}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return [], None
+    try:
+        return [arena.attach(place) for place in places], first
+    except CollectiveError:
+        return [], first
+
+
+def _cores(node: MPI.Comm) -> int:
+    """On how many the ranks of a node may run, all together; collective over it."""
+    cores = np.zeros(MOST_CORES, np.uint8)
+    cores[[core for core in os.sched_getaffinity(0) if core < MOST_CORES]] = 1
+    node.Allreduce(MPI.IN_PLACE, cores, MPI.MAX)
+    quotas = np.empty((node.size, len(Quota._fields)), np.int64)
+    node.Allgather(np.array(find_quota() or NO_QUOTA, np.int64), quotas)
+    known = [None if tuple(one) == NO_QUOTA else Quota(*map(int, one)) for one in quotas]
+    return bound_cores(int(np.count_nonzero(cores)), known)
 
 
 @atexit.register

@@ -36,6 +36,15 @@ def kind_of(error: BaseException) -> int:
     return next((n for n, kind in reversed([*enumerate(KINDS)]) if isinstance(error, kind)), 0)
 
 
+def given_up(rank: int, what: str, error: BaseException) -> CollectiveError:
+    """Return what all ranks raise where `what` has raised this on one."""
+    if isinstance(error, CollectiveError):
+        return error
+    reason = f": {error}" if str(error) else ""
+    sentence = f"rank {rank} has given up {what}: {type(error).__name__}{reason}"
+    return CollectiveError(sentence.encode(errors="replace").decode())  # file names may hold what no text can
+
+
 def ranks(numbers: Sequence[int]) -> str:
     """Ranks as a sentence names them."""
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"

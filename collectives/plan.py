@@ -41,7 +41,7 @@ from collectives.runner import (
     finish,
     make_runner,
 )
-from collectives.tensor import compile_tensor
+from collectives.tensor.compile import compile_tensor
 
 
 class Plan(Uncopied):

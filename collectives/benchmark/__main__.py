@@ -18,6 +18,7 @@ import click
 import numpy as np
 from mpi4py import MPI
 
+from collectives import api
 from collectives.benchmark import report
 from collectives.benchmark.case import FLOOR_SHARE, GLOO_KINDS, MPI_NAME, OPS, Candidate, Case, why_no_gloo
 from collectives.benchmark.harness import measure, ping_pong
@@ -157,7 +158,10 @@ def _candidates(case: Case, algorithms: list[str], arrays: list[str]) -> Iterabl
             continue
         for array in arrays:
             try:
-                yield case.one_shot(array) if algorithm == "one_shot" else case.plan(algorithm, array)
+                if algorithm == "one_shot":
+                    yield case.one_shot(getattr(api, case.kind), array)
+                else:
+                    yield case.plan(algorithm, array)
             except ValueError as error:
                 raise click.UsageError(str(error)) from None
 

@@ -20,7 +20,6 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives import api
 from collectives.call import REDUCING
 from collectives.fabric.arena import empty
 from collectives.plan import plan as compiled
@@ -109,13 +108,13 @@ class Case:
         calls = mpi_calls(self.kind, self.op, self.comm, source, result, blocks)
         return [Candidate(MPI_NAME, "ordinary", call, lambda: 0, lambda: None, None) for call in calls]
 
-    def one_shot(self, array: str) -> Candidate:
-        """`auto` through the one-shot call, which finds its plan anew each time."""
+    def one_shot(self, function: Callable[..., Any], array: str) -> Candidate:
+        """`auto` through the one-shot call `function`, which finds its plan anew each time."""
         source, result = self.arrays(array)
         keywords: dict[str, Any] = {} if self.kind in IN_PLACE else {"out": result}
         if self.kind in REDUCING:
             keywords["op"] = self.op
-        call = partial(getattr(api, self.kind), source, self.comm, **keywords)
+        call = partial(function, source, self.comm, **keywords)
         return Candidate("one_shot", array, call, self._check(call, source, result), lambda: None, None)
 
     def copy(self) -> Callable[[], object]:

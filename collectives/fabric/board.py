@@ -9,29 +9,47 @@ does not know stands for a descriptor, which it reads and compares. In the opera
     take      what the others have put is read
     poison    the flag is set; this rank's entry becomes OUT, which completes no row; whoever waits looks at the flag
 
+One flag and one sentence tell all ranks that one has failed (`Poison`; between nodes: `network.control`). The first to
+fail writes them, and every wait looks at the flag. A file lock makes sure that the first sentence stays; a process that
+dies with the lock gives it back. A rank that has ended without a word is seen by its process (`Peers`).
+
 A rank can enter operation i + 2 only after all have entered i + 1, hence two rows and two slots suffice. There is no
 MPI here: the tests run this code with words that hand over to another rank at each access, in every order.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import select
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from os import sched_yield
 from typing import TYPE_CHECKING, Any
 
-from collectives.errors import CollectiveError
+import numpy as np
+
+from collectives.errors import KINDS, CollectiveError, kind_of
 from collectives.fabric import arena
 from collectives.fabric.arena import Region
-from collectives.fabric.failure import DEPARTURES, PROGRAM_ENDED, Peers, Poison
-from collectives.fabric.layout import DESCRIPTORS, FINISHED, LEFT, Descriptor, Descriptors, NodeMemory, Place
+from collectives.fabric.layout import (
+    DEPARTURES,
+    DESCRIPTORS,
+    FINISHED,
+    LEFT,
+    POISON_BYTES,
+    PROGRAM_ENDED,
+    ArrayPlace,
+    Descriptor,
+    Descriptors,
+    NodeMemory,
+)
 from collectives.fabric.process_memory import OutOfReach
 from collectives.fabric.wait import NAP_AFTER_ON_NODE, Limits, drive, until
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
 ORDER = sys.byteorder
@@ -43,6 +61,90 @@ MOST_LOOKS = 256  # looks after that, before the wait loop takes over
 LOOK_AT_PEERS_SECONDS = 0.05
 LEAVING_SECONDS = 5.0
 SETTLE_SECONDS = 1e-3  # a processor may hold a store back behind a later load, but not for so long
+
+
+TEXT_AT = 16  # of a sentence in the poison
+
+
+class Poison:
+    """The flag of one generation. `memory`: POISON_BYTES that all ranks of the node map; `fd`: the file that holds
+    them."""
+
+    def __init__(self, memory: NDArray[np.uint8], fd: int) -> None:
+        self._memory, self._fd = memory, fd
+        self.flag = memory[:TEXT_AT].data.cast("B").cast("Q")
+        """One word: 0 while the generation lives, then 1 + the place of the error in `KINDS`."""
+
+    def spread(self, error: BaseException, sentence: str) -> CollectiveError:
+        """End the generation with this sentence, unless another has ended it. The error that all ranks raise."""
+        with self._locked():
+            if not self.flag[0]:
+                text = sentence.encode(errors="replace")[: POISON_BYTES - TEXT_AT]
+                self._memory[TEXT_AT : TEXT_AT + len(text)] = np.frombuffer(text, np.uint8)
+                self.flag[1] = len(text)
+                self.flag[0] = 1 + kind_of(error)
+            return self._error()
+
+    def error(self) -> CollectiveError:
+        """What all ranks raise once the flag is set. The lock orders memory, on any processor."""
+        with self._locked():
+            return self._error()
+
+    def _error(self) -> CollectiveError:
+        text = bytes(self._memory[TEXT_AT : TEXT_AT + self.flag[1]]).decode(errors="replace")
+        return KINDS[self.flag[0] - 1](text)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+
+class Ending:
+    """How one rank ends a generation for all: once, with the sentence that all take, which `tell` returns."""
+
+    def __init__(self, tell: Callable[[CollectiveError], CollectiveError]) -> None:
+        self._tell = tell
+        self.over: CollectiveError | None = None
+        """What every call raises since the generation has ended here."""
+
+    def end(self, told: CollectiveError) -> CollectiveError:
+        """End it, unless it has ended, and return what all raise. An interrupt meanwhile is raised after that."""
+        if self.over is None:
+            self.over = told
+            try:
+                self.over = self._tell(told)
+            except KeyboardInterrupt:  # once more: the others must hear
+                self.over = self._tell(told)
+                raise
+        return self.over
+
+
+class Peers:
+    """Whether processes of this node are still there. One file descriptor a process, for all generations together."""
+
+    _known: dict[int, int] = {}  # noqa: RUF012
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._pids = pids
+
+    def ended(self, rank: int) -> bool:
+        """Whether the rank's process has ended; False where this system cannot tell."""
+        pid = self._pids[rank]
+        fd = self._known.get(pid)
+        if fd is None:
+            try:
+                fd = self._known[pid] = os.pidfd_open(pid)
+            except ProcessLookupError:
+                return True
+            except (OSError, AttributeError):
+                return False
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        return bool(poll.poll(0))
 
 
 class Board:
@@ -79,7 +181,9 @@ class Board:
         self.beyond: Callable[[float], None] | None = None
         """Raises where the generation has ended within which this one lies; every look at this one looks there, too."""
 
-    def publish(self, descriptor: Descriptor, many: NDArray[np.int64] | None = None, place: Place = Place()) -> int:  # noqa: B008
+    def publish(
+        self, descriptor: Descriptor, many: NDArray[np.int64] | None = None, place: ArrayPlace | None = None
+    ) -> int:
         """Put a descriptor into this rank's area; its token. See `Descriptors.publish`."""
         token = self.descriptors.publish(descriptor, many, place)
         self.hold(self._held)
@@ -258,5 +362,5 @@ def unreachable(board: Board, error: OutOfReach) -> str:
     return f"rank {board.names[board.rank]} cannot reach the memory of rank {other} any more: {why}"
 
 
-def _attach(place: Place) -> Any:
+def _attach(place: ArrayPlace) -> Any:
     return arena.attach(Region(*place[:5]))

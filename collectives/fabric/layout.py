@@ -2,9 +2,9 @@
 
 In the area of a rank lie
   words     `FINISHED`: the last operation that the rank has carried out over messages; `LEFT`: how it has left
-            (`failure.DEPARTURES`), 0 while it is there; `CLOSED`: one byte for each rank, that it reads this area no
+            (`DEPARTURES`), 0 while it is there; `CLOSED`: one byte for each rank, that it reads this area no
             more;
-  poison    in the first rank's area: the end of the generation (`failure.Poison`);
+  poison    in the first rank's area: the end of the generation (`board.Poison`);
   descriptors  what a token stands for (`Descriptors`);
   slots     two buffers, used in turn, for the vectors of small calls;
   stages    buffers through which ordinary arrays pass, block by block.
@@ -32,11 +32,11 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.errors import CollectiveError, MismatchError, ranks
-from collectives.fabric import arena, process_memory
-from collectives.fabric.arena import Region
-from collectives.fabric.failure import POISON_BYTES
-from collectives.machine import Quota, bound_cores, find_quota
 
+POISON_BYTES = 4096
+PROGRAM_ENDED, CLOSED = 1, 2
+DEPARTURES = {0: "its process has ended", PROGRAM_ENDED: "its program has ended", CLOSED: "it has closed its store"}
+"""How a rank has left, by the word that it has written before."""
 DESCRIPTORS = 512
 DESCRIPTOR_BYTES = 1024
 HEAD_WORDS = 16
@@ -47,7 +47,7 @@ DIFFERENT = "the ranks call different collectives, and must call the same"
 PLACE_WORDS = 12
 
 
-class Place(NamedTuple):
+class ArrayPlace(NamedTuple):
     """Where one array of a rank is: five integers as `arena.Region` has them (all 0: not shared), and its address in
     the rank's own memory (0: others cannot reach it)."""
 
@@ -67,7 +67,7 @@ class Descriptor(NamedTuple):
     """What a rank brings: which call, and for each array of it where x and where out is."""
 
     text: str
-    places: tuple[tuple[Place, Place], ...] = ()
+    places: tuple[tuple[ArrayPlace, ArrayPlace], ...] = ()
     digest: int = 0
     """Of the whole text, of which the descriptor holds TEXT_BYTES."""
 
@@ -83,7 +83,9 @@ class Descriptors:
         self._known: dict[tuple[int, int], Descriptor] = {}
         self._many: dict[int, NDArray[np.int64]] = {}
 
-    def publish(self, descriptor: Descriptor, many: NDArray[np.int64] | None = None, place: Place = Place()) -> int:  # noqa: B008
+    def publish(
+        self, descriptor: Descriptor, many: NDArray[np.int64] | None = None, place: ArrayPlace | None = None
+    ) -> int:
         """Put a descriptor there and give back its token. The places of more than one array lie in `many`, which the
         others find at `place`."""
         token = self.put % LAST_TOKEN + 1
@@ -94,7 +96,7 @@ class Descriptors:
         words = np.zeros(HEAD_WORDS, np.uint64)
         words[:4] = token, descriptor.digest, len(raw), len(descriptor.places)
         if many is not None:
-            words[4:10] = place
+            words[4:10] = place or ArrayPlace()
         elif descriptor.places:
             words[4:16] = np.array(descriptor.places[0], np.uint64).ravel()
         area, at = self._areas[self._rank], token % DESCRIPTORS * DESCRIPTOR_BYTES
@@ -110,7 +112,7 @@ class Descriptors:
         """Whether the descriptor that was the `put`th of this rank is still there."""
         return put > self.put - DESCRIPTORS
 
-    def read(self, rank: int, token: int, attach: Callable[[Place], NDArray[np.uint8]]) -> Descriptor:
+    def read(self, rank: int, token: int, attach: Callable[[ArrayPlace], NDArray[np.uint8]]) -> Descriptor:
         """What that token of a rank stands for. CollectiveError where DESCRIPTORS more have been put meanwhile."""
         known = self._known.get((rank, token))
         if known is None:
@@ -121,7 +123,7 @@ class Descriptors:
             text = bytes(area[at + HEAD_BYTES : at + HEAD_BYTES + words[2]]).decode(errors="replace")
             places = words[4:16] if words[3] == 1 else []
             if words[3] > 1:
-                places = attach(Place(*words[4:10])).view(np.int64).tolist()
+                places = attach(ArrayPlace(*words[4:10])).view(np.int64).tolist()
             known = Descriptor(text, _pairs(places), words[1])
             self._keep(rank, token, known)
         return known
@@ -142,9 +144,9 @@ class Descriptors:
         return (token - 1 - DESCRIPTORS) % LAST_TOKEN + 1
 
 
-def _pairs(words: Sequence[int]) -> tuple[tuple[Place, Place], ...]:
+def _pairs(words: Sequence[int]) -> tuple[tuple[ArrayPlace, ArrayPlace], ...]:
     starts = range(0, len(words), PLACE_WORDS)
-    return tuple((Place(*words[at : at + 6]), Place(*words[at + 6 : at + 12])) for at in starts)
+    return tuple((ArrayPlace(*words[at : at + 6]), ArrayPlace(*words[at + 6 : at + 12])) for at in starts)
 
 
 def digest(text: bytes) -> int:
@@ -166,8 +168,6 @@ SLOT_BYTES = 128 << 10
 STAGE_BYTES = 1 << 20
 BLOCK_BYTES = 256 << 10
 LINE_BYTES = 64
-MOST_CORES = 4096
-NO_QUOTA = (0, 0)
 FINISHED, LEFT = 0, 1
 CLOSED_AT = LINE_BYTES
 POISON_AT = 4096
@@ -213,11 +213,11 @@ class NodeMemory:
         self.fence: Callable[[], None] | None = None if fence is None else fence.Sync
         self._window = fence
         self._buffers: list[NDArray[np.uint8]] = []
-        grain = 4096 if self.size <= STAGE_BYTES // 4096 else arena.ALIGNMENT
+        grain = 4096 if self.size <= STAGE_BYTES // 4096 else LINE_BYTES
         self.block_bytes = min(BLOCK_BYTES, STAGE_BYTES // self.size // grain * grain)
 
     def _rows(self) -> NDArray[np.uint64]:
-        end = ROWS_AT + 4 * _row_bytes(self.size)
+        end = area_bytes(self.size)
         return self.areas[0][ROWS_AT:end].reshape(4, -1)[:, : self.size * 8]  # type: ignore[return-value]
 
     def turn(self) -> list[int]:
@@ -259,7 +259,7 @@ class NodeMemory:
             area[CLOSED_AT + self.rank] = 1
         os.close(self.poison_fd)
         _closed.append(self)
-        _clear()
+        clear()
         if self._window is not None:
             self._window.Unlock_all()
             self._window.Free()
@@ -269,71 +269,20 @@ class NodeMemory:
         os.close(self.poison_fd)
 
 
-def open_memory(node: MPI.Comm, fenced: bool = not ORDERED_STORES) -> NodeMemory | None:
-    """Collective over `node`: one area each. None, on every rank, when some rank cannot map another's area."""
-    _clear()
-    mine = arena.empty(ROWS_AT + 4 * _row_bytes(node.size), np.uint8)
-    mine[:SLOTS_AT] = mine[ROWS_AT:] = 0
-    regions = np.empty((node.size, len(Region._fields)), np.int64)
-    node.Allgather(np.array(arena.locate(mine), np.int64), regions)
-    places = [Region(*map(int, region)) for region in regions]
-    areas, poison_fd = _attach(places)
-    opened = np.array([len(areas)], np.int64)
-    node.Allreduce(MPI.IN_PLACE, opened, MPI.MIN)
-    if opened[0] < node.size:
-        if poison_fd is not None:
-            os.close(poison_fd)
-        return None
-    assert poison_fd is not None
-    fence = None
-    if fenced:
-        assert isinstance(node, MPI.Intracomm)
-        fence = MPI.Win.Create(np.zeros(8, np.uint8), comm=node)
-        fence.Lock_all(MPI.MODE_NOCHECK)
-    areas[node.rank] = mine  # keeps it alive
-    return NodeMemory(
-        node.rank,
-        areas,
-        [place.pid for place in places],
-        cores=_cores(node),
-        reachable=process_memory.open_to_all(node),
-        fence=fence,
-        poison_fd=poison_fd,
-    )
-
-
-def _attach(places: Sequence[Region]) -> tuple[list[NDArray[np.uint8]], int | None]:
-    """All areas, and the file of the first; fewer where one cannot be mapped."""
-    try:
-        first = os.open(f"/proc/{places[0].pid}/fd/{places[0].fd}", os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return [], None
-    try:
-        return [arena.attach(place) for place in places], first
-    except CollectiveError:
-        return [], first
+def area_bytes(size: int) -> int:
+    """Return the bytes of a rank's area on a node of so many ranks."""
+    return ROWS_AT + 4 * _row_bytes(size)
 
 
 def _row_bytes(size: int) -> int:
     return -(-size * 8 // LINE_BYTES) * LINE_BYTES
 
 
-def _cores(node: MPI.Comm) -> int:
-    """On how many the ranks of a node may run, all together; collective over it."""
-    cores = np.zeros(MOST_CORES, np.uint8)
-    cores[[core for core in os.sched_getaffinity(0) if core < MOST_CORES]] = 1
-    node.Allreduce(MPI.IN_PLACE, cores, MPI.MAX)
-    quotas = np.empty((node.size, len(Quota._fields)), np.int64)
-    node.Allgather(np.array(find_quota() or NO_QUOTA, np.int64), quotas)
-    known = [None if tuple(one) == NO_QUOTA else Quota(*map(int, one)) for one in quotas]
-    return bound_cores(int(np.count_nonzero(cores)), known)
-
-
 _closed: list[NodeMemory] = []
 """Whose areas others may still read."""
 
 
-def _clear() -> None:
+def clear() -> None:
     """Forget closed areas that all ranks have left."""
     _closed[:] = [
         memory for memory in _closed if not memory.areas[memory.rank][CLOSED_AT : CLOSED_AT + memory.size].all()

@@ -18,8 +18,8 @@ import msgspec
 from mpi4py import MPI
 
 from collectives.errors import KINDS, CollectiveError, MismatchError, kind_of
-from collectives.fabric.failure import DEPARTURES, PROGRAM_ENDED, failed
-from collectives.fabric.layout import disagreement
+from collectives.fabric.failure import failed
+from collectives.fabric.layout import DEPARTURES, PROGRAM_ENDED, disagreement
 from collectives.fabric.requests import received, tell
 from collectives.fabric.wait import Limits
 

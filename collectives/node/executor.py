@@ -1,11 +1,11 @@
 """What happens, line by line, when a call on one node is made again: put, enter, meet, take; or phases and meetings.
 
-Four programs carry a call out; all ranks pick the same, by what they bring:
+Four programs (`program`) carry a call out; all ranks pick the same, by what they bring:
 
-slots         small vectors (`program`);
-direct        arrays in node-shared memory (`direct`);
-cross memory  large arrays in memory of each rank's own, where the kernel copies between processes (`direct`);
-stages        other arrays, and where ranks bring unlike ones (`program`).
+slots         small vectors;
+direct        arrays in node-shared memory;
+cross memory  large arrays in memory of each rank's own, where the kernel copies between processes;
+stages        other arrays, and where ranks bring unlike ones.
 
 All of them add in the order of the ranks, so a sum's bits depend neither on the program, nor on the vector's length,
 nor on the element's place in it.
@@ -29,19 +29,20 @@ from collectives.call import Call
 from collectives.errors import CollectiveError
 from collectives.fabric import arena
 from collectives.fabric.board import NUMBERS, ORDER, Board
-from collectives.fabric.layout import DESCRIPTORS, PLACE_WORDS, Descriptor, Place
+from collectives.fabric.layout import DESCRIPTORS, PLACE_WORDS, ArrayPlace, Descriptor
 from collectives.fabric.process_memory import place as reached_at
-from collectives.node import direct
 from collectives.node.program import (
     NOTHING,
     Program,
     Scalars,
-    Staged,
+    StagePipeline,
     Turns,
     Window,
+    crossing_program,
     merged,
     perform,
     same,
+    shared_program,
     slot_puts,
     slot_scalars,
     slot_takes,
@@ -51,7 +52,7 @@ DONE, NOT_BEGUN, MET = 0, 1, 2
 """What `fast` gives back: all is done; `steps` is to do it; all have met, and `rest` is to do it."""
 SLOTS, SHARED, CROSS, STAGES = range(4)
 WAYS = ("slots", "direct", "cross_memory", "stages")
-NOWHERE = (Place(), Place())
+NOWHERE = (ArrayPlace(), ArrayPlace())
 
 
 class Ways(NamedTuple):
@@ -159,12 +160,12 @@ class Executor:
         if self.modes == [SLOTS]:
             return slot_puts(self._memory, call, x, 0), slot_puts(self._memory, call, x, 1)
         if self.modes == [STAGES]:
-            return (Staged(self._memory, call, x, out).puts(0),) * 2
+            return (StagePipeline(self._memory, call, x, out).puts(0),) * 2
         return NOTHING
 
     def _publish(self) -> None:
         places = tuple(self._places(part, mode) for part, mode in zip(self._parts, self.modes))
-        many, place = None, Place()
+        many = place = None
         if len(places) > 1:
             many = arena.empty((len(places), PLACE_WORDS), np.int64)
             many[:] = np.array(places, np.int64).reshape(len(places), -1)
@@ -172,7 +173,7 @@ class Executor:
         self._token = self._board.publish(Descriptor(self._text, places), many, place)
         self._put = self._board.descriptors.put
 
-    def _places(self, part: Part, mode: int) -> tuple[Place, Place]:
+    def _places(self, part: Part, mode: int) -> tuple[ArrayPlace, ArrayPlace]:
         """Where the others find this rank's x and out; nowhere where these go through slots or stages."""
         if mode in (SLOTS, STAGES):
             return NOWHERE
@@ -198,15 +199,15 @@ class Executor:
         part, memory = self._parts[number], self._memory
         places = [descriptor.places[number] for descriptor in descriptors]
         if all(x.shared and out.shared for x, out in places):
-            return direct.shared_program(memory, *part, places)
+            return shared_program(memory, *part, places)
         if self.modes[number] == SLOTS and not any(x.shared for x, _ in places):
             return Program(last=(slot_takes(memory, *part[:3], 0), slot_takes(memory, *part[:3], 1)))
         if all(x.address and out.address for x, out in places):
-            return direct.crossing_program(memory, *part, places)
+            return crossing_program(memory, *part, places)
         if len(self._parts) > 1:
             raise CollectiveError(f"array {number} of {self._text} lies where other ranks cannot reach it: pass a copy")
         unlike = any(x.shared or x.address for x, _ in places) or self.modes[number] == SLOTS
-        return Staged(memory, *part[:3]).program(restage=unlike)
+        return StagePipeline(memory, *part[:3]).program(restage=unlike)
 
     def _fast(self, tokens: tuple[int, ...]) -> Callable[[], int]:
         """The call as one straight function, while the others bring these tokens."""
@@ -222,9 +223,9 @@ class Executor:
         return _in_phases(bound, _straight(bound, self._puts, NOTHING, self._lends), program)
 
 
-def _region(vector: Vector) -> Place:
+def _region(vector: Vector) -> ArrayPlace:
     region = arena.locate(vector)
-    return Place() if region is None else Place(*region)
+    return ArrayPlace() if region is None else ArrayPlace(*region)
 
 
 def not_begun() -> int:

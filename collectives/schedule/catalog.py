@@ -35,7 +35,8 @@ ALGORITHMS: dict[str, ModuleType] = {
     "hierarchical": hierarchical,
 }
 """Each module has KINDS, the collectives it serves, and build(kind, p, **parameters), which raises ValueError where p
-or a parameter does not fit."""
+or a parameter does not fit. What it is made of, of another module, is given to it (`_composed`)."""
+PARTS = ("single", "exchange", "tree", "inside")
 
 ROOTED = ("broadcast", "reduce")
 
@@ -73,11 +74,20 @@ def build(kind: str, algorithm: str, p: int, root: int = 0, **parameters: Any) -
     _refuse_unknown(name, given)
     if kind in ROOTED:
         given["root"] = root
-    if name == "multi_ring":
-        return multi_ring.build(kind, p, ring.build(kind, p), **given)
     if name == "hierarchical":
         return _hierarchical(kind, p, **given)
-    return ALGORITHMS[name].build(kind, p, **given)
+    return ALGORITHMS[name].build(kind, p, **given, **_composed(kind, name, p))
+
+
+def _composed(kind: str, name: str, p: int) -> dict[str, Any]:
+    """The parts of an algorithm that are another's."""
+    if name == "multi_ring":
+        return {"single": ring.build(kind, p)}
+    if name == "halving_doubling":
+        return {"exchange": bcube.over}
+    if name == "ring" and kind in ROOTED:
+        return {"tree": binomial.scatter if kind == "broadcast" else binomial.gather}
+    return {}
 
 
 def serves(kind: str, algorithm: str, p: int, **parameters: Any) -> str | None:
@@ -91,7 +101,7 @@ def serves(kind: str, algorithm: str, p: int, **parameters: Any) -> str | None:
 
 def _refuse_unknown(name: str, given: dict[str, Any]) -> None:
     signature = inspect.signature(ALGORITHMS[name].build)
-    taken = [key for key in signature.parameters if key not in ("kind", "p", "root", "single")]
+    taken = [key for key in signature.parameters if key not in ("kind", "p", "root", *PARTS)]
     for key, value in given.items():
         if key not in taken:
             raise ValueError(f"{name} has no parameter {key!r}: it takes {', '.join(taken) or 'none'}")
@@ -104,4 +114,5 @@ def _hierarchical(kind: str, p: int, local: int = 0, between: str = "ring") -> S
         raise ValueError(
             f"hierarchical(local={local}) does not fit {p} ranks: local, the ranks of each node, must divide them"
         )
-    return hierarchical.build(kind, p, local, build(kind, between, p // local))
+    inside = direct.build("reduce_scatter", local), direct.build("allgather", local)
+    return hierarchical.build(kind, p, local, build(kind, between, p // local), inside)

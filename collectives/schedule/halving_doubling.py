@@ -20,11 +20,9 @@ Limits: allreduce any p, the others p without a prime factor above 7. Memory: (f
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 
-from collectives.schedule import bcube
-from collectives.schedule.model import Lane, Schedule, series
-from collectives.schedule.recursive_doubling import folded
+from collectives.schedule.model import Lane, Schedule, folded
 
 KINDS = ("allreduce", "reduce_scatter", "allgather")
 PRIMES = (2, 3, 5, 7)
@@ -48,14 +46,13 @@ def core(p: int) -> int:
     return p if rest == 1 else core(p - 1)
 
 
-def build(kind: str, p: int) -> Schedule:
-    """allreduce over any p; reduce_scatter and allgather over p without a prime factor above 7."""
+def build(kind: str, p: int, exchange: Callable[[str, tuple[int, ...], int, str], Schedule]) -> Schedule:
+    """allreduce over any p; reduce_scatter and allgather over p without a prime factor above 7. `exchange` is that of
+    `bcube` over digits."""
     chunks = core(p)
-    radices = factors(chunks)
-    if kind == "allreduce":
-        order = tuple(range(len(radices)))
-        halve, double = partial(bcube.reduce_scatter, radices, order), partial(bcube.allgather, radices, order)
-        return Schedule(kind, "halving_doubling", p, (Lane(chunks, folded(series(halve, double), p, chunks, chunks)),))
-    if p != chunks:
+    if kind != "allreduce" and p != chunks:
         raise ValueError(f"halving_doubling serves {kind} on p without a prime factor above 7, not on {p}: choose ring")
-    return bcube.over(kind, radices, 1, "halving_doubling")
+    inner = exchange(kind, factors(chunks), 1, "halving_doubling")
+    if p == chunks:
+        return inner
+    return Schedule(kind, inner.name, p, (Lane(chunks, folded(inner.lanes[0].stage, p, chunks, chunks)),))

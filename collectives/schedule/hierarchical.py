@@ -20,27 +20,28 @@ from __future__ import annotations
 
 from functools import partial
 
-from collectives.schedule import direct
 from collectives.schedule.model import Index, Lane, Schedule, Stage, Steps, within
 
 KINDS = ("allreduce",)
 
 
-def build(kind: str, p: int, local: int, between: Schedule) -> Schedule:
-    """allreduce over nodes of `local` ranks; `between` is the allreduce among the p/local ranks of one slice."""
+def build(kind: str, p: int, local: int, between: Schedule, inside: tuple[Schedule, Schedule]) -> Schedule:
+    """allreduce over nodes of `local` ranks; `between` is the allreduce among the p/local ranks of one slice, `inside`
+    the reduce-scatter and the allgather of a node."""
     if local < 1 or p % local or between.p != p // local:
         raise ValueError(
             f"hierarchical(local={local}) with {between} between the nodes does not fit {p} ranks: every node must "
             "hold the same number of them"
         )
+    scatter, gather = (schedule.lanes[0].stage for schedule in inside)
     lanes = tuple(
-        Lane(local * lane.chunks, partial(_steps, local, lane.stage, lane.chunks), lane.turn) for lane in between.lanes
+        Lane(local * lane.chunks, partial(_steps, local, scatter, lane, gather), lane.turn) for lane in between.lanes
     )
     return Schedule(kind, f"hierarchical(local={local},between={between.name})", p, lanes)
 
 
-def _steps(local: int, between: Stage, chunks: int, rank: Index) -> Steps:
-    node, member = rank // local, rank % local
+def _steps(local: int, scatter: Stage, between: Lane, gather: Stage, rank: Index) -> Steps:
+    node, member, chunks = rank // local, rank % local, between.chunks
 
     def inside(i: Index) -> Index:
         return node * local + i
@@ -48,6 +49,6 @@ def _steps(local: int, between: Stage, chunks: int, rank: Index) -> Steps:
     def across(i: Index) -> Index:
         return i * local + member
 
-    yield from within(partial(direct.reduce_scatter, local), member, inside, size=chunks)
-    yield from within(between, node, across, first=member * chunks)
-    yield from within(partial(direct.allgather, local), member, inside, size=chunks)
+    yield from within(scatter, member, inside, size=chunks)
+    yield from within(between.stage, node, across, first=member * chunks)
+    yield from within(gather, member, inside, size=chunks)

@@ -231,6 +231,27 @@ def within(stage: Stage, member: Index, name: Callable[[Index], Index], size: in
     return (step.map(change) for step in stage(member))
 
 
+def folded(stage: Stage, p: int, q: int, chunks: int) -> Stage:
+    """An allreduce over p ranks from `stage`, which is one over q <= p <= 2q ranks, in a lane of so many chunks."""
+    return partial(_fold, stage, p - q, Interval(0, chunks)) if p > q else stage
+
+
+def _fold(stage: Stage, extra: int, whole: Interval, rank: Index) -> Steps:
+    paired = rank < 2 * extra
+    retired, active = paired & (rank % 2 == 0), paired & (rank % 2 == 1)
+    to_active, to_retired = where(retired, rank + 1, NOBODY), where(active, rank - 1, NOBODY)
+    yield single(Round(to_active, whole, to_retired, whole, add=True))
+    member = where(paired, rank // 2, rank - extra)
+    for step in within(stage, member, lambda m: where(m < extra, 2 * m + 1, m + extra)):
+        yield step.map(partial(_standing_by, retired))
+    yield single(Round(to_retired, whole, to_active, whole, add=False))
+
+
+def _standing_by(retired: Index, r: Round) -> Round:
+    to, come = where(retired, NOBODY, r.send_to), where(retired, NOBODY, r.receive_from)
+    return r._replace(send_to=to, receive_from=come)
+
+
 def _renamed(name: Callable[[Index], Index], r: Round) -> Round:
     """The same round between other ranks; NOBODY stays nobody."""
     return r._replace(

@@ -21,20 +21,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from collectives.schedule.model import (
-    NOBODY,
-    Index,
-    Interval,
-    Lane,
-    Round,
-    Schedule,
-    Stage,
-    Steps,
-    one,
-    single,
-    where,
-    within,
-)
+from collectives.schedule.model import Index, Lane, Round, Schedule, Steps, folded, one, single
 
 KINDS = ("allreduce",)
 
@@ -49,27 +36,6 @@ def allreduce(levels: int, rank: Index) -> Steps:
 def levels_of(p: int) -> int:
     """m of the largest 2^m that is at most p."""
     return p.bit_length() - 1
-
-
-def folded(stage: Stage, p: int, q: int, chunks: int) -> Stage:
-    """An allreduce over p ranks from `stage`, which is one over q <= p <= 2q ranks, in a lane of so many chunks."""
-    return partial(_fold, stage, p - q, Interval(0, chunks)) if p > q else stage
-
-
-def _fold(stage: Stage, extra: int, whole: Interval, rank: Index) -> Steps:
-    paired = rank < 2 * extra
-    retired, active = paired & (rank % 2 == 0), paired & (rank % 2 == 1)
-    to_active, to_retired = where(retired, rank + 1, NOBODY), where(active, rank - 1, NOBODY)
-    yield single(Round(to_active, whole, to_retired, whole, add=True))
-    member = where(paired, rank // 2, rank - extra)
-    for step in within(stage, member, lambda m: where(m < extra, 2 * m + 1, m + extra)):
-        yield step.map(partial(_standing_by, retired))
-    yield single(Round(to_retired, whole, to_active, whole, add=False))
-
-
-def _standing_by(retired: Index, r: Round) -> Round:
-    to, come = where(retired, NOBODY, r.send_to), where(retired, NOBODY, r.receive_from)
-    return r._replace(send_to=to, receive_from=come)
 
 
 def build(kind: str, p: int) -> Schedule:

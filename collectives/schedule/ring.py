@@ -26,7 +26,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from collectives.schedule import binomial
 from collectives.schedule.model import Index, Lane, Round, Schedule, Stage, Steps, one, series, single
 
 
@@ -46,16 +45,19 @@ def _shift(p: int, rank: Index, send: Index, receive: Index, add: bool) -> Round
     return Round((rank + 1) % p, one(send), (rank - 1) % p, one(receive), add)
 
 
-STAGES: dict[str, Callable[[int], Stage]] = {
-    "reduce_scatter": lambda p: partial(reduce_scatter, p),
-    "allgather": lambda p: partial(allgather, p),
-    "allreduce": lambda p: series(partial(reduce_scatter, p), partial(allgather, p)),
-    "broadcast": lambda p: series(partial(binomial.scatter, p), partial(allgather, p)),
-    "reduce": lambda p: series(partial(reduce_scatter, p), partial(binomial.gather, p)),
-}
-KINDS = tuple(STAGES)
+KINDS = ("reduce_scatter", "allgather", "allreduce", "broadcast", "reduce")
 
 
-def build(kind: str, p: int, root: int = 0) -> Schedule:
-    """allreduce, reduce_scatter, allgather, broadcast or reduce over a ring of p ranks."""
-    return Schedule(kind, "ring", p, (Lane(p, STAGES[kind](p)),), root)
+def build(kind: str, p: int, root: int = 0, tree: Callable[[int, Index], Steps] | None = None) -> Schedule:
+    """allreduce, reduce_scatter or allgather over a ring of p ranks; broadcast with the `tree` that scatters before it,
+    reduce with the one that gathers after it."""
+    stages: list[Stage] = []
+    if kind == "broadcast" and tree:
+        stages = [partial(tree, p)]
+    if kind in ("reduce_scatter", "allreduce", "reduce"):
+        stages.append(partial(reduce_scatter, p))
+    if kind in ("allgather", "allreduce", "broadcast"):
+        stages.append(partial(allgather, p))
+    if kind == "reduce" and tree:
+        stages.append(partial(tree, p))
+    return Schedule(kind, "ring", p, (Lane(p, series(*stages)),), root)

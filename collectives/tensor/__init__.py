@@ -9,7 +9,3 @@ Source: MXNET-MPI paper, section 6. Algorithms of an allreduce, by name:
 Other kinds go through one host vector. The worker's vectors are reduced where the kind reduces; where it does not, the
 first one is what the worker gives. All get the result.
 """
-
-from collectives.tensor.compile import Compiled, FlatRunner, Home, Runner, TensorCall, compile_tensor
-
-__all__ = ["Compiled", "FlatRunner", "Home", "Runner", "TensorCall", "compile_tensor"]

@@ -27,7 +27,7 @@ from collectives.call import REDUCING, ROOTED, Call, operation, scale, see_root
 from collectives.fabric.requests import Tags, receives, release, sends
 from collectives.schedule.model import NOBODY, Interval, RankStep, Schedule, extent
 from collectives.tensor import kernels
-from collectives.tensor.vectors import NO_MEMORY, HostVectors, Place, Ticket, Vectors, place, running, until
+from collectives.tensor.vectors import NO_MEMORY, HostVectors, Ticket, VectorPlace, Vectors, place, running, until
 
 FUSED_BYTES = 64 << 10
 """Between nodes, `auto` runs multi_ring on tensors from this size on; below, one message a rank and step is cheaper."""
@@ -116,8 +116,8 @@ def _listed(x: Any) -> list[Any]:
 def _call(
     home: Home,
     kind: str,
-    x: list[Place],
-    out: list[Place],
+    x: list[VectorPlace],
+    out: list[VectorPlace],
     op: str,
     algorithm: str,
     in_place: bool,
@@ -157,7 +157,7 @@ def _auto(home: Home, kind: str, nbytes: int) -> str:
     return "multi_ring" if kind == "allreduce" and nbytes >= FUSED_BYTES else "host_ring"
 
 
-def _see_devices(call: TensorCall, sources: list[Place], targets: list[Place]) -> None:
+def _see_devices(call: TensorCall, sources: list[VectorPlace], targets: list[VectorPlace]) -> None:
     """ValueError where a GPU is asked for what it cannot do."""
     on_gpu = {v.device is not None for v in [*sources, *targets]}
     if True not in on_gpu:
@@ -169,8 +169,8 @@ def _see_devices(call: TensorCall, sources: list[Place], targets: list[Place]) -
 def _make(
     home: Home,
     call: TensorCall,
-    sources: list[Place],
-    targets: list[Place],
+    sources: list[VectorPlace],
+    targets: list[VectorPlace],
     in_place: bool,
     flat_runner: FlatRunner,
     build_schedule: Callable[[Call], Schedule],
@@ -183,7 +183,7 @@ def _make(
     return Fused(tags.lanes.comm, call, build_schedule(call), vectors, tags)
 
 
-def _vectors(sources: list[Place], targets: list[Place], call: TensorCall) -> Vectors:
+def _vectors(sources: list[VectorPlace], targets: list[VectorPlace], call: TensorCall) -> Vectors:
     """The backend for where the vectors lie."""
     ufunc = np.add if call.operation is None else call.operation.ufunc
     if all(v.device is None for v in [*sources, *targets]):
@@ -195,14 +195,14 @@ def _vectors(sources: list[Place], targets: list[Place], call: TensorCall) -> Ve
 
 def _staged(
     home: Home, call: TensorCall, vectors: Vectors, in_place: bool, flat_runner: FlatRunner, tags: Tags
-) -> Staged:
+) -> StagedTensor:
     x_size, out_size = (call.n, call.n) if in_place else call.sizes(home.rank)
     x = vectors.host(x_size)
     out = x if in_place or call.kind not in ("reduce_scatter", "allgather") else vectors.host(out_size)
     inner = flat_runner(call.between(), _flat(x), _flat(out), tags)
     at_root = home.rank == call.root
     gives, takes = call.kind != "broadcast" or at_root, call.kind != "reduce" or at_root
-    return Staged(call, vectors, inner, x, out, gives, takes)
+    return StagedTensor(call, vectors, inner, x, out, gives, takes)
 
 
 def _flat(vector: Vector) -> Flat:
@@ -340,7 +340,7 @@ class Fused:
         return made
 
 
-class Staged:
+class StagedTensor:
     """Any plan between the workers: `inner` works from `x` to `out`, the same in place."""
 
     def __init__(self, call: Call, vectors: Vectors, inner: Runner, x: Vector, out: Vector, gives: bool, takes: bool):

@@ -39,7 +39,7 @@ from collectives.arrays import Flat, Vector
 from collectives.fabric import arena
 from collectives.schedule.model import cut
 from collectives.tensor import kernels
-from collectives.tensor.vectors import Place, Ticket
+from collectives.tensor.vectors import Ticket, VectorPlace
 
 PATIENCE = 10.0
 """Seconds that an operation which was broken off waits for its kernels. They wait for what the user has queued, and
@@ -51,7 +51,7 @@ _LEFT: list[list[Vector]] = []
 class CudaVectors:
     """Vectors of one worker, at least one of them on a GPU. `operation` is a NumPy ufunc's name, of `kernels`."""
 
-    def __init__(self, sources: Sequence[Place], targets: Sequence[Place], operation: str):
+    def __init__(self, sources: Sequence[VectorPlace], targets: Sequence[VectorPlace], operation: str):
         self.n, self.count, self.dtype = sources[0].n, len(sources), sources[0].dtype
         self._operation = operation
         devices = list(dict.fromkeys(p.device for p in [*sources, *targets] if p.device is not None))
@@ -120,7 +120,7 @@ def _kernel(operation: str, dtype: str, count: int) -> Any:
     return cp.RawKernel(kernels.source(operation, dtype, count), kernels.name(operation, dtype, count))
 
 
-def _on(place: Place) -> int:
+def _on(place: VectorPlace) -> int:
     assert place.device is not None
     return place.device
 

@@ -85,7 +85,7 @@ def running(vectors: Vectors) -> Iterator[None]:
 class HostVectors:
     """Vectors in host memory. Every method is finished when it returns. Arrays are held by address only."""
 
-    def __init__(self, sources: Sequence[Place], targets: Sequence[Place], ufunc: np.ufunc):
+    def __init__(self, sources: Sequence[VectorPlace], targets: Sequence[VectorPlace], ufunc: np.ufunc):
         self._sources, self._targets = [s.vector() for s in sources], [t.vector() for t in targets]
         self._ufunc = ufunc
         self.n, self.count, self.dtype = sources[0].n, len(sources), sources[0].dtype
@@ -119,7 +119,7 @@ _READ_ONLY = ("jax", "jaxlib")
 """Libraries whose arrays must not be written, though their interface does not say so."""
 
 
-class Place(NamedTuple):
+class VectorPlace(NamedTuple):
     """Where the n elements of a vector begin, and on which GPU; `device` None is host memory."""
 
     address: int
@@ -131,7 +131,7 @@ class Place(NamedTuple):
         """The address of an element."""
         return self.address + element * self.dtype.itemsize
 
-    def moved(self, address: int) -> Place:
+    def moved(self, address: int) -> VectorPlace:
         """The same elements elsewhere."""
         return self._replace(address=address)
 
@@ -140,14 +140,14 @@ class Place(NamedTuple):
         return Flat(self.address, self.n, self.dtype).vector()
 
 
-def place(x: Any, name: str, written: bool) -> Place:
+def place(x: Any, name: str, written: bool) -> VectorPlace:
     """Where a C-contiguous array of any shape lies; it must be writable if it is `written`.
 
     Takes NumPy's arrays, what has `__array_interface__` or DLPack on the host (torch), and what has
     `__cuda_array_interface__` (CuPy, torch, Numba). Local. TypeError or ValueError with what to do instead.
     """
     if not arrays.is_device(x):
-        return Place(*arrays.flat(arrays.host(x, name), name, written), None)
+        return VectorPlace(*arrays.flat(arrays.host(x, name), name, written), None)
     interface = x.__cuda_array_interface__
     shape, (address, read_only) = tuple(interface["shape"]), interface["data"]
     dtype, n = _dtype(x, interface["typestr"]), math.prod(shape)
@@ -156,8 +156,8 @@ def place(x: Any, name: str, written: bool) -> Place:
     if written and (read_only or _library(x) in _READ_ONLY):
         raise ValueError(f"{name} is read-only, and the result goes there: pass a writable array or out=")
     if n == 0:
-        return Place(0, 0, dtype, None)  # has no memory on any device
-    return Place(int(address), n, dtype, _device(x, int(address)))
+        return VectorPlace(0, 0, dtype, None)  # has no memory on any device
+    return VectorPlace(int(address), n, dtype, _device(x, int(address)))
 
 
 def _contiguous(shape: tuple[int, ...], strides: tuple[int, ...] | None, itemsize: int) -> bool:

@@ -18,6 +18,7 @@ import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
@@ -25,9 +26,10 @@ from mpi4py import MPI
 
 from collectives import files
 from collectives.errors import CollectiveError, warn
-from collectives.schedule import catalog
 from collectives.schedule.model import KINDS
 
+See: TypeAlias = "Callable[[str, str], None]"
+"""ValueError where no algorithm of the second name serves the kind of the first."""
 EVERYTHING = 1 << 62
 WAYS = "slots", "stages", "cross_memory", "direct"
 """Of an allreduce on one node."""
@@ -135,19 +137,19 @@ def path() -> Path:
     return Path(caches) / "mpips" / "collectives.json"
 
 
-def load() -> Table:
-    """Return the user's table, or the shipped one where `tune` has not run; CollectiveError where the file is
-    spoilt."""
+def load(see: See) -> Table:
+    """Return the user's table, or the shipped one where `tune` has not run; CollectiveError where the file is spoilt.
+    `see` is `schedule.catalog.see_named`."""
     file = path()
     try:
-        return _checked(msgspec.json.decode(file.read_bytes(), type=Table))
+        return _checked(msgspec.json.decode(file.read_bytes(), type=Table), see)
     except (FileNotFoundError, NotADirectoryError):
         return Table()
     except (msgspec.MsgspecError, ValueError, RecursionError, OSError) as error:
         raise CollectiveError(f"cannot read {file}: {error}; delete it, or make another with `mpips tune`") from error
 
 
-def _checked(table: Table) -> Table:
+def _checked(table: Table, see: See) -> Table:
     """Return the same; ValueError where an entry is none that `tune` writes."""
     for ranks, limit in (*((ranks, slots.always) for ranks, slots in table.slots.items()), *table.cross_memory.items()):
         if ranks < 1 or not 0 <= limit <= EVERYTHING:
@@ -167,14 +169,14 @@ def _checked(table: Table) -> Table:
         if not ranges or ranges[-1].most < EVERYTHING:
             raise ValueError(f"{key} has no algorithm for long vectors")
         for each in ranges:
-            catalog.see_named(kind, each.algorithm)
+            see(kind, each.algorithm)
     return table
 
 
-def usable() -> Table:
+def usable(see: See) -> Table:
     """Return the user's table; where its file is spoilt, a RuntimeWarning and the shipped one: nobody needs a cache."""
     try:
-        return load()
+        return load(see)
     except CollectiveError as error:
         warn(f"{error}; the shipped table serves")
         return Table()
@@ -208,7 +210,7 @@ def _unwritable(file: Path, error: OSError) -> CollectiveError:
     return CollectiveError(f"cannot write {file}: {error.strerror}; set XDG_CACHE_HOME to a folder that can be written")
 
 
-def shared(comm: MPI.Comm, read: Callable[[], Table] = usable) -> Table:
+def shared(comm: MPI.Comm, read: Callable[[], Table]) -> Table:
     """Rank 0's table, as `read` there gives it, on every rank, or its CollectiveError. Collective, blocking."""
     message = b""
     if comm.rank == 0:

@@ -29,6 +29,7 @@ from collectives.fabric.arena import empty
 from collectives.plan import Plan
 from collectives.plan import plan as compiled
 from collectives.schedule import catalog
+from collectives.schedule.catalog import see_named
 from collectives.schedule.model import KINDS, cut
 from collectives.simulator.cost import fit
 from collectives.terminal import RankedCommand, Seconds, console, show_progress
@@ -98,7 +99,7 @@ def _known(dry_run: bool) -> Table:
     if not dry_run:
         table.see_writable()
     try:
-        return table.load()
+        return table.load(see_named)
     except CollectiveError as error:
         click.echo(f"note: {table.path()} is spoilt ({error.__cause__}); starting from the shipped table", err=True)
         return Table()

@@ -22,12 +22,13 @@ from collectives.schedule.model import (
     Schedule,
     Stage,
     Steps,
+    folded,
     series,
     single,
     where,
     within,
 )
-from collectives.schedule.recursive_doubling import folded, levels_of
+from collectives.schedule.recursive_doubling import levels_of
 
 FOLDS = ("halves", "whole")
 

@@ -18,7 +18,8 @@ from mpi4py import MPI
 
 from collectives.communicator import Communicator, communicator
 from collectives.errors import CollectiveError
-from collectives.fabric.failure import CLOSED, DEPARTURES, failed
+from collectives.fabric.failure import failed
+from collectives.fabric.layout import CLOSED, DEPARTURES
 from collectives.fabric.requests import sweep
 from collectives.fabric.tasks import Task
 from collectives.fabric.wait import (

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from collectives.errors import CollectiveError, warn
 from collectives.fabric import arena
 from collectives.fabric.arena import Region
-from collectives.fabric.failure import Peers
+from collectives.fabric.board import Peers
 from collectives.fabric.layout import ORDERED_STORES
 from collectives.fabric.requests import keep, send
 from mpips.store.roles import Layout

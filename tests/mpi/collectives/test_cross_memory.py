@@ -13,7 +13,7 @@ import pytest
 import collectives
 from collectives.communicator import communicator
 from collectives.fabric import process_memory
-from collectives.node import direct
+from collectives.node import program
 from collectives.tuner import tune as command
 from tests.mpi.collectives.support import KINDS, RANK, WORLD, P, block, fresh, make, sentence, started, still_works
 from tests.mpi.sizes import either_mpi, only_on
@@ -26,7 +26,7 @@ OPS = {"sum": np.add, "max": np.maximum}
 @pytest.fixture
 def forced(monkeypatch):
     """forced(way): a communicator on which all ordinary arrays go that way, in blocks of 1 KiB."""
-    monkeypatch.setattr(direct, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(program, "BLOCK_BYTES", BLOCK)
     made = []
 
     def opened(way):

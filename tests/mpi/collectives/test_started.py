@@ -49,6 +49,27 @@ def test_a_started_call_that_nobody_waits_for_keeps_its_arrays(one_shot):
     comm.Free()
 
 
+@pytest.mark.parametrize("n", [50, 100_000])
+@pytest.mark.parametrize("nodes", NODES)
+def test_plans_that_were_started_are_carried_out_in_turn(nodes, n):
+    """Others are made, and run, meanwhile; then short ways are taken again."""
+    with fresh(nodes) as comm:
+        few = np.ones(1)
+        short = collectives.plan("allreduce", few, comm)
+        short(), short()
+        xs = [np.full(n, float(number + comm.rank)) for number in range(5)]
+        plans = [collectives.plan("allreduce", x, comm) for x in xs]
+        for plan in plans:
+            plan.start()
+        short()
+        last = collectives.plan("allreduce", np.ones(n), comm)
+        for plan in reversed(plans):
+            plan.wait()
+        short()
+        assert (last() == comm.size).all() and few[0] == comm.size**4
+        assert all((x == sum(number + rank for rank in range(comm.size))).all() for number, x in enumerate(xs))
+
+
 @pytest.mark.mpi(min_size=2)
 def test_what_was_started_beside_a_call_that_failed_hears_so_at_once():
     with fresh("one node") as comm:

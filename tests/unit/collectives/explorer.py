@@ -28,7 +28,7 @@ from unittest import mock
 import numpy as np
 from greenlet import GreenletExit, getcurrent, greenlet
 
-from collectives.fabric import board, failure, wait
+from collectives.fabric import board, layout, wait
 from collectives.node import executor
 
 FREED = "freed"
@@ -194,7 +194,7 @@ class World:
         rows = [tuple(self.row((name, parity)) for parity in (0, 1)) for name in ("entry", "progress")]
         return SimpleNamespace(
             rank=self.rank, size=self.size, rows=rows, fence=None, crowded=False, reachable=True, poison_fd=self.rank,
-            pids=[0] * self.size, poison=np.zeros(failure.POISON_BYTES, np.uint8),
+            pids=[0] * self.size, poison=np.zeros(layout.POISON_BYTES, np.uint8),
             words=[[0] * 8 for _ in range(self.size)],
             descriptors=[Bytes(self, ("descriptor", rank), rank) for rank in range(self.size)],
         )  # fmt: skip
@@ -597,7 +597,7 @@ def _give_way() -> None:
 
 def _flock(fd: int, how: int) -> None:
     world = _now()
-    kind = ACQUIRE if how == failure.fcntl.LOCK_EX else RELEASE
+    kind = ACQUIRE if how == board.fcntl.LOCK_EX else RELEASE
     world.access(kind, (world.layout.place("lock"),))
 
 
@@ -612,6 +612,6 @@ def hooked() -> Iterator[None]:
         mock.patch.object(board, "drive", partial(wait.drive, spins=0)),
         mock.patch.object(wait, "time", SimpleNamespace(sleep=lambda seconds: _now().pause("drive"), **clock)),
         mock.patch.object(wait, "os", SimpleNamespace(sched_yield=lambda: _now().pause("drive"))),
-        mock.patch.object(failure, "fcntl", SimpleNamespace(flock=_flock, LOCK_EX=2, LOCK_UN=8)),
+        mock.patch.object(board, "fcntl", SimpleNamespace(flock=_flock, LOCK_EX=2, LOCK_UN=8)),
     ):
         yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,9 +10,8 @@ from mpi4py import MPI
 
 import collectives
 from collectives import CollectiveError
-from collectives.communicator import Communicator, communicator
+from collectives.communicator import communicator
 from collectives.fabric.layout import LEFT
-from tests.unit.collectives import node
 
 
 def test_the_end_of_a_forked_child_is_not_the_end_of_its_rank():
@@ -28,20 +26,6 @@ def test_the_end_of_a_forked_child_is_not_the_end_of_its_rank():
     home.leave()
     assert home.board.memory.words[0][LEFT] == 1
     comm.Free()
-
-
-@pytest.mark.parametrize("entered", [False, True])
-def test_a_rank_that_only_tests_hears_that_a_program_has_ended_which_it_needs(entered):
-    boards = node.boards(2)
-    home = SimpleNamespace(board=boards[0], control=None, generation=boards[0])
-    for board in boards[: 1 + entered]:
-        board.enter(1)
-    boards[1].leave()
-    if entered:
-        Communicator.hear(home, 1.0)
-        return
-    with pytest.raises(CollectiveError, match="rank 1 is needed, and its program has ended"):
-        Communicator.hear(home, 1.0)
 
 
 def test_an_error_ends_it_and_renew_begins_another():

@@ -12,9 +12,9 @@ from collectives.fabric.layout import (
     DESCRIPTORS,
     LAST_TOKEN,
     TEXT_BYTES,
+    ArrayPlace,
     Descriptor,
     Descriptors,
-    Place,
     disagreement,
 )
 
@@ -31,7 +31,7 @@ def attach(place):
 
 
 def test_a_card_is_read_as_it_was_put(ranks):
-    places = ((Place(1, 2, 3, 4, 5, 1 << 63), Place(address=7)),)
+    places = ((ArrayPlace(1, 2, 3, 4, 5, 1 << 63), ArrayPlace(address=7)),)
     token = ranks[0].publish(Descriptor("reduce of 3 bytes äöü", places))
     read = ranks[1].read(0, token, attach)
     assert read.places == places and read.text == "reduce of 3 bytes äöü"
@@ -39,9 +39,9 @@ def test_a_card_is_read_as_it_was_put(ranks):
 
 
 def test_the_places_of_many_arrays_lie_elsewhere(ranks):
-    pairs = tuple((Place(1, 2, 3, at, 8), Place()) for at in range(5))
+    pairs = tuple((ArrayPlace(1, 2, 3, at, 8), ArrayPlace()) for at in range(5))
     many = np.array(pairs, np.int64)
-    token = ranks[0].publish(Descriptor("many", pairs), many, Place(9, 9, 9, 9, many.nbytes))
+    token = ranks[0].publish(Descriptor("many", pairs), many, ArrayPlace(9, 9, 9, 9, many.nbytes))
     found = ranks[1].read(0, token, lambda place: many.reshape(-1).view(np.uint8) if place.pid == 9 else None)
     assert found.places == pairs
 

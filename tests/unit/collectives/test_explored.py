@@ -1,6 +1,6 @@
 """The board's protocol (publish, meet, take, poison), in every interleaving of two and three ranks.
 
-The real code runs: board, poison, descriptors, executor with its short ways, and how a communicator fails. Vectors
+The real code runs: board, poison, descriptors, executor with its short ways, and how a generation ends. Vectors
 and arrays are words; an array is touched by the other ranks, and freed when its rank is done or has failed. CASES
 says what is covered: two operations, the first of which may bind, a rank that brings another array to the second,
 numbers that wrap, an interrupt of one or of both ranks before each access, stores that a processor holds back. Two
@@ -19,10 +19,9 @@ import pytest
 from greenlet import GreenletExit
 
 from collectives import CollectiveError
-from collectives.communicator import Communicator
-from collectives.fabric.board import Board
-from collectives.fabric.failure import Poison
-from collectives.fabric.layout import Place
+from collectives.errors import given_up
+from collectives.fabric.board import Board, Ending, Poison
+from collectives.fabric.layout import ArrayPlace
 from collectives.node.executor import MET, SHARED, SLOTS, Executor, _Bound, _sum_of_scalars
 from collectives.node.program import NOTHING, Phase, Program, Scalars, Turns
 from tests.unit.collectives import explorer
@@ -71,8 +70,8 @@ class Slots(Executor):
     def _mode(self, part: Any) -> int:
         return SLOTS
 
-    def _places(self, part: Any, mode: int) -> tuple[Place, Place]:
-        return Place(), Place()
+    def _places(self, part: Any, mode: int) -> tuple[ArrayPlace, ArrayPlace]:
+        return ArrayPlace(), ArrayPlace()
 
     def _brought(self) -> Turns:
         rank = self.world.rank
@@ -115,8 +114,8 @@ class Touching(Slots):
     def _mode(self, part: Any) -> int:
         return SHARED
 
-    def _places(self, part: Any, mode: int) -> tuple[Place, Place]:
-        return Place(1), Place(1)
+    def _places(self, part: Any, mode: int) -> tuple[ArrayPlace, ArrayPlace]:
+        return ArrayPlace(1), ArrayPlace(1)
 
     def _brought(self) -> Turns:
         return NOTHING
@@ -140,11 +139,10 @@ def program(kind: type[Slots], *, bound: bool = False, operations: int = 2, make
     already. `first`: the number of the operation before. `anew`: rank 0 brings another array to each."""
 
     def run(world: World) -> Any:
-        home: Any = object.__new__(Communicator)
-        home.__dict__.update(rank=world.rank, names=range(9), control=None, over=None, started=[], _kept=[], open=True)
         if first:
             follow(world, first)
-        board = home.board = make(world)
+        board = make(world)
+        ending = Ending(lambda told: board.end(told, str(told)))
         calls = [made(world, kind, board, bound)]
         results: list[Any] = []
         try:
@@ -160,9 +158,11 @@ def program(kind: type[Slots], *, bound: bool = False, operations: int = 2, make
         except GreenletExit:
             raise
         except BaseException as error:
-            ended(home, error)
+            with contextlib.suppress(KeyboardInterrupt):
+                ending.end(given_up(world.rank, TEXT, error))
+            assert ending.over is not None
         calls[-1].free()
-        return tuple(results), str(home.over) if home.over else None
+        return tuple(results), str(ending.over) if ending.over else None
 
     return run
 
@@ -190,13 +190,6 @@ def bind(call: Any, board: Board) -> None:
     call._tokens = (1,) * size
     call._program = call._compile(0, [])
     call.fast = call._fast(call._tokens)
-
-
-def ended(home: Any, error: BaseException) -> None:
-    try:
-        home.fail(TEXT, error)
-    except KeyboardInterrupt:
-        assert home.over is not None
 
 
 def sound(size: int, interrupted: bool, operations: int = 2) -> Callable[[tuple[Any, ...]], None]:

@@ -1,4 +1,4 @@
-"""The end of a generation, between real processes: `collectives.fabric.failure`."""
+"""The end of a generation, between real processes: `collectives.fabric.board`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from collectives import CollectiveError, MismatchError, StallError
-from collectives.fabric.failure import POISON_BYTES, Peers, Poison
+from collectives.fabric.board import Peers, Poison
+from collectives.fabric.layout import POISON_BYTES
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from collectives import CollectiveError
 from collectives.call import Call, operation
+from collectives.schedule.catalog import see_named
 from collectives.schedule.model import KINDS
 from collectives.simulator.simulate import predict_seconds
 from collectives.tuner import table
@@ -29,11 +30,11 @@ def call(algorithm, n=1000, p=4, kind="allreduce"):
 
 
 def test_shipped_until_kept():
-    assert table.load() == Table()
+    assert table.load(see_named) == Table()
     between = {"allreduce 2x4": (Range(EVERYTHING, "ring"),)}
     mine = Table(slots={6: Slots(1, 2)}, cross_memory={6: 3}, between=between, near=Line(1e-6, 1e-9))
     table.save(mine)
-    assert table.load() == mine
+    assert table.load(see_named) == mine
 
 
 def of_allreduce(*ranges):
@@ -55,22 +56,22 @@ def test_a_spoilt_file_is_told(text):
     table.path().parent.mkdir(parents=True)
     table.path().write_text(text)
     with pytest.raises(CollectiveError, match="mpips tune"):
-        table.load()
+        table.load(see_named)
     with pytest.warns(RuntimeWarning, match=f"cannot read {table.path()}: .*; the shipped table serves") as told:
-        assert table.usable() == Table()
+        assert table.usable(see_named) == Table()
     assert told[0].filename == __file__
 
 
 def test_a_table_that_cannot_be_reached_is_told():
     table.path().mkdir(parents=True)
     with pytest.warns(RuntimeWarning, match="mpips tune"):
-        assert table.usable() == Table()
+        assert table.usable(see_named) == Table()
 
 
 def test_a_cache_that_is_no_folder_has_no_table(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert table.load() == Table()
+    assert table.load(see_named) == Table()
 
 
 @pytest.mark.parametrize("words, kept", [([], True), (["--dry-run"], False)])
@@ -82,7 +83,7 @@ def test_tune_makes_a_spoilt_table_anew(words, kept):
     assert done.exit_code == 0, done.output
     assert f"{table.path()} is spoilt" in done.output
     if kept:
-        assert table.load() == Table()
+        assert table.load(see_named) == Table()
     else:
         assert table.path().read_text() == "{"
 

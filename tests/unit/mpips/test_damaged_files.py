@@ -14,6 +14,7 @@ import mpips
 from collectives import CollectiveError
 from collectives.call import Call, operation
 from collectives.schedule import catalog
+from collectives.schedule.catalog import see_named
 from collectives.simulator.simulate import predict_seconds
 from collectives.tuner import table
 from collectives.tuner.table import EVERYTHING, Range, Slots
@@ -184,14 +185,14 @@ def see_table(path):
     """A spoilt table is left aside with a warning, and whatever is taken answers for every call."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        usable = table.usable()
+        usable = table.usable(see_named)
     for ranks in (1, 2, 3, 4):
         assert 0 <= usable.slot_limits(ranks, False).always <= usable.slot_limits(ranks, False).ordinary
         for nbytes in (0, 1000, 1 << 40):
             catalog.see_named("allreduce", usable.best_between("allreduce", 2, ranks, nbytes))
     for way in ("slots", "direct"):
         assert predict_seconds(usable, Call("allreduce", 9, np.dtype("f4"), SUM, 0, "shared_memory", 4), 1, way) >= 0
-    table.load()
+    table.load(see_named)
 
 
 JSON_FILES = {
