@@ -8,6 +8,12 @@
     6 rebuild                   `Member.rebuild`: lines, keys and units of the new generation
     7 begin the generation      all agree that all have come through; else all is put back, and tried again
 
+A dead server's shard comes back like this. All ranks of its node have its memory mapped, and a ledger in it says what
+lies where (`memory`). In step 2 the lowest rank that is left on the node says what the dead server had, and at which
+rounds. In step 4 the plan names that rank as the holder of these units, and cuts them for the servers of now. In step 5
+a server that has the memory mapped copies them; to another one the holder sends them. Where the whole node is lost, the
+copies of its mirror take their place (`mirror`). Without servers each worker has all, and gives it (`ReplicaPlan`).
+
 A process may die at any moment, also while the others make new communicators, which blocks in MPI. So a thread watches
 (`collectives.fabric.failure.Making`), and at the end all agree, uniformly, whether everybody has come through.
 """
