@@ -1,13 +1,11 @@
 """Checkpoints: what a store holds, of any number of servers and clients, into any other; while training goes on.
 
     python -m tests.mpi.mpips.test_checkpoints kills [COUNT]        killed while it saves, so many times
-    mpirun -n P python -m tests.mpi.mpips.test_checkpoints slower   how much slower training is beside a save
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +13,6 @@ import tempfile
 import time
 from io import BytesIO
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 import pytest
@@ -403,53 +400,8 @@ def _argv(ranks: int, *words: str) -> list[str]:
     return build(find(python=sys.executable), Job(ranks, (sys.executable, "-m", MODULE, *words)), this_machine())
 
 
-def slower(kind: str = "dist_sync", servers: int = 1, nbytes: int = 64 << 20) -> None:
-    """One rank of a job: milliseconds of a step by itself and beside a save of so many bytes, and its momentum."""
-    kv = mpips.create(kind, servers=servers)
-    n = nbytes // 4 // 16
-    names = [f"w{i}" for i in range(16)]
-    grads = [np.ones(n, np.float32) for _ in names]
-    outs = [np.empty(n, np.float32) for _ in names]
-    kv.init(names, grads)
-    kv.set_optimizer("sgd", learning_rate=1e-6, momentum=0.9)
-    work = np.ones((600, 600))
-
-    def step() -> float:
-        begun = time.perf_counter()
-        for _ in range(10):
-            work @ work
-        kv.pushpull(names, grads, outs)
-        return 1e3 * (time.perf_counter() - begun)
-
-    folder = workers(servers).bcast(tempfile.mkdtemp() if kv.rank == 0 else None)
-    for _ in range(5):
-        step()
-    for turn in range(8):
-        alone = [step() for _ in range(20)]
-        begun = time.perf_counter()
-        saving = kv.save(f"{folder}/x", wait=False)
-        stopped = time.perf_counter() - begun
-        beside = []
-        over = False
-        while not over:
-            beside.append(step())
-            over = bool(workers(servers).bcast(saving.test() if kv.rank == 0 else None))
-        seconds = time.perf_counter() - begun
-        saving.wait()
-        if kv.rank == 0:
-            ratio = sum(beside) / len(beside) / (sum(alone) / len(alone))
-            print(
-                f"{turn}: {median(alone):.1f} ms a step alone, {median(beside):.1f} beside a save, {len(beside)} "
-                f"steps, mean {ratio:.3f} times; the save took {seconds:.2f} s and stopped all for "
-                f"{1e3 * stopped:.1f} ms",
-                flush=True,
-            )
-    if kv.rank == 0:
-        shutil.rmtree(folder)
-
-
 if __name__ == "__main__":
     if sys.argv[1] == "kills":
         wanted = int(sys.argv[2]) if len(sys.argv) > 2 else 50
         sys.exit(killed(wanted) != wanted)
-    {"saves": saves, "loads": loads, "slower": slower}[sys.argv[1]](*sys.argv[2:3])
+    {"saves": saves, "loads": loads}[sys.argv[1]](*sys.argv[2:3])

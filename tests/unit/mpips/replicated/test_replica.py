@@ -1,15 +1,14 @@
-"""What a worker keeps of a key: sums become the value or update it, and what breaks off is torn."""
+"""What a worker keeps of a key that rounds alone do not show, and of all keys: optimizers and compression."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from mpips import RowSparse, optimizers
-from mpips.store.keys.key import Key
-from mpips.store.replicated.fast import take_from
+from mpips import compression, optimizers
+from mpips.store.keys.key import Key, label
 from mpips.store.replicated.replica import Replica
-from mpips.store.replicated.store import CopiedSnapshot
+from mpips.store.replicated.replicas import ReplicaSettings
 
 
 def replica(optimizer: optimizers.Optimizer | None = None, shape: tuple[int, ...] = (4,)) -> Replica:
@@ -21,72 +20,11 @@ def sgd(**numbers: float) -> optimizers.Optimizer:
     return optimizers.create("sgd", **{"learning_rate": 0.5, **numbers})
 
 
-def test_a_sum_in_room_becomes_the_value_without_a_copy():
-    one = replica()
-    for turn in (1, 2, 3):
-        total = one.room()
-        total[...] = turn
-        one.take(total)
-        assert one.value is total and one.key.round == turn and (one.value == turn).all()
-
-
-def test_a_sum_elsewhere_is_copied():
-    one, total = replica(), np.full(4, 7, np.float32)
-    one.take(total)
-    total[...] = 0
-    assert (one.value == 7).all() and one.key.round == 1
-
-
-def test_an_optimizer_updates():
-    one = replica(sgd(momentum=0.9))
-    for _ in range(2):
-        one.prepare()
-        one.take(np.ones(4, np.float32))
-    assert np.allclose(one.value, -0.5 - 0.5 * 1.9) and one.step == 2 and one.key.round == 2
-
-
-def test_the_caller_gets_what_is_stored_after_the_update():
-    one, out = replica(sgd()), np.full((2, 2), 3, np.float32)
-    one.prepare()
-    take_from([one], [out], None)
-    assert (out == -1.5).all() and (one.value == -1.5).all()
-
-
-def test_rows_that_nobody_pushed_stay():
-    one = replica(sgd(), (3, 2))
-    one.prepare()
-    one.take_rows(RowSparse(np.array([1]), np.ones((1, 2), np.float32), (3, 2)))
-    assert one.value.tolist() == [0, 0, -0.5, -0.5, 0, 0] and one.step == 1
-
-
-def test_without_an_optimizer_rows_that_nobody_pushed_become_zero():
-    one = replica(None, (3, 2))
-    one.value[...] = 9
-    one.take_rows(RowSparse(np.array([1]), np.ones((1, 2), np.float32), (3, 2)))
-    assert one.value.tolist() == [0, 0, 1, 1, 0, 0]
-
-
 def test_an_optimizer_that_does_not_do_is_told_before_anything_changes():
     one = Replica(Key("n", (2,), np.dtype(np.int64)), np.zeros(2, np.int64), sgd(), np.empty)
     with pytest.raises(TypeError, match="float"):
         one.prepare()
     assert not one.updating and one.key.round == 0
-
-
-def test_an_update_that_breaks_off_leaves_it_torn():
-    class Broken:
-        def init(self, weights: np.ndarray) -> list[np.ndarray]:
-            return []
-
-        def update(self, weights: np.ndarray, gradient: np.ndarray, state: optimizers.State, step: int) -> None:
-            weights[:2] = 5
-            raise KeyboardInterrupt
-
-    one = replica(Broken())
-    one.prepare()
-    with pytest.raises(KeyboardInterrupt):
-        one.take(np.ones(4, np.float32))
-    assert one.updating and one.now().round == 0
 
 
 def test_it_becomes_another_workers():
@@ -109,19 +47,6 @@ def test_state_that_does_not_fit_is_refused_and_nothing_has_changed():
     assert one.step == 3 and (one.state[0] == 1).all()
     one.put_state(0, [])
     assert one.step == 0 and one.state is None
-
-
-def test_a_snapshot_stays_as_it_was():
-    one = replica(sgd(momentum=0.9))
-    one.prepare()
-    one.take(np.ones(4, np.float32))
-    frozen = CopiedSnapshot([one])
-    one.take(np.ones(4, np.float32))
-    assert frozen.records["w"] == (1, 1, ("float32",))
-    read = frozen.read(one.key, -1, 1, 3)
-    with pytest.raises(StopIteration) as over:
-        next(read)
-    assert over.value.value.tolist() == [-0.5, -0.5]
 
 
 def spread(workers: int = 2, size: int = 5) -> list[Replica]:
@@ -183,3 +108,40 @@ def test_who_gives_a_spread_value_gives_all_of_it():
     giver.updating = taker.updating = False
     give_blocks(workers, np.full(5, 7, np.float32))
     assert all((one.value == 7).all() for one in workers)
+
+
+# ---- optimizers and compression
+
+
+def test_they_are_taken_over_whole():
+    mine, other = ReplicaSettings(), ReplicaSettings()
+    mine.set_optimizer(optimizers.create("sgd", learning_rate=0.5), None)
+    mine.set_optimizer(optimizers.create("adam"), ["w", 3])
+    mine.update_optimizer({"learning_rate": 0.25}, ["w"])
+    mine.set_compression(compression.create({"type": "2bit", "threshold": 0.5}))
+    other.take(mine.encode(), mine.changes)
+    assert (other.groups.default, other.groups.own) == (mine.groups.default, mine.groups.own)
+    assert other.residuals.compressor == mine.residuals.compressor and other.changes == 4
+
+
+def test_residuals_stay_where_the_compressor_is_the_same():
+    mine = ReplicaSettings()
+    mine.set_compression(compression.create({"type": "fp16"}))
+    kept = mine.residuals
+    kept.put("w", np.ones(3), np.dtype(np.float32))
+    mine.take(mine.encode(), 7)
+    assert mine.residuals is kept and kept.get("w")[0] == 1
+
+
+def test_a_key_made_anew_has_the_default():
+    mine = ReplicaSettings()
+    mine.set_optimizer(optimizers.create("adam"), ["w"])
+    mine.forget(["w"])
+    assert mine.groups.of("w") is None
+
+
+def test_labels_tell_lists_apart_that_look_alike():
+    assert label("push", ["w"]) == "push of key 'w'" and label("push", [1, 2]) == "push of keys 1, 2"
+    many = list("abcdefgh")
+    assert label("push", many).startswith("push of keys 'a', 'b', 'c', 'd', ... (8 in all")
+    assert label("push", many) != label("push", [*many[:-1], "i"])
