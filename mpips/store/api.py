@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Self
@@ -243,8 +242,6 @@ class KVStore(Uncopied):
 
 
 STORE = "the store"
-NEEDS_SECONDS = 0.1
-"""Between two looks of a worker that waits long at whether what it waits for can come."""
 
 
 class Generations:
@@ -254,8 +251,8 @@ class Generations:
     """
 
     def __init__(self, store: Settings, member: Member[Recovered], closed: Step) -> None:
-        self._store, self._member, self._closed, self._due = store, member, closed, 0.0
-        store.generation.checks.append(self._check_needs)
+        self._store, self._member, self._closed = store, member, closed
+        store.generation.checks.append(self._check_closing)
         at_exit(self._exit)
 
     def recover(self, grow: bool = False) -> Rounds:
@@ -365,18 +362,11 @@ class Generations:
             if not store.layout.changed:  # nobody has died: who makes more pushes is not to wait for this worker
                 return ()
 
-    def _check_needs(self) -> None:
-        """CollectiveError where what this worker waits for cannot come any more."""
-        if (now := time.monotonic()) < self._due:
-            return
-        self._due = now + NEEDS_SECONDS
-        self._store.check_waits()
-        if self._store.layout.survives or self._store.regular is not None:
-            self._see_closing()
-
-    def _see_closing(self) -> None:
+    def _check_closing(self) -> None:
         """CollectiveError where a worker closes the store whose next push this one waits for."""
         store = self._store
+        if not (store.layout.survives or store.regular is not None):
+            return
         ahead = store.layout.options.staleness if store.layout.asynchronous else 0
         now = () if store.regular is None or store.layout.num_servers else store.regular.pushing
         pushing = now if isinstance(now, (list, tuple)) else (now,)

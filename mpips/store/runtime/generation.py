@@ -38,8 +38,8 @@ from mpips.store.runtime.rendezvous import LAST_WORD_SECONDS, LeftRanks, Room, W
 CLOSING_SECONDS = 5.0
 """How long a rank that closes waits for the others once the generation is over."""
 FREEING_SECONDS = 1.0
-LONG_SECONDS = 0.2
-"""A wait after which more is looked at than whether the generation has ended."""
+LONG_SECONDS, CHECK_SECONDS = 0.2, 0.1
+"""A wait after which more is looked at than whether the generation has ended, and how often."""
 SUCCESSION_TAG = 4
 WOULD, GOES, LEAVES = b"would go on", b"goes on", b"leaves"
 NEVER = Limits(math.inf, 0.0)
@@ -61,7 +61,10 @@ class Generation:
         nobody reads arrays that it has lent, and that what others count on is there."""
         self.checks: list[Callable[[], None]] = []
         """Each raises CollectiveError where what this rank waits for cannot come any more. Made in long waits."""
-        self.describe_wait: Callable[[str], bytes] = lambda what: b""
+        self._checked = 0.0
+        """time.monotonic() of the last checks."""
+        self.undescribed = ""
+        """The call in which this worker waits in a meeting, while it has not said to the others what it stands at."""
         """What this worker says to the others when it waits for them in a meeting for long; b"": nothing yet."""
         self.inside = False
         """Whether this rank looks from within a blocking collective of a smaller communicator."""
@@ -109,7 +112,8 @@ class Generation:
             with self._hearing:
                 try:
                     self._home.listen(waited)
-                    if waited > LONG_SECONDS:
+                    if waited > LONG_SECONDS and (now := time.monotonic()) > self._checked + CHECK_SECONDS:
+                        self._checked = now
                         for check in self.checks:
                             check()
                 except CollectiveError as error:
@@ -196,7 +200,8 @@ class Generation:
         limit.
         """
         room = self._room(everybody)
-        return room.exchange(payload, what, self._watch(room, what))
+        with self._in_meeting(room, what):
+            return room.exchange(payload, what, self._watch(room, what))
 
     def meeting(self, payload: bytes, what: str) -> Task[list[bytes]]:
         """Meet the workers in a task: what else is under way goes on. Others may need it before they come."""
@@ -207,22 +212,30 @@ class Generation:
         room.begin(payload)
         self._meeting = True  # who runs the task does not look at the generation, the meeting does
         try:
-            while room.missing():
-                if (now := time.monotonic()) >= due:
-                    due = now + LOOK_SECONDS
-                    watch.look(now - begun)
-                    see_in_time(what, now - begun, watch)
-                yield False
+            with self._in_meeting(room, what):
+                while room.missing():
+                    if (now := time.monotonic()) >= due:
+                        due = now + LOOK_SECONDS
+                        watch.look(now - begun)
+                        see_in_time(what, now - begun, watch)
+                    yield False
         finally:
             self._meeting = False
         return room.end()
 
+    @contextmanager
+    def _in_meeting(self, room: Room, what: str) -> Iterator[None]:
+        before, self.undescribed = self.undescribed, what if room is self._workers else ""
+        try:
+            yield
+        finally:
+            self.undescribed = before
+
     def _watch(self, room: Room, what: str) -> Watch:
         """Return how this rank waits in a room: it looks at the generation, and sees who comes no more."""
-        presence, described = LeftRanks(what), False
+        presence = LeftRanks(what)
 
         def look(waited: float) -> None:
-            nonlocal described
             try:
                 self._look(waited)
             except StoreError:
@@ -234,9 +247,6 @@ class Generation:
                     time.sleep(LOOK_SECONDS)
                 return
             presence.see(room.missing(), self.gone())
-            if waited > LONG_SECONDS and not described and room is self._workers and (word := self.describe_wait(what)):
-                described = True
-                room.describe_wait(word)
 
         return Watch(self.limits, look, room.missing, self._nap_after)
 
@@ -246,6 +256,12 @@ class Generation:
         assert self._workers is not None
         self._workers.missing()
         return self._workers.last_words()
+
+    def describe_wait(self, word: bytes) -> None:
+        """Say to the other workers, which this one waits for in a meeting, what it stands at. Does not block."""
+        assert self._workers is not None
+        self._workers.describe_wait(word)
+        self.undescribed = ""
 
     def waits_elsewhere(self) -> dict[int, bytes]:
         """Return what each worker says that waits in a meeting to which this one has not come. Does not block."""

@@ -44,7 +44,7 @@ class Settings:
         self.layout, self.backend, self.generation = layout, backend, generation
         self.engine = Engine(generation, level >= MPI.THREAD_SERIALIZED)
         generation.on_end.append(self.unbind)
-        generation.describe_wait = self._describe_wait
+        generation.checks.append(self._check_waits)
         self.keys: dict[Name, Key] = {}
         self.operations = Operations(layout.rank, backend, self.engine, self.keys)
         self.groups = Groups()
@@ -239,8 +239,11 @@ class Settings:
         keys = self.keys.values() if self.layout.num_servers else ()
         return waiting.describe(what, self.backend.sums()[0], keys, used)
 
-    def check_waits(self) -> None:
-        """MismatchError where the program waits for one that waits for it in a call of all workers."""
+    def _check_waits(self) -> None:
+        """Say what this worker stands at in a call of all workers. MismatchError where the program waits for one that
+        waits for it in such a call."""
+        if (what := self.generation.undescribed) and (word := self._describe_wait(what)):
+            self.generation.describe_wait(word)
         inside, blocked = self.generation.inside, self.engine.blocked
         others = self.generation.waits_elsewhere() if inside or blocked is not None else {}
         if not others:
