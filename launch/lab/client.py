@@ -296,12 +296,12 @@ class NetworkWatch:
         self._name, self._hosts, self._patience, self._clock = name, hosts, patience, clock
         self._down: dict[tuple[str, str], float] = {}
         self._given_up: dict[str, float] = {}
-        self._before = self._ask()["given_up"]
+        self._before = ask(name, {"do": "health", "hosts": hosts})["given_up"]
 
     def __call__(self) -> bool:
         """Look once. A lab that has gone is no news: its jobs went with it."""
         try:
-            found = self._ask()
+            found = ask(self._name, {"do": "health", "hosts": self._hosts})
         except (LabError, OSError):
             return False
         now, self.dead = self._clock(), found["dead"]
@@ -311,9 +311,6 @@ class NetworkWatch:
                 self._given_up.setdefault(host, now - TCP_SECONDS)
         self.reason = self._say(now)
         return bool(self.reason)
-
-    def _ask(self) -> dict[str, Any]:
-        return ask(self._name, {"do": "health", "hosts": self._hosts})
 
     def _say(self, now: float) -> str:
         named = f"--name {self._name}"

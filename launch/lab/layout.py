@@ -70,14 +70,6 @@ class Trunk(NamedTuple):
     rate: int
 
 
-class ForwardingEntry(NamedTuple):
-    """A line of a switch's forwarding table: frames for ``mac`` leave by ``port``."""
-
-    switch: str
-    port: str
-    mac: str
-
-
 class LabPlan(NamedTuple):
     """All that `launch.lab.links` needs."""
 
@@ -85,7 +77,8 @@ class LabPlan(NamedTuple):
     hosts: tuple[LabHost, ...]
     switches: tuple[str, ...]
     trunks: tuple[Trunk, ...]
-    forwards: tuple[ForwardingEntry, ...]
+    forwards: tuple[tuple[str, str, str], ...]
+    """The switches' forwarding tables: (switch, port by which frames leave, link address to which they go)."""
 
 
 def lay_out(topology: Topology) -> LabPlan:
@@ -150,7 +143,7 @@ def trunk_port(switch: str, other: str) -> str:
 
 def _follow_routes(
     topology: Topology, nics: dict[tuple[int, int], LabNic]
-) -> tuple[dict[tuple[int, int], tuple[str, str, str]], tuple[ForwardingEntry, ...]]:
+) -> tuple[dict[tuple[int, int], tuple[str, str, str]], tuple[tuple[str, str, str], ...]]:
     """Walk the route of every pair: (gateway, its link address, NIC) of the first hop, and what the switches on the way
     must know."""
     from collectives.simulator.topology import hop_links  # NumPy, which the keeper must not have
@@ -169,7 +162,7 @@ def _follow_routes(
                 port = arrival.port if link is path[end] else trunk_port(link.source, link.target)
                 if tables.setdefault((link.source, arrival.mac), port) != port:
                     raise ValueError(f"{topology.name}: switch {link.source} has two ways to {arrival.address}")
-    return hops, tuple(ForwardingEntry(switch, port, mac) for (switch, mac), port in sorted(tables.items()))
+    return hops, tuple((switch, port, mac) for (switch, mac), port in sorted(tables.items()))
 
 
 def window(plan: LabPlan) -> int:

@@ -131,8 +131,8 @@ def build(plan: LabPlan, processes: list[int]) -> tuple[Links, list[Links]]:
         for port, switch in ((trunk.first_port, trunk.first), (trunk.second_port, trunk.second)):
             outer.plug(port, switch, quiet=True)
             outer.shape(port, trunk.rate)
-    for line in plan.forwards:
-        outer.forward(line.port, line.mac)
+    for _, port, mac in plan.forwards:
+        outer.forward(port, mac)
     return outer, hosts
 
 

@@ -35,19 +35,19 @@ def test_shape(mark: str) -> None:
     assert "export OMP_NUM_THREADS=3" in lines
 
 
-def test_slurm() -> None:
-    text = write_slurm(REQUEST)
-    for words in (
-        "--nodes=4",
-        "--ntasks=16",
-        "--ntasks-per-node=4",
-        "--time=01:30:00",
-        "--partition=fast",
-        "--account=lab1",
-    ):
-        assert f"#SBATCH {words}\n" in text
-    for line in ("export MPIPS_SERVERS=2", "export MPIPS_WORKERS=14", "export MPIPS_MASTERS=all"):
-        assert line in text.splitlines()
+@pytest.mark.parametrize(("mark", "directives", "words"), [
+    ("#SBATCH", "--nodes=4|--ntasks=16|--ntasks-per-node=4|--time=01:30:00|--partition=fast|--account=lab1",
+     "export MPIPS_SERVERS=2|export MPIPS_WORKERS=14|export MPIPS_MASTERS=all"),
+    ("#BSUB", '-n 16|-R "span[ptile=4] affinity[core(3)]"|-W 1:30',
+     '--hostfile "$LSB_DJOB_HOSTFILE"|--servers 2 --clients 2 --workers 14 --masters all'),
+    ("#PBS", "-l select=4:ncpus=12:mpiprocs=4:ngpus=2|-l walltime=01:30:00|-V", '--hostfile "$PBS_NODEFILE"'),
+])  # fmt: skip
+def test_room_and_roles_are_asked_for(mark: str, directives: str, words: str) -> None:
+    text = WRITERS[mark](REQUEST)
+    assert {f"{mark} {asked}" for asked in directives.split("|")} <= set(text.splitlines())
+    assert all(word in text for word in words.split("|"))
+    if mark == "#BSUB":  # hosts that are not set up for affinity get jobs of a core a rank
+        assert '#BSUB -R "span[ptile=4]"\n' in write_lsf(REQUEST._replace(cores_per_rank=1))
 
 
 @pytest.mark.parametrize(("flavour", "pmi"), [("openmpi", "pmix"), ("mpich", "pmi2"), ("intel", "pmi2")])
@@ -66,27 +66,6 @@ def test_intel_mpi_does_not_start_without_the_library_by_which_it_hears_srun() -
         assert (done.returncode != 0) == code, done.stderr
         assert ("libpmi2.so" in done.stderr) == code
     assert "I_MPI" not in write_slurm(REQUEST)
-
-
-def test_lsf_asks_for_affinity_only_where_ranks_have_several_cores() -> None:
-    assert '#BSUB -R "span[ptile=4]"\n' in write_lsf(REQUEST._replace(cores_per_rank=1))
-
-
-def test_lsf() -> None:
-    text = write_lsf(REQUEST)
-    assert "#BSUB -n 16\n" in text
-    assert '#BSUB -R "span[ptile=4] affinity[core(3)]"\n' in text
-    assert "#BSUB -W 1:30\n" in text
-    assert '--hostfile "$LSB_DJOB_HOSTFILE"' in text
-    assert "--servers 2 --clients 2 --workers 14 --masters all" in text
-
-
-def test_pbs() -> None:
-    text = write_pbs(REQUEST)
-    assert "#PBS -l select=4:ncpus=12:mpiprocs=4:ngpus=2\n" in text
-    assert "#PBS -l walltime=01:30:00\n" in text
-    assert "#PBS -V\n" in text
-    assert '--hostfile "$PBS_NODEFILE"' in text
 
 
 @pytest.mark.parametrize("bad", [{"nodes": 17}, {"name": "two words"}, {"queue": "a;b"}])

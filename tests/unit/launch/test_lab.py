@@ -47,7 +47,7 @@ def ports(plan: LabPlan) -> dict[str, tuple[str, str]]:
 def walk(plan: LabPlan, source: LabHost, target: LabHost) -> list[tuple[str, str]]:
     """The (from, to) of every cable that a packet crosses, as the plan's routes and tables lead it."""
     hosts = {host.name: host for host in plan.hosts}
-    ends, table = ports(plan), {(line.switch, line.mac): line.port for line in plan.forwards}
+    ends, table = ports(plan), {(switch, mac): port for switch, port, mac in plan.forwards}
     at, crossed = source, []
     while at is not target:
         route = next(route for route in at.routes if route.vip == target.vip)

@@ -104,21 +104,17 @@ def test_fewer_roles_where_hosts_are_lost_and_all_when_they_are_back(capfd: pyte
     assert "mpips: the job cannot start again: no host answers" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("slots", "workers", "servers"),
-    [([4, 4], 6, 2), ([4, None], 6, 2), ([4, 2], 4, 2), ([3], 1, 2), ([2], 1, 1), ([100], 6, 2)],
-)
-def test_roles_that_fit(slots: list[int | None], workers: int, servers: int) -> None:
-    found = fit(OPTIONS, [Host(f"h{number}", count) for number, count in enumerate(slots)])
-    assert (found.workers, found.servers, found.every) == (workers, servers, 5)
-
-
-@pytest.mark.parametrize(
-    ("slots", "roles"), [(11, (6, 2, 3)), (10, (6, 2, 2)), (8, (6, 2, 0)), (7, (5, 2, 0)), (2, (1, 1, 0))]
-)
-def test_spares_go_first_where_slots_are_missing(slots: int, roles: tuple[int, int, int]) -> None:
-    found = fit(Options(workers=6, servers=2, spares=3), [Host("a", slots)])
-    assert (found.workers, found.servers, found.spares) == roles
+@pytest.mark.parametrize(("slots", "spares", "roles"), [
+    ([4, 4], -1, (6, 2, -1)), ([4, None], -1, (6, 2, -1)), ([4, 2], 0, (4, 2, 0)), ([3], 0, (1, 2, 0)),
+    ([2], 0, (1, 1, 0)), ([100], 0, (6, 2, 0)), ([11], 3, (6, 2, 3)), ([10], 3, (6, 2, 2)), ([8], 3, (6, 2, 0)),
+    ([7], 3, (5, 2, 0)),
+])  # fmt: skip
+def test_spares_then_workers_then_servers_go(
+    slots: list[int | None], spares: int, roles: tuple[int, int, int]
+) -> None:
+    options = Options(workers=6, servers=2, spares=spares, every=5)
+    found = fit(options, [Host(f"h{number}", count) for number, count in enumerate(slots)])
+    assert (found.workers, found.servers, found.spares, found.every) == (*roles, 5)
 
 
 def test_roles_that_do_not_fit() -> None:

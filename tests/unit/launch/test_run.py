@@ -12,7 +12,6 @@ import subprocess
 import sys
 from ipaddress import IPv4Interface
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 from click.testing import CliRunner, Result
@@ -484,20 +483,11 @@ def test_options_stand_before_or_behind_the_scheduler(scheduler: str, mark: str)
     assert written("-N", "2", "-n", "16", "-s", "2", *rest, scheduler, "-N", "4") == behind
 
 
-def test_words_are_forwarded_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
-    got: list[str] = []
-
-    class Module:
-        class command:
-            context_settings: ClassVar[dict[str, object]] = {}
-
-            @staticmethod
-            def main(words: list[str], prog_name: str) -> None:
-                got.extend([prog_name, *words])
-
-    monkeypatch.setattr(cli.importlib, "import_module", lambda name: Module)
-    CliRunner().invoke(cli.main, ["lab", "run", "-n", "2", "--", "python", "x.py", "--ranks", "3", "--help"])
-    assert got == ["mpips lab", "run", "-n", "2", "--", "python", "x.py", "--ranks", "3", "--help"]
+def test_words_of_a_program_are_not_taken_for_ours() -> None:
+    words = ["lab", "run", "--name", "none", "-n", "2", "--", "python", "x.py", "--ranks", "3", "--help"]
+    done = CliRunner().invoke(cli.main, words)
+    assert done.exit_code == 1
+    assert "no lab named 'none' is up" in done.output
 
 
 def test_a_command_that_is_run_as_a_script_is_named() -> None:
