@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 import numpy as np
 
 State = Sequence[np.ndarray]
-"""What an optimizer keeps of an array of n weights: some arrays of shape (n,), an element of each for every weight."""
+"""An optimizer's arrays for n weights, of shape (n,), an element of each for every weight."""
 
 
 @runtime_checkable

@@ -38,7 +38,7 @@ STEPS = 16
 """Iterations of which the clocks are kept."""
 FIXED = ("single", "layerwise")  # they need no profile
 CHOICES = ("auto", *STRATEGIES)
-"""What `Trainer(overlap=...)` takes."""
+"""The values of `Trainer(overlap=...)`."""
 REVIEW = 50
 LONGEST = 64
 """Reviews that change nothing come half as often, up to so many times `review_every` apart."""
@@ -291,9 +291,9 @@ class Overlapped:
         self._waited = 0.0
         self._interval, self._shortest = review_every, review_every
         self.profile: Profile | None = None
-        """What was measured last, if anything was."""
+        """The last measured profile, if there is one."""
         self._known: Profile | None = None
-        """What `measure` was told to find out."""
+        """The profile of the last call of `measure`."""
         self.plans: list[JointPlan] = []
         """Every plan so far; the last one is in use."""
 

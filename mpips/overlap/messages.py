@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mpips.store.runtime.engine import Handle
 
 Hook = Callable[[int], Any]
-"""What a model calls at a layer, with the layer's number from 0."""
+"""A call of a model at a layer, with the layer's number from 0."""
 ARRAYS = ("flat_parameters", "flat_gradients", "layer_elements")
 HOOKS = ("before", "ready")
 

@@ -50,7 +50,7 @@ Groups = tuple[Group, ...]
 
 
 Link = Literal["shared", "duplex"]
-"""Whether pushes and pulls share one link, or have one each."""
+"""One link for pushes and pulls, or one each."""
 
 
 class JointPlan(NamedTuple):

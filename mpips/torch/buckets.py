@@ -24,7 +24,7 @@ from mpips.overlap.strategies import PARTITIONS
 CHOICES = f"auto, {', '.join(PARTITIONS)}, or a number of MiB"
 PROBE_BYTES, PROBES = (1 << 12, 1 << 18, 1 << 21), 5
 DRIFT = 0.3
-"""How far backward's time may move before buckets are planned again."""
+"""Share by which backward's time may move before buckets are planned again."""
 
 
 class Bucket(NamedTuple):

@@ -36,9 +36,9 @@ UNPLANNED = ("", "single")
 PROFILE_STEPS = 3
 """Steps whose times are taken; the first is not, as it warms up."""
 REVIEW_STEPS = 200
-"""How often backward's time is compared with the profile's."""
+"""Steps between two comparisons of backward's time with the profile's."""
 CHECK_STEPS = 128
-"""How often parameters are compared between ranks, beside the steps 1, 2, 4, 8, ..."""
+"""Steps between two comparisons of parameters between ranks, beside the steps 1, 2, 4, 8, ..."""
 
 log = logging.getLogger("mpips.torch")
 

@@ -29,11 +29,11 @@ from collectives.errors import of_caller
 BITS = 24
 """Of a token."""
 NUMBERS = ("lr", "weight_decay", "momentum", "betas", "alpha")
-"""What is compared of an optimizer's groups."""
+"""Numbers of an optimizer's groups that are compared."""
 MOST_STEPS = 16
 """Optimizer steps between two exchanges that are compared one by one."""
 NORM_TOLERANCE = 1e-3
-"""How far the norms of a parameter may differ, relative to the larger: processors of several kinds round unlike."""
+"""Difference allowed between norms of a parameter, relative to the larger: processors round unlike."""
 FROZEN = -1.0
 """Stands in place of the norm of a parameter that requires no gradient."""
 Items = Sequence[tuple[str, str]]
@@ -117,7 +117,7 @@ class Lockstep:
             _hooks.append(register_optimizer_step_pre_hook(_begin_step))
             _hooks.append(register_optimizer_step_post_hook(_end_step))
         self.in_backward = False
-        """Whether a backward pass is under way, whose gradients are not yet those of all ranks."""
+        """True where a backward pass is under way, whose gradients are not yet those of all ranks."""
         self._parameters = frozenset(map(id, parameters))
         self._forwards = self._backwards = self._failed = 0
         self._steps: list[tuple[str, tuple[Any, ...]]] = []

@@ -101,7 +101,7 @@ class Reduction(NamedTuple):
     factor: Any = None
     """Every rank's tensor is multiplied by it first, unless it is None."""
     divided: bool = False
-    """Whether a sum of integers is divided by the number of ranks, toward 0, as NCCL's AVG does."""
+    """True where a sum of integers is divided by the number of ranks, toward 0, as NCCL's AVG does."""
 
 
 def reduction(op: Any, dtype: torch.dtype) -> Reduction:

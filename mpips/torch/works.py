@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collectives.plan import Plan
 
 YIELD_SECONDS, NAP_SECONDS = 2e-3, 2e-5
-"""How long the thread only gives way between two looks at the jobs, and how long it sleeps afterwards."""
+"""Seconds in which the thread only gives way between two looks at the jobs, and of its sleeps afterwards."""
 LOOK_SECONDS = 1e-2
 """Between two looks for the end of the generation."""
 

@@ -56,9 +56,9 @@ class Arrays:
     seed: int = 0
 
     joined: ClassVar[bool] = False
-    """Whether workers may have unlike batches."""
+    """True where workers may have unlike batches."""
     bounded: ClassVar[bool] = True
-    """Whether an epoch is known to end."""
+    """True where an epoch is known to end."""
 
     def order(self, workers: int) -> str:
         """Return what decides which samples come in which step."""
@@ -84,7 +84,7 @@ class Batches:
     """At most so many batches are an epoch; None: all that there are."""
 
     joined: ClassVar[bool] = True
-    """Whether workers may have unlike batches."""
+    """True where workers may have unlike batches."""
 
     def order(self, workers: int) -> str:
         """Return what decides which samples come in which step."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mpips.store.api import KVStore
 
 QUIET_SECONDS = 3.0
-"""How long `Progress` says nothing within an epoch."""
+"""Seconds in which `Progress` says nothing within an epoch."""
 
 
 class Fitting:
@@ -32,15 +32,15 @@ class Fitting:
     rank: int
     """This worker's; rank 0 prints and writes."""
     epochs: int
-    """How many there will be."""
+    """The number of epochs in all."""
     steps: int | None
     """Exchanges of an epoch; None where batches come from an iterable."""
     joined: bool
-    """Whether workers may take unlike numbers of steps, as each has batches of its own."""
+    """True where workers may take unlike numbers of steps, as each has batches of its own."""
     asynchronous: bool
-    """Whether workers wait for nobody."""
+    """True where workers wait for nobody."""
     measures: tuple[str, ...]
-    """What an `Epoch` has a `value` of: "loss", and "test_loss" and others where there are test data."""
+    """Names of the `value`s of an `Epoch`: "loss", and "test_loss" and others where there are test data."""
 
     def __init__(
         self, job: Job, position: Position, source: Source, test: Source | None, epochs: int,
@@ -51,7 +51,7 @@ class Fitting:
         self.measures = (LOSS, *(f"test_{name}" for name in tested))
         self.callbacks = sorted(callbacks, key=lambda callback: callback.last)
         self.alone = False
-        """Whether the other workers are elsewhere: then nothing is sent."""
+        """True where the other workers are elsewhere: then nothing is sent."""
         self.position, self._job, self._source = position, job, source
         self.count_workers()
 
@@ -143,7 +143,7 @@ class Callback:
     """
 
     last: ClassVar[bool] = False
-    """Whether it comes after the others, as what saves their state."""
+    """True where it comes after the others, as what saves their state."""
 
     def check(self, fit: Fitting) -> None:
         """Raise ValueError or TypeError where it cannot do its work in this fit. Local. Then no worker begins.

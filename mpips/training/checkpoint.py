@@ -43,7 +43,7 @@ VERSION = 1
 WORD = "mpips.trainer"
 """Of the metadata, for the header."""
 UPDATES = {"none": "neither clip_norm nor elastic", "none, clipped": "clip_norm", "none, elastic": "elastic"}
-"""How a Trainer is asked for each way of exchange that a file names."""
+"""The arguments of a Trainer for each way of exchange that a file names."""
 
 
 class Epoch(NamedTuple):
@@ -87,16 +87,16 @@ class Position:
     last_loss: float = math.nan
     """Of the last batch."""
     stopped: bool = False
-    """Whether a callback has ended the training."""
+    """True where a callback has ended the training."""
     order: str = ""
-    """What decides which samples come in which step, in words; a resume in the middle of an epoch needs the same."""
+    """The order of samples in steps, in words; a resume in the middle of an epoch needs the same."""
     dealt: int = 0
     """Samples of this epoch's order that were used when its rest was dealt to another number of workers."""
     since: int = 0
     """Batches of this epoch that this worker had taken then."""
     history: list[Epoch] = field(default_factory=list)
     callbacks: dict[str, Any] = field(default_factory=dict)
-    """What callbacks keep, by their class and number, as "EarlyStop 0"."""
+    """The states of callbacks, by their class and number, as "EarlyStop 0"."""
 
     @property
     def loss(self) -> float:
@@ -143,11 +143,11 @@ class Header(msgspec.Struct):
     update: str
     """The kind of update that was saved."""
     clients: int
-    """How many workers' arrays are in the file."""
+    """The number of workers whose arrays are in the file."""
     positions: list[Any]
     """Of every worker, in rank order."""
     optimizer: dict[str, Any] | None
-    """That of every worker, as data; None where the store has it."""
+    """The optimizer of every worker, as data; None where the store has it."""
 
 
 class Found(NamedTuple):

@@ -43,7 +43,7 @@ from mpips.training.rejoin import BEGIN, COUNTED, ENDED, OVER, TOLD, SurvivingFi
 from mpips.training.step import Blocking, Job, see_joined
 
 UNEVEN, MANY = 100, 2000
-"""So many times the steps of another worker, and so many more, are taken for a stream without an end."""
+"""A stream without an end: this many times the steps of another worker, and this many more."""
 
 
 class Fit:

@@ -268,7 +268,7 @@ class Mark(msgspec.Struct, frozen=True):
     ended: int
     """Epochs in the history."""
     workers: int
-    """How many there were."""
+    """The number of workers then."""
     rows: list[Row]
     """Of all of them; empty in an asynchronous store, where each is elsewhere."""
     optimizer: Any
@@ -298,7 +298,7 @@ class Word(msgspec.Struct, frozen=True):
     stored: int | None
     """The step of the parameters in a synchronous store that updates them."""
     whole: bool
-    """Whether it has all arrays that the store has not."""
+    """True where it has all arrays that the store has not."""
     history: list[Epoch]
     losses: list[list[float]]
     """Of every epoch in it, those of all workers."""

@@ -39,11 +39,11 @@ class Joined(NamedTuple):
     """Count the samples of workers with unlike batches in a step."""
 
     batches: bool
-    """Whether anybody had a batch; where not, the epoch is over."""
+    """True where anybody had a batch; where not, the epoch is over."""
     samples: bool
-    """Whether anybody had a sample; where not, nothing was exchanged."""
+    """True where anybody had a sample; where not, nothing was exchanged."""
     everybody: bool
-    """Whether no worker was out of batches."""
+    """True where no worker was out of batches."""
 
 
 class Blocking:

@@ -30,7 +30,7 @@ BLOCK = 1 << 15
 """Elements that are squared at once, so that no array of a gradient's length is made."""
 Arrays = Sequence[np.ndarray]
 _trainers: WeakKeyDictionary[KVStore, int] = WeakKeyDictionary()
-"""How many Trainers a store has had."""
+"""The number of Trainers that a store has had."""
 
 
 def global_norm(gradients: Arrays) -> float:
@@ -128,7 +128,7 @@ class Gradients:
 
     name = "none"
     optimizer = None
-    """That of every worker, with the numbers of now; None where the store has it."""
+    """The optimizer of every worker, with the numbers of now; None where the store has it."""
 
     def __init__(self, model: Model, kv: KVStore, optimizer: Optimizer, clip_norm: float | None = None) -> None:
         self._model, self._kv, self.keys, self._clip = model, kv, own_keys(model, kv), clip_norm
@@ -345,4 +345,4 @@ class ElasticAveraging(OnWorkers):
 
 
 Update = Gradients | OnWorkers
-"""How gradients become the next parameters."""
+"""The ways from gradients to the next parameters."""

@@ -44,11 +44,11 @@ class Brought(NamedTuple):
     """The words of one worker for a step."""
 
     overflow: bool = False
-    """Whether GradScaler has found an infinity or a NaN in its gradients."""
+    """True where GradScaler has found an infinity or a NaN in its gradients."""
     scale: float | None = None
     """Of GradScaler."""
     cleared: int = UNKNOWN
-    """How often it has called `zero_grad` since its last step."""
+    """Calls of `zero_grad` since its last step."""
 
 
 class Consensus:

@@ -87,7 +87,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.store = store if store is not None else create(kind, **options)
         self._passes, self._elastic = backward_passes_per_step, elastic is not None
         self._cleared = 0
-        """How often `zero_grad` was called since the last step."""
+        """Calls of `zero_grad` since the last step."""
         try:
             self._begin(compression, elastic, interval)
         except Exception:

@@ -37,20 +37,20 @@ class AgreedStep(NamedTuple):
     """The agreement of the workers of a step."""
 
     used: Sequence[bool]
-    """Which parameters have a gradient on any of them; none where the step is skipped."""
+    """True for parameters with a gradient on any of them; for none where the step is skipped."""
     sparse: Sequence[bool]
-    """Which have a sparse one."""
+    """True for those with a sparse one."""
     skipped: bool
-    """Whether a gradient has overflowed on any of them (GradScaler): no parameter changes."""
+    """True where a gradient has overflowed on any of them (GradScaler): no parameter changes."""
     changed: bool
-    """Whether the program has changed parameters since the last step, on all of them."""
+    """True where the program has changed parameters since the last step, on all of them."""
 
 
 class GradientExchange:
     """One way to make new parameters of gradients. A step calls `push`, or `take` after a death, then `end`."""
 
     sent = False
-    """Whether gradients of this step may have been pushed."""
+    """True where gradients of this step may have been pushed."""
 
     def begin(self, new: bool) -> None:
         """Take the parameters that the others have. `new`: this worker was given some. Blocking."""

@@ -32,7 +32,7 @@ class SurvivingSteps:
         self._store, self._names, self._exchange, self._consensus = store, names, exchange, consensus
         self._agreed: AgreedStep | None = None
         self.new = store.layout.survives and store.settings.fresh
-        """Whether this worker has taken a dead one's place, and has made no step yet."""
+        """True where this worker has taken a dead one's place, and has made no step yet."""
         self.steps = 0 if self.new else store.resumed or 0
         """Steps that have been made."""
         self._calls, self._done = 0, 0
@@ -161,9 +161,9 @@ class StepPosition(msgspec.Struct, array_like=True, frozen=True):
     calls: int
     """Collective calls that it has begun since."""
     pushes: bool
-    """Whether it is in the next step."""
+    """True where it is in the next step."""
     new: bool
-    """Whether it has just taken a dead worker's place, and has nothing yet."""
+    """True where it has just taken a dead worker's place, and has nothing yet."""
 
 
 class Meeting(NamedTuple):
@@ -174,11 +174,11 @@ class Meeting(NamedTuple):
     resumed: int
     """The step at which new workers go on."""
     has_made: bool
-    """Whether the others have made that step already: what came of it is what a new worker begins with."""
+    """True where the others have made that step already: what came of it is what a new worker begins with."""
     done: int
-    """How many of the calls since the last step are over, though perhaps not on all workers."""
+    """Calls since the last step that are over, though perhaps not on all workers."""
     refusal: str
-    """Why they cannot go on; "" where they can."""
+    """The reason why they cannot go on; "" where they can."""
 
 
 def meet(positions: Sequence[StepPosition], synchronous: bool) -> Meeting:

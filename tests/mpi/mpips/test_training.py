@@ -17,6 +17,7 @@ from mpips.optimizers import SGD, Updater
 from mpips.training import Elastic, Trainer
 from mpips.training.batches import shares
 from tests.choice import once
+from tests.mpi.mpips.support import need, run
 from tests.mpi.sizes import either_mpi, only_on
 
 if importlib.util.find_spec("sklearn") is None:
@@ -39,16 +40,6 @@ SYNCHRONOUS = [
 ]
 
 
-def fits(kind, options):
-    workers = WORLD.size - options["servers"]
-    return workers >= (options.get("clients", 1) if kind.startswith("mpi") else 1)
-
-
-def need(kind, options):
-    if not fits(kind, options):
-        pytest.skip(f"{WORLD.size} ranks are too few for {options}")
-
-
 class Alone:
     """Who a serial program is among workers."""
 
@@ -57,17 +48,6 @@ class Alone:
 
 def network(dtype):
     return MLP((64, 32, 10), loss="softmax", dtype=dtype, seed=1)
-
-
-def on_workers(kind, options, work):
-    """What `work(kv)` gives on a worker, None on a server; the store is closed when it is done."""
-    try:
-        kv = mpips.create(kind, **options)
-    except SystemExit:  # a server, and its workers have left
-        return None
-    result = work(kv)
-    kv.close()
-    return result
 
 
 def curve(step, data, batch_size, kv):
@@ -101,14 +81,13 @@ def mean_over_workers(losses, workers):
 @only_on(1, 3, 4, 5)
 @once(optimizer=OPTIMIZERS, dtype=["float64", "float32"], **{"kind, options": SYNCHRONOUS})
 def test_synchronous_modes_give_the_serial_loss_curve(kind, options, dtype, optimizer):
-    need(kind, options)
-    workers, batch, data = WORLD.size - options["servers"], 12, task.digits(dtype)
+    workers, batch, data = need(**options), 12, task.digits(dtype)
 
     def work(kv):
         trainer = Trainer(network(dtype), kv, optimizer)
         return curve(trainer.step, data, batch, kv)
 
-    losses = mean_over_workers(on_workers(kind, options, work), workers)
+    losses = mean_over_workers(run(kind, work, **options), workers)
     expected = serial_curve(data, dtype, optimizer, batch * workers)
     np.testing.assert_allclose(losses, expected, rtol=0, atol=TOLERANCE[dtype])
 
@@ -117,8 +96,7 @@ def test_synchronous_modes_give_the_serial_loss_curve(kind, options, dtype, opti
 @pytest.mark.parametrize("kind, options", SYNCHRONOUS[:4], ids=str)
 def test_gradients_that_come_back_and_are_applied_by_workers_give_it_too(kind, options):
     """Figure 6 of the paper: without an optimizer in the store."""
-    need(kind, options)
-    workers, batch, data = WORLD.size - options["servers"], 12, task.digits("float64")
+    workers, batch, data = need(**options), 12, task.digits("float64")
     sgd = OPTIMIZERS[0]
 
     def work(kv):
@@ -135,7 +113,7 @@ def test_gradients_that_come_back_and_are_applied_by_workers_give_it_too(kind, o
 
         return curve(step, data, batch, kv)
 
-    losses = mean_over_workers(on_workers(kind, options, work), workers)
+    losses = mean_over_workers(run(kind, work, **options), workers)
     expected = serial_curve(data, "float64", sgd, batch * workers)
     np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-9)
 
@@ -153,7 +131,7 @@ def test_elastic_averaging_follows_equations_2_and_3():
         kv.pull(model.names, centers)
         return losses, centers
 
-    result = on_workers("mpi_async", {"servers": 1, "clients": 1}, work)
+    result = run("mpi_async", work, servers=1, clients=1)
     losses = mean_over_workers(result and result[0], workers)
 
     model = network("float64")
