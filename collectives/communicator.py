@@ -1,6 +1,6 @@
-"""What is kept for a communicator: board, notes, plans, what has been started; how all ranks learn that one failed.
+"""Keep what belongs to a communicator: board, notes, plans, operations that were started, and its one end.
 
-A failure is told by `node.poison` on a node, by `network.control` between nodes. It is made at the first call and lives
+A failure is told by `fabric.board` on a node, by `network.control` between nodes. It is made at the first call and lives
 until it fails: then it is over on all ranks, which raise the same sentence, and `renew` begins another on the same
 ranks.
 """

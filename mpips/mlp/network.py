@@ -1,4 +1,4 @@
-"""Compute a multi-layer perceptron: the cuts of its layers, a rank's slice, and `MLP`, the serial program.
+"""Compute a multi-layer perceptron: which columns or rows of a layer a rank holds, and `MLP`, the serial program.
 
 A layer's kind says which rank of a model (`part`, its model index on the mesh) holds what of it:
 

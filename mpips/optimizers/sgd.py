@@ -1,4 +1,4 @@
-"""Stochastic gradient descent with momentum, and plain accumulation."""
+"""Stochastic gradient descent with the equation of momentum, and plain accumulation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reducer averages a model's gradients, bucket by bucket, while backward goes on.
+"""The reducer averages gradients, bucket by bucket, while backward goes on; a parameter nobody used gets none.
 
 `Reducer` starts the allreduces. `SharedGradients` lie in one stretch of memory that the ranks of a node share, in the
 order in which they become ready. Behind them stand words: for each parameter whether anybody used it, then those that

@@ -54,6 +54,29 @@ def test_imports_run_one_way(package: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_what_files_import_and_name_is_there() -> None:
+    """Imports for types alone, too, which nobody carries out; and files that docstrings and comments name."""
+    files = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    wrong = []
+    for path in files:
+        for module in imports(path):
+            *parents, name = module.split(".")
+            if parents and parents[0] in PACKAGES and not is_there(ROOT.joinpath(*parents), name):
+                wrong.append(f"{path.relative_to(ROOT)} imports {module}")
+        for named in re.findall(r"`([\w/]+\.py)`", path.read_text(encoding="utf-8")):
+            if not any(str(other).endswith(f"/{named}") for other in files):
+                wrong.append(f"{path.relative_to(ROOT)} names {named}")
+    assert not wrong, "\n".join(wrong)
+
+
+def is_there(module: Path, name: str) -> bool:
+    """Return whether a package has this module, or a module this name."""
+    if module.is_dir() and ((module / name).is_dir() or (module / f"{name}.py").is_file()):
+        return True
+    file = module / "__init__.py" if module.is_dir() else module.with_suffix(".py")
+    return file.is_file() and re.search(rf"\b{name}\b", file.read_text(encoding="utf-8")) is not None
+
+
 def test_the_reader_of_imports_sees_them_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     file = tmp_path / "collectives" / "deep" / "x.py"

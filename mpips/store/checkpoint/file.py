@@ -1,4 +1,4 @@
-"""The file of a checkpoint: tensors with checksums in the format of safetensors, and the header of a store.
+"""The file of a checkpoint on disk: values, optimizer state and residuals as safetensors, each with a checksum.
 
 `Reader` opens what a store has saved, and sees that it holds what its header promises. `Writer` and `TensorFile` write
 and read arrays, piece by piece.

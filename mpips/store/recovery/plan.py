@@ -1,4 +1,7 @@
-"""Records of what each rank holds when a generation is over, and the plan of the next one that follows. Pure data.
+"""Plan a recovery from what each rank holds: which pushes count, each key's round, whose memory a unit comes from.
+
+Pure data and arithmetic. The last push of a killed worker counts if its round was complete when the generation ended
+(`server.loop` finishes such rounds), and that round is chosen.
 
 Every rank brings an `Inventory`, and the same plan follows on every rank: `choose_rounds`, then `make_plan`. A round
 may have ended for some keys and not for others. Where all can be put back to one, none is lost and none counts twice:

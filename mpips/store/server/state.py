@@ -1,4 +1,6 @@
-"""All units of one server, without MPI: events in, replies out, arithmetic in between.
+"""Decide when a server applies pushes and lets pulls return: in rounds, or as they come within `staleness`. No MPI.
+
+Events come in, replies go out, arithmetic lies in between.
 
 The loop turns frames into events (`pushed`, `pulled`, `released`, `waits`, `left`), and calls `work` as long as it says
 that something was done; each returns the replies to send. A unit is independent of all others. What is raised ends the
