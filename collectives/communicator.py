@@ -1,8 +1,8 @@
 """Keep what belongs to a communicator: board, notes, plans, operations that were started, and its one end.
 
-A failure is told by `fabric.board` on a node, by `network.control` between nodes. It is made at the first call and lives
-until it fails: then it is over on all ranks, which raise the same sentence, and `renew` begins another on the same
-ranks.
+A failure is told by `fabric.board` on a node, by `network.control` between nodes. It is made at the first call and
+lives until it fails: then it is over on all ranks, which raise the same sentence, and `renew` begins another on the
+same ranks.
 """
 
 from __future__ import annotations
