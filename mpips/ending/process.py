@@ -161,7 +161,7 @@ def _running() -> Any:
     return module if module is not None and module.Is_initialized() and not module.Is_finalized() else None
 
 
-def finalized(finalize: Any, seconds: float) -> bool:
+def finalized(finalize: Callable[[], object], seconds: float) -> bool:
     """Call it; whether it came back in time."""
     caller = threading.Thread(target=finalize, daemon=True)
     caller.start()
@@ -247,8 +247,10 @@ _lines: list[StatusLine] = []
 
 
 def say_role(role: str, step: int | None = None) -> None:
-    """A spare has got a role, such as "worker of client 1", and goes on from this step, where it is known: the launcher
-    names it so, and the job is its own to end."""
+    """Say that a spare has got a role, such as "worker of client 1", and from which step it goes on, if that is known.
+
+    The launcher names it so, and the job is its own to end.
+    """
     for line in _lines:
         line.has_role(role, step)
 

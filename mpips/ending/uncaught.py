@@ -42,8 +42,10 @@ ABORTED = 10.0  # seconds to be ended by the rank that has said it
 
 @cache
 def install_hooks() -> None:
-    """From now on an uncaught exception in any thread of a process that others share a job with is said, with its rank,
-    and ends the job. Called when mpips is imported; does not need MPI."""
+    """Say an uncaught exception in any thread of a rank, with the rank, and end the job, from now on.
+
+    Called when mpips is imported; does not need MPI.
+    """
     before, before_in_threads = sys.excepthook, threading.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

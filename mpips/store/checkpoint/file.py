@@ -103,7 +103,7 @@ def residual_dtype(dtype: str) -> np.dtype:
     return np.dtype(np.float64 if dtype == "float64" else np.float32)
 
 
-def file_name(what: str, argument: str, path: Any) -> str:
+def file_name(what: str, argument: str, path: object) -> str:
     """Return the path as a str; TypeError or ValueError, which name call and argument, where no file can have that
     name."""
     name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
@@ -148,7 +148,7 @@ class Reader:
     def __enter__(self) -> Reader:
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._file.close()
 
     def get(self, name: str) -> Array:
@@ -351,7 +351,7 @@ class TensorFile:
     def __enter__(self) -> TensorFile:
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -178,32 +178,26 @@ class Sums:
         collectives.grouped_allreduce(arrays, self.comm, algorithm=SUMS, out=out, label=text, blocks=blocks)
 
     def task(
-        self,
-        arrays: Sequence[Array],
-        outs: Sequence[Array],
-        text: str,
-        direct: bool,
-        blocks: Blocks = None,
+        self, arrays: Sequence[Array], outs: Sequence[Array], text: str, direct: bool, blocks: Blocks = None
     ) -> Task[None]:
         """`one` or `many`, beside compute unless `direct`."""
         single = len(arrays) == 1
-        if not direct:
+        if direct and single:
+            self.one(arrays[0], outs[0], text)
+        elif direct:
+            self.many(arrays, outs, text, blocks)
+        else:
             self.begun, self.text = self.begun + 1, text
             in_place = all(map(is_, arrays, outs))
             if single:
-                plan = self._begin("allreduce", arrays[0], None if in_place else outs[0], text)
+                out = None if in_place else outs[0]
+                plan = begin("allreduce", arrays[0], self.comm, algorithm=SUMS, out=out, label=text)
             else:
-                plan = self._begin(
-                    "grouped_allreduce", list(arrays), None if in_place else list(outs), text, blocks=blocks
+                every = None if in_place else list(outs)
+                plan = begin(
+                    "grouped_allreduce", list(arrays), self.comm, algorithm=SUMS, out=every, label=text, blocks=blocks
                 )
             yield from in_steps(plan)
-        elif single:
-            self.one(arrays[0], outs[0], text)
-        else:
-            self.many(arrays, outs, text, blocks)
-
-    def _begin(self, kind: str, x: Any, out: Any, text: str, **more: Any) -> Plan:
-        return begin(kind, x, self.comm, algorithm=SUMS, out=out, label=text, **more)
 
     def give(self, array: Array, root: int, text: str) -> None:
         """The root's array, on all workers. Collective, blocking."""
