@@ -1,2 +1,2 @@
 """The ground of a store: `generation` (how it ends, and what comes next), `rendezvous` (ranks meet), `engine`
-(operations beside compute, as `tasks`), `errors`."""
+(operations beside compute), `errors`."""
