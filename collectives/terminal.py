@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import json
 import os
 import re
 import sys
@@ -245,6 +246,11 @@ def write_text(path: Path, text: str) -> None:
     """Write a file that an option names, in UTF-8; click.ClickException with a sentence where that fails."""
     with writing(path):
         files.write(path, text.encode())
+
+
+def write_json(path: Path, content: object) -> None:
+    """Write a file that an option names, as JSON for people; click.ClickException with a sentence where that fails."""
+    write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def describe_unwritable(name: str | os.PathLike[str]) -> str | None:

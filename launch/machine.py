@@ -131,12 +131,13 @@ class Hindrance(NamedTuple):
 
 def find_hindrances(launcher: Launcher, ranks: int, environment: Mapping[str, str] = os.environ) -> list[Hindrance]:
     """Return what is in the way of a job of `launcher` with `ranks` ranks on this machine; what is sure comes first."""
-    found = [*_lacks_processes(launcher, ranks)]
+    found: list[Hindrance] = []
     most, (own, each) = resource.getrlimit(resource.RLIMIT_NOFILE)[0], FILES[launcher.flavour]
     needed = own + each * ranks
     if most != resource.RLIM_INFINITY and most < needed:
         files = f"a process may have {most} files open (ulimit -n), and {ranks} ranks need some {needed}"
         found.append(Hindrance("open files", files, "raise it (ulimit -n 1024)", sure=most < own))
+    found += _lacks_processes(launcher, ranks)
     if launcher.flavour == "openmpi":
         found += _lacks_folder(environment)
         if not list_interfaces():  # by which its processes reach each other, on one machine, too
@@ -172,8 +173,10 @@ def list_interfaces() -> list[str]:
 
 
 def _lacks_shared_memory(launcher: Launcher, ranks: int) -> Iterator[Hindrance]:
-    """Room in /dev/shm, in which ranks meet: a write beyond it ends one by SIGBUS. Open MPI's look for room first, and
-    meet in its folder for files where nothing can be written there."""
+    """Look for room in /dev/shm, in which ranks meet: a write beyond it ends one by SIGBUS.
+
+    Open MPI's look for room first, and meet in its folder for files where nothing can be written there.
+    """
     open_mpi = launcher.flavour == "openmpi"
     cure = "give it more (docker run --shm-size=1g, or mount -o remount,size=1g /dev/shm)"
     mpi = NAMES[launcher.flavour]
@@ -192,7 +195,7 @@ def _lacks_shared_memory(launcher: Launcher, ranks: int) -> Iterator[Hindrance]:
 
 
 def _lacks_folder(environment: Mapping[str, str]) -> Iterator[Hindrance]:
-    """Yield the folder in which Open MPI's mpirun makes one of its own."""
+    """Look whether Open MPI's mpirun can make a folder of its own."""
     folder = environment.get("TMPDIR") or "/tmp"
     there = Path(folder)
     while not there.exists() and there != there.parent:  # mpirun makes what is not there

@@ -102,7 +102,7 @@ def run(
         if comm.rank == 0:
             report.print_overlap(hidden, title)
             if json_path:
-                report.write_json(hidden, json_path)
+                report.write_rows(hidden, json_path)
         return
     rows: list[Row] = []
     with show_progress(title, len(wanted.counts), comm.rank == 0) as begin:
@@ -118,7 +118,7 @@ def run(
     if comm.rank == 0:
         report.print_table(rows, title)
         if json_path:
-            report.write_json(rows, json_path)
+            report.write_rows(rows, json_path)
         if csv_path:
             report.write_csv(rows, csv_path)
         if plot_path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +17,7 @@ from rich.table import Table
 from collectives import files
 from collectives.benchmark.harness import Timing
 from collectives.machine import usable_cores
-from collectives.terminal import show_bytes, show_table, write_text, writing
+from collectives.terminal import show_bytes, show_table, write_json, write_text, writing
 
 FLOOR_BYTES = 1 << 20  # below, a call is no matter of bytes
 
@@ -155,10 +154,10 @@ def print_overlap(rows: Sequence[OverlapRow], title: str) -> None:
     show_table(table)
 
 
-def write_json(rows: Sequence[Any], path: Path) -> None:
+def write_rows(rows: Sequence[Any], path: Path) -> None:
     """Write the rows, of any dataclass, as a JSON list at `path`, each with the machine it was measured on."""
     where = machine()
-    write_text(path, json.dumps([asdict(row) | {"on": where} for row in rows], indent=1) + "\n")
+    write_json(path, [asdict(row) | {"on": where} for row in rows])
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:

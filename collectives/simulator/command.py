@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -30,7 +29,7 @@ from collectives.terminal import (
     show_bytes,
     show_table,
     split_words,
-    write_text,
+    write_json,
     writing,
 )
 
@@ -82,7 +81,7 @@ def command(
         raise click.UsageError(str(error)) from error
     _print(rows)
     if json_path:
-        write_text(json_path, json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        write_json(json_path, [asdict(row) for row in rows])
     if plot_path:
         click.echo(f"drawing {plot_path}", err=True)
         _draw(rows, plot_path)
@@ -151,8 +150,7 @@ def _figure5(nbytes: int, rate: float, json_path: Path | None, plot_path: Path |
         table.add_row(f"{row.ranks:,}", row.topology, name, f"{row.seconds / full:.4f}", f"{said / full:.4f}", ratio)
     show_table(table)
     if json_path:
-        found = [{**asdict(row), "paper_seconds": said} for row, said in rows]
-        write_text(json_path, json.dumps(found, indent=1) + "\n")
+        write_json(json_path, [{**asdict(row), "paper_seconds": said} for row, said in rows])
     if plot_path:
         _draw_bars(rows, full, plot_path)
 

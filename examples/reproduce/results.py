@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
-from collectives.terminal import describe_unwritable, write_text, writing
+from collectives.terminal import describe_unwritable, write_json, writing
 
 
 class OutFolder(click.Path):
@@ -33,11 +32,6 @@ class OutFolder(click.Path):
 
 
 out_option = click.option("--out", type=OutFolder(), default="out", help="Folder for the results.")
-
-
-def write_json(path: Path, content: Any) -> None:
-    """`content` as JSON; click.ClickException with a sentence where that cannot be written."""
-    write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def leave(folder: Path, name: str, report: dict[str, Any], draw: Callable[[dict[str, Any], Path], None]) -> None:

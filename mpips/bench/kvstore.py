@@ -10,7 +10,6 @@ slowest rank takes, with all ranks at once.
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -36,7 +35,7 @@ from collectives.terminal import (
     show_bytes,
     show_progress,
     show_table,
-    write_text,
+    write_json,
     writing,
 )
 from mpips.store.api import KVStore
@@ -158,7 +157,7 @@ def command(
     if first:
         show_table(build_table(rows))
         if json_path:
-            write_text(json_path, json.dumps([row._asdict() for row in rows], indent=1))
+            write_json(json_path, [row._asdict() for row in rows])
         if plot_path:
             draw(rows, plot_path)
 

@@ -10,7 +10,6 @@ PyTorch's network and step are taken alone, or with DistributedDataParallel over
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Callable
 from itertools import pairwise, product
 from pathlib import Path
@@ -33,7 +32,7 @@ from collectives.terminal import (
     console,
     show_progress,
     show_table,
-    write_text,
+    write_json,
 )
 from mpips.mlp.mesh import Mesh, misfit, parse
 from mpips.mlp.network import MLP, interval
@@ -98,8 +97,7 @@ def command(
     if comm.rank == 0:
         _show(rows)
         if json_path:
-            content = {"grid": str(mesh), "cores": usable_cores(), "rows": rows}
-            write_text(json_path, json.dumps(content, indent=1) + "\n")
+            write_json(json_path, {"grid": str(mesh), "cores": usable_cores(), "rows": rows})
 
 
 def _case(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 from itertools import count
@@ -16,7 +15,7 @@ from rich.table import Table
 
 from collectives.benchmark.harness import take_turns, time_call
 from collectives.machine import check_memory
-from collectives.terminal import Interruptible, OutFile, Whole, console, show_progress, show_table, write_text
+from collectives.terminal import Interruptible, OutFile, Whole, console, show_progress, show_table, write_json
 from mpips import optimizers
 
 CASES = (
@@ -150,7 +149,7 @@ def command(elements: int, repeats: int, json_path: Path | None) -> None:
     show_table(table(cases), target)
     target.print(reason)
     if json_path:
-        write_text(json_path, json.dumps([case._asdict() for case in cases], indent=1))
+        write_json(json_path, [case._asdict() for case in cases])
 
 
 if __name__ == "__main__":

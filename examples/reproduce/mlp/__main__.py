@@ -24,8 +24,7 @@ from threadpoolctl import threadpool_limits
 import examples.reproduce.without_mpi  # noqa: F401 before mpips.mlp
 from collectives import files
 from collectives.machine import usable_cores
-from collectives.terminal import Interruptible, OutFile, Picture, show_table, writing
-from examples.reproduce.results import write_json
+from collectives.terminal import Interruptible, OutFile, Picture, show_table, write_json, writing
 from mpips.mlp.mesh import factorings
 from mpips.mlp.network import Specification, interval, largest_slice
 from mpips.mlp.prediction import LinkCost, allreduce_seconds, exchange_seconds, messages, trace

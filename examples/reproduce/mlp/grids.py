@@ -18,8 +18,7 @@ import click
 import msgspec
 from rich.table import Table
 
-from collectives.terminal import Interruptible, OutFile, WholeList, show_table
-from examples.reproduce.results import write_json
+from collectives.terminal import Interruptible, OutFile, WholeList, show_table, write_json
 from launch import Job, build, find, this_machine
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4}

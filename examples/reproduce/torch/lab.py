@@ -13,9 +13,8 @@ import click
 from rich.table import Table
 
 from collectives.simulator.topology import parse_rate
-from collectives.terminal import Interruptible, OutFile, show_table
+from collectives.terminal import Interruptible, OutFile, show_table, write_json
 from examples.reproduce import lab
-from examples.reproduce.results import write_json
 
 HOSTS = 8
 WIDTHS = [784, 1200, 1200, 1200, 1200, 1200, 10]

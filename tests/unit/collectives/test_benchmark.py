@@ -69,7 +69,7 @@ def test_blocks_of_every_kind_are_where_they_belong() -> None:
     np.testing.assert_array_equal(expected("alltoall", "sum", 2, p, n, dtype, bounds), exchanged)
 
 
-@pytest.mark.parametrize("write", [report.write_json, report.write_csv])
+@pytest.mark.parametrize("write", [report.write_rows, report.write_csv])
 def test_rows_that_cannot_be_written_are_one_sentence(
     write: Callable[[list[report.Row], Path], None], full_disk: str
 ) -> None:
