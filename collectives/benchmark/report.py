@@ -171,12 +171,10 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
 
 def draw(rows: Sequence[Row], path: Path, title: str) -> None:
     """Draw median time and bus bandwidth by size, a line for each algorithm and kind of array, as a PNG at `path`."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
     for algorithm, array in dict.fromkeys((row.algorithm, row.array) for row in rows):
         line = [row for row in rows if (row.algorithm, row.array) == (algorithm, array)]
         style = {"marker": "o", "ms": 3.5, "ls": "-" if array == "empty" else "--", "label": f"{algorithm}, {array}"}
@@ -191,4 +189,3 @@ def draw(rows: Sequence[Row], path: Path, title: str) -> None:
     figure.suptitle(title, fontsize=11)
     with writing(path):
         files.write_picture(path, figure, dpi=130)
-    plt.close(figure)

@@ -180,13 +180,11 @@ def build_table(rows: list[StoreRow]) -> Table:
 
 
 def draw(rows: list[StoreRow], path: Path) -> None:
-    """Latency by size, one line for each kind of array, and the floors."""
-    import matplotlib
+    """Draw latency by size, one line for each kind of array, and the floors."""
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots()
+    figure = Figure()
+    axes = figure.subplots()
     for array in dict.fromkeys(row.array for row in rows):
         mine = [row for row in rows if row.array == array]
         axes.loglog([r.bytes for r in mine], [1e6 * r.push_pull_s for r in mine], marker="o", label=f"{array} arrays")
