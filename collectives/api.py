@@ -10,6 +10,7 @@ from typing import Any
 
 from mpi4py import MPI
 
+from collectives.arrays import Array
 from collectives.communicator import Communicator, communicator
 from collectives.fabric.requests import Tags
 from collectives.group import compile_group
@@ -20,12 +21,12 @@ GROUP = "grouped_allreduce"
 
 def begin(
     kind: str,
-    x: Any,
+    x: Array,
     comm: MPI.Comm | None = None,
     *,
     op: str = "sum",
     algorithm: str = "auto",
-    out: Any = None,
+    out: Array = None,
     root: int = 0,
     label: str = "",
     blocks: Sequence[Any] | None = None,
@@ -43,8 +44,8 @@ def begin(
 
 
 def _call(
-    kind: str, x: Any, comm: MPI.Comm | None, op: str, algorithm: str, out: Any, root: int, label: str
-) -> Any:
+    kind: str, x: Array, comm: MPI.Comm | None, op: str, algorithm: str, out: Array, root: int, label: str
+) -> Array:
     """Find the plan, by the identity of the array first, and run it."""
     home = communicator(comm)
     found = home.plans.get((kind, id(x), id(out), op, algorithm, root, label))
@@ -66,7 +67,7 @@ def _call(
 
 
 def _plan(
-    home: Communicator, kind: str, x: Any, op: str, algorithm: str, out: Any, root: int, label: str
+    home: Communicator, kind: str, x: Array, op: str, algorithm: str, out: Array, root: int, label: str
 ) -> Plan:
     def make() -> Plan:
         return compile_plan(home, kind, x, op, algorithm, out, root, Tags(home.lanes), label)
@@ -102,7 +103,7 @@ def _group(
     return _kept(home, call, list(arrays), written, make)
 
 
-def _kept(home: Communicator, call: tuple[Any, ...], x: Any, out: Any, make: Callable[[], Plan]) -> Plan:
+def _kept(home: Communicator, call: tuple[Any, ...], x: Array, out: Array, make: Callable[[], Plan]) -> Plan:
     if home.cache is None:
         home.cache = PlanCache(home.plans)
     with home.preparing(f"{call[0]}, before it has begun"):
@@ -111,8 +112,9 @@ def _kept(home: Communicator, call: tuple[Any, ...], x: Any, out: Any, make: Cal
 
 
 def allreduce(
-    x: Any, comm: MPI.Comm | None = None, op: str = "sum", algorithm: str = "auto", out: Any = None, *, label: str = ""
-) -> Any:
+    x: Array, comm: MPI.Comm | None = None, op: str = "sum", algorithm: str = "auto", out: Array = None,
+    *, label: str = "",
+) -> Array:
     """The reduction of all ranks' x, on all ranks: x[n] -> out[n]. Collective, blocking.
 
     >>> collectives.allreduce(np.full(3, 2.0), op="mean")
@@ -140,8 +142,9 @@ def allreduce(
 
 
 def reduce_scatter(
-    x: Any, comm: MPI.Comm | None = None, op: str = "sum", algorithm: str = "auto", out: Any = None, *, label: str = ""
-) -> Any:
+    x: Array, comm: MPI.Comm | None = None, op: str = "sum", algorithm: str = "auto", out: Array = None,
+    *, label: str = "",
+) -> Array:
     """This rank's block of the reduction of all ranks' x: x[n] -> out[block]. Collective, blocking.
 
     >>> mine = collectives.reduce_scatter(np.arange(100.0))
@@ -154,8 +157,8 @@ def reduce_scatter(
 
 
 def allgather(
-    x: Any, comm: MPI.Comm | None = None, algorithm: str = "auto", out: Any = None, *, label: str = ""
-) -> Any:
+    x: Array, comm: MPI.Comm | None = None, algorithm: str = "auto", out: Array = None, *, label: str = ""
+) -> Array:
     """All ranks' blocks, on all ranks: x[block] -> out[n]. Collective, blocking.
 
     >>> collectives.allgather(np.full(3, 7))
@@ -168,8 +171,9 @@ def allgather(
 
 
 def broadcast(
-    x: Any, comm: MPI.Comm | None = None, root: int = 0, algorithm: str = "auto", out: Any = None, *, label: str = ""
-) -> Any:
+    x: Array, comm: MPI.Comm | None = None, root: int = 0, algorithm: str = "auto", out: Array = None,
+    *, label: str = "",
+) -> Array:
     """The root's x, on all ranks: x[n] of rank `root` -> out[n]. Collective, blocking.
 
     >>> collectives.broadcast(np.arange(3), root=0)
@@ -182,15 +186,15 @@ def broadcast(
 
 
 def reduce(
-    x: Any,
+    x: Array,
     comm: MPI.Comm | None = None,
     op: str = "sum",
     root: int = 0,
     algorithm: str = "auto",
-    out: Any = None,
+    out: Array = None,
     *,
     label: str = "",
-) -> Any:
+) -> Array:
     """The reduction of all ranks' x, on the root: x[n] -> out[n] of rank `root`. Collective, blocking.
 
     >>> total = collectives.reduce(np.ones(3), root=0)
@@ -202,8 +206,8 @@ def reduce(
 
 
 def alltoall(
-    x: Any, comm: MPI.Comm | None = None, algorithm: str = "auto", out: Any = None, *, label: str = ""
-) -> Any:
+    x: Array, comm: MPI.Comm | None = None, algorithm: str = "auto", out: Array = None, *, label: str = ""
+) -> Array:
     """Block d of each rank r's x, at place r of rank d's result: x[n] -> out. Collective, blocking.
 
     >>> x = np.full(3 * MPI.COMM_WORLD.size, 7)

@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Vector: TypeAlias = NDArray[Any]
+Array: TypeAlias = Any
+"""What a user calls an array, of whichever library; only its attributes tell. Also a list of them, or None."""
 
 
 DLPACK_TELLS = np.lib.NumpyVersion(np.__version__) >= "2.1.0"
@@ -44,18 +46,18 @@ class Flat(NamedTuple):
         return np.ndarray((self.n,), self.dtype, buffer=memory)
 
 
-def is_device(x: Any) -> bool:
+def is_device(x: Array) -> bool:
     """True for an array in the memory of a GPU."""
     return not isinstance(x, np.ndarray) and hasattr(x, "__cuda_array_interface__")
 
 
-def is_torch(x: Any) -> bool:
+def is_torch(x: Array) -> bool:
     """True for a tensor of PyTorch's, or a subclass of it."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, torch.Tensor)
 
 
-def host(x: Any, name: str = "x") -> Vector:
+def host(x: Array, name: str = "x") -> Vector:
     """`x` as a NumPy array over the same memory; TypeError when it is no host array."""
     if isinstance(x, np.ndarray):
         see_unmasked(x, name)
@@ -75,14 +77,14 @@ def host(x: Any, name: str = "x") -> Vector:
     )
 
 
-def see_unmasked(x: Any, name: str) -> None:
+def see_unmasked(x: Array, name: str) -> None:
     """TypeError where some elements are masked away: what lies below a mask is no number of anybody's."""
     if isinstance(x, np.ma.MaskedArray):
         raise TypeError(f"{name} is a masked array, whose mask would be lost: pass its filled(...), with a number for "
                         "what is masked")
 
 
-def _of_torch(x: Any, name: str) -> Vector:
+def _of_torch(x: Array, name: str) -> Vector:
     """The memory of a tensor; of one that records gradients its values. NumPy has no bfloat16: ml_dtypes has."""
     torch = sys.modules["torch"]
     values = x.detach()

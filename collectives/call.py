@@ -7,9 +7,9 @@ sums are always taken here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from mpi4py import MPI
@@ -18,6 +18,33 @@ from collectives.schedule.model import KINDS, cut
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+
+class Body(Protocol):
+    """What moves and adds, once it is clear that all ranks are in the same call."""
+
+    def run(self) -> Iterator[None]:
+        """The operation, in steps between which there is something to wait for."""
+
+    def free(self) -> None:
+        """Give back what it holds of MPI."""
+
+
+class Runner(Protocol):
+    """What carries a call out. `fast` does it at once, or tells how far it came (`node.executor`)."""
+
+    fast: Callable[[], int]
+    holds: bool
+    """Whether it has work vectors of its own."""
+
+    def steps(self) -> Iterator[None]:
+        """The operation, in steps between which there is something to wait for."""
+
+    def rest(self) -> Iterator[None]:
+        """The same from where all have met."""
+
+    def free(self) -> None:
+        """Give back what it holds of MPI."""
 
 
 REDUCING = ("allreduce", "reduce_scatter", "reduce")
@@ -104,7 +131,7 @@ class Call:
         return [self.root] if self.kind == "reduce" else list(range(self.p))
 
 
-def see_root(root: Any, ranks: int) -> None:
+def see_root(root: object, ranks: int) -> None:
     """TypeError or ValueError where it is the number of none of so many ranks."""
     if not isinstance(root, (int, np.integer)):
         raise TypeError(f"root {root!r} is of type {type(root).__name__}: pass a rank's number")
@@ -127,11 +154,11 @@ class Operation:
         return {"min": _minimum, "max": _maximum}.get(self.name, self.ufunc)
 
 
-def _minimum(first: Any, second: Any, result: Any) -> Any:
+def _minimum(first: NDArray[Any], second: NDArray[Any], result: NDArray[Any]) -> NDArray[Any]:
     return np.minimum(first, second, out=result)  # NumPy 2.5 and later want it by name
 
 
-def _maximum(first: Any, second: Any, result: Any) -> Any:
+def _maximum(first: NDArray[Any], second: NDArray[Any], result: NDArray[Any]) -> NDArray[Any]:
     return np.maximum(first, second, out=result)
 
 

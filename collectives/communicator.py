@@ -162,7 +162,7 @@ class Communicator:
         self.board.hold(bool(self.started or self.over is not None or not self.open))
 
     @contextmanager
-    def failing(self, what: str, *kept: Any) -> Iterator[None]:
+    def failing(self, what: str, *kept: object) -> Iterator[None]:
         """Whatever is raised within ends the communicator."""
         try:
             yield
@@ -181,7 +181,7 @@ class Communicator:
         except BaseException as error:
             raise self.fail(what, error) from None
 
-    def fail(self, what: str, error: BaseException, *kept: Any) -> BaseException:
+    def fail(self, what: str, error: BaseException, *kept: object) -> BaseException:
         """`what` has raised here: end the communicator for all ranks; the error to raise. `kept` is not dropped, as
         others, or MPI, may still touch it. Blocks for some seconds at most, until nobody touches this rank's arrays."""
         if self.over is not None or not self.open:
@@ -322,7 +322,7 @@ def _found(comm: MPI.Comm, known_table: Table | None, names: Sequence[int] | Non
 
 def abandon(comm: MPI.Comm) -> None:
     """Drop what is kept for `comm`, of whose ranks some have died, as all others do. Does not block."""
-    found: Any = comm.Get_attr(_key())
+    found = comm.Get_attr(_key())
     if found is not None:
         if isinstance(found, Communicator):
             found.abandon()
@@ -337,7 +337,7 @@ def renew(comm: MPI.Comm | None = None) -> None:
     """
     comm = MPI.COMM_WORLD if comm is None else comm
     _see_comm(comm)
-    found: Any = comm.Get_attr(_key())
+    found = comm.Get_attr(_key())
     if isinstance(found, Communicator):
         found.open, found.ending.over = False, found.over or CollectiveError("it has been renewed")
         found.hold()

@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from types import FrameType
-from typing import Any, TypeVar
+from typing import NoReturn, TypeVar
 
 E = TypeVar("E", bound=BaseException)
 
@@ -81,7 +81,7 @@ class Uncopied:
 
     __slots__ = ()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Raise TypeError: called by `copy` and `pickle`."""
         name = type(self).__name__
         raise of_caller(TypeError(f"a {name} cannot be copied or pickled: it holds memory and communicators of this "

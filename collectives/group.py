@@ -13,13 +13,13 @@ import numpy as np
 
 from collectives import arrays as user_arrays
 from collectives.arrays import Flat, Vector
-from collectives.call import Call, operation
+from collectives.call import Call, Runner, operation
 from collectives.communicator import Communicator
 from collectives.fabric import arena
 from collectives.fabric.requests import Tags
 from collectives.node.executor import DONE, Executor, not_begun, part_of
 from collectives.node.program import Step, copy, perform
-from collectives.runner import Runner, chosen, make_runner, ways
+from collectives.runner import chosen, make_runner, ways
 from collectives.schedule.model import cut
 
 PACKED_BYTES = 64 << 10

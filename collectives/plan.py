@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from operator import is_
 from typing import Any, NamedTuple
@@ -20,8 +20,8 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives import arrays
-from collectives.arrays import Flat, Vector
-from collectives.call import REDUCING, ROOTED, Call, operation, see_root
+from collectives.arrays import Array, Vector
+from collectives.call import REDUCING, ROOTED, Call, Runner, operation, see_root
 from collectives.communicator import Communicator, communicator
 from collectives.errors import CollectiveError, Uncopied, of_caller
 from collectives.fabric.requests import Tags
@@ -29,9 +29,7 @@ from collectives.fabric.wait import see_in_time
 from collectives.network.messages import MessagePlan
 from collectives.node.executor import MET, Executor, not_begun
 from collectives.runner import (
-    Inner,
     Over,
-    Runner,
     Started,
     advance,
     agree,
@@ -52,13 +50,13 @@ class Plan(Uncopied):
     def __init__(self, home: Communicator, call: Call, runner: Runner, in_place: bool) -> None:
         self.call, self.runner = call, runner
         self._home, self._in_place = home, in_place
-        self._arrays: Any = None
-        self._result: Any = None
+        self._arrays: Array = None
+        self._result: Array = None
         self._operation: Started | None = None
         self._freed = self._retired = False
         self._exclusive = True
 
-    def __call__(self) -> Any:
+    def __call__(self) -> Array:
         """Run to the end. Blocking."""
         try:
             code = self.runner.fast()
@@ -85,7 +83,7 @@ class Plan(Uncopied):
             else:
                 home.run(runner.steps(), self.call.text)
 
-    def start(self, *arrays: Any) -> None:
+    def start(self, *arrays: Array) -> None:
         """Begin to run, and return as soon as there is something to wait for. `arrays`: those of a plan that does not
         hold on to its own."""
         self._check()
@@ -108,7 +106,7 @@ class Plan(Uncopied):
                 see_in_time(self.call.text, operation.waited, self._home.generation)
         return operation.done
 
-    def wait(self) -> Any:
+    def wait(self) -> Array:
         """Finish what `start` began and give back the result. Blocking."""
         operation, self._operation = self._started(), None
         if not operation.done:
@@ -119,7 +117,7 @@ class Plan(Uncopied):
             self.free()
         return self._result
 
-    def keep(self, x: Any, out: Any) -> None:
+    def keep(self, x: Array, out: Array) -> None:
         """Hold on to the arrays, so that the plan can run as long as it lives. It has tags of its own, so that between
         nodes its messages may be under way beside those of others."""
         own_tags = isinstance(self.runner, Over) and self.runner.moves_by(MessagePlan)
@@ -127,7 +125,7 @@ class Plan(Uncopied):
         self._arrays = (x, out)
         self._result = self.result_of(x, out)
 
-    def result_of(self, x: Any, out: Any) -> Any:
+    def result_of(self, x: Array, out: Array) -> Array:
         """Where the result is: out, or x, or this rank's block of x."""
         if not self._in_place:
             return out
@@ -178,12 +176,12 @@ class Plan(Uncopied):
 
 def plan(
     kind: str,
-    x: Any,
+    x: Array,
     comm: MPI.Comm | None = None,
     *,
     op: str = "sum",
     algorithm: str = "auto",
-    out: Any = None,
+    out: Array = None,
     root: int = 0,
     label: str = "",
 ) -> Plan:
@@ -204,17 +202,13 @@ def plan(
 
 
 def compile_plan(
-    home: Communicator, kind: str, x: Any, op: str, algorithm: str, out: Any, root: int, tags: Tags, label: str = ""
+    home: Communicator, kind: str, x: Array, op: str, algorithm: str, out: Array, root: int, tags: Tags, label: str = ""
 ) -> Plan:
     """A plan, where the arguments are good; ValueError or TypeError where they are not. Local."""
     if isinstance(x, (list, tuple)) or arrays.is_device(x) or arrays.is_device(out):
-        return _compile_tensor(home, kind, x, op, algorithm, out, root, tags, label)
-    return _compile(home, kind, x, op, algorithm, out, root, tags, label)
-
-
-def _compile(
-    home: Communicator, kind: str, x: Any, op: str, algorithm: str, out: Any, root: int, tags: Tags, label: str = ""
-) -> Plan:
+        make, schedule = partial(make_runner, home), partial(build_schedule, home)
+        tensor, body = compile_tensor(home, kind, x, op, algorithm, out, root, label, tags, make, schedule)
+        return Plan(home, tensor, Over(home, tensor.text, body, sees=not tensor.staged), out is None)
     source = arrays.host(x, "x")
     target = source if out is None else arrays.host(out, "out")
     in_place = out is None
@@ -223,18 +217,6 @@ def _compile(
     x_flat = arrays.flat(source, "x", writes_x)
     out_flat = x_flat if in_place else arrays.flat(target, "out", True)
     return Plan(home, call, make_runner(home, call, x_flat, out_flat, tags), in_place)
-
-
-def _compile_tensor(
-    home: Communicator, kind: str, x: Any, op: str, algorithm: str, out: Any, root: int, tags: Tags, label: str = ""
-) -> Plan:
-    call, make, in_place = compile_tensor(home, kind, x, op, algorithm, out, root, label)
-
-    def flat_runner(call: Call, x: Flat, out: Flat, tags: Tags) -> Inner:
-        return Inner(make_runner(home, call, x, out, tags))
-
-    body = make(flat_runner, partial(build_schedule, home), tags)
-    return Plan(home, call, Over(home, call.text, body, sees=not call.staged), in_place)
 
 
 def _call(
@@ -275,7 +257,7 @@ class Entry(NamedTuple):
     x: weakref.ref[Any]
     out: weakref.ref[Any]
     n: int
-    dtype: Any
+    dtype: np.dtype[Any]
 
 
 class Several(NamedTuple):
@@ -309,7 +291,7 @@ class PlanCache:
         self._by_place: OrderedDict[Any, Any] = OrderedDict()
         self._held = 0
 
-    def find(self, call: tuple[Any, ...], x: Any, out: Any, make: Callable[[], Any]) -> Any:
+    def find(self, call: tuple[Any, ...], x: Array, out: Array, make: Callable[[], Any]) -> Any:
         """The plan of a call with these arrays: `call` says all else. One that is made is kept."""
         try:
             key = (*call, place(x), place(out))
@@ -335,7 +317,7 @@ class PlanCache:
         while self._by_place:
             self._drop()
 
-    def _know_again(self, call: tuple[Any, ...], plan: Any, x: list[Any], out: Any) -> None:
+    def _know_again(self, call: tuple[Any, ...], plan: Any, x: list[Any], out: Array) -> None:
         """Find the plan of these NumPy arrays by their identities from now on."""
         every = x if out is None else [*x, *out]
         if every and all(isinstance(one, np.ndarray) for one in every):
@@ -343,7 +325,7 @@ class PlanCache:
             entry = Several(plan, list(refs), list(sizes), list(dtypes))
             self.by_identity[identity(call, every, len(x))] = entry
 
-    def _keep(self, key: Any, plan: Any) -> None:
+    def _keep(self, key: Hashable, plan: Any) -> None:
         self._by_place[key] = plan
         self._held += plan.held_bytes
         while len(self._by_place) > MOST_PLANS or (self._held > MOST_BYTES and len(self._by_place) > 1):
@@ -356,7 +338,7 @@ class PlanCache:
         plan.free()
 
 
-def place(x: Any) -> Any:
+def place(x: Array) -> Hashable:
     """Where an array, or each of a list, lies in memory, and what it is."""
     if isinstance(x, np.ndarray):
         return x.__array_interface__["data"], x.size, x.dtype, x.flags.c_contiguous

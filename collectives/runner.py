@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
 
 from collectives.arrays import Flat
-from collectives.call import Call
+from collectives.call import Body, Call, Runner
 from collectives.communicator import Communicator
 from collectives.fabric.board import NUMBERS
 from collectives.fabric.layout import DESCRIPTORS, Descriptor
@@ -29,45 +28,6 @@ UNEVEN = (
 DOUBLING_BYTES = 32 << 10
 """Up to here recursive_doubling, of which every step takes the whole vector, is taken for faster than halving."""
 ALWAYS = ("ring", "binomial", "direct")  # between nodes, one of these serves any call
-
-
-class Body(Protocol):
-    """What moves and adds, once it is clear that all ranks are in the same call."""
-
-    def run(self) -> Iterator[None]:
-        """The operation, in steps between which there is something to wait for."""
-
-    def free(self) -> None:
-        """Give back what it holds of MPI."""
-
-
-class Runner(Protocol):
-    """What carries a call out. `fast` does it at once, or tells how far it came (`node.executor`)."""
-
-    fast: Callable[[], int]
-    holds: bool
-    """Whether it has work vectors of its own."""
-
-    def steps(self) -> Iterator[None]:
-        """The operation, in steps between which there is something to wait for."""
-
-    def rest(self) -> Iterator[None]:
-        """The same from where all have met."""
-
-    def free(self) -> None:
-        """Give back what it holds of MPI."""
-
-
-class Inner(NamedTuple):
-    """A runner as part of another's body."""
-
-    runner: Runner
-
-    def run(self) -> Iterator[None]:
-        return self.runner.steps()
-
-    def free(self) -> None:
-        self.runner.free()
 
 
 class Over:

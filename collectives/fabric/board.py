@@ -27,7 +27,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from os import sched_yield
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -362,5 +362,5 @@ def unreachable(board: Board, error: OutOfReach) -> str:
     return f"rank {board.names[board.rank]} cannot reach the memory of rank {other} any more: {why}"
 
 
-def _attach(place: ArrayPlace) -> Any:
+def _attach(place: ArrayPlace) -> NDArray[np.uint8]:
     return arena.attach(Region(*place[:5]))

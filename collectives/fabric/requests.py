@@ -92,7 +92,7 @@ class Roll:
     """All ranks' coming to a communicator, nobody waiting for it here. Each sends each other one byte, so that it is
     known who is late; a barrier would say nothing of that. Making it is collective, and does not block."""
 
-    def __init__(self, comm: Any) -> None:
+    def __init__(self, comm: MPI.Comm) -> None:
         size = comm.Get_size()
         self._come, counts, places = np.zeros(size, np.uint8), [1] * size, list(range(size))
         self._mine = np.ones(size, np.uint8)

@@ -16,14 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
+from numpy.typing import NDArray
 
-from collectives.arrays import Flat, Vector
-from collectives.call import REDUCING, ROOTED, Call, operation, scale, see_root
+from collectives.arrays import Array, Flat, Vector
+from collectives.call import REDUCING, ROOTED, Body, Call, Runner, operation, scale, see_root
+from collectives.communicator import Communicator
 from collectives.fabric.requests import Tags, receives, release, sends
 from collectives.schedule.model import NOBODY, Interval, RankStep, Schedule, extent
 from collectives.tensor import kernels
@@ -33,21 +34,6 @@ FUSED_BYTES = 64 << 10
 """Between nodes, `auto` runs multi_ring on tensors from this size on; below, one message a rank and step is cheaper."""
 THROUGH_HOST = {"shared_memory": "shared_memory", "native": "native", "host_ring": "ring"}
 """Algorithms of an allreduce that go through one host vector, and what runs there."""
-
-
-class Home(Protocol):
-    """The ranks of a communicator, and the nodes that they are on."""
-
-    comm: MPI.Intracomm
-    rank: int
-    size: int
-    nodes: int
-
-
-class FlatRunner(Protocol):
-    """Compiles a call on one host vector a rank; its ranks see first that all are in the same call (`Call.text`)."""
-
-    def __call__(self, call: Call, x: Flat, out: Flat, tags: Tags, /) -> Runner: ...
 
 
 @dataclass(frozen=True)
@@ -80,23 +66,27 @@ class TensorCall(Call):
         return inner
 
 
-class Compiled(NamedTuple):
-    """A checked call. `make(flat_runner, build_schedule, tags)` compiles its runner; local."""
-
-    call: TensorCall
-    make: Callable[[FlatRunner, Callable[[Call], Schedule], Tags], Runner]
-    in_place: bool
-
-
 def compile_tensor(
-    home: Home, kind: str, x: Any, op: str, algorithm: str, out: Any, root: int, label: str = ""
-) -> Compiled:
-    """The call of `kind` on the vectors `x`, a list or one device array, into `out` (None: in place).
+    home: Communicator,
+    kind: str,
+    x: Array,
+    op: str,
+    algorithm: str,
+    out: Array,
+    root: int,
+    label: str,
+    tags: Tags,
+    make_runner: Callable[[Call, Flat, Flat, Tags], Runner],
+    build_schedule: Callable[[Call], Schedule],
+) -> tuple[TensorCall, Body]:
+    """Return the call of `kind` on the vectors `x`, a list or one device array, into `out` (None: in place), and what
+    moves and adds.
 
     The vectors of x and out have one dtype. Those of x have one size, those of out one size, and there are as many of
     each. They may lie on GPUs, on the host, or some here and some there. Local: nothing is sent. ValueError or
     TypeError with the reason where the arguments are bad. The arrays are held by address only: the caller keeps them
-    alive while an operation runs.
+    alive while an operation runs. `make_runner` compiles a call on one host vector a rank; its ranks see first that all
+    are in the same call.
     """
     in_place = out is None
     given, taken = _listed(x), _listed(x if in_place else out)
@@ -105,16 +95,29 @@ def compile_tensor(
     sources = [place(v, f"x[{i}]", written=in_place) for i, v in enumerate(given)]
     targets = sources if in_place else [place(v, f"out[{i}]", written=True) for i, v in enumerate(taken)]
     call = _call(home, kind, sources, targets, op, algorithm, in_place, root, label)
-    _see_devices(call, sources, targets)
-    return Compiled(call, partial(_make, home, call, sources, targets, in_place), in_place)
+    on_gpu = any(v.device is not None for v in [*sources, *targets])
+    if on_gpu and call.operation is not None:
+        kernels.see_serves(call.operation.ufunc.__name__, call.dtype.name)
+    if call.operation is None:  # the first vector is what the worker gives
+        sources = sources[:1]
+    vectors: Vectors
+    if on_gpu:
+        from collectives.tensor.cuda import CudaVectors  # needs CuPy
+
+        vectors = CudaVectors(sources, targets, "add" if call.operation is None else call.operation.ufunc.__name__)
+    else:
+        vectors = HostVectors(sources, targets, np.add if call.operation is None else call.operation.ufunc)
+    if call.staged:
+        return call, _staged(home, call, vectors, in_place, make_runner, tags)
+    return call, Fused(tags.lanes.comm, call, build_schedule(call), vectors, tags)
 
 
-def _listed(x: Any) -> list[Any]:
+def _listed(x: Array) -> list[Array]:
     return list(x) if isinstance(x, (list, tuple)) else [x]
 
 
 def _call(
-    home: Home,
+    home: Communicator,
     kind: str,
     x: list[VectorPlace],
     out: list[VectorPlace],
@@ -150,56 +153,25 @@ def _call(
     return call
 
 
-def _auto(home: Home, kind: str, nbytes: int) -> str:
+def _auto(home: Communicator, kind: str, nbytes: int) -> str:
     """The algorithm that `auto` means; the same on all ranks."""
     if home.nodes == 1:
         return "shared_memory"
     return "multi_ring" if kind == "allreduce" and nbytes >= FUSED_BYTES else "host_ring"
 
 
-def _see_devices(call: TensorCall, sources: list[VectorPlace], targets: list[VectorPlace]) -> None:
-    """ValueError where a GPU is asked for what it cannot do."""
-    on_gpu = {v.device is not None for v in [*sources, *targets]}
-    if True not in on_gpu:
-        return
-    if call.operation is not None:
-        kernels.see_serves(call.operation.ufunc.__name__, call.dtype.name)
-
-
-def _make(
-    home: Home,
-    call: TensorCall,
-    sources: list[VectorPlace],
-    targets: list[VectorPlace],
-    in_place: bool,
-    flat_runner: FlatRunner,
-    build_schedule: Callable[[Call], Schedule],
-    tags: Tags,
-) -> Runner:
-    # where nothing is reduced, the first vector is what the worker gives
-    vectors = _vectors(sources if call.operation is not None else sources[:1], targets, call)
-    if call.staged:
-        return _staged(home, call, vectors, in_place, flat_runner, tags)
-    return Fused(tags.lanes.comm, call, build_schedule(call), vectors, tags)
-
-
-def _vectors(sources: list[VectorPlace], targets: list[VectorPlace], call: TensorCall) -> Vectors:
-    """The backend for where the vectors lie."""
-    ufunc = np.add if call.operation is None else call.operation.ufunc
-    if all(v.device is None for v in [*sources, *targets]):
-        return HostVectors(sources, targets, ufunc)
-    from collectives.tensor.cuda import CudaVectors  # needs CuPy
-
-    return CudaVectors(sources, targets, ufunc.__name__)
-
-
 def _staged(
-    home: Home, call: TensorCall, vectors: Vectors, in_place: bool, flat_runner: FlatRunner, tags: Tags
+    home: Communicator,
+    call: TensorCall,
+    vectors: Vectors,
+    in_place: bool,
+    make_runner: Callable[[Call, Flat, Flat, Tags], Runner],
+    tags: Tags,
 ) -> StagedTensor:
     x_size, out_size = (call.n, call.n) if in_place else call.sizes(home.rank)
     x = vectors.host(x_size)
     out = x if in_place or call.kind not in ("reduce_scatter", "allgather") else vectors.host(out_size)
-    inner = flat_runner(call.between(), _flat(x), _flat(out), tags)
+    inner = make_runner(call.between(), _flat(x), _flat(out), tags)
     at_root = home.rank == call.root
     gives, takes = call.kind != "broadcast" or at_root, call.kind != "reduce" or at_root
     return StagedTensor(call, vectors, inner, x, out, gives, takes)
@@ -207,16 +179,6 @@ def _staged(
 
 def _flat(vector: Vector) -> Flat:
     return Flat(vector.ctypes.data, vector.size, vector.dtype)
-
-
-class Runner(Protocol):
-    """What carries a call out."""
-
-    def run(self) -> Iterator[None]:
-        """The operation, in steps between which there is something to wait for."""
-
-    def free(self) -> None:
-        """Give back what it holds."""
 
 
 class _Landing(NamedTuple):
@@ -305,7 +267,7 @@ class Fused:
             else:
                 self._call.operation.ufunc(place, beside, out=place)
 
-    def _compile_lane(self, comm: MPI.Comm, offsets: Any, steps: tuple[RankStep, ...], tag: int) -> None:
+    def _compile_lane(self, comm: MPI.Comm, offsets: NDArray[np.int64], steps: tuple[RankStep, ...], tag: int) -> None:
         chunks = len(offsets) - 1
         filled, complete = np.zeros(chunks, bool), np.zeros(chunks, bool)
         self._lanes.append([self._compile(comm, offsets, step, tag, filled, complete) for step in steps])
@@ -313,7 +275,7 @@ class Fused:
         self._rest += _runs(offsets, Interval(0, chunks), ~complete)
 
     def _compile(
-        self, comm: MPI.Comm, offsets: Any, step: RankStep, tag: int, filled: Vector, complete: Vector
+        self, comm: MPI.Comm, offsets: NDArray[np.int64], step: RankStep, tag: int, filled: Vector, complete: Vector
     ) -> _Step:
         made = _Step([], [], [], [])
         sent = [r for r in step.rounds if r.send_to != NOBODY]
@@ -350,7 +312,7 @@ class StagedTensor:
 
     def run(self) -> Iterator[None]:
         """The operation, in steps between which there is something to wait for. The inner plan counts as called."""
-        return self._steps(self._inner.run())
+        return self._steps(self._inner.steps())
 
     def free(self) -> None:
         """Give back what the inner plan holds, and the memory."""
@@ -372,7 +334,7 @@ class StagedTensor:
             yield from until(vectors.spread(0, self._out.size, self._out))
 
 
-def _runs(offsets: Any, interval: Interval, wanted: Vector) -> list[tuple[int, int]]:
+def _runs(offsets: NDArray[np.int64], interval: Interval, wanted: Vector) -> list[tuple[int, int]]:
     """The longest extents of elements inside the interval of chunks, all of whose chunks are wanted."""
     found: list[tuple[int, int]] = []
     for chunk in range(int(interval.start), int(interval.stop)):

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from collectives import arrays
-from collectives.arrays import Flat, Vector
+from collectives.arrays import Array, Flat, Vector
 from collectives.fabric import arena
 from collectives.tensor.kernels import combine
 
@@ -140,7 +140,7 @@ class VectorPlace(NamedTuple):
         return Flat(self.address, self.n, self.dtype).vector()
 
 
-def place(x: Any, name: str, written: bool) -> VectorPlace:
+def place(x: Array, name: str, written: bool) -> VectorPlace:
     """Where a C-contiguous array of any shape lies; it must be writable if it is `written`.
 
     Takes NumPy's arrays, what has `__array_interface__` or DLPack on the host (torch), and what has
@@ -168,11 +168,11 @@ def _contiguous(shape: tuple[int, ...], strides: tuple[int, ...] | None, itemsiz
     return all(stride == want for stride, want, places in zip(strides, wanted, shape) if places > 1)
 
 
-def _library(x: Any) -> str:
+def _library(x: Array) -> str:
     return type(x).__module__.split(".")[0]
 
 
-def _dtype(x: Any, typestr: str) -> np.dtype[Any]:
+def _dtype(x: Array, typestr: str) -> np.dtype[Any]:
     """bfloat16 has no letter in the interface, so its name is asked for."""
     if not str(getattr(x, "dtype", "")).endswith("bfloat16"):
         return np.dtype(typestr)
@@ -183,7 +183,7 @@ def _dtype(x: Any, typestr: str) -> np.dtype[Any]:
     return np.dtype(ml_dtypes.bfloat16)
 
 
-def _device(x: Any, address: int) -> int:
+def _device(x: Array, address: int) -> int:
     """The GPU that holds the array: as its library says, else CUDA, whose answer may open a context on another GPU."""
     if ordinal := _ORDINALS.get(_library(x)):
         return int(getattr(x.device, ordinal))
