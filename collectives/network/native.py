@@ -39,16 +39,19 @@ def _most(call: Call) -> int:
 
 
 class NativePlan:
-    """One call by MPI's own collective. `met`: whether all ranks have just compared their calls when it runs."""
+    """One call by MPI's own collective. `met`: ranks meet on a board, where they `enter` it, and have compared their
+    calls when it runs."""
 
     def __init__(self, own: Collectives, call: Call, x: Flat, out: Flat, met: bool):
         self._own, self._comm, self._call = own, own.comm, call
         self._x, self._out, self._in_place = x.vector(), out.vector(), x == out
         self._copy = self._x.copy() if self._in_place and call.kind in ("alltoall", "reduce_scatter") else None
-        self._words = np.zeros(2, np.int64)
+        number = digest(call.text.encode()) >> 1
+        self._mine, self._words = (number, -number), np.zeros(2, np.int64)
         compare: list[Begin] = [(self._comm.Iallreduce, (MPI.IN_PLACE, self._words, MPI.MAX))]
-        self._row = [*([] if met else compare), *self._arguments()]
-        self._see = None if met else self._compare
+        self._met, alone = met, own.comm.size == 1
+        self._row = [*([] if met or alone else compare), *self._arguments()]
+        self._see = None if met or alone else self._compare
         self._before, self._after = self._copies(), self._scaling()
 
     def enter(self, number: int = -1) -> None:
@@ -58,9 +61,8 @@ class NativePlan:
 
     def run(self) -> Iterator[None]:
         """The operation, in steps between which there is something to wait for. Ranks that have met have entered."""
-        if self._see is not None:
-            number = digest(self._call.text.encode()) >> 1
-            self._words[:] = number, -number
+        if not self._met:
+            self._words[:] = self._mine
             self.enter()
         while not self._own.step():
             yield

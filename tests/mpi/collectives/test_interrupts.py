@@ -44,6 +44,7 @@ def one_round(comm, way, route, rng):
     """What is wrong after one interrupt; "" for nothing."""
     cell = Cell(comm, way, route)
     call = cell.call()
+    WORLD.Barrier()  # who still makes its plan would hear of the interrupt there
     if RANK == ODD:
         with interrupted(rng.uniform(*AFTER), again=2e-5):
             name, sentence, right = row(cell, call)
@@ -104,6 +105,7 @@ def test_an_interrupted_call_of_mpis_own_spoils_no_other_ranks_result(nodes, kin
     for _ in range(ROUNDS):
         with fresh(nodes) as comm:
             native_sum(comm)
+            WORLD.Barrier()
             with interrupted(rng.uniform(*AFTER) if RANK == ODD else 1e3, again=2e-5):
                 right = native_row(comm, kind, x)
             time.sleep(0.01)
