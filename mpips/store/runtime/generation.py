@@ -225,11 +225,11 @@ class Generation:
 
     @contextmanager
     def _in_meeting(self, room: Room, what: str) -> Iterator[None]:
-        before, self.undescribed = self.undescribed, what if room is self._workers else ""
+        self.undescribed = what if room is self._workers else ""
         try:
             yield
         finally:
-            self.undescribed = before
+            self.undescribed = ""
 
     def _watch(self, room: Room, what: str) -> Watch:
         """Return how this rank waits in a room: it looks at the generation, and sees who comes no more."""
