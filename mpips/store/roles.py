@@ -153,8 +153,10 @@ class Layout:
         there = left.Get_group().Translate_ranks(None, self.world.Get_group())
         old = Roles(self.num_workers, self.num_servers, self.spares, self.clients)
         lost = tuple(sorted(set(range(old.size)) - set(there)))
-        more = self.spares > 0 and _any(left, grow)
-        new = succession(old, lost, self.nodes, more, alone=self.kind != "mpi_sync")
+        grows = np.array([grow], np.int8)
+        if self.spares:
+            left.Allreduce(MPI.IN_PLACE, grows, MPI.MAX)
+        new = succession(old, lost, self.nodes, self.spares > 0 and bool(grows[0]), alone=self.kind != "mpi_sync")
         if why := refusal(old, new):
             raise LostError(f"recover: {why}")
         self.workers = self.client = self.servers = None
@@ -205,7 +207,10 @@ def create(comm: MPI.Intracomm, kind: str, options: Options | None, refusal: str
     _come(comm, limits)
     world = made(comm.Dup())
     if options is not None and not refusal:
-        refusal = _check(kind, options, world.Get_size())
+        try:
+            options.clients_of(kind, world.Get_size())
+        except OptionError as error:
+            refusal = str(error)
     try:
         _agree(world, _Card(kind, {} if options is None else asdict(options), refusal), limits)
     except OptionError:
@@ -239,14 +244,6 @@ def _come(comm: MPI.Intracomm, limits: Limits) -> None:
     _arrivals.remove(roll)
 
 
-def _check(kind: str, options: Options, size: int) -> str:
-    try:
-        options.clients_of(kind, size)
-    except OptionError as error:
-        return str(error)
-    return ""
-
-
 def _agree(world: MPI.Intracomm, card: _Card, limits: Limits) -> None:
     encoded = Gathering(world, limits).meet(msgspec.msgpack.encode(card), WHAT)
     cards = [msgspec.msgpack.decode(data, type=_Card) for data in encoded]
@@ -266,13 +263,6 @@ def _agree(world: MPI.Intracomm, card: _Card, limits: Limits) -> None:
                     f"create: option {name} is {value!r} on rank 0 and {other.options[name]!r} on rank {rank}; "
                     "give every rank the same"
                 )
-
-
-def _any(comm: MPI.Intracomm, mine: bool) -> bool:
-    """Return whether it is so on one rank at least. Collective, blocking."""
-    every = np.array([mine], np.int8)
-    comm.Allreduce(MPI.IN_PLACE, every, MPI.MAX)
-    return bool(every[0])
 
 
 def _split(comm: MPI.Intracomm, number: int, rank: int) -> MPI.Intracomm:

@@ -31,23 +31,18 @@ class Fast(Protocol):
 
     def push(self, array: Array, priority: int) -> Task[None] | None:
         """Contribute; when it is over the array may be overwritten."""
-        ...
 
     def post(self, array: Array, priority: int) -> Task[None] | None:
         """Push, but without waiting until the servers have read what they read in place."""
-        ...
 
     def read(self) -> Task[None] | None:
         """Wait until they have, after a `post` that left nothing."""
-        ...
 
     def pull(self, out: Array) -> Task[None] | None:
         """Write the key's value into `out`."""
-        ...
 
     def pushpull(self, array: Array, out: Array, priority: int) -> Task[None] | None:
         """Both; `out` may be `array`. It may read the result behind the servers, while they sum what follows."""
-        ...
 
 
 class FastList(Protocol):
@@ -61,7 +56,6 @@ class FastList(Protocol):
         self, keys: Sequence[Key], arrays: Sequence[Array], outs: Sequence[Array], priority: int
     ) -> Task[None] | None:
         """Both, wherever `outs` and `arrays` lie."""
-        ...
 
 
 class Rounds(dict[Name, int]):

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 import collectives
 from collectives.fabric import arena
 from collectives.fabric.tasks import Task
-from mpips.store.keys.key import Fast, Key, Shard
+from mpips.store.keys.key import Fast, Key
 from mpips.store.remote.link import Link
 from mpips.store.remote.members import label
 from mpips.store.remote.transfers import Pull, Push, snapshot
@@ -174,7 +174,10 @@ class Blocks(FastRoute):
         self._flag = general.flag
         self._small = key.nbytes <= small_bytes
         self._mine = [(shard.words, shard.mine) for shard in key.pushes]
-        self._stored = [_readable(shard) for shard in key.shards]
+        self._stored: list[tuple[Any, ...]] = [
+            (one.words, one.stored, one.start, one.stop, one.blocks, one.block_elements, one.line, one.enough)
+            for one in key.shards
+        ]
         self._lent = InPlacePushes(key.shards)
         self._in_place = False
 
@@ -306,9 +309,3 @@ def in_client(
         return None
     assert layout.client is not None
     return InClient(general, key, layout.client, slow)
-
-
-def _readable(shard: Shard) -> tuple[Any, ...]:
-    return (
-        shard.words, shard.stored, shard.start, shard.stop, shard.blocks, shard.block_elements, shard.line, shard.enough
-    )  # fmt: skip

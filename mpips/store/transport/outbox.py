@@ -132,8 +132,6 @@ def fill(grows: Grows) -> None:
             os.sched_yield()
 
 
-
-
 class RepeatedPush:
     """The push of one region, round after round: its frame is packed once for a priority."""
 

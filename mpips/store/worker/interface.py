@@ -50,11 +50,9 @@ class Snapshot(Protocol):
 
     def read(self, key: Key, slot: int, start: int, stop: int) -> Task[Array]:
         """Elements [start, stop) of the values (slot -1) or of an array of state; good until the next read."""
-        ...
 
     def release(self) -> Task[None]:
         """Give its memory back."""
-        ...
 
 
 class Stored(Protocol):
@@ -62,26 +60,21 @@ class Stored(Protocol):
 
     def states(self, keys: Sequence[Key]) -> Task[States]:
         """Steps and optimizer states; complete on rank 0 (without servers: everywhere). Collective."""
-        ...
 
     def put_states(self, keys: Sequence[Key], states: States) -> Task[None]:
         """Give them back. Rank 0's count; others' may be empty, but without servers they must be the same everywhere.
         ValueError where they do not fit the optimizer. Collective."""
-        ...
 
     def residuals(self, keys: Sequence[Key]) -> Task[Array | None]:
         """Return what compression kept back in this worker's client, float64, one key behind the other; None where
         nothing is compressed. Collective."""
-        ...
 
     def put_residuals(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
         """Give it back, one 1-D array a key, to this worker. Local."""
-        ...
 
     def snapshot(self, keys: Sequence[Key], alone: bool = False) -> Task[Snapshot]:
         """A copy that nothing pushed later changes. Collective; `alone`: worker 0 of an asynchronous store makes it by
         itself."""
-        ...
 
 
 class Transfers(Protocol):
@@ -89,25 +82,20 @@ class Transfers(Protocol):
 
     def push(self, keys: Sequence[Key], flats: Sequence[Array], priority: int) -> Task[None]:
         """Contribute to the keys' next rounds; when it is over, `flats` may be overwritten."""
-        ...
 
     def pull(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[None]:
         """Write the keys' values into `outs`, after this worker's pushes of them."""
-        ...
 
     def pushpull(
         self, keys: Sequence[Key], flats: Sequence[Array], outs: Sequence[Array], priority: int
     ) -> Task[None]:
         """Both; every `out` may be its own `flat`, and overlaps with no other."""
-        ...
 
     def push_rows(self, key: Key, rows: RowSparse, priority: int) -> Task[None]:
         """Contribute some rows to the key's next round."""
-        ...
 
     def pull_rows(self, key: Key, out: Array, ids: Array) -> Task[None]:
         """Write rows of the key into `out` of shape (len(ids), ...); `ids`: int64 (k,), any order, repeats allowed."""
-        ...
 
 
 class Backend(Protocol):
@@ -122,80 +110,65 @@ class Backend(Protocol):
     @property
     def stored(self) -> Stored:
         """Return what keys have beside their values."""
-        ...
 
     @property
     def quick_list(self) -> FastList | None:
         """The fast route of lists, where keys are not better pushed one by one."""
-        ...
 
     # ---- keys
 
     def init(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
         """Make keys with rank 0's values, and bind their fast routes. Collective."""
-        ...
 
     def forget(self, keys: Sequence[Key]) -> Task[None]:
         """Give up keys and their memory; nothing is under way on them. Collective."""
-        ...
 
     def put(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
         """Store worker 0's values under keys that are there; they are torn no more. Collective."""
-        ...
 
     # ---- pushes and pulls
 
     @property
     def transfers(self) -> Transfers:
         """Return the pushes and pulls of the present generation."""
-        ...
 
     def listen(self) -> None:
         """Take in what servers have said; to be called before each step of a task. Does not block."""
-        ...
 
     def settle(self, keys: Sequence[Key]) -> Task[None]:
         """Wait until the servers have read all that this worker has pushed, and where asynchronous, applied it."""
-        ...
 
     def waits(self, keys: Sequence[Key]) -> None:
         """Tell servers that the program has waited long for a call with these keys, and does nothing else. Local.
 
         So workers that wait for one another in a circle are found."""
-        ...
 
     def sums(self) -> tuple[int, str]:
         """Return how many sums of all workers this one has begun, and what the last one is; (0, "") with servers.
         Local."""
-        ...
 
     # ---- settings
 
     def check_updated(self, keys: Sequence[Key], what: str) -> None:
         """ValueError where nothing would apply a push of one of them: in an asynchronous store a key without an
         optimizer. Local."""
-        ...
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Name] | None) -> Task[None]:
         """Update these keys by it from now on, state anew; None: all keys, also those to come. Collective.
 
         ValueError on all workers, and nothing has changed, where a server does not know it.
         """
-        ...
 
     def update_optimizer(self, numbers: Mapping[str, Any], keys: Sequence[Name] | None) -> Task[None]:
         """Change numbers of the optimizers of these keys from their next round on; state stays. Collective."""
-        ...
 
     def set_compression(self, options: dict[str, Any], compressor: Compressor) -> Task[None]:
         """Compress pushes of float keys from now on; residuals start at zero. Collective."""
-        ...
 
     # ---- the end
 
     def finish(self) -> None:
         """This worker makes no more calls: say goodbye to the servers. Not collective; does not wait."""
-        ...
 
 
 # ---- checkpoints, as the calls of a worker see them
@@ -206,11 +179,9 @@ class Written(Protocol):
 
     def go_on(self) -> bool:
         """Begin the next piece, if it is time; whether all is over. Does not block."""
-        ...
 
     def finish(self) -> None:
         """Wait until it is over."""
-        ...
 
 
 class Saves(Protocol):
@@ -221,24 +192,18 @@ class Saves(Protocol):
 
     def is_due(self, key: object) -> bool:
         """Return whether a push of this key, or list of keys, begins a step before which the store has to be saved."""
-        ...
 
     def count(self, key: object) -> None:
         """Such a push has been made."""
-        ...
 
     def save(self) -> Written | None:
         """Begin to save what is stored, beside the training; None where nothing was begun."""
-        ...
 
     def save_last(self, alike: bool) -> None:
         """Begin to save what is stored at the end, unless it has been. `alike`: all workers have pushed as often."""
-        ...
 
     def set_rounds(self, rounds: Mapping[Name, int]) -> None:
         """The store stands at these rounds, after `recover`."""
-        ...
 
     def leave(self) -> tuple[str, int]:
         """Save no more, as the caller will: to which folder, and after how many rounds each."""
-        ...
