@@ -16,7 +16,6 @@ from mpips.store.recovery.plan import (
     RecoveryPlan,
     Shelf,
     choose_rounds,
-    common_round,
     copies_of,
     make_plan,
 )
@@ -41,22 +40,6 @@ def test_shards_that_were_a_round_further_go_back():
     seen = found(shelf(4, unit(0, 6, 3, 2)), shelf(5, unit(6, 10, 2), live=False))
     assert seen.step == 2 and seen.keys["w"].round == 2 and not seen.keys["w"].torn
     assert [(part.owner, part.before) for part in seen.keys["w"].parts] == [(4, True), (5, False)]
-
-
-def test_all_keys_go_back_to_one_step():
-    seen = found(shelf(4, unit(0, 10, 3, 2), unit(0, 10, 2, 1, key="v"), unit(0, 10, 0, key="u")), names="wvu")
-    assert seen.step == 2
-    assert {name: one.round for name, one in seen.keys.items()} == {"w": 2, "v": 2, "u": 0}
-
-
-def test_a_first_step_that_was_not_made_by_all_keys_begins_anew():
-    seen = found(shelf(4, unit(0, 10, 1, 0), unit(0, 10, 0, key="v")), names="wv")
-    assert seen.step == 0 and {one.round for one in seen.keys.values()} == {0}
-
-
-def test_keys_that_cannot_stand_at_one_step_stand_at_their_own():
-    seen = found(shelf(4, unit(0, 10, 9, 8), unit(0, 10, 2, 1, key="v")), names="wv")
-    assert seen.step is None and {name: one.round for name, one in seen.keys.items()} == {"w": 9, "v": 2}
 
 
 def test_a_key_without_a_common_round_is_torn():
@@ -132,11 +115,18 @@ def test_the_newest_of_two_copies_counts_where_there_are_no_rounds():
     ],
 )
 def test_all_keys_stand_at_the_newest_round_that_all_can(available, rounds, step):
-    assert common_round(available, True) == (rounds, step)
+    assert stand(available, True) == (rounds, step)
 
 
 def test_keys_of_an_asynchronous_store_stand_each_at_its_own():
-    assert common_round({"a": {4, 3}, "b": {3, 2}}, False) == ({"a": 4, "b": 3}, None)
+    assert stand({"a": {4, 3}, "b": {3, 2}}, False) == ({"a": 4, "b": 3}, None)
+
+
+def stand(available, synchronous):
+    units = [unit(0, SIZE, *sorted(rounds, reverse=True), key=name) for name, rounds in available.items()]
+    seen = found(shelf(4, *units), names=list(available), synchronous=synchronous)
+    assert not any(one.torn for one in seen.keys.values())
+    return {name: one.round for name, one in seen.keys.items()}, seen.step
 
 
 # ---- replicas
