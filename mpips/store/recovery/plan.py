@@ -114,9 +114,9 @@ class Inventory(msgspec.Struct, array_like=True):
     """On a worker of servers: how many changes of settings it has begun, how many it has made, and the last one."""
 
 
-def common_keys(said: Sequence[Inventory]) -> list[KeyCard]:
+def common_keys(inventories: Sequence[Inventory]) -> list[KeyCard]:
     """Return the keys that all workers know alike which were workers before, in the order of the first of them."""
-    lists = [one.keys for one in said if one.keys is not None]
+    lists = [one.keys for one in inventories if one.keys is not None]
     if not lists:
         return []
     known = [{*cards} for cards in lists]
@@ -144,10 +144,10 @@ def encode_settings(groups: Groups, compressor: Compressor | None) -> bytes:
 
 def decode_settings(data: bytes) -> tuple[Groups, Compressor | None]:
     """Return what `encode_settings` was given."""
-    said = msgspec.msgpack.decode(data, type=_Settings)
-    default = None if said.default is None else decode(said.default)
-    groups = Groups(default, {name: decode(one) for name, one in said.own})
-    return groups, None if said.compression is None else compression.create(said.compression)
+    found = msgspec.msgpack.decode(data, type=_Settings)
+    default = None if found.default is None else decode(found.default)
+    groups = Groups(default, {name: decode(one) for name, one in found.own})
+    return groups, None if found.compression is None else compression.create(found.compression)
 
 
 # ---- what is chosen, and what follows
@@ -223,7 +223,7 @@ class ReplicaPlan(NamedTuple):
 class RecoveryPlan:
     """The next generation, as it follows from what all ranks have said. The same on every rank."""
 
-    said: Sequence[Inventory]
+    inventories: Sequence[Inventory]
     choice: Choice
     keys: list[Key] = field(default_factory=list)
     cutting: Cutting | None = None
@@ -253,7 +253,7 @@ class RecoveryPlan:
     @property
     def best_settings(self) -> Shelf | None:
         """The shelf whose settings count: of the owner that has made most changes, the lowest of these."""
-        own = [shelf for one in self.said for shelf in one.shelves if not shelf.is_copy]
+        own = [shelf for one in self.inventories for shelf in one.shelves if not shelf.is_copy]
         return max(own, key=lambda shelf: (shelf.changes, -shelf.owner), default=None)
 
     def settings(self) -> tuple[Groups, Compressor | None]:
@@ -265,7 +265,7 @@ class RecoveryPlan:
     def change(self) -> Change | None:
         """A change of settings that no worker knows to be made everywhere: servers make it once more."""
         begun, _, last = self._last_change()
-        if not last or max(one.changes[1] for one in self.said) >= begun:
+        if not last or max(one.changes[1] for one in self.inventories) >= begun:
             return None
         return frames.decode_request(last)  # type: ignore[return-value]
 
@@ -291,7 +291,7 @@ class RecoveryPlan:
         return groups, compressor, (begun, begun, last)
 
     def _last_change(self) -> tuple[int, int, bytes]:
-        return max((one.changes for one in self.said), key=lambda changes: changes[0])
+        return max((one.changes for one in self.inventories), key=lambda changes: changes[0])
 
 
 class Placed(msgspec.Struct, array_like=True):
@@ -308,13 +308,13 @@ Candidate = tuple[Shelf, int, Holding]
 """A unit of a key, and its place on a shelf."""
 
 
-def choose_rounds(said: Sequence[Inventory], synchronous: bool, replicas: bool = False) -> Choice:
+def choose_rounds(inventories: Sequence[Inventory], synchronous: bool, replicas: bool = False) -> Choice:
     """Return the round of each key that all workers know, and from whose memory it comes.
 
     A torn key is one of which no whole round is there. `replicas`: without servers, where a torn one is not whole.
     """
-    sizes = {card.name: prod(card.shape) for card in common_keys(said)}
-    found = _candidates(sizes, [shelf for one in said for shelf in one.shelves])
+    sizes = {card.name: prod(card.shape) for card in common_keys(inventories)}
+    found = _candidates(sizes, [shelf for one in inventories for shelf in one.shelves])
     whole = {
         name: [one for one in there if not (replicas and one[2].torn)] for name, there in found.items() if synchronous
     }
@@ -406,23 +406,25 @@ def _at_round(candidates: Sequence[Candidate], round_: int | None) -> Iterable[t
 # ---- the plan
 
 
-def make_plan(layout: Layout, said: Sequence[Inventory], choice: Choice, lines: Sequence[Any] = ()) -> RecoveryPlan:
-    """Return the plan. `said`: by rank. `lines`: to the servers; on a server anything. LostError where a key is
+def make_plan(
+    layout: Layout, inventories: Sequence[Inventory], choice: Choice, lines: Sequence[Any] = ()
+) -> RecoveryPlan:
+    """Return the plan. `inventories`: by rank. `lines`: to the servers; on a server None. LostError where a key is
     lost."""
     if choice.lost:
         names = ", ".join(map(repr, choice.lost[:SHOWN])) + ", ..." * (len(choice.lost) > SHOWN)
         raise LostError(f"recover: all memory with parts of these keys has gone, with their hosts: {names}; "
                          "start again from a checkpoint")  # fmt: skip
-    keys = [Key(card.name, tuple(card.shape), dtype_of(card.dtype)) for card in common_keys(said)]
+    keys = [Key(card.name, tuple(card.shape), dtype_of(card.dtype)) for card in common_keys(inventories)]
     for key in keys:
         key.round = choice.keys[key.name].round
     if layout.num_servers:
-        return _plan_units(layout, said, choice, keys, lines)
-    return RecoveryPlan(said, choice, keys, replicas=_plan_replicas(layout, said, choice))
+        return _plan_units(layout, inventories, choice, keys, lines)
+    return RecoveryPlan(inventories, choice, keys, replicas=_plan_replicas(layout, inventories, choice))
 
 
-def _plan_replicas(layout: Layout, said: Sequence[Inventory], choice: Choice) -> dict[Name, ReplicaPlan]:
-    shelves = {shelf.owner: shelf for one in said for shelf in one.shelves}
+def _plan_replicas(layout: Layout, inventories: Sequence[Inventory], choice: Choice) -> dict[Name, ReplicaPlan]:
+    shelves = {shelf.owner: shelf for one in inventories for shelf in one.shelves}
     found = {}
     for name, chosen in choice.keys.items():
         root = chosen.parts[0].owner
@@ -447,40 +449,40 @@ def _replica_stand(shelf: Shelf, name: Name, chosen: KeyChoice) -> tuple[int, in
 
 
 def _plan_units(
-    layout: Layout, said: Sequence[Inventory], choice: Choice, keys: list[Key], lines: Sequence[Any]
+    layout: Layout, inventories: Sequence[Inventory], choice: Choice, keys: list[Key], lines: Sequence[Any]
 ) -> RecoveryPlan:
-    shelves = {shelf.owner: shelf for one in said for shelf in one.shelves}
+    shelves = {shelf.owner: shelf for one in inventories for shelf in one.shelves}
     counts = _count_pushes(layout, choice.keys, shelves) if layout.asynchronous else {}
     if layout.asynchronous:
         for key in keys:
             if layout.is_worker:
                 key.round = counts[key.name][layout.rank]
         choice = choice._replace(step=min(filter(None, (key.round for key in keys)), default=0))
-    one_node = all(one.local for one in said[: layout.num_workers])
-    cutting = Cutting(layout, one_node, not (said[0].shared_cores or layout.asynchronous))
+    one_node = all(one.local for one in inventories[: layout.num_workers])
+    cutting = Cutting(layout, one_node, not (inventories[0].shared_cores or layout.asynchronous))
     cards: Cards = {server: [] for server in range(layout.num_servers)}
     stays = _keys_stay(layout, choice.keys)
     for key in keys:
         cutting.cut(key, lines, cards, _parts_by_server(layout, choice.keys[key.name]) if stays else None)
-    holders = {shelf.owner: rank for rank, one in enumerate(said) for shelf in one.shelves}
+    holders = {shelf.owner: rank for rank, one in enumerate(inventories) for shelf in one.shelves}
     units = [
-        _plan_unit(layout.server_rank(server), card, choice.keys[card.key], shelves, holders, said, counts)
+        _plan_unit(layout.server_rank(server), card, choice.keys[card.key], shelves, holders, inventories, counts)
         for server, cut in cards.items() for card in cut
     ]  # fmt: skip
     holdings = {owner: shelf.units for owner, shelf in shelves.items()}
-    return RecoveryPlan(said, choice, keys, cutting, cards, units, holdings=holdings)
+    return RecoveryPlan(inventories, choice, keys, cutting, cards, units, holdings=holdings)
 
 
 def _plan_unit(
     rank: int, card: UnitCard, chosen: KeyChoice, shelves: Mapping[int, Shelf], holders: Mapping[int, int],
-    said: Sequence[Inventory], counts: Mapping[Name, Sequence[int]],
+    inventories: Sequence[Inventory], counts: Mapping[Name, Sequence[int]],
 ) -> UnitPlan:  # fmt: skip
     transfers: list[Transfer] = []
     for part in chosen.parts:
         start, stop = max(part.start, card.start), min(part.stop, card.stop)
         if start < stop or (card.start == card.stop and not transfers):
             holder = holders[part.owner]
-            sent = holder != rank and part.owner not in said[rank].mapped
+            sent = holder != rank and part.owner not in inventories[rank].mapped
             transfers.append(Transfer(part, start, max(start, stop), holder, sent))
     first = shelves[transfers[0].part.owner]
     unit = first.units[transfers[0].part.unit]

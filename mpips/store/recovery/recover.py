@@ -84,9 +84,9 @@ def recover(
 
     def rebuild() -> tuple[Member[T], T]:
         layout, member = generation.layout, join()
-        said = _gather(generation, member.take_inventory(known), Inventory)  # 2 gather what each holds
-        choice = choose_rounds(said, not layout.asynchronous, not layout.num_servers)  # 3 choose the round
-        plan = make_plan(layout, said, choice, member.lines)  # 4 plan
+        inventories = _gather(generation, member.take_inventory(known), Inventory)  # 2 gather what each holds
+        choice = choose_rounds(inventories, not layout.asynchronous, not layout.num_servers)  # 3 choose the round
+        plan = make_plan(layout, inventories, choice, member.lines)  # 4 plan
         placed = _gather(generation, member.transfer(plan), Placed)  # 5 transfer
         servers = placed[layout.num_workers : layout.num_workers + layout.num_servers]
         return member, member.rebuild(plan, servers)  # 6 rebuild

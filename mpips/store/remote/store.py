@@ -181,7 +181,7 @@ class RemoteStore(Member[Recovered]):
 
     def rebuild(self, plan: RecoveryPlan, placed: Sequence[Placed]) -> Recovered:
         assert plan.cutting is not None
-        self._serve([one.local for one in plan.said[: self.layout.num_workers]])
+        self._serve([one.local for one in plan.inventories[: self.layout.num_workers]])
         self._setup.begin(plan.keys, plan.cutting, plan.cards, [one.where for one in placed])
         groups, compressor, changes = plan.settings_after([one.refusal for one in placed])
         self._settings.begin(Changes(*changes), groups)

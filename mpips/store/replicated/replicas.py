@@ -206,7 +206,8 @@ class Replicas:
     def take_over(self, plan: RecoveryPlan) -> None:
         """Have what the plan says: settings, values and states. Collective, blocking."""
         best = plan.best_settings
-        if best is not None and (best.changes != self._settings.changes or plan.said[self.sums.rank].keys is None):
+        is_new = plan.inventories[self.sums.rank].keys is None
+        if best is not None and (is_new or best.changes != self._settings.changes):
             self._settings.take(best.settings, best.changes)
         self.forget([replica.key for name, replica in self.by_name.items() if name not in plan.replicas])
         for key in plan.keys:
