@@ -208,17 +208,14 @@ class NodeMemory:
         """Whether every rank can reach the others' own memory (`process_memory`)."""
         self.poison_fd = poison_fd
         self.words = [area[:LINE_BYTES].data.cast("B").cast("Q") for area in areas]
-        even, odd, even_phase, odd_phase = (row.data.cast("Q") for row in self._rows())
+        rows = areas[0][ROWS_AT : area_bytes(self.size)].reshape(4, -1)[:, : self.size * 8]
+        even, odd, even_phase, odd_phase = (row.data.cast("Q") for row in rows)
         self.rows = Rows((even, odd), (even_phase, odd_phase))
         self.fence: Callable[[], None] | None = None if fence is None else fence.Sync
         self._window = fence
         self._buffers: list[NDArray[np.uint8]] = []
         grain = 4096 if self.size <= STAGE_BYTES // 4096 else LINE_BYTES
         self.block_bytes = min(BLOCK_BYTES, STAGE_BYTES // self.size // grain * grain)
-
-    def _rows(self) -> NDArray[np.uint64]:
-        end = area_bytes(self.size)
-        return self.areas[0][ROWS_AT:end].reshape(4, -1)[:, : self.size * 8]  # type: ignore[return-value]
 
     def turn(self) -> list[int]:
         """The other ranks, nearest right neighbour first, so that not all read the same memory at once."""
@@ -271,11 +268,7 @@ class NodeMemory:
 
 def area_bytes(size: int) -> int:
     """Return the bytes of a rank's area on a node of so many ranks."""
-    return ROWS_AT + 4 * _row_bytes(size)
-
-
-def _row_bytes(size: int) -> int:
-    return -(-size * 8 // LINE_BYTES) * LINE_BYTES
+    return ROWS_AT + 4 * (-(-size * 8 // LINE_BYTES) * LINE_BYTES)
 
 
 _closed: list[NodeMemory] = []

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import NoReturn
 
 import msgspec
 from mpi4py import MPI
@@ -97,7 +96,7 @@ class Control:
             for number in sorted(self._open - self._told):
                 self._tell(number)
         if self._over:
-            self._raise()
+            raise self._settle()
         for number in sorted(self._heard):
             self._compare(number)
         self._see_deaths()
@@ -189,9 +188,6 @@ class Control:
         self._differs = self._differs or time.monotonic()
         if len(texts) == self._size or time.monotonic() > self._differs + NAMES_SECONDS:
             raise MismatchError(disagreement({self._names[rank]: text for rank, text in texts.items()}))
-
-    def _raise(self) -> NoReturn:
-        raise self._settle()
 
     def _settle(self) -> CollectiveError:
         """Wait for notes of an end that come at the same time; what all ranks raise."""

@@ -50,9 +50,15 @@ class NativePlan:
         self._mine, self._words = (number, -number), np.zeros(2, np.int64)
         compare: list[Begin] = [(self._comm.Iallreduce, (MPI.IN_PLACE, self._words, MPI.MAX))]
         self._met, alone = met, own.comm.size == 1
-        self._row = [*([] if met or alone else compare), *self._arguments()]
+        self._row = [*([] if met or alone else compare), *self._calls()]
         self._see = None if met or alone else self._compare
-        self._before, self._after = self._copies(), self._scaling()
+        self._before: list[Step] = []
+        if self._copy is not None:
+            self._before = [(np.copyto, (self._copy, self._x))]
+        elif call.kind == "broadcast" and not self._in_place and self._comm.rank == call.root:
+            self._before = [(np.copyto, (self._out, self._x))]
+        mean = call.operation is not None and call.operation.is_mean
+        self._after = [scale(self._result(), call.p)] if mean else []
 
     def enter(self, number: int = -1) -> None:
         """Be in the call, which is the operation of this number on the board where ranks meet there."""
@@ -76,17 +82,6 @@ class NativePlan:
     def free(self) -> None:
         """There is nothing to give back."""
 
-    def _copies(self) -> list[Step]:
-        if self._copy is not None:
-            return [(np.copyto, (self._copy, self._x))]
-        if self._call.kind == "broadcast" and not self._in_place and self._comm.rank == self._call.root:
-            return [(np.copyto, (self._out, self._x))]
-        return []
-
-    def _scaling(self) -> list[Step]:
-        mean = self._call.operation is not None and self._call.operation.is_mean
-        return [scale(self._result(), self._call.p)] if mean else []
-
     def _result(self) -> Vector:
         if self._call.kind == "reduce" and self._comm.rank != self._call.root:
             return self._out[:0]
@@ -94,7 +89,7 @@ class NativePlan:
             return self._out[slice(*self._call.block(self._comm.rank))]
         return self._out
 
-    def _arguments(self) -> list[Begin]:
+    def _calls(self) -> list[Begin]:
         most = _most(self._call)
         return [self._call_of(slice(at, at + most)) for at in range(0, max(1, self._call.n), most)]
 

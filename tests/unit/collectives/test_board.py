@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from collectives import CollectiveError, MismatchError, StallError
+from collectives import CollectiveError, StallError
 from collectives.fabric.board import NUMBERS, OUT, Board
 from collectives.fabric.layout import FINISHED, LAST_TOKEN, LEFT, Descriptor
 from collectives.fabric.wait import Limits, drive
@@ -22,21 +22,6 @@ def enter(board: Board, text: str = "a call") -> None:
 
 def test_no_entry_of_a_rank_that_is_there_is_that_of_one_that_has_left():
     assert NUMBERS << 32 | LAST_TOKEN != OUT
-
-
-@pytest.mark.parametrize("size", [1, 2, 5])
-def test_ranks_that_agree_go_on(size):
-    boards = node.boards(size)
-    calls = [partial(drive, board.agreed("a call"), board, "a call") for board in boards]
-    assert node.together(*calls) == [None] * size
-
-
-def test_ranks_that_differ_raise_the_same_sentence():
-    boards = node.boards(3)
-    steps = [board.agreed(text) for board, text in zip(boards, ("a", "b", "a"))]
-    told = node.together(*(partial(drive, step, board, "a call") for step, board in zip(steps, boards)))
-    assert {type(error) for error in told} == {MismatchError} and len(set(map(str, told))) == 1
-    assert "ranks 0, 2: a; rank 1: b" in str(told[0])
 
 
 def test_who_has_not_come_is_late():
@@ -124,43 +109,6 @@ def test_a_process_that_has_ended_is_not_waited_for():
     enter(boards[0])
     with pytest.raises(CollectiveError, match="rank 1 is needed, and its process has ended"):
         drive(boards[0].met(), boards[0], "a call")
-
-
-def lend(boards, meet):
-    for board in boards:
-        board.enter(board.publish(Descriptor("a call")), lends=True)
-    if meet:
-        for board in boards:
-            drive(board.met(), board, "a call")
-
-
-def seconds(work) -> float:
-    begun = time.monotonic()
-    work()
-    return time.monotonic() - begun
-
-
-def test_who_fails_waits_for_those_who_may_touch_its_arrays(monkeypatch):
-    """It had not yet seen that all have come; others had."""
-    monkeypatch.setattr("collectives.fabric.board.LEAVING_SECONDS", 0.3)
-    boards = node.boards(2)
-    lend(boards, meet=False)
-    assert seconds(lambda: boards[0].end(KeyError(), "why")) >= 0.3
-    boards[1].signal()
-    assert seconds(lambda: boards[0].end(KeyError(), "why")) < 0.3
-
-
-def test_who_fails_does_not_wait_where_not_all_have_come(monkeypatch):
-    boards = node.boards(3)
-    lend(boards[:2], meet=False)
-    assert seconds(lambda: boards[0].end(KeyError(), "why")) < 1
-
-
-def test_who_fails_does_not_wait_for_those_who_have_failed():
-    boards = node.boards(2)
-    lend(boards, meet=True)
-    boards[1].entries[1][1] = OUT
-    assert seconds(lambda: boards[0].end(KeyError(), "why")) < 1
 
 
 @pytest.mark.parametrize("short", [True, False])

@@ -9,7 +9,7 @@ import pytest
 
 from collectives import CollectiveError, StallError
 from collectives.fabric import wait
-from collectives.fabric.wait import Limits, drive, until
+from collectives.fabric.wait import Limits, drive
 
 
 class Generation:
@@ -88,15 +88,6 @@ def test_what_the_generation_raises_ends_the_wait(clock):
     assert clock.now < 5.6
 
 
-def test_what_the_steps_raise_is_raised(clock):
-    def steps():
-        yield
-        raise KeyError("mine")
-
-    with pytest.raises(KeyError):
-        drive(steps(), Generation(), "a wait")
-
-
 def test_it_warns_once_and_says_who_has_not_come(clock):
     generation = Generation(Limits(1, 0), (2, 5))
     with pytest.warns(RuntimeWarning) as told:
@@ -116,11 +107,6 @@ def test_it_raises_after_the_limit_with_the_limit(clock, late, words):
 def test_no_limit_is_no_limit(clock):
     with pytest.warns(RuntimeWarning):
         drive(until_time(clock, 1000.0), Generation(Limits(60, 0)), "a wait")
-
-
-def test_until_asks_again_and_again():
-    answers = iter([0, None, "", 1])
-    assert len(list(until(lambda: next(answers)))) == 3
 
 
 def test_seconds_are_read_from_the_environment(monkeypatch):
