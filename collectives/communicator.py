@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from collectives.errors import CollectiveError, MismatchError, given_up, of_caller
 from collectives.fabric import arena
 from collectives.fabric.arena import Region
-from collectives.fabric.board import LEAVING_SECONDS, Board, Ending, unreachable
+from collectives.fabric.board import Board, Ending, unreachable
 from collectives.fabric.failure import failed, made
 from collectives.fabric.layout import (
     DEPARTURES,
@@ -44,6 +44,7 @@ from collectives.tuner import table
 from collectives.tuner.table import Table
 
 MOST_CORES = 4096
+CARRYING_SECONDS = 3.0  # at most, to carry through a call of MPI's own that is given up
 NO_QUOTA = (0, 0)
 FREED = "the communicator has been freed, or renewed: use one that is still there, and make plans on it anew"
 COME = "let all call it, or name a communicator of those that do (beside a store with servers kv.layout.workers)"
@@ -199,7 +200,7 @@ class Communicator:
         if self.control is not None:
             ended = self.control.end(ended, str(ended))
         if self.control is not None or self.board.shared(self.own.number):
-            self.own.carry_through(self.ended, LEAVING_SECONDS)
+            self.own.carry_through(self.ended, CARRYING_SECONDS)
         return ended
 
     def deal(self, tags: int) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from collectives.simulator.flows import play_flows
 from collectives.simulator.simulate import Run, simulate
 from collectives.simulator.simulate import figure5 as simulated_figure5
 from collectives.simulator.topology import parse
 from examples.reproduce import lab, native
+from examples.reproduce.flows import play_flows
 
 STAR, BCUBE = "star:9", "bcube:3,2"
 SERVER, BML = (STAR, "direct"), (BCUBE, "bcube(n=3,k=2,depth=2)")

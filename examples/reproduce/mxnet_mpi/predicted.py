@@ -1,5 +1,5 @@
 """How long the network lets one synchronous push and pull take: workers, clients, servers, one host each, on links that
-they share. `collectives.simulator.flows` plays the messages; nothing here runs MPI.
+they share. `examples.reproduce.flows` plays the messages; nothing here runs MPI.
 
 The exchange is cut into chunks, `in_flight` of which a worker has under way. For each chunk:
 
@@ -19,8 +19,8 @@ import numpy as np
 
 from collectives.schedule import catalog
 from collectives.schedule.model import NOBODY
-from collectives.simulator.flows import Traffic, run_flows
 from collectives.simulator.topology import Topology, star
+from examples.reproduce.flows import Traffic, run_flows
 
 
 class Exchange(NamedTuple):

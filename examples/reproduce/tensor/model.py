@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from collectives.simulator.flows import Traffic, play_flows, run_flows
 from collectives.simulator.topology import star
+from examples.reproduce.flows import Traffic, play_flows, run_flows
 from examples.reproduce.native import schedule
 
 

@@ -9,12 +9,12 @@ import pytest
 
 from collectives.schedule import catalog
 from collectives.schedule.proof import check
-from collectives.simulator.flows import play_flows
 from collectives.simulator.simulate import simulate
 from collectives.simulator.topology import star
 from examples.reproduce import native, rabenseifner
 from examples.reproduce.bml import __main__ as bml
 from examples.reproduce.bml.tables import show
+from examples.reproduce.flows import play_flows
 from examples.reproduce.tensor import __main__ as tensor
 from examples.reproduce.tensor.model import MODELS, Memory, Network, piped, staged
 from launch import Launcher

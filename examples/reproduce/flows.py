@@ -5,8 +5,9 @@ max-min fairly: all rates grow together until a link is full; the flows over tha
 (Bertsekas and Gallager, "Data Networks", section 6.5.2). Flows from one host to another go one after the other, in
 the order in which they may start, as messages on one connection do. `run_flows` moves from one start or end to the
 next.
-`simulate.simulate` is hundreds of times faster where all is one schedule; here many collectives and exchanges with
-servers overlap.
+
+`collectives.simulator.simulate` is hundreds of times faster where all is one schedule. Here many collectives and
+exchanges with servers overlap.
 """
 
 from __future__ import annotations
