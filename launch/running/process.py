@@ -146,6 +146,13 @@ class Watched:
                 self._pass_on(number, by_terminal)
             self._presence.look()
             self._tell_of_a_slow_start()
+            if self._ends_by == math.inf and self._lacks_a_rank():
+                if self._speaking == self._ranks:  # else nobody knows which one it is
+                    missing = {*range(self._ranks)} - self._presence.heard - self._unheard.ranks()
+                    self._presence.deaths += [Death(rank, None) for rank in sorted(missing)[:1]]
+                self._deserted = True
+                self._end(GRACE_OF_NOBODY)
+            # all that has been heard by now, also by the search for ranks, counts before the next wait
             if not self._heard and not self._deserted:
                 for sentence in self._verdict.news():
                     _log.info("death seen: %s", sentence)
@@ -154,12 +161,6 @@ class Watched:
             if time.monotonic() >= due and self._ends_by == math.inf:
                 self._deserted = True
                 self._end(GRACE_OF_NOBODY if self._verdict.nobody_works() else GRACE)
-            if self._ends_by == math.inf and self._lacks_a_rank():
-                if self._speaking == self._ranks:  # else nobody knows which one it is
-                    missing = {*range(self._ranks)} - self._presence.heard - self._unheard.ranks()
-                    self._presence.deaths += [Death(rank, None) for rank in sorted(missing)[:1]]
-                self._deserted = True
-                self._end(GRACE_OF_NOBODY)
             if not news and self._hopeless and self._hopeless():
                 self._end(GRACE)
             late = time.monotonic() - self._ends_by
