@@ -228,5 +228,6 @@ def test_recovering_again_and_again(servers):
             assert rounds == {"w": turn} and kv.generation == turn + 1
             kv.pushpull("w", x := np.full(50_000, turn + 1.0))
             assert (x == (turn + 1) * kv.num_workers).all()
+            kv.layout.workers.Barrier()  # who still waits for the sum would hear that another recovers
 
     run("dist_sync" if servers else "mpi_sync", body, servers=servers)
