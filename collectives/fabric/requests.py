@@ -78,6 +78,7 @@ class Tags:
 
 MESSAGE_BYTES = 4 << 20
 CARRY_SECONDS = 1e-4
+COMING_SECONDS = 0.5  # in which a rank that came before it could hear of the end is seen, on busy cores too
 LOOK_AT = 64
 _look_at = LOOK_AT
 """At so many requests in `_left` those that are over are dropped."""
@@ -146,15 +147,15 @@ class Collectives:
         """Go on with a row that this rank gives up, if all have come to it, until MPI touches its arrays no more, or it
         is `hopeless`, or so much time has passed. Blocking."""
         _, _, see, requests = self._row
-        deadline = time.monotonic() + seconds
+        begun = time.monotonic()
         while see is None or requests:
             try:
-                if self.step() or hopeless() or time.monotonic() > deadline:
+                if self.step() or hopeless() or time.monotonic() > begun + seconds:
                     break
             except (MPI.Exception, CollectiveError):
                 break
-            if see is not None and len(requests) == 1:  # not all have come, and who comes later hears that it is over
-                break
+            if see is not None and len(requests) == 1 and time.monotonic() > begun + COMING_SECONDS:
+                break  # not all have come, and who comes later hears that it is over
             time.sleep(CARRY_SECONDS)
         self.keep()
 
