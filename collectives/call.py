@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Body(Protocol):
-    """What moves and adds, once it is clear that all ranks are in the same call."""
+    """The part of a call that moves and adds, once it is clear that all ranks are in the same call."""
 
     def run(self) -> Iterator[None]:
         """The operation, in steps between which there is something to wait for."""
@@ -31,7 +31,7 @@ class Body(Protocol):
 
 
 class Runner(Protocol):
-    """What carries a call out. `fast` does it at once, or tells how far it came (`node.executor`)."""
+    """Carry a call out. `fast` does it at once, or tells how far it came (`node.executor`)."""
 
     fast: Callable[[], int]
     holds: bool
@@ -41,7 +41,7 @@ class Runner(Protocol):
         """The operation, in steps between which there is something to wait for."""
 
     def rest(self) -> Iterator[None]:
-        """The same from where all have met."""
+        """Return the steps from where all have met."""
 
     def free(self) -> None:
         """Give back what it holds of MPI."""
@@ -90,12 +90,12 @@ class Call:
         return self.n * self.dtype.itemsize
 
     def more_algorithms(self, nodes: int) -> list[str]:
-        """What a plan of such a call takes as its algorithm beside those of `collectives.schedule.catalog`."""
+        """Return what a plan of such a call takes as its algorithm beside those of `collectives.schedule.catalog`."""
         between = ["native"] if nodes > 1 else ["shared_memory", "native"]
         return ["auto", *(["reproducible"] if self.kind == "allreduce" else []), *between]
 
     def block(self, rank: int) -> tuple[int, int]:
-        """Where the rank's block begins and ends."""
+        """Return where the rank's block begins and ends."""
         return int(cut(self.n, self.p, rank)), int(cut(self.n, self.p, rank + 1))
 
     def arrival(self, rank: int, source: int) -> tuple[int, int]:
@@ -104,11 +104,11 @@ class Call:
         return source * (stop - start), (source + 1) * (stop - start)
 
     def extent_of_x(self, rank: int, in_place: bool) -> tuple[int, int]:
-        """Which elements of the whole vector the argument `x` holds."""
+        """Return which elements of the whole vector the argument `x` holds."""
         return self.block(rank) if self.kind == "allgather" and not in_place else (0, self.n)
 
     def extent_of_out(self, rank: int, in_place: bool) -> tuple[int, int]:
-        """Which elements of the whole vector `out` holds (`x` itself when in place)."""
+        """Return which elements of the whole vector `out` holds (`x` itself when in place)."""
         return self.block(rank) if self.kind == "reduce_scatter" and not in_place else (0, self.n)
 
     def sizes(self, rank: int) -> tuple[int, int]:
@@ -119,13 +119,13 @@ class Call:
         return x, {"reduce_scatter": own, "alltoall": own * self.p}.get(self.kind, self.n)
 
     def sources(self, owner: int) -> list[int]:
-        """Whose x goes into the owner's piece of the result."""
+        """Return whose x goes into the owner's piece of the result."""
         if self.kind in REDUCING:
             return list(range(self.p))
         return [self.root if self.kind == "broadcast" else owner]
 
     def readers(self, owner: int) -> list[int]:
-        """Whose out wants the owner's piece of the result."""
+        """Return whose out wants the owner's piece of the result."""
         if self.kind == "reduce_scatter":
             return [owner]
         return [self.root] if self.kind == "reduce" else list(range(self.p))

@@ -61,7 +61,7 @@ def _key() -> int:
 
 
 class Between:
-    """How a rank waits for ranks of other nodes: both the notes and the board may say that the generation has ended."""
+    """Wait for ranks of other nodes: both the notes and the board may say that the generation has ended."""
 
     nap_after = NAP_AFTER_BETWEEN_NODES
 
@@ -116,14 +116,14 @@ class Communicator:
         self.board.beyond = look
 
     def patient(self, stall_seconds: float, timeout_seconds: float) -> None:
-        """How long a wait may last before it warns, and before it raises (0: never)."""
+        """Return how long a wait may last before it warns, and before it raises (0: never)."""
         self.limits = self.board.limits = self.generation.limits = Limits(stall_seconds, timeout_seconds)
         if self.control is not None:
             self.control.limits = self.limits
 
     @property
     def over(self) -> CollectiveError | None:
-        """What every call raises since the communicator has ended."""
+        """Return what every call raises since the communicator has ended."""
         return self.ending.over
 
     def check(self) -> None:
@@ -155,7 +155,7 @@ class Communicator:
         self.board.hear(waited)
 
     def told(self) -> bool:
-        """Whether a rank has told this one that the communicator has ended."""
+        """Return whether a rank has told this one that the communicator has ended."""
         return bool(self.board.poison.flag[0]) or (self.control is not None and self.control.over)
 
     def hold(self) -> None:
@@ -212,8 +212,8 @@ class Communicator:
             self.all_lanes.append(self.plan_lanes)
 
     def close(self) -> None:
-        """When the user's communicator is freed, or renewed: collective, as that is, but blocks nowhere, as each rank
-        may do so when it likes. Messages may still be under way: what carries them goes when they have come."""
+        """Close with the user's communicator, which is freed or renewed. Collective; blocks nowhere, as each rank may do
+        so when it likes. Messages may still be under way: what carries them goes when they have come."""
         if not self.open:
             return
         self.open = False
@@ -275,7 +275,7 @@ class Communicator:
 
 
 def _told(kept: Communicator, what: str, error: BaseException) -> CollectiveError:
-    """What all ranks raise where `what` has raised this on one."""
+    """Return what all ranks raise where `what` has raised this on one."""
     if isinstance(error, OutOfReach):
         return CollectiveError(unreachable(kept.board, error))
     dead = failed(kept.comm) if isinstance(error, MPI.Exception) else []
@@ -287,7 +287,7 @@ def _told(kept: Communicator, what: str, error: BaseException) -> CollectiveErro
 def communicator(
     comm: MPI.Comm | None, known_table: Table | None = None, names: Sequence[int] | None = None
 ) -> Communicator:
-    """What is kept for `comm` (None: COMM_WORLD). The first call for a communicator is collective, blocking.
+    """Return what is kept for `comm` (None: COMM_WORLD). The first call for a communicator is collective, blocking.
 
     StallError there means that a rank had not come within the limits of the environment; a later call waits on for it.
     `known_table`, the same on all ranks, counts in the first call, in place of the user's; `names` there are its ranks

@@ -1,4 +1,4 @@
-"""What can go wrong in a collective, as exceptions, and at which line of the user's program it is shown."""
+"""Exceptions of collectives, and at which line of the user's program they are shown."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def of_caller(error: E) -> E:
 
 
 def is_ours(frame: FrameType) -> bool:
-    """Whether a frame runs code of these packages."""
+    """Return whether a frame runs code of these packages."""
     return _module(frame).partition(".")[0] in OURS
 
 

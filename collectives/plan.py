@@ -126,7 +126,7 @@ class Plan(Uncopied):
         self._result = self.result_of(x, out)
 
     def result_of(self, x: Array, out: Array) -> Array:
-        """Where the result is: out, or x, or this rank's block of x."""
+        """Return where the result is: out, or x, or this rank's block of x."""
         if not self._in_place:
             return out
         if self.call.kind != "reduce_scatter":
@@ -136,12 +136,12 @@ class Plan(Uncopied):
 
     @property
     def algorithm(self) -> str:
-        """What `auto` came out as."""
+        """Return what `auto` came out as."""
         return self.call.algorithm
 
     @property
     def predicted_seconds(self) -> float | None:
-        """What the fitted cost model expects; None where there is no model for the algorithm."""
+        """Return what the fitted cost model expects; None where there is no model for the algorithm."""
         from collectives.simulator.simulate import predict_seconds  # here alone, as it loads the simulator
 
         way = self.runner.way if isinstance(self.runner, Executor) else ""
@@ -269,7 +269,7 @@ class Several(NamedTuple):
     dtypes: list[Any]
 
     def holds(self, arrays: Sequence[Any]) -> bool:
-        """Whether it is the plan of these arrays, whose identities are the same."""
+        """Return whether it is the plan of these arrays, whose identities are the same."""
         return (
             all(map(is_, [ref() for ref in self.arrays], arrays))
             and [one.size for one in arrays] == self.sizes
@@ -339,7 +339,7 @@ class PlanCache:
 
 
 def place(x: Array) -> Hashable:
-    """Where an array, or each of a list, lies in memory, and what it is."""
+    """Return the address, size and type of an array, or of each of a list."""
     if isinstance(x, np.ndarray):
         return x.__array_interface__["data"], x.size, x.dtype, x.flags.c_contiguous
     if x is None:

@@ -49,7 +49,7 @@ class Over:
         return self._met() if home.control is None else home.control.operation(self._text, self._between())
 
     def moves_by(self, kind: type) -> bool:
-        """Whether the body is of that kind."""
+        """Return whether the body is of that kind."""
         return isinstance(self._body, kind)
 
     def rest(self) -> Iterator[None]:
@@ -108,7 +108,7 @@ def make_body(home: Communicator, call: Call, x: Flat, out: Flat, tags: Tags) ->
 
 
 def ways(home: Communicator, ranks: int) -> Ways:
-    """Which vectors go which way between so many ranks of a node."""
+    """Return which vectors go which way between so many ranks of a node."""
     slots = home.table.slot_limits(ranks, home.board.memory.crowded)
     return Ways(slots.always, slots.ordinary, home.table.cross_memory_from(ranks))
 
@@ -123,7 +123,7 @@ def chosen(home: Communicator, draft: Call, algorithm: str) -> str:
 
 
 def choose(home: Communicator, call: Call) -> str:
-    """What `auto` means for the call; the same on all ranks."""
+    """Return what `auto` means for the call; the same on all ranks."""
     if home.nodes == 1:
         return "shared_memory"
     name = home.table.best_between(call.kind, home.nodes, home.size, call.nbytes)
@@ -135,7 +135,7 @@ def choose(home: Communicator, call: Call) -> str:
 
 
 def choose_reproducible(home: Communicator, call: Call) -> str:
-    """What `reproducible` means for the call; the same on all ranks.
+    """Return what `reproducible` means for the call; the same on all ranks.
 
     Shared memory adds in the order of the ranks. Between nodes recursive_doubling and halving_doubling add along one
     tree where p is 2^m; for other p only the latter serves. Nodes with several ranks add inside first.
@@ -183,7 +183,7 @@ class Started:
         self.done = next(self._steps, self) is self
 
     def due(self) -> bool:
-        """Whether to look for the end of the generation again."""
+        """Return whether to look for the end of the generation again."""
         now = time.monotonic()
         since = now - self._looked
         if since < LOOK_SECONDS:

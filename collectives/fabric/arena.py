@@ -42,7 +42,7 @@ _MADV_POPULATE_WRITE = 23
 
 
 class Region(NamedTuple):
-    """Where bytes live, in terms any process of the node can follow: five integers, fit for a message."""
+    """A place of bytes, in terms any process of the node can follow: five integers, fit for a message."""
 
     pid: int
     fd: int
@@ -171,7 +171,7 @@ def _no_memory(nbytes: int, error: OSError) -> MemoryError:
 
 
 def _limit_of_addresses() -> str:
-    """What to say of `ulimit -v` where it is set: it counts what ranks map of each other, however little they use."""
+    """Return what to say of `ulimit -v` where it is set: it counts what ranks map of each other, used or not."""
     most = resource.getrlimit(resource.RLIMIT_AS)[0]
     return "" if most == resource.RLIM_INFINITY else f", or raise ulimit -v, which is {most / 2**30:.1f} GiB here"
 

@@ -86,7 +86,7 @@ class Poison:
             return self._error()
 
     def error(self) -> CollectiveError:
-        """What all ranks raise once the flag is set. The lock orders memory, on any processor."""
+        """Return what all ranks raise once the flag is set. The lock orders memory, on any processor."""
         with self._locked():
             return self._error()
 
@@ -104,7 +104,7 @@ class Poison:
 
 
 class Ending:
-    """How one rank ends a generation for all: once, with the sentence that all take, which `tell` returns."""
+    """End a generation for all ranks: once, with the sentence that all take, which `tell` returns."""
 
     def __init__(self, tell: Callable[[CollectiveError], CollectiveError]) -> None:
         self._tell = tell
@@ -124,7 +124,7 @@ class Ending:
 
 
 class Peers:
-    """Whether processes of this node are still there. One file descriptor a process, for all generations together."""
+    """Tell whether processes of this node are still there. One file descriptor a process, for all generations."""
 
     _known: dict[int, int] = {}  # noqa: RUF012
 
@@ -132,7 +132,7 @@ class Peers:
         self._pids = pids
 
     def ended(self, rank: int) -> bool:
-        """Whether the rank's process has ended; False where this system cannot tell."""
+        """Return whether the rank's process has ended; False where this system cannot tell."""
         pid = self._pids[rank]
         fd = self._known.get(pid)
         if fd is None:
@@ -255,7 +255,7 @@ class Board:
         drive(self.followed(), self, what)
 
     def carried_out(self, steps: Iterator[None]) -> Iterator[None]:
-        """What ranks do beside this board, over messages, once they have met. It is seen who has not ended it."""
+        """Do what ranks do over messages once they have met here. It is seen who has not ended it."""
         self._carrying = True
         yield from steps
         self._carrying = False
@@ -312,7 +312,7 @@ class Board:
         return told
 
     def shared(self, number: int) -> bool:
-        """Whether all ranks have entered that operation, the last one here, with the same call, and none has left it
+        """Return whether all ranks are in that operation, the last one here, with the same call, and none has left it
         before all had come."""
         try:
             return number == self.number and self._complete() and bool(self.read(self.tokens()))
@@ -341,7 +341,7 @@ class Board:
         return [rank for rank in others if entries[rank] >> 32 != self.number or progress[rank] != self.phase]
 
     def _touching(self) -> bool:
-        """Whether another may still touch this rank's arrays: all have come to the same operation, and it is not
+        """Return whether another may still touch this rank's arrays: all have come to the same operation, and it is not
         through with it. Who has not come by now will not find this rank there."""
         if self.lent != self.number:
             return False

@@ -29,7 +29,7 @@ _DEATHS = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING)
 
 @cache
 def able() -> bool:
-    """Whether the MPI of this job tells of deaths, and other processes outlive them."""
+    """Return whether the MPI of this job tells of deaths, and other processes outlive them."""
     return os.environ.get(ENABLED, "").lower() in ("1", "true") and "Open MPI" in MPI.Get_library_version()
 
 
@@ -48,8 +48,8 @@ def failed(comm: MPI.Comm) -> list[int]:
 
 
 def deaths(comm: MPI.Comm) -> list[int]:
-    """The same after an error that a death may have caused: MPI hears of it a little later. Blocks for DEATH_SECONDS at
-    most."""
+    """Return the dead after an error that a death may have caused: MPI hears of it a little later. Blocks for
+    DEATH_SECONDS at most."""
     deadline = time.monotonic() + DEATH_SECONDS
     while not (found := failed(comm)) and time.monotonic() < deadline:
         MPI.COMM_SELF.Iprobe()  # it hears of nothing but within calls
@@ -58,7 +58,7 @@ def deaths(comm: MPI.Comm) -> list[int]:
 
 
 def is_death(error: BaseException) -> bool:
-    """Whether MPI says by this error that a process has ended."""
+    """Return whether MPI says by this error that a process has ended."""
     return isinstance(error, MPI.Exception) and able() and error.Get_error_class() in _DEATHS
 
 

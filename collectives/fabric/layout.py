@@ -48,7 +48,7 @@ PLACE_WORDS = 12
 
 
 class ArrayPlace(NamedTuple):
-    """Where one array of a rank is: five integers as `arena.Region` has them (all 0: not shared), and its address in
+    """The place of an array of a rank: five integers as `arena.Region` has them (all 0: not shared), and its address in
     the rank's own memory (0: others cannot reach it)."""
 
     pid: int = 0
@@ -64,7 +64,7 @@ class ArrayPlace(NamedTuple):
 
 
 class Descriptor(NamedTuple):
-    """What a rank brings: which call, and for each array of it where x and where out is."""
+    """The call that a rank brings, and for each array of it where x and where out is."""
 
     text: str
     places: tuple[tuple[ArrayPlace, ArrayPlace], ...] = ()
@@ -109,11 +109,11 @@ class Descriptors:
         return token
 
     def readable(self, put: int) -> bool:
-        """Whether the descriptor that was the `put`th of this rank is still there."""
+        """Return whether the descriptor that was the `put`th of this rank is still there."""
         return put > self.put - DESCRIPTORS
 
     def read(self, rank: int, token: int, attach: Callable[[ArrayPlace], NDArray[np.uint8]]) -> Descriptor:
-        """What that token of a rank stands for. CollectiveError where DESCRIPTORS more have been put meanwhile."""
+        """Return what that token of a rank stands for. CollectiveError if DESCRIPTORS more were put meanwhile."""
         known = self._known.get((rank, token))
         if known is None:
             area, at = self._areas[rank], token % DESCRIPTORS * DESCRIPTOR_BYTES
@@ -150,7 +150,7 @@ def _pairs(words: Sequence[int]) -> tuple[tuple[ArrayPlace, ArrayPlace], ...]:
 
 
 def digest(text: bytes) -> int:
-    """What ranks compare in place of the text."""
+    """Return what ranks compare in place of the text."""
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
@@ -230,17 +230,17 @@ class NodeMemory:
         return [area[DESCRIPTORS_AT:SLOTS_AT] for area in self.areas]
 
     def slot(self, rank: int, parity: int) -> NDArray[np.uint8]:
-        """Where `rank` puts its vector of an even, or odd, operation."""
+        """Return where `rank` puts its vector of an even, or odd, operation."""
         start = SLOTS_AT + parity * SLOT_BYTES
         return self.areas[rank][start : start + SLOT_BYTES]
 
     def stage_in(self, rank: int, parity: int, owner: int) -> NDArray[np.uint8]:
-        """Where `rank` puts its share of what `owner` is to reduce."""
+        """Return where `rank` puts its share of what `owner` is to reduce."""
         start = STAGES_AT + (parity * self.size + owner) * self.block_bytes
         return self.areas[rank][start : start + self.block_bytes]
 
     def stage_out(self, rank: int, third: int) -> NDArray[np.uint8]:
-        """Where `rank` puts what it has reduced."""
+        """Return where `rank` puts what it has reduced."""
         start = STAGES_AT + 2 * STAGE_BYTES + third * BLOCK_BYTES
         return self.areas[rank][start : start + self.block_bytes]
 
@@ -262,7 +262,7 @@ class NodeMemory:
             self._window.Free()
 
     def abandon(self) -> None:
-        """The same where nobody reads this rank's area any more."""
+        """Leave an operation when nobody reads this rank's area any more."""
         os.close(self.poison_fd)
 
 

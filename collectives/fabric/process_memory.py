@@ -86,7 +86,7 @@ def deliver(source: NDArray[Any], pid: int, address: int) -> Move:
 
 
 def open_to_all(node: MPI.Comm) -> bool:
-    """Whether every rank of the node can reach every other's memory; the same on all ranks. Collective, blocking.
+    """Return whether every rank of the node can reach every other's memory: one answer for all. Collective, blocking.
 
     Where only a parent may trace a process (Yama), ranks permit it to what their launcher started, if that helps.
     """
@@ -116,7 +116,7 @@ def _all_reach(node: MPI.Comm) -> bool:
 
 
 def _reads(pid: int, address: int, secret: int) -> bool:
-    """Whether the word there is the secret, so that the process is who it should be."""
+    """Return whether the word there is the secret, so that the process is who it should be."""
     word = np.zeros(1, np.int64)
     try:
         Move(_READ, pid, word.ctypes.data, address, word.nbytes)()
@@ -126,14 +126,14 @@ def _reads(pid: int, address: int, secret: int) -> bool:
 
 
 def _all_restricted(node: MPI.Comm) -> bool:
-    """Whether all ranks are restricted to their parents and have permitted more."""
+    """Return whether all ranks are restricted to their parents and have permitted more."""
     to_parents = read_number("/proc/sys/kernel/yama/ptrace_scope") == 1
     permitted = to_parents and _LIBC.prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0) == 0
     return _everybody(node, permitted)
 
 
 def _everybody(node: MPI.Comm, good: bool) -> bool:
-    """Whether it is so on all ranks."""
+    """Return whether it is so on all ranks."""
     least = np.array([good], np.int64)
     node.Allreduce(MPI.IN_PLACE, least, MPI.MIN)
     return bool(least[0])

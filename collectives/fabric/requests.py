@@ -45,7 +45,7 @@ def last_tag() -> int:
 
 
 class Lanes(NamedTuple):
-    """What messages go over: the communicator of all ranks, and that of the ranks with this one's place in their nodes
+    """The roads of messages: the communicator of all ranks, and that of the ranks with this one's place in their nodes
     (None where nodes differ in size)."""
 
     comm: MPI.Intracomm
@@ -120,7 +120,7 @@ class Collectives:
 
     @property
     def begun(self) -> int:
-        """How many this rank has begun, over all rows."""
+        """Return the number of operations that this rank has begun, over all rows."""
         return self._row[0] + len(self._row[3])
 
     def enter(self, row: Sequence[Begin], see: Callable[[], None] | None = None, number: int = -1) -> None:
@@ -207,13 +207,13 @@ def keep_collective(request: MPI.Request, comm: MPI.Comm) -> None:
 
 
 def unfinished(comm: MPI.Comm) -> bool:
-    """Whether MPI still goes on with a collective on `comm`."""
+    """Return whether MPI still goes on with a collective on `comm`."""
     _collectives[:] = [kept for kept in _collectives if not over(kept[0])]
     return any(comm == other for _, other in _collectives)
 
 
 def outstanding() -> bool:
-    """Whether MPI may still touch memory of what nobody waits for."""
+    """Return whether MPI may still touch memory of what nobody waits for."""
     if not _looking.locked():  # else another thread looks: two must not test one request
         with _looking:
             _collectives[:] = [kept for kept in _collectives if not over(kept[0])]
@@ -224,7 +224,7 @@ def outstanding() -> bool:
 
 
 def over(request: MPI.Request) -> bool:
-    """Whether MPI is through with a request that nobody waits for, as it is where the other process has died."""
+    """Return whether MPI is through with a request that nobody waits for, as it is where the other process has died."""
     try:
         return bool(request.Test())
     except MPI.Exception:

@@ -32,7 +32,7 @@ class Limits(NamedTuple):
 
 
 class Generation(Protocol):
-    """What a waiting rank asks while it waits."""
+    """The questions that a waiting rank asks while it waits."""
 
     limits: Limits
     nap_after: float

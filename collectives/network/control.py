@@ -1,4 +1,4 @@
-"""How ranks of other nodes learn that calls differ, or that a rank has failed: short notes, beside all data.
+"""Tell ranks of other nodes that calls differ, or that a rank has failed: short notes, besides all data.
 
 Operations are numbered. A rank that has waited `SPEAK_SECONDS` tells all others which operation it is in. Who hears of
 an operation that it knows by another name answers with that name, so every rank gets all names and raises the same
@@ -32,7 +32,7 @@ _TAG = 1
 
 
 class Note(msgspec.Struct, array_like=True, order=True):
-    """What a rank says: in which operation it is (`text` names it), why the generation is over (`kind` is a place in
+    """A note of a rank: in which operation it is (`text` names it), why the generation is over (`kind` is a place in
     `KINDS`), or that it has left after that operation (`kind` tells how). Of notes of an end, the first in order
     counts."""
 
@@ -112,7 +112,7 @@ class Control:
 
     @property
     def over(self) -> bool:
-        """Whether a rank has ended the generation."""
+        """Return whether a rank has ended the generation."""
         return bool(self._over)
 
     def ended(self) -> dict[int, str]:

@@ -31,7 +31,7 @@ from collectives.schedule.model import NOBODY, RankStep, Schedule, cut, extent, 
 
 
 class _Landing(NamedTuple):
-    """What to do with a message that was received beside its place, or beside another one to be added to that first."""
+    """The use of a message that was received beside its place, or beside another one to be added to that first."""
 
     place: Vector
     beside: Vector
@@ -185,7 +185,7 @@ class Workspace:
             np.copyto(self._out, result)
 
     def arriving(self, start: int, stop: int, chunks: tuple[int, int]) -> Vector:
-        """Where elements [start, stop) of the vector, which are `chunks`, come in."""
+        """Return where elements [start, stop) of the vector, which are `chunks`, come in."""
         if self._call.kind != "alltoall":
             return self.vector[start:stop]
         first, last = (self._call.arrival(self._rank, chunk) for chunk in (chunks[0], chunks[1] - 1))

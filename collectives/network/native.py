@@ -34,7 +34,7 @@ def why_not(call: Call) -> str | None:
 
 
 def _most(call: Call) -> int:
-    """How many elements one call of MPI takes."""
+    """Return how many elements one call of MPI takes."""
     return MOST_ELEMENTS if call.operation is not None else min(MOST_ELEMENTS, MOST_BYTES // call.dtype.itemsize)
 
 

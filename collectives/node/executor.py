@@ -1,4 +1,4 @@
-"""What happens, line by line, when a call on one node is made again: put, enter, meet, take; or phases and meetings.
+"""Carry out, line by line, a call that is made again on one node: put, enter, meet, take; or phases and meetings.
 
 Four programs (`program`) carry a call out; all ranks pick the same, by what they bring:
 
@@ -56,7 +56,7 @@ NOWHERE = (ArrayPlace(), ArrayPlace())
 
 
 class Ways(NamedTuple):
-    """Which vectors go which way, in bytes of the whole vector; the same on all ranks."""
+    """The ways of vectors by their bytes; the same on all ranks."""
 
     slots: int
     """Up to here any arrays go through slots."""
@@ -135,7 +135,7 @@ class Executor:
 
     @property
     def way(self) -> str:
-        """How this rank means to go, as `tuner.table` names it."""
+        """Return how this rank means to go, as `tuner.table` names it."""
         return WAYS[self.modes[0]]
 
     def _mode(self, part: Part) -> int:
@@ -155,7 +155,7 @@ class Executor:
         return self._memory.reachable and call.nbytes >= self._ways.cross_memory
 
     def _brought(self) -> Turns:
-        """What this rank puts before it enters, whatever the others bring."""
+        """Return what this rank puts before it enters, whatever the others bring."""
         call, x, out, _ = self._parts[0]
         if self.modes == [SLOTS]:
             return slot_puts(self._memory, call, x, 0), slot_puts(self._memory, call, x, 1)
@@ -174,7 +174,7 @@ class Executor:
         self._put = self._board.descriptors.put
 
     def _places(self, part: Part, mode: int) -> tuple[ArrayPlace, ArrayPlace]:
-        """Where the others find this rank's x and out; nowhere where these go through slots or stages."""
+        """Return where the others find this rank's x and out; nowhere where these go through slots or stages."""
         if mode in (SLOTS, STAGES):
             return NOWHERE
         call, x, out = part.call, part.x.vector, part.out.vector
@@ -234,7 +234,7 @@ def not_begun() -> int:
 
 
 class _Bound(NamedTuple):
-    """What a short way knows of a call: this rank brings `token`, as the `put`th that it has put; the others bring
+    """The knowledge of a short way: this rank brings `token`, as the `put`th that it has put; the others bring
     the words `others`, side by side."""
 
     board: Board

@@ -59,7 +59,7 @@ class Phase(NamedTuple):
 
 
 class Program(NamedTuple):
-    """What a rank does in one operation, bound to its arrays and the others'."""
+    """The steps of a rank in one operation, bound to its arrays and the others'."""
 
     phases: tuple[Phase, ...] = ()
     """Once all have entered; each ends with a meeting. Ranks touch each other's arrays in the first alone."""
@@ -83,7 +83,7 @@ def perform(steps: Sequence[Step]) -> None:
 
 
 def same(a: Vector, b: Vector) -> bool:
-    """Whether they begin at the same place in memory."""
+    """Return whether they begin at the same place in memory."""
     return bool(a.__array_interface__["data"][0] == b.__array_interface__["data"][0])
 
 
@@ -133,7 +133,7 @@ class Scalars(NamedTuple):
 
 
 def slot_puts(memory: NodeMemory, call: Call, x: Window, parity: int) -> tuple[Step, ...]:
-    """What this rank brings, into its slot."""
+    """Return what this rank brings, into its slot."""
     start, stop = 0, call.n
     if call.kind == "broadcast" and memory.rank != call.root:
         return ()
@@ -143,7 +143,7 @@ def slot_puts(memory: NodeMemory, call: Call, x: Window, parity: int) -> tuple[S
 
 
 def slot_takes(memory: NodeMemory, call: Call, x: Window, out: Window, parity: int) -> tuple[Step, ...]:
-    """What this rank wants, from the slots to `out`."""
+    """Return what this rank wants, from the slots to `out`."""
     slots = [_slot(memory, call, rank, parity) for rank in range(memory.size)]
     steps: list[Step] = []
     if call.operation is not None:
@@ -294,7 +294,7 @@ def shared_program(
     kept: Sequence[Vector],
     places: Sequence[tuple[ArrayPlace, ArrayPlace]],
 ) -> Program:
-    """What this rank does, once all have come with arrays at these places. Its block goes into `kept`, too."""
+    """Return what this rank does, once all have come with arrays at these places. Its block goes into `kept`, too."""
     xs, outs = [x] * memory.size, [out] * memory.size
     for rank in memory.turn():
         x_place, out_place = places[rank]
@@ -390,12 +390,12 @@ class _Reached:
                 yield from copy(vector[first:last], total)
 
     def _has_it(self, reader: int) -> bool:
-        """Whether the piece comes from that very place, as in a broadcast in place it does on the root."""
+        """Return whether the piece comes from that very place, as in a broadcast in place it does on the root."""
         far = reader != self._rank and self._call.sources(self._rank) == [reader]
         return far and self._xs[reader] == self._outs[reader]
 
     def _place(self, first: int, last: int, buffer: Vector) -> Vector:
-        """Where this rank makes its piece of the result."""
+        """Return where this rank makes its piece of the result."""
         if self._call.sources(self._rank) == [self._rank]:
             return self._x.part(first, last)
         return self._out.part(first, last) if self._rank in self._call.readers(self._rank) else buffer[: last - first]

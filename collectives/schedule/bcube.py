@@ -65,7 +65,7 @@ def _exchange(radices: tuple[int, ...], order: tuple[int, ...], w: int, rank: In
 
 
 def over(kind: str, radices: tuple[int, ...], lanes: int, name: str) -> Schedule:
-    """The same exchange over digits of any sizes (least significant first), as on a fat-tree's slots, edges and
+    """Return the exchange over digits of any sizes (least significant first), as on a fat-tree's slots, edges and
     pods."""
     levels = len(radices)
     if kind == "allreduce":

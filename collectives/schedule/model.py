@@ -1,4 +1,4 @@
-"""What a schedule is: lanes of steps of rounds of chunks, the data that proof, simulator and executors read.
+"""The model of a schedule: lanes of steps of rounds of chunks, the data that proof, simulator and executors read.
 
     schedule  p ranks, a kind (allreduce, ...), and lanes.
     lane      an equal share of the vector, cut into chunks, and a sequence of steps. Lanes touch different elements,
@@ -57,7 +57,7 @@ class Round(NamedTuple):
     """True: what comes in is added (the operation of the collective); False: it replaces what was there."""
 
     def over(self, p: int) -> Round:
-        """The same round with every field spread over p ranks."""
+        """Return the round with every field spread over p ranks."""
 
         def spread(field: Index) -> Index:
             return np.broadcast_to(np.asarray(field, dtype=np.int64), (p,))
@@ -85,7 +85,7 @@ class Step:
         return map(self.make, range(self.count))
 
     def map(self, change: Callable[[Round], Round]) -> Step:
-        """The same step with every round changed by `change`."""
+        """Return the step with every round changed by `change`."""
         return Step(self.count, lambda i: change(self.make(i)))
 
 
@@ -150,8 +150,8 @@ class Schedule:
                 yield RankStep(index, rounds)
 
     def offsets(self, n: int, lane: int) -> NDArray[np.int64]:
-        """Where the chunks of `lane` begin in a vector of n elements: chunks + 1 element numbers, from the lane's first
-        to one past its last. Chunks may be empty."""
+        """Return where the chunks of `lane` begin in a vector of n elements: chunks + 1 numbers, from the lane's first to
+        one past its last. Chunks may be empty."""
         chunks = np.arange(self.lanes[lane].chunks + 1, dtype=np.int64)
         first, last = cut(n, len(self.lanes), lane), cut(n, len(self.lanes), lane + 1)
         offsets: NDArray[np.int64] = first + cut(last - first, len(chunks) - 1, chunks)
@@ -174,7 +174,7 @@ def extent(offsets: NDArray[np.int64], interval: Interval) -> tuple[int, int]:
 
 
 def overlap(extent: tuple[int, int], others: Iterable[tuple[int, int]]) -> bool:
-    """Whether elements [start, stop) share one with any of the others."""
+    """Return whether elements [start, stop) share one with any of the others."""
     return any(max(extent[0], start) < min(extent[1], stop) for start, stop in others)
 
 
@@ -253,7 +253,7 @@ def _standing_by(retired: Index, r: Round) -> Round:
 
 
 def _renamed(name: Callable[[Index], Index], r: Round) -> Round:
-    """The same round between other ranks; NOBODY stays nobody."""
+    """Return the round between other ranks; NOBODY stays nobody."""
     return r._replace(
         send_to=where(r.send_to == NOBODY, NOBODY, name(r.send_to)),
         receive_from=where(r.receive_from == NOBODY, NOBODY, name(r.receive_from)),

@@ -47,7 +47,7 @@ class TensorCall(Call):
 
     @property
     def staged(self) -> bool:
-        """Whether a flat plan runs between host vectors. It sees that all ranks are in the call; else the caller does,
+        """Return whether a flat plan runs between host vectors. It sees that all are in the call; else the caller does,
         before it runs the runner."""
         return self.kind != "allreduce" or self.algorithm in THROUGH_HOST
 
@@ -56,7 +56,7 @@ class TensorCall(Call):
         return [*others, *(["host_ring"] if self.kind == "allreduce" else [])]
 
     def between(self) -> TensorCall:
-        """What runs between the host vectors of the ranks. They still compare the text of the whole call."""
+        """Return what runs between the host vectors of the ranks. They still compare the text of the whole call."""
         name = THROUGH_HOST.get(self.algorithm, self.algorithm)
         reduction = self.operation
         if reduction is not None and reduction.is_mean:  # divided once, by all vectors

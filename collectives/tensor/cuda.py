@@ -158,7 +158,7 @@ class Streams:
         return tuple(self._own)
 
     def after_user(self) -> None:
-        """What follows on any of our streams comes after what the user has queued on any of the devices."""
+        """Let what follows on any of our streams come after what the user has queued on any of the devices."""
         events = [_event(device, stream) for device in self._own for stream in _users(device)]
         for device, own in self._own.items():
             with cp.cuda.Device(device):
@@ -251,7 +251,7 @@ class PinnedPool:
 
     @property
     def idle_bytes(self) -> int:
-        """What is pinned and used by nobody."""
+        """Return what is pinned and used by nobody."""
         return sum(slab.nbytes for slab in self._idle)
 
     def take(self, n: int, dtype: np.dtype[Any], device: int) -> Vector:

@@ -40,7 +40,7 @@ class Vectors(Protocol):
         ...
 
     def begin(self) -> None:
-        """What the user has queued on the vectors comes before what follows."""
+        """Order what the user has queued on the vectors before what follows."""
         ...
 
     def finish(self) -> None:
@@ -120,7 +120,7 @@ _READ_ONLY = ("jax", "jaxlib")
 
 
 class VectorPlace(NamedTuple):
-    """Where the n elements of a vector begin, and on which GPU; `device` None is host memory."""
+    """The beginning of a vector of n elements, and its GPU; `device` None is host memory."""
 
     address: int
     n: int
@@ -132,7 +132,7 @@ class VectorPlace(NamedTuple):
         return self.address + element * self.dtype.itemsize
 
     def moved(self, address: int) -> VectorPlace:
-        """The same elements elsewhere."""
+        """Return the elements as they stand elsewhere."""
         return self._replace(address=address)
 
     def vector(self) -> Vector:
@@ -141,7 +141,7 @@ class VectorPlace(NamedTuple):
 
 
 def place(x: Array, name: str, written: bool) -> VectorPlace:
-    """Where a C-contiguous array of any shape lies; it must be writable if it is `written`.
+    """Return where a C-contiguous array of any shape lies; it must be writable if it is `written`.
 
     Takes NumPy's arrays, what has `__array_interface__` or DLPack on the host (torch), and what has
     `__cuda_array_interface__` (CuPy, torch, Numba). Local. TypeError or ValueError with what to do instead.
@@ -161,7 +161,7 @@ def place(x: Array, name: str, written: bool) -> VectorPlace:
 
 
 def _contiguous(shape: tuple[int, ...], strides: tuple[int, ...] | None, itemsize: int) -> bool:
-    """Whether elements lie as C puts them. No strides say so; where an axis has one place, its stride says nothing."""
+    """Return whether elements lie as C puts them. No strides say so; the stride of an axis of one place says nothing."""
     if strides is None or 0 in shape:
         return True
     wanted = (itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))

@@ -63,7 +63,7 @@ class Trained(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """How a network is trained; None: as the nodes of the ranks say, or as a worker that goes on does."""
+    """The choices of a training; None: as the nodes of the ranks say, or as a worker that goes on does."""
 
     mesh: Mesh | str
     optimizer: Optimizer

@@ -190,7 +190,7 @@ def _closer(layout: Layout, generation: Generation) -> Callable[[], None]:
 
 
 def _unable(options: Options | None) -> str:
-    """Why a store of this job cannot survive a death, where it is asked to; "" where it can."""
+    """Return why a store of this job cannot survive a death, where it is asked to; "" where it can."""
     if options is None or options.spares < 0:
         return ""
     if not able():
@@ -313,7 +313,7 @@ def _serving(comm: MPI.Intracomm) -> _Open | None:
 
 
 def _unfit(options: Options, first: Layout) -> str:
-    """Why servers of a first store cannot serve another one with these options; "" where they can."""
+    """Return why servers of a first store cannot serve another one with these options; "" where they can."""
     if options.servers == first.num_servers:
         return ""
     return (

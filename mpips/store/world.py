@@ -1,4 +1,4 @@
-"""Why a process is alone in its world though a launcher started several: told from the environment. Pure.
+"""Tell from the environment why a process is alone in its world though a launcher started several. Pure.
 
 Every launcher hands its processes what they need to find each other in variables of its own, and an MPI that does not
 know those variables starts as a world of size 1, in silence: N processes then train N models.

@@ -1,4 +1,4 @@
-"""Which server keeps what: pure functions over half-open intervals of elements.
+"""Decide which server keeps which elements of a key: pure functions over half-open intervals.
 
 An array of `big` elements or more is cut evenly over all servers, and so is one of a quarter of that which no server
 could take without keeping much more than its share; any other lies whole on the server that holds the fewest bytes.

@@ -1,4 +1,4 @@
-"""Which rank takes which place when ranks have died, or workers are to be more; and which server mirrors which. Pure.
+"""Decide which rank takes the place of a dead or new one, and which server mirrors which. Pure.
 
 Ranks of a store are workers, then servers, then spares. A dead server's place is taken by a spare, if there is one,
 then a dead worker's; but first, where no server is left or no worker, one of these. A place that nobody takes vanishes:
@@ -98,7 +98,7 @@ def succession(
 
 
 def refusal(old: Roles, new: Succession) -> str:
-    """Why the store cannot go on with those who are left; "" where it can."""
+    """Return why the store cannot go on with those who are left; "" where it can."""
     roles = new.roles
     if not roles.num_workers:
         return f"all {old.num_workers} workers have died, and no spare is left"
@@ -117,7 +117,7 @@ def mirror_of(server: int, nodes: Sequence[int]) -> int | None:
 
 
 def refuse_mirrors(mirrors: int, spares: int, nodes: Sequence[int]) -> str:
-    """Why servers on these nodes can have no mirrors, where they are asked for; "" where they can."""
+    """Return why servers on these nodes can have no mirrors, where they are asked for; "" where they can."""
     if mirrors and spares < 0:
         return f"mirrors={mirrors} and spares={spares}: a death ends the store all the same; ask for spares=0 or more"
     if not mirrors or len(set(nodes)) > 1:

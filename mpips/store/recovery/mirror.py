@@ -181,7 +181,7 @@ class Coming(NamedTuple):
 
 
 class Mirror(UnitMirror):
-    """What one server sends to its mirror, and keeps as a mirror of others, in one generation."""
+    """The copies that one server sends to its mirror, and keeps as a mirror of others, in one generation."""
 
     def __init__(self, layout: Layout, copies: MirroredUnits, generation: int) -> None:
         assert layout.servers is not None

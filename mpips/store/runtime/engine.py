@@ -43,7 +43,7 @@ QUIET, QUIET_SLEEP, QUIET_DUTY = 0.1, (4e-3, 8e-3), 32
 
 
 class Ending(Protocol):
-    """What ends all operations at once: a store's generation (`runtime.generation`), as they see it."""
+    """The end of all operations at once: a store's generation (`runtime.generation`), as they see it."""
 
     limits: Limits
 
@@ -112,7 +112,7 @@ class Handle(Uncopied):
 
 
 class Turns:
-    """Which operations may go on: those that are first on each of their names, the highest priority first.
+    """The turns of operations: those go on that are first on each of their names, the highest priority first.
 
     Not thread-safe. Priority only chooses among those that may go on: it never overtakes an earlier one on a name.
     """

@@ -67,7 +67,7 @@ Replies = list[Reply]
 
 
 class UnitMirror:
-    """Where units are sent that have changed: another server keeps a copy (`recovery.mirror`)."""
+    """The way of changed units to another server, which keeps a copy (`recovery.mirror`)."""
 
     @property
     def quiet(self) -> bool:

@@ -487,7 +487,7 @@ MOST_BYTES = 1 << 20
 
 
 def steps(keys: Sequence[Key]) -> list[list[int]]:
-    """Which keys of a list (by their places there) go together, in which order: the same on every worker."""
+    """Return which keys of a list (by their places there) go together, in which order: the same on every worker."""
     result: list[list[int]] = []
     open_: dict[np.dtype, tuple[list[int], int]] = {}
     for place, key in enumerate(keys):
