@@ -212,8 +212,8 @@ class Communicator:
             self.all_lanes.append(self.plan_lanes)
 
     def close(self) -> None:
-        """Close with the user's communicator, which is freed or renewed. Collective; blocks nowhere, as each rank may do
-        so when it likes. Messages may still be under way: what carries them goes when they have come."""
+        """Close with the user's communicator, which is freed or renewed. Collective; blocks nowhere, as each rank may
+        do so when it likes. Messages may still be under way: what carries them goes when they have come."""
         if not self.open:
             return
         self.open = False

@@ -150,8 +150,8 @@ class Schedule:
                 yield RankStep(index, rounds)
 
     def offsets(self, n: int, lane: int) -> NDArray[np.int64]:
-        """Return where the chunks of `lane` begin in a vector of n elements: chunks + 1 numbers, from the lane's first to
-        one past its last. Chunks may be empty."""
+        """Return where the chunks of `lane` begin in a vector of n elements: chunks + 1 numbers, from the lane's first
+        to one past its last. Chunks may be empty."""
         chunks = np.arange(self.lanes[lane].chunks + 1, dtype=np.int64)
         first, last = cut(n, len(self.lanes), lane), cut(n, len(self.lanes), lane + 1)
         offsets: NDArray[np.int64] = first + cut(last - first, len(chunks) - 1, chunks)

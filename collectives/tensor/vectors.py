@@ -161,7 +161,7 @@ def place(x: Array, name: str, written: bool) -> VectorPlace:
 
 
 def _contiguous(shape: tuple[int, ...], strides: tuple[int, ...] | None, itemsize: int) -> bool:
-    """Return whether elements lie as C puts them. No strides say so; the stride of an axis of one place says nothing."""
+    """Return whether elements lie as C puts them. No strides say so; that of an axis of one place says nothing."""
     if strides is None or 0 in shape:
         return True
     wanted = (itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
