@@ -41,7 +41,7 @@ class Runner(Protocol):
         """The operation, in steps between which there is something to wait for."""
 
     def rest(self) -> Iterator[None]:
-        """Return the steps from where all have met."""
+        """Go on from where all have met."""
 
     def free(self) -> None:
         """Give back what it holds of MPI."""

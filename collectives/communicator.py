@@ -116,7 +116,7 @@ class Communicator:
         self.board.beyond = look
 
     def patient(self, stall_seconds: float, timeout_seconds: float) -> None:
-        """Return how long a wait may last before it warns, and before it raises (0: never)."""
+        """Set how long a wait may last before it warns, and before it raises (0: never)."""
         self.limits = self.board.limits = self.generation.limits = Limits(stall_seconds, timeout_seconds)
         if self.control is not None:
             self.control.limits = self.limits

@@ -74,7 +74,7 @@ class Descriptor(NamedTuple):
 
 class Descriptors:
     """The descriptors in the areas of all ranks, of which this rank puts its own. `names`: the ranks in the user's
-    communicator; `spill`: shared memory for the places of more than one array."""
+    communicator."""
 
     def __init__(self, areas: Sequence[NDArray[np.uint8]], rank: int, names: Sequence[int]) -> None:
         self._areas, self._rank, self.names = areas, rank, tuple(names)

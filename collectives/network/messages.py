@@ -3,7 +3,7 @@
 **One level** (`MessagePlan`). Each lane runs through its steps on its own, so that several are in flight. Lanes of
 unlike `turn` take the wire one after the other, and one adds what it got while the next is on the wire. In a step all
 messages start together. What comes in to be added is received beside and added when all has come, in the order of the
-ranks (`schedule.in_rank_order`). A receive goes beside too where the same step sends from the same place.
+ranks (`schedule.model`). A receive goes beside too where the same step sends from the same place.
 
 One request carries `MESSAGE_BYTES` at most, which keeps counts far below 2^31, and below the sizes from which Open MPI
 asks the receiver first: that makes a TCP connection half-duplex.

@@ -1,4 +1,4 @@
-"""The alpha-beta-gamma model: costs of a message, a byte and an addition; their fit to measurements; and closed forms.
+"""The alpha-beta-gamma model: costs of a message, a byte and an addition; their fit; and the formula of each algorithm.
 
 A message of b bytes takes alpha + b beta, adding b bytes takes b gamma. A rank sends and receives at the same time
 (full duplex), starts the messages of a lane one after the other, and has one wire for all lanes, except in `bcube`,

@@ -219,7 +219,7 @@ class ModelExchange(Protocol):
         """Begin to replace a backward array by its sum over the ranks; it may not be touched before `wait`."""
 
     def wait(self) -> None:
-        """Return when the array holds the sum that was begun."""
+        """Wait until the array holds the sum that was begun."""
 
 
 class StepProgress(Protocol):

@@ -143,7 +143,7 @@ class Sum:
         return not self._under_way
 
     def wait(self) -> None:
-        """Return when the array holds the sum."""
+        """Wait until the array holds the sum."""
         if self._plan:
             begin = perf_counter()
             self._plan.wait()

@@ -1,6 +1,6 @@
 """The planner decides which layers travel together: from a profile to plans, and whether a plan still fits. Pure.
 
-Every strategy, in one direction or both, on any number of nodes, with predicted times. For PyTorch's DataParallel see
+The rules are those of `strategies` and `joint`: in one direction or both, on any number of nodes. For PyTorch's DataParallel see
 `mpips.torch.buckets`.
 """
 

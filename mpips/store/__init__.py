@@ -1,2 +1,1 @@
-"""The store: `create` makes it, `api` has what users call; the other modules and folders keep it, through failures
-too."""
+"""The store: `create` makes it, `api` has what users call; the other modules and folders keep it alive."""

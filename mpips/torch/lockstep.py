@@ -1,4 +1,4 @@
-"""Ranks agree before they train, and stay alike: the same model and arguments first, then the same steps.
+"""Ranks of a DataParallel agree before they train; then a token shows who skipped a step or has another learning rate.
 
 `agree` compares once, and says in words what differs first. `Lockstep` counts what a rank's program does between two
 exchanges. Its token travels beside the gradients, so all ranks see a difference before anybody uses them.

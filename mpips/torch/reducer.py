@@ -33,7 +33,7 @@ COMPARED = 2 * BITS + 1
 class Reducer:
     """Gradients of `parameters`, in this order, and the allreduces of their buckets. Making it is collective.
 
-    Buckets start in order, each when its last gradient has arrived; the last one, which carries the words, when
+    Buckets start in order, each when the gradient after its last arrives; the last one, which carries the words, when
     backward has ended. `in_background`: they go on beside backward.
     """
 

@@ -1,4 +1,4 @@
-"""Cut keys over the servers: which server has which elements, in units that workers push and blocks that it sums."""
+"""Cut a new key as `sharding` decides: its pieces and shards on a worker, the cards of its units for servers."""
 
 from __future__ import annotations
 

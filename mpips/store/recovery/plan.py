@@ -1,4 +1,4 @@
-"""Plan a recovery from what each rank holds: which pushes count, each key's round, whose memory a unit comes from.
+"""Plan a recovery from what each rank holds: which pushes count, each key's round, who gives a unit to whom.
 
 Pure data and arithmetic. The last push of a killed worker counts if its round was complete when the generation ended
 (`server.loop` finishes such rounds), and that round is chosen.

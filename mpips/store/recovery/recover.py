@@ -1,4 +1,6 @@
-"""`recover()`: a store goes on after a failure or a death. The next generation begins with all ranks left, or none.
+"""`recover()`: how a store goes on after a failure or a death, and how a dead server's shard comes back.
+
+The next generation begins with all ranks that are left, or with none:
 
     1 agree who is left         `renew`: all that live say that they go on, and take roles (`membership`)
     2 gather what each holds    `Member.take_inventory`, and one exchange of what `plan` calls an inventory

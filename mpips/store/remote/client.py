@@ -95,7 +95,7 @@ class Client(RowTransfers):
         yield from self._pull_piece(call, key, piece, out)
 
     def _push_piece(self, call: ClientCall, key: Key, piece: Piece, flat: Array, priority: int) -> Task[None]:
-        """Return what this member owns of the members' sum of a piece goes to the servers, which read it in place."""
+        """Push to the servers what this member owns of the members' sum of a piece; they read it in place."""
         start, stop = piece.cuts[0], piece.cuts[-1]
         flat = flat[start:stop]
         if self._all:

@@ -1,5 +1,4 @@
-"""A worker's end of the lines to all servers: what it says, what it hears, and what is left when the generation
-ends."""
+"""A worker's end of the lines to all servers: frames both ways, and `Sender`: pushes to other nodes, as messages."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class ClientCall:
         yield from ()
 
     def allgather(self, piece: Piece, out: Array) -> Task[None]:
-        """Return what each member owns of a piece, on all members, in place."""
+        """Gather what each member owns of a piece on all members, in place."""
         collectives.allgather(out, self._members.comm, label=self._text)
         yield from ()
 

@@ -3,7 +3,7 @@
 On a node, a push is a frame that says where the payload lies: in the caller's own array if `mpips.empty` made it, else
 in the shard's outbox, which the worker fills while the server reads behind it. A synchronous pull reads the server's
 memory behind the server's progress, block by block. An asynchronous one reads between two updates (`snapshot`), or when
-the server has granted it. Between nodes payloads and answers go as messages.
+the server has granted it. Between nodes payloads and answers go as messages (`link.Sender`).
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ class ReplicatedStore(Member[Recovered]):
             replica.take(total)
 
     def pull(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[None]:
-        """Return what is stored."""
+        """Pull what is stored."""
         for key, out in zip(keys, outs):
             out[...] = self._replicas.by_name[key.name].value
         yield from ()

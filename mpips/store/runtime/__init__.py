@@ -1,2 +1,1 @@
-"""The ground of a store: `generation` (how it ends, and what comes next), `rendezvous` (ranks meet), `engine`
-(operations beside compute), `errors`."""
+"""The ground of a store: its `generation`, `rendezvous` of ranks, `engine` (operations during compute), `errors`."""

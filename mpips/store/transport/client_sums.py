@@ -33,7 +33,7 @@ class ClientSums:
     """The messages of one member; `comm` is the client's and carries nothing else. Vectors are 1-D, of any dtype.
 
     Each call is a task for all members of the client. It is over when this member may overwrite what it gave, and its
-    result is there. Tags come from `tags.member_tag`.
+    result is there. Tags come from `pending.member_tag`.
     """
 
     def __init__(self, comm: MPI.Comm) -> None:

@@ -340,7 +340,7 @@ class Operations:
         return Guard(self._engine.generation, what, names)
 
     def pull(self, key: Key, out: Array) -> Task[None]:
-        """Return what pulls one key, when it is run."""
+        """Pull one key."""
         return self._backend.transfers.pull([key], [out.reshape(-1)])
 
     def ended(self, what: str, names: Sequence[Name], error: BaseException) -> BaseException:

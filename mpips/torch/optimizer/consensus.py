@@ -1,4 +1,4 @@
-"""Consensus: the workers of a DistributedOptimizer see that all make the same step, or the same call, alike.
+"""Consensus: the workers of a DistributedOptimizer see that all make the same step, with one learning rate.
 
 A few words each, in one allgather: which call, after how many steps, which parameters have a gradient, whether one has
 overflowed, and a digest of the numbers that must be equal. Where they differ, all raise one sentence, nothing has been
