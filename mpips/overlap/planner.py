@@ -1,7 +1,7 @@
 """The planner decides which layers travel together: from a profile to plans, and whether a plan still fits. Pure.
 
-The rules are those of `strategies` and `joint`: in one direction or both, on any number of nodes. For PyTorch's DataParallel see
-`mpips.torch.buckets`.
+The rules are those of `strategies` and `joint`: in one direction or both, on any number of nodes.
+For PyTorch, see `mpips.torch.buckets`.
 """
 
 from __future__ import annotations
