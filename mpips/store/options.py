@@ -64,7 +64,7 @@ FIELDS = (
 
 @dataclass(frozen=True)
 class Options:
-    """Hold the options of a job. Equal on every rank (compared in `layout`); see `FIELDS` for the meaning."""
+    """Hold the options of a job. Equal on every rank (`roles` compares them); see `FIELDS` for the meaning."""
 
     servers: int = 0
     clients: int = 1

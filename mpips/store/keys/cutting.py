@@ -21,7 +21,7 @@ Cards = dict[int, list[UnitCard]]
 
 
 class Cutting:
-    """Keep which server has which elements, and cut new keys. `grouped`: clients push once; `side_by_side`: every
+    """Keep which server has which elements, and cut new keys. Clients push once. `side_by_side`: every
     process has a core, so that a server sums one block while workers copy the next."""
 
     def __init__(

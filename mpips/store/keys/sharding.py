@@ -1,6 +1,6 @@
 """Decide which server keeps which elements of a key: pure functions over half-open intervals.
 
-An array of `big` elements or more is cut evenly over all servers, and so is one of a quarter of that which no server
+An array of `big_array` elements is cut evenly over all servers, and so is one of a quarter of that which no server
 could take without keeping much more than its share; any other lies whole on the server that holds the fewest bytes.
 What a server keeps of an array is cut again into *units*: the atom of the server's state. A unit has a fixed set of
 contributors, the workers that push it: every worker (dist_*), the masters (masters="one"), or one worker of each

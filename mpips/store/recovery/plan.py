@@ -234,7 +234,7 @@ class RecoveryPlan:
     """In the place of units where no servers are."""
 
     holdings: dict[int, list[Holding]] = field(default_factory=dict)
-    """By the ranks that old servers had."""
+    """By the ranks that old servers had; copies of a server, by -1 - its rank."""
 
     def holding(self, transfer: Transfer) -> Holding:
         """Return the old unit that a transfer takes from."""
@@ -505,11 +505,12 @@ def _parts_by_server(layout: Layout, chosen: KeyChoice) -> list[tuple[int, Inter
 
 
 def _keys_stay(layout: Layout, chosen: Mapping[Name, KeyChoice]) -> bool:
-    """Return whether each key stays on the servers, by their number, that it was on."""
+    """Return whether each key stays on the servers, by their number, that it was on: not where a server has gone, or
+    a mirror's copy is used."""
     before = layout.before
     if before is None:
         return True
-    owners = {part.owner for one in chosen.values() for part in one.parts}  # no server where a mirror's copy is used
+    owners = {part.owner for one in chosen.values() for part in one.parts}
     return before.num_servers == layout.num_servers and all(
         before.num_workers <= owner < before.num_workers + before.num_servers for owner in owners
     )

@@ -32,7 +32,7 @@ from collectives.fabric.wait import (
     until,
 )
 from mpips.store.roles import Layout
-from mpips.store.runtime.errors import StoreError, of_kind, uninterrupted
+from mpips.store.runtime.errors import LostError, StoreError, of_kind, uninterrupted
 from mpips.store.runtime.rendezvous import LAST_WORD_SECONDS, LeftRanks, Room, Watch
 
 CLOSING_SECONDS = 5.0
@@ -65,7 +65,6 @@ class Generation:
         """time.monotonic() of the last checks."""
         self.undescribed = ""
         """The call in which this worker waits in a meeting, while it has not said to the others what it stands at."""
-        """What this worker says to the others when it waits for them in a meeting for long; b"": nothing yet."""
         self.inside = False
         """Whether this rank looks from within a blocking collective of a smaller communicator."""
         self._hearing, self._ending = threading.Lock(), threading.RLock()
@@ -132,6 +131,8 @@ class Generation:
             if self.over is None:
                 with uninterrupted():
                     self._end(what, error)
+        if isinstance(error, LostError):  # all raise it alike, and know by it that nothing is tried again
+            return error
         return self._error() if isinstance(error, (CollectiveError, MPI.Exception)) else error
 
     def _end(self, what: str, error: BaseException) -> None:

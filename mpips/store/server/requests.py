@@ -152,14 +152,15 @@ class Requests:
 
     def repeat_change(self, change: frames.Change | None) -> str:
         """Make the change that the end of the last generation has interrupted; return why it cannot be made, or "". The
-        ledger says then what there is."""
-        try:
-            if change is not None:
+        ledger says then what there is, for whoever needs it if this server dies next."""
+        refused = ""
+        if change is not None:
+            try:
                 self.change(change)
-        except REFUSALS as error:
-            return f"{self._name}: {error}"
+            except REFUSALS as error:
+                refused = f"{self._name}: {error}"
         self.publish()
-        return ""
+        return refused
 
     def publish(self) -> None:
         """Tell those who outlive this server what it has."""

@@ -245,7 +245,8 @@ class ServerState(ABC):
         return worked
 
     def abandon(self) -> None:
-        """Drop every contribution that is left, as the generation is over. A unit with a round half applied is torn."""
+        """Drop every contribution that is left, as the generation is over. A unit with a round half applied
+        goes back, or is torn (`Unit.give_up`)."""
         self.late.clear()
         for unit in self.units.values():
             unit.abandon()

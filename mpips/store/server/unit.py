@@ -167,7 +167,8 @@ class Unit:
         return [worker for worker, queue in zip(self.contributors, self.queues) if not queue]
 
     def abandon(self) -> None:
-        """Drop all contributions, as the generation is over. What a round has begun to change stays, and is marked."""
+        """Drop all contributions, as the generation is over. What an open round has changed goes back, where
+        the unit has an undo copy; else the unit is marked as torn."""
         for queue in self.queues:
             for source in queue:
                 source.drop()

@@ -19,6 +19,7 @@ from mpips.store import roles as layouts
 from mpips.store.recovery.recover import renew
 from mpips.store.runtime import generation as generations
 from mpips.store.runtime import rendezvous
+from mpips.store.runtime.errors import LostError
 from mpips.store.runtime.generation import Generation
 from tests.choice import first, pairwise
 from tests.mpi.collectives.support import NODES
@@ -287,6 +288,15 @@ def test_all_raise_the_same_where_two_end_it_at_once():
         raised = generation.end("a push", CollectiveError(f"rank {RANK} has made a mistake"))
         assert len(set(WORLD.allgather(str(raised)))) == 1
         assert renew(generation, lambda: True)
+        generation.close()
+
+
+def test_who_has_lost_too_much_to_go_on_raises_that_and_the_others_end():
+    with store() as (_, generation):
+        WORLD.Barrier()
+        lost = LostError("recover: nobody has key 'w'") if RANK == FIRST else CollectiveError("late")
+        raised = generation.end("recover", lost)
+        assert isinstance(raised, LostError if RANK == FIRST else StoreError)
         generation.close()
 
 

@@ -191,3 +191,22 @@ def test_a_part_of_a_frozen_array_can_be_read():
     server.units[0].thaw()
     server.units[0].stored[...] = 1
     assert server.ask(frames.ReadSnapshot(1, 3, -1, 2, 5)).data == np.zeros(3, np.float32).tobytes()
+
+
+class Book(UnitMemory):
+    """Memory of units that is told to whoever outlives the server; `told` are the generations of which it was."""
+
+    def __init__(self):
+        super().__init__(None)
+        self.ledger, self.told = object(), []
+
+    def publish(self, units, settings, generation):
+        self.told.append(generation)
+
+
+@pytest.mark.parametrize("change", [None, frames.UpdateOptimizer(optimizers.encode_numbers({"learning_rate": 1.0}))])
+def test_a_change_that_cannot_be_repeated_leaves_its_generation_in_the_ledger(change):
+    book = Book()
+    refused = Requests(SynchronousState(), "server rank 4", book, generation=3).repeat_change(change)
+    assert ("set_optimizer" in refused) == (change is not None)
+    assert book.told[-1:] == [3]
