@@ -40,8 +40,9 @@ from tests.mpi.collectives.support import (
 )  # fmt: skip
 
 TIMEOUT = 0.15  # seconds that ranks wait for one that does not come
-LATE = 0.2  # seconds that rank 0 comes after the others, so that one of these is interrupted while it waits
+LATE = 0.2  # seconds after which a rank dies, so that the others wait for it
 INTERRUPTED = 0.05
+INTERRUPTED_TAG = 7
 SMALL, LARGE = 100, 600_000
 
 
@@ -156,7 +157,7 @@ def run(comm: MPI.Intracomm, fault: str, way: str, route: str, warm: bool) -> Se
     mine, fault_at = _made(cell, fault, good)
     WORLD.Barrier()
     if fault == "interrupt" and RANK == 0:
-        time.sleep(LATE)
+        WORLD.recv(source=ODD, tag=INTERRUPTED_TAG)
     if fault == "absent" and RANK == ODD:
         heard = _absent(mine)
     else:
@@ -221,13 +222,16 @@ def _refused(cell: Cell) -> None:
 
 
 def _interrupted(good: Callable[[], Any]) -> tuple[Callable[[], Any], Callable[[], float]]:
-    """The odd rank is interrupted while it waits for rank 0, which comes later."""
+    """The odd rank is interrupted while it waits for rank 0, which comes once it was."""
     marks: list[list[float]] = []
 
     def alarmed() -> None:
-        with interrupted(INTERRUPTED) as found:
-            marks.append(found)
-            good()
+        try:
+            with interrupted(INTERRUPTED) as found:
+                marks.append(found)
+                good()
+        finally:
+            WORLD.send(None, 0, INTERRUPTED_TAG)
 
     return alarmed if RANK == ODD else good, lambda: marks[0][0] if marks else 0.0
 
