@@ -89,11 +89,11 @@ def jobs() -> list[Job]:
     """All jobs of a round."""
     every = []
     for ranks in (2, 4):
-        words = ("--sizes", SIZES, "--seconds", "0.4", "--json", "{out}")
+        words = ("--sizes", SIZES, "--seconds", "0.25", "--json", "{out}")
         every.append(Job(f"allreduce, {ranks} ranks, mpirun", ranks, ("collectives.benchmark", "allreduce", *words)))
         every.append(Job(f"allreduce, {ranks} ranks, mpips run", ranks, ("allreduce", *words), "mpips bench"))
     for servers, workers in ((1, 2), (2, 4)):
-        words = ("--servers", str(servers), "--sizes", KEYS, "--seconds", "0.4", "--json", "{out}")
+        words = ("--servers", str(servers), "--sizes", KEYS, "--seconds", "0.25", "--json", "{out}")
         name = f"store, {servers} + {workers}"
         every.append(Job(name, servers + workers, ("mpips.bench.kvstore", *words)))
     if importlib.util.find_spec("torch"):
