@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutations import MUTATIONS
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("mpips", "collectives", "launch")
 # Of extras; files that import them when they are loaded are loaded for them alone.
@@ -144,3 +146,8 @@ def test_a_shell_completes_public_names_alone(package: str) -> None:
     module = importlib.import_module(package)
     assert dir(module) == sorted(module.__all__)
     assert all(getattr(module, name) is not None for name in dir(module))
+
+
+def test_every_mutation_has_one_place() -> None:
+    wrong = [one.name for one in MUTATIONS if (ROOT / one.file).read_text(encoding="utf-8").count(one.old) != 1]
+    assert not wrong, f"tests/mutations.py: adapt what these faults replace: {wrong}"
