@@ -191,8 +191,9 @@ def release(requests: Sequence[MPI.Prequest]) -> None:
 
 
 def keep(requests: Iterable[MPI.Request]) -> None:
-    """Hold on to requests that nobody waits for, and so to their memory, until MPI is through with them: MPICH keeps a
-    communicator for as long as one was not seen to be over."""
+    """Hold on to requests that nobody waits for, and so to their memory, until MPI is through with them.
+
+    MPICH keeps a communicator for as long as one was not seen to be over."""
     global _look_at
     _left.update((id(request), request) for request in requests)
     if len(_left) >= _look_at:

@@ -505,8 +505,9 @@ def _parts_by_server(layout: Layout, chosen: KeyChoice) -> list[tuple[int, Inter
 
 
 def _keys_stay(layout: Layout, chosen: Mapping[Name, KeyChoice]) -> bool:
-    """Return whether each key stays on the servers, by their number, that it was on: not where a server has gone, or
-    a mirror's copy is used."""
+    """Return whether each key stays on the servers, by their number, that it was on.
+
+    It does not where a server has gone, or a mirror's copy is used."""
     before = layout.before
     if before is None:
         return True
