@@ -1,7 +1,7 @@
 """Twenty faults in the hot paths, and whether the tests see them: `python -m tests.mutations [NAME ...]`.
 
 Each is put into a copy of this checkout, and tests of `make test` run there until one fails. A fault that none sees is
-printed as missed, and the exit code is 1 where there is any. Takes some 15 minutes.
+printed as missed, and the exit code is 1 where there is any.
 """
 
 from __future__ import annotations
