@@ -1,4 +1,4 @@
-"""Cut ranks into a device mesh, batch x model: which rank holds which part of a layer; let them agree before they act.
+"""The device mesh, batch x model: each rank's two indices and communicators; ranks agree before they act.
 
 Source: the paper, section 7, which calls it a process grid.
 """

@@ -1,4 +1,4 @@
-"""Make ranks workers, clients, masters, servers and spares, with a store's communicators and a core for each process.
+"""Roles of ranks (worker, client, server, spare) and their communicators: at `create`, and anew after each death.
 
 Workers are ranks 0..W-1, client c has the workers from c*W//C up to (c+1)*W//C. Servers come after them, and spares are
 the last ranks. Every communicator of a store comes from here, and each generation has its own.

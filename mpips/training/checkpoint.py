@@ -1,4 +1,4 @@
-"""A Trainer's checkpoints: two files a step in one folder, each there whole or not at all; and how training goes on.
+"""Save, find and read a Trainer's checkpoints, two files a step; `loop.begin` goes on from there.
 
     FOLDER/step-00000120.store.safetensors      by `kv.save`: values, optimizers and their state, residuals
     FOLDER/step-00000120.trainer.safetensors    positions of all workers, and arrays that the store does not have

@@ -1,4 +1,4 @@
-"""Run the one training loop (`Fit`): epochs, steps and callbacks from any position on, on workers with unlike batches.
+"""Run the one training loop (`Fit`); `begin` takes a checkpoint back and goes on, also in the middle of an epoch.
 
 `Request` has the arguments of a fit. Where the store survives deaths, the fit does: it goes back to a moment that all
 workers know (`rejoin`).

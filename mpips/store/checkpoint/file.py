@@ -1,4 +1,4 @@
-"""The file of a checkpoint on disk: values, optimizer state and residuals as safetensors, each with a checksum.
+"""Write and read a checkpoint's file, piece by piece (safetensors, checksums); `finish` makes all valid at once.
 
 `Reader` opens what a store has saved, and sees that it holds what its header promises. `Writer` and `TensorFile` write
 and read arrays, piece by piece.

@@ -55,6 +55,18 @@ def test_each_array_is_reduced_on_its_own(comm, op, array):
     assert not wrong
 
 
+def test_new_arrays_that_take_the_place_of_freed_ones(comm):
+    """Views made and dropped in turn are often the same objects again, with other memory."""
+    memory = np.zeros((8, 2, 5000), np.float32)
+    for part in memory:
+        part[...] = RANK + 1
+        collectives.grouped_allreduce([part[0], part[1, :77]], comm)
+    total = P * (P + 1) / 2
+    assert (memory[:, 0] == total).all()
+    assert (memory[:, 1, :77] == total).all()
+    assert (memory[:, 1, 77:] == RANK + 1).all()
+
+
 @pytest.mark.parametrize("algorithm", ["ring", "native", "direct", "auto"])
 def test_by_other_algorithms(comm, algorithm):
     x = [np.full(n, RANK + 1.0, dtype) for n, dtype in ((10, "float32"), (90_000, "float64"), (3, "int32"))]
