@@ -1,11 +1,11 @@
-"""Every CUDA kernel compiles for a GPU, and computes what NumPy does, as a C compiler for the host shows."""
+"""Every CUDA kernel compiles for a GPU; compiled for the host, each one computes NumPy's bits."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -16,26 +16,58 @@ from collectives.tensor import kernels
 from tests.choice import once
 from tests.unit.collectives import nvrtc
 
-COUNTS = (2, 3, 4)
-"""What is reduced at once: 1 to 3 vectors of a worker, and what comes in."""
+Vector = np.ndarray[Any, Any]
+COUNTS = (2, 3, 4, 5, 9)
+"""What is reduced at once: 1 to 4 or 8 vectors of a worker, and what comes in."""
 DTYPES = {name: np.dtype(getattr(ml_dtypes, name) if name == "bfloat16" else name) for name in kernels.ELEMENTS}
+COMPILER = next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), "g++", "c++", "clang++"))), None)
+FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC")
+"""-ffp-contract=off: a product and a sum in one instruction would round once where NumPy rounds twice. -O1: more takes
+longer to compile, and changes speed alone."""
 needs_nvrtc = pytest.mark.skipif(nvrtc.library() is None, reason=f"needs {nvrtc.PACKAGE}")
-needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++, c++ or clang++")
 
-HOST = """
+CUDA = """
 #define __global__
 #define __device__
-static struct { unsigned int x; } blockIdx = {0}, blockDim = {1}, gridDim = {1}, threadIdx = {0};
-union word { unsigned int bits; float x; };
-static float __uint_as_float(unsigned int bits) { union word w; w.bits = bits; return w.x; }
-static unsigned int __float_as_uint(float x) { union word w; w.x = x; return w.bits; }
+struct index { unsigned int x; };
+static index blockIdx, blockDim, gridDim, threadIdx;
+static float __uint_as_float(unsigned int bits) { float x; __builtin_memcpy(&x, &bits, 4); return x; }
+static unsigned int __float_as_uint(float x) { unsigned int bits; __builtin_memcpy(&bits, &x, 4); return bits; }
+
+template <class... Arguments>
+static void on_every_thread(void (*kernel)(Arguments...), unsigned int blocks, unsigned int threads, Arguments... given)
+{
+    gridDim.x = blocks, blockDim.x = threads;
+    for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++)
+        for (threadIdx.x = 0; threadIdx.x < threads; threadIdx.x++) kernel(given...);
+}
 """
-HALF = """
-union half { unsigned short bits; _Float16 x; };
-static float widen(unsigned short bits) { union half h; h.bits = bits; return (float)h.x; }
-static unsigned short narrow(float x) { union half h; h.x = (_Float16)x; return h.bits; }
+"""What CUDA gives a kernel, for the host: threads of a grid run one after another."""
+FLOAT16 = """
+static float widen(unsigned short bits) {
+    const unsigned int sign = (bits & 0x8000u) << 16, size = bits & 0x7fffu;
+    if (size >= 0x7c00u) return __uint_as_float(sign | 0x7f800000u | (size & 0x3ffu) << 13);  // infinity, NaN
+    return __uint_as_float(sign | __float_as_uint(__uint_as_float(size << 13) * 0x1p112f));  // exact
+}
+static unsigned short narrow(float x) {
+    const unsigned int bits = __float_as_uint(x), sign = bits >> 16 & 0x8000u, size = bits & 0x7fffffffu;
+    if (size > 0x7f800000u) return sign | 0x7e00u;   // NaN
+    if (size >= 0x477ff000u) return sign | 0x7c00u;  // rounds to more than the largest: infinity
+    if (size < 0x38800000u)  // subnormal: a sum with 0.5 rounds to units of 2^-24
+        return sign | (__float_as_uint(__uint_as_float(size) + 0.5f) - 0x3f000000u);
+    return sign | (size - 0x38000000u + 0xfffu + (size >> 13 & 1u)) >> 13;
+}
 """
-"""What the two PTX instructions of `kernels.FLOAT16` do, as C spells it."""
+"""What the two PTX instructions of `kernels.FLOAT16` do."""
+CONVERSIONS = """
+extern "C" void widen_all(const unsigned short* from, float* to, long long n) {
+    for (long long i = 0; i < n; i++) to[i] = widen(from[i]);
+}
+extern "C" void narrow_all(const float* from, unsigned short* to, long long n) {
+    for (long long i = 0; i < n; i++) to[i] = narrow(from[i]);
+}
+"""
 
 
 @needs_nvrtc
@@ -75,51 +107,128 @@ def test_what_no_kernel_serves_is_refused(operation: str, dtype: str) -> None:
         kernels.source(operation, dtype, 2)
 
 
-def built(folder: Path, text: str) -> ctypes.CDLL:
-    source, library = folder / "kernels.c", folder / "kernels.so"
-    source.write_text(text)
-    command = ["cc", "-O2", "-w", "-shared", "-fPIC", "-ffp-contract=off", str(source), "-o", str(library)]
-    subprocess.run(command, check=True, capture_output=True)
-    return ctypes.CDLL(str(library))
+# ---- the kernels' arithmetic, on the host
 
 
-def on_host(operation: str, dtype: str, count: int) -> str:
-    """The kernel as C, its helpers under names of their own."""
-    mark = f"{operation}_{dtype}_{count}"
-    text = kernels.source(operation, dtype, count).replace(kernels.FLOAT16, HALF).replace('extern "C"', "")
-    for helper in ("combine(", "widen(", "narrow(", "union half"):
-        word, bracket = helper.rstrip("("), helper[-1] if helper[-1] == "(" else ""
-        text = text.replace(helper, f"{word}_{mark}{bracket}")
-    return text
+def for_host(operation: str, dtype: str, count: int) -> str:
+    """The kernel's source in a namespace of its own, and a function that runs it on every thread of a grid."""
+    name, stored = kernels.name(operation, dtype, count), kernels.ELEMENTS[dtype].stored
+    source = kernels.source(operation, dtype, count).replace(kernels.FLOAT16, FLOAT16)
+    given = ", ".join(f"(const {stored}*)vectors[{number}]" for number in range(count))
+    return f"""
+namespace of_{name} {{
+{source}
+extern "C" void run_{name}(unsigned int blocks, unsigned int threads, const void** vectors, void* out, long long n) {{
+    on_every_thread({name}, blocks, threads, {given}, ({stored}*)out, n);
+}}
+}}
+"""
 
 
-def values(dtype: np.dtype[Any], which: int) -> np.ndarray[Any, Any]:
-    """Elements of every kind: all bits of 1 and 2 bytes, else random bits and small numbers, NaN and inf among them."""
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """Every kernel, compiled for the host at once."""
+    folder = tmp_path_factory.mktemp("kernels")
+    cases = [(operation, dtype, count) for operation in kernels.OPERATIONS for dtype in DTYPES for count in COUNTS]
+    conversions = f"namespace conversions {{ {FLOAT16} {CONVERSIONS} }}"
+    (folder / "kernels.cpp").write_text(CUDA + conversions + "".join(for_host(*case) for case in cases))
+    command = [str(COMPILER), *FLAGS, str(folder / "kernels.cpp"), "-o", str(folder / "kernels.so")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return ctypes.CDLL(str(folder / "kernels.so"))
+
+
+def run(library: ctypes.CDLL, operation: str, vectors: list[Vector], out: Vector) -> None:
+    """Run the kernel on the grid that `collectives.tensor.cuda` asks for."""
+    function = getattr(library, "run_" + kernels.name(operation, out.dtype.name, len(vectors)))
+    addresses = (ctypes.c_void_p * len(vectors))(*(vector.ctypes.data for vector in vectors))
+    function(*kernels.grid(out.size), addresses, ctypes.c_void_p(out.ctypes.data), ctypes.c_longlong(out.size))
+
+
+def reduced(operation: str, vectors: list[Vector]) -> Vector:
+    """What NumPy makes of the vectors."""
+    out = np.empty_like(vectors[0])
+    with np.errstate(all="ignore"):
+        kernels.combine(getattr(np, operation), vectors, out)
+    return out
+
+
+def different(operation: str, got: Vector, want: Vector) -> list[int]:
+    """Where bits differ. Any NaN is a NaN; of minimum and maximum, any zero is a zero."""
+    bits = f"u{want.dtype.itemsize}"
+    with np.errstate(invalid="ignore"):
+        alike = got == want if operation in ("minimum", "maximum") else got.view(bits) == want.view(bits)
+        return np.flatnonzero(~(alike | ((got != got) & (want != want)))).tolist()
+
+
+def values(dtype: np.dtype[Any], which: int) -> Vector:
+    """Elements of every kind, others for each `which`: all bits of 1 and 2 bytes, else random bits; small numbers; and
+    often those at the borders of the type, of which any two meet: NaN, infinities, subnormals, zeros of both signs."""
     rng = np.random.default_rng(which)
     if dtype.itemsize <= 2:
-        return rng.permutation(np.arange(1 << 16).astype(np.uint16)).astype(f"u{dtype.itemsize}").view(dtype)
-    bits = rng.integers(0, 256, (20_000, dtype.itemsize), np.uint8).reshape(-1).view(dtype)
-    small = rng.integers(0, 100, 1000).astype(dtype)
-    special = [0, 1] if dtype.kind in "iu" else [np.nan, np.inf, -np.inf, 0.0, 1.5]
-    return np.concatenate([bits, small, rng.choice(np.array(special, dtype), 2000)])
+        bits = rng.permutation(np.arange(1 << 16).astype(np.uint16)).astype(f"u{dtype.itemsize}").view(dtype)
+    else:
+        bits = rng.integers(0, 256, (20_000, dtype.itemsize), np.uint8).reshape(-1).view(dtype)
+    if dtype.kind in "iu":
+        info = np.iinfo(dtype)
+        borders = np.array([info.min, info.min + 1, 0, 1, 2, info.max - 1, info.max], dtype)
+    else:
+        about = ml_dtypes.finfo(dtype)
+        sizes = [0, about.smallest_subnormal, about.tiny, about.eps, 1, 1.5, about.max, np.inf, np.nan]
+        borders = np.array([float(sign * float(size)) for size in sizes for sign in (1, -1)]).astype(dtype)
+    return np.concatenate([bits, rng.integers(0, 100, 1000).astype(dtype), rng.choice(borders, 4000)])
 
 
-@needs_cc
+@needs_compiler
+@pytest.mark.parametrize("operation", kernels.OPERATIONS)
 @pytest.mark.parametrize("dtype", kernels.ELEMENTS)
-def test_kernels_compute_what_numpy_does(dtype: str, tmp_path: Path) -> None:
-    cases = [(operation, count) for operation in kernels.OPERATIONS for count in COUNTS]
-    try:
-        library = built(tmp_path, HOST + "".join(on_host(operation, dtype, count) for operation, count in cases))
-    except subprocess.CalledProcessError:
-        if dtype == "float16":
-            pytest.skip("needs a C compiler that knows _Float16")
-        raise
-    for operation, count in cases:
+def test_kernels_compute_the_bits_of_numpy(library: ctypes.CDLL, dtype: str, operation: str) -> None:
+    for count in COUNTS:
         vectors = [values(DTYPES[dtype], which) for which in range(count)]
-        got, want = np.empty_like(vectors[0]), np.empty_like(vectors[0])
-        function = getattr(library, kernels.name(operation, dtype, count))
-        function(*(ctypes.c_void_p(v.ctypes.data) for v in (*vectors, got)), ctypes.c_longlong(got.size))
-        with np.errstate(all="ignore"):
-            kernels.combine(getattr(np, operation), vectors, want)
-            same = (got == want) | ((got != got) & (want != want))
-        assert same.all(), (operation, count, np.flatnonzero(~same)[:5])
+        want = reduced(operation, vectors)
+        run(library, operation, vectors, out := np.empty_like(want))
+        assert different(operation, out, want) == []
+        run(library, operation, vectors, vectors[0])
+        assert different(operation, vectors[0], want) == []
+
+
+LENGTHS = (*range(18), 31, 32, 33, 255, 256, 257, 1000)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", kernels.ELEMENTS)
+def test_any_length_from_any_element_on_is_computed_and_no_more_written(library: ctypes.CDLL, dtype: str) -> None:
+    filled = np.full(max(LENGTHS) + 8, 77).astype(DTYPES[dtype])
+    whole = [values(DTYPES[dtype], which) for which in range(max(COUNTS))]
+    for turn, (operation, count, n) in enumerate(
+        (operation, count, n) for operation in kernels.OPERATIONS for count in COUNTS for n in LENGTHS
+    ):
+        starts = [(turn + number) % 5 for number in range(count + 1)]
+        vectors = [vector[start : start + n] for vector, start in zip(whole, starts[:-1])]
+        memory, place = filled.copy(), slice(starts[-1], starts[-1] + n)
+        run(library, operation, vectors, memory[place])
+        assert different(operation, memory[place], reduced(operation, vectors)) == []
+        assert (np.delete(memory, place) == 77).all()
+
+
+@needs_compiler
+def test_more_elements_than_threads(library: ctypes.CDLL) -> None:
+    n = kernels.MOST_BLOCKS * kernels.THREADS + 1001
+    vectors = [np.arange(n).astype(np.int32) * which for which in (1, 7)]
+    run(library, "add", vectors, out := np.empty_like(vectors[0]))
+    assert np.array_equal(out, reduced("add", vectors))
+
+
+@needs_compiler
+def test_the_conversions_of_float16_are_numpys(library: ctypes.CDLL) -> None:
+    every = np.arange(1 << 16).astype(np.uint16)
+    library.widen_all(every.ctypes, (wide := np.empty(every.size, np.float32)).ctypes, ctypes.c_longlong(every.size))
+    assert different("add", wide, every.view(np.float16).astype(np.float32)) == []
+    with np.errstate(all="ignore"):
+        middle = wide + (np.nextafter(every.view(np.float16), np.float16(np.inf)).astype(np.float32) - wide) / 2
+        numbers = [wide, values(np.dtype(np.float32), 0)]
+        numbers += [np.nextafter(middle, np.float32(end)) for end in (-np.inf, 0, np.inf)] + [middle]
+        given = np.concatenate(numbers)
+        want = given.astype(np.float16)
+    library.narrow_all(given.ctypes, (got := np.empty(given.size, np.float16)).ctypes, ctypes.c_longlong(given.size))
+    assert different("add", got, want) == []
