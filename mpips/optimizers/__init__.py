@@ -1,6 +1,6 @@
 """Optimizers as data: named, checked, encoded without pickle, applied in place to any interval of a 1-D array."""
 
-from mpips.optimizers.adaptive import AdaGrad, Adam, AdamW, Moments, RMSProp, Squares
+from mpips.optimizers.adaptive import AdaGrad, Adam, AdamW, RMSProp
 from mpips.optimizers.base import (
     Number,
     Optimizer,
@@ -8,7 +8,6 @@ from mpips.optimizers.base import (
     State,
     Updater,
     at,
-    by_blocks,
     changed,
     check,
     initial,
@@ -16,6 +15,7 @@ from mpips.optimizers.base import (
     zeros,
 )
 from mpips.optimizers.elastic import Elastic1, Elastic2
+from mpips.optimizers.equation import Equation
 from mpips.optimizers.registry import (
     OPTIMIZERS,
     SCHEDULES,
@@ -27,7 +27,7 @@ from mpips.optimizers.registry import (
     register,
 )  # fmt: skip
 from mpips.optimizers.schedules import Chained, Constant, Cosine, Groups, StepDecay, Warmup
-from mpips.optimizers.sgd import SGD, Add, Momentum
+from mpips.optimizers.sgd import SGD, Add
 
 for _optimizer in (SGD, AdaGrad, RMSProp, Adam, AdamW, Elastic1, Elastic2, Add):
     register(_optimizer)
@@ -36,7 +36,7 @@ for _schedule in (Constant, StepDecay, Cosine, Warmup, Chained):
 
 __all__ = [
     "OPTIMIZERS", "SCHEDULES", "SGD", "AdaGrad", "Adam", "AdamW", "Add", "Chained", "Constant", "Cosine", "Elastic1",
-    "Elastic2", "Groups", "Moments", "Momentum", "Number", "Optimizer", "RMSProp", "RateSchedule", "Squares", "State",
-    "StepDecay", "Updater", "Warmup", "at", "by_blocks", "changed", "check", "create", "decode", "decode_numbers",
+    "Elastic2", "Equation", "Groups", "Number", "Optimizer", "RMSProp", "RateSchedule", "State",
+    "StepDecay", "Updater", "Warmup", "at", "changed", "check", "create", "decode", "decode_numbers",
     "encode", "encode_numbers", "initial", "register", "working_dtype", "zeros",
 ]  # fmt: skip

@@ -5,36 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 
-from mpips.optimizers.base import Number, Numbers, State, at, by_blocks, check, decayed, scaled, zeros
+from mpips.optimizers.base import Number, at, check
+from mpips.optimizers.equation import Equation
+from mpips.optimizers.sgd import decayed, scaled
 
-
-class Squares(NamedTuple):
-    """State of AdaGrad (sum of squared gradients) and RMSProp (their running mean), shape (n,)."""
-
-    squares: np.ndarray
-
-
-class Moments(NamedTuple):
-    """State of Adam: the two moments as decaying sums, shape (n,) each.
-
-    They are the usual moments divided by 1 - beta1 and 1 - beta2: three passes over memory fewer in every update.
-    """
-
-    first: np.ndarray
-    second: np.ndarray
+Results = tuple[Any, Sequence[Any]]
 
 
 @dataclass(frozen=True)
-class AdaGrad:
+class AdaGrad(Equation):
     """AdaGrad (Duchi, Hazan, Singer 2011) as in PyTorch: with d = rescale * gradient + weight_decay * w,
 
     squares = squares + d^2;  w = w - learning_rate * d / (sqrt(squares) + epsilon).
     """
 
+    slots: ClassVar[int] = 1
     learning_rate: Number = 0.01
     weight_decay: float = 0.0
     rescale: float = 1.0
@@ -43,29 +32,23 @@ class AdaGrad:
     def __post_init__(self) -> None:
         check(self, scheduled=["learning_rate"], at_least_zero=["learning_rate", "weight_decay", "epsilon"])
 
-    def init(self, weights: np.ndarray) -> State:
-        """Return the sum of squares, zeros."""
-        return Squares(*zeros(weights, 1))
+    def numbers(self, step: int) -> Sequence[float]:
+        return (at(self.learning_rate, step),)
 
-    def update(self, weights: np.ndarray, gradient: np.ndarray, state: State, step: int) -> None:
-        numbers = at(self.learning_rate, step), self.epsilon
-        by_blocks(self._block, weights, gradient, state, slots=1, step=step, numbers=numbers)
-
-    def _block(self, w: np.ndarray, g: np.ndarray, state: State, scratch: np.ndarray, numbers: Numbers) -> None:
-        d = decayed(w, g, self.rescale, self.weight_decay, scratch)
-        (squares,) = state
-        np.multiply(d, d, out=scratch)
-        np.add(squares, scratch, out=squares)
-        _step(w, d, squares, scratch, *numbers)
+    def equation(self, w: Any, g: Any, state: Sequence[Any], numbers: Sequence[Any]) -> Results:
+        d, (rate,) = decayed(w, g, self.rescale, self.weight_decay), numbers
+        squares = state[0] + d * d
+        return w - d / (np.sqrt(squares) + self.epsilon) * rate, (squares,)
 
 
 @dataclass(frozen=True)
-class RMSProp:
+class RMSProp(Equation):
     """RMSProp (Tieleman, Hinton 2012) as in PyTorch: with d = rescale * gradient + weight_decay * w,
 
     squares = decay * squares + (1 - decay) * d^2;  w = w - learning_rate * d / (sqrt(squares) + epsilon).
     """
 
+    slots: ClassVar[int] = 1
     learning_rate: Number = 0.01
     weight_decay: float = 0.0
     rescale: float = 1.0
@@ -78,34 +61,27 @@ class RMSProp:
             at_least_zero=["learning_rate", "weight_decay", "epsilon"],
         )  # fmt: skip
 
-    def init(self, weights: np.ndarray) -> State:
-        """Return the mean of squares, zeros."""
-        return Squares(*zeros(weights, 1))
+    def numbers(self, step: int) -> Sequence[float]:
+        return (at(self.learning_rate, step),)
 
-    def update(self, weights: np.ndarray, gradient: np.ndarray, state: State, step: int) -> None:
-        numbers = self.decay, 1 - self.decay, at(self.learning_rate, step), self.epsilon
-        by_blocks(self._block, weights, gradient, state, slots=1, step=step, numbers=numbers)
-
-    def _block(self, w: np.ndarray, g: np.ndarray, state: State, scratch: np.ndarray, numbers: Numbers) -> None:
-        d = decayed(w, g, self.rescale, self.weight_decay, scratch)
-        (squares,) = state
-        decay, rest, rate, epsilon = numbers
-        np.multiply(squares, decay, out=squares)
-        np.multiply(d, d, out=scratch)
-        np.multiply(scratch, rest, out=scratch)
-        np.add(squares, scratch, out=squares)
-        _step(w, d, squares, scratch, rate, epsilon)
+    def equation(self, w: Any, g: Any, state: Sequence[Any], numbers: Sequence[Any]) -> Results:
+        d, (rate,) = decayed(w, g, self.rescale, self.weight_decay), numbers
+        squares = state[0] * self.decay + d * d * (1 - self.decay)
+        return w - d / (np.sqrt(squares) + self.epsilon) * rate, (squares,)
 
 
 @dataclass(frozen=True)
-class Adam:
+class Adam(Equation):
     """Adam (Kingma, Ba 2015) as in PyTorch: with d = rescale * gradient + weight_decay * w, at step t from 1,
 
     m = beta1 * m + (1 - beta1) * d;  v = beta2 * v + (1 - beta2) * d^2;
     w = w - learning_rate * (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + epsilon).
+
+    Its state is m / (1 - beta1) and v / (1 - beta2): all factors of a step then end in one rate and one epsilon.
     """
 
     fixed: ClassVar[Sequence[str]] = ("beta1", "beta2")
+    slots: ClassVar[int] = 2
     learning_rate: Number = 0.001
     weight_decay: float = 0.0
     rescale: float = 1.0
@@ -119,15 +95,20 @@ class Adam:
             at_least_zero=["learning_rate", "weight_decay", "epsilon"],
         )  # fmt: skip
 
-    def init(self, weights: np.ndarray) -> State:
-        """Return the two moments, zeros."""
-        return Moments(*zeros(weights, 2))
+    def numbers(self, step: int) -> Sequence[float]:
+        learning_rate = at(self.learning_rate, step)
+        size = math.sqrt((1 - self.beta2) / (1 - self.beta2**step))
+        rate = learning_rate * (1 - self.beta1) / (1 - self.beta1**step) / size
+        return rate, self.epsilon / size, 1 - learning_rate * self.weight_decay
 
-    def update(self, weights: np.ndarray, gradient: np.ndarray, state: State, step: int) -> None:
-        by_blocks(self._block, weights, gradient, state, slots=2, step=step, numbers=_numbers(self, step))
+    def equation(self, w: Any, g: Any, state: Sequence[Any], numbers: Sequence[Any]) -> Results:
+        return self._adapted(w, decayed(w, g, self.rescale, self.weight_decay), state, numbers)
 
-    def _block(self, w: np.ndarray, g: np.ndarray, state: State, scratch: np.ndarray, numbers: Numbers) -> None:
-        _step_adam(w, decayed(w, g, self.rescale, self.weight_decay, scratch), state, scratch, numbers)
+    def _adapted(self, w: Any, d: Any, state: Sequence[Any], numbers: Sequence[Any]) -> Results:
+        rate, epsilon, _ = numbers
+        first = state[0] * self.beta1 + d
+        second = state[1] * self.beta2 + d * d
+        return w - first / (np.sqrt(second) + epsilon) * rate, (first, second)
 
 
 @dataclass(frozen=True)
@@ -139,38 +120,6 @@ class AdamW(Adam):
 
     weight_decay: float = 0.01
 
-    def _block(self, w: np.ndarray, g: np.ndarray, state: State, scratch: np.ndarray, numbers: Numbers) -> None:
-        if self.weight_decay:
-            np.multiply(w, numbers[-1], out=w)
-        _step_adam(w, scaled(g, self.rescale), state, scratch, numbers)
-
-
-def _step(
-    w: np.ndarray, d: np.ndarray, squares: np.ndarray, scratch: np.ndarray, rate: np.ndarray, epsilon: np.ndarray
-) -> None:
-    np.sqrt(squares, out=scratch)
-    np.add(scratch, epsilon, out=scratch)
-    np.divide(d, scratch, out=scratch)
-    np.multiply(scratch, rate, out=scratch)
-    np.subtract(w, scratch, out=w)
-
-
-def _numbers(record: Adam, step: int) -> tuple[float, ...]:
-    """Return the numbers of a step. With first = m / (1 - beta1) and second = v / (1 - beta2), all factors end in one
-    rate and one epsilon."""
-    learning_rate = at(record.learning_rate, step)
-    step = max(step, 1)  # what is below 1 is refused with the arrays
-    size = math.sqrt((1 - record.beta2) / (1 - record.beta2**step))
-    rate = learning_rate * (1 - record.beta1) / (1 - record.beta1**step) / size
-    return record.beta1, record.beta2, rate, record.epsilon / size, 1 - learning_rate * record.weight_decay
-
-
-def _step_adam(w: np.ndarray, d: np.ndarray, state: State, scratch: np.ndarray, numbers: Numbers) -> None:
-    first, second = state
-    beta1, beta2, rate, epsilon, _ = numbers
-    np.multiply(first, beta1, out=first)
-    np.add(first, d, out=first)
-    np.multiply(d, d, out=scratch)
-    np.multiply(second, beta2, out=second)
-    np.add(second, scratch, out=second)
-    _step(w, first, second, scratch, rate, epsilon)
+    def equation(self, w: Any, g: Any, state: Sequence[Any], numbers: Sequence[Any]) -> Results:
+        kept = w * numbers[2] if self.weight_decay else w
+        return self._adapted(kept, scaled(g, self.rescale), state, numbers)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
-
-from mpips.optimizers.base import Numbers, State, by_blocks, check, scaled, zeros
+from mpips.optimizers.base import check
+from mpips.optimizers.equation import Equation
+from mpips.optimizers.sgd import scaled
 
 INTERVAL = 64
 """Iterations between two exchanges of elastic averaging (MXNET-MPI, section 5)."""
 
 
 @dataclass(frozen=True)
-class Elastic1:
+class Elastic1(Equation):
     """On the server: centre = centre + alpha * (rescale * pushed - centre) (MXNET-MPI, equation 2 and figure 8).
 
     What is pushed is a client's parameters. An MPI client's push arrives summed over its workers: either `rescale` is
@@ -28,17 +30,8 @@ class Elastic1:
         if not 0 < self.alpha <= 1:
             raise ValueError(f"{type(self).__name__}(alpha={self.alpha}): give a number in (0, 1]")
 
-    def init(self, weights: np.ndarray) -> State:
-        """Return no state."""
-        return zeros(weights, 0)
-
-    def update(self, weights: np.ndarray, gradient: np.ndarray, state: State, step: int) -> None:
-        by_blocks(self._block, weights, gradient, state, slots=0, step=step, numbers=(self.alpha,))
-
-    def _block(self, w: np.ndarray, g: np.ndarray, state: State, scratch: np.ndarray, numbers: Numbers) -> None:
-        np.subtract(scaled(g, self.rescale), w, out=scratch)
-        np.multiply(scratch, numbers[0], out=scratch)
-        np.add(w, scratch, out=w)
+    def equation(self, w: Any, g: Any, state: Sequence[Any], numbers: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+        return w + (scaled(g, self.rescale) - w) * self.alpha, ()
 
 
 @dataclass(frozen=True)

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
-import numpy as np
+from mpips.optimizers.base import Number, at, check
+from mpips.optimizers.equation import Equation
 
-from mpips.optimizers.base import Number, Numbers, State, at, by_blocks, check, decayed, zeros
+
+def scaled(g: Any, rescale: float) -> Any:
+    """Return `rescale * g`, or `g` itself where that is the same."""
+    return g if rescale == 1.0 else g * rescale
 
 
-class Momentum(NamedTuple):
-    """State of SGD with momentum: the velocity, shape (n,)."""
-
-    velocity: np.ndarray
+def decayed(w: Any, g: Any, rescale: float, weight_decay: float) -> Any:
+    """Return `rescale * g + weight_decay * w` (PyTorch's decay), or `g` where that is equal."""
+    d = scaled(g, rescale)
+    return d if weight_decay == 0.0 else d + w * weight_decay
 
 
 @dataclass(frozen=True)
-class SGD:
+class SGD(Equation):
     """SGD as in PyTorch (dampening 0): with d = rescale * gradient + weight_decay * w,
 
     velocity = momentum * velocity + d;  w = w - learning_rate * (velocity, or d + momentum * velocity with `nesterov`).
@@ -39,35 +44,25 @@ class SGD:
         if self.nesterov and self.momentum == 0:
             raise ValueError("SGD(nesterov=True) needs momentum > 0")
 
-    def init(self, weights: np.ndarray) -> State:
-        """Return the velocity, zeros; nothing without momentum."""
-        return Momentum(*zeros(weights, 1)) if self.momentum else zeros(weights, 0)
+    @property
+    def slots(self) -> int:  # type: ignore[override]
+        """Return 1, the velocity's; without momentum 0."""
+        return 1 if self.momentum else 0
 
-    def update(self, weights: np.ndarray, gradient: np.ndarray, state: State, step: int) -> None:
-        numbers = at(self.learning_rate, step), self.momentum
-        by_blocks(self._block, weights, gradient, state, slots=1 if self.momentum else 0, step=step, numbers=numbers)
+    def numbers(self, step: int) -> Sequence[float]:
+        return (at(self.learning_rate, step),)
 
-    def _block(self, w: np.ndarray, g: np.ndarray, state: State, scratch: np.ndarray, numbers: Numbers) -> None:
-        d = decayed(w, g, self.rescale, self.weight_decay, scratch)
-        rate, momentum = numbers
+    def equation(self, w: Any, g: Any, state: Sequence[Any], numbers: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+        d, (rate,) = decayed(w, g, self.rescale, self.weight_decay), numbers
         if not self.momentum:
-            np.multiply(d, rate, out=scratch)
-            np.subtract(w, scratch, out=w)
-            return
-        (velocity,) = state
-        np.multiply(velocity, momentum, out=velocity)
-        np.add(velocity, d, out=velocity)
-        if self.nesterov:
-            np.multiply(velocity, momentum, out=scratch)
-            np.add(scratch, d, out=scratch)
-            np.multiply(scratch, rate, out=scratch)
-        else:
-            np.multiply(velocity, rate, out=scratch)
-        np.subtract(w, scratch, out=w)
+            return w - d * rate, ()
+        velocity = state[0] * self.momentum + d
+        step = velocity * self.momentum + d if self.nesterov else velocity
+        return w - step * rate, (velocity,)
 
 
 @dataclass(frozen=True)
-class Add:
+class Add(Equation):
     """w = w + rescale * pushed: after any pushes in any order the value is the start plus their scaled sum."""
 
     rescale: float = 1.0
@@ -75,13 +70,5 @@ class Add:
     def __post_init__(self) -> None:
         check(self)
 
-    def init(self, weights: np.ndarray) -> State:
-        """Return no state."""
-        return zeros(weights, 0)
-
-    def update(self, weights: np.ndarray, gradient: np.ndarray, state: State, step: int) -> None:
-        by_blocks(self._block, weights, gradient, state, slots=0, step=step)
-
-    def _block(self, w: np.ndarray, g: np.ndarray, state: State, scratch: np.ndarray, numbers: Numbers) -> None:
-        np.multiply(g, self.rescale, out=scratch)
-        np.add(w, scratch, out=w)
+    def equation(self, w: Any, g: Any, state: Sequence[Any], numbers: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+        return w + g * self.rescale, ()

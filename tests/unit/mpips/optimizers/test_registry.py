@@ -52,27 +52,21 @@ def test_it_updates_by_intervals():
 
 
 def test_the_parts_of_the_built_in_ones_serve_ones_own():
-    """`check`, `zeros` and `by_blocks` for an optimizer in cache-sized blocks and in 16 bits."""
+    """`Equation` and `check` for an optimizer in cache-sized blocks and in 16 bits."""
 
     @optimizers.register
     @dataclass(frozen=True)
-    class SignSGD:
+    class SignSGD(optimizers.Equation):
         learning_rate: optimizers.Number = 0.01
 
         def __post_init__(self):
             optimizers.check(self, scheduled=["learning_rate"], at_least_zero=["learning_rate"])
 
-        def init(self, weights):
-            return optimizers.zeros(weights, 0)
+        def numbers(self, step):
+            return (optimizers.at(self.learning_rate, step),)
 
-        def update(self, weights, gradient, state, step):
-            numbers = [optimizers.at(self.learning_rate, step)]
-            optimizers.by_blocks(self._block, weights, gradient, state, slots=0, step=step, numbers=numbers)
-
-        def _block(self, w, g, state, scratch, numbers):
-            np.sign(g, out=scratch)
-            np.multiply(scratch, numbers[0], out=scratch)
-            np.subtract(w, scratch, out=w)
+        def equation(self, w, g, state, numbers):
+            return w - np.sign(g) * numbers[0], ()
 
     try:
         w = np.zeros(300_000, np.float16)

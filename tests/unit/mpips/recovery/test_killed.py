@@ -15,7 +15,7 @@ import pytest
 from collectives.fabric import arena
 from mpips.compression import TwoBit
 from mpips.optimizers import SGD, Adam, Groups
-from mpips.optimizers import base as blocks
+from mpips.optimizers import equation as blocks
 from mpips.store.keys.rows import RowSparse
 from mpips.store.recovery import memory as ledger
 from mpips.store.recovery.memory import Ledger, UnitMemory

@@ -1,0 +1,244 @@
+"""Write an optimizer as one equation of an element: Numba compiles it, NumPy runs it in blocks; the bits are the same.
+
+    update(w, g, state, step)         docs/why/kernels.md tells the way
+      1. numbers(step)                the step's numbers, in the working dtype
+      2. equation(w, g, state, ...)   recorded once (`trace`), not called again
+      3. a kernel over all elements   where the engine has compiled it (`collectives.kernels.engine`)
+      4. else NumPy's calls           block by block, so that all arrays stay in cache between two of them
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from collectives.kernels import engine
+from mpips.optimizers.base import State, working_dtype, zeros
+from mpips.optimizers.trace import Tape, Untraceable, pair
+
+BLOCK_BYTES = 384 * 1024
+"""Bytes of one array that a block covers."""
+TILE = 1024
+"""Elements of several gradients that a kernel sums before it updates by them: they stay in a core's first cache."""
+MOST_PARTS = 8
+"""Gradients that one kernel sums; of more, the first are summed before."""
+WIDE = {"float16": "float32", "bfloat16": "float32", "float32": "float32", "float64": "float64"}
+"""Dtypes of weights that kernels know, and what they reckon in."""
+
+_local = threading.local()
+
+
+class Equation:
+    """Base of optimizers whose update of an element is one equation of it, its gradient, its state and numbers.
+
+    A class gives `equation`, and where it needs them `slots` and `numbers`. It is a frozen dataclass.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+    slots: ClassVar[int] = 0
+    """Arrays of state, which have an element for every weight. A property where options decide it."""
+
+    def numbers(self, step: int) -> Sequence[float]:
+        """Return the numbers of a step, counted from 1; as many in every step."""
+        return ()
+
+    def equation(self, w: Any, g: Any, state: Sequence[Any], numbers: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+        """Return the new weight and the new state: (w, (s0, ...)).
+
+        All are of the working dtype: float32 for 16-bit weights. Write it with operators and NumPy's functions of
+        elements, and change nothing in place. Options decide by `if`, elements by `np.where`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} needs an equation")
+
+    def init(self, weights: np.ndarray) -> State:
+        """Return `slots` arrays of zeros like `weights`, float32 for 16-bit weights."""
+        return zeros(weights, self.slots)
+
+    def update(self, weights: np.ndarray, gradient: np.ndarray, state: State, step: int) -> None:
+        """Update weights and state in place, as `Optimizer.update` says.
+
+        Raises ValueError or TypeError before anything changes, unless weights and gradient are alike, 1-D and
+        contiguous, `state` has `slots` arrays of their shape, and `step` is at least 1.
+        """
+        self.update_by_sum(weights, (gradient,), state, step)
+
+    def update_by_sum(self, weights: np.ndarray, parts: Sequence[np.ndarray], state: State, step: int) -> None:
+        """Update by the sum of gradients, added from first to last; each sum is rounded to the weights' dtype."""
+        _see(weights, parts, state, self.slots, step)
+        if len(parts) > MOST_PARTS:
+            early = len(parts) - MOST_PARTS + 1
+            parts = [functools.reduce(np.add, parts[:early]), *parts[early:]]
+        dtype = working_dtype(weights.dtype)
+        way = _way(self, weights.dtype.name, len(parts), ask=weights.size > 1)  # one: its options are tried
+        numbers = [*self.numbers(step), *way.constants]
+        if way.kernel is not None and way.kernel.call is not None and isinstance(weights, np.ndarray):
+            arrays = [weights, *state, *parts]
+            if dtype is not weights.dtype:
+                arrays = [weights.view(np.uint16), *state, *[part.view(np.uint16) for part in parts]]
+            try:
+                way.kernel.call(*arrays, np.array(numbers, dtype))
+            except TypeError:  # before it runs: arrays that are not aligned, state of another dtype
+                pass
+            else:
+                return
+        _run_blocks(self, way.tape, weights, parts, state, numbers)
+
+    def prepare(self, dtype: np.dtype, parts: int = 1) -> None:
+        """Ask for the kernel of weights of this dtype and sums of so many gradients, so that it is there in time."""
+        if dtype.name in WIDE:
+            _way(self, dtype.name, min(parts, MOST_PARTS), ask=True)
+
+
+class _Way(NamedTuple):
+    """An optimizer's recorded equation, None where it cannot be recorded, and the kernel of that."""
+
+    tape: Tape | None
+    constants: Sequence[float]
+    kernel: engine.Kernel | None
+
+
+def _way(optimizer: Equation, dtype: str, parts: int, ask: bool) -> _Way:
+    """Return how an optimizer updates weights of a dtype; without `ask` no kernel is asked for."""
+    try:
+        return _known_way(optimizer, dtype, parts, ask)
+    except TypeError as error:
+        if "unhashable" not in str(error):
+            raise
+        return _known_way.__wrapped__(optimizer, dtype, parts, ask)
+
+
+@functools.lru_cache(maxsize=512)
+def _known_way(optimizer: Equation, dtype: str, parts: int, ask: bool) -> _Way:
+    try:
+        tape = Tape(optimizer.equation, optimizer.slots, len(optimizer.numbers(1)))
+    except Untraceable:
+        return _Way(None, (), None)
+    lines = tape.loop()
+    if lines is None or dtype not in WIDE or not ask:
+        return _Way(tape, tape.constants, None)
+    stored = "uint16" if "16" in dtype else dtype
+    types = [f"{stored}[]", *[f"{WIDE[dtype]}[]"] * tape.slots, *[f"const {stored}[]"] * parts, f"{WIDE[dtype]}[]"]
+    name = f"{type(optimizer).__name__} of {parts} {dtype}"
+    return _Way(tape, tape.constants, engine.kernel(name, text(tape, lines, dtype, parts), types))
+
+
+def text(tape: Tape, lines: Sequence[str], dtype: str, parts: int) -> str:
+    """Return the text of the kernel `(w, state..., gradients..., numbers)` that computes `lines` for every element."""
+    widen, narrow = (f"widen_{dtype}", f"narrow_{dtype}") if "16" in dtype else ("", "")
+    slots, gradients = [f"s{i}" for i in range(tape.slots)], [f"g{i}" for i in range(parts)]
+    arrays = ["w", *slots, *gradients]
+    numbers = [f"    c{i} = c[{i}]" for i in range(len(tape.scalars))]
+    head = [f"def kernel({', '.join(f'{array}_all' for array in arrays)}, c):", *numbers]
+    update = [
+        f"w = {widen}(w_[i])",
+        *[f"{slot} = {slot}_[i]" for slot in slots],
+        "g = total[i]" if parts > 1 else f"g = {widen}(g0_[i])",
+        *lines,
+        f"w_[i] = {narrow}(w)",
+        *[f"{slot}_[i] = {slot}" for slot in slots],
+    ]
+    if parts == 1:
+        names = [f"    {array}_ = {array}_all" for array in arrays]
+        return "\n".join([*head, *names, "    for i in range(w_.size):", *[f"        {line}" for line in update], ""])
+    total = f"{widen}(g0_[i])"
+    for gradient in gradients[1:]:
+        total = f"{widen}({narrow}({total} + {widen}({gradient}_[i])))"
+    return "\n".join([
+        *head,
+        f"    total = np.empty({TILE}, np.{WIDE[dtype]})",
+        f"    for start in range(0, w_all.size, {TILE}):",
+        f"        stop = min(start + {TILE}, w_all.size)",
+        *[f"        {array}_ = {array}_all[start:stop]" for array in arrays],
+        "        for i in range(w_.size):",
+        f"            total[i] = {total}",
+        "        for i in range(w_.size):",
+        *[f"            {line}" for line in update],
+        "",
+    ])  # fmt: skip
+
+
+def _run_blocks(
+    optimizer: Equation, tape: Tape | None, weights: np.ndarray, parts: Sequence[np.ndarray], state: State,
+    numbers: Sequence[float],
+) -> None:  # fmt: skip
+    """Update block by block with NumPy's calls."""
+    dtype = working_dtype(weights.dtype)
+    # As 0-d arrays: NumPy would convert a Python number again in every pass. A GPU's functions take no host arrays.
+    prepared: list[Any] = [np.array(number, dtype) for number in numbers]
+    if not isinstance(weights, np.ndarray):
+        prepared = [dtype.type(number) for number in numbers]
+    length = min(BLOCK_BYTES // dtype.itemsize, weights.size)
+    blocks, masks = ([], []) if tape is None else (
+        [_block(f"block {i}", dtype, length, weights) for i in range(tape.program.blocks)],
+        [_block(f"mask {i}", np.dtype(bool), length, weights) for i in range(tape.program.masks)],
+    )  # fmt: skip
+    for start in range(0, weights.size, max(1, length)):
+        part = slice(start, start + length)
+        w, g = weights[part], _sum([one[part] for one in parts])
+        narrow = w
+        if weights.dtype != dtype:
+            w, wide = _block("weights", dtype, w.size, w), _block("gradient", dtype, w.size, w)
+            w[...], wide[...] = narrow, g
+            g = wide
+        slots = [array[part] for array in state]
+        if tape is None:
+            _run_untraced(optimizer, w, g, slots, prepared)
+        else:
+            tape.run(w, g, slots, prepared, [one[: w.size] for one in blocks], [one[: w.size] for one in masks])
+        if narrow is not w:
+            narrow[...] = w
+
+
+def _run_untraced(
+    optimizer: Equation, w: np.ndarray, g: np.ndarray, state: Sequence[np.ndarray], numbers: Sequence[Any]
+) -> None:
+    """Call the equation itself on a block: it looks at values, or calls what cannot be recorded."""
+    g = g.view()
+    g.flags.writeable = False
+    results = pair(optimizer.equation(w.copy(), g, [array.copy() for array in state], numbers), len(state))
+    for array, result in zip((w, *state), results):
+        array[...] = result
+
+
+def _sum(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the sum of blocks, in a block of this thread's memory; of one the same."""
+    if len(parts) == 1:
+        return parts[0]
+    total = _block("total", parts[0].dtype, parts[0].size, parts[0])
+    np.add(parts[0], parts[1], out=total)
+    for part in parts[2:]:
+        np.add(total, part, out=total)
+    return total
+
+
+def _see(weights: np.ndarray, parts: Sequence[np.ndarray], state: State, slots: int, step: int) -> None:
+    for gradient in parts:
+        if gradient.shape != weights.shape or gradient.dtype != weights.dtype or weights.ndim != 1:
+            raise ValueError(
+                f"update needs two 1-D arrays alike, not weights {weights.dtype.name}{weights.shape} "
+                f"and gradient {gradient.dtype.name}{gradient.shape}"
+            )
+        if not (weights.flags.c_contiguous and gradient.flags.c_contiguous):
+            raise ValueError("update needs contiguous weights and gradient; pass contiguous views")
+    if len(state) != slots or any(s.shape != weights.shape for s in state):
+        raise ValueError(
+            f"update needs state of {slots} arrays of shape {weights.shape}, not {[s.shape for s in state]}; "
+            "take them from init(weights)"
+        )
+    if step < 1:
+        raise ValueError(f"step counts updates from 1, not {step}")
+
+
+def _block(name: str, dtype: np.dtype, length: int, like: np.ndarray) -> np.ndarray:
+    """Return a block of this thread's memory where `like` lies, on the host or a GPU; the same name, dtype and place
+    give the same memory again."""
+    buffers: dict[Any, np.ndarray] = _local.__dict__
+    block = buffers.get((name, dtype, type(like)))
+    if block is None or block.size < length:
+        block = np.empty_like(like, dtype, shape=(max(length, BLOCK_BYTES // max(4, dtype.itemsize)),))
+        buffers[name, dtype, type(like)] = block
+    return block[:length]

@@ -1,0 +1,233 @@
+"""Record an equation once, as a list of operations: for NumPy with no array too many, and as the text of a kernel.
+
+An equation is called with symbols in place of arrays; NumPy's functions of them are recorded. It then runs as NumPy
+calls that write into a few blocks (`Tape.run`), or as a loop over elements (`Tape.loop`). Operations that every
+processor rounds alike become part of a kernel; an equation with others (exp, power) is left to NumPy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
+
+Array = np.ndarray
+
+TEXTS = {
+    "add": "{} + {}", "subtract": "{} - {}", "multiply": "{} * {}", "divide": "{} / {}", "negative": "-{}",
+    "positive": "{}", "square": "{0} * {0}", "absolute": "abs({})", "sqrt": "np.sqrt({})", "sign": "np.sign({})",
+    "maximum": "{0} if {0} >= {1} or {0} != {0} else {1}", "minimum": "{0} if {0} <= {1} or {0} != {0} else {1}",
+    "greater": "{} > {}", "greater_equal": "{} >= {}", "less": "{} < {}", "less_equal": "{} <= {}",
+    "equal": "{} == {}", "not_equal": "{} != {}", "logical_and": "{} and {}", "logical_or": "{} or {}",
+    "logical_not": "not {}", "where": "{1} if {0} else {2}",
+}  # fmt: skip
+"""What a kernel computes for each function, in Python's words; NumPy and LLVM give the same bits."""
+TRUTHS = ("greater", "greater_equal", "less", "less_equal", "equal", "not_equal", "logical_and", "logical_or",
+          "logical_not")  # fmt: skip
+"""Functions whose results are true or false."""
+
+
+OF_BOOLS = {np.bitwise_and: np.logical_and, np.bitwise_or: np.logical_or, np.invert: np.logical_not}
+"""What `&`, `|` and `~` mean for results that are true or false."""
+
+
+class Untraceable(TypeError):
+    """The equation looks at values, or calls what cannot be recorded: it is run as it stands."""
+
+
+class Operation(NamedTuple):
+    """`result = function(inputs)`, of numbered values. `function` None: copy."""
+
+    function: Any
+    inputs: tuple[int, ...]
+    result: int
+
+
+class Tape:
+    """A recorded equation. Its values: 0 the weight, 1 the gradient, the state, numbers, then constants and results."""
+
+    def __init__(self, equation: Callable[..., Any], slots: int, numbers: int) -> None:
+        """Record `equation(w, g, state, numbers)`, of so many arrays of state and numbers.
+
+        Raises Untraceable where it cannot be recorded, and TypeError where it gives back something else than a weight
+        and the arrays of state.
+        """
+        self.slots = slots
+        self.operations: list[Operation] = []
+        self.constants: list[float] = []
+        """Numbers that stand in the equation, in the order in which they follow those of a step."""
+        self.scalars = list(range(2 + slots, 2 + slots + numbers))
+        """Values that are numbers: those of a step, then the constants."""
+        self._next = 2 + slots + numbers
+        self._constant: dict[str, int] = {}
+        w, g, *others = (Symbol(self, value) for value in range(self._next))
+        given = equation(w, g, tuple(others[:slots]), tuple(others[slots:]))
+        self.results = [self.value_of(one) for one in pair(given, slots)]
+        """The values of the new weight and state."""
+        self.program = placed(self)
+
+    def value_of(self, operand: Any) -> int:
+        """Return the number of the value that an operand is."""
+        if isinstance(operand, Symbol):
+            if operand.tape is not self:
+                raise Untraceable("it has a value of another equation")
+            return operand.value
+        if not isinstance(operand, (int, float, np.number, np.bool_)):
+            raise Untraceable(f"it has a {type(operand).__name__} among its operands")
+        number = float(operand)
+        if repr(number) not in self._constant:
+            self._constant[repr(number)] = self._next
+            self.constants.append(number)
+            self.scalars.append(self._next)
+            self._next += 1
+        return self._constant[repr(number)]
+
+    def record(self, function: Any, operands: Sequence[Any]) -> Symbol:
+        """Note an operation; return its result."""
+        inputs = tuple(map(self.value_of, operands))
+        self.operations.append(Operation(function, inputs, self._next))
+        self._next += 1
+        return Symbol(self, self._next - 1)
+
+    def run(
+        self, w: Array, g: Array, state: Sequence[Array], numbers: Sequence[Any], blocks: Sequence[Array],
+        masks: Sequence[Array],
+    ) -> None:  # fmt: skip
+        """Update a block in place. `numbers`: those of the step, then the constants, of the working dtype.
+
+        `blocks` and `masks` (of bools): as many as `program` says, of the length of w.
+        """
+        places = [w, g, *state, *numbers, *blocks, *reversed(masks)]
+        for function, inputs, result in self.program.steps:
+            if function is None:
+                places[result][...] = places[inputs[0]]
+            elif function is np.where:
+                np.copyto(places[result], places[inputs[2]])
+                np.copyto(places[result], places[inputs[1]], where=places[inputs[0]])
+            else:
+                function(*[places[place] for place in inputs], out=places[result])
+
+    def loop(self) -> list[str] | None:
+        """Return lines that compute the new w and s0, s1, ... of an element from w, g, s0, ... and c0, c1, ...; None
+        where NumPy and LLVM might round some of it differently."""
+        truths = {one.result for one in self.operations if one.function.__name__ in TRUTHS}
+        names = {0: "w", 1: "g", **{2 + slot: f"s{slot}" for slot in range(self.slots)}}
+        names |= {value: f"c{number}" for number, value in enumerate(self.scalars)}
+        lines = []
+        for function, inputs, result in self.operations:
+            name = function.__name__
+            logical = name.startswith("logical")
+            wanted = [logical or name == "where", *[logical] * (len(inputs) - 1)]
+            if name not in TEXTS or [value in truths for value in inputs] != wanted:
+                return None  # also sums of bools: NumPy and Python take them in different types
+            names[result] = f"v{result}"
+            lines.append(f"{names[result]} = {TEXTS[name].format(*[names[one] for one in inputs])}")
+        targets = ["w", *[f"s{slot}" for slot in range(self.slots)]]
+        return [*lines, f"{', '.join(targets)} = {', '.join(names[value] for value in self.results)}"]
+
+
+def pair(given: Any, slots: int) -> list[Any]:
+    """Return the new weight and state that an equation gave back, in one list; TypeError for another thing."""
+    try:
+        weight, state = given
+        results = [weight, *state]
+    except (TypeError, ValueError):
+        results = []
+    if len(results) != 1 + slots:
+        raise TypeError(f"an equation gives back (weight, ({slots} arrays of state)), not {given!r}")
+    return results
+
+
+class Symbol(NDArrayOperatorsMixin):
+    """A value in an equation that is being recorded."""
+
+    def __init__(self, tape: Tape, value: int) -> None:
+        self.tape, self.value = tape, value
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
+        if method != "__call__" or options or ufunc.nout != 1:
+            raise Untraceable(f"it calls {ufunc.__name__}.{method} with {', '.join(options) or 'several results'}")
+        if ufunc is np.power and not isinstance(inputs[1], Symbol) and inputs[1] in (2, 0.5):  # as `**` of arrays does
+            return self.tape.record(np.square if inputs[1] == 2 else np.sqrt, inputs[:1])
+        return self.tape.record(OF_BOOLS.get(ufunc, ufunc), inputs)
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if function is np.where and len(args) == 3 and not kwargs:
+            return self.tape.record(np.where, args)
+        if function is np.clip and len(args) == 3 and not kwargs:
+            return np.minimum(np.maximum(args[0], args[1]), args[2])
+        raise Untraceable(f"it calls numpy.{function.__name__}")
+
+    def __bool__(self) -> bool:
+        raise Untraceable("it asks whether a value is true")
+
+    def __float__(self) -> float:
+        raise Untraceable("it asks for a value")
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Array:
+        raise Untraceable("it asks for an array")
+
+
+class Program(NamedTuple):
+    """Operations on places: weight, gradient, state, numbers, constants, so many blocks; masks lie from the end."""
+
+    steps: list[Operation]
+    blocks: int
+    masks: int
+
+
+class _Blocks:
+    """Places that are taken and given back, of one kind."""
+
+    def __init__(self, first: int, step: int) -> None:
+        self.first, self._step = first, step
+        self.count = 0
+        self._free: list[int] = []
+
+    def take(self) -> int:
+        if self._free:
+            return self._free.pop()
+        self.count += 1
+        return self.first + (self.count - 1) * self._step
+
+    def give(self, place: int) -> None:
+        self._free.append(place)
+
+
+def placed(tape: Tape) -> Program:
+    """Give each result of a tape a place: where an input lies that nobody needs any more, else a block."""
+    fixed = 2 + tape.slots
+    targets = [0, *range(2, fixed)]
+    goal = dict(zip(tape.results, targets))
+    place = {value: value for value in range(fixed)}
+    place |= {value: fixed + i for i, value in enumerate(tape.scalars)}
+    last = {value: at for at, operation in enumerate(tape.operations) for value in operation.inputs}
+    last |= dict.fromkeys(tape.results, len(tape.operations))
+    blocks, masks = _Blocks(fixed + len(tape.scalars), 1), _Blocks(-1, -1)
+    steps = []
+    for at, (function, values, result) in enumerate(tape.operations):
+        inputs = tuple(place[value] for value in values)
+        dying = {place[value] for value in values if last[value] == at and value not in tape.scalars and value != 1}
+        able = [one for one in dying if one >= 0]
+        if function is np.where:  # its second choice is written first, and over that its first
+            able = [one for one in able if one == inputs[2] != inputs[1]]
+        if function.__name__ in TRUTHS:
+            place[result] = masks.take()
+        elif goal.get(result) in able:
+            place[result] = goal[result]
+        else:
+            place[result] = max(able) if able else blocks.take()
+        steps.append(Operation(function, inputs, place[result]))
+        for one in dying - {place[result]}:
+            if one < 0 or one >= blocks.first:
+                (masks if one < 0 else blocks).give(one)
+    astray = [(target, value) for target, value in zip(targets, tape.results) if place[value] != target]
+    for _, value in astray:
+        if place[value] in targets:  # where another result goes
+            block = blocks.take()
+            steps.append(Operation(None, (place[value],), block))
+            place[value] = block
+    steps += [Operation(None, (place[value],), target) for target, value in astray]
+    return Program(steps, blocks.count, masks.count)

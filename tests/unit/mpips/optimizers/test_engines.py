@@ -1,0 +1,160 @@
+"""An equation gives the same bits by NumPy and by a compiled kernel, for built-in optimizers and for one's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from collectives.kernels import engine
+from mpips import optimizers
+from mpips.optimizers import SGD, AdaGrad, Adam, AdamW, Add, Elastic1, RMSProp, equation
+from mpips.optimizers.trace import Tape, Untraceable
+
+pytest.importorskip("numba")
+if engine.status().engine != "numba":
+    pytest.skip(engine.status().reason, allow_module_level=True)
+
+DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in ("float32", "float64", "float16", "bfloat16")}
+SPECIAL = [0.0, -0.0, 1.0, -1.0, 1e-45, -1e-40, 6e-8, 65504.0, -65504.0, 3e38, np.inf, -np.inf, np.nan, 1e-20]
+
+
+@dataclass(frozen=True)
+class Lion(optimizers.Equation):
+    slots: ClassVar[int] = 1
+    rate: float = 0.1
+
+    def equation(self, w, g, state, numbers):
+        direction = np.sign(state[0] * 0.9 + g * (1 - 0.9))
+        return w - direction * self.rate, (state[0] * 0.99 + g * 0.01,)
+
+
+@dataclass(frozen=True)
+class Clipped(optimizers.Equation):
+    """Choices by element, states that change places, a result that is an input."""
+
+    slots: ClassVar[int] = 3
+
+    def numbers(self, step):
+        return (1 / step,)
+
+    def equation(self, w, g, state, numbers):
+        a, b, c = state
+        d = np.where((g > 0) & (w <= 1), np.clip(g, -0.5, 0.5), abs(g) - w**2)
+        return np.where(d < w, w + d * numbers[0], b), (b, np.where(a > c, a, d), c)
+
+
+@dataclass(frozen=True)
+class Powers(optimizers.Equation):
+    """NumPy's exp is not LLVM's."""
+
+    def equation(self, w, g, state, numbers):
+        return w * np.exp(-abs(g)) + g**3, ()
+
+
+@dataclass(frozen=True)
+class Looking(optimizers.Equation):
+    """Asks whether values are true."""
+
+    slots: ClassVar[int] = 1
+
+    def equation(self, w, g, state, numbers):
+        w = np.array(w)
+        w[g > 0] = 2
+        return w, (state[0] + (1 if (g > 0).any() else 0),)
+
+
+ALL = [
+    SGD(learning_rate=0.1), SGD(learning_rate=0.1, weight_decay=0.01), SGD(learning_rate=0.1, rescale=0.3),
+    SGD(learning_rate=0.1, momentum=0.9, weight_decay=0.01, rescale=0.25), SGD(learning_rate=0.1, momentum=0.9),
+    SGD(learning_rate=optimizers.StepDecay(0.1, 2), momentum=0.9, nesterov=True, weight_decay=0.01),
+    AdaGrad(), AdaGrad(learning_rate=0.1, weight_decay=0.01, rescale=0.5), RMSProp(),
+    RMSProp(learning_rate=0.1, decay=0.9, rescale=2.0, weight_decay=0.1), Adam(),
+    Adam(learning_rate=0.1, beta1=0.8, beta2=0.9, weight_decay=0.01, rescale=0.5), AdamW(),
+    AdamW(learning_rate=0.1, weight_decay=0, rescale=0.5), Elastic1(alpha=0.3, rescale=0.5), Elastic1(), Add(rescale=2),
+    Lion(), Clipped(), Powers(), Looking(),
+]  # fmt: skip
+COMPILED = ALL[:-2]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels():
+    """All kernels are there before any test."""
+    for optimizer in COMPILED:
+        for name, parts in [("float32", 1), *[(name, 3) for name in DTYPES]]:
+            optimizer.prepare(DTYPES[name], parts)
+    for name in DTYPES:
+        Adam().prepare(DTYPES[name], 8)
+    assert engine.settle(200)
+
+
+def same(a, b):
+    """Whether arrays have the same bits; any NaN is like any other."""
+    wide = [np.asarray(one, np.float64) for one in (a, b)]
+    return (np.isnan(wide[0]) == np.isnan(wide[1])).all() and (
+        np.array_equal(a.view(f"u{a.itemsize}")[~np.isnan(wide[0])], b.view(f"u{b.itemsize}")[~np.isnan(wide[1])])
+    )
+
+
+def by_numpy(optimizer, w, parts, state, step):
+    """The update by the engine of who has no Numba."""
+    tape = equation._known_way.__wrapped__(optimizer, w.dtype.name, len(parts), False)
+    numbers = [*optimizer.numbers(step), *tape.constants]
+    equation._run_blocks(optimizer, tape.tape, w, parts, state, numbers)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("optimizer", ALL, ids=repr)
+@settings(max_examples=12)
+@given(data=st.data(), n=st.integers(2, 400), parts=st.sampled_from([1, 3, 8, 10]), seed=st.integers(0, 999))
+def test_both_engines_give_the_same_bits(optimizer, dtype, data, n, parts, seed):
+    rng, dtype = np.random.default_rng(seed), DTYPES[dtype]
+    special = np.array(data.draw(st.lists(st.sampled_from(SPECIAL), max_size=20)) or [0.5])
+    w, *gradients = (rng.normal(size=n).astype(dtype) for _ in range(parts + 1))
+    with np.errstate(all="ignore"):
+        for array in (w, *gradients):
+            places = rng.integers(n, size=special.size)
+            array[places] = special.astype(dtype)
+        other, state = w.copy(), optimizer.init(w)
+        there = [array.copy() for array in state]
+        for step in (1, 2):
+            optimizer.update_by_sum(w, gradients, state, step)
+            by_numpy(optimizer, other, gradients, there, step)
+    assert same(w, other)
+    assert all(map(same, state, there))
+
+
+@pytest.mark.parametrize("optimizer", COMPILED, ids=repr)
+def test_those_of_rounded_operations_are_compiled(optimizer):
+    way = equation._known_way(optimizer, "float32", 1, True)
+    assert way.kernel.call is not None, way.kernel.failure
+
+
+def test_others_are_left_to_numpy():
+    assert equation._known_way(Powers(), "float32", 1, True).kernel is None
+    with pytest.raises(Untraceable):
+        Tape(Looking().equation, 1, 0)
+
+
+def test_arrays_that_a_kernel_cannot_take_go_to_numpy():
+    memory = np.zeros(4 * 101 + 1, np.uint8)
+    w = memory[1:].view(np.float32)
+    Add().update(w, np.ones(101, np.float32), (), 1)
+    assert (w == 1).all()
+
+
+def test_an_equation_that_gives_back_too_little_is_told():
+    @dataclass(frozen=True)
+    class Short(optimizers.Equation):
+        slots: ClassVar[int] = 1
+
+        def equation(self, w, g, state, numbers):
+            return w - g, ()
+
+    with pytest.raises(TypeError, match=r"gives back \(weight, \(1 arrays of state\)\)"):
+        Short().update(np.ones(2), np.ones(2), [np.zeros(2)], 1)
