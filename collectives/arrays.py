@@ -48,7 +48,14 @@ class Flat(NamedTuple):
 
 def is_device(x: Array) -> bool:
     """True for an array in the memory of a GPU."""
+    if is_torch(x):
+        return x.is_cuda and hasattr(x.detach(), "__cuda_array_interface__")
     return not isinstance(x, np.ndarray) and hasattr(x, "__cuda_array_interface__")
+
+
+def device_interface(x: Array) -> dict[str, Any]:
+    """Return `__cuda_array_interface__` of an array on a GPU; of a tensor that records gradients that of its values."""
+    return (x.detach() if is_torch(x) else x).__cuda_array_interface__
 
 
 def is_torch(x: Array) -> bool:

@@ -148,7 +148,7 @@ def place(x: Array, name: str, written: bool) -> VectorPlace:
     """
     if not arrays.is_device(x):
         return VectorPlace(*arrays.flat(arrays.host(x, name), name, written), None)
-    interface = x.__cuda_array_interface__
+    interface = arrays.device_interface(x)
     shape, (address, read_only) = tuple(interface["shape"]), interface["data"]
     dtype, n = _dtype(x, interface["typestr"]), math.prod(shape)
     if not _contiguous(shape, interface.get("strides"), dtype.itemsize):

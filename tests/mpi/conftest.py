@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+from tests.gpu.arrays import gpu_xp, xp  # noqa: F401
+
 PATIENCE = 60.0  # seconds to wait for ranks that are still in the test after this one has failed or passed
 SOON = 0.005  # seconds in which the others mostly come: until then a rank only yields its core
 VERDICTS = MPI.COMM_WORLD.Dup()

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from mpi4py import MPI
 
 import collectives
 from collectives.benchmark.case import contribution, count_wrong, expected
-from tests.choice import pairwise
+from collectives.tensor import kernels
+from tests.choice import once, pairwise
+from tests.gpu.arrays import numbers, placed, write
 from tests.mpi.collectives.support import block, fresh, sentence
 from tests.mpi.sizes import either_mpi, only_on
 from tests.unit.collectives import device
@@ -28,53 +29,11 @@ ALGORITHMS = (
 COMM = MPI.COMM_WORLD
 
 
-def _has_gpu() -> bool:
-    if importlib.util.find_spec("cupy") is None:
-        return False
-    import cupy
-
-    try:
-        return bool(cupy.cuda.runtime.getDeviceCount())
-    except cupy.cuda.runtime.CUDARuntimeError:
-        return False
-
-
-BACKENDS = [
-    "numpy",
-    "stand-in",
-    pytest.param("cupy", marks=[pytest.mark.gpu, pytest.mark.skipif(not _has_gpu(), reason="needs CuPy and a GPU")]),
-]
-
-
-@pytest.fixture(params=BACKENDS)
-def xp(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """NumPy, CuPy, or `device` in CuPy's place."""
-    if request.param == "stand-in":
-        with device.installed() as state:
-            yield device
-            assert state.blocked == 0  # what an operation starts on a GPU it waits for step by step
-            assert 0 not in state.contexts  # where no vector lies
-    else:
-        yield pytest.importorskip(request.param)
-
-
 @pytest.fixture
 def gpus() -> Iterator[Any]:
     """The state of the stand-in, installed."""
     with device.installed() as state:
         yield state
-
-
-def placed(xp: Any, vectors: Sequence[np.ndarray[Any, Any]]) -> list[Any]:
-    """One vector on each device in turn; none on the stand-in's device 0, which nobody should touch then."""
-    if xp is np:
-        return [np.asarray(vector) for vector in vectors]
-    devices = range(1, device.DEVICES) if xp is device else range(xp.cuda.runtime.getDeviceCount())
-    made = []
-    for number, vector in enumerate(vectors):
-        with xp.cuda.Device(devices[number % len(devices)]):
-            made.append(xp.asarray(vector))
-    return made
 
 
 def put_in(op: str, n: int, dtype: str, count: int) -> list[np.ndarray[Any, Any]]:
@@ -88,25 +47,20 @@ def want(op: str, n: int, dtype: str, count: int) -> np.ndarray[Any, Any]:
     return expected("allreduce", op, 0, members, n, np.dtype(dtype), [0] * (members + 1))
 
 
-def numbers(xp: Any, vector: Any) -> np.ndarray[Any, Any]:
-    return vector if xp is np else vector.get()
-
-
 @either_mpi
 @pairwise(algorithm=ALGORITHMS, count=[1, 3], n=[0, 5, 70_001])
 def test_allreduce_gives_all_vectors_the_sum(xp: Any, algorithm: str, count: int, n: int) -> None:
     x = placed(xp, put_in("sum", n, "float32", count))
     plan = collectives.plan("allreduce", x, COMM, algorithm=algorithm)
     plan()
-    right = all(count_wrong(numbers(xp, v), want("sum", n, "float32", count)) == 0 for v in x)
+    right = all(count_wrong(numbers(v), want("sum", n, "float32", count)) == 0 for v in x)
     for v, again in zip(x, put_in("sum", n, "float32", count)):
-        with v.device if xp is not np else nullcontext():
-            v[...] = again if xp is device else xp.asarray(again)
+        write(xp, v, again)
     plan.start()
     while not plan.test():
         pass
     plan.wait()
-    right = right and all(count_wrong(numbers(xp, v), want("sum", n, "float32", count)) == 0 for v in x)
+    right = right and all(count_wrong(numbers(v), want("sum", n, "float32", count)) == 0 for v in x)
     plan.free()
     assert right
 
@@ -124,31 +78,39 @@ def test_types_and_operations(xp: Any, algorithm: str, dtype: str, op: str) -> N
         pytest.skip("a product of so many does not fit float16")
     x = placed(xp, put_in(op, 777, dtype, 2))
     out = [xp.zeros_like(v) for v in x]
-    before = [numbers(xp, v).copy() for v in x]
+    before = [numbers(v).copy() for v in x]
     collectives.allreduce(x, COMM, op=op, algorithm=algorithm, out=out)
-    assert all(count_wrong(numbers(xp, v), want(op, 777, dtype, 2)) == 0 for v in out)
-    assert all(np.array_equal(numbers(xp, v), b) for v, b in zip(x, before))
+    assert all(count_wrong(numbers(v), want(op, 777, dtype, 2)) == 0 for v in out)
+    assert all(np.array_equal(numbers(v), b) for v, b in zip(x, before))
 
 
-def test_other_kinds(xp: Any) -> None:
-    n, p, count = 1001, COMM.size, 2
-    x = placed(xp, put_in("sum", n, "float64", count))
-    total = want("sum", n, "float64", count)
-    own = block(n)
-    part = placed(xp, [np.zeros(own.stop - own.start)] * count)
-    collectives.reduce_scatter(x, COMM, out=part)
-    right = all(np.array_equal(numbers(xp, b), total[own]) for b in part)
-    whole = placed(xp, [np.zeros(n)] * count)
-    collectives.allgather(part, COMM, out=whole)
-    right &= all(np.array_equal(numbers(xp, w), total) for w in whole)
-    root = p - 1
-    sent = placed(xp, [np.full(n, float(COMM.rank + v)) for v in range(count)])
-    collectives.broadcast(sent, COMM, root=root)
-    right &= all(np.array_equal(numbers(xp, s), np.full(n, float(root))) for s in sent)
-    collectives.reduce(x, COMM, root=root)
-    if COMM.rank == root:
-        right &= all(np.array_equal(numbers(xp, v), total) for v in x)
-    assert right
+@either_mpi
+@once(dtype=kernels.ELEMENTS, op=["sum", "max", "min", "prod"])
+def test_every_collective_of_every_type(xp: Any, dtype: str, op: str) -> None:
+    root, element = COMM.size - 1, np.dtype(dtype)
+    right = []
+
+    def see(arrays: list[Any], wanted: np.ndarray[Any, Any]) -> None:
+        right.extend(count_wrong(numbers(array), wanted) == 0 for array in arrays)
+
+    with fresh() as comm:  # whose plans are of this stand-in
+        for n, count in ((1, 1), (5, 3), (1001, 2)):
+            x, total, own = placed(xp, put_in(op, n, dtype, count)), want(op, n, dtype, count), block(n)
+            part, whole, reduced = (
+                placed(xp, [np.zeros(size, element) for _ in range(count)]) for size in (own.stop - own.start, n, n)
+            )
+            collectives.reduce_scatter(x, comm, op=op, out=part)
+            see(part, total[own])
+            collectives.allgather(part, comm, out=whole)
+            see(whole, total)
+            collectives.reduce(x, comm, op=op, root=root, out=reduced)
+            see(reduced if COMM.rank == root else [], total)
+            sent = placed(xp, [np.full(n, COMM.rank + v).astype(element) for v in range(count)])
+            collectives.broadcast(sent, comm, root=root)
+            see(sent, np.full(n, root).astype(element))
+            collectives.allreduce(x, comm, op=op)
+            see(x, total)
+    assert all(right), right
 
 
 @pytest.mark.parametrize(
@@ -183,35 +145,35 @@ ROUTES = ("auto", "multi_ring", "host_ring")
     taken=[(True, False), (False, False), None],
 )
 def test_arrays_on_gpus_and_on_the_host_in_one_call(
-    gpus: Any, algorithm: str, given: tuple[bool, bool], taken: tuple[bool, bool] | None
+    gpu_xp: Any, algorithm: str, given: tuple[bool, bool], taken: tuple[bool, bool] | None
 ) -> None:
     """`given` and `taken` say which vectors lie on a GPU; None: in place."""
     n = 70_001
     numbers_in = put_in("sum", n, "float32", 2)
-    x = [placed(device if there else np, [v.copy()])[0] for there, v in zip(given, numbers_in)]
-    out = taken and [placed(device if there else np, [np.zeros(n, np.float32)])[0] for there in taken]
+    x = [placed(gpu_xp if there else np, [v.copy()])[0] for there, v in zip(given, numbers_in)]
+    out = taken and [placed(gpu_xp if there else np, [np.zeros(n, np.float32)])[0] for there in taken]
     plan = collectives.plan("allreduce", x, COMM, algorithm=algorithm, out=out)
     right = True
     for shift in (0, 1):  # what lies on the host is read at every call
         for v, then in zip(x, numbers_in):
-            v[...] = then + shift
+            write(gpu_xp, v, then + np.float32(shift))
         plan()
         total = want("sum", n, "float32", 2) + shift * 2 * COMM.size
-        right = right and all(np.array_equal(v if isinstance(v, np.ndarray) else v.get(), total) for v in out or x)
+        right = right and all(np.array_equal(numbers(v), total) for v in out or x)
     plan.free()
     assert right
 
 
 @only_on(1, 2, 3)
 @pytest.mark.parametrize("on_gpu", [(True, False), (False, True)])
-def test_one_array_between_a_gpu_and_the_host(gpus: Any, on_gpu: tuple[bool, bool]) -> None:
+def test_one_array_between_a_gpu_and_the_host(gpu_xp: Any, on_gpu: tuple[bool, bool]) -> None:
     n = 1001
     x, out = (
-        placed(device if there else np, [v])[0]
+        placed(gpu_xp if there else np, [v])[0]
         for there, v in zip(on_gpu, [put_in("sum", n, "float64", 1)[0], np.zeros(n)])
     )
     assert collectives.allreduce(x, COMM, out=out) is out
-    assert np.array_equal(out if isinstance(out, np.ndarray) else out.get(), want("sum", n, "float64", 1))
+    assert np.array_equal(numbers(out), want("sum", n, "float64", 1))
 
 
 class Dlpack:
@@ -239,21 +201,31 @@ def test_lists_of_arrays_that_speak_dlpack_only() -> None:
     assert all(np.array_equal(v.held, want("sum", 1001, "float32", 2)) for v in [*x, *out])
 
 
-@only_on(1, 2)
+TORCH_DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+TORCH_TYPES = ("float16", "bfloat16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8")
+
+
+@only_on(1, 2, 4)
 @pytest.mark.parametrize("algorithm", ["auto", "multi_ring"])
-def test_lists_of_torch_tensors(algorithm: str) -> None:
+@pytest.mark.parametrize("where", TORCH_DEVICES)
+def test_lists_of_torch_tensors(where: str, algorithm: str) -> None:
     torch = pytest.importorskip("torch")
-    tensors = [torch.from_numpy(v) for v in put_in("sum", 1001, "float32", 2)]
-    collectives.allreduce(tensors, COMM, algorithm=algorithm)
-    assert all(np.array_equal(v.numpy(), want("sum", 1001, "float32", 2)) for v in tensors)
+    if where == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU that PyTorch finds")
+    for dtype in TORCH_TYPES:
+        host = [v.astype(float) for v in put_in("sum", 1001, dtype, 2)]
+        given = [torch.from_numpy(v).to(where, getattr(torch, dtype)) for v in host]
+        if given[0].is_floating_point():
+            given[0].requires_grad_()
+        collectives.allreduce(given, COMM, algorithm=algorithm)
+        total = want("sum", 1001, dtype, 2).astype(float)
+        assert all(np.array_equal(v.detach().cpu().double().numpy(), total) for v in given), dtype
 
 
 @only_on(1, 2, 3)
 @pytest.mark.parametrize("algorithm", ["auto", "multi_ring", "host_ring"])
-def test_bfloat16_on_gpus(gpus: Any, algorithm: str) -> None:
-    ml_dtypes = pytest.importorskip("ml_dtypes")
-    given = [np.full(777, COMM.rank + v + 1.0).astype(ml_dtypes.bfloat16) for v in range(2)]
-    x = placed(device, given)
+def test_bfloat16_on_gpus(gpu_xp: Any, algorithm: str) -> None:
+    x = placed(gpu_xp, [np.full(777, COMM.rank + v + 1.0).astype(ml_dtypes.bfloat16) for v in range(2)])
     collectives.allreduce(x, COMM, algorithm=algorithm)
     total = sum(rank + v + 1 for rank in range(COMM.size) for v in range(2))
     assert all((v.get().astype(float) == total).all() for v in x)
@@ -267,7 +239,7 @@ def test_a_nan_of_one_vector_comes_through(xp: Any, op: str, special: float) -> 
             x[1][3] = special
         vectors = placed(xp, x)
         collectives.allreduce(vectors, COMM, op=op)
-        assert all(np.flatnonzero(np.isnan(numbers(xp, v))).tolist() == [3] for v in vectors)
+        assert all(np.flatnonzero(np.isnan(numbers(v))).tolist() == [3] for v in vectors)
 
 
 def refused(x: Any, **given: Any) -> str:

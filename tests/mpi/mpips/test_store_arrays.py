@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import mpips
+from tests.gpu.arrays import on_gpu
 from tests.mpi.mpips.support import failure, need, run
-from tests.unit.collectives import device
 
 STORES = [("mpi_sync", {"servers": 0}), ("dist_sync", {"servers": 1}), ("mpi_sync", {"servers": 1})]
 stores = pytest.mark.parametrize("kind, options", STORES)
@@ -22,26 +22,25 @@ def full(value: float) -> np.ndarray:
 
 
 @stores
-def test_arrays_on_gpus_are_summed_there_and_come_back(kind: str, options: dict[str, Any]) -> None:
+def test_arrays_on_gpus_are_summed_there_and_come_back(gpu_xp: Any, kind: str, options: dict[str, Any]) -> None:
     workers = need(**options)
 
     def body(kv: mpips.KVStore) -> list[float]:
-        with device.installed():
-            kv.init("w", device.asarray(full(7), 1))
-            there = device.asarray(full(0), 2)
-            kv.pull("w", there)
-            found = [float(there.get()[0, 0])]
-            for round_ in range(3):
-                values = [device.asarray(full(number + round_), number) for number in (1, 2)]
-                outs = [device.asarray(full(0), number) for number in (1, 2)]
-                if round_ == 0:
-                    kv.pushpull("w", values, out=outs)
-                elif round_ == 1:
-                    kv.ipushpull("w", values, out=outs).wait()
-                else:
-                    kv.pushpull(["w"], [values])
-                    outs = values
-                found += [float(out.get().max()) for out in outs]
+        kv.init("w", on_gpu(gpu_xp, full(7), 0))
+        there = on_gpu(gpu_xp, full(0), 1)
+        kv.pull("w", there)
+        found = [float(there.get()[0, 0])]
+        for round_ in range(3):
+            values = [on_gpu(gpu_xp, full(number + round_), number) for number in (1, 2)]
+            outs = [on_gpu(gpu_xp, full(0), number) for number in (1, 2)]
+            if round_ == 0:
+                kv.pushpull("w", values, out=outs)
+            elif round_ == 1:
+                kv.ipushpull("w", values, out=outs).wait()
+            else:
+                kv.pushpull(["w"], [values])
+                outs = values
+            found += [float(out.get().max()) for out in outs]
         return found
 
     expected = [7.0] + [float(workers * (3 + 2 * round_)) for round_ in range(3) for _ in range(2)]
@@ -49,8 +48,11 @@ def test_arrays_on_gpus_are_summed_there_and_come_back(kind: str, options: dict[
 
 
 @stores
-def test_tensors_with_and_without_gradients_and_of_bfloat16(kind: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_tensors_with_and_without_gradients_and_of_bfloat16(where: str, kind: str, options: dict[str, Any]) -> None:
     torch = pytest.importorskip("torch")
+    if where == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU that PyTorch finds")
     pytest.importorskip("ml_dtypes")
     workers = need(**options)
 
@@ -58,9 +60,9 @@ def test_tensors_with_and_without_gradients_and_of_bfloat16(kind: str, options: 
         found = []
         for dtype in (torch.float32, torch.float64, torch.bfloat16):
             name = str(dtype)
-            weights = torch.nn.Parameter(torch.zeros(SHAPE, dtype=dtype))
+            weights = torch.nn.Parameter(torch.zeros(SHAPE, dtype=dtype, device=where))
             kv.init(name, weights)
-            gradient = torch.ones(SHAPE, dtype=dtype, requires_grad=kv.rank == 0)
+            gradient = torch.ones(SHAPE, dtype=dtype, device=where, requires_grad=kv.rank == 0)
             kv.push(name, gradient)
             kv.pull(name, weights)
             found.append(float(weights.detach().max()))

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from collectives.tensor import kernels
+from collectives.tensor.vectors import place, running
 from tests.choice import once
+from tests.gpu.arrays import on_gpu
 from tests.unit.collectives import nvrtc
 
 Vector = np.ndarray[Any, Any]
@@ -232,3 +234,27 @@ def test_the_conversions_of_float16_are_numpys(library: ctypes.CDLL) -> None:
         want = given.astype(np.float16)
     library.narrow_all(given.ctypes, (got := np.empty(given.size, np.float16)).ctypes, ctypes.c_longlong(given.size))
     assert different("add", got, want) == []
+
+
+# ---- the kernels as they are launched: on a card, and on the stand-in, which computes by NumPy
+
+
+@pytest.mark.parametrize("incoming", [False, True])
+@once(dtype=kernels.ELEMENTS, operation=kernels.OPERATIONS)
+def test_gpus_compute_the_bits_of_numpy(gpu_xp: Any, operation: str, dtype: str, incoming: bool) -> None:
+    from collectives.tensor.cuda import CudaVectors
+
+    for count, start in ((1, 0), (2, 1), (3, 3)):
+        vectors = [values(DTYPES[dtype], which) for which in range(count)]
+        arrays = [on_gpu(gpu_xp, vector) for vector in vectors]
+        places = [place(array, "x", written=False) for array in arrays]
+        cuda = CudaVectors(places, places, operation)
+        n = cuda.n - start
+        came, out = cuda.host(n), cuda.host(n)
+        came[...] = values(DTYPES[dtype], count)[start:]
+        parts = [came] * incoming + [vector[start:] for vector in vectors]
+        with running(cuda):
+            ticket = cuda.gather(start, cuda.n, came if incoming else None, out)
+            while not ticket():
+                pass
+        assert different(operation, out, reduced(operation, parts)) == []

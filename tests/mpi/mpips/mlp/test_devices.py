@@ -7,6 +7,7 @@ from mpips.mlp import MLP, Mesh, SyntheticSource, TrainingError, collect, load, 
 from mpips.mlp.mesh import factorings
 from mpips.mlp.options import array_module
 from mpips.optimizers import SGD
+from tests.gpu.arrays import CARD, card_is_here
 from tests.mpi.sizes import either_mpi, only_on
 from tests.unit.mpips.mlp.device import module
 
@@ -19,11 +20,15 @@ pytestmark = MESHES
 @only_on(1, 2, 3, 4)
 @pytest.mark.parametrize("dtype", ["float64", "mixed"])
 @pytest.mark.parametrize("mode", ["pairs", "columns"])
-def test_another_array_module_takes_the_same_steps_on_every_mesh(mode, dtype):
+@pytest.mark.parametrize("arrays", ["strict", CARD])
+def test_another_array_module_takes_the_same_steps_on_every_mesh(arrays, mode, dtype):
+    if arrays == "cupy" and not card_is_here():
+        pytest.skip("needs CuPy and a GPU")
+    other = module if arrays == "strict" else array_module("gpu", COMM)
     ok = []
     for shape in factorings(COMM.size):
         found = []
-        for xp in (np, module):
+        for xp in (np, other):
             mesh = Mesh(*shape)
             data = load(lambda: SyntheticSource(100, 5, 3), mesh, 40, dtype, seed=1)
             model = MLP([5, 12, 11, 10, 3], dtype=dtype, seed=3, xp=xp)
