@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import llvmlite.binding
 import llvmlite.ir
@@ -18,14 +18,21 @@ from numba import njit, types
 from numba.core import caching
 from numba.extending import intrinsic
 
-from collectives.kernels.engine import Kernel
-
 LOG = logging.getLogger("mpips.kernels")
 _HALF, _FLOAT = llvmlite.ir.HalfType(), llvmlite.ir.FloatType()
 _INT16, _INT32 = llvmlite.ir.IntType(16), llvmlite.ir.IntType(32)
 
 
-def compiled(kernel: Kernel, folder: Path | None) -> Callable[..., Any]:
+class Source(NamedTuple):
+    """A kernel to compile: the text of a function `kernel`, the types of its arguments, what names it in a folder."""
+
+    name: str
+    text: str
+    types: tuple[str, ...]
+    stamp: str
+
+
+def compiled(kernel: Source, folder: Path | None) -> Callable[..., Any]:
     """Return the kernel's function, from `folder` where it is kept there; else compile it, and try to keep it.
 
     Blocking, about half a second where it is not kept. Raises what Numba raises for a text that it cannot compile.
@@ -38,11 +45,11 @@ def compiled(kernel: Kernel, folder: Path | None) -> Callable[..., Any]:
     return _function(kernel, None)
 
 
-def _function(kernel: Kernel, folder: Path | None) -> Callable[..., Any]:
-    if "float16(" in kernel.source.replace("bfloat16(", "") and not _converts_float16():
+def _function(kernel: Source, folder: Path | None) -> Callable[..., Any]:
+    if "float16(" in kernel.text.replace("bfloat16(", "") and not _converts_float16():
         raise RuntimeError("this processor does not convert float16")  # LLVM would call a function that is not there
     space: dict[str, Any] = {"__name__": __name__, "np": np, **CONVERSIONS}
-    exec(compile(kernel.source, f"<{kernel.name}>", "exec"), space)
+    exec(compile(kernel.text, f"<{kernel.name}>", "exec"), space)
     function: FunctionType = space["kernel"]
     dispatcher: Any = njit(error_model="numpy", nogil=True, fastmath=False, boundscheck=False)(function)
     if folder is not None:
@@ -64,7 +71,7 @@ def _type(text: str) -> Any:
     return types.Array(element, 1, "C", readonly=text.startswith("const ")) if text.endswith("[]") else element
 
 
-def _cache(function: FunctionType, kernel: Kernel, folder: Path) -> caching.FunctionCache:
+def _cache(function: FunctionType, kernel: Source, folder: Path) -> caching.FunctionCache:
     class Implementation(caching.CompileResultCacheImpl):
         _locator_classes: ClassVar[list[Any]] = [_Folder]
 

@@ -182,11 +182,12 @@ def _compiled(kernel: Kernel) -> Callable[..., Any]:
     """Return a kernel's compiled function, from the cache or by compiling it now."""
     from collectives.kernels import compiler
 
+    source = compiler.Source(kernel.name, kernel.source, kernel.types, kernel.stamp)
     folder = cache_folder()
     if folder is None:
-        return compiler.compiled(kernel, None)
+        return compiler.compiled(source, None)
     with _locked(folder / f"{kernel.stamp}.lock"):
-        return compiler.compiled(kernel, folder)
+        return compiler.compiled(source, folder)
 
 
 @contextlib.contextmanager

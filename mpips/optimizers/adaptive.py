@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from mpips.optimizers.base import Number, at, check
+from mpips.optimizers.base import Number, Updated, Value, Values, at, check
 from mpips.optimizers.equation import Equation
 from mpips.optimizers.sgd import decayed, scaled
-
-Results = tuple[Any, Sequence[Any]]
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class AdaGrad(Equation):
     def numbers(self, step: int) -> Sequence[float]:
         return (at(self.learning_rate, step),)
 
-    def equation(self, w: Any, g: Any, state: Sequence[Any], numbers: Sequence[Any]) -> Results:
+    def equation(self, w: Value, g: Value, state: Values, numbers: Values) -> Updated:
         d, (rate,) = decayed(w, g, self.rescale, self.weight_decay), numbers
         squares = state[0] + d * d
         return w - d / (np.sqrt(squares) + self.epsilon) * rate, (squares,)
@@ -64,7 +62,7 @@ class RMSProp(Equation):
     def numbers(self, step: int) -> Sequence[float]:
         return (at(self.learning_rate, step),)
 
-    def equation(self, w: Any, g: Any, state: Sequence[Any], numbers: Sequence[Any]) -> Results:
+    def equation(self, w: Value, g: Value, state: Values, numbers: Values) -> Updated:
         d, (rate,) = decayed(w, g, self.rescale, self.weight_decay), numbers
         squares = state[0] * self.decay + d * d * (1 - self.decay)
         return w - d / (np.sqrt(squares) + self.epsilon) * rate, (squares,)
@@ -101,10 +99,10 @@ class Adam(Equation):
         rate = learning_rate * (1 - self.beta1) / (1 - self.beta1**step) / size
         return rate, self.epsilon / size, 1 - learning_rate * self.weight_decay
 
-    def equation(self, w: Any, g: Any, state: Sequence[Any], numbers: Sequence[Any]) -> Results:
+    def equation(self, w: Value, g: Value, state: Values, numbers: Values) -> Updated:
         return self._adapted(w, decayed(w, g, self.rescale, self.weight_decay), state, numbers)
 
-    def _adapted(self, w: Any, d: Any, state: Sequence[Any], numbers: Sequence[Any]) -> Results:
+    def _adapted(self, w: Value, d: Value, state: Values, numbers: Values) -> Updated:
         rate, epsilon, _ = numbers
         first = state[0] * self.beta1 + d
         second = state[1] * self.beta2 + d * d
@@ -120,6 +118,6 @@ class AdamW(Adam):
 
     weight_decay: float = 0.01
 
-    def equation(self, w: Any, g: Any, state: Sequence[Any], numbers: Sequence[Any]) -> Results:
+    def equation(self, w: Value, g: Value, state: Values, numbers: Values) -> Updated:
         kept = w * numbers[2] if self.weight_decay else w
         return self._adapted(kept, scaled(g, self.rescale), state, numbers)

@@ -48,6 +48,11 @@ class Optimizer(Protocol):
 LEAST, MOST = -(2**63), 2**63 - 1
 """Of whole numbers: what messages between ranks and files hold."""
 O = TypeVar("O", bound=Optimizer)  # noqa: E741
+Value = Any
+"""In an equation: an array, an element of one, or what stands for it while the equation is recorded."""
+Values = Sequence[Any]
+Updated = tuple[Value, Values]
+"""An equation's result: the new weight, and the new arrays of state."""
 Number = float | RateSchedule
 """A number that stays, or one that depends on the step."""
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from mpips.optimizers.base import check
+from mpips.optimizers.base import Updated, Value, Values, check
 from mpips.optimizers.equation import Equation
 from mpips.optimizers.sgd import scaled
 
@@ -30,7 +28,7 @@ class Elastic1(Equation):
         if not 0 < self.alpha <= 1:
             raise ValueError(f"{type(self).__name__}(alpha={self.alpha}): give a number in (0, 1]")
 
-    def equation(self, w: Any, g: Any, state: Sequence[Any], numbers: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+    def equation(self, w: Value, g: Value, state: Values, numbers: Values) -> Updated:
         return w + (scaled(g, self.rescale) - w) * self.alpha, ()
 
 

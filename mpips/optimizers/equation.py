@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from collectives.kernels import engine
-from mpips.optimizers.base import State, working_dtype, zeros
+from mpips.optimizers.base import State, Updated, Value, Values, working_dtype, zeros
 from mpips.optimizers.trace import Tape, Untraceable, pair
 
 BLOCK_BYTES = 384 * 1024
@@ -46,7 +46,7 @@ class Equation:
         """Return the numbers of a step, counted from 1; as many in every step."""
         return ()
 
-    def equation(self, w: Any, g: Any, state: Sequence[Any], numbers: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+    def equation(self, w: Value, g: Value, state: Values, numbers: Values) -> Updated:
         """Return the new weight and the new state: (w, (s0, ...)).
 
         All are of the working dtype: float32 for 16-bit weights. Write it with operators and NumPy's functions of

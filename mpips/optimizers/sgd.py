@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from mpips.optimizers.base import Number, at, check
+from mpips.optimizers.base import Number, Updated, Value, Values, at, check
 from mpips.optimizers.equation import Equation
 
 
-def scaled(g: Any, rescale: float) -> Any:
+def scaled(g: Value, rescale: float) -> Value:
     """Return `rescale * g`, or `g` itself where that is the same."""
     return g if rescale == 1.0 else g * rescale
 
 
-def decayed(w: Any, g: Any, rescale: float, weight_decay: float) -> Any:
+def decayed(w: Value, g: Value, rescale: float, weight_decay: float) -> Value:
     """Return `rescale * g + weight_decay * w` (PyTorch's decay), or `g` where that is equal."""
     d = scaled(g, rescale)
     return d if weight_decay == 0.0 else d + w * weight_decay
@@ -52,7 +51,7 @@ class SGD(Equation):
     def numbers(self, step: int) -> Sequence[float]:
         return (at(self.learning_rate, step),)
 
-    def equation(self, w: Any, g: Any, state: Sequence[Any], numbers: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+    def equation(self, w: Value, g: Value, state: Values, numbers: Values) -> Updated:
         d, (rate,) = decayed(w, g, self.rescale, self.weight_decay), numbers
         if not self.momentum:
             return w - d * rate, ()
@@ -70,5 +69,5 @@ class Add(Equation):
     def __post_init__(self) -> None:
         check(self)
 
-    def equation(self, w: Any, g: Any, state: Sequence[Any], numbers: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+    def equation(self, w: Value, g: Value, state: Values, numbers: Values) -> Updated:
         return w + g * self.rescale, ()
