@@ -72,36 +72,37 @@ class Equation:
         if len(parts) > MOST_PARTS:
             early = len(parts) - MOST_PARTS + 1
             parts = [functools.reduce(np.add, parts[:early]), *parts[early:]]
-        dtype = working_dtype(weights.dtype)
-        way = _way(self, weights.dtype.name, len(parts), ask=weights.size > 1)  # one: its options are tried
+        way = _way(self, weights.dtype, len(parts), ask=weights.size > 1)  # one: its options are tried
         numbers = [*self.numbers(step), *way.constants]
         if way.kernel is not None and way.kernel.call is not None and isinstance(weights, np.ndarray):
             arrays = [weights, *state, *parts]
-            if dtype is not weights.dtype:
+            if way.dtype != weights.dtype:
                 arrays = [weights.view(np.uint16), *state, *[part.view(np.uint16) for part in parts]]
             try:
-                way.kernel.call(*arrays, np.array(numbers, dtype))
+                way.kernel.call(*arrays, np.array(numbers, way.dtype))
             except TypeError:  # before it runs: arrays that are not aligned, state of another dtype
                 pass
             else:
                 return
-        _run_blocks(self, way.tape, weights, parts, state, numbers)
+        _run_blocks(self, way, weights, parts, state, numbers)
 
     def prepare(self, dtype: np.dtype, parts: int = 1) -> None:
         """Ask for the kernel of weights of this dtype and sums of so many gradients, so that it is there in time."""
         if dtype.name in WIDE:
-            _way(self, dtype.name, min(parts, MOST_PARTS), ask=True)
+            _way(self, dtype, min(parts, MOST_PARTS), ask=True)
 
 
 class _Way(NamedTuple):
     """An optimizer's recorded equation, None where it cannot be recorded, and the kernel of that."""
 
+    dtype: np.dtype
+    """The working dtype."""
     tape: Tape | None
     constants: Sequence[float]
     kernel: engine.Kernel | None
 
 
-def _way(optimizer: Equation, dtype: str, parts: int, ask: bool) -> _Way:
+def _way(optimizer: Equation, dtype: np.dtype, parts: int, ask: bool) -> _Way:
     """Return how an optimizer updates weights of a dtype; without `ask` no kernel is asked for."""
     try:
         return _known_way(optimizer, dtype, parts, ask)
@@ -112,18 +113,19 @@ def _way(optimizer: Equation, dtype: str, parts: int, ask: bool) -> _Way:
 
 
 @functools.lru_cache(maxsize=512)
-def _known_way(optimizer: Equation, dtype: str, parts: int, ask: bool) -> _Way:
+def _known_way(optimizer: Equation, dtype: np.dtype, parts: int, ask: bool) -> _Way:
+    wide = working_dtype(dtype)
     try:
         tape = Tape(optimizer.equation, optimizer.slots, len(optimizer.numbers(1)))
     except Untraceable:
-        return _Way(None, (), None)
+        return _Way(wide, None, (), None)
     lines = tape.loop()
-    if lines is None or dtype not in WIDE or not ask:
-        return _Way(tape, tape.constants, None)
-    stored = "uint16" if "16" in dtype else dtype
-    types = [f"{stored}[]", *[f"{WIDE[dtype]}[]"] * tape.slots, *[f"const {stored}[]"] * parts, f"{WIDE[dtype]}[]"]
-    name = f"{type(optimizer).__name__} of {parts} {dtype}"
-    return _Way(tape, tape.constants, engine.kernel(name, text(tape, lines, dtype, parts), types))
+    if lines is None or dtype.name not in WIDE or not ask:
+        return _Way(wide, tape, tape.constants, None)
+    stored = "uint16" if dtype.itemsize == 2 else dtype.name
+    types = [f"{stored}[]", *[f"{wide.name}[]"] * tape.slots, *[f"const {stored}[]"] * parts, f"{wide.name}[]"]
+    name = f"{type(optimizer).__name__} of {parts} {dtype.name}"
+    return _Way(wide, tape, tape.constants, engine.kernel(name, text(tape, lines, dtype.name, parts), types))
 
 
 def text(tape: Tape, lines: Sequence[str], dtype: str, parts: int) -> str:
@@ -162,11 +164,11 @@ def text(tape: Tape, lines: Sequence[str], dtype: str, parts: int) -> str:
 
 
 def _run_blocks(
-    optimizer: Equation, tape: Tape | None, weights: np.ndarray, parts: Sequence[np.ndarray], state: State,
+    optimizer: Equation, way: _Way, weights: np.ndarray, parts: Sequence[np.ndarray], state: State,
     numbers: Sequence[float],
 ) -> None:  # fmt: skip
     """Update block by block with NumPy's calls."""
-    dtype = working_dtype(weights.dtype)
+    dtype, tape = way.dtype, way.tape
     # As 0-d arrays: NumPy would convert a Python number again in every pass. A GPU's functions take no host arrays.
     prepared: list[Any] = [np.array(number, dtype) for number in numbers]
     if not isinstance(weights, np.ndarray):

@@ -103,9 +103,9 @@ def same(a, b):
 
 def by_numpy(optimizer, w, parts, state, step):
     """The update by the engine of who has no Numba."""
-    tape = equation._known_way.__wrapped__(optimizer, w.dtype.name, len(parts), False)
-    numbers = [*optimizer.numbers(step), *tape.constants]
-    equation._run_blocks(optimizer, tape.tape, w, parts, state, numbers)
+    way = equation._known_way.__wrapped__(optimizer, w.dtype, len(parts), False)
+    numbers = [*optimizer.numbers(step), *way.constants]
+    equation._run_blocks(optimizer, way, w, parts, state, numbers)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -131,12 +131,12 @@ def test_both_engines_give_the_same_bits(optimizer, dtype, data, n, parts, seed)
 
 @pytest.mark.parametrize("optimizer", COMPILED, ids=repr)
 def test_those_of_rounded_operations_are_compiled(optimizer):
-    way = equation._known_way(optimizer, "float32", 1, True)
+    way = equation._known_way(optimizer, np.dtype(np.float32), 1, True)
     assert way.kernel.call is not None, way.kernel.failure
 
 
 def test_others_are_left_to_numpy():
-    assert equation._known_way(Powers(), "float32", 1, True).kernel is None
+    assert equation._known_way(Powers(), np.dtype(np.float32), 1, True).kernel is None
     with pytest.raises(Untraceable):
         Tape(Looking().equation, 1, 0)
 
