@@ -11,7 +11,8 @@ CLIENTS ?= 2
 
 VENV = $(PYTHON) -m launch.venv .venv --mpi $(MPI)
 BIN = .venv/bin
-TESTS = $(VENV) --extra test && $(BIN)/python -m tests.run --python $(BIN)/python --python .venv-mpich/bin/python \
+# MPICH's tests run without Numba, and so with the engine of who has none.
+TESTS = $(VENV) --extra test --extra fast && $(BIN)/python -m tests.run --python $(BIN)/python --python .venv-mpich/bin/python \
 	--beside "$(PYTHON) -m launch.venv .venv-mpich --mpi mpich --extra test"
 TEST_TORCH = .venv-torch/bin/python -m tests.run --stages mpi --ranks 1,2,3 --python .venv-torch/bin/python tests/mpi/torch
 
@@ -30,7 +31,7 @@ test: ## in 14 minutes: lint, unit and lab tests, MPI tests on 1, 3 and 7 ranks 
 	$(TESTS) --ranks $(RANKS)
 
 test-quick: ## in two minutes: lint, unit tests, MPI tests on 4 ranks of one MPI
-	$(VENV) --extra test
+	$(VENV) --extra test --extra fast
 	$(BIN)/python -m tests.run --stages lint,unit,mpi --ranks 4
 
 test-all: ## everything, before a release: both MPIs on 1 to 7 ranks, every Python that is here, PyTorch if there
@@ -39,31 +40,31 @@ test-all: ## everything, before a release: both MPIs on 1 to 7 ranks, every Pyth
 	[ ! -x .venv-torch/bin/python ] || $(TEST_TORCH)
 
 lint: ## ruff and mypy
-	$(VENV) --extra test
+	$(VENV) --extra test --extra fast
 	$(BIN)/python -m tests.run --stages lint
 
 unit: ## tests that need no MPI
-	$(VENV) --extra test
+	$(VENV) --extra test --extra fast
 	$(BIN)/python -m tests.run --stages unit
 
 lab: ## tests of emulated clusters, skipped with a reason where namespaces cannot be had
-	$(VENV) --extra test
+	$(VENV) --extra test --extra fast
 	$(BIN)/python -m tests.run --stages lab
 
 test-pythons: ## a store, a collective and `mpips train` on every Python that is here, and on the oldest dependencies
-	$(VENV) --extra test
+	$(VENV) --extra test --extra fast
 	$(BIN)/python -m tests.pythons
 
 test-%: ## MPI tests on that many ranks: make test-4
-	$(VENV) --extra test
+	$(VENV) --extra test --extra fast
 	$(BIN)/python -m tests.run --stages mpi --ranks $*
 
 test-slow: ## collectives and keys of more than 2^31 elements and bytes: 2 ranks, about 10 GiB of memory
-	$(VENV) --extra test
+	$(VENV) --extra test --extra fast
 	$(BIN)/python -m tests.run --stages mpi --ranks 2 -m slow tests/mpi
 
 test-torch: ## tests of mpips.torch and mpips.jax on 1, 2 and 3 ranks; installs PyTorch and JAX
-	$(PYTHON) -m launch.venv .venv-torch --mpi $(MPI) --extra test --extra torch --extra jax
+	$(PYTHON) -m launch.venv .venv-torch --mpi $(MPI) --extra test --extra fast --extra torch --extra jax
 	$(TEST_TORCH)
 
 docs: ## these documents as a site, out/site/index.html; a broken link is an error

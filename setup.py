@@ -53,7 +53,7 @@ setup(
         "gpu": ["cupy-cuda12x[ctk]>=14"],  # ctk: NVRTC and the headers, where no CUDA toolkit is installed
         "lab": LAB,
         "docs": DOCS,
-        "test": [*TEST, *FAST, *DEMO, *LAB, *DOCS],
+        "test": [*TEST, *DEMO, *LAB, *DOCS],
         "torch": ["torch>=2.2"],
         "jax": ["jax>=0.4.30", "optax>=0.2"],
     },
