@@ -28,7 +28,7 @@ from launch.mpirun import Job, Launcher, LauncherError, Machine, build, check_sp
 from launch.running import process
 from mpips.store import world
 from mpips.store.checkpoint import folder as checkpoints
-from mpips.store.options import PREFIX, OptionError, Options, uneven
+from mpips.store.options import OF_PROCESSES, PREFIX, OptionError, Options, uneven
 from mpips.store.options import read as read_options
 
 Words = tuple[str, ...]
@@ -235,6 +235,7 @@ class JobStarter:
         )  # fmt: skip
         environment = choose_loopback(job, self.launcher, os.environ) | options.environment()
         environment |= {PREFIX + name.upper(): str(getattr(options, name)) for name in ROLES}
+        environment |= {name: os.environ[name] for name in OF_PROCESSES if name in os.environ}
         environment |= choose_settings(job.busiest, self.machine, os.environ)
         if hosts and "PYTHONPATH" in os.environ:
             environment["PYTHONPATH"] = os.environ["PYTHONPATH"]

@@ -1,62 +1,99 @@
 """Turn a kernel's text into machine code with Numba, and keep that in a folder. Imported where Numba is there only.
 
-Numba has its own cache beside a module's file; a kernel's text has no file, so `_Folder` says where it is kept.
+Numba keeps code beside a module's file, and takes what lies there for sound; a kernel has a file of its own (`_File`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import logging
+import pickle
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import FunctionType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import llvmlite.binding
 import llvmlite.ir
+import numba
 import numpy as np
 from numba import njit, types
 from numba.core import caching
+from numba.core.compiler import CompileResult
+from numba.core.registry import cpu_target
+from numba.core.serialize import dumps
 from numba.extending import intrinsic
 
 LOG = logging.getLogger("mpips.kernels")
 _HALF, _FLOAT = llvmlite.ir.HalfType(), llvmlite.ir.FloatType()
+_DIGEST = hashlib.sha256().digest_size
+_OWN = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+"""Names the conversions, which kernels take in."""
 _INT16, _INT32 = llvmlite.ir.IntType(16), llvmlite.ir.IntType(32)
 
 
 class Source(NamedTuple):
-    """A kernel to compile: the text of a function `kernel`, the types of its arguments, what names it in a folder."""
+    """A kernel to compile: the text of a function `kernel`, and the types of its arguments."""
 
     name: str
     text: str
     types: tuple[str, ...]
-    stamp: str
 
 
-def compiled(kernel: Source, folder: Path | None) -> Callable[..., Any]:
-    """Return the kernel's function, from `folder` where it is kept there; else compile it, and try to keep it.
+def place(kernel: Source, folder: Path) -> Path:
+    """Return the file of a kernel: for this text, processor, Python and Numba."""
+    machine = cpu_target.target_context.codegen().magic_tuple()
+    here = (kernel.text, kernel.types, machine, sys.version_info[:2], numba.__version__, llvmlite.__version__, _OWN)
+    return folder / f"{hashlib.sha256(repr(here).encode()).hexdigest()[:24]}.kernel"
+
+
+def compiled(kernel: Source, path: Path | None) -> Callable[..., Any]:
+    """Return the kernel's function, from a file where it is kept there; else compile it, and try to keep it.
 
     Blocking, about half a second where it is not kept. Raises what Numba raises for a text that it cannot compile.
     """
-    if folder is not None:
-        try:
-            return _function(kernel, folder)
-        except (OSError, EOFError, ValueError, KeyError, AttributeError, ImportError, TypeError) as error:
-            LOG.info("kernel %s cannot be kept in %s: %s", kernel.name, folder, error)
-    return _function(kernel, None)
-
-
-def _function(kernel: Source, folder: Path | None) -> Callable[..., Any]:
     if "float16(" in kernel.text.replace("bfloat16(", "") and not _converts_float16():
         raise RuntimeError("this processor does not convert float16")  # LLVM would call a function that is not there
     space: dict[str, Any] = {"__name__": __name__, "np": np, **CONVERSIONS}
     exec(compile(kernel.text, f"<{kernel.name}>", "exec"), space)
-    function: FunctionType = space["kernel"]
-    dispatcher: Any = njit(error_model="numpy", nogil=True, fastmath=False, boundscheck=False)(function)
-    if folder is not None:
-        dispatcher._cache = _cache(function, kernel, folder)
+    dispatcher: Any = njit(error_model="numpy", nogil=True, fastmath=False, boundscheck=False)(space["kernel"])
+    if path is not None:
+        dispatcher._cache = _File(kernel.name, path)
     dispatcher.compile(tuple(map(_type, kernel.types)))
     dispatcher.disable_compile()
     return dispatcher
+
+
+class _File(caching.NullCache):
+    """A dispatcher's cache: one kernel's machine code, with a checksum, as changed code may do anything."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        self._name, self._path = name, path
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        try:
+            kept = self._path.read_bytes()
+            if hashlib.sha256(kept[_DIGEST:]).digest() != kept[:_DIGEST]:
+                raise ValueError("its checksum does not fit")
+            target_context.refresh()
+            return CompileResult._rebuild(target_context, *pickle.loads(kept[_DIGEST:]))
+        except FileNotFoundError:
+            return None
+        except Exception as error:  # whatever pickle and LLVM say of another version's file
+            LOG.info("kernel %s is compiled anew: %s: %s", self._name, self._path, error)
+            return None
+
+    def save_overload(self, sig: Any, data: CompileResult) -> None:
+        part = self._path.with_suffix(".part")
+        try:
+            payload = dumps(data._reduce())
+            part.write_bytes(hashlib.sha256(payload).digest() + payload)
+            part.replace(self._path)
+        except Exception as error:  # a full disk, a read-only folder, what cannot be pickled
+            LOG.info("kernel %s is not kept: %s: %s", self._name, type(error).__name__, error)
+            with contextlib.suppress(OSError):
+                part.unlink()
 
 
 def _converts_float16() -> bool:
@@ -69,40 +106,6 @@ def _type(text: str) -> Any:
     """Return Numba's type of an argument."""
     element = getattr(types, text.removeprefix("const ").removesuffix("[]"))
     return types.Array(element, 1, "C", readonly=text.startswith("const ")) if text.endswith("[]") else element
-
-
-def _cache(function: FunctionType, kernel: Source, folder: Path) -> caching.FunctionCache:
-    class Implementation(caching.CompileResultCacheImpl):
-        _locator_classes: ClassVar[list[Any]] = [_Folder]
-
-    class Cache(caching.FunctionCache):
-        _impl_class = Implementation
-
-    function.__dict__["kept_in"] = (folder, kernel.stamp)
-    return Cache(function)
-
-
-class _Folder(caching._CacheLocator):
-    """The place of one kernel in a folder, which may be read-only."""
-
-    def __init__(self, function: FunctionType) -> None:
-        self._folder, self._stamp = function.__dict__["kept_in"]
-
-    @classmethod
-    def from_function(cls, py_func: FunctionType, py_file: str) -> _Folder:
-        return cls(py_func)
-
-    def ensure_cache_path(self) -> None:
-        """Do nothing: the folder is there."""
-
-    def get_cache_path(self) -> str:
-        return str(self._folder)
-
-    def get_source_stamp(self) -> str:
-        return self._stamp
-
-    def get_disambiguator(self) -> str:
-        return self._stamp
 
 
 @intrinsic

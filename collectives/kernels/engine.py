@@ -1,9 +1,9 @@
 """Compile kernels in the background, from a cache on disk; `Kernel.call` is None until one is there, and NumPy serves.
 
 A kernel is the text of a Python function, `kernel`, of 1-D contiguous arrays and numbers, with the types of these:
-"float32[]", "const float32[]" (only read), "int64". Who uses one gives
-the same bits without it, so nobody waits: one thread of the process compiles what is asked for, in turn. Ranks that
-share the cache's folder compile each kernel once: who has its lock does, the others read what that one has saved.
+"float32[]", "const float32[]" (only read), "int64". Who uses one gives the same bits without it, so nobody waits: one
+thread of the process compiles what is asked for, in turn. Ranks that share the cache's folder compile each kernel once:
+who has its lock does, the others read what that one has saved.
 
 `MPIPS_KERNELS=numpy` asks for no kernel. No fast-math is used, so LLVM contracts and reorders nothing.
 """
@@ -12,20 +12,19 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import fcntl
-import hashlib
 import importlib.util
 import logging
 import os
 import queue
 import stat
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from collectives.errors import CollectiveError
 
 LOG = logging.getLogger("mpips.kernels")
 VARIABLE = "MPIPS_KERNELS"
@@ -33,93 +32,114 @@ FOLDER_VARIABLE = "MPIPS_KERNELS_FOLDER"
 ENGINES = ("numba", "numpy")
 LONGEST_EXIT_SECONDS = 30.0
 """How long the end of a process waits for the kernel that it is compiling: LLVM may not be left in the middle."""
+LONGEST_IMPORT_SECONDS = 10.0
+"""How long a fork waits until Numba is imported, as a child could not import what is half imported."""
+LONGEST_LOCK_SECONDS = 60.0
+"""After so long a wait for another process, which may have been stopped, this one compiles the kernel, too."""
+LOOK_SECONDS = 0.05
 
 
 class Kernel:
-    """A function to compile. `call(*arrays)` runs it; None until it is compiled, and for ever where it cannot be."""
+    """A function to compile."""
 
     def __init__(self, name: str, source: str, types: tuple[str, ...]) -> None:
         self.name, self.source, self.types = name, source, types
-        self.call: Callable[..., Any] | None = None
+        self.compiled: Callable[..., Any] | None = None
         self.failure = ""
         """Why it never will be there."""
 
     @property
-    def stamp(self) -> str:
-        """Return what names its text and types in the cache."""
-        return hashlib.sha256(f"{self.source}\n{self.types}".encode()).hexdigest()[:20]
+    def call(self) -> Callable[..., Any] | None:
+        """Return what runs it, `call(*arrays)`; None until it is compiled, and for ever where it cannot be."""
+        return None if _engine.numpy_only else self.compiled
 
 
 class Status(NamedTuple):
-    """The engine that serves, the reason, and the folder of kernels ("" without one)."""
+    """The engine that serves, the reason, the folder of kernels ("" where they are not kept), and why there is none."""
 
     engine: str
     reason: str
     folder: str
+    unkept: str
 
 
-def chosen() -> str:
-    """Return the engine that the environment asks for: numba or numpy; CollectiveError for another word."""
-    word = os.environ.get(VARIABLE, "").strip().lower()
+def chosen(environment: Mapping[str, str] = os.environ) -> str:
+    """Return the engine that the environment asks for: numba or numpy; ValueError for another word."""
+    word = environment.get(VARIABLE, "").strip().lower()
     if word not in ("", *ENGINES):
-        raise CollectiveError(f"{VARIABLE}={word!r} names no engine: give {' or '.join(ENGINES)}, or leave it unset")
+        raise ValueError(f"{VARIABLE}={word!r} names no engine: give {' or '.join(ENGINES)}, or leave it unset")
     return word or "numba"
 
 
 def status() -> Status:
-    """Return which engine serves, and why; CollectiveError where the environment names none."""
+    """Return which engine serves, and why; ValueError where the environment names none. Imports Numba."""
+    if why := _not_wanted() or _unusable():
+        return Status("numpy", why, "", "")
+    folder, unkept = cache_folder()
+    return Status("numba", f"Numba {sys.modules['numba'].__version__}", str(folder or ""), unkept)
+
+
+def _not_wanted() -> str:
+    """Return why nothing needs to be imported, as NumPy serves in any case; else ""."""
     if chosen() == "numpy":
-        return Status("numpy", f"{VARIABLE}=numpy", "")
-    if importlib.util.find_spec("numba") is None:
-        return Status("numpy", "Numba is not installed: pip install 'mpips[fast]'", "")
+        return f"{VARIABLE}=numpy"
+    if "numba" not in sys.modules and importlib.util.find_spec("numba") is None:
+        return "Numba is not installed: pip install 'mpips[fast]'"
+    return ""
+
+
+def _unusable() -> str:
+    """Import Numba; return why it cannot compile in this process, else ""."""
     try:
         import numba
-    except Exception as error:
-        return Status("numpy", f"Numba cannot be loaded: {type(error).__name__}: {error}", "")
-    if numba.config.DISABLE_JIT:
-        return Status("numpy", "NUMBA_DISABLE_JIT is set", "")
-    folder = cache_folder()
-    return Status("numba", f"Numba {numba.__version__}", "" if folder is None else str(folder))
+
+        from collectives.kernels import compiler  # noqa: F401
+    except Exception as error:  # of another package, which may be broken
+        return f"Numba cannot be loaded: {type(error).__name__}: {error}"
+    return "NUMBA_DISABLE_JIT is set" if numba.config.DISABLE_JIT else ""
 
 
-def cache_folder() -> Path | None:
+def cache_folder() -> tuple[Path | None, str]:
     """Return the folder of compiled kernels: $MPIPS_KERNELS_FOLDER, else kernels in mpips' part of the user's cache.
 
-    It is made where it is not there. None where it cannot be, or where others than its owner, who is this user or
-    root, can write to it: what lies there is run.
+    It is made where it is not there. None, and why, where it cannot be, or where others than its owner, who is this
+    user or root, can write to it: what lies there is run.
     """
     given = os.environ.get(FOLDER_VARIABLE)
     home = os.path.expanduser("~")
     caches = os.environ.get("XDG_CACHE_HOME") or (os.path.join(home, ".cache") if os.path.isabs(home) else "")
     if not given and not caches:
-        return None
+        return None, f"there is no home: set a folder by {FOLDER_VARIABLE}"
     folder = Path(given) if given else Path(caches, "mpips", "kernels")
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
     except OSError as error:
-        LOG.info("compiled kernels are not kept: %s: %s", folder, error.strerror)
-        return None
+        return None, f"{folder}: {error.strerror}"
     if found.st_uid not in (os.getuid(), 0) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        LOG.warning("compiled kernels are not kept: others can write to %s; chmod go-w it, or set another "
-                    "folder by %s", folder, FOLDER_VARIABLE)  # fmt: skip
-        return None
-    return folder
+        return None, f"others can write to {folder}: chmod go-w it, or set another folder by {FOLDER_VARIABLE}"
+    return folder, ""
 
 
 class _Engine:
     """The kernels of this process, and the thread that compiles them."""
 
     def __init__(self) -> None:
+        self.numpy_only = False
         self._kernels: dict[tuple[str, tuple[str, ...]], Kernel] = {}
+        self._stopped = threading.Event()
+        self._begin()
+
+    def _begin(self) -> None:
         self._wanted: queue.SimpleQueue[Kernel | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._stopped = False
-        self._left = 0  # kernels that are asked for and not there yet
         self._settled = threading.Condition(self._lock)
+        self._importing = threading.RLock()
+        self._thread: threading.Thread | None = None
+        self._left = 0  # kernels that are asked for and not there yet
 
     def kernel(self, name: str, source: str, types: Sequence[str]) -> Kernel:
+        """Return the kernel of that text and types, asking for it where it is new. Not blocking; raises nothing."""
         found = self._kernels.get((source, tuple(types)))
         return found if found is not None else self._ask(Kernel(name, source, tuple(types)))
 
@@ -128,14 +148,20 @@ class _Engine:
             found = self._kernels.setdefault((kernel.source, kernel.types), kernel)
             if found is not kernel:
                 return found
-            if self._stopped or chosen() == "numpy" or importlib.util.find_spec("numba") is None:
-                kernel.failure = "NumPy is the engine"
+            try:
+                kernel.failure = "no kernel is compiled any more" if self._stopped.is_set() else _not_wanted()
+                if not kernel.failure and self._thread is None:
+                    thread = threading.Thread(target=self._run, name="mpips kernels", daemon=True)
+                    thread.start()
+                    atexit.register(self.stop)
+                    self._thread = thread
+            except (ValueError, RuntimeError) as error:  # a word that names no engine; no more threads
+                kernel.failure = str(error)
+                self._stopped.set()
+                LOG.warning("NumPy serves instead of compiled kernels: %s", error)
+            if kernel.failure:
                 return kernel
             self._left += 1
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="mpips kernels", daemon=True)
-                self._thread.start()
-                atexit.register(self.stop)
         self._wanted.put(kernel)
         return kernel
 
@@ -146,31 +172,47 @@ class _Engine:
 
     def stop(self) -> None:
         """Compile no more; wait for the one that is being compiled."""
-        self._stopped = True
+        self._stopped.set()
         self._wanted.put(None)
         if self._thread is not None:
             self._thread.join(LONGEST_EXIT_SECONDS)
 
-    def forget_thread(self) -> None:
-        """In a forked process, where LLVM's locks may be held for ever: what is compiled stays, no more follows."""
+    def before_fork(self) -> None:
+        """Wait while Numba is being imported: a child that imports one of its modules would wait for ever."""
+        self._held = self._importing.acquire(timeout=LONGEST_IMPORT_SECONDS)
+
+    def after_fork_in_parent(self) -> None:
+        """Let Numba be imported."""
+        if self._held:
+            self._importing.release()
+
+    def after_fork_in_child(self) -> None:
+        """Go on without the thread, as LLVM's locks may be held for ever: what is compiled stays, no more follows."""
         left = self._left
-        kernels, self._stopped, self._thread = self._kernels, True, None
-        self._lock, self._left, self._wanted = threading.Lock(), 0, queue.SimpleQueue()
-        self._settled = threading.Condition(self._lock)
-        for kernel in kernels.values():
-            kernel.failure = kernel.failure or ("" if kernel.call else "the process was forked before it was compiled")
+        self._begin()
+        self._stopped = threading.Event()
+        self._stopped.set()
+        for kernel in self._kernels.values():
+            if kernel.compiled is None:
+                kernel.failure = kernel.failure or "the process was forked before it was compiled"
         if left:
             LOG.info("forked while %d kernels were being compiled: NumPy serves here", left)
 
     def _run(self) -> None:
+        with self._importing:
+            unusable = _unusable()
+        folder, unkept = cache_folder()
+        if unusable or unkept:
+            LOG.warning("%s", f"NumPy serves instead of compiled kernels: {unusable}" if unusable else
+                        f"compiled kernels are not kept: {unkept}")  # fmt: skip
         while (kernel := self._wanted.get()) is not None:
             begun = time.perf_counter()
+            kernel.failure = unusable or ("the process ends" if self._stopped.is_set() else "")
             try:
-                if self._stopped:
-                    raise RuntimeError("the process ends")
-                kernel.call = _compiled(kernel)
-                LOG.info("kernel %s is there after %.2f s", kernel.name, time.perf_counter() - begun)
-            except Exception as error:
+                if not kernel.failure:
+                    kernel.compiled = _compiled(kernel, folder, self._stopped)
+                    LOG.info("kernel %s is there after %.2f s", kernel.name, time.perf_counter() - begun)
+            except Exception as error:  # of LLVM, or of Numba for a text that it cannot compile
                 kernel.failure = f"{type(error).__name__}: {error}"
                 LOG.info("kernel %s is left to NumPy: %s", kernel.name, kernel.failure)
             with self._settled:
@@ -178,35 +220,65 @@ class _Engine:
                 self._settled.notify_all()
 
 
-def _compiled(kernel: Kernel) -> Callable[..., Any]:
+def _compiled(kernel: Kernel, folder: Path | None, stopped: threading.Event) -> Callable[..., Any]:
     """Return a kernel's compiled function, from the cache or by compiling it now."""
     from collectives.kernels import compiler
 
-    source = compiler.Source(kernel.name, kernel.source, kernel.types, kernel.stamp)
-    folder = cache_folder()
+    source = compiler.Source(kernel.name, kernel.source, kernel.types)
     if folder is None:
         return compiler.compiled(source, None)
-    with _locked(folder / f"{kernel.stamp}.lock"):
-        return compiler.compiled(source, folder)
+    path = compiler.place(source, folder)
+    if path.exists():
+        return compiler.compiled(source, path)
+    with _locked(path.with_suffix(".lock"), stopped):
+        return compiler.compiled(source, path)
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock that a killed process loses; nothing where the file system has none or the folder is read-only."""
+def _locked(path: Path, stopped: threading.Event) -> Iterator[None]:
+    """Hold a lock that neither a killed process keeps nor a forked one.
+
+    No lock where the file system has none, the folder is read-only, or another process keeps it for too long.
+    RuntimeError where this process ends before.
+    """
     fd = -1
-    with contextlib.suppress(OSError):
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        fcntl.flock(fd, fcntl.LOCK_EX)
+    until = time.monotonic() + LONGEST_LOCK_SECONDS
     try:
+        with contextlib.suppress(OSError):
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            while not _lock(fd) and time.monotonic() < until:
+                if stopped.wait(LOOK_SECONDS):
+                    raise RuntimeError("the process ends")
         yield
     finally:
         if fd >= 0:
             os.close(fd)
 
 
+def _lock(fd: int) -> bool:
+    """Lock a file if no other process has it; False where one has."""
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        raise
+    return True
+
+
+@contextlib.contextmanager
+def numpy_only() -> Iterator[None]:
+    """Let NumPy serve in a block, in all threads of this process: for tests and benchmarks, which compare both."""
+    before, _engine.numpy_only = _engine.numpy_only, True
+    try:
+        yield
+    finally:
+        _engine.numpy_only = before
+
+
 _engine = _Engine()
-os.register_at_fork(after_in_child=_engine.forget_thread)
+os.register_at_fork(
+    before=_engine.before_fork, after_in_parent=_engine.after_fork_in_parent, after_in_child=_engine.after_fork_in_child
+)
 kernel = _engine.kernel
-"""Return the kernel of that text and types, asking for it where it is new. Not blocking."""
 settle = _engine.settle
-"""Wait, at most so many seconds, until what was asked for is there or has failed; False where time has run out."""

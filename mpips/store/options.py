@@ -9,13 +9,16 @@ from __future__ import annotations
 import difflib
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from collectives.errors import of_caller
+from collectives.kernels import engine
 
 PREFIX = "MPIPS_"
+OF_PROCESSES = (engine.VARIABLE, engine.FOLDER_VARIABLE)
+"""Variables with that prefix in which ranks may differ; they are no options."""
 
 # Kinds in the words of MXNet and, after the colon, the names that the paper (section 4.2.1) gives them.
 KINDS = ("local", "dist_sync", "dist_async", "mpi_sync", "mpi_async")
@@ -188,29 +191,35 @@ def _as_bool(value: object) -> bool:
 def read(arguments: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None) -> Options:
     """Options from arguments, else from `MPIPS_*` variables, else defaults.
 
-    An unknown argument or variable raises OptionError and lists the known ones; None means "not given".
+    An unknown argument or variable raises OptionError and lists the known ones, and so does a word that names no
+    engine of kernels; None means "not given".
     """
     env = os.environ if environment is None else environment
     known = {field.name: field for field in FIELDS}
     values: dict[str, Any] = {}
     for variable, text in env.items():
-        if not variable.startswith(PREFIX):
+        if not variable.startswith(PREFIX) or variable in OF_PROCESSES:
             continue
         name = variable[len(PREFIX) :].lower()
         if name not in known:
-            raise OptionError(f"the variable {variable} is unknown{_perhaps(name, lambda word: PREFIX + word.upper())}")
+            names = [*known, *(other[len(PREFIX) :].lower() for other in OF_PROCESSES)]
+            perhaps = _perhaps(name, names, lambda word: PREFIX + word.upper())
+            raise OptionError(f"the variable {variable} is unknown{perhaps}")
         values[name] = _checked(known[name], text, variable)
+    try:
+        engine.chosen(env)
+    except ValueError as error:
+        raise OptionError(str(error)) from None
     for name, value in (arguments or {}).items():
         if name not in known:
-            raise OptionError(f"create() has no option {name!r}{_perhaps(name, str)}")
+            raise OptionError(f"create() has no option {name!r}{_perhaps(name, list(known), str)}")
         if value is not None:
             values[name] = _checked(known[name], value, name)
     return Options(**values)
 
 
-def _perhaps(name: str, shown: Callable[[str], str]) -> str:
-    """Return what to say of a name that no option has."""
-    known = [field.name for field in FIELDS]
+def _perhaps(name: str, known: Sequence[str], shown: Callable[[str], str]) -> str:
+    """Return what to say of a name that is not among the known ones."""
     near = difflib.get_close_matches(name, known, 1)
     return f"{f': did you mean {shown(near[0])}?' if near else ';'} known: {', '.join(map(shown, known))}"
 
