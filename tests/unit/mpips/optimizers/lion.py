@@ -1,4 +1,4 @@
-"""An optimizer and a schedule of a user's own, as docs/how-to/own-optimizer.md tells to write them."""
+"""An optimizer without an equation, and a schedule, as docs/how-to/own-optimizer.md tells to write them."""
 
 from __future__ import annotations
 

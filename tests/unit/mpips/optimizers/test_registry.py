@@ -10,6 +10,7 @@ import pytest
 
 from mpips import optimizers
 from mpips.optimizers import SGD, Groups, Warmup, changed, initial
+from tests.pages import ROOT, blocks
 
 from .lion import Lion, Polynomial
 
@@ -49,6 +50,21 @@ def test_it_updates_by_intervals():
             Lion(0.1).update(pieces[part], gradient[part], [array[part] for array in cut], step)
     np.testing.assert_array_equal(whole, pieces)
     np.testing.assert_allclose(whole, start - 0.2 * np.sign(gradient), rtol=1e-5)
+
+
+def test_one_without_an_equation_learns_as_its_page_says():
+    (program,) = [block for block in blocks(ROOT / "docs/how-to/own-optimizer.md") if "class HalfMomentum" in block]
+    try:
+        exec(compile(program, "program", "exec", dont_inherit=True), {"__name__": "program"})
+        optimizer = optimizers.create("halfmomentum", learning_rate=0.1, momentum=0.5)
+        weights = np.ones(10, np.float32)
+        state = initial(optimizer, weights)
+        for step in range(1, 40):
+            optimizer.update(weights, 2 * weights, state, step)
+    finally:
+        optimizers.OPTIMIZERS.pop("halfmomentum", None)
+    assert state[0].dtype == np.float16
+    assert abs(weights).max() < 1e-3
 
 
 def test_the_parts_of_the_built_in_ones_serve_ones_own():
