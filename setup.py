@@ -6,7 +6,8 @@ from setuptools import find_packages, setup
 
 PLOT = ["matplotlib>=3.6"]
 LAB = ["pyroute2>=0.7.12"]
-FAST = ["numba>=0.61"]  # compiled kernels of servers; without it NumPy serves
+# Compiled kernels of servers, where Numba has wheels; elsewhere, and without it, NumPy serves.
+FAST = ["numba>=0.61; python_version < '3.15' and platform_machine in 'x86_64 aarch64'"]
 TEST = [
     "pytest>=8",
     "pytest-mpi>=0.6",

@@ -30,6 +30,7 @@ LOG = logging.getLogger("mpips.kernels")
 VARIABLE = "MPIPS_KERNELS"
 FOLDER_VARIABLE = "MPIPS_KERNELS_FOLDER"
 ENGINES = ("numba", "numpy")
+NOT_INSTALLED = "Numba is not installed: pip install 'mpips[fast]'"
 LONGEST_EXIT_SECONDS = 30.0
 """How long the end of a process waits for the kernel that it is compiling: LLVM may not be left in the middle."""
 LONGEST_IMPORT_SECONDS = 10.0
@@ -84,7 +85,7 @@ def _not_wanted() -> str:
     if chosen() == "numpy":
         return f"{VARIABLE}=numpy"
     if "numba" not in sys.modules and importlib.util.find_spec("numba") is None:
-        return "Numba is not installed: pip install 'mpips[fast]'"
+        return NOT_INSTALLED
     return ""
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import click
 from rich.markup import escape
 
+from collectives.kernels import engine
 from collectives.terminal import Interruptible, OutFile, console, write_text
 from launch.doctor.survey import EXTRAS, OURS, PACKAGES, RANKS, RANKS_OF_A_DEATH, look
 from launch.mpirun import NO_PROCESS
@@ -56,6 +57,8 @@ FOREIGN = "this mpirun and the mpi4py of this Python belong to different MPIs: p
 RESTARTS = "`mpips run --restarts` starts such a job again"
 SPARES = "`mpips run --spares` survives it"
 SEEN = "two ranks saw each other's bytes"
+BROUGHT = "Numba would make servers' updates two to three times as fast"
+WHEELS_FOR, NEWEST_WHEEL = ("x86_64", "aarch64"), (3, 14)  # of Numba 0.68
 STRONG_ORDER = ("x86_64", "AMD64", "i686")
 
 
@@ -79,6 +82,7 @@ def judge(found: Mapping[str, Any]) -> list[Check]:
         *_memory_order(found),
         *_leftovers(found),
         _cores(found),
+        _kernels(found),
         *_gpus(found),
         _scheduler(found),
         *_srun(found),
@@ -181,6 +185,25 @@ def _cores(found: Mapping[str, Any]) -> Check:
     quota = f" of {affinity}: the CPU quota of this control group (a container, or a job) allows no more"
     here = f"{cores}{quota if cores < affinity else ' here'}"
     return Check("cores", True, f"{here}; beyond {cores} rank{'s' * (cores > 1)} on this machine they take turns")
+
+
+def _kernels(found: Mapping[str, Any]) -> Check:
+    """Return who computes the servers' updates; both give the same bits, so nothing must be done."""
+    kernels = found["kernels"]
+    if "refused" in kernels:
+        return Check("kernels", False, "no store can be made", kernels["refused"])
+    if "problem" in kernels:
+        return Check("kernels", None, f"NumPy updates: Numba could not be tried: {kernels['problem']}")
+    if kernels["engine"] == "numba":
+        kept = f"kept in {kernels['folder']}" if kernels["folder"] else f"by every process anew ({kernels['unkept']})"
+        return Check("kernels", True if kernels["folder"] else None, f"{kernels['reason']} compiles updates, {kept}")
+    if kernels["reason"] != engine.NOT_INSTALLED:
+        return Check("kernels", None, f"NumPy updates: {kernels['reason']}")
+    version = tuple(map(int, found["python"].split(".")[:2]))
+    if kernels["machine"] in WHEELS_FOR and kernels["libc"] == "glibc" and version <= NEWEST_WHEEL:
+        return Check("kernels", None, f"NumPy updates; {BROUGHT}: {engine.NOT_INSTALLED}")
+    here = f"Python {version[0]}.{version[1]} on {kernels['machine']}, {kernels['libc'] or 'without glibc'}"
+    return Check("kernels", None, f"NumPy updates: Numba is not installed, and may have no wheel for {here}")
 
 
 def _gpus(found: Mapping[str, Any]) -> Iterator[Check]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import click
 
+from collectives.kernels import engine
 from collectives.machine import usable_cores
 from launch.doctor import probe
 from launch.machine import find_hindrances, find_leftovers, list_interfaces, list_leftover_kinds, this_machine
@@ -44,6 +45,7 @@ PROMISES = (world.OPEN_MPI, world.HYDRA, world.SLURM, world.JSRUN)
 SCHEDULERS = {"Slurm": ("sbatch", "SLURM_JOB_ID"), "LSF": ("bsub", "LSB_JOBID"), "PBS": ("qsub", "PBS_JOBID")}
 PACKAGES = ("numpy", "mpi4py", "msgspec", "click", "rich", "threadpoolctl")
 EXTRAS = {"matplotlib": "plot", "scikit-learn": "demo", "pyroute2": "lab"}
+KERNELS = "import json; from collectives.kernels import engine; print(json.dumps(engine.status()._asdict()))"
 DEVICES = (
     "import cupy, json; r = cupy.cuda.runtime; print(json.dumps("
     "[r.getDeviceProperties(i)['name'].decode() for i in range(r.getDeviceCount())]))"
@@ -72,6 +74,7 @@ def look() -> dict[str, Any]:
             if _text(Path("/sys/class/net", name, "operstate")) != "down"
             for speed in [_text(Path("/sys/class/net", name, "speed"))]
         ],
+        "kernels": look_for_kernels(),
         "gpu": _gpu(),
         "leftovers": find_leftovers(list_leftover_kinds()),
     }
@@ -179,6 +182,17 @@ def _gpu() -> dict[str, Any]:
         return {"present": present, "cupy": None}
     done = _child([sys.executable, "-P", "-c", DEVICES], LIMIT)
     return {"present": present, "cupy": version, "devices": done if isinstance(done, list) else [], "problem": done}
+
+
+def look_for_kernels() -> dict[str, Any]:
+    """Return what serves updates, asked in a child process, as Numba is large and may be broken; or the problem."""
+    try:
+        engine.chosen()
+    except ValueError as error:
+        return {"refused": str(error)}
+    done = _child([sys.executable, "-P", "-c", KERNELS], LIMIT)
+    here = {"machine": platform.machine(), "libc": platform.libc_ver()[0]}
+    return {**done, **here} if isinstance(done, dict) else {"problem": done}
 
 
 def _started(progress: Progress, launcher: Launcher, ranks: int, *words: str) -> dict[str, Any]:

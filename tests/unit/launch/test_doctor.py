@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import mmap
 import os
 import shlex
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from collectives.kernels import engine
 from launch import machine
 from launch.doctor import __main__ as doctor
 from launch.doctor import survey
@@ -28,6 +30,8 @@ HEALTHY: dict[str, Any] = {
     "processor": "x86_64",
     "leftovers": [],
     "environment": {},
+    "kernels": {"engine": "numba", "reason": "Numba 0.68.1", "folder": "/home/a/.cache/mpips/kernels", "unkept": "",
+                "machine": "x86_64", "libc": "glibc"},
     "schedulers": ["Slurm"],
     "allocation": None,
     "lacks_scheduler": "",
@@ -52,6 +56,8 @@ HEALTHY: dict[str, Any] = {
 }
 
 
+KERNELS = HEALTHY["kernels"]
+NUMPY = KERNELS | {"engine": "numpy", "reason": engine.NOT_INSTALLED, "folder": ""}
 LEFT = {"mpi": "MPICH", "what": "files", "place": "/dev/shm", "count": 1200, "bytes": 3 << 20, "remove": "rm a"}
 
 
@@ -101,6 +107,15 @@ def test_a_healthy_machine() -> None:
         ("death", {"hindrance": "MPICH ends it"}, "lost ranks", None, "MPICH ends it; `mpips run --restarts` starts"),
         ("death", {"problem": "no answer within 60 s"}, "lost ranks", None,
          "the others did not go on (no answer within 60 s); `mpips run --re"),
+        ("kernels", KERNELS, "kernels", True, "Numba 0.68.1 compiles updates, kept in /home/a/.cache/mpips/kernels."),
+        ("kernels", KERNELS | {"folder": "", "unkept": "others can write to /tmp"}, "kernels", None,
+         "Numba 0.68.1 compiles updates, by every process anew (others can write to /tmp)."),
+        ("kernels", NUMPY, "kernels", None, "updates two to three times as fast: Numba is not installed: pip install"),
+        ("kernels", NUMPY | {"machine": "ppc64le"}, "kernels", None, "no wheel for Python 3.11 on ppc64le, glibc."),
+        ("kernels", NUMPY | {"libc": ""}, "kernels", None, "no wheel for Python 3.11 on x86_64, without glibc."),
+        ("kernels", NUMPY | {"reason": "MPIPS_KERNELS=numpy"}, "kernels", None, "NumPy updates: MPIPS_KERNELS=numpy."),
+        ("kernels", {"problem": "exit code -11: it printed nothing"}, "kernels", None, "could not be tried: exit code"),
+        ("kernels", {"refused": "MPIPS_KERNELS='x' names no engine"}, "kernels", False, "names no engine"),
         ("gpu", {"present": True, "cupy": None}, "GPU", False, "pip install cupy-cuda12x"),
         ("gpu", {"present": True, "cupy": "13", "devices": [], "problem": "x"}, "GPU", False, "nvidia-smi"),
         ("gpu", {"present": False, "cupy": None}, "GPU", None, "none here: NumPy arrays only"),
@@ -113,6 +128,20 @@ def test_each_finding_has_its_line(path: str, value: Any, name: str, ok: bool | 
     check = changed(path, value)[name]
     assert check.ok is ok
     assert words in (check.advice if ok is False else f"{check.found}.")
+
+
+def test_kernels_are_looked_for_as_a_rank_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPIPS_KERNELS_FOLDER", str(tmp_path / "kernels"))
+    monkeypatch.setenv("MPIPS_KERNELS", "numpy")
+    assert survey.look_for_kernels()["reason"] == "MPIPS_KERNELS=numpy"
+    monkeypatch.setenv("MPIPS_KERNELS", "fast")
+    assert survey.look_for_kernels()["refused"].startswith("MPIPS_KERNELS='fast' names no engine")
+    monkeypatch.delenv("MPIPS_KERNELS")
+    found = survey.look_for_kernels()
+    if importlib.util.find_spec("numba") is None:
+        assert found["reason"] == engine.NOT_INSTALLED
+    else:
+        assert found["folder"] == str(tmp_path / "kernels")
 
 
 @pytest.mark.parametrize(("does", "ok", "said"), [
