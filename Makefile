@@ -8,6 +8,7 @@ ALL_RANKS ?= 1,2,3,4,5,7
 SERVERS ?= 2
 WORKERS ?= 4
 CLIENTS ?= 2
+WHEELS ?= .whl
 
 VENV = $(PYTHON) -m launch.venv .venv --mpi $(MPI)
 BIN = .venv/bin
@@ -17,7 +18,7 @@ TESTS = $(VENV) --extra test --extra fast && $(BIN)/python -m tests.run --python
 TEST_TORCH = .venv-torch/bin/python -m tests.run --stages mpi --ranks 1,2,3 --python .venv-torch/bin/python tests/mpi/torch
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-quick test-all test-pythons test-slow test-torch unit lab lint install clean overlap \
+.PHONY: help demo docs gpu test test-quick test-all test-pythons test-slow test-torch unit lab lint install clean overlap \
 	reproduce-mg-wfbp reproduce-ibatch reproduce-bml reproduce-mxnet-mpi reproduce-tensor reproduce-mlp
 
 help: ## this list
@@ -67,6 +68,9 @@ test-torch: ## tests of mpips.torch and mpips.jax on 1, 2 and 3 ranks; installs 
 	$(PYTHON) -m launch.venv .venv-torch --mpi $(MPI) --extra test --extra fast --extra torch --extra jax
 	$(TEST_TORCH)
 
+gpu: ## every check that needs a GPU or 16 cores, in 8 minutes, offline: out/gpu.md
+	@$(PYTHON) -m tests.gpu --out out --wheels $(WHEELS)
+
 docs: ## these documents as a site, out/site/index.html; a broken link is an error
 	$(VENV) --extra docs
 	@echo "mpips: building the site, some 10 seconds"
@@ -109,4 +113,4 @@ reproduce-mlp: ## strong scaling of batch, model and hybrid parallel MLPs to 32 
 	$(BIN)/python -m examples.reproduce.mlp --json out/$@.json --plot out/$@.png
 
 clean: ## remove environments, results and caches
-	rm -rf .venv .venv-mpich .venv-torch .venv-py3.* .venv-oldest out build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-mpich .venv-torch .venv-gpu .venv-py3.* .venv-oldest out build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
