@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from io import BytesIO
 from pathlib import Path
@@ -95,6 +97,7 @@ ALLREDUCE, STORE = "Allreduce beside the MPI's, on the host", "Push and pull, on
 MPI_NAME = "MPI"  # of the MPI's own call, in rows of collectives.benchmark
 SIZES = "1KiB,64KiB,1MiB,16MiB"
 COUNTS = (2, 4, 8, 16)
+KERNELS = "tests/unit/collectives/test_kernels.py"
 TENSORS = "tests/mpi/collectives/test_tensor.py"
 STREAMS = "tests/mpi/collectives/test_streams.py"
 ARRAYS = "tests/mpi/mpips/test_store_arrays.py"
@@ -104,7 +107,7 @@ DEVICES = "tests/mpi/mpips/mlp/test_devices.py"
 def on_the_card() -> list[Stage]:
     """Return what needs a card."""
     stages = [
-        unit("kernels", 75, "tests/unit/collectives/test_kernels.py"),
+        unit("kernels", 75, KERNELS),
         program("bandwidth", BANDWIDTH, 1, 40, "tests.gpu.bandwidth", "ROWS"),
     ]
     for count in (2, 4):
@@ -133,9 +136,9 @@ def on_the_cores(counts: Sequence[int] = COUNTS, sizes: str = SIZES, seconds: fl
     return stages
 
 
-def check(stages: Sequence[Stage], seconds: float, say: Callable[[str], None] = print) -> list[Row]:
-    """Run the stages, all of them within so many seconds; return a record of each, in order."""
-    end, records = time.monotonic() + seconds, []
+def check(stages: Sequence[Stage], seconds: float, say: Callable[[str], None] = print) -> Iterator[Row]:
+    """Run the stages, all of them within so many seconds; yield a record of each as it ends."""
+    end = time.monotonic() + seconds
     for number, stage in enumerate(stages, 1):
         limit, out = min(stage.limit, end - time.monotonic()), BytesIO()
         say(f"[{number}/{len(stages)}] {stage.name}, at most {max(limit, 0):.0f} s")
@@ -151,9 +154,8 @@ def check(stages: Sequence[Stage], seconds: float, say: Callable[[str], None] = 
         say("    " + str(result._replace(name="failed" if result.failed else "passed")))
         if result.failed:
             say("\n".join(result.failures) + "\n" + out.getvalue().decode(errors="replace")[-LAST:])
-        kept = {"name": stage.name, "table": stage.table, "limit": stage.limit, "rows": rows}
-        records.append(kept | {key: value for key, value in result._asdict().items() if key not in ("name", "times")})
-    return records
+        counts = {key: value for key, value in result._asdict().items() if key not in ("name", "times")}
+        yield {"name": stage.name, "table": stage.table, "limit": stage.limit, "rows": rows, **counts}
 
 
 def beside_mpi(records: Sequence[Row]) -> None:
@@ -166,20 +168,30 @@ def beside_mpi(records: Sequence[Row]) -> None:
 
 def told(program: str) -> Row:
     """Return what a program prints as JSON; {"problem": ...} where it fails."""
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
-    return json.loads(done.stdout) if not done.returncode else {"problem": done.stderr.strip().splitlines()[-1]}
+    argv = [sys.executable, "-c", program]
+    try:
+        done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    except subprocess.CalledProcessError as error:
+        return {"problem": (error.stderr.strip() or str(error)).splitlines()[-1]}
+    except subprocess.TimeoutExpired as error:
+        return {"problem": f"no answer in {error.timeout:.0f} s"}
+    return json.loads(done.stdout)
 
 
-def report(card: Row, records: Sequence[Row], seconds: float) -> Row:
+def surroundings() -> Row:
+    """Return on what the stages run: the card, the machine, the commit."""
+    commit = None
+    if shutil.which("git"):
+        argv = ["git", "rev-parse", "HEAD"]
+        commit = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip() or None
+    when = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"card": told(CARD), "machine": told(MACHINE), "commit": commit, "when": when}
+
+
+def report(where: Row, records: Sequence[Row], seconds: float) -> Row:
     """Return what gpu.json holds."""
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return {
-        "card": card, "machine": told(MACHINE), "commit": git.stdout.strip() or None,
-        "when": datetime.now(UTC).isoformat(timespec="seconds"), "seconds": round(seconds, 1),
-        "ok": not any(record["failed"] for record in records), "stages": list(records),
-    }  # fmt: skip
+    ok = "problem" not in where["card"] and not any(record["failed"] for record in records)
+    return {**where, "seconds": round(seconds, 1), "ok": ok, "stages": list(records)}
 
 
 # ---- the page
@@ -240,15 +252,21 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=460)
     parser.add_argument("--only", default="")
     asked = parser.parse_args()
-    started = time.monotonic()
-    card = told(CARD)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, run.stop)
+    started, where = time.monotonic(), surroundings()
     stages = [stage for stage in on_the_card() + on_the_cores() if asked.only in stage.name]
-    records = check(stages, asked.seconds)
-    beside_mpi(records)
-    found = report(card, records, time.monotonic() - started)
+    if not stages:
+        sys.exit(f"mpips: no stage has {asked.only!r} in its name")
     asked.out.mkdir(parents=True, exist_ok=True)
-    write_json(asked.out / "gpu.json", found)
-    write_text(asked.out / "gpu.md", page(found))
+    records: list[Row] = []
+    for record in check(stages, asked.seconds):
+        records.append(record)
+        beside_mpi(records)
+        found = report(where, records, time.monotonic() - started)
+        write_json(asked.out / "gpu.json", found)  # each time: what ends us may come at any time
+        write_text(asked.out / "gpu.md", page(found))
+    card = where["card"]
     view = Table(title=f"{card.get('name', card.get('problem'))}, {found['seconds']:.0f} s")
     for name in ("stage", "passed", "failed", "skipped", "seconds"):
         view.add_column(name, justify="left" if name == "stage" else "right")
@@ -256,7 +274,7 @@ def main() -> int:
         view.add_row(record["name"], *(f"{record[name]:.0f}" for name in ("passed", "failed", "skipped", "seconds")))
     show_table(view)
     print(f"mpips: {asked.out / 'gpu.json'} and {asked.out / 'gpu.md'} are written")
-    return 0 if found["ok"] and records and "problem" not in card else 1
+    return 0 if found["ok"] else 1
 
 
 if __name__ == "__main__":

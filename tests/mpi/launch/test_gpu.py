@@ -40,7 +40,7 @@ def test_a_stage_that_fails_or_hangs_is_reported_and_others_go_on(tmp_path: Path
         stages.program("is slow", "Shares", 1, 90, "json.tool", str(given), "ROWS"),
         stages.program("has no time", "", 1, 90, "json.tool", str(given), "ROWS")._replace(limit=0),
     ]
-    records = stages.check(every, 170, **QUIET)
+    records = list(stages.check(every, 170, **QUIET))
     assert [record["failures"] for record in records] == [
         ("exit code 1",),
         ("ended, as it was not done after 3 s",),
@@ -49,7 +49,7 @@ def test_a_stage_that_fails_or_hangs_is_reported_and_others_go_on(tmp_path: Path
         ("no time was left for it",),
     ]
     assert [record["passed"] for record in records] == [0, 0, 0, 1, 0]
-    found = stages.report({"name": "A card"}, records, 4.0)
+    found = stages.report(stages.surroundings() | {"card": {"name": "A card"}}, records, 4.0)
     assert not found["ok"]
     assert json.loads(json.dumps(found))["stages"][3]["rows"][0] == {"share": 0.95, "ok": True}
     page = stages.page(found)
@@ -68,12 +68,12 @@ def test_a_kernel_must_move_nine_tenths_of_a_copy() -> None:
 def test_the_programs_run_on_the_host() -> None:
     words = "tests.gpu.tensor", "ROWS", "--arrays", "numpy", "--sizes", "4KiB,64KiB", "--seconds", "0.05"
     every = [stages.program("tensor", stages.TENSOR, 2, 60, *words), *stages.on_the_cores((2, 4096), "1KiB", 0.02)]
-    records = stages.check(every, 150, **QUIET)
+    records = list(stages.check(every, 150, **QUIET))
     stages.beside_mpi(records)
     assert [record["failures"] for record in records if record["failed"]] == []
     rows = {record["table"]: record["rows"] for record in records}
     assert [row["way"] for row in rows[stages.TENSOR]] == 2 * [tensor.BY_HAND, *tensor.WAYS]
-    page = stages.page(stages.report({"name": "A card"}, records, 4.0))
+    page = stages.page(stages.report(stages.surroundings() | {"card": {"name": "A card"}}, records, 4.0))
     assert "All checks passed." in page
     assert all(f"## {title}" in page for title in (stages.TENSOR, stages.ALLREDUCE, stages.STORE))
     assert all(row["MPI_allreduce_s"] > 0 for row in rows[stages.STORE])
@@ -95,3 +95,10 @@ def test_a_python_that_lacks_packages_gets_them_from_carried_wheels(
     monkeypatch.setattr(command, "NEEDED", ("numpy", "mpi4py", "carried"))
     assert command.environment(python, wheels, folder) == str(folder / "bin" / "python")
     assert "carried" in command.lacking(python)
+
+
+def test_every_stage_of_tests_has_tests_that_need_a_card() -> None:
+    places = (stages.KERNELS, stages.TENSORS, stages.STREAMS, stages.ARRAYS, stages.DEVICES)
+    argv = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "gpu", *places]
+    done = subprocess.run(argv, cwd=child.ROOT, env=child.outside(), capture_output=True, text=True, timeout=120)
+    assert [place for place in places if f"{place}::" not in done.stdout] == [], done.stdout[-500:]
