@@ -58,7 +58,7 @@ def make(folder: Path, extras: set[str], mpi: str) -> None:
         _say(f"making {folder}")
         _create(folder)
     _install(python, extras, mpi)
-    if not _fits(find(python=str(python)), python):
+    if not fits(find(python=str(python)), python):
         sys.exit(f"two ranks do not form one world under {find(python=str(python))}: run `{folder}/bin/mpips doctor`")
     stamp.write_text(json.dumps({**wanted, "extras": sorted(extras)}))
 
@@ -71,7 +71,7 @@ def _install(python: Path, extras: set[str], mpi: str) -> None:
     named = f"[{','.join(names)}]" if names else ""
     _say(f"installing mpips{named}")
     _pip(python, "-e", f"{ROOT}{named}")
-    if chosen is None or (_loads(python) and _fits(chosen, python)) or _built(chosen, python):
+    if chosen is None or (_loads(python) and fits(chosen, python)) or _built(chosen, python):
         return
     why = "does not run under" if _loads(python) else "cannot load the library of"
     _say(f"mpi4py {why} {chosen}, which is first on the PATH: installing pip's Open MPI instead")
@@ -113,7 +113,7 @@ def _loads(python: Path) -> bool:
     return subprocess.run([python, "-c", LOADS], capture_output=True, check=False).returncode == 0
 
 
-def _fits(launcher: Launcher, python: Path) -> bool:
+def fits(launcher: Launcher, python: Path) -> bool:
     """Return whether two ranks of this Python form one world under this mpirun: tried, with a time limit."""
     argv = build(launcher, Job(2, (str(python), "-c", WORLD)), this_machine())
     try:
@@ -135,7 +135,7 @@ def _built(launcher: Launcher, python: Path) -> bool:
     _say(f"building mpi4py with {compiler}")
     options = ("--force-reinstall", "--no-deps", "--no-cache-dir", "--no-binary", "mpi4py", "mpi4py")
     built = _pip(python, *options, MPICC=compiler, stop=False)
-    return built and _loads(python) and _fits(launcher, python)
+    return built and _loads(python) and fits(launcher, python)
 
 
 def _pip(python: Path, *words: str, stop: bool = True, **environment: str) -> bool:

@@ -17,14 +17,18 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from collectives.kernels import engine
-from mpips.optimizers.base import State, Updated, Value, Values, working_dtype, zeros
+from mpips.optimizers.base import Optimizer, State, Updated, Value, Values, working_dtype, zeros
 from mpips.optimizers.trace import Tape, Untraceable, pair
 
 BLOCK_BYTES = 384 * 1024
 """Bytes of one array that a block covers."""
+PIECE_BYTES = 256 * 1024
+"""Bytes of a sum that is read again for every gradient: in a core's own cache beside as many of one."""
 TILE = 1024
 """Elements of several gradients that a kernel sums before it updates by them: they stay in a core's first cache."""
-MOST_PARTS = 8
+READ_AT_ONCE = 8
+"""Gradients that one loop of a kernel adds: LLVM compares no more arrays before it takes several elements at once."""
+MOST_PARTS = 64
 """Gradients that one kernel sums; of more, the first are summed before."""
 WIDE = {"float16": "float32", "bfloat16": "float32", "float32": "float32", "float64": "float64"}
 """Dtypes of weights that kernels know, and what they reckon in."""
@@ -71,7 +75,7 @@ class Equation:
         _see(weights, parts, state, self.slots, step)
         if len(parts) > MOST_PARTS:
             early = len(parts) - MOST_PARTS + 1
-            parts = [functools.reduce(np.add, parts[:early]), *parts[early:]]
+            parts = [_sum(parts[:early], "early total"), *parts[early:]]
         way = _way(self, weights.dtype, len(parts), ask=weights.size > 1)  # one: its options are tried
         numbers = [*self.numbers(step), *way.constants]
         if way.kernel is not None and way.kernel.call is not None and isinstance(weights, np.ndarray):
@@ -90,6 +94,16 @@ class Equation:
         """Ask for the kernel of weights of this dtype and sums of so many gradients, so that it is there in time."""
         if dtype.name in WIDE:
             _way(self, dtype, min(parts, MOST_PARTS), ask=True)
+
+
+def update_by_sum(
+    optimizer: Optimizer, weights: np.ndarray, parts: Sequence[np.ndarray], state: State, step: int
+) -> None:  # fmt: skip
+    """Update in place by the sum of gradients, added from first to last, with any optimizer."""
+    if isinstance(optimizer, Equation) and type(optimizer).update is Equation.update:
+        optimizer.update_by_sum(weights, parts, state, step)
+    else:
+        optimizer.update(weights, _sum(parts, "gradients"), state, step)
 
 
 class _Way(NamedTuple):
@@ -146,17 +160,19 @@ def text(tape: Tape, lines: Sequence[str], dtype: str, parts: int) -> str:
     if parts == 1:
         names = [f"    {array}_ = {array}_all" for array in arrays]
         return "\n".join([*head, *names, "    for i in range(w_.size):", *[f"        {line}" for line in update], ""])
-    total = f"{widen}(g0_[i])"
-    for gradient in gradients[1:]:
+    sums, total = [], f"{widen}(g0_[i])"
+    for number, gradient in enumerate(gradients[1:], 1):
         total = f"{widen}({narrow}({total} + {widen}({gradient}_[i])))"
+        if number % READ_AT_ONCE == 0 or number == parts - 1:
+            sums += ["        for i in range(w_.size):", f"            total[i] = {total}"]
+            total = "total[i]"
     return "\n".join([
         *head,
         f"    total = np.empty({TILE}, np.{WIDE[dtype]})",
         f"    for start in range(0, w_all.size, {TILE}):",
         f"        stop = min(start + {TILE}, w_all.size)",
         *[f"        {array}_ = {array}_all[start:stop]" for array in arrays],
-        "        for i in range(w_.size):",
-        f"            total[i] = {total}",
+        *sums,
         "        for i in range(w_.size):",
         *[f"            {line}" for line in update],
         "",
@@ -180,7 +196,7 @@ def _run_blocks(
     )  # fmt: skip
     for start in range(0, weights.size, max(1, length)):
         part = slice(start, start + length)
-        w, g = weights[part], _sum([one[part] for one in parts])
+        w, g = weights[part], _sum([one[part] for one in parts], "total")
         narrow = w
         if weights.dtype != dtype:
             w, wide = _block("weights", dtype, w.size, w), _block("gradient", dtype, w.size, w)
@@ -206,15 +222,23 @@ def _run_untraced(
         array[...] = result
 
 
-def _sum(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the sum of blocks, in a block of this thread's memory; of one the same."""
+def _sum(parts: Sequence[np.ndarray], name: str) -> np.ndarray:
+    """Return the sum of arrays, in the block of this name; of one the same."""
     if len(parts) == 1:
         return parts[0]
-    total = _block("total", parts[0].dtype, parts[0].size, parts[0])
-    np.add(parts[0], parts[1], out=total)
-    for part in parts[2:]:
-        np.add(total, part, out=total)
+    total = _block(name, parts[0].dtype, parts[0].size, parts[0])
+    add(parts, total)
     return total
+
+
+def add(parts: Sequence[np.ndarray], total: np.ndarray) -> None:
+    """Put the sum of two or more 1-D arrays, added from first to last, into `total`."""
+    step = total.size if len(parts) == 2 else PIECE_BYTES // total.itemsize
+    for start in range(0, total.size, max(1, step)):
+        piece = total[start : start + step]
+        np.add(parts[0][start : start + step], parts[1][start : start + step], out=piece)
+        for part in parts[2:]:
+            np.add(piece, part[start : start + step], out=piece)
 
 
 def _see(weights: np.ndarray, parts: Sequence[np.ndarray], state: State, slots: int, step: int) -> None:

@@ -24,8 +24,6 @@ SHARED_BYTES = 1 << 21
 """Least of a sum that is worth another thread."""
 PART_BYTES = 1 << 20
 """What a thread sums at a time where there are others."""
-PIECE_BYTES = 1 << 18
-"""Of a sum that is read again for every contribution: in a core's own cache beside one of these."""
 Array = NDArray[Any]
 
 
@@ -42,7 +40,6 @@ class Reduce:
     ) -> None:
         self._cores_shared = cores_shared
         self._team = Team(threads, begin_thread)
-        self._scratch = [np.empty(0, np.uint8)] * threads
 
     # ---- payloads that lie in memory of this node
 
@@ -50,9 +47,7 @@ class Reduce:
         """Sum and write the only block of contributions that are all there."""
         size = unit.stored.size
         unit.open_write(0, size)
-        total = self._sum(unit, arrays, 0, size, 0)
-        if total is not None:
-            unit.write(0, size, total)
+        unit.write(0, size, arrays)
         unit.block = 1
 
     def blocks(self, unit: Unit, sources: Sequence[Contribution]) -> bool:
@@ -71,7 +66,8 @@ class Reduce:
             self._share(unit, sources, first, stop)
         else:
             for block in range(first, stop):
-                self._sum_part(unit, sources, block, *unit.bounds(block), 0)
+                start, end = unit.bounds(block)
+                unit.write(start, end, [source.part(block, start, end) for source in sources])
                 _tell(unit, block + 1)
         unit.block = stop
         return True
@@ -104,7 +100,8 @@ class Reduce:
 
         def work(index: int, thread: int) -> None:
             nonlocal following
-            self._sum_part(unit, sources, *parts[index], thread)
+            block, start, stop = parts[index]
+            unit.write(start, stop, [source.part(block, start, stop) for source in sources])
             done.add(index)
             if thread == 0:
                 while following in done:
@@ -115,67 +112,35 @@ class Reduce:
         self._team.share(work, range(len(parts)))
         _tell(unit, stop)
 
-    def _sum_part(
-        self, unit: Unit, sources: Sequence[Contribution], block: int, start: int, stop: int, thread: int
-    ) -> None:  # fmt: skip
-        """Sum and write elements of a block."""
-        total = self._sum(unit, [source.part(block, start, stop) for source in sources], start, stop, thread)
-        if total is not None:
-            unit.write(start, stop, total)
-
-    def _sum(self, unit: Unit, parts: Sequence[Array], start: int, stop: int, thread: int) -> Array | None:
-        """Return the parts added from first to last; None where the sum was written at once."""
-        if len(parts) == 1:
-            return parts[0]
-        stored = unit.optimizer is None
-        if stored:
-            total = unit.stored[start:stop]
-            unit.writes += 1
-        else:
-            total = self._scratch_block(unit.stored.dtype, stop - start, thread)
-        if len(parts) == 2 or total.nbytes <= PIECE_BYTES:
-            _add(parts, total)
-        else:
-            step = max(1, PIECE_BYTES // total.itemsize)
-            for at in range(0, total.size, step):
-                _add([part[at : at + step] for part in parts], total[at : at + step])
-        return None if stored else total
-
-    def _scratch_block(self, dtype: np.dtype, size: int, thread: int) -> Array:
-        if self._scratch[thread].nbytes < size * dtype.itemsize:
-            self._scratch[thread] = np.empty(size * dtype.itemsize, np.uint8)
-        return self._scratch[thread][: size * dtype.itemsize].view(dtype)
-
     # ---- payloads of which some come as messages
 
     def arriving(self, unit: Unit, sources: Sequence[Contribution]) -> bool:
         """Add what is there of the next block, contributor by contributor; write it when all have been added."""
-        number, count, first = unit.block, len(sources), unit.part
+        number, first, last = unit.block, unit.part, len(sources) - 1
         start, stop = unit.bounds(number)
-        if unit.total is None:
-            unit.total = np.empty(stop - start, unit.stored.dtype)
-        while unit.part < count and sources[unit.part].ready(number):
+        while sources[unit.part].ready(number):
             part = sources[unit.part].part(number, start, stop)
-            if unit.part:
-                np.add(unit.total, part, out=unit.total)
+            if unit.part == last:
+                parts = [part] if unit.total is None else [unit.total, part]
+                unit.part, unit.total = 0, None
+                self._write_next(unit, parts)
+                return True
+            if unit.total is None:
+                unit.total = part.copy()
             else:
-                unit.total[...] = part
+                np.add(unit.total, part, out=unit.total)
             unit.part += 1
-        if unit.part < count:
-            for source in sources[unit.part + 1 :]:
-                source.ready(number)  # it may start to come; or else all servers would wait for the same worker's link
-            return unit.part > first
-        total, unit.part, unit.total = unit.total, 0, None
-        self._write_next(unit, total)
-        return True
+        for source in sources[unit.part + 1 :]:
+            source.ready(number)  # it may start to come; or else all servers would wait for the same worker's link
+        return unit.part > first
 
-    def _write_next(self, unit: Unit, total: Array) -> None:
-        """Write the next block, whose sum this is."""
+    def _write_next(self, unit: Unit, parts: Sequence[Array]) -> None:
+        """Write the next block, by the sum of these."""
         start, stop = unit.bounds(unit.block)
         if unit.block == 0:
             unit.open_write()
         unit.keep(start, stop)
-        unit.write(start, stop, total)
+        unit.write(start, stop, parts)
         unit.block += 1
         _tell(unit, unit.block)
 
@@ -196,7 +161,7 @@ class Reduce:
             return True
         assert unit.total is not None
         start, stop = unit.bounds(unit.block)
-        self._write_next(unit, unit.total[start:stop])
+        self._write_next(unit, [unit.total[start:stop]])
         return True
 
     # ---- one contribution by itself
@@ -216,7 +181,7 @@ class Reduce:
             start, stop = unit.bounds(unit.block)
             part = source.part(unit.block, start, stop)
             unit.keep(start, stop)
-            unit.write(start, stop, part)
+            unit.write(start, stop, [part])
             unit.block += 1
             return True
         if source.sparse:
@@ -225,7 +190,7 @@ class Reduce:
             total = np.zeros_like(unit.stored)
             source.add_to(total)
             unit.keep(0, total.size)
-            unit.write(0, total.size, total)
+            unit.write(0, total.size, [total])
         unit.block = unit.blocks
         return True
 
@@ -262,13 +227,6 @@ def _tell(unit: Unit, blocks: int) -> None:
     """Tell readers that so many blocks of the round are written; of the last they hear when the round ends."""
     if blocks < unit.blocks:
         unit.words[0] = unit.round * unit.blocks + blocks
-
-
-def _add(parts: Sequence[Array], total: Array) -> None:
-    """Put the sum of two or more parts, added from first to last, into total."""
-    np.add(parts[0], parts[1], out=total)
-    for part in parts[2:]:
-        np.add(total, part, out=total)
 
 
 Work = Callable[[int, int], None]

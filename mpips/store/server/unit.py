@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from collectives.errors import CollectiveError
 from mpips.optimizers.base import Optimizer, State, initial
+from mpips.optimizers.equation import add, update_by_sum
 from mpips.store.keys.rows import RowSparse, update_rows
 from mpips.store.recovery.undo import Undo
 
@@ -232,15 +233,21 @@ class Unit:
             frozen.copy()
         self.frozen = []
 
-    def write(self, start: int, stop: int, gradient: Array) -> None:
-        """Update stored elements [start, stop) in the step that has begun; without optimizer: replace them."""
+    def write(self, start: int, stop: int, parts: Sequence[Array]) -> None:
+        """Update stored elements [start, stop) by the sum of gradients, added from first to last, in the step that has
+        begun; without optimizer: replace them by it."""
+        stored = self.stored[start:stop]
         if self.optimizer is None:
-            self.stored[start:stop] = gradient
+            self.writes += 1
+            if len(parts) == 1:
+                stored[...] = parts[0]
+            else:
+                add(parts, stored)
         else:
             assert self.state is not None
             state = [array[start:stop] for array in self.state]
-            self.optimizer.update(self.stored[start:stop], gradient, state, self.step)
-        self.writes += 1
+            update_by_sum(self.optimizer, stored, parts, state, self.step)
+            self.writes += 1
 
     def write_rows(self, gradient: RowSparse) -> None:
         """Update the rows of a gradient, in the step that has begun; without optimizer: replace all, elsewhere by 0."""
