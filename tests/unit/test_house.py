@@ -25,6 +25,7 @@ ALLOWED = {
     "launch": (
         "mpips.store.options", "mpips.store.world", "mpips.store.checkpoint.folder", "collectives.simulator.topology",
         "collectives.machine", "collectives.terminal", "collectives.fabric.process_memory",
+        "collectives.kernels.engine",
     ),
 }
 
