@@ -46,6 +46,11 @@ class Flat(NamedTuple):
         return np.ndarray((self.n,), self.dtype, buffer=memory)
 
 
+def same(a: Vector, b: Vector) -> bool:
+    """Return whether they begin at the same place in memory."""
+    return bool(a.__array_interface__["data"][0] == b.__array_interface__["data"][0])
+
+
 def is_device(x: Array) -> bool:
     """True for an array in the memory of a GPU."""
     if is_torch(x):

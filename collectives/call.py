@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from mpi4py import MPI
 
+from collectives.kernels.sums import Step, steps
 from collectives.schedule.model import KINDS, cut
 
 if TYPE_CHECKING:
@@ -191,9 +192,9 @@ def operation(name: str, dtype: np.dtype[Any]) -> Operation:
     return found
 
 
-def scale(array: NDArray[Any], ranks: int) -> tuple[Any, tuple[Any, ...]]:
-    """The call that divides `array` by the number of ranks, in place."""
-    return np.true_divide, (array, array.dtype.type(ranks), array)
+def scale(array: NDArray[Any], ranks: int) -> list[Step]:
+    """Return the calls that divide `array` by the number of ranks, in place."""
+    return steps(np.add, [array], array, divisor=ranks)
 
 
 def mpi_type(dtype: np.dtype[Any]) -> MPI.Datatype | None:

@@ -17,8 +17,9 @@ from collectives.call import Call, Runner, operation
 from collectives.communicator import Communicator
 from collectives.fabric import arena
 from collectives.fabric.requests import Tags
+from collectives.kernels.sums import Step, perform
 from collectives.node.executor import DONE, Executor, not_begun, part_of
-from collectives.node.program import Step, copy, perform
+from collectives.node.program import copy
 from collectives.runner import chosen, make_runner, ways
 from collectives.schedule.model import cut
 

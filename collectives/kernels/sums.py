@@ -4,20 +4,22 @@ Vectors combine from the first to the last, and every partial result rounds to t
 another do, so the bits are the same. NaN payloads are open.
 
 NumPy adds float16 and bfloat16 one element at a time: 60 and 7 times slower than compiled code. Two vectors of float32
-or float64 it adds as fast, of more it makes a pass for each.
+or float64 it adds as fast, but it makes a pass for each more, and one for a mean.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
+from collectives.arrays import Vector, same
 from collectives.kernels import engine
 
+Step: TypeAlias = "tuple[Callable[..., Any], tuple[Any, ...]]"
+"""A function and its arguments."""
 MOST_PARTS = 8
 """Vectors that one kernel reads; more are reduced in steps."""
 TILE = 1024
@@ -27,36 +29,43 @@ SIGNS: dict[Any, str] = {np.add: "+", np.multiply: "*"}
 
 
 class Limit(NamedTuple):
-    """The number of vectors, and the bytes of one, from which on a kernel is asked for."""
+    """The passes of NumPy's that one replaces, and the bytes of a vector, from which on a kernel is asked for."""
 
-    parts: int
+    passes: int
     nbytes: int
 
 
-_16_BIT = Limit(2, 32 << 10)
-_WIDER = Limit(3, 1 << 20)
+_16_BIT = Limit(1, 32 << 10)
+_WIDER = Limit(2, 1 << 20)
 LIMITS = {"float16": _16_BIT, "bfloat16": _16_BIT, "float32": _WIDER, "float64": _WIDER}
 """A kernel that is there wins from 64 elements on. But a process that asks for the first loads Numba: 0.5 s, 70 MiB."""
 
 
-def add_parts(parts: Sequence[NDArray[Any]], out: NDArray[Any], nbytes: int | None = None) -> None:
+def perform(steps: Sequence[Step]) -> None:
+    """Take the steps, one after the other."""
+    for function, arguments in steps:
+        function(*arguments)
+
+
+def add_parts(parts: Sequence[Vector], out: Vector, nbytes: int | None = None) -> None:
     """Set `out` to the sum of one or more 1-D arrays of its size and dtype, from first to last.
 
     `out` may be one of them, but not overlap one otherwise. `nbytes`: of the whole vectors, where these are blocks.
     """
-    for function, arguments in steps(np.add, parts, out, nbytes=nbytes):
-        function(*arguments)
+    perform(steps(np.add, parts, out, nbytes=nbytes))
 
 
-def pays(combine: Callable[..., Any], dtype: np.dtype[Any], parts: int, nbytes: int) -> bool:
-    """Return whether a kernel is worth asking for, to reduce `parts` vectors of so many bytes."""
+def pays(combine: Callable[..., Any], dtype: np.dtype[Any], parts: int, nbytes: int, mean: bool = False) -> bool:
+    """Return whether a kernel is worth asking for, to reduce `parts` vectors of so many bytes each."""
     limit = LIMITS.get(dtype.name)
-    return combine in SIGNS and limit is not None and dtype.isnative and parts >= limit.parts and nbytes >= limit.nbytes
+    if limit is None or combine not in SIGNS or not dtype.isnative:
+        return False
+    return parts - 1 + mean >= limit.passes and nbytes >= limit.nbytes
 
 
-def prepare(combine: Callable[..., Any], dtype: np.dtype[Any], parts: int, nbytes: int) -> None:
+def prepare(combine: Callable[..., Any], dtype: np.dtype[Any], parts: int, nbytes: int, mean: bool = False) -> None:
     """Ask for the kernels of such a reduction where they pay, so that they are there in time. Not blocking."""
-    if pays(combine, dtype, parts, nbytes):
+    if pays(combine, dtype, parts, nbytes, mean):
         _kernel(combine, dtype.name, min(parts, MOST_PARTS))
         if parts > MOST_PARTS and (rest := (parts - 1) % (MOST_PARTS - 1)):
             _kernel(combine, dtype.name, rest + 1)
@@ -64,12 +73,12 @@ def prepare(combine: Callable[..., Any], dtype: np.dtype[Any], parts: int, nbyte
 
 def steps(
     combine: Callable[..., Any],
-    parts: Sequence[NDArray[Any]],
-    out: NDArray[Any],
-    scratch: NDArray[Any] | None = None,
+    parts: Sequence[Vector],
+    out: Vector,
+    scratch: Vector | None = None,
     divisor: int = 1,
     nbytes: int | None = None,
-) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
+) -> list[Step]:
     """Return calls, bound to these arrays, that set `out` to the reduction of `parts`, divided by `divisor`.
 
     Args:
@@ -79,41 +88,37 @@ def steps(
         nbytes: of the whole vectors, where these are blocks of them.
     """
     whole = out.nbytes if nbytes is None else nbytes
-    if not pays(combine, out.dtype, len(parts), whole) or not all(_alike(part, out) for part in parts):
+    known = pays(combine, out.dtype, len(parts), whole, divisor != 1)
+    if not known or not all(_alike(part, out) for part in parts):
         return _pairs(combine, parts, out, scratch, divisor)
-    made = []
-    first, others = parts[0], parts[1:]
+    group, others = list(parts[:MOST_PARTS]), list(parts[MOST_PARTS:])
+    made: list[Step] = []
     while others:
-        group, others = [first, *others[: MOST_PARTS - 1]], others[MOST_PARTS - 1 :]
-        last = divisor if not others else 1
-        if any(_same(later, out) for later in others):
-            scratch = np.empty_like(out) if scratch is None else scratch
-            first = scratch[: out.size]
-        else:
-            first = out
-        kernel = _kernel(combine, out.dtype.name, len(group))
-        made.append((_one_pass(kernel, group, first, last, _pairs(combine, group, first, scratch, last)), ()))
-    return made
+        to, scratch = _early(out, others, scratch)
+        made.append(_one_pass(combine, group, to, scratch, 1))
+        group, others = [to, *others[: MOST_PARTS - 1]], others[MOST_PARTS - 1 :]
+    return [*made, _one_pass(combine, group, out, scratch, divisor)]
+
+
+def _early(out: Vector, unread: Sequence[Vector], scratch: Vector | None) -> tuple[Vector, Vector | None]:
+    """Return where a partial result goes: to `out` unless that is one of the vectors still unread; and the scratch."""
+    if not any(same(later, out) for later in unread):
+        return out, scratch
+    scratch = np.empty_like(out) if scratch is None else scratch
+    return scratch[: out.size], scratch
 
 
 def _pairs(
-    combine: Callable[..., Any],
-    parts: Sequence[NDArray[Any]],
-    out: NDArray[Any],
-    scratch: NDArray[Any] | None,
-    divisor: int,
-) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
+    combine: Callable[..., Any], parts: Sequence[Vector], out: Vector, scratch: Vector | None, divisor: int
+) -> list[Step]:
     """Return NumPy's calls, one for each vector after the first."""
-    made: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+    made: list[Step] = []
     first = parts[0]
     for index, part in enumerate(parts[1:], 2):
-        to = out
-        if any(_same(later, out) for later in parts[index:]):
-            scratch = np.empty_like(out) if scratch is None else scratch
-            to = scratch[: out.size]
+        to, scratch = _early(out, parts[index:], scratch)
         made.append((combine, (first, part, to)))
         first = to
-    if len(parts) == 1 and not _same(first, out):
+    if len(parts) == 1 and not same(first, out):
         made.append((np.copyto, (out, first)))
     if divisor != 1:
         made.append((np.true_divide, (out, out.dtype.type(divisor), out)))
@@ -121,39 +126,31 @@ def _pairs(
 
 
 def _one_pass(
-    kernel: engine.Kernel,
-    parts: Sequence[NDArray[Any]],
-    out: NDArray[Any],
-    divisor: int,
-    by_numpy: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]],
-) -> Callable[[], None]:
+    combine: Callable[..., Any], parts: Sequence[Vector], out: Vector, scratch: Vector | None, divisor: int
+) -> Step:
     """Return what runs the kernel, or NumPy's calls until it is there."""
+    kernel, by_numpy = _kernel(combine, out.dtype.name, len(parts)), _pairs(combine, parts, out, scratch, divisor)
     arrays, wide = [out, *parts], np.float64 if out.itemsize == 8 else np.float32
     if out.itemsize == 2:
         arrays = [array.view(np.uint16) for array in arrays]
     arguments = (*arrays, wide(out.dtype.type(divisor)))
 
     def run() -> None:
-        if kernel.call is not None:
+        if kernel.call is None:
+            perform(by_numpy)
+        else:
             kernel.call(*arguments)
-            return
-        for function, bound in by_numpy:
-            function(*bound)
 
-    return run
+    return run, ()
 
 
-def _alike(part: NDArray[Any], out: NDArray[Any]) -> bool:
+def _alike(part: Vector, out: Vector) -> bool:
     """Return whether a kernel can read `part` and write `out`, neither of which it looks at again."""
     flags = part.flags
     return (
         part.ndim == 1 and part.shape == out.shape and part.dtype == out.dtype and flags.aligned
         and flags.c_contiguous and out.flags.carray
     )  # fmt: skip
-
-
-def _same(a: NDArray[Any], b: NDArray[Any]) -> bool:
-    return bool(a.__array_interface__["data"][0] == b.__array_interface__["data"][0])
 
 
 @functools.cache

@@ -26,21 +26,16 @@ from mpi4py import MPI
 from collectives.arrays import Flat, Vector
 from collectives.call import Call, scale
 from collectives.fabric.requests import Tags, receives, release, sends
+from collectives.kernels import sums
+from collectives.kernels.sums import Step, perform
 from collectives.schedule import catalog
 from collectives.schedule.model import NOBODY, RankStep, Schedule, cut, extent, in_rank_order, overlap
 
 
-class _Landing(NamedTuple):
-    """The use of a message that was received beside its place, or beside another one to be added to that first."""
-
-    place: Vector
-    beside: Vector
-    add: bool
-
-
 class _Step(NamedTuple):
     requests: list[MPI.Prequest]
-    landings: list[_Landing]
+    landings: list[Step]
+    """The use of messages that were received beside their places: they are added or copied there."""
 
 
 class MessagePlan:
@@ -72,18 +67,18 @@ class MessagePlan:
     def _one_by_one(self) -> Iterator[None]:
         """Lanes in turn: a lane's step goes on the wire when the one before it has left it, and while it is there, what
         the one before has brought is added."""
-        landings: list[_Landing] = []
+        landings: list[Step] = []
         lane_before = -1
         for lane, step in self._queue:
             if lane == lane_before:  # it may need its own sums
-                self._land(landings)
+                perform(landings)
                 landings = []
             MPI.Prequest.Startall(step.requests)
-            self._land(landings)
+            perform(landings)
             while not MPI.Request.Testall(step.requests):
                 yield
             lane_before, landings = lane, step.landings
-        self._land(landings)
+        perform(landings)
 
     def free(self) -> None:
         """Give the requests back to MPI."""
@@ -97,15 +92,7 @@ class MessagePlan:
             MPI.Prequest.Startall(requests)
             while not MPI.Request.Testall(requests):
                 yield
-            self._land(landings)
-
-    def _land(self, landings: list[_Landing]) -> None:
-        for place, beside, add in landings:
-            if add:
-                assert self._call.operation is not None
-                self._call.operation.ufunc(place, beside, out=place)
-            else:
-                np.copyto(place, beside)
+            perform(landings)
 
     def _in_turn(self, program: tuple[tuple[RankStep, ...], ...]) -> list[tuple[int, _Step]]:
         """(lane, step) of all lanes: step by step, and within a step by turn."""
@@ -120,25 +107,29 @@ class MessagePlan:
         comm, offsets = self._comm, self._schedule.offsets(self._call.n, lane)
         sent = [extent(offsets, r.send) for r in step.rounds if r.send_to != NOBODY]
         requests: list[MPI.Prequest] = []
-        landings: list[_Landing] = []
-        sums: dict[tuple[int, int], dict[int, Vector]] = {}
+        landings: list[Step] = []
+        added: dict[tuple[int, int], dict[int, Vector]] = {}
         for round_ in step.rounds:
             if round_.receive_from != NOBODY:
                 came = extent(offsets, round_.receive)
                 place = self._space.arriving(*came, (int(round_.receive.start), int(round_.receive.stop)))
                 if round_.add:
-                    terms = sums.setdefault(came, {comm.rank: place})
+                    terms = added.setdefault(came, {comm.rank: place})
                     place = terms[round_.receive_from] = np.empty_like(place)
                 elif self._call.kind != "alltoall" and overlap(came, sent):
-                    landings.append(_Landing(place, np.empty_like(place), False))
-                    place = landings[-1].beside
+                    beside = np.empty_like(place)
+                    landings.append((np.copyto, (place, beside)))
+                    place = beside
                 requests += receives(comm, place, round_.receive_from, tag)
         for round_ in step.rounds:
             if round_.send_to != NOBODY:
                 start, stop = extent(offsets, round_.send)
                 requests += sends(comm, self._space.source[start:stop], round_.send_to, tag)
-        for terms in sums.values():
-            landings += [_Landing(terms[to], terms[of], True) for to, of in in_rank_order(comm.rank, terms)]
+        for terms in added.values():
+            assert self._call.operation is not None
+            for to, of in in_rank_order(comm.rank, terms):
+                pair = terms[to], terms[of]
+                landings += sums.steps(self._call.operation.into, pair, pair[0], nbytes=self._call.nbytes)
         return _Step(requests, landings)
 
 
@@ -157,6 +148,11 @@ class Workspace:
         self.source = self.vector
         if call.kind == "alltoall":
             self.source = allocate(call.n, call.dtype) if self._in_place else self._x
+        self._result = self.vector
+        if call.kind == "reduce_scatter":
+            self._result = self.vector[slice(*call.block(rank))]
+        mean = call.operation is not None and call.operation.is_mean
+        self._scale = scale(self._result, call.p) if mean else []
 
     def begin(self) -> None:
         """Bring in this rank's part."""
@@ -175,14 +171,9 @@ class Workspace:
         call = self._call
         if call.kind == "reduce" and self._rank != call.root:
             return
-        result = self.vector
-        if call.kind == "reduce_scatter":
-            result = self.vector[slice(*call.block(self._rank))]
-        if call.operation is not None and call.operation.is_mean:
-            function, arguments = scale(result, call.p)
-            function(*arguments)
+        perform(self._scale)
         if call.kind == "reduce_scatter" and not self._in_place:
-            np.copyto(self._out, result)
+            np.copyto(self._out, self._result)
 
     def arriving(self, start: int, stop: int, chunks: tuple[int, int]) -> Vector:
         """Return where elements [start, stop) of the vector, which are `chunks`, come in."""

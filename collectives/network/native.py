@@ -18,7 +18,7 @@ from collectives.call import Call, mpi_type, scale
 from collectives.errors import MismatchError
 from collectives.fabric.layout import DIFFERENT, digest
 from collectives.fabric.requests import Begin, Collectives
-from collectives.node.program import Step, perform
+from collectives.kernels.sums import Step, perform
 
 MOST_ELEMENTS = 1 << 28
 MOST_BYTES = (1 << 31) - 1  # where elements go as bytes: an int of C counts no further
@@ -58,7 +58,7 @@ class NativePlan:
         elif call.kind == "broadcast" and not self._in_place and self._comm.rank == call.root:
             self._before = [(np.copyto, (self._out, self._x))]
         mean = call.operation is not None and call.operation.is_mean
-        self._after = [scale(self._result(), call.p)] if mean else []
+        self._after = scale(self._result(), call.p) if mean else []
 
     def enter(self, number: int = -1) -> None:
         """Be in the call, which is the operation of this number on the board where ranks meet there."""

@@ -24,13 +24,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives.arrays import Flat, Vector
+from collectives.arrays import Flat, Vector, same
 from collectives.call import Call
 from collectives.errors import CollectiveError
 from collectives.fabric import arena
 from collectives.fabric.board import NUMBERS, ORDER, Board
 from collectives.fabric.layout import DESCRIPTORS, PLACE_WORDS, ArrayPlace, Descriptor
 from collectives.fabric.process_memory import place as reached_at
+from collectives.kernels import sums
+from collectives.kernels.sums import perform
 from collectives.node.program import (
     NOTHING,
     Program,
@@ -40,8 +42,6 @@ from collectives.node.program import (
     Window,
     crossing_program,
     merged,
-    perform,
-    same,
     shared_program,
     slot_puts,
     slot_scalars,
@@ -100,6 +100,11 @@ class Executor:
         self._tokens: tuple[int, ...] | None = None
         self.modes = [self._mode(part) for part in parts]
         """How this rank means to go with each array."""
+        for part, mode in zip(parts, self.modes):
+            call = part.call
+            if call.operation is not None:
+                many = 2 if mode == CROSS else call.p
+                sums.prepare(call.operation.into, call.dtype, many, call.nbytes, call.operation.is_mean)
         self._lends = any(mode in (SHARED, CROSS) for mode in self.modes)
         """Whether others may touch this rank's arrays, in the first phase."""
         self._program = Program()

@@ -23,18 +23,19 @@ every rank fetches its blocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from collectives.arrays import Vector
-from collectives.call import Call, scale
+from collectives.arrays import Vector, same
+from collectives.call import Call
 from collectives.fabric import arena
 from collectives.fabric.arena import Region
 from collectives.fabric.layout import SLOT_BYTES, ArrayPlace, NodeMemory
 from collectives.fabric.process_memory import Move, deliver, fetch
+from collectives.kernels import sums
+from collectives.kernels.sums import Step
 
-Step: TypeAlias = "tuple[Any, tuple[Any, ...]]"
 Turns: TypeAlias = "tuple[Sequence[Step], Sequence[Step]]"
 NOTHING: Turns = ((), ())
 BLOCK_BYTES = 256 << 10  # of what is reduced in place, at a time
@@ -76,17 +77,6 @@ def merged(programs: Sequence[Program]) -> Program:
     return Program(phases)
 
 
-def perform(steps: Sequence[Step]) -> None:
-    """Take the steps, one after the other."""
-    for function, arguments in steps:
-        function(*arguments)
-
-
-def same(a: Vector, b: Vector) -> bool:
-    """Return whether they begin at the same place in memory."""
-    return bool(a.__array_interface__["data"][0] == b.__array_interface__["data"][0])
-
-
 def copy(to: Vector, source: Vector) -> Iterator[Step]:
     """A copy, where there is anything to copy."""
     if not to.size or same(to, source):
@@ -105,15 +95,8 @@ def combine(call: Call, parts: Sequence[Vector], total: Vector, scratch: Vector)
         yield from copy(total, parts[0])
     else:
         assert call.operation is not None
-        add = call.operation.into
-        first, *others = parts
-        for index, part in enumerate(others, 2):
-            unread = any(same(later, total) for later in parts[index:])
-            to = scratch[: total.size] if unread else total
-            yield add, (first, part, to)
-            first = to
-    if call.operation is not None and call.operation.is_mean:
-        yield scale(total, call.p)
+        divisor = call.p if call.operation.is_mean else 1
+        yield from sums.steps(call.operation.into, parts, total, scratch, divisor, call.nbytes)
 
 
 MOST_SCALARS = 2  # elements, 8 bytes of float32
@@ -412,11 +395,11 @@ class _Reached:
             so_far = yield from self._part(sources[0], first, last, buffers[0])
             for source in sources[1:]:
                 part = yield from self._part(source, first, last, buffers[1])
-                to = total if source == sources[-1] else buffers[0]
-                yield operation.into, (so_far, part, to)
+                to, divisor = buffers[0], 1
+                if source == sources[-1]:
+                    to, divisor = total, self._call.p if operation.is_mean else 1
+                yield from sums.steps(operation.into, (so_far, part), to, None, divisor, self._call.nbytes)
                 so_far = to
-        if operation is not None and operation.is_mean:
-            yield scale(total, self._call.p)
 
     def _part(self, source: int, first: int, last: int, buffer: Vector) -> Generator[Step, None, Vector]:
         """Returns the source's part, which the steps fetch into the buffer if it is another's."""

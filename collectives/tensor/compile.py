@@ -26,6 +26,8 @@ from collectives.arrays import Array, Flat, Vector
 from collectives.call import REDUCING, ROOTED, Body, Call, Runner, operation, scale, see_root
 from collectives.communicator import Communicator
 from collectives.fabric.requests import Tags, receives, release, sends
+from collectives.kernels import sums
+from collectives.kernels.sums import perform
 from collectives.schedule.model import NOBODY, Interval, RankStep, Schedule, extent
 from collectives.tensor import kernels
 from collectives.tensor.vectors import NO_MEMORY, HostVectors, Ticket, VectorPlace, Vectors, place, running, until
@@ -106,7 +108,7 @@ def compile_tensor(
 
         vectors = CudaVectors(sources, targets, "add" if call.operation is None else call.operation.ufunc.__name__)
     else:
-        vectors = HostVectors(sources, targets, np.add if call.operation is None else call.operation.ufunc)
+        vectors = HostVectors(sources, targets, np.add if call.operation is None else call.operation.into)
     if call.staged:
         return call, _staged(home, call, vectors, in_place, make_runner, tags)
     return call, Fused(tags.lanes.comm, call, build_schedule(call), vectors, tags)
@@ -225,8 +227,7 @@ class Fused:
                     yield
             yield from until(*[self._gather(start, stop) for start, stop in self._unfilled])
             if self._is_mean:
-                function, arguments = scale(self._work, self._call.p * self._vectors.count)
-                function(*arguments)
+                perform(scale(self._work, self._call.p * self._vectors.count))
                 spreads.append(self._spread(0, self._call.n))
             else:
                 spreads += [self._spread(start, stop) for start, stop in self._rest]
@@ -265,7 +266,8 @@ class Fused:
             if fresh:
                 yield self._vectors.gather(start, stop, beside, place)
             else:
-                self._call.operation.ufunc(place, beside, out=place)
+                pair = place, beside
+                perform(sums.steps(self._call.operation.into, pair, place, nbytes=self._call.nbytes))
 
     def _compile_lane(self, comm: MPI.Comm, offsets: NDArray[np.int64], steps: tuple[RankStep, ...], tag: int) -> None:
         chunks = len(offsets) - 1
@@ -329,8 +331,7 @@ class StagedTensor:
             if not self._takes:
                 return
             if operation is not None and operation.is_mean:  # the inner plan has summed
-                function, arguments = scale(self._out, self._call.p * vectors.count)
-                function(*arguments)
+                perform(scale(self._out, self._call.p * vectors.count))
             yield from until(vectors.spread(0, self._out.size, self._out))
 
 

@@ -1,7 +1,7 @@
-"""The source of every CUDA kernel, and what it computes in NumPy's words: vectors reduced element by element.
+"""The source of every CUDA kernel: vectors reduced element by element.
 
-`source` writes a kernel for an operation, an element type and a number of vectors. It needs no CUDA header. `combine`
-is the same reduction by NumPy. The host's vectors use it, so a list of vectors gives one result wherever it lies:
+`source` writes a kernel for an operation, an element type and a number of vectors. It needs no CUDA header. It computes
+what `collectives.kernels.sums` does on the host, so a list of vectors gives one result wherever it lies:
 
 - Vectors combine from the first to the last, and every partial result rounds to the element type. A sum of float16 or
   bfloat16 vectors therefore rounds after every addition, as sums on the host do.
@@ -13,12 +13,7 @@ NaN payloads are not specified.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
-
-import numpy as np
-
-from collectives.arrays import Vector
 
 THREADS = 256
 MOST_BLOCKS = 2048  # beyond them a thread takes several elements
@@ -122,16 +117,6 @@ def see_serves(operation: str, dtype: str) -> None:
 def grid(n: int) -> tuple[int, int]:
     """Blocks, and threads of each, for n elements."""
     return max(1, min(MOST_BLOCKS, -(-n // THREADS))), THREADS
-
-
-def combine(ufunc: np.ufunc, vectors: Sequence[Vector], out: Vector) -> None:
-    """out = the reduction of the vectors, on the host: what the kernels compute. `out` may be the first of them."""
-    if len(vectors) == 1:
-        np.copyto(out, vectors[0])
-        return
-    ufunc(vectors[0], vectors[1], out=out)
-    for vector in vectors[2:]:
-        ufunc(out, vector, out=out)
 
 
 def _combine(operation: str, element: Element) -> str:

@@ -21,7 +21,7 @@ import numpy as np
 from collectives import arrays
 from collectives.arrays import Array, Flat, Vector
 from collectives.fabric import arena
-from collectives.tensor.kernels import combine
+from collectives.kernels import sums
 
 Ticket: TypeAlias = Callable[[], bool]
 NO_MEMORY: Vector = np.empty(0)
@@ -85,10 +85,12 @@ def running(vectors: Vectors) -> Iterator[None]:
 class HostVectors:
     """Vectors in host memory. Every method is finished when it returns. Arrays are held by address only."""
 
-    def __init__(self, sources: Sequence[VectorPlace], targets: Sequence[VectorPlace], ufunc: np.ufunc):
+    def __init__(self, sources: Sequence[VectorPlace], targets: Sequence[VectorPlace], combine: Callable[..., Any]):
         self._sources, self._targets = [s.vector() for s in sources], [t.vector() for t in targets]
-        self._ufunc = ufunc
+        self._combine = combine
         self.n, self.count, self.dtype = sources[0].n, len(sources), sources[0].dtype
+        for incoming in (0, 1):
+            sums.prepare(combine, self.dtype, incoming + self.count, self.n * self.dtype.itemsize)
 
     def host(self, n: int) -> Vector:
         return arena.empty(n, self.dtype)
@@ -104,7 +106,9 @@ class HostVectors:
 
     def gather(self, start: int, stop: int, incoming: Vector | None, out: Vector) -> Ticket:
         parts = [source[start:stop] for source in self._sources]
-        combine(self._ufunc, parts if incoming is None else [incoming, *parts], out)
+        if incoming is not None:
+            parts.insert(0, incoming)
+        sums.perform(sums.steps(self._combine, parts, out, nbytes=self.n * self.dtype.itemsize))
         return done
 
     def spread(self, start: int, stop: int, source: Vector) -> Ticket:

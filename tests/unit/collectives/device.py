@@ -8,13 +8,14 @@ Refused are: work on a stream of a device that is not the current one, host memo
 without peer access, memory that was freed, and memory that is pinned twice.
 
 It implements what `collectives.tensor` uses, and does not show: that CUDA and CuPy take these calls, any order of work
-but the laziest, two things at the same time, and how long anything takes. Kernels are computed by `kernels.combine`;
-that their source says the same is shown by test_kernels.
+but the laziest, two things at the same time, and how long anything takes. Kernels are computed by NumPy; that
+their source says the same is shown by test_kernels.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
 import types
 import weakref
@@ -265,7 +266,7 @@ class RawKernel:
                 STATE.see(address, n * dtype.itemsize, device)
             vectors = [_view(address, n, dtype) for address in addresses]
             with np.errstate(all="ignore"):
-                kernels.combine(getattr(np, self._operation), vectors[:-1], vectors[-1])
+                vectors[-1][:] = functools.reduce(getattr(np, self._operation), vectors[:-1])
 
         stream.queue.append(Work(run))
 

@@ -15,15 +15,17 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from greenlet import GreenletExit
 
 from collectives import CollectiveError
+from collectives.call import Call
 from collectives.errors import given_up
 from collectives.fabric.board import Board, Ending, Poison
 from collectives.fabric.layout import ArrayPlace
-from collectives.node.executor import MET, SHARED, SLOTS, Executor, _Bound, _sum_of_scalars
-from collectives.node.program import NOTHING, Phase, Program, Scalars, Turns
+from collectives.node.executor import MET, SHARED, SLOTS, Executor, Part, _Bound, _sum_of_scalars
+from collectives.node.program import NOTHING, Phase, Program, Scalars, Turns, Window
 from tests.unit.collectives import explorer
 from tests.unit.collectives.explorer import Explorer, Fault, Memory, Stepping, World
 
@@ -48,7 +50,9 @@ class Slots(Executor):
         self.slots = [
             [world.words(("slot", parity, rank), owner=rank) for rank in range(world.size)] for parity in (0, 1)
         ]
-        super().__init__(board, TEXT, [None], None)  # type: ignore[list-item,arg-type]
+        nowhere = Window(np.empty(0))
+        part = Part(Call("allreduce", 1, np.dtype(np.float64), None, 0, "auto", world.size), nowhere, nowhere)
+        super().__init__(board, TEXT, [part], None)  # type: ignore[arg-type]
 
     def bring(self, operation: int) -> None:
         self.x[0] = brings(self.world.rank, operation)

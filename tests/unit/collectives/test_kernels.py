@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import shutil
 import subprocess
@@ -151,7 +152,7 @@ def reduced(operation: str, vectors: list[Vector]) -> Vector:
     """What NumPy makes of the vectors."""
     out = np.empty_like(vectors[0])
     with np.errstate(all="ignore"):
-        kernels.combine(getattr(np, operation), vectors, out)
+        out[:] = functools.reduce(getattr(np, operation), vectors)
     return out
 
 

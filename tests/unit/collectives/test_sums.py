@@ -55,8 +55,7 @@ def test_bits_are_those_of_numpy(dtype, combine, count, n, divisor, place, seed)
             part[chosen] = rng.choice(SPECIAL, chosen.size).astype(element)
         wanted = by_numpy(combine, parts, divisor)
         out = np.empty_like(parts[0]) if place < 0 else parts[place % count]
-        for function, arguments in sums.steps(combine, parts, out, None, divisor, 1 << 30):
-            function(*arguments)
+        sums.perform(sums.steps(combine, parts, out, None, divisor, 1 << 30))
     np.testing.assert_array_equal(bits(out), bits(wanted))
 
 
@@ -90,6 +89,7 @@ def test_odd_arrays_go_to_numpy():
 def test_small_vectors_ask_for_no_kernel():
     assert not sums.pays(np.add, np.dtype(np.float16), 2, 1024)
     assert not sums.pays(np.add, np.dtype(np.float32), 2, 1 << 30)
+    assert sums.pays(np.add, np.dtype(np.float32), 2, 1 << 30, mean=True)
     assert not sums.pays(np.add, np.dtype(np.int32), 4, 1 << 30)
     assert sums.pays(np.add, np.dtype(np.float16), 2, 1 << 20)
     assert sums.pays(np.add, np.dtype(np.float32), 3, 16 << 20)
