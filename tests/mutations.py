@@ -53,7 +53,7 @@ MUTATIONS = (
              '    if kind in ("allgather", "allreduce", "broadcast"):', '    if kind in ("allgather", "broadcast"):',
              ((0, "tests/unit/collectives"), *COLLECTIVES)),
     Mutation("a mean over messages is not divided", "collectives/network/messages.py",
-             "call.operation is not None and call.operation.is_mean:", "False:", COLLECTIVES),
+             "mean = call.operation is not None and call.operation.is_mean", "mean = False", COLLECTIVES),
     Mutation("the first block is not kept before it is written", "mpips/store/server/reduce.py",
              "unit.undo.keep(unit.bounds(first)[0], unit.bounds(stop - 1)[1])",
              "unit.undo.keep(unit.bounds(first)[1], unit.bounds(stop - 1)[1])", (*STORE[:1], *RECOVERY)),
