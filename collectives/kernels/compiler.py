@@ -90,6 +90,7 @@ class _File(caching.NullCache):
             payload = dumps(data._reduce())
             part.write_bytes(hashlib.sha256(payload).digest() + payload)
             part.replace(self._path)
+            LOG.info("kernel %s is kept in %s", self._name, self._path)
         except Exception as error:  # a full disk, a read-only folder, what cannot be pickled
             LOG.info("kernel %s is not kept: %s: %s", self._name, type(error).__name__, error)
             with contextlib.suppress(OSError):

@@ -33,8 +33,8 @@ ENGINES = ("numba", "numpy")
 NOT_INSTALLED = "Numba is not installed: pip install 'mpips[fast]'"
 LONGEST_EXIT_SECONDS = 30.0
 """How long the end of a process waits for the kernel that it is compiling: LLVM may not be left in the middle."""
-LONGEST_IMPORT_SECONDS = 10.0
-"""How long a fork waits until Numba is imported, as a child could not import what is half imported."""
+LONGEST_FORK_SECONDS = 10.0
+"""How long a fork waits for the kernel that is being compiled: a child may use Numba, whose locks would be held."""
 LONGEST_LOCK_SECONDS = 60.0
 """After so long a wait for another process, which may have been stopped, this one compiles the kernel, too."""
 LOOK_SECONDS = 0.05
@@ -135,7 +135,7 @@ class _Engine:
         self._wanted: queue.SimpleQueue[Kernel | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._settled = threading.Condition(self._lock)
-        self._importing = threading.RLock()
+        self._compiling = threading.RLock()
         self._thread: threading.Thread | None = None
         self._left = 0  # kernels that are asked for and not there yet
 
@@ -179,16 +179,16 @@ class _Engine:
             self._thread.join(LONGEST_EXIT_SECONDS)
 
     def before_fork(self) -> None:
-        """Wait while Numba is being imported: a child that imports one of its modules would wait for ever."""
-        self._held = self._importing.acquire(timeout=LONGEST_IMPORT_SECONDS)
+        """Wait until no module of Numba is half imported, and none of its locks and LLVM's is held."""
+        self._held = self._compiling.acquire(timeout=LONGEST_FORK_SECONDS)
 
     def after_fork_in_parent(self) -> None:
-        """Let Numba be imported."""
+        """Let the thread go on."""
         if self._held:
-            self._importing.release()
+            self._compiling.release()
 
     def after_fork_in_child(self) -> None:
-        """Go on without the thread, as LLVM's locks may be held for ever: what is compiled stays, no more follows."""
+        """Go on without the thread: what is compiled stays, no more follows."""
         left = self._left
         self._begin()
         self._stopped = threading.Event()
@@ -200,7 +200,7 @@ class _Engine:
             LOG.info("forked while %d kernels were being compiled: NumPy serves here", left)
 
     def _run(self) -> None:
-        with self._importing:
+        with self._compiling:
             unusable = _unusable()
         folder, unkept = cache_folder()
         if unusable or unkept:
@@ -211,7 +211,7 @@ class _Engine:
             kernel.failure = unusable or ("the process ends" if self._stopped.is_set() else "")
             try:
                 if not kernel.failure:
-                    kernel.compiled = _compiled(kernel, folder, self._stopped)
+                    kernel.compiled = self._compiled(kernel, folder)
                     LOG.info("kernel %s is there after %.2f s", kernel.name, time.perf_counter() - begun)
             except Exception as error:  # of LLVM, or of Numba for a text that it cannot compile
                 kernel.failure = f"{type(error).__name__}: {error}"
@@ -220,19 +220,17 @@ class _Engine:
                 self._left -= 1
                 self._settled.notify_all()
 
+    def _compiled(self, kernel: Kernel, folder: Path | None) -> Callable[..., Any]:
+        """Return a kernel's compiled function, from the cache or by compiling it now."""
+        from collectives.kernels import compiler
 
-def _compiled(kernel: Kernel, folder: Path | None, stopped: threading.Event) -> Callable[..., Any]:
-    """Return a kernel's compiled function, from the cache or by compiling it now."""
-    from collectives.kernels import compiler
-
-    source = compiler.Source(kernel.name, kernel.source, kernel.types)
-    if folder is None:
-        return compiler.compiled(source, None)
-    path = compiler.place(source, folder)
-    if path.exists():
-        return compiler.compiled(source, path)
-    with _locked(path.with_suffix(".lock"), stopped):
-        return compiler.compiled(source, path)
+        source = compiler.Source(kernel.name, kernel.source, kernel.types)
+        with self._compiling:
+            path = None if folder is None else compiler.place(source, folder)
+            if path is None or path.exists():
+                return compiler.compiled(source, path)
+        with _locked(path.with_suffix(".lock"), self._stopped), self._compiling:
+            return compiler.compiled(source, path)
 
 
 @contextlib.contextmanager
