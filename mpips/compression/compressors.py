@@ -3,26 +3,30 @@
 Every compressor is pure arithmetic on flat float arrays: `encode` turns gradient and residual into bytes, `decode` adds
 them to an array (or writes them). Always: sum of decoded payloads + residual = sum of gradients, up to rounding.
 A payload's size depends on the number of elements alone: `max_bytes(n)`. NaN and infinity are refused (`unfit`).
+`fill` and `read` are NumPy's; compiled kernels do the same in one pass, to the same bits.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from collectives.errors import CollectiveError
-
-BLOCK = 32 * 1024
-"""Elements handled at a time, a multiple of 8 (bits of a payload byte): temporaries stay in cache."""
+from mpips.compression import kernels
+from mpips.compression.kernels import BLOCK
 
 
 @dataclass(frozen=True)
 class Compressor:
     """Base of all compressors: sizes and error feedback. A class of your own gives `max_bytes`, `fill` and `read`."""
+
+    _kernels: ClassVar[tuple[kernels.Compiled, ...]] = ()
 
     def max_bytes(self, n: int) -> int:
         """Return the bytes of the payload for n elements."""
@@ -48,8 +52,9 @@ class Compressor:
         """Return the payload, uint8 (max_bytes(n),), for a gradient of shape (n,); `residual` (n,) changes in place.
 
         ValueError with what `fill` raises."""
-        if gradient.ndim != 1 or gradient.shape != residual.shape:
-            raise ValueError(f"encode needs 1-D gradient and residual alike, not {gradient.shape} and {residual.shape}")
+        payload = self.encode_by_kernels(gradient, residual)
+        if payload is not None:
+            return payload
         payload = np.empty(self.max_bytes(gradient.size), np.uint8)
         for part in blocks(gradient.size):
             residual[part] += gradient[part]
@@ -58,6 +63,32 @@ class Compressor:
         except Exception as error:
             raise ValueError(self._text("fill", gradient.size, error)) from error
         return payload
+
+    def encode_by_kernels(self, gradient: np.ndarray, residual: np.ndarray) -> np.ndarray | None:
+        """Return what `encode` returns, by compiled kernels.
+
+        None, and nothing has changed, where they are not there or `unfit` finds something."""
+        if gradient.ndim != 1 or gradient.shape != residual.shape:
+            raise ValueError(f"encode needs 1-D gradient and residual alike, not {gradient.shape} and {residual.shape}")
+        if type(self) not in BUILT_IN:
+            return None
+        payload = np.empty(self.max_bytes(gradient.size), np.uint8)
+        return payload if self._pack(gradient, residual, payload) else None
+
+    def _pack(self, gradient: np.ndarray, residual: np.ndarray, payload: np.ndarray) -> bool:
+        """Add the gradient to the residual and `fill`, by compiled kernels.
+
+        False, and only `payload` has changed, where they are not there or `unfit` finds something."""
+        return False
+
+    def _unpack(self, payload: np.ndarray, out: np.ndarray, add: bool) -> bool:
+        """Do what `read` does by a compiled kernel; False where that is not there, and nothing has changed."""
+        return False
+
+    def prepare(self, dtype: np.dtype) -> None:
+        """Ask for the kernels of gradients of this dtype, so that they are there in time."""
+        for kernel in (kernels.fit, *self._kernels):
+            kernel.prepare(dtype)
 
     def decode(self, payload: np.ndarray, out: np.ndarray, add: bool = True) -> None:
         """Add what `payload` (uint8) holds to `out` of shape (n,), any float dtype; with add=False write it instead.
@@ -69,7 +100,8 @@ class Compressor:
                 f"not {payload.shape}; sender and receiver need the same compression and the same interval"
             )
         try:
-            self.read(payload, out, add)
+            if type(self) not in BUILT_IN or not self._unpack(payload, out, add):
+                self.read(payload, out, add)
         except Exception as error:
             raise ValueError(self._text("read", out.size, error)) from error
 
@@ -87,6 +119,8 @@ def unfit(gradient: np.ndarray, residual: np.ndarray) -> int:
 
     That is NaN, infinity, and what is larger than the largest float32: it would stay in the residual for ever.
     """
+    if kernels.fit(gradient, residual):
+        return -1
     with np.errstate(over="ignore", invalid="ignore"):
         for part in blocks(gradient.size):
             fine = np.isfinite(np.add(gradient[part], residual[part]).astype(np.float32, copy=False))
@@ -133,6 +167,8 @@ class Residuals:
         kept = self._kept.get(name)
         if kept is None:
             kept = self._kept[name] = self.compressor.init(gradient)
+        if (payload := self.compressor.encode_by_kernels(gradient, kept)) is not None:
+            return payload
         if (at := unfit(gradient, kept)) >= 0:
             raise CollectiveError(
                 f"element {start + at} of what rank {self._rank} pushes of key {key!r} is {gradient[at]:g}, and "
@@ -162,6 +198,9 @@ class Residuals:
             self._kept.pop(name, None)
 
 
+BITS = np.array([0, 1], np.int8)
+SIGNS = np.array([0, 1, -1, 0], np.int8)
+"""Of an element by its bits: up + 2 * down."""
 FLOAT16_MAX = float(np.finfo(np.float16).max)
 
 
@@ -172,11 +211,14 @@ class TwoBit(Compressor):
     Layout: a bit plane of the elements >= threshold, then one of those <= -threshold.
     """
 
+    _kernels = kernels.two_bits, kernels.planes
+
     threshold: float = 0.5
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.threshold) and self.threshold > 0):
             raise ValueError(f"2bit compression needs a finite threshold > 0, not {self.threshold}")
+        object.__setattr__(self, "threshold", float(self.threshold))
 
     def max_bytes(self, n: int) -> int:
         return 2 * bit_bytes(n)
@@ -197,6 +239,16 @@ class TwoBit(Compressor):
             sign = bits_of(up, part) - bits_of(down, part)
             put(out, part, np.multiply(sign, self.threshold, dtype=out.dtype), add)
 
+    def _pack(self, gradient: np.ndarray, residual: np.ndarray, payload: np.ndarray) -> bool:
+        up, down = payload.reshape(2, -1)
+        values = np.multiply(SIGNS, self.threshold, dtype=residual.dtype)
+        return bool(kernels.fit(gradient, residual) and kernels.two_bits(gradient, residual, up, down, values))
+
+    def _unpack(self, payload: np.ndarray, out: np.ndarray, add: bool) -> bool:
+        up, down = payload.reshape(2, -1)
+        values = np.multiply(SIGNS, self.threshold, dtype=out.dtype)
+        return bool(kernels.planes(out, up, down, kernels.wide(values), add))
+
 
 @dataclass(frozen=True)
 class OneBit(Compressor):
@@ -204,6 +256,8 @@ class OneBit(Compressor):
 
     Layout: the mean of the elements >= 0, the mean of the others (float32 each), then the bit plane of those >= 0.
     """
+
+    _kernels = kernels.signs, kernels.take_means, kernels.planes
 
     def max_bytes(self, n: int) -> int:
         return 8 + bit_bytes(n)
@@ -225,6 +279,20 @@ class OneBit(Compressor):
         for part in blocks(out.size):
             put(out, part, self._values(bits_of(payload[8:], part), payload, out.dtype), add)
 
+    def _pack(self, gradient: np.ndarray, residual: np.ndarray, payload: np.ndarray) -> bool:
+        rest, total = np.empty(residual.size % BLOCK, residual.dtype), np.zeros(3)
+        if not kernels.signs(gradient, residual, payload[8:], rest, total) or not _sums_alike(gradient.dtype):
+            return False
+        both, size = float(np.sum(rest)), float(np.sum(np.abs(rest)))
+        total[:2] += (size + both) / 2, (both - size) / 2
+        count = np.maximum((total[2], residual.size - total[2]), 1)
+        payload[:8] = (total[:2] / count).astype(np.float32).view(np.uint8)
+        return bool(kernels.take_means(gradient, residual, self._values(BITS, payload, residual.dtype)))
+
+    def _unpack(self, payload: np.ndarray, out: np.ndarray, add: bool) -> bool:
+        plane, values = payload[8:], self._values(BITS, payload, out.dtype).repeat(2)
+        return bool(kernels.planes(out, plane, plane, kernels.wide(values), add))
+
     @staticmethod
     def _values(bits: np.ndarray, payload: np.ndarray, dtype: np.dtype) -> np.ndarray:
         """The mean of each element's sign, by arithmetic: choosing element by element takes three times as long."""
@@ -234,9 +302,21 @@ class OneBit(Compressor):
         return values
 
 
+@functools.cache
+def _sums_alike(dtype: np.dtype) -> bool:
+    """Return whether this NumPy sums a block in the order in which the kernel does, which is there."""
+    block, total = np.random.default_rng(1).normal(size=BLOCK).astype(dtype), np.zeros(3)
+    wide = kernels.wide(block)
+    kernels.signs(block, np.zeros_like(wide), np.empty(bit_bytes(BLOCK), np.uint8), wide[:0], total)
+    both, size = float(np.sum(wide)), float(np.sum(np.abs(wide)))
+    return tuple(total[:2]) == ((size + both) / 2, (both - size) / 2)
+
+
 @dataclass(frozen=True)
 class Half(Compressor):
     """Every element as float16, at most 65504 in size: 2 times smaller than float32; the rounding error is fed back."""
+
+    _kernels = kernels.halves, kernels.add_halves
 
     def max_bytes(self, n: int) -> int:
         return 2 * n
@@ -253,6 +333,12 @@ class Half(Compressor):
         for part in blocks(out.size):
             put(out, part, halves[part], add)
 
+    def _pack(self, gradient: np.ndarray, residual: np.ndarray, payload: np.ndarray) -> bool:
+        return bool(kernels.fit(gradient, residual) and kernels.halves(gradient, residual, payload.view(np.uint16)))
+
+    def _unpack(self, payload: np.ndarray, out: np.ndarray, add: bool) -> bool:
+        return bool(kernels.add_halves(out, payload.view(np.uint16), add))
+
 
 @dataclass(frozen=True)
 class TopK(Compressor):
@@ -260,6 +346,8 @@ class TopK(Compressor):
 
     Error feedback as in Stich, Cordonnier, Jaggi 2018 (Mem-SGD). Layout: places (uint32, ascending), then values.
     """
+
+    _kernels = kernels.sample, kernels.candidates, kernels.scatter
 
     ratio: float = 0.01
 
@@ -280,9 +368,13 @@ class TopK(Compressor):
             return
         places = np.argpartition(np.abs(residual), residual.size - k)[-k:].astype(np.uint32)
         places.sort()
+        self._take(residual, payload, places)
+
+    def _take(self, residual: np.ndarray, payload: np.ndarray, places: np.ndarray) -> None:
+        """Write these places and what `residual` has there into `payload`, and take it off."""
         values = residual[places].astype(np.float32)
-        payload[: 4 * k] = places.view(np.uint8)
-        payload[4 * k :] = values.view(np.uint8)
+        payload[: 4 * places.size] = places.view(np.uint8)
+        payload[4 * places.size :] = values.view(np.uint8)
         residual[places] -= values
 
     def read(self, payload: np.ndarray, out: np.ndarray, add: bool) -> None:
@@ -293,3 +385,40 @@ class TopK(Compressor):
         if not add:
             out[...] = 0
         out[places] += values.astype(out.dtype)
+
+    def _pack(self, gradient: np.ndarray, residual: np.ndarray, payload: np.ndarray) -> bool:
+        n, k = residual.size, self.count(residual.size)
+        if k == 0:
+            return True
+        # Of a sample: a size that is reached by a few more than k elements, almost surely. One pass finds these.
+        sizes = np.empty(min(n, max(4096, min(n // 64, 65536))), residual.dtype)
+        if not kernels.sample(gradient, residual, sizes):
+            return False
+        share = k * sizes.size / n
+        rank = k if sizes.size == n else int(share + 5 * math.sqrt(share) + 8)
+        least = np.partition(sizes, -rank)[-rank:][:1] if rank < sizes.size else np.zeros(1, residual.dtype)
+        np.maximum(least, np.finfo(least.dtype).smallest_subnormal, out=least)
+        most = min(n, 2 * k + n // 64) + kernels.TILE
+        places, sums = np.empty(most, np.uint32), np.empty(most, residual.dtype)
+        found = kernels.candidates(gradient, residual, least, places, sums) - 1
+        if found < 0:
+            return False
+        for part in blocks(n):
+            residual[part] += gradient[part]
+        if k <= found <= most - kernels.TILE:
+            sizes = np.abs(sums[:found])
+            largest = sizes >= np.partition(sizes, found - k)[found - k]
+            if np.count_nonzero(largest) == k:
+                self._take(residual, payload, places[:found][largest])
+                return True
+        self.fill(residual, payload)  # of equal ones at the end NumPy chooses
+        return True
+
+    def _unpack(self, payload: np.ndarray, out: np.ndarray, add: bool) -> bool:
+        k = self.count(out.size)
+        places, values = payload[: 4 * k].copy().view(np.uint32), payload[4 * k :].copy().view(np.float32)
+        return bool(kernels.scatter(out, places, values, add))
+
+
+BUILT_IN = (TwoBit, OneBit, Half, TopK)
+"""Those that kernels serve: a class derived from one of them may have its own `fill` and `read`."""

@@ -147,6 +147,8 @@ class Requests:
             self._state.update_optimizer(optimizers.decode_numbers(request.numbers), request.keys)
         else:
             self._state.compressor = compression.create(request.options)
+            for unit in self._state.units.values():
+                self._state.compressor.prepare(unit.stored.dtype)
         self.publish()
         del before  # their memory may be another's only when the ledger does not name it any more
 

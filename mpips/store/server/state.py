@@ -194,6 +194,8 @@ class ServerState(ABC):
     def create(self, unit: Unit) -> None:
         """Add a unit that is new, with its optimizer."""
         self.units[unit.number] = unit
+        if self.compressor is not None:
+            self.compressor.prepare(unit.stored.dtype)
 
     def changed(self, unit: Unit) -> None:
         """Let the mirror have a unit that was changed not by a push."""

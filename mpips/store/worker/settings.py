@@ -104,7 +104,10 @@ class Settings:
 
     def add(self, keys: Iterable[Key]) -> None:
         """Keys that have been made."""
-        self.keys.update((key.name, key) for key in keys)
+        for key in keys:
+            self.keys[key.name] = key
+            if self.compressor is not None:
+                self.compressor.prepare(key.dtype)
 
     def drop(self, keys: Sequence[Key], what: str) -> None:
         """Give up keys; collective, after all have agreed on it."""
@@ -158,6 +161,8 @@ class Settings:
         if chosen is not None and self.restored.claim_compressor(chosen):
             return
         self.settled(what, [("compression_params", repr(chosen))], refusal, noun="argument")
+        for key in self.keys.values():
+            chosen.prepare(key.dtype)
         self.run(what, self.backend.set_compression(dict(options), chosen))
         self.compressor = chosen
 

@@ -1,0 +1,279 @@
+"""Pack and unpack gradients in one pass by compiled kernels, to the bits of NumPy's passes in `compressors`.
+
+A kernel is a function below: `collectives.kernels.engine` compiles its text for the dtype of its first array. An array
+of 16-bit numbers comes as uint16; `widen` and `narrow` convert its elements. Calling one returns 0 where it cannot run.
+A kernel that returns 0 itself has met what no payload can hold, and has changed nothing but its scratch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from collectives.kernels import engine
+
+if TYPE_CHECKING:
+    from collectives.kernels.compiler import narrow_float16, widen_float16
+
+Array = np.ndarray
+BLOCK = 32 * 1024
+"""Elements that NumPy handles at a time, a multiple of 8 (bits of a payload byte): temporaries stay in cache."""
+TILE = 1024
+"""Elements handled at a time, a multiple of 8: one loop is vectorized over elements, one over bytes of a bit plane."""
+WIDE = {"float16": "float32", "bfloat16": "float32", "float32": "float32", "float64": "float64"}
+"""Dtypes of gradients that kernels know, and their residuals'."""
+
+
+class Compiled:
+    """One function below, compiled for each dtype of its first array."""
+
+    def __init__(self, function: Callable[..., Any], types: str, dtypes: tuple[str, ...]) -> None:
+        self._name, self._types, self._dtypes = function.__name__, types, dtypes
+        try:
+            text = inspect.getsource(function)
+        except OSError:  # an installation without sources
+            text, self._dtypes = "", ()
+        text = text[text.find("def ") :].replace(f"def {self._name}(", "def kernel(", 1)
+        self._text = text.replace("TILE", str(TILE)).replace("BLOCK", str(BLOCK))
+        self._kernels: dict[np.dtype, engine.Kernel | None] = {}
+
+    def prepare(self, dtype: np.dtype) -> engine.Kernel | None:
+        """Ask for the kernel of this dtype, so that it is there in time; None where there is none."""
+        if dtype not in self._kernels:
+            name = dtype.name if dtype.isnative else ""
+            self._kernels[dtype] = self._kernel(name) if name in self._dtypes else None
+        return self._kernels[dtype]
+
+    def _kernel(self, dtype: str) -> engine.Kernel:
+        text, stored = self._text, "uint16" if "16" in dtype else dtype
+        for word in ("widen", "narrow"):
+            text = text.replace(f"{word}(", f"{word}_{dtype}(" if "16" in dtype else "(")
+        types = self._types.replace("stored", stored).replace("wide", WIDE[dtype]).split(", ")
+        return engine.kernel(f"{self._name} of {dtype}", text, types)
+
+    def __call__(self, array: np.ndarray, *rest: np.ndarray | int) -> int:
+        """Return what the kernel does; 0 where it is not there, or not for such arrays."""
+        kernel = self.prepare(array.dtype)
+        if kernel is None or (call := kernel.call) is None:
+            return 0
+        try:
+            return int(call(array.view(np.uint16) if array.itemsize == 2 else array, *rest))
+        except TypeError:  # before it runs: arrays that are not aligned or contiguous, or of other dtypes
+            return 0
+
+
+def compiled(types: str, dtypes: tuple[str, ...] = tuple(WIDE)) -> Callable[[Callable[..., Any]], Compiled]:
+    """Make a kernel of a function; a decorator. In `types` the first array's elements are `stored`, and reckoned with
+    as `wide`."""
+    return lambda function: Compiled(function, types, dtypes)
+
+
+def wide(values: np.ndarray) -> np.ndarray:
+    """Return values in the dtype that a kernel reckons in."""
+    return values.astype(WIDE.get(values.dtype.name, values.dtype), copy=False)
+
+
+def widen(x: Any) -> Any:
+    """Stand for a conversion from the dtype of a kernel's first array."""
+
+
+def narrow(x: Any) -> Any:
+    """Stand for a conversion to the dtype of a kernel's first array."""
+
+
+@compiled("const stored[], const wide[]")
+def fit(gradient: Array, residual: Array) -> bool:
+    """Return whether a payload can hold all sums: finite float32."""
+    bad = False
+    for i in range(residual.size):
+        x = np.float32(residual[i] + widen(gradient[i]))
+        difference = x - x  # NaN of NaN and of infinity
+        bad |= difference != difference
+    return not bad
+
+
+@compiled("const stored[], wide[], uint8[], uint8[], const wide[]")
+def two_bits(gradient: Array, residual: Array, up: Array, down: Array, values: Array) -> int:
+    """Write the planes of elements >= values[1] and <= values[2]; take values[1], values[2] or values[0] off."""
+    nothing, most, least = values[0], values[1], values[2]
+    high, low = np.empty(TILE, np.uint8), np.empty(TILE, np.uint8)
+    high_words, low_words = high.view(np.uint64), low.view(np.uint64)
+    for start in range(0, residual.size, TILE):
+        stop = min(start + TILE, residual.size)
+        g_, r_ = gradient[start:stop], residual[start:stop]
+        high[r_.size :], low[r_.size :] = 0, 0
+        for i in range(r_.size):
+            x = r_[i] + widen(g_[i])
+            above, below = x >= most, x <= least
+            high[i], low[i] = above, below
+            r_[i] = x - ((nothing if below else most) if above else (least if below else nothing))
+        up_, down_ = up[start // 8 : (stop + 7) // 8], down[start // 8 : (stop + 7) // 8]
+        for i in range(up_.size):  # the product gathers eight bytes of 0 or 1 in its highest byte
+            up_[i] = (high_words[i] * np.uint64(0x8040201008040201)) >> np.uint64(56)
+            down_[i] = (low_words[i] * np.uint64(0x8040201008040201)) >> np.uint64(56)
+    return 1
+
+
+@compiled("stored[], const uint8[], const uint8[], const wide[], int64")
+def planes(out: Array, up: Array, down: Array, values: Array, add: int) -> int:
+    """Add values[up bit + 2 * down bit] to every element of `out`, or write it there."""
+    neither, first, second, both = values[0], values[1], values[2], values[3]
+    high, low = np.empty(TILE, np.uint8), np.empty(TILE, np.uint8)
+    high_words, low_words = high.view(np.uint64), low.view(np.uint64)
+    for start in range(0, out.size, TILE):
+        stop = min(start + TILE, out.size)
+        out_ = out[start:stop]
+        up_, down_ = up[start // 8 : (stop + 7) // 8], down[start // 8 : (stop + 7) // 8]
+        for i in range(up_.size):  # a byte eight times, and of each its own bit
+            high_words[i] = (np.uint64(up_[i]) * np.uint64(0x0101010101010101)) & np.uint64(0x0102040810204080)
+            low_words[i] = (np.uint64(down_[i]) * np.uint64(0x0101010101010101)) & np.uint64(0x0102040810204080)
+        if add:
+            for i in range(out_.size):
+                value = (both if low[i] else first) if high[i] else (second if low[i] else neither)
+                out_[i] = narrow(widen(out_[i]) + value)
+        else:
+            for i in range(out_.size):
+                out_[i] = narrow((both if low[i] else first) if high[i] else (second if low[i] else neither))
+    return 1
+
+
+@compiled("const stored[], const wide[], uint8[], wide[], float64[]")
+def signs(gradient: Array, residual: Array, plane: Array, rest: Array, total: Array) -> bool:
+    """Write the plane of sums >= 0, their number, and the total of each sign in all whole blocks.
+
+    `rest` becomes the sums behind the last whole block. `total`: of those >= 0, of the others, the number of the first.
+    A block is summed as NumPy sums it: eight columns of each 128 elements, then two and two neighbours.
+    """
+    bad, count = False, 0
+    bits, tile, parts = np.empty(TILE, np.uint8), np.empty(TILE, residual.dtype), np.empty(BLOCK // 64, residual.dtype)
+    words = bits.view(np.uint64)
+    whole = residual.size // BLOCK * BLOCK
+    for start in range(0, residual.size, TILE):
+        stop = min(start + TILE, residual.size)
+        g_, r_ = gradient[start:stop], residual[start:stop]
+        bits[r_.size :] = 0
+        for i in range(r_.size):
+            x = r_[i] + widen(g_[i])
+            narrowed = np.float32(x)
+            difference = narrowed - narrowed
+            bad |= difference != difference
+            tile[i], bits[i] = x, x >= 0
+        plane_ = plane[start // 8 : (stop + 7) // 8]
+        for i in range(plane_.size):
+            count += int((words[i] * np.uint64(0x0101010101010101)) >> np.uint64(56))
+            plane_[i] = (words[i] * np.uint64(0x8040201008040201)) >> np.uint64(56)
+        if start >= whole:
+            rest[start - whole : stop - whole] = tile[: r_.size]
+            continue
+        for half in range(2):  # the sums, then their sizes
+            at = half * BLOCK // 128 + start % BLOCK // 128
+            for row in range(TILE // 128):
+                a = tile[128 * row : 128 * row + 128]
+                s0, s1, s2, s3, s4, s5, s6, s7 = a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7]
+                for i in range(8, 128, 8):
+                    s0, s1, s2, s3 = s0 + a[i], s1 + a[i + 1], s2 + a[i + 2], s3 + a[i + 3]
+                    s4, s5, s6, s7 = s4 + a[i + 4], s5 + a[i + 5], s6 + a[i + 6], s7 + a[i + 7]
+                parts[at + row] = ((s0 + s1) + (s2 + s3)) + ((s4 + s5) + (s6 + s7))
+            for i in range(TILE):
+                tile[i] = abs(tile[i])
+        if stop % BLOCK == 0:
+            left = BLOCK // 128
+            while left > 1:
+                for i in range(left):
+                    parts[i] = parts[2 * i] + parts[2 * i + 1]
+                left //= 2
+            both, size = np.float64(parts[0]), np.float64(parts[1])
+            total[0] += (size + both) / 2
+            total[1] += (both - size) / 2
+    total[2] = count
+    return not bad
+
+
+@compiled("const stored[], wide[], const wide[]")
+def take_means(gradient: Array, residual: Array, values: Array) -> int:
+    """Add the gradient to the residual; take values[1] off where that is >= 0, else values[0]."""
+    below, above = values[0], values[1]
+    for i in range(residual.size):
+        x = residual[i] + widen(gradient[i])
+        residual[i] = x - (above if x >= 0 else below)
+    return 1
+
+
+@compiled("const stored[], float32[], uint16[]", ("float16", "bfloat16", "float32"))
+def halves(gradient: Array, residual: Array, payload: Array) -> int:
+    """Write all sums as float16, at most 65504 in size; take that off."""
+    for i in range(residual.size):
+        x = residual[i] + widen(gradient[i])
+        half = narrow_float16(min(max(x, np.float32(-65504)), np.float32(65504)))
+        payload[i] = half
+        residual[i] = x - widen_float16(half)
+    return 1
+
+
+@compiled("stored[], const uint16[], int64", ("float16", "float32", "float64"))
+def add_halves(out: Array, payload: Array, add: int) -> int:
+    """Add float16 to `out`, or write them there."""
+    if add:
+        for i in range(out.size):
+            out[i] = narrow(widen(out[i]) + widen_float16(payload[i]))
+    else:
+        for i in range(out.size):
+            out[i] = narrow(widen_float16(payload[i]))
+    return 1
+
+
+@compiled("const stored[], const wide[], wide[]")
+def sample(gradient: Array, residual: Array, sizes: Array) -> int:
+    """Write the sizes of sums here and there: one of each stretch, at a place that looks random."""
+    stretch = residual.size // sizes.size
+    word = np.uint64(1)
+    for i in range(sizes.size):
+        word = word * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
+        at = i * stretch + np.int64(word >> np.uint64(33)) % stretch
+        sizes[i] = abs(residual[at] + widen(gradient[at]))
+    return 1
+
+
+@compiled("const stored[], const wide[], wide[], uint32[], wide[]")
+def candidates(gradient: Array, residual: Array, least: Array, places: Array, sums: Array) -> int:
+    """Write places and sums of that size or more while there is room for TILE more; return their number plus 1."""
+    bound, found, bad = least[0], 0, False
+    tile, large = np.empty(TILE, residual.dtype), np.empty(TILE, np.uint8)
+    words = large.view(np.uint64)
+    for start in range(0, residual.size, TILE):
+        stop = min(start + TILE, residual.size)
+        g_, r_ = gradient[start:stop], residual[start:stop]
+        large[r_.size :] = 0
+        for i in range(r_.size):
+            x = r_[i] + widen(g_[i])
+            narrowed = np.float32(x)
+            difference = narrowed - narrowed
+            bad |= difference != difference
+            tile[i], large[i] = x, abs(x) >= bound
+        if found + TILE <= places.size:
+            for word in range(TILE // 8):
+                if words[word]:
+                    for i in range(8 * word, 8 * word + 8):
+                        places[found], sums[found] = start + i, tile[i]
+                        found += large[i]
+    return 0 if bad else found + 1
+
+
+@compiled("stored[], const uint32[], const float32[], int64")
+def scatter(out: Array, places: Array, values: Array, add: int) -> int:
+    """Add values at places, or write them and zeros elsewhere, if the places ascend and are all in `out`."""
+    before = np.int64(-1)
+    for i in range(places.size):
+        if np.int64(places[i]) <= before:
+            return 0
+        before = np.int64(places[i])
+    if before >= out.size:
+        return 0
+    if not add:
+        out[:] = 0
+    for i in range(places.size):
+        out[places[i]] = narrow(widen(out[places[i]]) + widen(narrow(values[i])))
+    return 1
