@@ -1,8 +1,10 @@
-"""`mpips bench optimizers`: server-side updates beside PyTorch's fused ones, one thread each, in one run."""
+"""`mpips bench optimizers`: server-side updates by NumPy, by compiled kernels and by PyTorch, one thread each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -14,6 +16,7 @@ import numpy as np
 from rich.table import Table
 
 from collectives.benchmark.harness import take_turns, time_call
+from collectives.kernels import engine
 from collectives.machine import check_memory
 from collectives.terminal import Interruptible, OutFile, Whole, console, show_progress, show_table, write_json
 from mpips import optimizers
@@ -28,21 +31,33 @@ CASES = (
     optimizers.AdamW(learning_rate=0.001),
 )
 
-ARRAYS = 7  # at once, where there is most: five of `measure`, and Adam's two of state
+SUMS = CASES[:2]
+CONTRIBUTORS = (2, 4, 8)
+SUM_ELEMENTS = (1 << 14, 1 << 18, 1 << 22, 1 << 24)
+ARRAYS = 16  # at once, where there is most: Adam's of `measure`, PyTorch's states of three settings, its temporaries
+LEAST_WORK = 200_000  # elements that are updated between two looks at the clock
+COMPILES = 120.0  # seconds at most
 COUNT = Whole(1)
+SETTINGS: dict[str, dict[str, bool]] = {"fused": {"fused": True}, "foreach": {"foreach": True}, "default": {}}
+"""PyTorch's implementations: one kernel, a call an operation for all arrays, a call an operation and array."""
 Step = Callable[[], Any]
 
 
 class Case(NamedTuple):
-    """One optimizer's times in ms, medians over the repeats; torch_* are None where PyTorch is not there."""
+    """An update by a sum of gradients: medians in ms over the repeats; None for what is not there."""
 
     optimizer: str
     elements: int
-    mpips_ms: float
+    gradients: int
+    numpy_ms: float
+    compiled_ms: float | None
     copy_ms: float
-    torch_ms: float | None
+    """Of a copy of as many bytes as one pass reads and writes."""
+    fused_ms: float | None
+    other_ms: float | None
+    """The faster one of PyTorch's default and foreach."""
     ratio: float | None
-    torch_setting: str | None
+    """What serves here, to the best of PyTorch."""
     largest_difference: float | None
 
 
@@ -54,11 +69,12 @@ def label(optimizer: optimizers.Optimizer) -> str:
     return name
 
 
-def theirs(torch: ModuleType, optimizer: Any, weights: np.ndarray, gradient: np.ndarray, fused: bool) -> Step:
-    """Return PyTorch's step for the same update, on the memory of `weights`; RuntimeError where it has no fused one."""
+def theirs(torch: ModuleType, optimizer: Any, weights: np.ndarray, gradient: np.ndarray, **setting: bool) -> Step:
+    """Return PyTorch's step for the same update, on the memory of `weights`; RuntimeError or TypeError where it has no
+    implementation of that setting."""
     parameter = torch.nn.Parameter(torch.from_numpy(weights))
     parameter.grad = torch.from_numpy(gradient)
-    options: dict[str, Any] = {"lr": optimizer.learning_rate, **({"fused": True} if fused else {})}
+    options: dict[str, Any] = {"lr": optimizer.learning_rate, **setting}
     if isinstance(optimizer, optimizers.Adam):
         kind = torch.optim.AdamW if isinstance(optimizer, optimizers.AdamW) else torch.optim.Adam
         options |= {"betas": (optimizer.beta1, optimizer.beta2), "eps": optimizer.epsilon}
@@ -74,49 +90,98 @@ def theirs(torch: ModuleType, optimizer: Any, weights: np.ndarray, gradient: np.
     return kind([parameter], **options).step
 
 
-def measure(optimizer: optimizers.Optimizer, elements: int, repeats: int, torch: ModuleType | None) -> Case:
-    """Alternate one update of each side, `repeats` times after one untimed: medians, and the largest difference."""
+def measure(
+    optimizer: optimizers.Equation, elements: int, repeats: int, torch: ModuleType | None, gradients: int = 1
+) -> Case:
+    """Alternate updates by each engine, by PyTorch and copies, `repeats` times after one untimed; return medians."""
     rng = np.random.default_rng(0)
-    start, gradient = rng.random(elements, np.float32), rng.random(elements, np.float32)
-    weights, spare = start.copy(), np.zeros_like(start)
+    weights, spare = rng.random(elements, np.float32), np.zeros(elements, np.float32)
+    parts = [rng.random(elements, np.float32) for _ in range(gradients)]
     state, numbers = optimizer.init(weights), count(1)
-    steps: dict[str, Step] = {
-        "mpips": lambda: optimizer.update(weights, gradient, state, next(numbers)),
-        "copy": lambda: np.copyto(spare, start),
-    }
-    setting, other = None, start.copy()
+
+    def by_numpy() -> None:
+        with engine.numpy_only():
+            optimizer.update_by_sum(weights, parts, state, next(numbers))
+
+    steps: dict[str, Step] = {"numpy": by_numpy, "copy": lambda: np.copyto(spare, parts[0])}
+    kernel = optimizer.prepare(weights.dtype, gradients)
+    engine.settle(COMPILES)
+    if kernel is not None and kernel.call is not None:
+        steps["compiled"] = lambda: optimizer.update_by_sum(weights, parts, state, next(numbers))
     if torch is not None:
-        try:
-            steps["torch"], setting = theirs(torch, optimizer, other, gradient, fused=True), "fused"
-        except (RuntimeError, TypeError):  # it has none for this optimizer on the CPU
-            steps["torch"], setting = theirs(torch, optimizer, other, gradient, fused=False), "default"
-    times = take_turns({name: partial(time_call, step) for name, step in steps.items()}, repeats + 1)
-    median = {name: 1e3 * float(np.median(values[1:])) for name, values in times.items()}
+        for name, setting in SETTINGS.items():
+            with contextlib.suppress(RuntimeError, TypeError):  # it has none of these for this optimizer on the CPU
+                steps[name] = theirs(torch, optimizer, weights, parts[0], **setting)
+    calls = max(1, LEAST_WORK // elements)
+    turns = {name: partial(time_call, partial(repeat, step, calls)) for name, step in steps.items()}
+    times = take_turns(turns, repeats + 1)
+    median = {name: 1e3 / calls * float(np.median(values[1:])) for name, values in times.items()}
+    others = [median[name] for name in ("foreach", "default") if name in median]
+    best = min([*others, median.get("fused", math.inf)])
     return Case(
         optimizer=label(optimizer),
         elements=elements,
-        mpips_ms=median["mpips"],
-        copy_ms=median["copy"],
-        torch_ms=median.get("torch"),
-        ratio=median["mpips"] / median["torch"] if torch else None,
-        torch_setting=setting,
-        largest_difference=float(np.abs(weights - other).max()) if torch else None,
+        gradients=gradients,
+        numpy_ms=median["numpy"],
+        compiled_ms=median.get("compiled"),
+        copy_ms=median["copy"] * (gradients + 2 + 2 * optimizer.slots) / 2,
+        fused_ms=median.get("fused"),
+        other_ms=min(others, default=None),
+        ratio=median.get("compiled", median["numpy"]) / best if others else None,
+        largest_difference=None if torch is None else largest_difference(optimizer, torch),
     )
 
 
-def table(cases: list[Case]) -> Table:
-    """Return the cases as a table."""
-    view = Table(title=f"One update of {cases[0].elements:,} float32, one thread, median ms",
-                 caption="one copy: of the array, for comparison; largest difference: between the two results")
-    for column in ("optimizer", "mpips", "PyTorch", "mpips / PyTorch", "one copy", "largest difference"):
+def repeat(step: Step, calls: int) -> None:
+    """Call a step several times."""
+    for _ in range(calls):
+        step()
+
+
+def largest_difference(optimizer: optimizers.Equation, torch: ModuleType) -> float:
+    """Return how far weights are from PyTorch's after three updates of numbers in [0, 1)."""
+    rng = np.random.default_rng(0)
+    weights, gradient = rng.random(10_000, np.float32), rng.random(10_000, np.float32)
+    other, state = weights.copy(), optimizer.init(weights)
+    step = theirs(torch, optimizer, other, gradient)
+    for number in (1, 2, 3):
+        optimizer.update(weights, gradient, state, number)
+        step()
+    return float(np.abs(weights - other).max())
+
+
+def show_updates(cases: Sequence[Case]) -> Table:
+    """Return updates by one gradient as a table."""
+    view = Table(
+        title=f"One update of {cases[0].elements:,} float32, one thread, median ms",
+        caption="copy: of as many bytes as one pass reads and writes; ratio: of the engine that serves, to the "
+        "best of PyTorch; difference: the largest between its weights and ours after three updates",
+    )
+    columns = ("optimizer", "NumPy", "compiled", "copy", "PyTorch fused", "PyTorch other", "ratio", "difference")
+    for column in columns:
         view.add_column(column, justify="left" if column == "optimizer" else "right")
     for case in cases:
-        beside = "-", "-"
-        if case.torch_ms is not None:
-            beside = f"{case.torch_ms:.1f} ({case.torch_setting})", f"{case.ratio:.2f}"
-        apart = "-" if case.largest_difference is None else f"{case.largest_difference:.1e}"
-        view.add_row(case.optimizer, f"{case.mpips_ms:.1f}", *beside, f"{case.copy_ms:.1f}", apart)
+        times = case.numpy_ms, case.compiled_ms, case.copy_ms, case.fused_ms, case.other_ms
+        shown = "-" if case.largest_difference is None else f"{case.largest_difference:.0e}"
+        view.add_row(case.optimizer, *map(in_ms, times), "-" if case.ratio is None else f"{case.ratio:.2f}", shown)
     return view
+
+
+def show_sums(cases: Sequence[Case]) -> Table:
+    """Return updates by sums of gradients as a table."""
+    view = Table(title="Sum of several gradients and update, one thread, median ms")
+    for column in ("optimizer", "elements", "gradients", "NumPy", "compiled", "copy", "times as fast"):
+        view.add_column(column, justify="left" if column == "optimizer" else "right")
+    for case in cases:
+        faster = "-" if case.compiled_ms is None else f"{case.numpy_ms / case.compiled_ms:.1f}"
+        times = map(in_ms, (case.numpy_ms, case.compiled_ms, case.copy_ms))
+        view.add_row(case.optimizer, f"{case.elements:,}", str(case.gradients), *times, faster)
+    return view
+
+
+def in_ms(time: float | None) -> str:
+    """Return a time with three digits, or so."""
+    return "-" if time is None else f"{time:.{1 if time >= 10 else 2 if time >= 1 else 3}f}"
 
 
 def load_torch() -> tuple[ModuleType | None, str]:
@@ -134,22 +199,29 @@ def load_torch() -> tuple[ModuleType | None, str]:
 @click.option("--repeats", default=9, type=COUNT, show_default=True, help="Timed updates of each side, alternating.")
 @click.option("--json", "json_path", type=OutFile(), help="Write the cases as JSON.")
 def command(elements: int, repeats: int, json_path: Path | None) -> None:
-    """Time server-side optimizer updates, beside PyTorch's fused ones where PyTorch is installed."""
+    """Time server-side optimizer updates, by each engine, beside PyTorch's where that is installed."""
     try:
         check_memory(f"--elements {elements}", 4 * elements, ARRAYS)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     torch, reason = load_torch()
-    cases = []
-    with show_progress("updates", len(CASES)) as begin:
+    sizes = sorted({min(size, elements) for size in SUM_ELEMENTS})
+    sums = [(optimizer, size, gradients) for optimizer in SUMS for size in sizes for gradients in CONTRIBUTORS]
+    updates, summed = [], []
+    with show_progress("updates", len(CASES) + len(sums)) as begin:
         for optimizer in CASES:
             begin(label(optimizer))
-            cases.append(measure(optimizer, elements, repeats, torch))
+            updates.append(measure(optimizer, elements, repeats, torch))
+        for optimizer, size, gradients in sums:
+            begin(f"{label(optimizer)} by {gradients} gradients of {size:,}")
+            summed.append(measure(optimizer, size, repeats, None, gradients))
     target = console()
-    show_table(table(cases), target)
+    show_table(show_updates(updates), target)
+    show_table(show_sums(summed), target)
     target.print(reason)
+    target.print(engine.status().reason)
     if json_path:
-        write_json(json_path, [case._asdict() for case in cases])
+        write_json(json_path, [case._asdict() for case in (*updates, *summed)])
 
 
 if __name__ == "__main__":

@@ -90,10 +90,12 @@ class Equation:
                 return
         _run_blocks(self, way, weights, parts, state, numbers)
 
-    def prepare(self, dtype: np.dtype, parts: int = 1) -> None:
-        """Ask for the kernel of weights of this dtype and sums of so many gradients, so that it is there in time."""
-        if dtype.name in WIDE:
-            _way(self, dtype, min(parts, MOST_PARTS), ask=True)
+    def prepare(self, dtype: np.dtype, parts: int = 1) -> engine.Kernel | None:
+        """Ask for the kernel of weights of this dtype and sums of so many gradients, so that it is there in time.
+
+        Return it, or None where NumPy serves in any case. Not blocking; `engine.settle` waits for it.
+        """
+        return _way(self, dtype, min(parts, MOST_PARTS), ask=True).kernel if dtype.name in WIDE else None
 
 
 def update_by_sum(
@@ -260,8 +262,9 @@ def _see(weights: np.ndarray, parts: Sequence[np.ndarray], state: State, slots: 
 
 
 def _block(name: str, dtype: np.dtype, length: int, like: np.ndarray) -> np.ndarray:
-    """Return a block of this thread's memory where `like` lies, on the host or a GPU; the same name, dtype and place
-    give the same memory again."""
+    """Return a block of this thread's memory where `like` lies, on the host or a GPU.
+
+    The same name, dtype and place give the same memory again."""
     buffers: dict[Any, np.ndarray] = _local.__dict__
     block = buffers.get((name, dtype, type(like)))
     if block is None or block.size < length:

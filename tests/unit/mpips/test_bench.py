@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from collectives.benchmark.harness import take_turns
+from collectives.kernels import engine
 from examples.reproduce.overlap.measured import RATE, OverlapJob
 from mpips.bench.kvstore import check, measure_rounds
 from mpips.bench.optimizers import command
@@ -116,14 +117,18 @@ def test_contenders_take_turns_forwards_and_backwards() -> None:
 
 
 def test_without_pytorch_it_says_so_and_measures_the_rest(monkeypatch, tmp_path):
+    compiled = engine.status().engine == "numba"
     monkeypatch.setitem(sys.modules, "torch", None)
     path = tmp_path / "optimizers.json"
     result = CliRunner().invoke(command, ["--elements", "1000", "--repeats", "1", "--json", str(path)])
     assert result.exit_code == 0, result.output
     assert "PyTorch is left out" in result.output
     cases = json.loads(path.read_text())
-    assert {"SGD momentum", "Adam"} <= {case["optimizer"] for case in cases}
-    assert all(case["elements"] == 1000 and case["mpips_ms"] > 0 and case["ratio"] is None for case in cases)
+    assert {(name, gradients) for name in ("SGD momentum", "Adam") for gradients in (1, 2, 4, 8)} <= {
+        (case["optimizer"], case["gradients"]) for case in cases
+    }
+    assert all(case["elements"] == 1000 and case["numpy_ms"] > 0 and case["ratio"] is None for case in cases)
+    assert [case["optimizer"] for case in cases if (case["compiled_ms"] is None) == compiled] == []
 
 
 def test_cases_that_cannot_be_written_are_one_sentence(full_disk):
@@ -135,4 +140,4 @@ def test_cases_that_cannot_be_written_are_one_sentence(full_disk):
 def test_more_elements_than_memory_holds_are_refused():
     result = CliRunner().invoke(command, ["--elements", "100000000000000"])
     assert result.exit_code == 2
-    assert "--elements 100000000000000 takes at least 7 arrays of 400,000,000,000,000 bytes" in result.output
+    assert "--elements 100000000000000 takes at least 16 arrays of 400,000,000,000,000 bytes" in result.output

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from collectives.kernels import engine
 from mpips import optimizers
-from mpips.optimizers import SGD, AdaGrad, Adam, AdamW, Add, Elastic1, RMSProp, equation
+from mpips.optimizers import SGD, AdaGrad, Adam, AdamW, Add, Elastic1, RMSProp
 from mpips.optimizers.trace import Tape, Untraceable
 
 pytest.importorskip("numba")
@@ -125,12 +125,12 @@ def test_both_engines_give_the_same_bits(optimizer, dtype, data, n, parts, seed)
 
 @pytest.mark.parametrize("optimizer", COMPILED, ids=repr)
 def test_those_of_rounded_operations_are_compiled(optimizer):
-    way = equation._known_way(optimizer, np.dtype(np.float32), 1, True)
-    assert way.kernel.call is not None, way.kernel.failure
+    kernel = optimizer.prepare(np.dtype(np.float32))
+    assert kernel.call is not None, kernel.failure
 
 
 def test_others_are_left_to_numpy():
-    assert equation._known_way(Powers(), np.dtype(np.float32), 1, True).kernel is None
+    assert Powers().prepare(np.dtype(np.float32)) is None
     with pytest.raises(Untraceable):
         Tape(Looking().equation, 1, 0)
 
