@@ -234,8 +234,9 @@ class Unit:
         self.frozen = []
 
     def write(self, start: int, stop: int, parts: Sequence[Array]) -> None:
-        """Update stored elements [start, stop) by the sum of gradients, added from first to last, in the step that has
-        begun; without optimizer: replace them by it."""
+        """Update stored elements [start, stop) by the sum of gradients, in the step that has begun.
+
+        They are added from first to last. Without optimizer the sum replaces the elements."""
         stored = self.stored[start:stop]
         if self.optimizer is None:
             self.writes += 1
