@@ -17,9 +17,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
+from collectives.kernels import engine
+
 BATCH_SECONDS = 2e-3  # long beside the time between a barrier's first rank and its last, and beside a call of which the
 # caches hold what the candidate before has left
 WARM_CALLS = 10
+SETTLE_SECONDS = 60.0  # for kernels that the calls have asked for
 LEAST_SAMPLES = 5
 MOST_SAMPLES = 200
 
@@ -55,6 +58,7 @@ def _batch(comm: MPI.Comm, run: Callable[[], object]) -> tuple[float, int]:
     """Return (seconds of one call, calls a batch), after warming up; agreed over all ranks."""
     for _ in range(WARM_CALLS):
         run()
+    engine.settle(SETTLE_SECONDS)
     calls = 1
     while True:
         seconds = np.array([_sample(comm, run, calls)])

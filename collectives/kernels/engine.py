@@ -166,6 +166,10 @@ class _Engine:
         self._wanted.put(kernel)
         return kernel
 
+    def in_use(self) -> bool:
+        """Return whether this process has begun to compile kernels, so that one more costs little."""
+        return self._thread is not None
+
     def settle(self, seconds: float) -> bool:
         """Wait until all kernels that were asked for are there, or have failed; False where that takes longer."""
         with self._settled:
@@ -281,3 +285,4 @@ os.register_at_fork(
 )
 kernel = _engine.kernel
 settle = _engine.settle
+in_use = _engine.in_use

@@ -29,16 +29,21 @@ SIGNS: dict[Any, str] = {np.add: "+", np.multiply: "*"}
 
 
 class Limit(NamedTuple):
-    """The passes of NumPy's that one replaces, and the bytes of a vector, from which on a kernel is asked for."""
+    """The least reductions for which a kernel is asked: passes that NumPy makes, and bytes of a vector."""
 
     passes: int
     nbytes: int
+    alone: int
+    """Bytes in a process that has asked for no kernel yet, so that Numba must be loaded."""
 
 
-_16_BIT = Limit(1, 32 << 10)
-_WIDER = Limit(2, 1 << 20)
+NEVER = 1 << 62
+_16_BIT = Limit(1, 4 << 10, 64 << 10)
+_WIDER = Limit(2, 64 << 10, NEVER)
 LIMITS = {"float16": _16_BIT, "bfloat16": _16_BIT, "float32": _WIDER, "float64": _WIDER}
-"""A kernel that is there wins from 64 elements on. But a process that asks for the first loads Numba: 0.5 s, 70 MiB."""
+"""A kernel itself wins from 64 elements on. But loading Numba takes 120 MiB of a process, and 1 to 4 s in which each
+call takes some 20 ms. float16 vectors of 64 KiB save 60 us to 1 ms in every call; float32 vectors save a tenth to a
+third of a call between 64 KiB and 4 MiB, and nothing beyond."""
 
 
 def perform(steps: Sequence[Step]) -> None:
@@ -60,7 +65,8 @@ def pays(combine: Callable[..., Any], dtype: np.dtype[Any], parts: int, nbytes: 
     limit = LIMITS.get(dtype.name)
     if limit is None or combine not in SIGNS or not dtype.isnative:
         return False
-    return parts - 1 + mean >= limit.passes and nbytes >= limit.nbytes
+    least = limit.nbytes if engine.in_use() else limit.alone
+    return parts - 1 + mean >= limit.passes and nbytes >= least
 
 
 def prepare(combine: Callable[..., Any], dtype: np.dtype[Any], parts: int, nbytes: int, mean: bool = False) -> None:

@@ -23,6 +23,7 @@ numba = pytest.mark.skipif(engine.status().engine != "numba", reason=engine.stat
 @pytest.fixture(scope="module", autouse=True)
 def kernels() -> None:
     """All kernels are there before any test."""
+    assert not sums.pays(np.add, np.dtype(np.float32), 8, 1 << 30), "float32 alone loads no Numba"
     for dtype in DTYPES.values():
         for sign in sums.SIGNS:
             for count in COUNTS:
@@ -86,7 +87,8 @@ def test_odd_arrays_go_to_numpy():
         assert (array == 2).all()
 
 
-def test_small_vectors_ask_for_no_kernel():
+@numba
+def test_kernels_are_asked_for_where_they_pay():
     assert not sums.pays(np.add, np.dtype(np.float16), 2, 1024)
     assert not sums.pays(np.add, np.dtype(np.float32), 2, 1 << 30)
     assert sums.pays(np.add, np.dtype(np.float32), 2, 1 << 30, mean=True)
