@@ -24,6 +24,7 @@ from numba.core.compiler import CompileResult
 from numba.core.registry import cpu_target
 from numba.core.serialize import dumps
 from numba.extending import intrinsic
+from numba.np.arrayobj import make_array
 
 LOG = logging.getLogger("mpips.kernels")
 _HALF, _FLOAT = llvmlite.ir.HalfType(), llvmlite.ir.FloatType()
@@ -165,8 +166,28 @@ def narrow_bfloat16(x: Any) -> Any:
     return np.uint16(nan if x != x else rounded)
 
 
+@intrinsic
+def sum_of_128(typingctx: Any, array: Any, start: Any) -> Any:
+    """Return the sum of 128 elements from `start` on in NumPy's order: of eight columns, then of neighbours."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        columns = llvmlite.ir.VectorType(context.get_value_type(array.dtype), 8)
+        data = make_array(array)(context, builder, args[0]).data
+        rows = builder.bitcast(builder.gep(data, [args[1]]), columns.as_pointer())
+        total = None
+        for i in range(16):
+            row = builder.load(builder.gep(rows, [_INT32(i)]), align=array.dtype.bitwidth // 8)
+            total = row if total is None else builder.fadd(total, row)
+        sums = [builder.extract_element(total, _INT32(i)) for i in range(8)]
+        while len(sums) > 1:
+            sums = [builder.fadd(left, right) for left, right in zip(sums[::2], sums[1::2])]
+        return sums[0]
+
+    return array.dtype(array, types.intp), code
+
+
 CONVERSIONS: dict[str, Any] = {
     "widen_float16": widen_float16, "narrow_float16": narrow_float16, "widen_bfloat16": widen_bfloat16,
-    "narrow_bfloat16": narrow_bfloat16, "float_of": float_of, "bits_of": bits_of,
+    "narrow_bfloat16": narrow_bfloat16, "float_of": float_of, "bits_of": bits_of, "sum_of_128": sum_of_128,
 }  # fmt: skip
 """Functions that a kernel's text may call."""

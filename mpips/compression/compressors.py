@@ -391,7 +391,7 @@ class TopK(Compressor):
         if k == 0:
             return True
         # Of a sample: a size that is reached by a few more than k elements, almost surely. One pass finds these.
-        sizes = np.empty(min(n, max(4096, min(n // 64, 65536))), residual.dtype)
+        sizes = np.empty(min(n, max(4096, min(n // 256, 65536))), residual.dtype)
         if not kernels.sample(gradient, residual, sizes):
             return False
         share = k * sizes.size / n

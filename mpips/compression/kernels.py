@@ -16,7 +16,7 @@ import numpy as np
 from collectives.kernels import engine
 
 if TYPE_CHECKING:
-    from collectives.kernels.compiler import narrow_float16, widen_float16
+    from collectives.kernels.compiler import narrow_float16, sum_of_128, widen_float16
 
 Array = np.ndarray
 BLOCK = 32 * 1024
@@ -171,12 +171,7 @@ def signs(gradient: Array, residual: Array, plane: Array, rest: Array, total: Ar
         for half in range(2):  # the sums, then their sizes
             at = half * BLOCK // 128 + start % BLOCK // 128
             for row in range(TILE // 128):
-                a = tile[128 * row : 128 * row + 128]
-                s0, s1, s2, s3, s4, s5, s6, s7 = a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7]
-                for i in range(8, 128, 8):
-                    s0, s1, s2, s3 = s0 + a[i], s1 + a[i + 1], s2 + a[i + 2], s3 + a[i + 3]
-                    s4, s5, s6, s7 = s4 + a[i + 4], s5 + a[i + 5], s6 + a[i + 6], s7 + a[i + 7]
-                parts[at + row] = ((s0 + s1) + (s2 + s3)) + ((s4 + s5) + (s6 + s7))
+                parts[at + row] = sum_of_128(tile, 128 * row)
             for i in range(TILE):
                 tile[i] = abs(tile[i])
         if stop % BLOCK == 0:
@@ -241,7 +236,7 @@ def sample(gradient: Array, residual: Array, sizes: Array) -> int:
 def candidates(gradient: Array, residual: Array, least: Array, places: Array, sums: Array) -> int:
     """Write places and sums of that size or more while there is room for TILE more; return their number plus 1."""
     bound, found, bad = least[0], 0, False
-    tile, large = np.empty(TILE, residual.dtype), np.empty(TILE, np.uint8)
+    tile, large, some = np.empty(TILE, residual.dtype), np.empty(TILE, np.uint8), np.empty(TILE // 8 + 1, np.int64)
     words = large.view(np.uint64)
     for start in range(0, residual.size, TILE):
         stop = min(start + TILE, residual.size)
@@ -254,11 +249,14 @@ def candidates(gradient: Array, residual: Array, least: Array, places: Array, su
             bad |= difference != difference
             tile[i], large[i] = x, abs(x) >= bound
         if found + TILE <= places.size:
+            count = 0
             for word in range(TILE // 8):
-                if words[word]:
-                    for i in range(8 * word, 8 * word + 8):
-                        places[found], sums[found] = start + i, tile[i]
-                        found += large[i]
+                some[count] = word
+                count += words[word] != 0
+            for word in some[:count]:  # no branch depends on an element: none is guessed wrong
+                for i in range(8 * word, 8 * word + 8):
+                    places[found], sums[found] = start + i, tile[i]
+                    found += large[i]
     return 0 if bad else found + 1
 
 
