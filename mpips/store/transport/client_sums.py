@@ -8,7 +8,7 @@ everywhere.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from collectives.fabric.failure import failed
 from collectives.fabric.requests import keep, send, tell
 from collectives.fabric.tasks import Task
+from collectives.kernels.sums import add_parts
 from collectives.schedule.model import cut
 from mpips.store.transport.pending import LOOK_SECONDS, QUIET_SECONDS, QUIET_TAG, MessagesUnderWay
 
@@ -79,7 +80,7 @@ class ClientSums:
         slices = [(to, x[cuts[to] : cuts[to + 1]]) for to in others]
         yield from self._all(receives, [self._send(part, to, tag) for to, part in slices if part.size])
         parts[rank] = x[cuts[rank] : cuts[rank + 1]]
-        _add(parts, out)
+        add_parts([parts[member] for member in range(self._size)], out)
 
     def reduce_to_first(self, x: Array, out: Array | None, tag: int) -> Task[None]:
         """Put the sum of everybody's x into out on rank 0; None elsewhere. A long vector is reduce-scattered, then
@@ -159,13 +160,3 @@ class _Quiet:
             self._comm.Ack_failed()
         self._others.difference_update(failed(self._comm))
         return self._said and not self._others
-
-
-def _add(parts: Mapping[int, Array], out: Array) -> None:
-    """Put the sum of all ranks' parts, in their order, into out."""
-    first, *others = (parts[rank] for rank in range(len(parts)))
-    if not others:
-        np.copyto(out, first)
-    for part in others:
-        np.add(first, part, out=out)
-        first = out
