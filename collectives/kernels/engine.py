@@ -38,6 +38,8 @@ LONGEST_FORK_SECONDS = 10.0
 LONGEST_LOCK_SECONDS = 60.0
 """After so long a wait for another process, which may have been stopped, this one compiles the kernel, too."""
 LOOK_SECONDS = 0.05
+SWITCH_SECONDS = 0.0001
+"""How long other threads, which serve, wait for the interpreter while Numba is loaded and compiles."""
 
 
 class Kernel:
@@ -204,7 +206,7 @@ class _Engine:
             LOG.info("forked while %d kernels were being compiled: NumPy serves here", left)
 
     def _run(self) -> None:
-        with self._compiling:
+        with self._compiling, _giving_way():
             unusable = _unusable()
         folder, unkept = cache_folder()
         if unusable or unkept:
@@ -229,12 +231,25 @@ class _Engine:
         from collectives.kernels import compiler
 
         source = compiler.Source(kernel.name, kernel.source, kernel.types)
-        with self._compiling:
+        with self._compiling, _giving_way():
             path = None if folder is None else compiler.place(source, folder)
             if path is None or path.exists():
                 return compiler.compiled(source, path)
-        with _locked(path.with_suffix(".lock"), self._stopped), self._compiling:
+        with _locked(path.with_suffix(".lock"), self._stopped), self._compiling, _giving_way():
             return compiler.compiled(source, path)
+
+
+@contextlib.contextmanager
+def _giving_way() -> Iterator[None]:
+    """Let other threads have the interpreter more often, of which Numba takes half a second."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, SWITCH_SECONDS))
+    ours = sys.getswitchinterval()
+    try:
+        yield
+    finally:
+        if sys.getswitchinterval() == ours:  # else the user has chosen one
+            sys.setswitchinterval(before)
 
 
 @contextlib.contextmanager
