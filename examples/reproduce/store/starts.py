@@ -1,0 +1,155 @@
+"""What compiled kernels cost a job that starts: without them, without a cache, with one, with a read-only one.
+
+    python -m examples.reproduce.store.starts
+
+Each case is a job of `mpips run`: `create`, an optimizer, and steps of push and pull. Kernels that come after a job's
+end are not seen.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+LIMIT = 120  # seconds for one job
+LAYOUTS = ((1, 1), (4, 4))
+KEYS = {"small": 16_384, "large": 1_000_000}
+
+
+class Case(NamedTuple):
+    """What kernels a job finds: `engine` of MPIPS_KERNELS, whether they are there, whether it may keep them."""
+
+    name: str
+    engine: str
+    full: bool
+    writable: bool
+
+
+CASES = (
+    Case("NumPy", "numpy", False, True),
+    Case("no kernels yet", "numba", False, True),
+    Case("kernels there", "numba", True, True),
+    Case("there, read-only", "numba", True, False),
+    Case("none, read-only", "numba", False, False),
+)
+
+
+class Told(logging.Handler):
+    """Prints when a kernel of this rank is there, in seconds since the rank has begun."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = time.perf_counter()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "is there after" in record.msg:
+            print(json.dumps({"there": time.perf_counter() - self.begun}), flush=True)
+
+
+def job(steps: int) -> None:
+    """Run one rank; worker 0 prints what it took as JSON."""
+    told = Told()
+    logging.getLogger("mpips.kernels").addHandler(told)
+    logging.getLogger("mpips.kernels").setLevel(logging.INFO)
+    import mpips
+
+    kv = mpips.create("dist_sync")
+    created = time.perf_counter()
+    arrays = {key: np.ones(elements, np.float32) for key, elements in KEYS.items()}
+    names, values = list(arrays), list(arrays.values())
+    for key in names:
+        kv.init(key, arrays[key])
+    kv.set_optimizer("adam", learning_rate=1e-3)
+    ends = [time.perf_counter()]
+    for _ in range(steps):
+        kv.pushpull(names, values, out=values)
+        ends.append(time.perf_counter())
+    took = np.diff(ends)
+    if kv.rank == 0:
+        print(json.dumps({
+            "create": created - told.begun, "optimizer": ends[0] - created, "first": took[0], "longest": took.max(),
+            "steps": ends[-1] - ends[0],
+        }), flush=True)  # fmt: skip
+    kv.close()
+
+
+def measure(case: Case, layout: tuple[int, int], steps: int, cache: Path) -> dict[str, Any] | None:
+    """Run a job; return what worker 0 says and the seconds of all, None where nothing can be made read-only here."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary, "kernels")
+        shutil.copytree(cache, folder) if case.full else folder.mkdir(mode=0o700)
+        words = [] if case.writable else read_only(folder)
+        if words is None:
+            return None
+        workers, servers = layout
+        words += [sys.executable, "-m", "launch.cli", "run", "-w", str(workers), "-s", str(servers)]
+        words += ["-m", __spec__.name, "--job", "--steps", str(steps)]
+        variables = {"MPIPS_KERNELS": case.engine, "MPIPS_KERNELS_FOLDER": str(folder)}
+        begun = time.perf_counter()
+        done = subprocess.run(
+            words, env=os.environ | variables, capture_output=True, text=True, timeout=LIMIT, check=True
+        )
+        whole = time.perf_counter() - begun
+        if case.engine == "numba" and case.writable:
+            shutil.copytree(folder, cache, dirs_exist_ok=True)
+    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    there = max((one["there"] for one in said if "there" in one), default=math.nan)
+    return {**next(one for one in said if "create" in one), "there": there, "whole": whole}
+
+
+def read_only(folder: Path) -> list[str] | None:
+    """Return words of a command in which a folder cannot be written to: root needs a mount of its own for that."""
+    if os.getuid():
+        folder.chmod(0o500)
+        return []
+    mount = f'mount --bind {folder} {folder} && mount -o remount,ro,bind {folder} && exec "$@"'
+    words = ["unshare", "--mount", "sh", "-c", mount, "sh"]
+    able = shutil.which("unshare") and not subprocess.run([*words, "true"], capture_output=True).returncode
+    return words if able else None
+
+
+@click.command()
+@click.option("--job", "in_job", is_flag=True, help="Be a rank of one job.")
+@click.option("--steps", default=100, show_default=True, type=click.IntRange(8))
+@click.option("--repeats", default=3, show_default=True, type=click.IntRange(1), help="Jobs of each case; the median.")
+def main(in_job: bool, steps: int, repeats: int) -> None:
+    """Time the starts of jobs."""
+    if in_job:
+        job(steps)
+        return
+    columns = {
+        "create": "create, s", "optimizer": "init, set_optimizer, s", "first": "first step, s",
+        "longest": "longest step, s", "steps": f"{steps} steps, s", "there": "all kernels there after, s",
+        "whole": "whole job, s",
+    }  # fmt: skip
+    console = Console(width=160)
+    table = Table("workers", "servers", "kernels", *columns.values())
+    for layout in LAYOUTS:
+        with tempfile.TemporaryDirectory() as temporary:
+            cache = Path(temporary, "cache")
+            cache.mkdir(mode=0o700)
+            for case in CASES:
+                found = [measure(case, layout, steps, cache) for _ in range(repeats)]
+                runs = [run for run in found if run is not None]
+                shown = [f"{np.median([run[name] for run in runs]):.3g}" if runs else "-" for name in columns]
+                table.add_row(*map(str, layout), case.name, *shown)
+                console.print(*layout, case.name, *shown, sep="  ")
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
