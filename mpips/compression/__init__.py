@@ -13,12 +13,10 @@ from mpips.compression.compressors import (
     blocks,
     put,
     put_bits,
-    unfit,
 )
 from mpips.compression.registry import COMPRESSORS, create, options, register
 
 __all__ = [
     "BLOCK", "COMPRESSORS", "Compressor", "Half", "OneBit", "Residuals", "TopK", "TwoBit", "bit_bytes", "bits_of",
     "blocks", "create", "options", "put", "put_bits", "register",
-    "unfit",
 ]  # fmt: skip

@@ -227,7 +227,7 @@ def sample(gradient: Array, residual: Array, sizes: Array) -> int:
     word = np.uint64(1)
     for i in range(sizes.size):
         word = word * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
-        at = i * stretch + np.int64(word >> np.uint64(33)) % stretch
+        at = i * stretch + np.int64(((word >> np.uint64(32)) * np.uint64(stretch)) >> np.uint64(32))
         sizes[i] = abs(residual[at] + widen(gradient[at]))
     return 1
 
