@@ -62,11 +62,16 @@ def add_parts(parts: Sequence[Vector], out: Vector, nbytes: int | None = None) -
 
 def pays(combine: Callable[..., Any], dtype: np.dtype[Any], parts: int, nbytes: int, mean: bool = False) -> bool:
     """Return whether a kernel is worth asking for, to reduce `parts` vectors of so many bytes each."""
-    limit = LIMITS.get(dtype.name)
-    if limit is None or combine not in SIGNS or not dtype.isnative:
+    limit = _limit(dtype)
+    if limit is None or combine not in SIGNS:
         return False
     least = limit.nbytes if engine.in_use() else limit.alone
     return parts - 1 + mean >= limit.passes and nbytes >= least
+
+
+@functools.cache
+def _limit(dtype: np.dtype[Any]) -> Limit | None:  # NumPy makes the name anew each time, in 2 us
+    return LIMITS.get(dtype.name) if dtype.isnative else None
 
 
 def prepare(combine: Callable[..., Any], dtype: np.dtype[Any], parts: int, nbytes: int, mean: bool = False) -> None:

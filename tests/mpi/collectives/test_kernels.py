@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,14 +13,17 @@ import pytest
 from mpi4py import MPI
 
 import collectives
+from collectives.communicator import communicator
 from collectives.kernels import engine, sums
 from tests.choice import pairwise
 from tests.mpi.collectives.support import NODES, P, block, fresh
 from tests.mpi.sizes import either_mpi
 
 pytestmark = pytest.mark.skipif(engine.status().engine != "numba", reason=engine.status().reason)
-N = 600_001
-"""Elements; 16-bit vectors of them pass through stages, or in messages, wider ones between processes' memories, too."""
+N = 300_001
+"""Elements; ordinary vectors of them pass through stages."""
+CROSSING = 2_200_001
+"""Elements of 16 bits that the kernel copies between processes."""
 SPECIAL = [0.0, -0.0, 6e-8, 1e-40, 65504.0, -65504.0, np.inf, -np.inf, np.nan]
 
 
@@ -64,6 +68,24 @@ def test_bits_are_the_same_with_and_without_kernels(comm, kind, dtype, op, make,
         if kind == "allreduce":
             assert len(set(comm.allgather(bits(result)))) == 1
     assert len(got) == (kind != "reduce" or comm.rank == 0)
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_vectors_that_cross_memory_have_the_same_bits(op):
+    with fresh() as comm:
+        given = vector(comm.rank, CROSSING, "bfloat16", np.empty)
+        x = given.copy()
+        plan = collectives.plan("allreduce", x, comm, op=op)
+        assert plan.runner.way == "cross_memory" or not communicator(comm).board.memory.reachable
+        assert engine.settle(100)
+        got = set()
+        for serve in (False, True, comm.rank % 2 == 0):
+            x[:] = given
+            with contextlib.nullcontext() if serve else engine.numpy_only(), np.errstate(all="ignore"):
+                plan()
+            got.update(comm.allgather(zlib.crc32(bits(x))))
+        plan.free()
+    assert len(got) == 1
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
