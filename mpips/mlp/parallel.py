@@ -19,6 +19,7 @@ from mpi4py import MPI
 import collectives
 from collectives import plan
 from mpips.mlp.network import Network, interval
+from mpips.optimizers.apply import prepare
 from mpips.optimizers.base import Optimizer, State
 
 BUCKET_BYTES = 256 << 10
@@ -275,6 +276,7 @@ class LocalUpdate:
         self.loss_scale = scale
         """That of mixed precision."""
         self._state = optimizer.init(network.flat_parameters)
+        prepare(optimizer, network.flat_parameters.dtype)
         self._buckets = {
             layer: (slice(start, stop), Sum(network.flat_gradients[start:stop], comm, half, "backward", clock))
             for layer, start, stop in buckets(network.layer_elements, 2 if half else network.dtype.itemsize)

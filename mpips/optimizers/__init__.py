@@ -1,12 +1,12 @@
 """Optimizers as data: named, checked, encoded without pickle, applied in place to any interval of a 1-D array."""
 
 from mpips.optimizers.adaptive import AdaGrad, Adam, AdamW, RMSProp
+from mpips.optimizers.apply import Updater
 from mpips.optimizers.base import (
     Number,
     Optimizer,
     RateSchedule,
     State,
-    Updater,
     at,
     changed,
     check,

@@ -17,21 +17,18 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from collectives.kernels import engine
-from mpips.optimizers.base import Optimizer, State, Updated, Value, Values, working_dtype, zeros
+from mpips.optimizers import loops
+from mpips.optimizers.base import State, Updated, Value, Values, working_dtype, zeros
 from mpips.optimizers.trace import Tape, Untraceable, pair
 
 BLOCK_BYTES = 384 * 1024
 """Bytes of one array that a block covers."""
 PIECE_BYTES = 256 * 1024
 """Bytes of a sum that is read again for every gradient: in a core's own cache beside as many of one."""
-TILE = 1024
-"""Elements of several gradients that a kernel sums before it updates by them: they stay in a core's first cache."""
-READ_AT_ONCE = 8
-"""Gradients that one loop of a kernel adds: LLVM compares no more arrays before it takes several elements at once."""
 MOST_PARTS = 64
 """Gradients that one kernel sums; of more, the first are summed before."""
-WIDE = {"float16": "float32", "bfloat16": "float32", "float32": "float32", "float64": "float64"}
-"""Dtypes of weights that kernels know, and what they reckon in."""
+MOST_ROW_PARTS = 8
+"""Gradients of rows that one kernel sums."""
 
 _local = threading.local()
 
@@ -75,37 +72,39 @@ class Equation:
         _see(weights, parts, state, self.slots, step)
         if len(parts) > MOST_PARTS:
             early = len(parts) - MOST_PARTS + 1
-            parts = [_sum(parts[:early], "early total"), *parts[early:]]
+            parts = [total_of(parts[:early], "early total"), *parts[early:]]
         way = _way(self, weights.dtype, len(parts), ask=weights.size > 1)  # one: its options are tried
         numbers = [*self.numbers(step), *way.constants]
-        if way.kernel is not None and way.kernel.call is not None and isinstance(weights, np.ndarray):
-            arrays = [weights, *state, *parts]
-            if way.dtype != weights.dtype:
-                arrays = [weights.view(np.uint16), *state, *[part.view(np.uint16) for part in parts]]
-            try:
-                way.kernel.call(*arrays, np.array(numbers, way.dtype))
-            except TypeError:  # before it runs: arrays that are not aligned, state of another dtype
-                pass
-            else:
-                return
-        _run_blocks(self, way, weights, parts, state, numbers)
+        if not _run_kernel(way, weights, parts, state, numbers):
+            _run_blocks(self, way, weights, parts, state, numbers)
+
+    def update_rows(
+        self, table: np.ndarray, rows: Sequence[np.ndarray], parts: Sequence[np.ndarray], state: State, step: int
+    ) -> bool:
+        """Update rows of a table, and of its state, by the sum of gradients, where a kernel is there: return whether.
+
+        Args:
+            table: weights, (n, ...), C-contiguous.
+            rows: of each gradient its rows, int64 (k,), ascending, each once, all in [0, n). Not looked at.
+            parts: one or more gradients, (k, ...), C-contiguous, of the table's dtype. Where the first has no such
+                row, it counts as 0.
+        """
+        weights = table.reshape(-1)
+        _see(weights, (), state, self.slots, step)
+        alike = all(part.flags.c_contiguous and part.dtype == table.dtype for part in parts)
+        if len(parts) > MOST_ROW_PARTS or not alike:
+            return False
+        way = _way(self, table.dtype, len(parts), ask=table.size > 1, by_rows=True)
+        numbers = [*self.numbers(step), *way.constants]
+        gradients = [part.reshape(-1) for part in parts]
+        return _run_kernel(way, weights, gradients, state, numbers, weights.size // len(table), *rows)
 
     def prepare(self, dtype: np.dtype, parts: int = 1) -> engine.Kernel | None:
         """Ask for the kernel of weights of this dtype and sums of so many gradients, so that it is there in time.
 
         Return it, or None where NumPy serves in any case. Not blocking; `engine.settle` waits for it.
         """
-        return _way(self, dtype, min(parts, MOST_PARTS), ask=True).kernel if dtype.name in WIDE else None
-
-
-def update_by_sum(
-    optimizer: Optimizer, weights: np.ndarray, parts: Sequence[np.ndarray], state: State, step: int
-) -> None:  # fmt: skip
-    """Update in place by the sum of gradients, added from first to last, with any optimizer."""
-    if isinstance(optimizer, Equation) and type(optimizer).update is Equation.update:
-        optimizer.update_by_sum(weights, parts, state, step)
-    else:
-        optimizer.update(weights, _sum(parts, "gradients"), state, step)
+        return _way(self, dtype, min(parts, MOST_PARTS), ask=True).kernel if dtype.name in loops.WIDE else None
 
 
 class _Way(NamedTuple):
@@ -118,67 +117,55 @@ class _Way(NamedTuple):
     kernel: engine.Kernel | None
 
 
-def _way(optimizer: Equation, dtype: np.dtype, parts: int, ask: bool) -> _Way:
-    """Return how an optimizer updates weights of a dtype; without `ask` no kernel is asked for."""
+def _way(optimizer: Equation, dtype: np.dtype, parts: int, ask: bool, by_rows: bool = False) -> _Way:
+    """Return how an optimizer updates weights of a dtype, or rows of them; without `ask` no kernel is asked for."""
     try:
-        return _known_way(optimizer, dtype, parts, ask)
+        return _known_way(optimizer, dtype, parts, ask, by_rows)
     except TypeError as error:
         if "unhashable" not in str(error):
             raise
-        return _known_way.__wrapped__(optimizer, dtype, parts, ask)
+        return _known_way.__wrapped__(optimizer, dtype, parts, ask, by_rows)
 
 
 @functools.lru_cache(maxsize=512)
-def _known_way(optimizer: Equation, dtype: np.dtype, parts: int, ask: bool) -> _Way:
+def _known_way(optimizer: Equation, dtype: np.dtype, parts: int, ask: bool, by_rows: bool = False) -> _Way:
     wide = working_dtype(dtype)
     try:
         tape = Tape(optimizer.equation, optimizer.slots, len(optimizer.numbers(1)))
     except Untraceable:
         return _Way(wide, None, (), None)
     lines = tape.loop()
-    if lines is None or dtype.name not in WIDE or not ask:
+    if lines is None or dtype.name not in loops.WIDE or not ask:
         return _Way(wide, tape, tape.constants, None)
     stored = "uint16" if dtype.itemsize == 2 else dtype.name
     types = [f"{stored}[]", *[f"{wide.name}[]"] * tape.slots, *[f"const {stored}[]"] * parts, f"{wide.name}[]"]
-    name = f"{type(optimizer).__name__} of {parts} {dtype.name}"
-    return _Way(wide, tape, tape.constants, engine.kernel(name, text(tape, lines, dtype.name, parts), types))
+    name = f"{type(optimizer).__name__} of {parts} {dtype.name}{' by rows' if by_rows else ''}"
+    if by_rows:
+        types += ["int64", *["const int64[]"] * parts]
+        text = loops.rows_text(tape, lines, dtype.name, parts)
+    elif parts == 1:
+        text = loops.update_text(tape, lines, dtype.name)
+    else:
+        text = loops.sum_text(tape, lines, dtype.name, parts)
+    return _Way(wide, tape, tape.constants, engine.kernel(name, text, types))
 
 
-def text(tape: Tape, lines: Sequence[str], dtype: str, parts: int) -> str:
-    """Return the text of the kernel `(w, state..., gradients..., numbers)` that computes `lines` for every element."""
-    widen, narrow = (f"widen_{dtype}", f"narrow_{dtype}") if "16" in dtype else ("", "")
-    slots, gradients = [f"s{i}" for i in range(tape.slots)], [f"g{i}" for i in range(parts)]
-    arrays = ["w", *slots, *gradients]
-    numbers = [f"    c{i} = c[{i}]" for i in range(len(tape.scalars))]
-    head = [f"def kernel({', '.join(f'{array}_all' for array in arrays)}, c):", *numbers]
-    update = [
-        f"w = {widen}(w_[i])",
-        *[f"{slot} = {slot}_[i]" for slot in slots],
-        "g = total[i]" if parts > 1 else f"g = {widen}(g0_[i])",
-        *lines,
-        f"w_[i] = {narrow}(w)",
-        *[f"{slot}_[i] = {slot}" for slot in slots],
-    ]
-    if parts == 1:
-        names = [f"    {array}_ = {array}_all" for array in arrays]
-        return "\n".join([*head, *names, "    for i in range(w_.size):", *[f"        {line}" for line in update], ""])
-    sums, total = [], f"{widen}(g0_[i])"
-    for number, gradient in enumerate(gradients[1:], 1):
-        total = f"{widen}({narrow}({total} + {widen}({gradient}_[i])))"
-        if number % READ_AT_ONCE == 0 or number == parts - 1:
-            sums += ["        for i in range(w_.size):", f"            total[i] = {total}"]
-            total = "total[i]"
-    return "\n".join([
-        *head,
-        f"    total = np.empty({TILE}, np.{WIDE[dtype]})",
-        f"    for start in range(0, w_all.size, {TILE}):",
-        f"        stop = min(start + {TILE}, w_all.size)",
-        *[f"        {array}_ = {array}_all[start:stop]" for array in arrays],
-        *sums,
-        "        for i in range(w_.size):",
-        *[f"            {line}" for line in update],
-        "",
-    ])  # fmt: skip
+def _run_kernel(
+    way: _Way, weights: np.ndarray, parts: Sequence[np.ndarray], state: State, numbers: Sequence[float],
+    *more: Any,
+) -> bool:  # fmt: skip
+    """Update by the kernel; False where none is there, or it cannot take these arrays. Nothing has changed then."""
+    call = None if way.kernel is None else way.kernel.call
+    if call is None or not isinstance(weights, np.ndarray):
+        return False
+    arrays = [weights, *state, *parts]
+    if way.dtype != weights.dtype:
+        arrays = [weights.view(np.uint16), *state, *[part.view(np.uint16) for part in parts]]
+    try:
+        call(*arrays, np.array(numbers, way.dtype), *more)
+    except TypeError:  # before it runs: arrays that are not aligned, state of another dtype
+        return False
+    return True
 
 
 def _run_blocks(
@@ -198,7 +185,7 @@ def _run_blocks(
     )  # fmt: skip
     for start in range(0, weights.size, max(1, length)):
         part = slice(start, start + length)
-        w, g = weights[part], _sum([one[part] for one in parts], "total")
+        w, g = weights[part], total_of([one[part] for one in parts], "total")
         narrow = w
         if weights.dtype != dtype:
             w, wide = _block("weights", dtype, w.size, w), _block("gradient", dtype, w.size, w)
@@ -224,8 +211,8 @@ def _run_untraced(
         array[...] = result
 
 
-def _sum(parts: Sequence[np.ndarray], name: str) -> np.ndarray:
-    """Return the sum of arrays, in the block of this name; of one the same."""
+def total_of(parts: Sequence[np.ndarray], name: str) -> np.ndarray:
+    """Return the sum of arrays, added from first to last, in this thread's block of that name; of one the same."""
     if len(parts) == 1:
         return parts[0]
     total = _block(name, parts[0].dtype, parts[0].size, parts[0])

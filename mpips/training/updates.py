@@ -16,7 +16,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 import collectives
-from mpips.optimizers.base import Optimizer, Updater, changed
+from mpips.optimizers.apply import Updater
+from mpips.optimizers.base import Optimizer, changed
 from mpips.optimizers.elastic import INTERVAL, Elastic1, Elastic2
 from mpips.store.runtime.rendezvous import attempt
 from mpips.training.model import Model, keys_of

@@ -7,24 +7,20 @@ NumPy. Sparse matrices, and arrays on disk, are read rows by rows. Anything else
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from collectives import arrays
+from mpips.optimizers.apply import is_fused
+from mpips.optimizers.base import Optimizer
 
-ROWS_AT_A_TIME = 4096  # what is gathered of weights and state beside them
-
-
-class Updates(Protocol):
-    """An optimizer (`mpips.optimizers`)."""
-
-    def update(
-        self, weights: np.ndarray, gradient: np.ndarray, state: Sequence[np.ndarray], step: int
-    ) -> None: ...  # fmt: skip
+ROWS_AT_A_TIME = 4096
+"""Rows that are added, or gathered of weights and state, at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,8 +66,7 @@ class RowSparse:
         order = np.argsort(self.rows, kind="stable")
         rows = self.rows[order]
         starts = np.flatnonzero(np.concatenate(([True], rows[1:] != rows[:-1])))
-        sums = np.add.reduceat(self.values[order], starts, axis=0, dtype=self.values.dtype)
-        return RowSparse(rows[starts], sums, self.shape)
+        return RowSparse(rows[starts], _sums(self.values, order, starts), self.shape)
 
     def to_dense(self) -> np.ndarray:
         """The array of shape `shape`, zeros included."""
@@ -100,6 +95,28 @@ class EmptyPush(RowSparse):
         for name, value in (("rows", np.empty(0, np.int64)), ("values", np.empty((0, *shape[1:]), dtype))):
             object.__setattr__(self, name, value)
         object.__setattr__(self, "shape", tuple(shape))
+
+
+def _sums(values: np.ndarray, order: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """Return the sums of runs of `values[order]`, which begin at `starts`, each added from first to last.
+
+    `np.add.reduceat` adds in another order, and for wide rows takes ten times as long.
+    """
+    sums, counts = values[order[starts]], np.diff(starts, append=len(order))
+    done, most = 1, int(counts.max())
+    longer = np.flatnonzero(counts > done)
+    while len(longer) > most - done:  # so many additions for each run, or for each of these runs
+        sums[longer] += values[order[starts[longer] + done]]
+        done += 1
+        longer = longer[counts[longer] > done]
+    for run in longer.tolist():
+        rest = values[order[starts[run] + done : starts[run] + counts[run]]]
+        both = np.concatenate([sums[run : run + 1], rest])
+        if sums[run].size > 1:  # NumPy adds in pairs only along the axis on which elements are neighbours
+            sums[run] = np.add.reduce(both, axis=0, dtype=values.dtype)
+        else:
+            sums[run] = np.add.accumulate(both, dtype=values.dtype)[-1]
+    return sums
 
 
 def _array(x: object, name: str) -> np.ndarray:
@@ -131,6 +148,11 @@ def merge(a: RowSparse, b: RowSparse) -> RowSparse:
     return RowSparse(rows, values, a.shape)
 
 
+def sum_of(parts: Sequence[RowSparse]) -> RowSparse:
+    """Return the sum of one or more arrays, merged; added one after the other, without a copy of all beside it."""
+    return functools.reduce(merge, [part.merged() for part in parts])
+
+
 def packed(rows: RowSparse) -> np.ndarray:
     """Row numbers (int64), then their values, as bytes."""
     values = np.ascontiguousarray(rows.values).reshape(-1)
@@ -145,25 +167,30 @@ def unpacked(data: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> RowSp
 
 
 def update_rows(
-    optimizer: Updates, weights: np.ndarray, gradient: RowSparse, state: Sequence[np.ndarray], step: int
+    optimizer: Optimizer, weights: np.ndarray, parts: Sequence[RowSparse], state: Sequence[np.ndarray], step: int
 ) -> None:
-    """Update only the gradient's rows of `weights` (of shape `gradient.shape`) and of `state`, in place.
+    """Update the rows of one or more gradients, by their sum, and no others of `weights` and `state`, in place.
 
     The rows left out keep their values and state ("lazy": no decay of momentum or weights for them), as in MXNet.
-    `state` is what `optimizer.init(weights.reshape(-1))` gave.
+    `weights` are C-contiguous, of the gradients' shape. `state` is what `optimizer.init(weights.reshape(-1))` gave.
     """
-    if weights.shape != gradient.shape:
-        raise ValueError(f"weights {weights.shape} and RowSparse gradient {gradient.shape} differ in shape")
-    once = gradient.merged()
+    for part in parts:
+        if weights.shape != part.shape:
+            raise ValueError(f"weights {weights.shape} and RowSparse gradient {part.shape} differ in shape")
+    parts = [part.merged() for part in parts]
+    rows, values = [part.rows for part in parts], [part.values for part in parts]
+    if not any(map(len, rows)) or (is_fused(optimizer) and optimizer.update_rows(weights, rows, values, state, step)):
+        return
+    total = sum_of(parts)
     tables = [array.reshape(weights.shape) for array in state]
-    for start in range(0, len(once.rows), ROWS_AT_A_TIME):
-        rows = once.rows[start : start + ROWS_AT_A_TIME]
-        chosen, chosen_state = weights[rows], [table[rows] for table in tables]
-        values = np.ascontiguousarray(once.values[start : start + ROWS_AT_A_TIME], dtype=weights.dtype)
-        optimizer.update(chosen.reshape(-1), values.reshape(-1), [part.reshape(-1) for part in chosen_state], step)
-        weights[rows] = chosen
+    for start in range(0, len(total.rows), ROWS_AT_A_TIME):
+        some = total.rows[start : start + ROWS_AT_A_TIME]
+        chosen, chosen_state = weights[some], [table[some] for table in tables]
+        gradient = np.ascontiguousarray(total.values[start : start + ROWS_AT_A_TIME], dtype=weights.dtype)
+        optimizer.update(chosen.reshape(-1), gradient.reshape(-1), [part.reshape(-1) for part in chosen_state], step)
+        weights[some] = chosen
         for table, part in zip(tables, chosen_state):
-            table[rows] = part
+            table[some] = part
 
 
 NUMBERS = "biufc"

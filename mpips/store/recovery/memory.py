@@ -22,7 +22,7 @@ from collectives.fabric import arena
 from collectives.fabric.arena import Region
 from mpips.optimizers.base import Optimizer, State, state_dtypes
 from mpips.optimizers.schedules import Groups
-from mpips.store.keys.rows import RowSparse
+from mpips.store.keys.rows import RowSparse, sum_of
 from mpips.store.recovery import undo
 from mpips.store.recovery.plan import Holding, Shelf, dtype_names
 from mpips.store.recovery.undo import WORDS, Undo, with_state
@@ -333,11 +333,11 @@ class SurvivingUnit(Unit):
         """Copy what is about to be written."""
         self.undo.keep(start, stop)
 
-    def keep_rows(self, gradient: RowSparse) -> RowSparse:
-        """Copy rows that are about to be written; return the gradient, in which each row comes once."""
-        gradient = gradient.merged()
-        self.undo.keep_rows(gradient.rows)
-        return gradient
+    def keep_rows(self, parts: Sequence[RowSparse]) -> Sequence[RowSparse]:
+        """Copy rows that are about to be written; return the sum, in which each comes once."""
+        total = sum_of(parts)
+        self.undo.keep_rows(total.rows)
+        return [total]
 
     def give_up(self) -> None:
         """Go back to the last complete round."""

@@ -7,7 +7,6 @@ general way meanwhile takes part in the same collective. Bits depend on neither.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import reduce
 from operator import is_
 from typing import Any, TypeAlias
 
@@ -23,7 +22,7 @@ from collectives.group import OverlapError
 from collectives.plan import Plan
 from mpips.store.keys.arguments import packed, runs, unpack
 from mpips.store.keys.key import Key, Name, label
-from mpips.store.keys.rows import RowSparse, merge, unpacked
+from mpips.store.keys.rows import RowSparse, unpacked
 from mpips.store.keys.rows import packed as packed_rows
 from mpips.store.replicated.replica import Replica
 from mpips.store.runtime.generation import Generation
@@ -222,7 +221,7 @@ class Sums:
 
 
 class RowSums:
-    """Sums of rows, of all workers.
+    """Rows of all workers.
 
     Rows travel in two allgathers: how many bytes each worker brings, then the bytes, in blocks as long as the longest.
     All workers add the rows in the order of the workers.
@@ -234,8 +233,8 @@ class RowSums:
         self._mine = np.zeros(1, np.int64)
         self._blocks = np.empty(0, np.uint8)
 
-    def total(self, key: Key, rows: RowSparse, direct: bool) -> Task[RowSparse]:
-        """Return the sum of all workers' rows of the key, merged. Collective; `direct`: it may block."""
+    def gather(self, key: Key, rows: RowSparse, direct: bool) -> Task[list[RowSparse]]:
+        """Return all workers' rows of the key, until the next call. Collective; `direct`: it may block."""
         text = label("push of rows", [key.name])
         self._sums.begun, self._sums.text = self._sums.begun + 1, text
         mine = packed_rows(rows.merged())
@@ -248,8 +247,7 @@ class RowSums:
         blocks[rank * block : rank * block + mine.size] = mine
         yield from self._sums.gather(blocks, None, text, direct)
         pieces = [blocks[start * block : start * block + size] for start, size in enumerate(sizes)]
-        everyone = [unpacked(piece, key.shape, key.dtype) for piece in pieces]
-        return reduce(merge, everyone)
+        return [unpacked(piece, key.shape, key.dtype) for piece in pieces]
 
     def _room(self, block: int) -> Array:
         """Return a block for each worker; the same memory again, so that collectives know it."""

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from mpips.optimizers.base import Optimizer, initial
 from mpips.store.keys.key import Key
-from mpips.store.keys.rows import RowSparse, update_rows
+from mpips.store.keys.rows import RowSparse, sum_of, update_rows
 from mpips.store.recovery.undo import Version
 
 Array = NDArray[Any]
@@ -111,10 +111,10 @@ class Replica:
         self._turn, self._spread = 1 - self._turn, True
         self.key.round += 1
 
-    def take_rows(self, total: RowSparse) -> None:
-        """Apply the sum of row-sparse pushes: the optimizer leaves other rows, and their state, as they are."""
+    def take_rows(self, parts: Sequence[RowSparse]) -> None:
+        """Apply row-sparse pushes of all workers: the optimizer leaves other rows, and their state, as they are."""
         if self.optimizer is None:
-            room = self.room()
+            room, total = self.room(), sum_of(parts)
             room[...] = 0
             room.reshape(self.key.shape)[total.rows] = total.values
             self._replace()
@@ -122,7 +122,7 @@ class Replica:
             assert self.state is not None
             rows = self.value.reshape(self.key.shape)
             self.updating = True
-            update_rows(self.optimizer, rows, total, self.state, self.step + 1)
+            update_rows(self.optimizer, rows, parts, self.state, self.step + 1)
             self.step += 1
             self.updating = False
         self.key.round += 1
@@ -219,11 +219,11 @@ class SurvivingReplica(Replica):
             self._before = None
         return room
 
-    def take_rows(self, total: RowSparse) -> None:
+    def take_rows(self, parts: Sequence[RowSparse]) -> None:
         """Keep what it was, unless the rows take another array's place."""
         if self.optimizer is not None:
             self._copy()
-        super().take_rows(total)
+        super().take_rows(parts)
 
     def versions(self) -> list[Version]:
         """Also what it was before."""

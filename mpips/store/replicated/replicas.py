@@ -16,6 +16,7 @@ from collectives.fabric.arena import Region
 from collectives.fabric.tasks import Task
 from collectives.schedule.model import cut
 from mpips.compression.compressors import Compressor, Residuals
+from mpips.optimizers.apply import prepare
 from mpips.optimizers.base import Optimizer
 from mpips.optimizers.schedules import Groups
 from mpips.store.keys.key import Key, Name, label
@@ -51,6 +52,12 @@ class ReplicaSettings:
         self.groups = Groups()
         self.residuals: Residuals | None = None
         """None where nothing is compressed."""
+
+    def optimizer_of(self, key: Key) -> Optimizer | None:
+        """Return the optimizer of a key, having asked for what it updates by."""
+        optimizer = self.groups.of(key.name)
+        prepare(optimizer, key.dtype)
+        return optimizer
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Name] | None) -> None:
         """Update these keys by this optimizer; None: all."""
@@ -135,7 +142,7 @@ class Replicas:
 
     def _replica(self, key: Key, value: Array) -> Replica:
         kind = SurvivingReplica if self._survives else Replica
-        return kind(key, value, self._settings.groups.of(key.name), self._allocate)
+        return kind(key, value, self._settings.optimizer_of(key), self._allocate)
 
     def _share(self, replicas: Sequence[Replica], direct: bool) -> Task[None]:
         """Tell the other workers where long values lie."""
@@ -174,7 +181,7 @@ class Replicas:
     def take_settings(self, begin: bool, names: Sequence[Name] | None) -> None:
         """Every key has the optimizer that settings say now; those of `names` (None: all) `begin` their states anew."""
         for name, replica in self.by_name.items():
-            optimizer = self._settings.groups.of(name)
+            optimizer = self._settings.optimizer_of(replica.key)
             if begin and (names is None or name in names):
                 replica.set_optimizer(optimizer)
             else:
@@ -218,7 +225,7 @@ class Replicas:
             self.by_name[key.name] = self._replica(key, self._allocate(key.size, key.dtype))
             self.by_name[key.name].updating = True
         replica = self.by_name[key.name]
-        replica.optimizer = self._settings.groups.of(key.name)
+        replica.optimizer = self._settings.optimizer_of(key)
         if self._survives:
             self._stand(replica, plan)
         elif not plan.everybody:

@@ -167,8 +167,7 @@ class ReplicatedStore(Member[Recovered]):
             return
         replica = self._replicas.by_name[key.name]
         replica.prepare()
-        total = yield from self._sparse.total(key, rows, self.direct)
-        replica.take_rows(total)
+        replica.take_rows((yield from self._sparse.gather(key, rows, self.direct)))
 
     def pull_rows(self, key: Key, out: Array, ids: Array) -> Task[None]:
         """Rows of what is stored, into `out` of shape (len(ids), ...)."""

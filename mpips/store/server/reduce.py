@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpips.store.keys.rows import merge
+from mpips.store.keys.rows import sum_of
 from mpips.store.server.unit import Contribution, Unit
 
 BURST = 4
@@ -151,7 +151,7 @@ class Reduce:
         gave rows."""
         if unit.part < len(sources):
             return _add_next(unit, sources[unit.part])
-        if unit.rows is not None:
+        if unit.total is None:
             if all(source.empty for source in sources):
                 unit.pass_round()
             else:
@@ -159,7 +159,6 @@ class Reduce:
                 unit.write_rows(unit.rows)
             unit.block = unit.blocks
             return True
-        assert unit.total is not None
         start, stop = unit.bounds(unit.block)
         self._write_next(unit, [unit.total[start:stop]])
         return True
@@ -185,7 +184,7 @@ class Reduce:
             unit.block += 1
             return True
         if source.sparse:
-            unit.write_rows(source.rows())
+            unit.write_rows([source.rows()])
         else:
             total = np.zeros_like(unit.stored)
             source.add_to(total)
@@ -200,13 +199,16 @@ def _add_next(unit: Unit, source: Contribution) -> bool:
     if not source.ready(unit.part_block):
         return False
     if source.sparse and unit.total is None:
-        rows = source.rows().merged()
-        unit.rows = rows if unit.rows is None else merge(unit.rows, rows)
+        unit.rows.append(source.rows())
+        if not source.local:  # a copy of what came
+            unit.rows = [sum_of(unit.rows)]
         unit.part += 1
         return True
     if unit.total is None:
-        unit.total = np.zeros_like(unit.stored) if unit.rows is None else unit.rows.to_dense().reshape(-1)
-        unit.rows = None
+        unit.total = np.zeros_like(unit.stored)
+        for rows in unit.rows:
+            rows.add_to(unit.total.reshape(rows.shape))
+        unit.rows = []
     if source.coded:
         source.add_to(unit.total)
         unit.part_block = unit.blocks

@@ -146,9 +146,7 @@ class Requests:
         elif isinstance(request, frames.UpdateOptimizer):
             self._state.update_optimizer(optimizers.decode_numbers(request.numbers), request.keys)
         else:
-            self._state.compressor = compression.create(request.options)
-            for unit in self._state.units.values():
-                self._state.compressor.prepare(unit.stored.dtype)
+            self._state.set_compressor(compression.create(request.options))
         self.publish()
         del before  # their memory may be another's only when the ledger does not name it any more
 

@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 from collectives.errors import CollectiveError, MismatchError
 from mpips.compression import Compressor
 from mpips.optimizers import Groups, Optimizer
+from mpips.optimizers.apply import prepare
 from mpips.store.server.late import Late
 from mpips.store.server.reduce import Reduce
 from mpips.store.server.unit import Contribution, Replies, Reply, Unit, UnitMirror
@@ -194,8 +195,20 @@ class ServerState(ABC):
     def create(self, unit: Unit) -> None:
         """Add a unit that is new, with its optimizer."""
         self.units[unit.number] = unit
+        self._prepare(unit)
+
+    def _prepare(self, unit: Unit) -> None:
+        """Ask for what will sum and update a unit, so that it is there in time."""
         if self.compressor is not None:
             self.compressor.prepare(unit.stored.dtype)
+        count = len(unit.contributors)
+        if self.asynchronous or self.compressor is not None:
+            parts = 1
+        elif self._remote.isdisjoint(unit.contributors):
+            parts = count
+        else:  # each is added when it comes; the last one is added and written
+            parts = min(2, count)
+        prepare(unit.optimizer, unit.stored.dtype, parts)
 
     def changed(self, unit: Unit) -> None:
         """Let the mirror have a unit that was changed not by a push."""
@@ -226,6 +239,7 @@ class ServerState(ABC):
         for unit in self.units.values():
             if chosen is None or unit.key in chosen:
                 unit.set_optimizer(optimizer)
+                self._prepare(unit)
                 self.changed(unit)
 
     def update_optimizer(self, numbers: Mapping[str, Any], keys: Sequence[Name] | None = None) -> None:
@@ -233,6 +247,13 @@ class ServerState(ABC):
         self.optimizers.update(numbers, keys)
         for unit in self.units.values():
             unit.optimizer = self.optimizers.of(unit.key)
+            self._prepare(unit)
+
+    def set_compressor(self, compressor: Compressor) -> None:
+        """Decode by this compressor what is pushed compressed from now on."""
+        self.compressor = compressor
+        for unit in self.units.values():
+            self._prepare(unit)
 
     # ---- the end of a generation
 

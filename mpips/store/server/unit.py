@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 from numpy.typing import NDArray
 
 from collectives.errors import CollectiveError
+from mpips.optimizers.apply import update_by_sum
 from mpips.optimizers.base import Optimizer, State, initial
-from mpips.optimizers.equation import add, update_by_sum
-from mpips.store.keys.rows import RowSparse, update_rows
+from mpips.optimizers.equation import add
+from mpips.store.keys.rows import RowSparse, sum_of, update_rows
 from mpips.store.recovery.undo import Undo
 
 Array = NDArray[Any]
@@ -144,7 +145,7 @@ class Unit:
         self.part = 0  # contributors whose payload, or block, has been added to what follows
         self.part_block = 0  # blocks of the next one that have
         self.total: Array | None = None  # sum of a block, or of all blocks, so far
-        self.rows: RowSparse | None = None  # in its place as long as all contribute rows
+        self.rows: list[RowSparse] = []  # what is summed, in its place as long as all contribute rows
 
     @property
     def waits(self) -> bool:
@@ -223,9 +224,9 @@ class Unit:
     def keep(self, start: int, stop: int) -> None:
         """Prepare to write elements [start, stop), as those before have been; to be called before `write`."""
 
-    def keep_rows(self, gradient: RowSparse) -> RowSparse:
-        """Prepare to write rows of a gradient; return it as it is to be written."""
-        return gradient
+    def keep_rows(self, parts: Sequence[RowSparse]) -> Sequence[RowSparse]:
+        """Prepare to write rows of the sum of gradients; return these as they are to be summed."""
+        return parts
 
     def thaw(self) -> None:
         """Copy what is frozen, so that it stays while this is written to."""
@@ -250,16 +251,18 @@ class Unit:
             update_by_sum(self.optimizer, stored, parts, state, self.step)
             self.writes += 1
 
-    def write_rows(self, gradient: RowSparse) -> None:
-        """Update the rows of a gradient, in the step that has begun; without optimizer: replace all, elsewhere by 0."""
-        table = self.stored.reshape(gradient.shape)
+    def write_rows(self, parts: Sequence[RowSparse]) -> None:
+        """Update the rows of gradients by their sum, in the step that has begun; without optimizer: replace all, those
+        of other rows by 0."""
+        table = self.stored.reshape(parts[0].shape)
         if self.optimizer is None:
             self.keep(0, self.stored.size)
+            total = sum_of(parts)
             table[...] = 0
-            table[gradient.rows] = gradient.values
+            table[total.rows] = total.values
         else:
             assert self.state is not None
-            update_rows(self.optimizer, table, self.keep_rows(gradient), self.state, self.step)
+            update_rows(self.optimizer, table, self.keep_rows(parts), self.state, self.step)
         self.writes += 1
 
     def failed(self, error: Exception) -> CollectiveError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -40,6 +41,19 @@ def test_merged_has_each_row_once_in_order(array):
     np.testing.assert_array_equal(merged.to_dense(), dense(array))
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@given(st.integers(0, 60), st.integers(1, 12), st.sampled_from([(), (1,), (3,), (2, 9)]), st.integers(0, 999))
+def test_values_of_one_row_are_added_in_their_order(dtype, count, table, shape, seed):
+    rng, dtype = np.random.default_rng(seed), np.dtype(getattr(ml_dtypes, dtype, dtype))
+    rows = np.minimum(rng.integers(table, size=count), rng.integers(table, size=count))
+    array = RowSparse(rows, rng.normal(size=(count, *shape)).astype(dtype), (table, *shape))
+    merged, seen = array.merged(), {}
+    for row, value in zip(rows.tolist(), array.values):
+        seen[row] = seen[row] + value if row in seen else value
+    assert merged.rows.tolist() == sorted(seen)
+    assert all((value == seen[row]).all() for row, value in zip(merged.rows.tolist(), merged.values))
+
+
 @given(parts=st.lists(sparse(shape=(6, 2)), min_size=1, max_size=5))
 def test_add_is_the_sum_of_the_dense(parts):
     total = row_sparse.add(parts)
@@ -59,11 +73,11 @@ def test_an_update_of_rows_is_the_dense_update_on_those_rows(array, other):
     start = np.arange(21.0, dtype=np.float32).reshape(7, 3)
     weights, state = start.copy(), opt.init(start.reshape(-1))
     full, full_state = start.copy(), opt.init(start.reshape(-1))
-    row_sparse.update_rows(opt, weights, array, state, 1)
+    row_sparse.update_rows(opt, weights, [array], state, 1)
     opt.update(full.reshape(-1), dense(array).reshape(-1), full_state, 1)
     np.testing.assert_array_equal(weights, full)
     before = weights.copy()
-    row_sparse.update_rows(opt, weights, other, state, 2)
+    row_sparse.update_rows(opt, weights, [other], state, 2)
     untouched = np.setdiff1d(np.arange(7), other.rows)
     np.testing.assert_array_equal(weights[untouched], before[untouched])
 
@@ -106,4 +120,4 @@ def test_different_arrays_do_not_add():
     with pytest.raises(ValueError, match="cannot be added"):
         one.add_to(np.zeros((4, 2)))
     with pytest.raises(ValueError, match="differ"):
-        row_sparse.update_rows(optimizers.SGD(), np.zeros((4, 2)), one, (), 1)
+        row_sparse.update_rows(optimizers.SGD(), np.zeros((4, 2)), [one], (), 1)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from collectives.kernels import engine
 from mpips import optimizers
-from mpips.optimizers import SGD, AdaGrad, Adam, AdamW, Add, Elastic1, RMSProp
+from mpips.optimizers import SGD, AdaGrad, Adam, AdamW, Add, Elastic1, RMSProp, equation
 from mpips.optimizers.trace import Tape, Untraceable
 
 pytest.importorskip("numba")
@@ -140,6 +140,15 @@ def test_arrays_that_a_kernel_cannot_take_go_to_numpy():
     w = memory[1:].view(np.float32)
     Add().update(w, np.ones(101, np.float32), (), 1)
     assert (w == 1).all()
+
+
+def test_more_gradients_than_a_kernel_takes_are_added_from_first_to_last():
+    gradients = list(np.random.default_rng(0).normal(size=(equation.MOST_PARTS + 3, 50)).astype(np.float32))
+    w, total = np.zeros(50, np.float32), gradients[0].copy()
+    for gradient in gradients[1:]:
+        total += gradient
+    Add().update_by_sum(w, gradients, (), 1)
+    assert (w == total).all()
 
 
 def test_an_equation_that_gives_back_too_little_is_told():

@@ -17,8 +17,9 @@ class Machine:
 
     def __init__(self, size=10, block=4, workers=WORKERS, asynchronous=False, optimizer=None, **options):
         reduce = Reduce(options.pop("threads", 1), None, options.pop("cores_shared", False))
+        stored = np.zeros(size, options.pop("dtype", np.float32))
         self.state = (AsynchronousState if asynchronous else SynchronousState)(reduce=reduce, **options)
-        self.unit = Unit(0, "w", np.zeros(size, np.float32), [0] * (1 + workers), range(workers), block, 1)
+        self.unit = Unit(0, "w", stored, [0] * (1 + workers), range(workers), block, 1)
         self.state.create(self.unit)
         if optimizer is not None:
             self.state.set_optimizer(optimizer)
