@@ -49,7 +49,7 @@ def start(
     """Start a process that asks for a kernel, and goes on with a program."""
     return subprocess.Popen(
         [*prefix, sys.executable, "-c", before + BEGIN + program],
-        env=outside() | {"MPIPS_KERNELS_FOLDER": str(folder)} | variables,
+        env=outside() | {"MPIPS_KERNELS": "numba", "MPIPS_KERNELS_FOLDER": str(folder)} | variables,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )
 
