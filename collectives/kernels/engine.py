@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 LOG = logging.getLogger("mpips.kernels")
@@ -206,10 +207,10 @@ class _Engine:
             LOG.info("forked while %d kernels were being compiled: NumPy serves here", left)
 
     def _run(self) -> None:
-        with self._compiling, _giving_way():
+        with self._compiling, _giving_way(self._stopped):
             unusable = _unusable()
         folder, unkept = cache_folder()
-        if unusable or unkept:
+        if (unusable or unkept) and not self._stopped.is_set():
             LOG.warning("%s", f"NumPy serves instead of compiled kernels: {unusable}" if unusable else
                         f"compiled kernels are not kept: {unkept}")  # fmt: skip
         while (kernel := self._wanted.get()) is not None:
@@ -231,23 +232,38 @@ class _Engine:
         from collectives.kernels import compiler
 
         source = compiler.Source(kernel.name, kernel.source, kernel.types)
-        with self._compiling, _giving_way():
+        with self._compiling, _giving_way(self._stopped):
             path = None if folder is None else compiler.place(source, folder)
             if path is None or path.exists():
                 return compiler.compiled(source, path)
-        with _locked(path.with_suffix(".lock"), self._stopped), self._compiling, _giving_way():
+        with _locked(path.with_suffix(".lock"), self._stopped), self._compiling, _giving_way(self._stopped):
             return compiler.compiled(source, path)
 
 
+class _EndOfImports:
+    """Ends what its thread imports once the process ends: Numba has hundreds of modules. First in `sys.meta_path`."""
+
+    def __init__(self, stopped: threading.Event) -> None:
+        self._stopped, self._thread = stopped, threading.get_ident()
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        """Find nothing."""
+        if self._stopped.is_set() and threading.get_ident() == self._thread:
+            raise ImportError("the process ends")
+
+
 @contextlib.contextmanager
-def _giving_way() -> Iterator[None]:
-    """Let other threads have the interpreter more often, of which Numba takes half a second."""
-    before = sys.getswitchinterval()
+def _giving_way(stopped: threading.Event) -> Iterator[None]:
+    """Let other threads have the interpreter more often, of which Numba takes half a second; end imports at the end."""
+    before, end = sys.getswitchinterval(), _EndOfImports(stopped)
     sys.setswitchinterval(min(before, SWITCH_SECONDS))
     ours = sys.getswitchinterval()
+    sys.meta_path.insert(0, end)
     try:
         yield
     finally:
+        with contextlib.suppress(ValueError):  # somebody else has set a list of his own
+            sys.meta_path.remove(end)
         if sys.getswitchinterval() == ours:  # else the user has chosen one
             sys.setswitchinterval(before)
 

@@ -2,15 +2,12 @@
 
     python -m examples.reproduce.store.starts
 
-Each case is a job of `mpips run`: `create`, an optimizer, and steps of push and pull. Kernels that come after a job's
-end are not seen.
+Each case is a job of `mpips run`: `create`, an optimizer, and steps of push and pull.
 """
 
 from __future__ import annotations
 
 import json
-import logging
-import math
 import os
 import shutil
 import subprocess
@@ -48,23 +45,9 @@ CASES = (
 )
 
 
-class Told(logging.Handler):
-    """Prints when a kernel of this rank is there, in seconds since the rank has begun."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.begun = time.perf_counter()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if "is there after" in record.msg:
-            print(json.dumps({"there": time.perf_counter() - self.begun}), flush=True)
-
-
 def job(steps: int) -> None:
     """Run one rank; worker 0 prints what it took as JSON."""
-    told = Told()
-    logging.getLogger("mpips.kernels").addHandler(told)
-    logging.getLogger("mpips.kernels").setLevel(logging.INFO)
+    begun = time.perf_counter()
     import mpips
 
     kv = mpips.create("dist_sync")
@@ -81,7 +64,7 @@ def job(steps: int) -> None:
     took = np.diff(ends)
     if kv.rank == 0:
         print(json.dumps({
-            "create": created - told.begun, "optimizer": ends[0] - created, "first": took[0], "longest": took.max(),
+            "create": created - begun, "optimizer": ends[0] - created, "first": took[0], "longest": took.max(),
             "steps": ends[-1] - ends[0],
         }), flush=True)  # fmt: skip
     kv.close()
@@ -106,9 +89,8 @@ def measure(case: Case, layout: tuple[int, int], steps: int, cache: Path) -> dic
         whole = time.perf_counter() - begun
         if case.engine == "numba" and case.writable:
             shutil.copytree(folder, cache, dirs_exist_ok=True)
-    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    there = max((one["there"] for one in said if "there" in one), default=math.nan)
-    return {**next(one for one in said if "create" in one), "there": there, "whole": whole}
+    said = next(line for line in done.stdout.splitlines() if line.startswith("{"))
+    return {**json.loads(said), "whole": whole}
 
 
 def read_only(folder: Path) -> list[str] | None:
@@ -133,8 +115,7 @@ def main(in_job: bool, steps: int, repeats: int) -> None:
         return
     columns = {
         "create": "create, s", "optimizer": "init, set_optimizer, s", "first": "first step, s",
-        "longest": "longest step, s", "steps": f"{steps} steps, s", "there": "all kernels there after, s",
-        "whole": "whole job, s",
+        "longest": "longest step, s", "steps": f"{steps} steps, s", "whole": "whole job, s",
     }  # fmt: skip
     console = Console(width=160)
     table = Table("workers", "servers", "kernels", *columns.values())

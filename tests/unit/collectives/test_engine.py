@@ -214,9 +214,25 @@ def test_a_process_that_waits_for_another_ends_at_once(warm: Path, folder: Path)
 
 
 def test_the_end_of_a_process_waits_for_the_kernel_that_is_compiled(folder: Path) -> None:
-    said = run(folder, "compiling()")
-    assert kept(said) == 1
-    assert [line for line in said if not line.startswith("INFO kernel one is ")] == []
+    said = run(folder, """
+engine.settle(30)
+two = engine.kernel("two", text.format(2), ["float32[]"])
+while len(list(folder.glob("*.lock"))) < 2: time.sleep(0.001)
+""")
+    assert kept(said) == 2
+    assert [line for line in said if " is there " not in line and " is kept in " not in line] == []
+
+
+def test_the_end_of_a_process_ends_the_loading_of_numba(warm: Path) -> None:
+    said = run(warm, """
+while "numba" not in sys.modules: time.sleep(0.001)
+import atexit
+begun = time.process_time()
+atexit._run_exitfuncs()
+print(one.failure, "numba.core.compiler" in sys.modules, time.process_time() - begun < 0.3)
+print([each for each in sys.meta_path if "engine" in repr(each)], sys.getswitchinterval())
+""")  # fmt: skip
+    assert said == ["Numba cannot be loaded: ImportError: the process ends False True", "[] 0.005"]
 
 
 FORK = """
