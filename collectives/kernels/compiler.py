@@ -19,7 +19,7 @@ import llvmlite.ir
 import numba
 import numpy as np
 from numba import njit, types
-from numba.core import caching
+from numba.core import caching, errors
 from numba.core.compiler import CompileResult
 from numba.core.registry import cpu_target
 from numba.core.serialize import dumps
@@ -32,6 +32,11 @@ _DIGEST = hashlib.sha256().digest_size
 _OWN = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 """Names the conversions, which kernels take in."""
 _INT16, _INT32 = llvmlite.ir.IntType(16), llvmlite.ir.IntType(32)
+
+
+# To colour a message Numba would put other streams in the place of sys.stdout and sys.stderr meanwhile, and write to
+# standard output when the process ends.
+setattr(errors, "ColorShell", contextlib.nullcontext)  # noqa: B010
 
 
 class Source(NamedTuple):

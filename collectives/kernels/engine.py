@@ -18,6 +18,7 @@ import importlib.util
 import logging
 import os
 import queue
+import re
 import stat
 import sys
 import threading
@@ -32,6 +33,8 @@ VARIABLE = "MPIPS_KERNELS"
 FOLDER_VARIABLE = "MPIPS_KERNELS_FOLDER"
 ENGINES = ("numba", "numpy")
 NOT_INSTALLED = "Numba is not installed: pip install 'mpips[fast]'"
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+"""In Numba's messages."""
 LONGEST_EXIT_SECONDS = 30.0
 """How long the end of a process waits for the kernel that it is compiling: LLVM may not be left in the middle."""
 LONGEST_FORK_SECONDS = 10.0
@@ -221,7 +224,7 @@ class _Engine:
                     kernel.compiled = self._compiled(kernel, folder)
                     LOG.info("kernel %s is there after %.2f s", kernel.name, time.perf_counter() - begun)
             except Exception as error:  # of LLVM, or of Numba for a text that it cannot compile
-                kernel.failure = f"{type(error).__name__}: {error}"
+                kernel.failure = COLOURS.sub("", f"{type(error).__name__}: {error}")
                 LOG.info("kernel %s is left to NumPy: %s", kernel.name, kernel.failure)
             with self._settled:
                 self._left -= 1

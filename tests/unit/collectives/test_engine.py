@@ -105,6 +105,19 @@ def test_what_is_kept_is_not_compiled_again(warm: Path) -> None:
     assert warm.stat().st_mode & 0o777 == 0o700
 
 
+def test_standard_output_is_the_users_while_a_kernel_is_compiled_and_after(folder: Path) -> None:
+    """Numba's own way of colouring messages takes it and writes to it."""
+    pytest.importorskip("colorama")
+    program = """
+ours, two = sys.stdout, engine.kernel("two", text.format("a[0]"), ["const float32[]"])
+while not two.call and not two.failure: assert sys.stdout is ours
+print(engine.settle(30), "fails" if two.failure else "")
+"""
+    said = run(folder, program)
+    assert said[-1] == "True fails"
+    assert "\x1b" not in "".join(said)
+
+
 def test_damaged_files_are_compiled_anew(folder: Path) -> None:
     program = """
 others = [engine.kernel(f"of {i}", text.format(i), ["float32[]"]) for i in (2, 3, 4)]

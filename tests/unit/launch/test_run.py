@@ -238,7 +238,7 @@ launch.cli.main()
 def test_a_full_standard_output_is_one_sentence_after_the_work(words: str, full_disk: str, tmp_path: Path) -> None:
     with open(full_disk, "w") as full:
         done = lost(words, full.fileno(), tmp_path)
-    said = [line for line in done.stderr.splitlines() if not re.fullmatch(r"updates: .*, \d of \d", line)]
+    said = [line for line in done.stderr.splitlines() if not re.fullmatch(r"updates: .*, \d+ of \d+", line)]
     assert said == ["Error: standard output cannot be written: No space left on device"]
     assert done.returncode == 1
     assert (tmp_path / "cases.json").is_file() == ("--json" in words)
