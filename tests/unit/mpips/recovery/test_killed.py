@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from collectives.fabric import arena
+from collectives.kernels import engine
 from mpips.compression import TwoBit
 from mpips.optimizers import SGD, Adam, Groups
 from mpips.optimizers import equation as blocks
@@ -174,6 +175,8 @@ def small(monkeypatch):
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 32)
     monkeypatch.setattr(reduce, "SHARED_BYTES", 16)
     monkeypatch.setattr(reduce, "PART_BYTES", 16)
+    with engine.numpy_only():
+        yield
 
 
 @pytest.mark.usefixtures("small")
