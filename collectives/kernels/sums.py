@@ -24,6 +24,8 @@ MOST_PARTS = 8
 """Vectors that one kernel reads; more are reduced in steps."""
 TILE = 1024
 """Elements that are reduced before they are written, so that the result may lie where one of the vectors does."""
+PIECE_BYTES = 256 << 10
+"""Bytes of a sum that NumPy reads again for every vector: in a core's own cache beside as many of one."""
 SIGNS: dict[Any, str] = {np.add: "+", np.multiply: "*"}
 """Of compiled reductions. Which zero is the minimum of 0 and -0 is a matter of NumPy's version: that stays NumPy's."""
 
@@ -38,7 +40,9 @@ class Limit(NamedTuple):
 
 
 NEVER = 1 << 62
-_16_BIT = Limit(1, 4 << 10, 64 << 10)
+LEAST_BYTES = 4 << 10
+LEAST_WIDER_BYTES = 512 << 10
+_16_BIT = Limit(1, LEAST_BYTES, 64 << 10)
 _WIDER = Limit(2, 64 << 10, NEVER)
 LIMITS = {"float16": _16_BIT, "bfloat16": _16_BIT, "float32": _WIDER, "float64": _WIDER}
 """A kernel itself wins from 64 elements on. But loading Numba takes 120 MiB of a process, and 1 to 4 s in which each
@@ -52,12 +56,37 @@ def perform(steps: Sequence[Step]) -> None:
         function(*arguments)
 
 
-def add_parts(parts: Sequence[Vector], out: Vector, nbytes: int | None = None) -> None:
-    """Set `out` to the sum of one or more 1-D arrays of its size and dtype, from first to last.
+def add_parts(parts: Sequence[Vector], out: Vector) -> None:
+    """Set `out` to the sum of one or more 1-D arrays of its size and dtype, from first to last, now.
 
-    `out` may be one of them, but not overlap one otherwise. `nbytes`: of the whole vectors, where these are blocks.
+    `out` may be the first of them, but not overlap another.
     """
-    perform(steps(np.add, parts, out, nbytes=nbytes))
+    if len(parts) == 2 and out.itemsize > 2:  # as fast as a kernel
+        np.add(parts[0], parts[1], out=out)
+        return
+    group, others = parts[:MOST_PARTS], parts[MOST_PARTS:]
+    _add_now(group, out)
+    while others:
+        group, others = [out, *others[: MOST_PARTS - 1]], others[MOST_PARTS - 1 :]
+        _add_now(group, out)
+
+
+def _add_now(parts: Sequence[Vector], out: Vector) -> None:
+    """Sum by a kernel where that pays, although its arguments are looked at again in every call; else by NumPy."""
+    least = LEAST_BYTES if out.itemsize == 2 else LEAST_WIDER_BYTES
+    if out.nbytes >= least and pays(np.add, out.dtype, len(parts), out.nbytes) and isinstance(out, np.ndarray):
+        call = _kernel(np.add, out.dtype.name, len(parts)).call
+        if call is not None and all(_alike(part, out) for part in parts):
+            call(*_arguments(parts, out, 1))
+            return
+    if len(parts) == 1:
+        np.copyto(out, parts[0])
+    step = out.size if len(parts) == 2 else max(1, PIECE_BYTES // out.itemsize)
+    for start in range(0, out.size if len(parts) > 1 else 0, max(1, step)):
+        total, first, *others = (array[start : start + step] for array in (out, *parts))
+        for other in others:
+            np.add(first, other, out=total)
+            first = total
 
 
 def pays(combine: Callable[..., Any], dtype: np.dtype[Any], parts: int, nbytes: int, mean: bool = False) -> bool:
@@ -141,10 +170,7 @@ def _one_pass(
 ) -> Step:
     """Return what runs the kernel, or NumPy's calls until it is there."""
     kernel, by_numpy = _kernel(combine, out.dtype.name, len(parts)), _pairs(combine, parts, out, scratch, divisor)
-    arrays, wide = [out, *parts], np.float64 if out.itemsize == 8 else np.float32
-    if out.itemsize == 2:
-        arrays = [array.view(np.uint16) for array in arrays]
-    arguments = (*arrays, wide(out.dtype.type(divisor)))
+    arguments = _arguments(parts, out, divisor)
 
     def run() -> None:
         if kernel.call is None:
@@ -153,6 +179,14 @@ def _one_pass(
             kernel.call(*arguments)
 
     return run, ()
+
+
+def _arguments(parts: Sequence[Vector], out: Vector, divisor: int) -> tuple[Any, ...]:
+    """Return the arguments of a kernel."""
+    arrays, wide = [out, *parts], np.float64 if out.itemsize == 8 else np.float32
+    if out.itemsize == 2:
+        arrays = [array.view(np.uint16) for array in arrays]
+    return (*arrays, wide(out.dtype.type(divisor)))
 
 
 def _alike(part: Vector, out: Vector) -> bool:

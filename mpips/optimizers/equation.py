@@ -17,14 +17,13 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from collectives.kernels import engine
+from collectives.kernels.sums import add_parts
 from mpips.optimizers import loops
 from mpips.optimizers.base import State, Updated, Value, Values, working_dtype, zeros
 from mpips.optimizers.trace import Tape, Untraceable, pair
 
 BLOCK_BYTES = 384 * 1024
 """Bytes of one array that a block covers."""
-PIECE_BYTES = 256 * 1024
-"""Bytes of a sum that is read again for every gradient: in a core's own cache beside as many of one."""
 MOST_PARTS = 64
 """Gradients that one kernel sums; of more, the first are summed before."""
 MOST_ROW_PARTS = 8
@@ -216,18 +215,8 @@ def total_of(parts: Sequence[np.ndarray], name: str) -> np.ndarray:
     if len(parts) == 1:
         return parts[0]
     total = _block(name, parts[0].dtype, parts[0].size, parts[0])
-    add(parts, total)
+    add_parts(parts, total)
     return total
-
-
-def add(parts: Sequence[np.ndarray], total: np.ndarray) -> None:
-    """Put the sum of two or more 1-D arrays, added from first to last, into `total`."""
-    step = total.size if len(parts) == 2 else PIECE_BYTES // total.itemsize
-    for start in range(0, total.size, max(1, step)):
-        piece = total[start : start + step]
-        np.add(parts[0][start : start + step], parts[1][start : start + step], out=piece)
-        for part in parts[2:]:
-            np.add(piece, part[start : start + step], out=piece)
 
 
 def _see(weights: np.ndarray, parts: Sequence[np.ndarray], state: State, slots: int, step: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.kernels.sums import add_parts
 from mpips.store.keys.rows import sum_of
 from mpips.store.server.unit import Contribution, Unit
 
@@ -128,7 +129,7 @@ class Reduce:
             if unit.total is None:
                 unit.total = part.copy()
             else:
-                np.add(unit.total, part, out=unit.total)
+                add_parts([unit.total, part], unit.total)
             unit.part += 1
         for source in sources[unit.part + 1 :]:
             source.ready(number)  # it may start to come; or else all servers would wait for the same worker's link
@@ -215,10 +216,8 @@ def _add_next(unit: Unit, source: Contribution) -> bool:
     else:
         start, stop = unit.bounds(unit.part_block)
         part = source.part(unit.part_block, start, stop)
-        if unit.part:
-            unit.total[start:stop] += part
-        else:
-            unit.total[start:stop] = part
+        total = unit.total[start:stop]
+        add_parts([total, part] if unit.part else [part], total)
         unit.part_block += 1
     if unit.part_block == unit.blocks:
         unit.part, unit.part_block = unit.part + 1, 0

@@ -28,9 +28,11 @@ from itertools import islice
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from collectives.errors import CollectiveError, MismatchError
+from collectives.kernels import sums
 from mpips.compression import Compressor
 from mpips.optimizers import Groups, Optimizer
 from mpips.optimizers.apply import prepare
@@ -208,7 +210,10 @@ class ServerState(ABC):
             parts = count
         else:  # each is added when it comes; the last one is added and written
             parts = min(2, count)
-        prepare(unit.optimizer, unit.stored.dtype, parts)
+        if unit.optimizer is None:
+            sums.prepare(np.add, unit.stored.dtype, parts, unit.stored.nbytes)
+        else:
+            prepare(unit.optimizer, unit.stored.dtype, parts)
 
     def changed(self, unit: Unit) -> None:
         """Let the mirror have a unit that was changed not by a push."""

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from numpy.typing import NDArray
 
 from collectives.errors import CollectiveError
+from collectives.kernels.sums import add_parts
 from mpips.optimizers.apply import update_by_sum
 from mpips.optimizers.base import Optimizer, State, initial
-from mpips.optimizers.equation import add
 from mpips.store.keys.rows import RowSparse, sum_of, update_rows
 from mpips.store.recovery.undo import Undo
 
@@ -241,10 +241,7 @@ class Unit:
         stored = self.stored[start:stop]
         if self.optimizer is None:
             self.writes += 1
-            if len(parts) == 1:
-                stored[...] = parts[0]
-            else:
-                add(parts, stored)
+            add_parts(parts, stored)
         else:
             assert self.state is not None
             state = [array[start:stop] for array in self.state]

@@ -73,17 +73,30 @@ def test_a_kernel_sums_large_vectors(dtype):
         assert (out == count).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", (1, *COUNTS))
+@pytest.mark.parametrize("n", [0, 5, 2500, 200_000])
+def test_parts_are_added_at_once_as_numpy_adds_them(n, count, dtype):
+    rng = np.random.default_rng(n)
+    parts = [rng.normal(size=n).astype(DTYPES[dtype]) for _ in range(count)]
+    wanted, out = by_numpy(np.add, parts, 1), np.empty(n, DTYPES[dtype])
+    sums.add_parts(parts, out)
+    np.testing.assert_array_equal(bits(out), bits(wanted))
+    sums.add_parts(parts, parts[0])
+    np.testing.assert_array_equal(bits(parts[0]), bits(wanted))
+
+
 def test_odd_arrays_go_to_numpy():
-    memory = np.zeros(2 * 101 + 1, np.uint8)
+    memory = np.zeros(2 * 3001 + 1, np.uint8)
     unaligned = memory[1:].view(np.float16)
-    every_other = np.ones(202, np.float16)[::2]
-    swapped = np.ones(101, ">f2")
+    every_other = np.ones(6002, np.float16)[::2]
+    swapped = np.ones(3001, ">f2")
     for array in (unaligned, every_other, swapped):
         array[:] = 1
-        out = np.zeros(101, np.float16)
-        sums.add_parts([array, array, np.ones(101, np.float16)], out, 1 << 30)
+        out = np.zeros(3001, np.float16)
+        sums.add_parts([array, array, np.ones(3001, np.float16)], out)
         assert (out == 3).all()
-        sums.add_parts([np.ones(101, np.float16)] * 2, array, 1 << 30)
+        sums.add_parts([np.ones(3001, np.float16)] * 2, array)
         assert (array == 2).all()
 
 

@@ -16,8 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collectives import CollectiveError
+from collectives.kernels import sums
 from mpips import RowSparse, compression
-from mpips.optimizers import SGD, Adam, Add, equation
+from mpips.optimizers import SGD, Adam, Add
 from mpips.store.server import reduce
 from mpips.store.server.reduce import Team
 from mpips.store.server.sources import Compressed, Elements, Empty, PushedRows
@@ -47,7 +48,7 @@ def test_sums_do_not_depend_on_the_order_of_arrival(order, block):
 @pytest.mark.parametrize("block", [4, 10])
 @pytest.mark.parametrize("workers", [2, 3, 5])
 def test_a_sum_is_the_same_piece_by_piece(monkeypatch, workers, block):
-    monkeypatch.setattr(equation, "PIECE_BYTES", 12)
+    monkeypatch.setattr(sums, "PIECE_BYTES", 12)
     values = [np.random.default_rng(worker).normal(size=10).astype(np.float32) for worker in range(workers)]
     machine = Machine(workers=workers, block=block)
     for worker in range(workers):
