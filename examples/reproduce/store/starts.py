@@ -2,7 +2,8 @@
 
     python -m examples.reproduce.store.starts
 
-Each case is a job of `mpips run`: `create`, an optimizer, and steps of push and pull.
+First, what Numba and five kernels add to a process. Then jobs of `mpips run`: `create`, an optimizer, steps of push and
+pull.
 """
 
 from __future__ import annotations
@@ -70,6 +71,24 @@ def job(steps: int) -> None:
     kv.close()
 
 
+def load() -> None:
+    """Load five kernels of optimizers; print what that adds to this process as JSON."""
+    from collectives.kernels import engine
+    from mpips import optimizers
+
+    def look() -> dict[str, float]:
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+        kib = {name: int(size.split()[0]) for name, size in (line.split(":") for line in lines)}
+        return {"MiB": kib["Rss"] / 1024, "own MiB": kib["Private_Dirty"] / 1024, "core s": time.process_time()}
+
+    before = look()
+    for optimizer in (optimizers.SGD(), optimizers.SGD(momentum=0.9), optimizers.Adam(), optimizers.AdaGrad(),
+                      optimizers.RMSProp()):  # fmt: skip
+        optimizer.prepare(np.dtype(np.float32))
+    engine.settle(LIMIT)
+    print(json.dumps({name: value - before[name] for name, value in look().items()}))
+
+
 def measure(case: Case, layout: tuple[int, int], steps: int, cache: Path) -> dict[str, Any] | None:
     """Run a job; return what worker 0 says and the seconds of all, None where nothing can be made read-only here."""
     with tempfile.TemporaryDirectory() as temporary:
@@ -106,18 +125,28 @@ def read_only(folder: Path) -> list[str] | None:
 
 @click.command()
 @click.option("--job", "in_job", is_flag=True, help="Be a rank of one job.")
+@click.option("--load", "in_load", is_flag=True, help="Load kernels.")
 @click.option("--steps", default=100, show_default=True, type=click.IntRange(8))
 @click.option("--repeats", default=3, show_default=True, type=click.IntRange(1), help="Jobs of each case; the median.")
-def main(in_job: bool, steps: int, repeats: int) -> None:
+def main(in_job: bool, in_load: bool, steps: int, repeats: int) -> None:
     """Time the starts of jobs."""
     if in_job:
         job(steps)
+        return
+    if in_load:
+        load()
         return
     columns = {
         "create": "create, s", "optimizer": "init, set_optimizer, s", "first": "first step, s",
         "longest": "longest step, s", "steps": f"{steps} steps, s", "whole": "whole job, s",
     }  # fmt: skip
     console = Console(width=160)
+    with tempfile.TemporaryDirectory() as cache:
+        for name in ("no kernels yet", "kernels there"):
+            variables = os.environ | {"MPIPS_KERNELS_FOLDER": cache}
+            command = [sys.executable, "-m", __spec__.name, "--load"]
+            said = subprocess.run(command, env=variables, stdout=subprocess.PIPE, timeout=LIMIT, check=True).stdout
+            console.print(name, *(f"{value:.2f} {unit}" for unit, value in json.loads(said).items()), sep=", ")
     table = Table("workers", "servers", "kernels", *columns.values())
     for layout in LAYOUTS:
         with tempfile.TemporaryDirectory() as temporary:

@@ -140,4 +140,4 @@ def test_cases_that_cannot_be_written_are_one_sentence(full_disk):
 def test_more_elements_than_memory_holds_are_refused():
     result = CliRunner().invoke(command, ["--elements", "100000000000000"])
     assert result.exit_code == 2
-    assert "--elements 100000000000000 takes at least 16 arrays of 400,000,000,000,000 bytes" in result.output
+    assert "--elements 100000000000000 takes at least 22 arrays of 400,000,000,000,000 bytes" in result.output
