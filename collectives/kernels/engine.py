@@ -42,6 +42,7 @@ LONGEST_FORK_SECONDS = 10.0
 LONGEST_LOCK_SECONDS = 60.0
 """After so long a wait for another process, which may have been stopped, this one compiles the kernel, too."""
 LOOK_SECONDS = 0.05
+MOST_LETTERS = 300
 SWITCH_SECONDS = 0.0001
 """How long other threads, which serve, wait for the interpreter while Numba is loaded and compiles."""
 
@@ -102,8 +103,14 @@ def _unusable() -> str:
 
         from collectives.kernels import compiler  # noqa: F401
     except Exception as error:  # of another package, which may be broken
-        return f"Numba cannot be loaded: {type(error).__name__}: {error}"
+        return f"Numba cannot be loaded: {_in_a_line(error)}"
     return "NUMBA_DISABLE_JIT is set" if numba.config.DISABLE_JIT else ""
+
+
+def _in_a_line(error: Exception) -> str:
+    """Return what an error says, of which Numba's take many lines."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]} ..."
 
 
 def cache_folder() -> tuple[Path | None, str]:

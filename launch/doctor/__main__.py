@@ -57,7 +57,7 @@ FOREIGN = "this mpirun and the mpi4py of this Python belong to different MPIs: p
 RESTARTS = "`mpips run --restarts` starts such a job again"
 SPARES = "`mpips run --spares` survives it"
 SEEN = "two ranks saw each other's bytes"
-BROUGHT = "Numba would make servers' updates two to three times as fast"
+BROUGHT = "Numba would make servers' updates up to three times as fast"
 WHEELS_FOR, NEWEST_WHEEL = ("x86_64", "aarch64"), (3, 14)  # of Numba 0.68
 STRONG_ORDER = ("x86_64", "AMD64", "i686")
 

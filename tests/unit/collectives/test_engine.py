@@ -274,7 +274,7 @@ def test_a_fork_keeps_its_kernels(warm: Path) -> None:
     assert said.count("sums 6.0 ") == 2
 
 
-BROKEN = "raise ImportError('Numba needs NumPy 1.0')"
+BROKEN = "raise ImportError('Numba needs\\n NumPy 1.0')"
 MISSING = "NumPy serves instead of compiled kernels: "
 
 

@@ -110,7 +110,7 @@ def test_a_healthy_machine() -> None:
         ("kernels", KERNELS, "kernels", True, "Numba 0.68.1 compiles updates, kept in /home/a/.cache/mpips/kernels."),
         ("kernels", KERNELS | {"folder": "", "unkept": "others can write to /tmp"}, "kernels", None,
          "Numba 0.68.1 compiles updates, by every process anew (others can write to /tmp)."),
-        ("kernels", NUMPY, "kernels", None, "updates two to three times as fast: Numba is not installed: pip install"),
+        ("kernels", NUMPY, "kernels", None, "updates up to three times as fast: Numba is not installed: pip install"),
         ("kernels", NUMPY | {"machine": "ppc64le"}, "kernels", None, "no wheel for Python 3.11 on ppc64le, glibc."),
         ("kernels", NUMPY | {"libc": ""}, "kernels", None, "no wheel for Python 3.11 on x86_64, without glibc."),
         ("kernels", NUMPY | {"reason": "MPIPS_KERNELS=numpy"}, "kernels", None, "NumPy updates: MPIPS_KERNELS=numpy."),
