@@ -228,6 +228,7 @@ class Engine:
         if self.under_way:
             self.submit(orders, task, priority, what()).wait()
             return
+        self.generation.check()  # what needs nobody's answer, as a read of memory, would never hear of its end
         try:
             for _ in task:
                 break

@@ -231,3 +231,26 @@ def test_recovering_again_and_again(servers):
             kv.layout.workers.Barrier()  # who still waits for the sum would hear that another recovers
 
     run("dist_sync" if servers else "mpi_sync", body, servers=servers)
+
+
+@only_on(3)
+@pytest.mark.parametrize("size", [5, 70_001])
+@pytest.mark.parametrize("kind, servers", [("dist_sync", 1), ("mpi_sync", 0), ("dist_async", 1), ("mpi_async", 1)])
+def test_who_only_reads_hears_of_the_end(kind, servers, size):
+    """Reading the memory of a server needs nobody who could tell of it."""
+
+    def body(kv):
+        kv.init("w", w := np.zeros(size))
+        kv.set_optimizer("sgd", learning_rate=1.0)
+        kv.pull("w", w)
+        kv.layout.workers.Barrier()
+        heard, until = kv.rank == 0, faults.time.monotonic() + 10
+        while not heard and faults.time.monotonic() < until:
+            try:
+                kv.pull("w", w)
+            except mpips.StoreError as error:
+                heard = "rank 0 calls recover" in str(error)
+        kv.recover()
+        assert heard, "no pull has raised"
+
+    run(kind, body, servers=servers, timeout_seconds=60)
