@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar
 
 from mpi4py import MPI
 
-from collectives.errors import of_caller
+from collectives.errors import StallError, of_caller
 from collectives.fabric.failure import Making, able, deaths
 from mpips.ending.process import say_role
 from mpips.store import options as table
@@ -75,7 +75,9 @@ def create(kind: str, comm: MPI.Intracomm | None = None, **options: Any) -> KVSt
     if word == "local":
         if chosen is None or refusal:
             raise OptionError(refusal)
-        return _serverless(roles.create(MPI.COMM_SELF, word, Options(stall_seconds=chosen.stall_seconds)))
+        layout = roles.create(MPI.COMM_SELF, word, Options(stall_seconds=chosen.stall_seconds))
+        generation = Generation(layout)
+        return _opened(MPI.COMM_SELF, layout, generation, ReplicatedStore(layout, generation))
     if _surviving:
         raise of_caller(RuntimeError(f"create: a job with spares={_surviving[0]} has one store, which was made before"))
     if comm is None:
@@ -92,12 +94,13 @@ def create(kind: str, comm: MPI.Intracomm | None = None, **options: Any) -> KVSt
         layout = roles.create(comm, word, chosen, refusal or _unable(chosen))
         if layout.survives:
             _surviving.append(layout.spares)
-        if layout.is_worker:
-            return _served(comm, layout) if layout.num_servers else _serverless(layout)
-        made = _Spare(layout) if layout.is_spare else _server(layout)
-    if not isinstance(made, _Spare):
-        _serve(made, lambda asked: _one_more(comm, layout, asked))
-    return made.wait()
+        generation = Generation(layout)
+        member = _begun(layout, generation)
+    if isinstance(member, Server):
+        _serve(member, lambda asked: _one_more(comm, layout, asked))
+    if isinstance(member, StandBy):
+        return _Spare(layout, generation, member).wait()
+    return _opened(comm, layout, generation, member)
 
 
 def _asked(kind: str, options: dict[str, Any]) -> tuple[str, Options | None, str]:
@@ -132,19 +135,36 @@ def _store(
     return KVStore(settings, route, generations)
 
 
-def _serverless(layout: Layout) -> KVStore:
-    generation = Generation(layout)
+def _begun(layout: Layout, generation: Generation) -> Server | StandBy | RemoteStore | ReplicatedStore:
+    """Return what this rank is in a store's first generation. Collective over all its ranks, blocking.
+
+    Where the store survives deaths, it waits until all are so far: no rank may go on as one of the store while another
+    still makes communicators. (Within MPI's own agreement, which follows, a long wait is not safe from deaths.)
+    """
+    member: Server | StandBy | RemoteStore | ReplicatedStore
     with generation.failing(roles.WHAT):
-        return _store(layout, ReplicatedStore(layout, generation), generation, generation.close, _saves(layout))
+        seat = _seat(layout, generation) if layout.num_servers else None
+        if layout.is_spare:
+            member = StandBy(layout, generation)
+        elif seat is None:
+            member = ReplicatedStore(layout, generation)
+        else:
+            shared = seat.shared
+            member = RemoteStore(layout, generation, shared) if layout.is_worker else Server(layout, seat, generation)
+            member.begin()
+        if layout.survives:
+            generation.meet(b"", roles.WHAT, everybody=True)
+    return member
 
 
-def _served(comm: MPI.Intracomm, layout: Layout) -> KVStore:
-    generation = Generation(layout)
+def _opened(
+    comm: MPI.Intracomm, layout: Layout, generation: Generation, member: RemoteStore | ReplicatedStore
+) -> KVStore:
+    """Return this worker's store, which may go on from a folder. Collective over the workers, blocking."""
     with generation.failing(roles.WHAT):
-        served = RemoteStore(layout, generation, _seat(layout, generation).shared)
-        served.begin()
-        store = _store(layout, served, generation, _closer(layout, generation), _saves(layout))
-    _open.append(_Open(comm, layout, store, served))
+        store = _store(layout, member, generation, _closer(layout, generation), _saves(layout))
+    if isinstance(member, RemoteStore):
+        _open.append(_Open(comm, layout, store, member))
     return store
 
 
@@ -153,7 +173,9 @@ def _saves(layout: Layout) -> Callable[[Settings], RegularSaves] | None:
 
     It does if it is on all ranks of the job, and the first that names this folder."""
     folder = layout.options.checkpoint
-    if not folder or folder in _folders or layout.world.Get_size() < MPI.COMM_WORLD.Get_size():
+    if not folder:
+        return None
+    if folder in _folders or layout.world.Get_size() < MPI.COMM_WORLD.Get_size():
         resume.tell_spares(layout, None)
         return None
     _folders.add(folder)
@@ -205,32 +227,48 @@ def _unable(options: Options | None) -> str:
 
 @contextmanager
 def _all_alive(comm: MPI.Intracomm, options: Options | None) -> Iterator[None]:
-    """Ranks make a store within. One that dies meanwhile ends that, on all, also where others live on after a death."""
+    """Ranks make a store within. One that dies meanwhile ends that, on all, also where others live on after a death.
+
+    All leave it together, uniformly: else a death that the store of one rank goes on after would end the making of
+    another's. A StallError is raised at once: somebody has not come, and would not come to that.
+    """
     if options is None or options.spares < 0 or _unable(options):
         yield
         return
+    raised: Exception | None = None
+    making = Making(comm)
     try:
-        with Making(comm):
-            yield
-    except MPI.Exception as error:
-        dead = deaths(comm)
-        if not dead:
-            raise
+        with making:
+            try:
+                yield
+            except OptionError as error:  # nothing is to be broken off
+                raised = error
+    except StallError:
+        raise
+    except Exception as error:
+        raised = error
+    try:
+        all_made = bool(comm.Agree(not making.broken))
+    except MPI.Exception:  # uniformly, too: somebody has died
+        all_made = False
+    if not all_made and (dead := deaths(comm)):
         why = f"rank {dead[0]} has died before the store was there, and nobody has its place: start the job again"
-        raise StoreError(f"create: {why}") from error
+        raise StoreError(f"create: {why}") from raised
+    if raised is None and not all_made:
+        raised = StoreError("create: another rank could not make the store, as its own error says")
+    if raised is not None:
+        raise raised
 
 
 class _Spare:
-    """This rank while it is a spare. Making it is collective over all ranks of the store, blocking."""
+    """This rank while it is a spare. Making it waits for worker 0 where the store saves itself."""
 
-    def __init__(self, layout: Layout) -> None:
-        self._layout, self._generation = layout, Generation(layout)
-        self._seat: Seat | None = None
-        with self._generation.failing(roles.WHAT):
-            if layout.num_servers:
-                self._seat = _seat(layout, self._generation)
-            self._stands_by: StandBy | None = StandBy(layout, self._generation)
-            step = resume.hear(layout, self._generation)
+    def __init__(self, layout: Layout, generation: Generation, stands_by: StandBy) -> None:
+        self._layout, self._generation = layout, generation
+        self._seat = _seat(layout, generation) if layout.num_servers else None
+        self._stands_by: StandBy | None = stands_by
+        with generation.failing(roles.WHAT):
+            step = resume.hear(layout, generation) if layout.options.checkpoint else None
         self._saves = None if step is None else _saves_from(step)
 
     def wait(self) -> KVStore:
@@ -273,14 +311,6 @@ def _serve(server: Server, opened: Callable[[OpenStore], Server | None] | None =
     raise SystemExit(0)
 
 
-def _server(layout: Layout) -> Server:
-    generation = Generation(layout)
-    with generation.failing(roles.WHAT):
-        server = Server(layout, _seat(layout, generation), generation)
-        server.begin()
-        return server
-
-
 def _one_more(comm: MPI.Intracomm, first: Layout, asked: OpenStore) -> Server | None:
     """On a server: join in making one more store, for which all workers have asked; None where it is refused."""
     refusal, chosen = "", None
@@ -293,7 +323,9 @@ def _one_more(comm: MPI.Intracomm, first: Layout, asked: OpenStore) -> Server | 
         layout = roles.create(comm, asked.kind, chosen, refusal)
     except OptionError:  # all workers raise it
         return None
-    return _server(layout)
+    server = _begun(layout, Generation(layout))
+    assert isinstance(server, Server)
+    return server
 
 
 def _serving(comm: MPI.Intracomm) -> _Open | None:

@@ -172,6 +172,7 @@ def _begin_with_survivors(generation: Generation, rebuild: Callable[[], T], grow
     live, all raise. What was before stays until all have come through, and is put back where not.
     """
     layout, old, put_back = generation.layout, copy.copy(generation.layout), generation.put_back()
+    succession = generation.succession
     left = old.world.Shrink()
     assert isinstance(left, MPI.Intracomm)
     with suppress(MPI.Exception):
@@ -179,14 +180,17 @@ def _begin_with_survivors(generation: Generation, rebuild: Callable[[], T], grow
     results: list[T] = []
     verdict, raised = DONE, None
     try:
-        with Making(left):
+        with Making(left) as making:
             layout.again(left, grow)
             generation.advance()
             with generation.failing(WHAT):
                 results.append(rebuild())
+        if making.broken:  # after the last step here, but perhaps within another rank's: nothing of it can be used
+            verdict = DIED
     except Exception as error:
         raised = error
         verdict = DIED if not isinstance(error, LostError) and deaths(left) else FAILED
+    succession.wait_until_all_have_tried()  # in a long wait within MPI's agreement a death may leave others there
     try:
         verdict = left.Agree(verdict)
     except MPI.Exception:  # uniformly, too: somebody has died

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 
 from mpi4py import MPI
 
@@ -41,7 +42,7 @@ FREEING_SECONDS = 1.0
 LONG_SECONDS, CHECK_SECONDS = 0.2, 0.1
 """A wait after which more is looked at than whether the generation has ended, and how often."""
 SUCCESSION_TAG = 4
-WOULD, GOES, LEAVES = b"would go on", b"goes on", b"leaves"
+WOULD, GOES, TRIED, LEAVES = b"would go on", b"goes on", b"has tried", b"leaves"
 NEVER = Limits(math.inf, 0.0)
 LOG = logging.getLogger("mpips.store")
 
@@ -87,7 +88,7 @@ class Generation:
         self._meeting = False
         self._everybody = Room(layout.world)
         self._workers = None if layout.workers is None else Room(layout.workers)
-        self.succession = Succession(layout.world, self.gone, layout.survives)
+        self.succession = Succession(layout.world, partial(_gone, layout.world, self._home), layout.survives)
         """What ranks say of what comes after this generation."""
 
     # ---- its end
@@ -163,8 +164,7 @@ class Generation:
 
     def gone(self) -> dict[int, str]:
         """Return the ranks of the store that have closed it, or have ended; and how, as far as it is known here."""
-        dead = dict.fromkeys(failed(self.layout.world), DEPARTURES[0])
-        return dead | self._home.ended()
+        return _gone(self.layout.world, self._home)
 
     # ---- waits
 
@@ -315,6 +315,10 @@ class Generation:
         LOG.info("rank %d: the store is closed", self.rank)
 
 
+def _gone(world: MPI.Comm, home: Communicator) -> dict[int, str]:
+    return dict.fromkeys(failed(world), DEPARTURES[0]) | home.ended()
+
+
 class Succession:
     """The ranks' way on after a generation: all begin the next one together, or each leaves.
 
@@ -347,6 +351,10 @@ class Succession:
         why = self._why_not() or self._wait(limits, GOES, GOES)
         self._attempt += not why
         return why
+
+    def wait_until_all_have_tried(self) -> None:
+        """Wait until all that live are through with an attempt, well or not."""
+        self._wait(NEVER, TRIED, TRIED, WOULD, GOES)
 
     def leave(self) -> None:
         """Say that this rank leaves. Does not block."""

@@ -18,13 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from mpi4py import MPI
 
 import mpips
 from collectives import communicator
+from collectives.fabric.failure import Making
 from mpips import optimizers
 
 SIZES = {"w": 37, "b": 4097, "c": 70001}
 """Of the keys: one passes through slots, one through stages, one from memory to memory."""
+LATE_SECONDS = 0.3
 
 
 @dataclass
@@ -44,6 +47,8 @@ class Job:
     """Whether seconds count from when a spare has joined."""
     apart: bool = False
     """Whether each rank is a node of its own."""
+    late: int = -1
+    """The rank that is through with `create`, and with each `recover`, later than the others."""
 
     def text(self) -> str:
         return json.dumps(asdict(self))
@@ -127,6 +132,9 @@ def main(folder: Path, job: Job) -> None:
     if job.apart:
         real = communicator.open_memory
         communicator.open_memory = lambda node: real(node) if node.size == 1 else None
+    if rank == job.late:
+        leave = Making.__exit__
+        Making.__exit__ = lambda *args: (_be_late(), leave(*args))[1]
     begun = folder / "begun"
     if str(rank) in job.kills:
         threading.Thread(target=_die, args=(begun, job.kills[str(rank)]), daemon=True).start()
@@ -139,6 +147,14 @@ def main(folder: Path, job: Job) -> None:
         np.savez(folder / "values.npz", **values)
     (folder / f"{rank}.trace").write_text(json.dumps(trace))
     kv.close()
+
+
+def _be_late() -> None:
+    """Wait within MPI, which hears of deaths meanwhile."""
+    until = time.monotonic() + LATE_SECONDS
+    while time.monotonic() < until:
+        MPI.COMM_SELF.Iprobe()
+        time.sleep(1e-3)
 
 
 def _die(begun: Path, seconds: float) -> None:

@@ -50,6 +50,16 @@ def test_a_worker_dies(tmp_path, spares, optimizer, apart):
     assert len(traces) == 2 + spares and max(size for trace in traces for _, size in trace) in (3, 2 + min(spares, 1))
 
 
+@first(3, late=["worker", "spare"], servers=[2, 0], again=[0.35, 0.15, 0.02, 0.05, 0.1, 0.25, 0.3, 0.4])
+def test_a_worker_dies_at_once_and_another_while_the_others_recover(tmp_path, late, servers, again):
+    """One of the others is late each time: it is still in `create`, or in an attempt to recover, when all are through.
+    """
+    ranks = 4 + servers
+    kills = {"1": 0.0, "2": again}
+    job = Job("dist_sync", servers, spares=1, steps=STEPS, kills=kills, late=ranks - 1 if late == "spare" else 0)
+    assert len(run(tmp_path, job, ranks)) == 2
+
+
 @first(1, kind=["mpi_sync", "dist_sync"], spares=[1, 0])
 def test_a_worker_dies_on_a_node_without_servers(tmp_path, kind, spares):
     job = Job(kind, 2, spares=spares, steps=STEPS, optimizer="sgd", kills={"1": 0.2}, apart=True)
