@@ -60,7 +60,7 @@ MUTATIONS = (
     Mutation("threads leave out the first share of a long sum", "mpips/store/server/reduce.py",
              "self._team.share(work, range(len(parts)))", "self._team.share(work, range(1, len(parts)))", STORE),
     Mutation("the second part that arrives replaces the first", "mpips/store/server/reduce.py",
-             "                np.add(unit.total, part, out=unit.total)\n",
+             "                add_parts([unit.total, part], unit.total)\n",
              "                unit.total = part.copy()\n", STORE),
     Mutation("a push does not wait until the last one was taken", "mpips/store/remote/fast.py",
              "if self._flag[0] or self._words[self._mine] != key.round:", "if self._flag[0]:", STORE[1:]),
