@@ -24,7 +24,7 @@ MOST_PARTS = 8
 """Vectors that one kernel reads; more are reduced in steps."""
 TILE = 1024
 """Elements that are reduced before they are written, so that the result may lie where one of the vectors does."""
-PIECE_BYTES = 256 << 10
+PIECE_BYTES = 384 << 10
 """Bytes of a sum that NumPy reads again for every vector: in a core's own cache beside as many of one."""
 SIGNS: dict[Any, str] = {np.add: "+", np.multiply: "*"}
 """Of compiled reductions. Which zero is the minimum of 0 and -0 is a matter of NumPy's version: that stays NumPy's."""

@@ -14,6 +14,8 @@ from mpips.optimizers.trace import Tape
 TILE = 1024
 """Elements of several gradients that are summed before weights are updated by them: they stay in a core's first cache.
 """
+LONG_TILE, MANY_PARTS = 16 * 1024, 5
+"""Elements for so many gradients: memory is read in longer runs, and the sum stays in the second cache."""
 READ_AT_ONCE = 8
 """Gradients that one loop adds: LLVM compares no more arrays before it takes several elements at once."""
 WIDE = {"float16": "float32", "bfloat16": "float32", "float32": "float32", "float64": "float64"}
@@ -33,6 +35,7 @@ def update_text(tape: Tape, lines: Sequence[str], dtype: str) -> str:
 
 def sum_text(tape: Tape, lines: Sequence[str], dtype: str, parts: int) -> str:
     """Return the kernel that updates by the sum of gradients, added from first to last."""
+    tile = TILE if parts < MANY_PARTS else LONG_TILE
     gradients, adding = _gradients(parts), []
     total = _widened("g0_[i]", dtype)
     for number, gradient in enumerate(gradients[1:], 1):
@@ -42,9 +45,9 @@ def sum_text(tape: Tape, lines: Sequence[str], dtype: str, parts: int) -> str:
             total = "total[i]"
     return "\n".join([
         *_head(tape, gradients, []),
-        f"    total = np.empty({TILE}, np.{WIDE[dtype]})",
-        f"    for start in range(0, w_all.size, {TILE}):",
-        f"        stop = min(start + {TILE}, w_all.size)",
+        f"    total = np.empty({tile}, np.{WIDE[dtype]})",
+        f"    for start in range(0, w_all.size, {tile}):",
+        f"        stop = min(start + {tile}, w_all.size)",
         *[f"        {name}_ = {name}_all[start:stop]" for name in [*_arrays(tape), *gradients]],
         *adding,
         "        for i in range(w_.size):",
