@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import os
 import pickle
+import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -79,6 +81,9 @@ class _File(caching.NullCache):
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
+            found = self._path.stat()
+            if found.st_uid not in (os.getuid(), 0) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise ValueError("others can write to it")
             kept = self._path.read_bytes()
             if hashlib.sha256(kept[_DIGEST:]).digest() != kept[:_DIGEST]:
                 raise ValueError("its checksum does not fit")
@@ -94,6 +99,7 @@ class _File(caching.NullCache):
         part = self._path.with_suffix(".part")
         try:
             payload = dumps(data._reduce())
+            part.touch(mode=0o600)
             part.write_bytes(hashlib.sha256(payload).digest() + payload)
             part.replace(self._path)
             LOG.info("kernel %s is kept in %s", self._name, self._path)

@@ -124,7 +124,7 @@ def cache_folder() -> tuple[Path | None, str]:
     caches = os.environ.get("XDG_CACHE_HOME") or (os.path.join(home, ".cache") if os.path.isabs(home) else "")
     if not given and not caches:
         return None, f"there is no home: set a folder by {FOLDER_VARIABLE}"
-    folder = Path(given) if given else Path(caches, "mpips", "kernels")
+    folder = (Path(given).expanduser() if given else Path(caches, "mpips", "kernels")).absolute()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()

@@ -204,6 +204,7 @@ def command(elements: int, repeats: int, json_path: Path | None) -> None:
     """Time server-side optimizer updates, by each engine, beside PyTorch's where that is installed."""
     try:
         check_memory(f"--elements {elements}", 4 * elements, ARRAYS)
+        engine.chosen()
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     torch, reason = load_torch()
@@ -220,8 +221,8 @@ def command(elements: int, repeats: int, json_path: Path | None) -> None:
     target = console()
     show_table(show_updates(updates), target)
     show_table(show_sums(summed), target)
-    target.print(reason)
-    target.print(engine.status().reason)
+    target.print(reason, markup=False)
+    target.print(f"compiled: {engine.status().reason}", markup=False)
     if json_path:
         write_json(json_path, [case._asdict() for case in (*updates, *summed)])
 

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -24,6 +25,9 @@ from mpips.optimizers.trace import Tape, Untraceable, pair
 
 BLOCK_BYTES = 384 * 1024
 """Bytes of one array that a block covers."""
+LOG = logging.getLogger("mpips.kernels")
+TRIAL = 2
+"""Weights on which an optimizer's options are tried: no kernel is asked for."""
 MOST_PARTS = 64
 """Gradients that one kernel sums; of more, the first are summed before."""
 MOST_ROW_PARTS = 8
@@ -72,8 +76,8 @@ class Equation:
         if len(parts) > MOST_PARTS:
             early = len(parts) - MOST_PARTS + 1
             parts = [total_of(parts[:early], "early total"), *parts[early:]]
-        way = _way(self, weights.dtype, len(parts), ask=weights.size > 1)  # one: its options are tried
-        numbers = [*self.numbers(step), *way.constants]
+        way = _way(self, weights.dtype, len(parts), ask=weights.size > TRIAL)
+        numbers = way.numbers(self, step)
         if not _run_kernel(way, weights, parts, state, numbers):
             _run_blocks(self, way, weights, parts, state, numbers)
 
@@ -93,8 +97,8 @@ class Equation:
         alike = all(part.flags.c_contiguous and part.dtype == table.dtype for part in parts)
         if len(parts) > MOST_ROW_PARTS or not alike:
             return False
-        way = _way(self, table.dtype, len(parts), ask=table.size > 1, by_rows=True)
-        numbers = [*self.numbers(step), *way.constants]
+        way = _way(self, table.dtype, len(parts), ask=table.size > TRIAL, by_rows=True)
+        numbers = way.numbers(self, step)
         gradients = [part.reshape(-1) for part in parts]
         return _run_kernel(way, weights, gradients, state, numbers, weights.size // len(table), *rows)
 
@@ -114,6 +118,18 @@ class _Way(NamedTuple):
     tape: Tape | None
     constants: Sequence[float]
     kernel: engine.Kernel | None
+    each: int
+    """The numbers of every step."""
+
+    def numbers(self, optimizer: Equation, step: int) -> list[float]:
+        """Return the numbers of a step, then the constants; ValueError where they are not as many as in step 1."""
+        given = optimizer.numbers(step)
+        if len(given) != self.each:
+            raise ValueError(
+                f"{type(optimizer).__name__}.numbers gives {len(given)} numbers in step {step} and {self.each} in "
+                "step 1: give as many in every step"
+            )
+        return [*given, *self.constants]
 
 
 def _way(optimizer: Equation, dtype: np.dtype, parts: int, ask: bool, by_rows: bool = False) -> _Way:
@@ -128,14 +144,18 @@ def _way(optimizer: Equation, dtype: np.dtype, parts: int, ask: bool, by_rows: b
 
 @functools.lru_cache(maxsize=512)
 def _known_way(optimizer: Equation, dtype: np.dtype, parts: int, ask: bool, by_rows: bool = False) -> _Way:
-    wide = working_dtype(dtype)
+    wide, each = working_dtype(dtype), len(optimizer.numbers(1))
     try:
-        tape = Tape(optimizer.equation, optimizer.slots, len(optimizer.numbers(1)))
-    except Untraceable:
-        return _Way(wide, None, (), None)
+        tape = Tape(optimizer.equation, optimizer.slots, each)
+    except Untraceable as error:
+        LOG.info("the equation of %s is left to NumPy: %s", type(optimizer).__name__, error)
+        return _Way(wide, None, (), None, each)
     lines = tape.loop()
+    if lines is None:
+        LOG.info("the equation of %s is left to NumPy: of some operations a kernel might give other bits",
+                 type(optimizer).__name__)  # fmt: skip
     if lines is None or dtype.name not in loops.WIDE or not ask:
-        return _Way(wide, tape, tape.constants, None)
+        return _Way(wide, tape, tape.constants, None, each)
     stored = "uint16" if dtype.itemsize == 2 else dtype.name
     types = [f"{stored}[]", *[f"{wide.name}[]"] * tape.slots, *[f"const {stored}[]"] * parts, f"{wide.name}[]"]
     name = f"{type(optimizer).__name__} of {parts} {dtype.name}{' by rows' if by_rows else ''}"
@@ -146,7 +166,7 @@ def _known_way(optimizer: Equation, dtype: np.dtype, parts: int, ask: bool, by_r
         text = loops.update_text(tape, lines, dtype.name)
     else:
         text = loops.sum_text(tape, lines, dtype.name, parts)
-    return _Way(wide, tape, tape.constants, engine.kernel(name, text, types))
+    return _Way(wide, tape, tape.constants, engine.kernel(name, text, types), each)
 
 
 def _run_kernel(

@@ -25,7 +25,7 @@ WIDE = {"float16": "float32", "bfloat16": "float32", "float32": "float32", "floa
 def update_text(tape: Tape, lines: Sequence[str], dtype: str) -> str:
     """Return the kernel that updates by one gradient."""
     return "\n".join([
-        *_head(tape, ["g0"], []),
+        *_head(tape, dtype, ["g0"], []),
         *[f"    {name}_ = {name}_all" for name in [*_arrays(tape), "g0"]],
         "    for i in range(w_.size):",
         f"        g = {_widened('g0_[i]', dtype)}",
@@ -44,7 +44,7 @@ def sum_text(tape: Tape, lines: Sequence[str], dtype: str, parts: int) -> str:
             adding += ["        for i in range(w_.size):", f"            total[i] = {total}"]
             total = "total[i]"
     return "\n".join([
-        *_head(tape, gradients, []),
+        *_head(tape, dtype, gradients, []),
         f"    total = np.empty({tile}, np.{WIDE[dtype]})",
         f"    for start in range(0, w_all.size, {tile}):",
         f"        stop = min(start + {tile}, w_all.size)",
@@ -75,7 +75,7 @@ def rows_text(tape: Tape, lines: Sequence[str], dtype: str, parts: int) -> str:
             *([] if number else ["        else:", "            total[:] = 0"]),
         ]
     return "\n".join([
-        *_head(tape, gradients, ["columns", *[f"r{number}" for number in range(parts)]]),
+        *_head(tape, dtype, gradients, ["columns", *[f"r{number}" for number in range(parts)]]),
         f"    total = np.empty(columns, np.{WIDE[dtype]})",
         *[f"    k{number} = 0" for number in range(parts)],
         "    while True:",
@@ -100,9 +100,13 @@ def _gradients(parts: int) -> list[str]:
     return [f"g{part}" for part in range(parts)]
 
 
-def _head(tape: Tape, gradients: Sequence[str], more: Sequence[str]) -> list[str]:
+def _head(tape: Tape, dtype: str, gradients: Sequence[str], more: Sequence[str]) -> list[str]:
     arguments = [*[f"{name}_all" for name in [*_arrays(tape), *gradients]], "c", *more]
-    return [f"def kernel({', '.join(arguments)}):", *[f"    c{i} = c[{i}]" for i in range(len(tape.scalars))]]
+    return [
+        f"def kernel({', '.join(arguments)}):",
+        f"    one, zero = np.{WIDE[dtype]}(1), np.{WIDE[dtype]}(0)",
+        *[f"    c{i} = c[{i}]" for i in range(len(tape.scalars))],
+    ]
 
 
 def _update(tape: Tape, lines: Sequence[str], dtype: str, indent: str) -> list[str]:

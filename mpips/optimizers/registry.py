@@ -92,14 +92,14 @@ def create(optimizer: str | Optimizer, **options: Any) -> Optimizer:
 
 
 def _tried(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer, having seen that its options can travel and be saved, and that it updates one weight."""
+    """Return the optimizer, having seen that its options can travel and be saved, and that it updates two weights."""
     _options(optimizer)
-    weight = np.zeros(1, np.float32)
+    weights = np.array([1, -1], np.float32)
     try:
         with np.errstate(all="ignore"):
-            optimizer.update(weight, np.zeros_like(weight), initial(optimizer, weight), 1)
+            optimizer.update(weights, -weights, initial(optimizer, weights), 1)
     except Exception as error:
-        raise ValueError(f"{optimizer!r} cannot update one weight: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{optimizer!r} cannot update two weights: {type(error).__name__}: {error}") from error
     return optimizer
 
 

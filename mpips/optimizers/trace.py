@@ -17,20 +17,25 @@ Array = np.ndarray
 
 TEXTS = {
     "add": "{} + {}", "subtract": "{} - {}", "multiply": "{} * {}", "divide": "{} / {}", "negative": "-{}",
-    "positive": "{}", "square": "{0} * {0}", "absolute": "abs({})", "sqrt": "np.sqrt({})", "sign": "np.sign({})",
-    "maximum": "{0} if {0} >= {1} or {0} != {0} else {1}", "minimum": "{0} if {0} <= {1} or {0} != {0} else {1}",
+    "positive": "{}", "square": "{0} * {0}", "absolute": "abs({})", "sqrt": "np.sqrt({})",
+    "sign": "one if {0} > zero else (-one if {0} < zero else (zero if {0} == zero else {0}))",
     "greater": "{} > {}", "greater_equal": "{} >= {}", "less": "{} < {}", "less_equal": "{} <= {}",
-    "equal": "{} == {}", "not_equal": "{} != {}", "logical_and": "{} and {}", "logical_or": "{} or {}",
-    "logical_not": "not {}", "where": "{1} if {0} else {2}",
+    "equal": "{} == {}", "not_equal": "{} != {}", "isnan": "{0} != {0}", "isfinite": "{0} - {0} == zero",
+    "logical_and": "{} and {}", "logical_or": "{} or {}", "logical_not": "not {}", "logical_xor": "{} != {}",
+    "bitwise_and": "{} and {}", "bitwise_or": "{} or {}", "invert": "not {}", "bitwise_xor": "{} != {}",
+    "where": "{1} if {0} else {2}",
 }  # fmt: skip
-"""What a kernel computes for each function, in Python's words; NumPy and LLVM give the same bits."""
-TRUTHS = ("greater", "greater_equal", "less", "less_equal", "equal", "not_equal", "logical_and", "logical_or",
-          "logical_not")  # fmt: skip
-"""Functions whose results are true or false."""
+"""What a kernel computes for each function, in Python's words; NumPy and LLVM give the same bits.
+
+Without maximum and minimum: which of 0.0 and -0.0 is larger depends on the processor, and on the place in an array.
+"""
+OF_BOOLS = ("logical_and", "logical_or", "logical_not", "logical_xor", "bitwise_and", "bitwise_or", "invert",
+            "bitwise_xor")  # fmt: skip
+"""Those whose operands are true or false in a kernel."""
 
 
-OF_BOOLS = {np.bitwise_and: np.logical_and, np.bitwise_or: np.logical_or, np.invert: np.logical_not}
-"""What `&`, `|` and `~` mean for results that are true or false."""
+ONE = np.float32(1)
+"""A weight, a gradient, a number."""
 
 
 class Untraceable(TypeError):
@@ -60,10 +65,15 @@ class Tape:
         """Numbers that stand in the equation, in the order in which they follow those of a step."""
         self.scalars = list(range(2 + slots, 2 + slots + numbers))
         """Values that are numbers: those of a step, then the constants."""
+        self.truths: set[int] = set()
+        """Values that are true or false."""
         self._next = 2 + slots + numbers
         self._constant: dict[str, int] = {}
         w, g, *others = (Symbol(self, value) for value in range(self._next))
-        given = equation(w, g, tuple(others[:slots]), tuple(others[slots:]))
+        try:
+            given = equation(w, g, tuple(others[:slots]), tuple(others[slots:]))
+        except Exception as error:  # of what symbols do not have; where it is the equation's own fault it comes again
+            raise Untraceable(str(error)) from error
         self.results = [self.value_of(one) for one in pair(given, slots)]
         """The values of the new weight and state."""
         self.program = placed(self)
@@ -87,9 +97,15 @@ class Tape:
     def record(self, function: Any, operands: Sequence[Any]) -> Symbol:
         """Note an operation; return its result."""
         inputs = tuple(map(self.value_of, operands))
+        with np.errstate(all="ignore"):
+            sample = function(*[one.sample if isinstance(one, Symbol) else one for one in operands])
+        if sample.dtype.kind not in "bf" or (function is np.where and inputs[0] not in self.truths):
+            raise Untraceable(f"{function.__name__} gives {sample.dtype.name}, or chooses by what is no bool")
         self.operations.append(Operation(function, inputs, self._next))
+        if sample.dtype.kind == "b":
+            self.truths.add(self._next)
         self._next += 1
-        return Symbol(self, self._next - 1)
+        return Symbol(self, self._next - 1, sample)
 
     def run(
         self, w: Array, g: Array, state: Sequence[Array], numbers: Sequence[Any], blocks: Sequence[Array],
@@ -112,15 +128,14 @@ class Tape:
     def loop(self) -> list[str] | None:
         """Return lines that compute the new w and s0, s1, ... of an element from w, g, s0, ... and c0, c1, ...; None
         where NumPy and LLVM might round some of it differently."""
-        truths = {one.result for one in self.operations if one.function.__name__ in TRUTHS}
         names = {0: "w", 1: "g", **{2 + slot: f"s{slot}" for slot in range(self.slots)}}
         names |= {value: f"c{number}" for number, value in enumerate(self.scalars)}
         lines = []
         for function, inputs, result in self.operations:
             name = function.__name__
-            logical = name.startswith("logical")
-            wanted = [logical or name == "where", *[logical] * (len(inputs) - 1)]
-            if name not in TEXTS or [value in truths for value in inputs] != wanted:
+            of_bools = name in OF_BOOLS
+            wanted = [of_bools or name == "where", *[of_bools] * (len(inputs) - 1)]
+            if name not in TEXTS or [value in self.truths for value in inputs] != wanted:
                 return None  # also sums of bools: NumPy and Python take them in different types
             names[result] = f"v{result}"
             lines.append(f"{names[result]} = {TEXTS[name].format(*[names[one] for one in inputs])}")
@@ -143,15 +158,16 @@ def pair(given: Any, slots: int) -> list[Any]:
 class Symbol(NDArrayOperatorsMixin):
     """A value in an equation that is being recorded."""
 
-    def __init__(self, tape: Tape, value: int) -> None:
-        self.tape, self.value = tape, value
+    def __init__(self, tape: Tape, value: int, sample: Any = ONE) -> None:
+        """`sample`: an element of it, of its dtype."""
+        self.tape, self.value, self.sample = tape, value, sample
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
         if method != "__call__" or options or ufunc.nout != 1:
             raise Untraceable(f"it calls {ufunc.__name__}.{method} with {', '.join(options) or 'several results'}")
         if ufunc is np.power and not isinstance(inputs[1], Symbol) and inputs[1] in (2, 0.5):  # as `**` of arrays does
             return self.tape.record(np.square if inputs[1] == 2 else np.sqrt, inputs[:1])
-        return self.tape.record(OF_BOOLS.get(ufunc, ufunc), inputs)
+        return self.tape.record(ufunc, inputs)
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if function is np.where and len(args) == 3 and not kwargs:
@@ -213,7 +229,7 @@ def placed(tape: Tape) -> Program:
         able = [one for one in dying if one >= 0]
         if function is np.where:  # its second choice is written first, and over that its first
             able = [one for one in able if one == inputs[2] != inputs[1]]
-        if function.__name__ in TRUTHS:
+        if result in tape.truths:
             place[result] = masks.take()
         elif goal.get(result) in able:
             place[result] = goal[result]

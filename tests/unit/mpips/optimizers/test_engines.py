@@ -45,8 +45,25 @@ class Clipped(optimizers.Equation):
 
     def equation(self, w, g, state, numbers):
         a, b, c = state
-        d = np.where((g > 0) & (w <= 1), np.clip(g, -0.5, 0.5), abs(g) - w**2)
+        d = np.where((g > 0) & (w <= 1), np.where(g > 0.5, 0.5, g), abs(g) - w**2)
         return np.where(d < w, w + d * numbers[0], b), (b, np.where(a > c, a, d), c)
+
+
+@dataclass(frozen=True)
+class Signs(optimizers.Equation):
+    """The sign of a zero, and what is a number."""
+
+    def equation(self, w, g, state, numbers):
+        fine = np.isfinite(g) & ~np.isnan(w) ^ (g > 1)
+        return np.where(fine, np.sign(g) / np.sign(w), -np.sign(w)), ()
+
+
+@dataclass(frozen=True)
+class Prox(optimizers.Equation):
+    """Which zero is the larger one is the processor's choice: no kernel makes it."""
+
+    def equation(self, w, g, state, numbers):
+        return np.sign(w) * np.maximum(abs(w) - 0.5, 0), ()
 
 
 @dataclass(frozen=True)
@@ -77,9 +94,9 @@ ALL = [
     RMSProp(learning_rate=0.1, decay=0.9, rescale=2.0, weight_decay=0.1), Adam(),
     Adam(learning_rate=0.1, beta1=0.8, beta2=0.9, weight_decay=0.01, rescale=0.5), AdamW(),
     AdamW(learning_rate=0.1, weight_decay=0, rescale=0.5), Elastic1(alpha=0.3, rescale=0.5), Elastic1(), Add(rescale=2),
-    Lion(), Clipped(), Powers(), Looking(),
+    Lion(), Clipped(), Signs(), Powers(), Prox(), Looking(),
 ]  # fmt: skip
-COMPILED = ALL[:-2]
+COMPILED = ALL[:-3]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -161,3 +178,35 @@ def test_an_equation_that_gives_back_too_little_is_told():
 
     with pytest.raises(TypeError, match=r"gives back \(weight, \(1 arrays of state\)\)"):
         Short().update(np.ones(2), np.ones(2), [np.zeros(2)], 1)
+
+
+def test_numbers_that_change_in_number_are_told():
+    @dataclass(frozen=True)
+    class Changing(optimizers.Equation):
+        def numbers(self, step):
+            return (0.5,) if step == 3 else (0.5, 2.0)
+
+        def equation(self, w, g, state, numbers):
+            return w - g * numbers[0] * numbers[-1], ()
+
+    w = np.ones(100, np.float32)
+    for step in (1, 2):
+        Changing().update(w, w.copy(), (), step)
+    before = w.copy()
+    with pytest.raises(ValueError, match=r"Changing\.numbers gives 1 numbers in step 3 and 2 in step 1"):
+        Changing().update(w, w.copy(), (), 3)
+    assert (w == before).all()
+
+
+def test_an_equation_that_asks_whether_a_weight_is_positive_is_refused_at_once():
+    @optimizers.register
+    @dataclass(frozen=True)
+    class Asking(optimizers.Equation):
+        def equation(self, w, g, state, numbers):
+            return (w - g if w > 0 else w), ()
+
+    try:
+        with pytest.raises(ValueError, match=r"cannot update two weights: .* ambiguous"):
+            optimizers.create("asking")
+    finally:
+        del optimizers.OPTIMIZERS["asking"]

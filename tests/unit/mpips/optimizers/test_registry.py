@@ -95,7 +95,7 @@ def test_the_parts_of_the_built_in_ones_serve_ones_own():
 
 
 def test_numbers_that_cannot_update_are_refused_before_any_server_hears_of_them():
-    with pytest.raises(ValueError, match=r"Lion\(learning_rate='fast'.* cannot update one weight: AttributeError: "):
+    with pytest.raises(ValueError, match=r"Lion\(learning_rate='fast'.* cannot update two weights: AttributeError: "):
         optimizers.create("lion", learning_rate="fast")
 
 

@@ -125,7 +125,7 @@ class Drift(optimizers.Equation):
     rate: float = 0.5
 
     def equation(self, w, g, state, numbers):
-        return np.sign(w) * np.minimum(g, w) - np.maximum(abs(g), w) * self.rate, ()
+        return np.sign(w) * np.where(g < w, g, w) - np.where(abs(g) > w, abs(g), w) * self.rate, ()
 
 
 @pytest.mark.parametrize(
