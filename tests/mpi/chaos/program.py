@@ -8,6 +8,7 @@ elements of its own, and is noted when it begins and once it is acknowledged. FI
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -96,7 +97,6 @@ def asynchronous(kv: mpips.KVStore, file: str) -> None:
             if (seen := int(totals[counts.TOTALS].sum())) >= counts.TOTAL:
                 finish(kv)
                 pull(kv, totals)
-                rank = kv.rank
                 kv.close()
                 break
             made += 1
@@ -104,8 +104,9 @@ def asynchronous(kv: mpips.KVStore, file: str) -> None:
         except mpips.StoreError:
             kv.recover()
             fresh = True
-    if rank == 0:
-        np.savez(file, **totals)
+    own = f"{file}.{os.getpid()}.npz"  # all have the same: who would be rank 0 may have died when the others had closed
+    np.savez(own, **totals)
+    os.replace(own, file)
 
 
 def finish(kv: mpips.KVStore) -> None:
