@@ -5,6 +5,7 @@ the other's second times are of its first: what the same code gives against itse
 left out where this Python has none.
 
     git worktree add ../old e292923 && python -m tests.beside ../old
+    git worktree add ../old a70c988 && python -m tests.beside ../old --rows updates
 """
 
 from __future__ import annotations
@@ -65,6 +66,43 @@ if kv.rank == 0:
 kv.close()
 '''
 
+UPDATES = '''
+import json, statistics, sys, time
+
+import numpy as np
+import mpips
+
+kv = mpips.create("dist_sync", servers=int(sys.argv[1]))
+rows = []
+for name, options in (("sgd", {"momentum": 0.9}), ("adam", {})):
+    kv.set_optimizer(name, learning_rate=0.001, **options)
+    cases = [(1 << power, array) for power in range(14, 25, 2) for array in ("ordinary", "empty")]
+    for n, array in cases:
+        kv.init(f"{name} {n} {array}", np.zeros(n, np.float32))
+    kv.barrier()
+    time.sleep(2.5)  # until the servers' kernels are there, where the checkout has any
+    for n, array in cases:
+        key, value, out = f"{name} {n} {array}", *(np.empty(n, np.float32) for _ in range(2))
+        if array == "empty":
+            value, out = mpips.empty(n), mpips.empty(n)
+        value[:] = np.random.default_rng(kv.rank).random(n, np.float32)
+        times = []
+        for _ in range(3 + min(400, max(9, (1 << 25) // n))):
+            before = out[-1]
+            kv.barrier()
+            begun = time.perf_counter()
+            kv.push(key, value)
+            kv.pull(key, out)
+            times.append(time.perf_counter() - begun)
+            assert len(times) == 1 or out[-1] < before, "no update came back"
+        words = {"sgd": "SGD momentum", "adam": "Adam"}[name], f"{4 * n:,} bytes", array
+        rows.append({"case": ", ".join(words), "seconds": statistics.median(times[3:])})
+if kv.rank == 0:
+    with open(sys.argv[2], "w") as file:
+        json.dump(rows, file)
+kv.close()
+'''
+
 
 class Job(NamedTuple):
     """A program that writes JSON rows: words after `python -m` or `mpips run`, and how it is started."""
@@ -73,9 +111,12 @@ class Job(NamedTuple):
     ranks: int
     words: tuple[str, ...]
     by: str = "mpirun"
+    program: str = ""
+    """Text of {program}, for which checkouts need nothing but the public API."""
 
     def command(self, out: Path, program: Path) -> list[str]:
         """The command that writes its rows to `out`."""
+        program.write_text(self.program)
         words = [word.format(out=out, program=program) for word in self.words]
         if self.by == "mpips bench":
             return [sys.executable, "-m", "launch.cli", "bench", *words, "-n", str(self.ranks)]
@@ -96,19 +137,20 @@ def jobs() -> list[Job]:
         words = ("--servers", str(servers), "--sizes", KEYS, "--seconds", "0.25", "--json", "{out}")
         name = f"store, {servers} + {workers}"
         every.append(Job(name, servers + workers, ("mpips.bench.kvstore", *words)))
+        words = ("-s", str(servers), "-w", str(workers), "{program}", str(servers), "{out}")
+        every.append(Job(f"updates, {servers} + {workers}", servers + workers, words, "mpips run", UPDATES))
     if importlib.util.find_spec("torch"):
         words = ("--models", "mlp-0.3M,mlp-4M,cnn", "--seconds", "3", "--rounds", "3", "--json", "{out}")
         every.append(Job("DDP", 2, ("examples.reproduce.torch.ddp", *words)))
     words = ("-s", "1", "-w", "3", "--spares", "1", "{program}", "{out}")
-    every.extend([Job("recover() after a worker's death", 5, words, "mpips run")] * REPEATS)
+    every.extend([Job("recover() after a worker's death", 5, words, "mpips run", RECOVER)] * REPEATS)
     return every
 
 
 def measure(checkout: Path, job: Job, folder: Path) -> Iterator[tuple[str, float]]:
     """Run a job of a checkout; (row, seconds) of each measurement."""
-    out, program = folder / "rows.json", folder / "recover.py"
+    out, program = folder / "rows.json", folder / "program.py"
     out.unlink(missing_ok=True)
-    program.write_text(RECOVER)
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
     done = subprocess.run(
         job.command(out, program), cwd=checkout, env=environment, capture_output=True, text=True, timeout=LIMIT,
@@ -127,7 +169,7 @@ def measure(checkout: Path, job: Job, folder: Path) -> Iterator[tuple[str, float
             if row["contender"] in OURS:
                 yield f"{job.name}, {row['model']}, {row['contender']}", row["step_s"]
         else:
-            yield job.name, row["seconds"]
+            yield ", ".join(filter(None, (job.name, row.get("case")))), row["seconds"]
 
 
 def show(times: dict[str, list[list[float]]]) -> list[dict[str, float | str]]:
