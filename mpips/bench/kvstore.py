@@ -1,10 +1,11 @@
 """`mpips bench kvstore`: push and pull of a key of the store, or of some, by size, beside the copies that must happen.
 
-Every round pushes other values, and what comes back is looked at. The floor is the memory copies that a push and a pull
-cannot do without, timed bare: no keys, no signals, only NumPy and barriers. Of n bytes, W workers and S servers on one
-node: ordinary arrays are copied into shared memory (each worker n); each server sums its n/S of all W contributions
-into its own memory; each worker copies n out. Arrays of `mpips.empty` need no copy in. Every phase is as long as its
-slowest rank takes, with all ranks at once.
+Every round pushes other values, and what comes back is looked at. With `--optimizer` servers update weights by what is
+pushed, and a worker expects the weights of as many updates of its own. The floor is the memory copies that a push and a
+pull cannot do without, timed bare: no keys, no signals, no update, only NumPy and barriers. Of n bytes, W workers and S
+servers on one node: ordinary arrays are copied into shared memory (each worker n); each server sums its n/S of all W
+contributions into its own memory; each worker copies n out. Arrays of `mpips.empty` need no copy in. Every phase is as
+long as its slowest rank takes, with all ranks at once.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +39,8 @@ from collectives.terminal import (
     write_json,
     writing,
 )
+from mpips import optimizers
+from mpips.optimizers.base import Optimizer, initial
 from mpips.store.api import KVStore
 from mpips.store.create import create
 from mpips.store.options import kind_of, read, uneven
@@ -47,6 +50,8 @@ MOST_KEYS = 10_000
 """More than a model has; names and arrays alone would fill the memory before long."""
 MARKS = 64
 """Elements of an array that tell one round from another."""
+COMPILES = 2.0
+"""Seconds in which the servers' kernels are there: each runs from a cache, or is compiled within half of one."""
 BLOCK_ELEMENTS = 262_144  # summed at a time, so that a block is in cache for the next contribution
 
 
@@ -55,6 +60,8 @@ class StoreRow(NamedTuple):
     more than one. `bytes`: of each key. The floor is that of `mpips.bench.kvstore`."""
 
     kind: str
+    optimizer: str
+    """"" without one."""
     servers: int
     workers: int
     clients: int
@@ -77,11 +84,13 @@ class StoreWords(NamedTuple):
     kind: str
     counts: list[int]
     arrays: list[str]
+    optimizer: Optimizer | None
 
 
 def check(
-    ranks: int, *, kind: str, servers: int, clients: int, masters: str, sizes: str, keys: int, arrays: str, **_: Any
-) -> StoreWords:
+    ranks: int, *, kind: str, servers: int, clients: int, masters: str, sizes: str, keys: int, arrays: str,
+    optimizer: str | None, momentum: float, **_: Any,
+) -> StoreWords:  # fmt: skip
     """Return what the command line means for that many ranks; click.UsageError where it cannot be. Starts no MPI."""
     try:
         word = kind_of(kind)
@@ -92,6 +101,9 @@ def check(
             raise ValueError(f"--ranks {ranks} and --servers {servers} leave no worker: {least}")
         if clients > 1 and not word.startswith("mpi"):
             raise ValueError(f"--clients {clients} is for mpi_* stores: in {word} every worker is its own client")
+        if momentum and optimizer != "sgd":
+            raise ValueError(f"--momentum is for --optimizer sgd, not for {optimizer or 'none'}")
+        made = optimizers.create(optimizer, **({"momentum": momentum} if momentum else {})) if optimizer else None
         read({"servers": servers, "clients": clients, "masters": masters}).clients_of(word, ranks)
         counts = parse_counts(sizes, 4, "float32")
         # a worker pushes one array and pulls into another
@@ -104,7 +116,7 @@ def check(
     kinds = [array.strip() for array in arrays.split(",")]
     if unknown := [array for array in kinds if array not in ARRAYS]:
         raise click.UsageError(f"--arrays {unknown[0]!r} is none of {', '.join(ARRAYS)}")
-    return StoreWords(word, counts, kinds)
+    return StoreWords(word, counts, kinds, made)
 
 
 @click.command("kvstore", cls=RankedCommand)
@@ -116,12 +128,15 @@ def check(
 @click.option("--sizes", default="1024,262144,4194304,67108864", show_default=True, help="MIN:MAX[:FACTOR] or a list.")
 @click.option("--keys", default=1, type=Whole(1, MOST_KEYS), show_default=True, help="Of each size, a list.")
 @click.option("--arrays", default="ordinary,empty", show_default=True, help="NumPy's (ordinary) or mpips.empty's.")
+@click.option("--optimizer", type=click.Choice(list(optimizers.OPTIMIZERS)),
+              help="Of the servers; without it they sum, or in an async store add.")
+@click.option("--momentum", default=0.0, type=click.FloatRange(0, 1, max_open=True), help="For sgd.")
 @click.option("--seconds", default=1.0, type=Seconds(), show_default=True, help="About so long for each case.")
 @click.option("--json", "json_path", type=OutFile(), help="Write the rows as JSON.")
 @click.option("--plot", "plot_path", type=Picture(), help="Draw latency by size (PNG).")
 def command(
-    kind: str, servers: int, clients: int, masters: str, sizes: str, keys: int, arrays: str, seconds: float,
-    json_path: Path | None, plot_path: Path | None,
+    kind: str, servers: int, clients: int, masters: str, sizes: str, keys: int, arrays: str,
+    optimizer: str | None, momentum: float, seconds: float, json_path: Path | None, plot_path: Path | None,
 ) -> None:  # fmt: skip
     """Time push and pull of a float32 key, or of some in one call, beside the copies that must happen.
 
@@ -129,9 +144,10 @@ def command(
     """
     world = MPI.COMM_WORLD
     wanted = check(
-        world.size, kind=kind, servers=servers, clients=clients, masters=masters, sizes=sizes, keys=keys, arrays=arrays
-    )
-    kind, counts, kinds = wanted
+        world.size, kind=kind, servers=servers, clients=clients, masters=masters, sizes=sizes, keys=keys, arrays=arrays,
+        optimizer=optimizer, momentum=momentum,
+    )  # fmt: skip
+    kind, counts, kinds, updates = wanted
     cases = [(n, array) for n in counts for array in kinds]
     one_node = world.Split_type(MPI.COMM_TYPE_SHARED).Get_size() == world.size
     plain = one_node and servers > 0 and kind == "dist_sync"
@@ -139,16 +155,20 @@ def command(
     if world.rank == 0 and (world.size - servers) % clients:
         click.echo(uneven(world.size - servers, clients), err=True)
     kv = create(kind, servers=servers, clients=clients, masters=masters)
-    if kind.endswith("async"):
-        kv.set_optimizer("add")
+    if updates or kind.endswith("async"):
+        kv.set_optimizer(updates or "add")
     rows: list[StoreRow] = []
     with show_progress("push and pull", len(cases), kv.rank == 0) as begin:
         for n, array in cases:
             begin(f"{show_bytes(4 * n)}, {array}")
             if array == kinds[0]:
                 kv.init(name_keys(n, keys), [np.zeros(n, np.float32)] * keys)
-            roles = kv.type, kv.layout.num_servers, kv.num_workers, len(kv.layout.clients), masters
-            found = measure_rounds(kv, n, array, keys, seconds)
+                expect = expecting(updates)
+            if updates and not rows:
+                kv.barrier()
+                time.sleep(COMPILES)
+            roles = kv.type, optimizer or "", kv.layout.num_servers, kv.num_workers, len(kv.layout.clients), masters
+            found = measure_rounds(kv, n, array, keys, seconds, expect)
             floor_s = keys * floors[n][array] if n in floors else None
             over = found[3] / floor_s if floor_s else None
             rows.append(StoreRow(*roles, array, keys, 4 * n, *found, floor_s, over))
@@ -168,8 +188,9 @@ def build_table(rows: list[StoreRow]) -> Table:
     counts = {"server": first.servers, "worker": first.workers, "client": first.clients}
     roles = ", ".join(f"{count} {role}{'s' * (count != 1)}" for role, count in counts.items())
     several = f"{first.keys} keys in one call, " if first.keys > 1 else ""
-    title = f"{first.kind}, {roles}; {several}median us, worker 0"
-    view = Table(title=title, caption="floor: the bare copies and sums alone; / floor: push + pull over it")
+    updated = f"{first.optimizer}, " if first.optimizer else ""
+    title = f"{first.kind}, {roles}; {updated}{several}median us, worker 0"
+    view = Table(title=title, caption="floor: the bare copies and sums, no update; / floor: push + pull over it")
     for column in ("size", "arrays", "push", "pull", "push + pull", "pushpull", "floor", "/ floor"):
         view.add_column(column, justify="left" if column == "arrays" else "right")
     for row in rows:
@@ -202,11 +223,25 @@ def name_keys(n: int, keys: int) -> list[str]:
     return [f"{n} {key}" for key in range(keys)]
 
 
-class TimedRounds:
-    """Rounds of `keys` keys with n elements each, and how long their calls took. What they sum to is compared."""
+def expecting(optimizer: Optimizer | None) -> Callable[[float], float]:
+    """Return what makes a pulled element of a round's sum: the sum itself, or a weight that began as 0."""
+    if optimizer is None:
+        return lambda total: total
+    weight = np.zeros(1, np.float32)
+    state, steps = initial(optimizer, weight), itertools.count(1)
 
-    def __init__(self, kv: KVStore, n: int, array: str, keys: int) -> None:
-        self._kv, self._numbers = kv, itertools.count(1)
+    def expect(total: float) -> float:
+        optimizer.update(weight, np.array([total], np.float32), state, next(steps))
+        return float(weight[0])
+
+    return expect
+
+
+class TimedRounds:
+    """Rounds of `keys` keys with n elements each, and how long their calls took. What they bring is compared."""
+
+    def __init__(self, kv: KVStore, n: int, array: str, keys: int, expect: Callable[[float], float]) -> None:
+        self._kv, self._numbers, self._expect = kv, itertools.count(1), expect
         self._values, self._outs = ([_make_array(n, array) for _ in range(keys)] for _ in range(2))
         called: list[Any] = [name_keys(n, keys), self._values, self._outs]
         self._key, self._value, self._out = called if keys > 1 else [one[0] for one in called]
@@ -242,7 +277,7 @@ class TimedRounds:
     def _end(self, number: int) -> None:
         if self._kv.type.endswith("_sync"):
             total = sum(worker + number for worker in range(self._kv.num_workers))
-            check_marks(self._outs, total, f"{self._kv.type}, round {number}")
+            check_marks(self._outs, self._expect(total), f"{self._kv.type}, round {number}")
 
 
 def _make_array(n: int, array: str) -> np.ndarray:
@@ -252,10 +287,12 @@ def _make_array(n: int, array: str) -> np.ndarray:
 
 
 def measure_rounds(
-    kv: KVStore, n: int, array: str, keys: int, seconds: float
+    kv: KVStore, n: int, array: str, keys: int, seconds: float, expect: Callable[[float], float]
 ) -> tuple[int, float, float, float, float]:
-    """Return repeats, and medians of push, pull, both after each other, and pushpull, of `keys` keys of n elements."""
-    rounds = TimedRounds(kv, n, array, keys)
+    """Return repeats, and medians of push, pull, both after each other, and pushpull, of `keys` keys of n elements.
+
+    `expect`: of these keys, as `expecting` gives it."""
+    rounds = TimedRounds(kv, n, array, keys, expect)
     for _ in range(3):
         rounds.apart()
         rounds.together()

@@ -15,10 +15,14 @@ from click.testing import CliRunner
 from collectives.benchmark.harness import take_turns
 from collectives.kernels import engine
 from examples.reproduce.overlap.measured import RATE, OverlapJob
-from mpips.bench.kvstore import check, measure_rounds
+from mpips.bench.kvstore import check, expecting, measure_rounds
 from mpips.bench.optimizers import command
+from mpips.optimizers import SGD
 
-WORDS = {"kind": "dist_sync", "servers": 1, "clients": 1, "masters": "one", "keys": 1, "arrays": "empty"}
+WORDS = {
+    "kind": "dist_sync", "servers": 1, "clients": 1, "masters": "one", "keys": 1, "arrays": "empty", "optimizer": None,
+    "momentum": 0.0,
+}  # fmt: skip
 
 
 def test_more_than_memory_holds_is_refused() -> None:
@@ -84,10 +88,22 @@ class LastRound:
 
 def test_a_pull_of_an_earlier_round_is_no_result() -> None:
     kv: Any = LastRound(0)
-    assert measure_rounds(kv, 100, "ordinary", 1, 0.0)[0] == 5
+    assert measure_rounds(kv, 100, "ordinary", 1, 0.0, expecting(None))[0] == 5
     kv = LastRound(1)
     with pytest.raises(RuntimeError, match="dist_sync, round 1: of 400 bytes, an element came back as 0, not 1"):
-        measure_rounds(kv, 100, "ordinary", 1, 0.0)
+        measure_rounds(kv, 100, "ordinary", 1, 0.0, expecting(None))
+
+
+def test_an_update_that_is_missing_is_no_result() -> None:
+    kv: Any = LastRound(0)
+    with pytest.raises(RuntimeError, match=r"dist_sync, round 1: of 400 bytes, an element came back as 1, not -0\.01"):
+        measure_rounds(kv, 100, "ordinary", 1, 0.0, expecting(SGD()))
+
+
+def test_momentum_of_another_optimizer_is_refused() -> None:
+    assert check(2, **{**WORDS, "optimizer": "sgd", "momentum": 0.9}, sizes="8").optimizer == SGD(momentum=0.9)
+    with pytest.raises(click.UsageError, match="--momentum is for --optimizer sgd, not for adam"):
+        check(2, **{**WORDS, "optimizer": "adam", "momentum": 0.9}, sizes="8")
 
 
 def test_an_iteration_whose_parameters_are_those_before_it_is_no_result() -> None:
