@@ -1,0 +1,182 @@
+"""The world of a program that was written for Horovod: init, rank and size, and sets of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from mpi4py import MPI
+
+from collectives.communicator import communicator
+from collectives.errors import of_caller
+from collectives.fabric.wait import limits
+from mpips.horovod.negotiation import Negotiator
+from mpips.torch.backend import check_joined
+
+
+class ProcessSet:
+    """Ranks that make operations among themselves. `init(process_sets=...)` or `add_process_set` bring it to life."""
+
+    def __init__(self, ranks_or_comm: Iterable[int] | MPI.Comm) -> None:
+        if isinstance(ranks_or_comm, MPI.Comm):
+            world = MPI.COMM_WORLD.group
+            places = MPI.Group.Translate_ranks(ranks_or_comm.group, list(range(ranks_or_comm.size)), world)
+            ranks_or_comm = [int(place) for place in places]
+        self.ranks = sorted(ranks_or_comm)
+        if any(not isinstance(rank, int) for rank in self.ranks):
+            raise of_caller(ValueError(f"ProcessSet: {self.ranks}: pass a list of ranks, or an mpi4py communicator"))
+        self.process_set_id: int | None = None
+        self.negotiator: Negotiator | None = None
+
+    def size(self) -> int | None:
+        """Return how many ranks it has; None where it is not alive."""
+        return None if self.process_set_id is None else len(self.ranks)
+
+    def rank(self) -> int | None:
+        """Return this process' place in it; None where it is not alive."""
+        return self.ranks.index(rank()) if self.process_set_id is not None and self.included() else None
+
+    def included(self) -> bool:
+        """Return whether this process belongs to it."""
+        return rank() in self.ranks
+
+    def members(self) -> Negotiator:
+        """Return what makes its operations. ValueError where it is not alive, or has not this process."""
+        _see_initialized()
+        if self.process_set_id is None:
+            raise of_caller(ValueError(f"{self} is not alive: pass it to hvd.add_process_set() on all ranks first"))
+        if self.negotiator is None:
+            raise of_caller(ValueError(f"{self} has not rank {rank()}: call this on its ranks alone"))
+        return self.negotiator
+
+    def __str__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+
+
+global_process_set = ProcessSet([])
+_sets: dict[int, ProcessSet] = {}
+_created = 0
+_comm: MPI.Intracomm | None = None
+
+
+def init(comm: MPI.Intracomm | None = None, process_sets: Sequence[ProcessSet] | None = None) -> None:
+    """Begin, on all ranks of a communicator (None: COMM_WORLD). Collective, blocking; does nothing the second time."""
+    global _comm
+    if _comm is not None:
+        return
+    if comm is not None and not isinstance(comm, MPI.Intracomm):
+        raise of_caller(ValueError(f"hvd.init: comm is of type {type(comm).__name__}: pass an mpi4py communicator, and "
+                                   "for some of its ranks use process_sets"))  # fmt: skip
+    check_joined()
+    _comm = MPI.COMM_WORLD if comm is None else comm
+    global_process_set.ranks = list(range(_comm.size))
+    _bring_to_life(global_process_set, 0)
+    if process_sets == "dynamic":
+        process_sets = ()
+    for process_set in process_sets or ():
+        add_process_set(process_set)
+
+
+def shutdown() -> None:
+    """End: operations that are under way are given up. Local; `init` may begin again."""
+    global _comm
+    for process_set in _sets.values():
+        process_set.process_set_id, process_set.negotiator = None, None
+    _sets.clear()
+    _comm = None
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Bring a set to life. All ranks call; blocking. ValueError where one of the same ranks is alive."""
+    global _created
+    world = _see_initialized()
+    added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    if any(not 0 <= rank < world.size for rank in added.ranks) or not added.ranks:
+        raise of_caller(ValueError(f"add_process_set: ranks are {added.ranks}: choose from 0 to {world.size - 1}"))
+    for other in _sets.values():
+        if other.ranks == added.ranks:
+            raise of_caller(ValueError(f"add_process_set: {other} has these ranks already: use it"))
+    _created += 1
+    _bring_to_life(added, _created)
+    return added
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """End a set. All ranks call. Return whether it was alive; the global one stays."""
+    number = process_set.process_set_id
+    if not number:
+        return False
+    del _sets[number]
+    process_set.process_set_id, process_set.negotiator = None, None
+    return True
+
+
+def is_initialized() -> bool:
+    """Return whether `init` has been called."""
+    return _comm is not None
+
+
+def rank() -> int:
+    """Return this process' rank."""
+    return _see_initialized().rank
+
+
+def size() -> int:
+    """Return the number of ranks."""
+    return _see_initialized().size
+
+
+def local_rank() -> int:
+    """Return this process' place among those of its node."""
+    nodes, mine = _nodes()
+    return nodes[:mine].count(nodes[mine])
+
+
+def local_size() -> int:
+    """Return how many ranks this node has."""
+    nodes, mine = _nodes()
+    return nodes.count(nodes[mine])
+
+
+def cross_rank() -> int:
+    """Return this node's place among the nodes that have this local rank."""
+    nodes, mine = _nodes()
+    return [node for node in sorted(set(nodes)) if nodes.count(node) > local_rank()].index(nodes[mine])
+
+
+def cross_size() -> int:
+    """Return how many nodes have this local rank."""
+    nodes, _ = _nodes()
+    return sum(nodes.count(node) > local_rank() for node in set(nodes))
+
+
+def is_homogeneous() -> bool:
+    """Return whether all nodes have equally many ranks."""
+    nodes, _ = _nodes()
+    return len({nodes.count(node) for node in nodes}) == 1
+
+
+def world_comm() -> MPI.Intracomm:
+    """Return the communicator of all ranks, on which no operation is under way in the background."""
+    return _see_initialized()
+
+
+def _see_initialized() -> MPI.Intracomm:
+    if _comm is None:
+        raise of_caller(ValueError("Horovod has not been initialized: call hvd.init() first"))
+    return _comm
+
+
+def _nodes() -> tuple[list[int], int]:
+    """Return the node of every rank, and this rank."""
+    world = _see_initialized()
+    return list(communicator(world).node_of), world.rank
+
+
+def _bring_to_life(process_set: ProcessSet, number: int) -> None:
+    """Make what the operations of a set need. Collective over all ranks, blocking."""
+    world = _see_initialized()
+    comm = world.Create(world.group.Incl(process_set.ranks))
+    process_set.process_set_id = number
+    _sets[number] = process_set
+    if isinstance(comm, MPI.Intracomm) and comm != MPI.COMM_NULL:
+        process_set.negotiator = Negotiator(comm, process_set.ranks, limits().timeout_seconds)
