@@ -24,7 +24,7 @@ WORLD = global_process_set
 
 
 class Compression:
-    """How gradients travel: `none` as they are, `fp16` as float16."""
+    """Compress what travels: `none` leaves tensors as they are, `fp16` sends float16."""
 
     class none:
         @staticmethod
