@@ -6,7 +6,9 @@ operation goes on beside compute. Tensors may have any shape and any strides.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -23,6 +25,9 @@ from mpips.torch.tensors import (
     as_movable,
     as_numbers,
     check_on_host,
+    check_sparse,
+    count_entries,
+    describe_sparse,
     flatten,
     flatten_result,
     reduction,
@@ -64,6 +69,8 @@ class ProcessGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Tensors, opts: dist.AllreduceOptions | None = None) -> Work:
         opts = opts or dist.AllreduceOptions()
+        if len(tensors) == 1 and tensors[0].layout is torch.sparse_coo:
+            return self._start(self._jobs.allreduce_sparse(tensors[0], opts.reduceOp), opts, list(tensors))
         check_on_host(tensors, "all_reduce")
         if len(tensors) > 1:
             return self.allreduce_coalesced(tensors, opts)
@@ -150,6 +157,17 @@ class ProcessGroup(dist.ProcessGroup):
         job = self._jobs.reduce("allreduce", token, token, Reduction("sum"))
         return self._start(job, opts or dist.BarrierOptions(), [token])
 
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait for all ranks, `timeout` at most. StallError on all names those that have not come, be it one or many.
+
+        Collective, blocking. The group is over then.
+        """
+        if timeout is None:
+            self.barrier().wait()
+            return
+        with self._jobs.limited(timeout.total_seconds()):
+            self.barrier().wait()
+
     # ---- from each to each, from one to all and back
 
     def all_to_all_single(
@@ -224,6 +242,11 @@ class ProcessGroup(dist.ProcessGroup):
 
     group_name = pg_name
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """Where tensors may be, as c10d asks before it calls `monitored_barrier`."""
+        return [torch.device("cpu")]
+
     def __repr__(self) -> str:
         return f"<mpips process group, rank {self.comm.rank} of {self.comm.size}>"
 
@@ -293,6 +316,33 @@ class Jobs:
             lambda: wait_for_plan(begin("grouped_allreduce", targets, self.comm, op=name)), self._home, finish,
         )  # fmt: skip
 
+    def allreduce_sparse(self, tensor: Tensor, op: dist.ReduceOp) -> GroupJob:
+        """Make a sum of sparse tensors into `tensor`, coalesced. Entries are added in the order of the ranks."""
+        how, mine = check_sparse(tensor, op), tensor.detach().coalesce()
+        described = describe_sparse(mine)
+        every = torch.empty(self.comm.size * described.numel(), dtype=described.dtype)
+        parts: list[Tensor] = []
+
+        def gather() -> Iterator[None]:
+            counts = count_entries(every.view(self.comm.size, -1))
+            for given in (mine.indices().t(), mine.values()):
+                width = math.prod(given.shape[1:])
+                target = torch.empty((sum(counts), *given.shape[1:]), dtype=given.dtype)
+                yield from self.messages.allgather(target.view(-1), [count * width for count in counts], flatten(given))
+                parts.append(target)
+
+        def finish() -> None:
+            total = torch.sparse_coo_tensor(parts[0].t(), parts[1], mine.shape, check_invariants=False).coalesce()
+            if how.name == "mean":
+                total.values().div_(self.comm.size)
+            elif how.divided:
+                total.values().div_(self.comm.size, rounding_mode="trunc")
+            with torch.no_grad():  # its detached twin would get the entries alone
+                tensor.copy_(total)
+
+        what = "all_reduce of a sparse tensor"
+        return _in_turn([self.move("allgather", described, every), self.exchange(gather(), what, finish)])
+
     def move(self, kind: str, given: Tensor, target: Tensor | None, root: int = 0, after: After = None) -> GroupJob:
         """Make a collective that adds nothing, of any type."""
         out = None if target is None else as_movable(target)
@@ -342,6 +392,16 @@ class Jobs:
     def empty(self, after: After = None) -> GroupJob:
         """Make a job that sends nothing, in its turn."""
         return GroupJob(lambda: None, lambda: iter(()), self._home, after)
+
+    @contextmanager
+    def limited(self, seconds: float) -> Iterator[None]:
+        """Let waits of this group last so long at most within."""
+        usual = self._home.limits
+        self._home.patient(usual.stall_seconds, seconds)
+        try:
+            yield
+        finally:
+            self._home.patient(*usual)
 
     def _divide(self, target: Tensor, after: After) -> Callable[[], None]:
         """Return what divides a sum of integers by the number of ranks, then does what follows."""

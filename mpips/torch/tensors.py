@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -14,6 +15,8 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import ReduceOp
+
+from collectives.errors import MismatchError
 
 T = TypeVar("T")
 
@@ -86,6 +89,50 @@ def find_tensors(value: Any) -> Iterator[Tensor]:
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
             yield from find_tensors(getattr(value, field.name))
+
+
+# ---- sparse tensors
+
+WORDS = 68
+"""Numbers that describe a sparse tensor: entries, sparse and all dimensions, type, and a shape of 64 at most."""
+
+
+def check_sparse(tensor: Tensor, op: Any) -> Reduction:
+    """Return how sparse tensors are added: SUM or AVG. TypeError for other reductions, ValueError off the host."""
+    if tensor.device.type != "cpu":
+        raise ValueError(f"all_reduce: a tensor is on {tensor.device}: pass CPU tensors, as tensor.cpu()")
+    how = reduction(op, tensor.dtype)
+    if how.name not in ("sum", "mean") or how.factor is not None:
+        name = str(op.op if hasattr(op, "op") else op).rpartition(".")[2]
+        raise TypeError(f"all_reduce: {name} of a sparse tensor of {tensor.dtype}: sparse tensors are added (SUM, AVG) "
+                        "only; pass dense tensors, as tensor.to_dense()")  # fmt: skip
+    return how
+
+
+def describe_sparse(tensor: Tensor) -> Tensor:
+    """Describe a coalesced sparse tensor by WORDS numbers, for the other ranks."""
+    kind = zlib.crc32(str(tensor.dtype).encode())
+    numbers = [tensor.indices().shape[1], tensor.sparse_dim(), tensor.dim(), kind, *tensor.shape]
+    return torch.tensor(numbers + [0] * (WORDS - len(numbers)))
+
+
+def count_entries(every: Tensor) -> list[int]:
+    """Return each rank's entries, from all ranks' descriptions. MismatchError where the tensors do not fit together."""
+    for rank, words in enumerate(every.tolist()):
+        first = every[0].tolist()
+        if words[1:] != first[1:]:
+            raise MismatchError(
+                f"all_reduce: sparse tensors differ: rank 0 has {_shape_of(first)} and rank {rank} {_shape_of(words)}: "
+                "let all ranks pass one shape, one type and as many sparse dimensions"
+            )
+    return [int(count) for count in every[:, 0]]
+
+
+def _shape_of(words: Sequence[int]) -> str:
+    dtypes = [str(each) for each in vars(torch).values() if isinstance(each, torch.dtype)]
+    dtype = next(each for each in dtypes if zlib.crc32(each.encode()) == words[3])
+    shape = ", ".join(map(str, words[4 : 4 + words[2]]))
+    return f"shape ({shape}) of {dtype} with {words[1]} sparse dimensions"
 
 
 # ---- reductions

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -55,6 +56,49 @@ def test_objects_travel() -> None:
     parts: list[Any] = [None]
     dist.scatter_object_list(parts, [f"for {rank}" for rank in range(WORLD.size)] if WORLD.rank == 0 else None)
     assert found[-1]["rank"] == WORLD.size - 1 and sent[0]["rank"] == 0 and parts == [f"for {WORLD.rank}"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
+@pytest.mark.parametrize("entries", [0, 5])
+@pytest.mark.parametrize("async_op", [False, True])
+def test_sparse_tensors_sum_as_gloo_s(dtype: Any, entries: int, async_op: bool) -> None:
+    """Rank 0 may have no entries; indices repeat, within a rank and between ranks."""
+    generator = torch.Generator().manual_seed(WORLD.rank)
+    count = WORLD.rank and entries + WORLD.rank
+    indices = torch.randint(3, (2, count), generator=generator)
+    values = (10 * torch.randn(count, 4, generator=generator)).to(dtype)
+    sums = []
+    for backend in ("mpips", "gloo"):
+        x = torch.sparse_coo_tensor(indices.clone(), values.clone(), (3, 3, 4), check_invariants=True)
+        work = dist.all_reduce(x, group=dist.new_group(backend=backend), async_op=async_op)
+        if work is not None:
+            work.wait()
+        sums.append(x)
+    ours, theirs = sums
+    assert ours.is_coalesced() and torch.equal(ours.indices(), theirs.coalesce().indices())
+    assert torch.equal(ours.values(), theirs.coalesce().values())
+
+
+@several
+@pytest.mark.parametrize("given", ["shape", "dense"])
+def test_all_raise_where_sparse_tensors_differ(given: str) -> None:
+    own, begin = dist.new_group(backend="mpips"), time.monotonic()
+    x = torch.ones(3 + (WORLD.rank == 1 and given == "shape"), 2)
+    said = heard(lambda: dist.all_reduce(x if WORLD.rank == 1 and given == "dense" else x.to_sparse(), group=own))
+    assert ("(4, 2)" in said or given == "dense") and alike(said) and "Mismatch" in said
+    assert time.monotonic() - begin < 1.5
+
+
+@several
+def test_a_monitored_barrier_names_who_has_not_come() -> None:
+    own = dist.new_group(backend="mpips")
+    dist.monitored_barrier(own, timedelta(seconds=20))
+    if WORLD.rank == 1:
+        WORLD.Barrier()
+        return
+    said = heard(lambda: dist.monitored_barrier(own, timedelta(seconds=1)))
+    WORLD.Barrier()
+    assert "rank 1 has not come" in said
 
 
 def test_an_operation_ends_beside_compute() -> None:
@@ -220,7 +264,7 @@ def test_an_argument_error_is_one_rank_s() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises((TypeError, ValueError, RuntimeError)):
-            dist.all_reduce(torch.ones(2).to_sparse())
+            dist.all_reduce(torch.ones(2).to_sparse(), ReduceOp.MAX)
         with pytest.raises((TypeError, ValueError, RuntimeError)):
             dist.all_reduce(torch.ones(2), ReduceOp.BOR)
     x = torch.ones(2)

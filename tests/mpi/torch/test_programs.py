@@ -25,7 +25,6 @@ WAYS = {
 }  # fmt: skip
 # By way and program, the sentence by which all ranks refuse it.
 REFUSED: dict[tuple[str, str], str] = {
-    ("backend", "sparse_embedding"): r"a tensor has layout torch.sparse_coo: pass dense tensors",
     ("optimizer", "lbfgs"): r"LBFGS",
     ("servers", "lbfgs"): r"LBFGS",
 }
