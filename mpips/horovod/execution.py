@@ -110,7 +110,7 @@ def _scale(tensors: Sequence[Tensor], factor: float) -> None:
     """Multiply tensors in place: integers in float64 and cut, float16 in float32, as Horovod does."""
     if factor == 1.0:
         return
-    for tensor in tensors:
+    for tensor in map(Tensor.detach, tensors):
         if tensor.dtype in (torch.float16, torch.bfloat16):
             tensor.copy_(tensor.float() * factor)
         elif tensor.dtype.is_floating_point or tensor.dtype.is_complex:

@@ -18,6 +18,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from collectives.api import begin
+from collectives.communicator import communicator
 from collectives.errors import ranks
 from mpips.horovod.execution import Executor
 from mpips.horovod.request import Handle, HorovodInternalError, Request
@@ -44,6 +45,7 @@ class Negotiator:
     def __init__(self, comm: MPI.Intracomm, names: Sequence[int], timeout_seconds: float) -> None:
         self.comm, self.names = comm, names
         self.jobs = Jobs(comm, timeout_seconds)
+        self._home = communicator(comm)
         self._make: Make = Executor(self.jobs, comm.rank, names)
         self._state = threading.Lock()
         self._handles: dict[str, Handle] = {}
@@ -109,7 +111,7 @@ class Negotiator:
                     self._fail_all(HorovodInternalError(self._why_nothing_runs()))
                     idle = 0
             except Exception as error:
-                self._fail_all(error)
+                self._fail_all(self._home.fail("an operation of Horovod's", error))
                 continue
             until = time.monotonic() + PAUSE_SECONDS
             while time.monotonic() < until and not self._new:
@@ -192,7 +194,7 @@ class Negotiator:
         if handle is not None:
             handle.end(result, error)
 
-    def _fail_all(self, error: Exception) -> None:
+    def _fail_all(self, error: BaseException) -> None:
         """End all operations of this rank, as of all others, with one error."""
         with self._state:
             handles, self._handles = self._handles, {}

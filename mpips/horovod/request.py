@@ -45,13 +45,13 @@ class Handle:
         """Rows that an alltoall has brought from each rank."""
         self._done = threading.Event()
         self._result: object = None
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
 
     def poll(self) -> bool:
         """Return whether it has ended."""
         return self._done.is_set()
 
-    def end(self, results: list[Tensor] | object, error: Exception | None = None) -> None:
+    def end(self, results: list[Tensor] | object, error: BaseException | None = None) -> None:
         """Note what has come of it."""
         if error is None and isinstance(results, list):
             results = self._deliver(results)
