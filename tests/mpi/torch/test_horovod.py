@@ -49,6 +49,12 @@ def test_allreduce_reduces_what_all_ranks_bring(op: Any) -> None:
     torch.testing.assert_close(given, expected)
 
 
+def test_a_parameter_is_reduced_in_place_with_factors() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    assert hvd.allreduce_(parameter, op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.5) is parameter
+    assert parameter.tolist() == [SIZE] * 3 and parameter.requires_grad
+
+
 def test_ranks_may_begin_named_operations_in_any_order() -> None:
     names = [f"tensor {number}" for number in range(6)]
     mine = names[RANK % 6 :] + names[: RANK % 6]
