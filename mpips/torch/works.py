@@ -117,6 +117,7 @@ class Communication:
     def __init__(self) -> None:
         self._state = threading.Condition()
         self._jobs: deque[GroupJob] = deque()
+        self._under_way: list[tuple[GroupJob, Iterator[None]]] = []
         self._busy = False
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -124,6 +125,11 @@ class Communication:
     def run(self, job: GroupJob, in_background: bool) -> Future[Any]:
         """Run a job: now, blocking, where it need not go on `in_background` and no other is under way; else in the
         thread. Return its future. Errors of a job that runs now are raised here."""
+        if threading.current_thread() is self._thread:  # a callback of a future, which may wait for this one
+            with self._state:
+                self._jobs.append(job)
+            self._run_side_by_side(job.future.done)
+            return job.future
         with self._state:
             if in_background or self._busy or self._jobs:
                 self._jobs.append(job)
@@ -167,25 +173,37 @@ class Communication:
                     self._busy = False
                     self._state.notify_all()
 
-    def _run_side_by_side(self) -> None:
-        """Run jobs until none is left. No job is waited for by itself: another rank may wait in another."""
-        under_way: list[tuple[GroupJob, Iterator[None]]] = []
+    def _run_side_by_side(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Run jobs until none is left, or so far. No job is waited for by itself: another rank may wait in another."""
         moved = time.monotonic()
-        while (job := self._next_job(under_way)) or under_way:
+        while not until() and ((job := self._next_job()) or self._under_way):
+            before = len(self._under_way)
             if job is not None:
-                under_way.append((job, job.steps()))
-            left = [(each, steps) for each, steps in under_way if not _take_step(each, steps)]
-            if job is not None or len(left) < len(under_way):
+                self._under_way.append((job, job.steps()))
+            for each in list(self._under_way):
+                if each in self._under_way:  # a callback may have ended it meanwhile
+                    self._take_step(*each)
+            if job is not None or len(self._under_way) < before:
                 moved = time.monotonic()
             elif time.monotonic() - moved < YIELD_SECONDS:
                 os.sched_yield()
             else:
                 time.sleep(NAP_SECONDS)
-            under_way = left
 
-    def _next_job(self, under_way: list[tuple[GroupJob, Iterator[None]]]) -> GroupJob | None:
+    def _take_step(self, job: GroupJob, steps: Iterator[None]) -> None:
+        """Advance a job to its next wait. Where it has ended its future has a result or an error, and callbacks run."""
+        try:
+            next(steps)
+        except StopIteration:
+            self._under_way.remove((job, steps))
+            job.future.set_result(job.result)
+        except Exception as error:
+            self._under_way.remove((job, steps))
+            job.future.set_exception(error)
+
+    def _next_job(self) -> GroupJob | None:
         """Return the next job that may begin: those of one communicator wait for the one before."""
-        taken = {job.order for job, _ in under_way} - {None}
+        taken = {job.order for job, _ in self._under_way} - {None}
         with self._state:
             for place, job in enumerate(self._jobs):
                 if job.order not in taken:
@@ -197,19 +215,6 @@ class Communication:
 
 communication = Communication()
 """The one of this process."""
-
-
-def _take_step(job: GroupJob, steps: Iterator[None]) -> bool:
-    """Advance a job to its next wait. Return whether it has ended; its future then has a result or an error."""
-    try:
-        next(steps)
-    except StopIteration:
-        job.future.set_result(job.result)
-    except Exception as error:
-        job.future.set_exception(error)
-    else:
-        return False
-    return True
 
 
 # ---- operations as steps

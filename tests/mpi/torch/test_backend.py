@@ -122,6 +122,20 @@ def test_operations_end_in_the_order_of_their_begin() -> None:
     assert (x == WORLD.size**4).all()
 
 
+def test_a_callback_may_wait_for_an_operation() -> None:
+    """Two callbacks, as PowerSGD's hook has them, while an operation of another group is under way."""
+    other, y, z = dist.new_group(backend="mpips"), torch.ones(1000), torch.ones(10)
+
+    def sum_again(future: Any) -> Any:
+        return dist.all_reduce(future.value()[0], async_op=True).get_future().wait()[0]
+
+    beside = dist.all_reduce(z, group=other, async_op=True)
+    first = dist.all_reduce(y, async_op=True).get_future()
+    found = first.then(sum_again).then(lambda future: sum_again(first)).wait()
+    beside.wait()
+    assert (found == WORLD.size**3).all() and (z == WORLD.size).all()
+
+
 @pytest.mark.parametrize("call", ["all_reduce", "all_reduce_coalesced", "barrier", "send"])
 def test_groups_overlap_in_an_order_of_each_rank(call: str) -> None:
     """Pairs of neighbours on a ring, of which every rank begins with another; as on gloo and NCCL, all end."""
