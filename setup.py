@@ -35,6 +35,7 @@ setup(
     license="MIT",
     python_requires=">=3.11",
     packages=find_packages(include=["mpips*", "collectives*", "launch*"]),
+    py_modules=["mpips_entry"],
     package_data={"": ["py.typed", "*.json"]},
     install_requires=[
         "numpy>=1.23.3",  # the arrays; 1.23.3 is ml_dtypes' oldest on Python 3.11
@@ -58,7 +59,11 @@ setup(
         "torch": ["torch>=2.2"],
         "jax": ["jax>=0.4.30", "optax>=0.2"],
     },
-    entry_points={"console_scripts": ["mpips = launch.cli:main"]},
+    entry_points={
+        "console_scripts": ["mpips = launch.cli:main"],
+        "torch.distributed.backends": ["mpips = mpips_entry:load"],  # PyTorch 2.14 on: called when the name is used
+        "torch.backends": ["mpips = mpips_entry:announce"],  # 2.5 on: called at every `import torch`
+    },
     classifiers=[
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
