@@ -297,7 +297,7 @@ class Jobs:
         """Make an allreduce of each tensor, in one operation where their type allows it."""
         hows = [reduction(op, tensor.dtype) for tensor in tensors]
         results = [flatten_result(tensor) for tensor in tensors]
-        if any(how.bitwise or how.factor is not None for how in hows):
+        if len({how.name for how in hows}) > 1 or any(how.bitwise or how.factor is not None for how in hows):
             each = zip(hows, results)
             return _in_turn([self.reduce("allreduce", target, target, how, 0, after) for how, (target, after) in each])
         targets = [as_numbers(target) for target, _ in results if target.numel()]

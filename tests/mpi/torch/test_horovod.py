@@ -55,6 +55,14 @@ def test_a_parameter_is_reduced_in_place_with_factors() -> None:
     assert parameter.tolist() == [SIZE] * 3 and parameter.requires_grad
 
 
+def test_a_group_of_several_types_is_averaged() -> None:
+    given = [torch.tensor([4 * RANK]), torch.tensor([4.0 * RANK]), torch.tensor([RANK % 2 == 0]).half()]
+    mean = 2 * (SIZE - 1)
+    whole, real, half = hvd.grouped_allreduce(given, op=hvd.Average)
+    assert (whole.item(), real.item()) == (mean, mean)
+    assert half.item() == pytest.approx((SIZE + 1) // 2 / SIZE, abs=1e-3)
+
+
 def test_ranks_may_begin_named_operations_in_any_order() -> None:
     names = [f"tensor {number}" for number in range(6)]
     mine = names[RANK % 6 :] + names[: RANK % 6]
