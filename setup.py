@@ -56,13 +56,13 @@ setup(
         "lab": LAB,
         "docs": DOCS,
         "test": [*TEST, *DEMO, *LAB, *DOCS],
-        "torch": ["torch>=2.2"],
+        "torch": ["torch>=2.13"],  # the oldest that is tried; 2.3 lacks what the process group asks for
         "jax": ["jax>=0.4.30", "optax>=0.2"],
     },
     entry_points={
         "console_scripts": ["mpips = launch.cli:main"],
         "torch.distributed.backends": ["mpips = mpips_entry:load"],  # PyTorch 2.14 on: called when the name is used
-        "torch.backends": ["mpips = mpips_entry:announce"],  # 2.5 on: called at every `import torch`
+        "torch.backends": ["mpips = mpips_entry:announce"],  # called at every `import torch`
     },
     classifiers=[
         "Programming Language :: Python :: 3.11",

@@ -244,8 +244,9 @@ class ProcessGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """Where tensors may be, as c10d asks before it calls `monitored_barrier`."""
-        return [torch.device("cpu")]
+        """Where tensors may be, as c10d asks before it calls `monitored_barrier`. Nowhere until c10d knows the group:
+        it would attach its flight recorder, which records backends in C++ only."""
+        return [torch.device("cpu")] if self.pg_name else []
 
     def __repr__(self) -> str:
         return f"<mpips process group, rank {self.comm.rank} of {self.comm.size}>"

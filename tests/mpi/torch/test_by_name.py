@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.mpi.sizes import only_on
 
@@ -28,10 +27,7 @@ dist.destroy_process_group()
 """
 JOIN = 'import torch.distributed as dist; dist.init_process_group("mpips")'
 
-pytestmark = [
-    only_on(1),
-    pytest.mark.skipif(not hasattr(torch, "_is_device_backend_autoload_enabled"), reason="PyTorch before 2.5"),
-]
+pytestmark = only_on(1)
 
 
 @pytest.fixture(scope="module")
