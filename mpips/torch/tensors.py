@@ -43,14 +43,14 @@ def check_on_host(tensors: Sequence[Tensor], what: str) -> None:
 
 def flatten(tensor: Tensor) -> Tensor:
     """Return the tensor's elements in order, 1-D, detached: its memory where it is contiguous, else a copy."""
-    return tensor.detach().contiguous().view(-1)
+    return _as_line(tensor.contiguous())
 
 
 def flatten_result(tensor: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
     """Return where to write the result of an operation, 1-D, and what then copies it back to the tensor. Nothing does
     where the tensor is contiguous."""
     if tensor.is_contiguous():
-        return tensor.detach().view(-1), None
+        return _as_line(tensor), None
     result = flatten(tensor)
 
     def copy_back() -> None:
@@ -63,7 +63,12 @@ def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
     """Return the memory of a contiguous host tensor as bytes; empty for one without elements."""
     if not tensor.numel():
         return np.empty(0, np.uint8)
-    return tensor.detach().view(-1).view(torch.uint8).numpy()
+    return _as_line(tensor).view(torch.uint8).numpy()
+
+
+def _as_line(tensor: Tensor) -> Tensor:
+    """View a contiguous tensor as 1-D of stride 1: `view` keeps the stride of a single element, whatever it is."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def as_movable(tensor: Tensor) -> Tensor:

@@ -79,6 +79,17 @@ def test_sparse_tensors_sum_as_gloo_s(dtype: Any, entries: int, async_op: bool) 
     assert torch.equal(ours.values(), theirs.coalesce().values())
 
 
+def test_a_single_element_may_have_any_stride() -> None:
+    x = torch.full((4, 3), float(WORLD.rank), dtype=torch.complex64)[:1, 1:].t()[:1, :1].as_strided((1,), (7,))
+    every = [torch.zeros(1, dtype=x.dtype) for _ in range(WORLD.size)]
+    dist.all_gather(every, x)
+    sparse = torch.sparse_coo_tensor(torch.zeros(1, 2, dtype=torch.int64), torch.ones(2), (3,))
+    dist.all_reduce(sparse)
+    dist.all_reduce(x)
+    assert every[-1].real == WORLD.size - 1 and x.real == sum(range(WORLD.size))
+    assert sparse.to_dense().tolist() == [2.0 * WORLD.size, 0.0, 0.0]
+
+
 @several
 @pytest.mark.parametrize("given", ["shape", "dense"])
 def test_all_raise_where_sparse_tensors_differ(given: str) -> None:
