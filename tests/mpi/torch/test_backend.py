@@ -103,7 +103,10 @@ def test_all_raise_where_sparse_tensors_differ(given: str) -> None:
 @several
 def test_a_monitored_barrier_names_who_has_not_come() -> None:
     own = dist.new_group(backend="mpips")
-    dist.monitored_barrier(own, timedelta(seconds=20))
+    first = heard(lambda: dist.monitored_barrier(own, timedelta(seconds=20)))
+    if "only implemented for GLOO" in first:
+        pytest.skip("this PyTorch refuses it on other backends than gloo")
+    assert not first
     if WORLD.rank == 1:
         WORLD.Barrier()
         return
