@@ -244,8 +244,10 @@ class ProcessGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """Where tensors may be, as c10d asks before it calls `monitored_barrier`. Nowhere until c10d knows the group:
-        it would attach its flight recorder, which records backends in C++ only."""
+        """Return where tensors may be, as `monitored_barrier` asks; nowhere until c10d knows the group.
+
+        It would then attach its flight recorder, which records backends in C++ only.
+        """
         return [torch.device("cpu")] if self.pg_name else []
 
     def __repr__(self) -> str:
