@@ -2,10 +2,10 @@
 
 A kernel is the text of a Python function, `kernel`, of 1-D contiguous arrays and numbers, with the types of these:
 "float32[]", "const float32[]" (only read), "int64". Who uses one gives the same bits without it, so nobody waits: one
-thread of the process compiles what is asked for, in turn. Ranks that share the cache's folder compile each kernel once:
-who has its lock does, the others read what that one has saved.
+thread of the process compiles what is asked for, in turn, once NumPy has done enough in its place. Ranks that share the
+cache's folder compile each kernel once: who has its lock does, the others read what that one has saved.
 
-`MPIPS_KERNELS=numpy` asks for no kernel. No fast-math is used, so LLVM contracts and reorders nothing.
+`MPIPS_KERNELS=numba` compiles at once, `numpy` never. No fast-math is used, so LLVM contracts and reorders nothing.
 """
 
 from __future__ import annotations
@@ -43,6 +43,10 @@ LONGEST_LOCK_SECONDS = 60.0
 """After so long a wait for another process, which may have been stopped, this one compiles the kernel, too."""
 LOOK_SECONDS = 0.05
 MOST_LETTERS = 300
+ENOUGH = 100_000_000
+"""Elements after which kernels are compiled: a kernel saves about 5 ns of each, and it takes 0.5 s to load Numba."""
+CALL = 4096
+"""Elements that a call counts at least: NumPy's calls take some 20 us more than one of a kernel."""
 SWITCH_SECONDS = 0.0001
 """How long other threads, which serve, wait for the interpreter while Numba is loaded and compiles."""
 
@@ -60,6 +64,12 @@ class Kernel:
     def call(self) -> Callable[..., Any] | None:
         """Return what runs it, `call(*arrays)`; None until it is compiled, and for ever where it cannot be."""
         return None if _engine.numpy_only else self.compiled
+
+    def call_for(self, elements: int) -> Callable[..., Any] | None:
+        """Return `call`; where it is None NumPy does these elements, which counts for beginning to compile."""
+        if self.compiled is None and not self.failure:
+            _engine.count(elements)
+        return self.call
 
 
 class Status(NamedTuple):
@@ -151,6 +161,7 @@ class _Engine:
         self._compiling = threading.RLock()
         self._thread: threading.Thread | None = None
         self._left = 0  # kernels that are asked for and not there yet
+        self._elements = 0  # that NumPy has done in place of kernels
 
     def kernel(self, name: str, source: str, types: Sequence[str]) -> Kernel:
         """Return the kernel of that text and types, asking for it where it is new. Not blocking; raises nothing."""
@@ -164,27 +175,55 @@ class _Engine:
                 return found
             try:
                 kernel.failure = "no kernel is compiled any more" if self._stopped.is_set() else _not_wanted()
-                if not kernel.failure and self._thread is None:
-                    thread = threading.Thread(target=self._run, name="mpips kernels", daemon=True)
-                    thread.start()
-                    atexit.register(self.stop)
-                    self._thread = thread
-            except (ValueError, RuntimeError) as error:  # a word that names no engine; no more threads
-                kernel.failure = str(error)
-                self._stopped.set()
-                LOG.warning("NumPy serves instead of compiled kernels: %s", error)
+            except ValueError as error:  # a word that names no engine
+                self._give_up(error)
             if kernel.failure:
                 return kernel
             self._left += 1
         self._wanted.put(kernel)
+        if os.environ.get(VARIABLE):
+            self.begin()
         return kernel
+
+    def _give_up(self, error: Exception) -> None:
+        self._stopped.set()
+        self._left = 0
+        for kernel in self._kernels.values():
+            kernel.failure = str(error)
+        LOG.warning("NumPy serves instead of compiled kernels: %s", error)
+
+    def count(self, elements: int) -> None:
+        """Count elements that NumPy does in place of a kernel; begin to compile once they are enough."""
+        if self._thread is None:
+            self._elements += max(elements, CALL)
+            if self._elements >= ENOUGH:
+                self.begin()
+
+    def begin(self) -> None:
+        """Compile what was asked for, and from now on what is. Not blocking."""
+        with self._lock:
+            if self._thread is not None or self._stopped.is_set():
+                return
+            thread = threading.Thread(target=self._run, name="mpips kernels", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # no more threads
+                self._give_up(error)
+                return
+            atexit.register(self.stop)
+            self._thread = thread
 
     def in_use(self) -> bool:
         """Return whether this process has begun to compile kernels, so that one more costs little."""
         return self._thread is not None
 
     def settle(self, seconds: float) -> bool:
-        """Wait until all kernels that were asked for are there, or have failed; False where that takes longer."""
+        """Compile all kernels that were asked for; wait until they are there, or have failed.
+
+        Return False where that takes longer.
+        """
+        if self._left:
+            self.begin()
         with self._settled:
             return self._settled.wait_for(lambda: self._left == 0, seconds)
 

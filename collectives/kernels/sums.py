@@ -35,19 +35,15 @@ class Limit(NamedTuple):
 
     passes: int
     nbytes: int
-    alone: int
-    """Bytes in a process that has asked for no kernel yet, so that Numba must be loaded."""
 
 
-NEVER = 1 << 62
 LEAST_BYTES = 4 << 10
 LEAST_WIDER_BYTES = 512 << 10
-_16_BIT = Limit(1, LEAST_BYTES, 64 << 10)
-_WIDER = Limit(2, 64 << 10, NEVER)
+_16_BIT = Limit(1, LEAST_BYTES)
+_WIDER = Limit(2, 64 << 10)
 LIMITS = {"float16": _16_BIT, "bfloat16": _16_BIT, "float32": _WIDER, "float64": _WIDER}
-"""A kernel itself wins from 64 elements on. But loading Numba takes 120 MiB of a process, and 1 to 4 s in which each
-call takes some 20 ms. float16 vectors of 64 KiB save 60 us to 1 ms in every call; float32 vectors save a tenth to a
-third of a call between 64 KiB and 4 MiB, and nothing beyond."""
+"""A kernel itself wins from 64 elements on. float16 vectors of 64 KiB save 60 us to 1 ms in every call; float32 vectors
+save a tenth to a third of a call between 64 KiB and 4 MiB, and nothing beyond: no reason to load Numba for them."""
 
 
 def perform(steps: Sequence[Step]) -> None:
@@ -75,7 +71,7 @@ def _add_now(parts: Sequence[Vector], out: Vector) -> None:
     """Sum by a kernel where that pays, although its arguments are looked at again in every call; else by NumPy."""
     least = LEAST_BYTES if out.itemsize == 2 else LEAST_WIDER_BYTES
     if out.nbytes >= least and pays(np.add, out.dtype, len(parts), out.nbytes) and isinstance(out, np.ndarray):
-        call = _kernel(np.add, out.dtype.name, len(parts)).call
+        call = _call(_kernel(np.add, out.dtype.name, len(parts)), out)
         if call is not None and all(_alike(part, out) for part in parts):
             call(*_arguments(parts, out, 1))
             return
@@ -92,10 +88,14 @@ def _add_now(parts: Sequence[Vector], out: Vector) -> None:
 def pays(combine: Callable[..., Any], dtype: np.dtype[Any], parts: int, nbytes: int, mean: bool = False) -> bool:
     """Return whether a kernel is worth asking for, to reduce `parts` vectors of so many bytes each."""
     limit = _limit(dtype)
-    if limit is None or combine not in SIGNS:
+    if limit is None or combine not in SIGNS or not (dtype.itemsize == 2 or engine.in_use()):
         return False
-    least = limit.nbytes if engine.in_use() else limit.alone
-    return parts - 1 + mean >= limit.passes and nbytes >= least
+    return parts - 1 + mean >= limit.passes and nbytes >= limit.nbytes
+
+
+def _call(kernel: engine.Kernel, out: Vector) -> Callable[..., Any] | None:
+    """Return what runs a kernel; None until it is there."""
+    return kernel.call_for(out.size) if out.itemsize == 2 else kernel.call
 
 
 @functools.cache
@@ -173,10 +173,10 @@ def _one_pass(
     arguments = _arguments(parts, out, divisor)
 
     def run() -> None:
-        if kernel.call is None:
+        if (call := _call(kernel, out)) is None:
             perform(by_numpy)
         else:
-            kernel.call(*arguments)
+            call(*arguments)
 
     return run, ()
 

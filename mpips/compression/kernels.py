@@ -57,7 +57,7 @@ class Compiled:
     def __call__(self, array: np.ndarray, *rest: np.ndarray | int) -> int:
         """Return what the kernel does; 0 where it is not there, or not for such arrays."""
         kernel = self.prepare(array.dtype)
-        if kernel is None or (call := kernel.call) is None:
+        if kernel is None or (call := kernel.call_for(array.size)) is None:
             return 0
         try:
             return int(call(array.view(np.uint16) if array.itemsize == 2 else array, *rest))

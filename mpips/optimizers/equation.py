@@ -174,7 +174,7 @@ def _run_kernel(
     *more: Any,
 ) -> bool:  # fmt: skip
     """Update by the kernel; False where none is there, or it cannot take these arrays. Nothing has changed then."""
-    call = None if way.kernel is None else way.kernel.call
+    call = None if way.kernel is None else way.kernel.call_for(parts[0].size)
     if call is None or not isinstance(weights, np.ndarray):
         return False
     arrays = [weights, *state, *parts]

@@ -29,7 +29,7 @@ KEYS = {"small": 16_384, "large": 1_000_000}
 
 
 class Case(NamedTuple):
-    """What kernels a job finds: `engine` of MPIPS_KERNELS, whether they are there, whether it may keep them."""
+    """What a job finds: kernels, or none, and whether it may keep them. `engine`: MPIPS_KERNELS, "" where it is unset."""
 
     name: str
     engine: str
@@ -39,6 +39,7 @@ class Case(NamedTuple):
 
 CASES = (
     Case("NumPy", "numpy", False, True),
+    Case("once it pays", "", True, True),
     Case("no kernels yet", "numba", False, True),
     Case("kernels there", "numba", True, True),
     Case("there, read-only", "numba", True, False),

@@ -300,6 +300,19 @@ def test_without_numba_numpy_serves(numba: str, variables: dict[str, str], warne
     assert [line[:9] for line in said if line.startswith("sums")] == ["sums 3.0 "] * 2
 
 
+def test_short_work_stays_with_numpy_and_long_work_is_compiled(folder: Path) -> None:
+    program = """
+one.call_for(1000)
+print(engine.in_use(), one.call)
+until = time.monotonic() + 30
+while not one.call_for(1_000_000) and time.monotonic() < until: time.sleep(0.01)
+say(one)
+"""
+    said = run(folder, program, MPIPS_KERNELS="")
+    assert said[0] == "False None"
+    assert there(said)
+
+
 def test_a_process_that_may_start_no_thread_uses_numpy(folder: Path) -> None:
     before = """
 import threading
