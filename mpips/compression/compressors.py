@@ -344,7 +344,8 @@ class Half(Compressor):
 class TopK(Compressor):
     """The `ratio` of elements that are largest in size, as float32 with their places: 8 bytes for each of them.
 
-    Error feedback as in Stich, Cordonnier, Jaggi 2018 (Mem-SGD). Layout: places (uint32, ascending), then values.
+    Of equal ones those at the lowest places are taken. Error feedback as in Stich, Cordonnier, Jaggi 2018 (Mem-SGD).
+    Layout: places (uint32, ascending), then values.
     """
 
     _kernels = kernels.sample, kernels.candidates, kernels.scatter
@@ -366,9 +367,7 @@ class TopK(Compressor):
         k = self.count(residual.size)
         if k == 0:
             return
-        places = np.argpartition(np.abs(residual), residual.size - k)[-k:].astype(np.uint32)
-        places.sort()
-        self._take(residual, payload, places)
+        self._take(residual, payload, _find_largest(residual, k).astype(np.uint32))
 
     def _take(self, residual: np.ndarray, payload: np.ndarray, places: np.ndarray) -> None:
         """Write these places and what `residual` has there into `payload`, and take it off."""
@@ -406,18 +405,27 @@ class TopK(Compressor):
         for part in blocks(n):
             residual[part] += gradient[part]
         if k <= found <= most - kernels.TILE:
-            sizes = np.abs(sums[:found])
-            largest = sizes >= np.partition(sizes, found - k)[found - k]
-            if np.count_nonzero(largest) == k:
-                self._take(residual, payload, places[:found][largest])
-                return True
-        self.fill(residual, payload)  # of equal ones at the end NumPy chooses
+            self._take(residual, payload, places[_find_largest(sums[:found], k)])
+        else:
+            self.fill(residual, payload)
         return True
 
     def _unpack(self, payload: np.ndarray, out: np.ndarray, add: bool) -> bool:
         k = self.count(out.size)
         places, values = payload[: 4 * k].copy().view(np.uint32), payload[4 * k :].copy().view(np.float32)
         return bool(kernels.scatter(out, places, values, add))
+
+
+def _find_largest(values: np.ndarray, k: int) -> np.ndarray:
+    """Return the places, ascending, of the k >= 1 values that are largest in size; of equal ones the first.
+
+    `numpy.argpartition` would take other ones of these on another processor.
+    """
+    sizes = np.abs(values).view(f"u{values.itemsize}")  # of positive floats the bits are in their order
+    least = np.partition(sizes, sizes.size - k)[sizes.size - k]
+    chosen = sizes > least
+    chosen[np.flatnonzero(sizes == least)[: k - np.count_nonzero(chosen)]] = True
+    return np.flatnonzero(chosen)
 
 
 BUILT_IN = (TwoBit, OneBit, Half, TopK)

@@ -29,7 +29,7 @@ KEYS = {"small": 16_384, "large": 1_000_000}
 
 
 class Case(NamedTuple):
-    """What a job finds: kernels, or none, and whether it may keep them. `engine`: MPIPS_KERNELS, "" where it is unset."""
+    """What a job finds: kernels or none, and whether it may keep them. `engine`: MPIPS_KERNELS, "" where unset."""
 
     name: str
     engine: str

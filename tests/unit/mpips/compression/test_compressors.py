@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -154,3 +155,19 @@ def test_a_topk_payload_cannot_write_outside():
     payload = np.full(compressor.max_bytes(4), 255, np.uint8)
     with pytest.raises(ValueError, match="of 4"):
         compressor.decode(payload, np.zeros(4))
+
+
+@pytest.mark.parametrize("name", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize(("n", "ratio"), [(1, 1), (7, 0.5), (10, 1), (1001, 0.1), (70_001, 0.01)])
+def test_of_equal_elements_the_first_are_sent(name, n, ratio):
+    dtype = np.dtype(getattr(ml_dtypes, name, name))
+    gradient = np.random.default_rng(n).integers(-3, 4, n).astype(dtype)
+    compressor = compression.TopK(ratio)
+    residual = compressor.init(gradient)
+    sent = np.zeros(n, dtype)
+    compressor.decode(compressor.encode(gradient, residual), sent)
+    first = np.argsort(-np.abs(gradient.astype(np.float64)), kind="stable")[: compressor.count(n)]
+    expected = np.zeros(n, dtype)
+    expected[first] = gradient[first]
+    np.testing.assert_array_equal(sent, expected)
+    np.testing.assert_array_equal(residual, (gradient - expected).astype(residual.dtype))
