@@ -35,7 +35,6 @@ setup(
     license="MIT",
     python_requires=">=3.11",
     packages=find_packages(include=["mpips*", "collectives*", "launch*"]),
-    py_modules=["mpips_entry"],
     package_data={"": ["py.typed", "*.json"]},
     install_requires=[
         "numpy>=1.23.3",  # the arrays; 1.23.3 is ml_dtypes' oldest on Python 3.11
@@ -61,8 +60,8 @@ setup(
     },
     entry_points={
         "console_scripts": ["mpips = launch.cli:main"],
-        "torch.distributed.backends": ["mpips = mpips_entry:load"],  # PyTorch 2.14 on: called when the name is used
-        "torch.backends": ["mpips = mpips_entry:announce"],  # called at every `import torch`
+        "torch.distributed.backends": ["mpips = launch.torch_entry:load"],  # from PyTorch 2.14 on, when the name is used
+        "torch.backends": ["mpips = launch.torch_entry:announce"],  # called at every `import torch`
     },
     classifiers=[
         "Programming Language :: Python :: 3.11",
