@@ -60,7 +60,7 @@ setup(
     },
     entry_points={
         "console_scripts": ["mpips = launch.cli:main"],
-        "torch.distributed.backends": ["mpips = launch.torch_entry:load"],  # from PyTorch 2.14 on, when the name is used
+        "torch.distributed.backends": ["mpips = launch.torch_entry:load"],  # PyTorch 2.14, at the first use
         "torch.backends": ["mpips = launch.torch_entry:announce"],  # called at every `import torch`
     },
     classifiers=[

@@ -1,6 +1,6 @@
 """Start jobs: `mpips run` and the other words of the command, batch scripts, the doctor, the emulated cluster.
 
-Other packages use what stands here, and `launch.lab`. It is loaded when it is first used, as every `import torch` imports
+Other packages use what stands here, and `launch.lab`. It is loaded at its first use, as every `import torch` imports
 `launch.torch_entry`.
 """
 
