@@ -46,6 +46,9 @@ After = Callable[[], None] | None
 class ProcessGroup(dist.ProcessGroup):
     """Ranks of one MPI communicator as a group of c10d's. Making it is collective over `comm`."""
 
+    supports_splitting = False
+    """PyTorch's split_group asks, and refuses."""
+
     def __init__(self, comm: MPI.Intracomm, timeout: timedelta) -> None:
         super().__init__(comm.rank, comm.size)
         self.comm = comm
