@@ -20,6 +20,7 @@ from mpi4py import MPI
 from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 import collectives
 from collectives.communicator import communicator
@@ -88,7 +89,7 @@ class DataParallel(torch.nn.Module):
         self._syncs, self._joining, self._in_backward = True, False, False
         self._active = torch.zeros(1)
         self._step = 0
-        self._hooked: set[Tensor] = set()
+        self._hooks: dict[Tensor, RemovableHandle] = {}
         self._lay_out()
 
     def _lay_out(self) -> None:
@@ -104,9 +105,9 @@ class DataParallel(torch.nn.Module):
         self._lockstep = Lockstep(order)
         self._nodes = [(parameter, get_gradient_edge(parameter).node) for parameter in order]
         for parameter in order:
-            if parameter not in self._hooked:
-                self._hooked.add(parameter)
-                parameter.register_post_accumulate_grad_hook(self._note_gradient)
+            if parameter in self._hooks:  # a tensor of another type has lost it
+                self._hooks[parameter].remove()
+            self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._note_gradient)
 
     # ---- what training calls
 
@@ -182,8 +183,9 @@ class DataParallel(torch.nn.Module):
         if torch.is_grad_enabled():
             if self._in_backward and torch._C._current_graph_task_id() < 0:
                 self._end_raised()
-            if any(parameter.requires_grad for parameter in self._frozen):
-                what = f"{NAME}, as a parameter has been unfrozen"
+            unfrozen = any(parameter.requires_grad for parameter in self._frozen)
+            if unfrozen or not self._reducer.gradients.are_fitting():
+                what = f"{NAME}, as a parameter {'has been unfrozen' if unfrozen else 'has got another type or order'}"
                 agree(model_items(self.module, self._asked, self._algorithm), self._comm, what)
                 self._reducer.free()
                 self._lay_out()
@@ -256,7 +258,7 @@ class DataParallel(torch.nn.Module):
         self._lockstep.begin_anew()
         self._end_step()
         if not self._joining and (self._step & (self._step - 1) == 0 or self._step % CHECK_STEPS == 0):
-            check_weights(self.module.named_parameters(), self._comm, what, self._hooked)
+            check_weights(self.module.named_parameters(), self._comm, what, self._hooks)
 
     def _end_raised(self) -> None:
         """End a backward that has raised: it counts as none where all ranks' have, and nothing has been exchanged."""

@@ -44,10 +44,11 @@ Items = Sequence[tuple[str, str]]
 
 
 def model_items(module: torch.nn.Module, buckets: str | float, algorithm: str) -> Items:
-    """Return what all ranks must have alike: names, types and shapes of tensors, and the arguments."""
+    """Return what all ranks must have alike: names, types, shapes and strides of tensors, and the arguments."""
 
     def kind(tensor: Tensor) -> str:
-        return f"{str(tensor.dtype).removeprefix('torch.')}{tuple(tensor.shape)}"
+        order = "" if tensor.is_contiguous() else f" with strides {tensor.stride()}"
+        return f"{str(tensor.dtype).removeprefix('torch.')}{tuple(tensor.shape)}{order}"
 
     return [
         *((f"parameter {name!r}", kind(p) + ("" if p.requires_grad else ", frozen"))

@@ -162,10 +162,15 @@ class SharedGradients:
         self._used, self._compared = self._words.split((len(self.parameters), COMPARED))
         self._written = self._compared.clone()
         self._last: tuple[int | None, bool] = (None, False)
+        self._kinds = [(parameter.dtype, parameter.stride()) for parameter in self.parameters]
         self.views = [
-            self._flats[parameter.dtype][start : start + parameter.numel()].view(parameter.shape)
-            for parameter, start in zip(self.parameters, self._starts)
+            self._flats[p.dtype][start : start + p.numel()].as_strided(p.shape, _strides(p))
+            for p, start in zip(self.parameters, self._starts)
         ]
+
+    def are_fitting(self) -> bool:
+        """Return whether parameters still have the types and strides that they had."""
+        return all((one.dtype, one.stride()) == kind for one, kind in zip(self.parameters, self._kinds))
 
     def stretch(self, first: int, last: int) -> Tensor:
         """Return gradients [first, last), 1-D, of one type; with the words behind them if they are the last."""
@@ -241,6 +246,11 @@ class SharedGradients:
         if not found:
             return torch.zeros(())
         return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(each.float()) for each in found]))
+
+
+def _strides(parameter: Tensor) -> tuple[int, ...]:
+    """Return the strides of a gradient: its parameter's where that is dense, as PyTorch's fused optimizers ask for."""
+    return torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format).stride()
 
 
 def _allocate(n: int, dtype: torch.dtype, comm: MPI.Comm) -> Tensor:

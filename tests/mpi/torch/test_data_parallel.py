@@ -141,6 +141,50 @@ def test_parameters_of_two_types_train() -> None:
     assert alike(sums(parallel))
 
 
+def images(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return all ranks' pictures of one step, in channels_last, and targets."""
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(BATCH * WORLD.size, 3, 6, 6, generator=generator).to(memory_format=torch.channels_last)
+    return x, torch.randn(BATCH * WORLD.size, 4, 2, 2, generator=generator)
+
+
+def my_images(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    mine = slice(BATCH * WORLD.rank, BATCH * (WORLD.rank + 1))
+    x, y = images(step)
+    return x[mine], y[mine]
+
+
+@pytest.mark.parametrize("moved", ["before", "after", "never"])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+def test_fused_optimizers_take_parameters_of_any_strides(optimizer: Any, moved: str) -> None:
+    """These walk through memory, and expect gradients in the order of their parameters."""
+
+    def convolutions() -> nn.Module:
+        torch.manual_seed(2)
+        return nn.Sequential(nn.Conv2d(3, 6, 3), nn.Tanh(), nn.Conv2d(6, 4, 3))
+
+    model, plain = convolutions(), convolutions()
+    if moved == "before":
+        model.to(memory_format=torch.channels_last)
+    parallel = DataParallel(model)
+    if moved == "after":
+        train(parallel, torch.optim.SGD(parallel.parameters(), 0.1), 1, my_images)
+        train(plain, torch.optim.SGD(plain.parameters(), 0.1), 1, images)
+        model.to(memory_format=torch.channels_last)
+    train(parallel, optimizer(parallel.parameters(), 0.01, fused=True), 4, my_images)
+    train(plain, optimizer(plain.parameters(), 0.01), 4, images)
+    assert far(model, plain) < 1e-4
+
+
+def test_a_model_may_get_another_type_after_wrapping() -> None:
+    model, plain = DataParallel(network(torch.float32)), network(torch.float32)
+    for parallel, batches in ((model, batch), (plain, joined_batch)):
+        train(parallel, sgd(parallel), 2, lambda step, of=batches: of(step, torch.float32))
+        parallel.double()
+        train(parallel, sgd(parallel), 3, batches)
+    assert far(model.module, plain) < 1e-5 and alike(sums(model))
+
+
 def test_clipping_takes_the_norm_of_all_ranks() -> None:
     model, plain = DataParallel(network()), network()
     train(model, sgd(model), 1, batch)
@@ -175,11 +219,18 @@ def test_its_module_is_copied_and_saved_instead(use: Any) -> None:
 
 
 @several
+def transposed() -> nn.Module:
+    model = nn.Linear(3, 2)
+    model.weight = nn.Parameter(torch.zeros(3, 2).t())
+    return model
+
+
 @pytest.mark.parametrize(
     ("odd", "asked", "words"),
     [
         (lambda: nn.Linear(4, 2), {}, "parameter 'weight' is float32(2, 3) on rank 0 and float32(2, 4) on rank 1"),
         (lambda: nn.Linear(3, 2, dtype=torch.float64), {}, "float32(2, 3) on rank 0 and float64(2, 3) on rank 1"),
+        (transposed, {}, "float32(2, 3) on rank 0 and float32(2, 3) with strides (1, 2) on rank 1"),
         (lambda: nn.Linear(3, 2, bias=False), {}, "rank 1 has no parameter 'bias', which rank 0 has"),
         (lambda: nn.Linear(3, 2), {"buckets": 4}, "buckets is 'auto' on rank 0 and 4 on rank 1"),
     ],

@@ -57,6 +57,11 @@ def unfreeze(model: Any, optimizer: Any, loss: Any) -> None:
     model.module[4].requires_grad_(True)
 
 
+def change_strides(model: Any, optimizer: Any, loss: Any) -> None:
+    weight = model.module[4].weight
+    weight.data = weight.data.t().contiguous().t()
+
+
 def freeze(model: Any, optimizer: Any, loss: Any) -> None:
     model.module[4].bias.requires_grad_(False)
 
@@ -98,6 +103,7 @@ def train(model: Any, change: Change, at: int = 2, on: int = ODD) -> None:
         (lower_rate, 2, "backward pass 4: lr of SGD's group 0 is 0.1 on rank 0 and 0.05 on rank"),
         (change_weights, 2, "backward pass 4: parameter '0.weight' has norm"),
         (unfreeze, 2, "unfrozen"),
+        (change_strides, 2, "a parameter has got another type or order"),
         (freeze, 2, "parameter '4.bias' requires a gradient on rank 0 and none on rank"),
         (add_layer, 0, "parameter '5.weight' is not known to DataParallel: wrap the model when it is complete"),
         (raise_within, 2, ""),
