@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import fcntl
 import importlib
 import os
-import socket
-import struct
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -18,19 +15,15 @@ import numpy as np
 import torch.distributed as dist
 from mpi4py import MPI
 
-from collectives.errors import of_caller, ranks
+from collectives.errors import of_caller
+from mpips.address import MASTER, find_address
 from mpips.store.world import launched_as, lost
 from mpips.torch.process_group import ProcessGroup
 from mpips.torch.works import communication
 
 NAME = "mpips"
 TAG = 7301
-MASTER, PROCESSES, TORCHRUN = "MASTER_ADDR", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"
-WORDS = 2048
-"""Bytes that rank 0's addresses may take."""
-ADDRESS_OF_NIC = 0x8915
-"""The system call's number (SIOCGIFADDR)."""
-CONNECT_SECONDS = 3.0
+PROCESSES, TORCHRUN = "WORLD_SIZE", "TORCHELASTIC_RUN_ID"
 
 
 def register() -> None:
@@ -86,7 +79,7 @@ def _rendezvous_by_mpi(
         yield from given(url, timeout=timeout, **keywords)
         return
     _check_place(*(int(asked.get(name, ["-1"])[0]) for name in ("rank", "world_size")))
-    address = _address()
+    address = find_address("init_process_group")
     server = dist.TCPStore(address, 0, world.size, True, timeout, wait_for_workers=False) if world.rank == 0 else None
     port = np.array([0 if server is None else server.port])
     world.Bcast(port)
@@ -114,56 +107,3 @@ def _check_place(rank: int, size: int) -> None:
             wrong = f"rank is {said} on MPI's rank {place}"
         if wrong:
             raise of_caller(ValueError(f"init_process_group: {wrong}: leave rank and world_size out, MPI knows them"))
-
-
-def _address() -> str:
-    """Return rank 0's first address that all ranks can connect to. Collective, blocking.
-
-    RuntimeError on all ranks where there is none.
-    """
-    world = MPI.COMM_WORLD
-    node = world.Split_type(MPI.COMM_TYPE_SHARED)
-    if node.size == world.size:
-        node.Free()
-        return "127.0.0.1"
-    first = node.rank == 0
-    node.Free()
-    with socket.create_server(("", 0), backlog=4096) as listener:
-        told = bytearray(WORDS)
-        if world.rank == 0:
-            text = " ".join([str(listener.getsockname()[1]), *_addresses()])[:WORDS].encode()
-            told[: len(text)] = text
-        world.Bcast(told)
-        port, *addresses = told.rstrip(b"\0").decode().split()
-        lacking: list[int] = []
-        for address in addresses:
-            fine = np.empty(world.size, np.int8)
-            world.Allgather(np.array([not first or _can_connect(address, int(port))], np.int8), fine)
-            lacking = np.flatnonzero(fine == 0).tolist()
-            if not lacking:
-                return address
-    where = f"{', '.join(addresses)} (at the last {ranks(lacking)} cannot)"
-    raise of_caller(RuntimeError(f"init_process_group: not all ranks can connect to rank 0 at {where}: set {MASTER} to "
-                                 "an address of rank 0's host that all hosts reach"))  # fmt: skip
-
-
-def _addresses() -> list[str]:
-    """Return names and addresses of this host, the likeliest first: one that was given, its own, those of its NICs."""
-    names = [os.environ.get(MASTER, ""), socket.gethostname()]
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, nic in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(any_socket, ADDRESS_OF_NIC, struct.pack("256s", nic.encode()[:15]))
-            except OSError:  # it has none
-                continue
-            names.append(socket.inet_ntoa(answer[20:24]))
-    usable = [name for name in names if name and name != "localhost" and not name.startswith("127.")]
-    return list(dict.fromkeys(usable))
-
-
-def _can_connect(address: str, port: int) -> bool:
-    try:
-        socket.create_connection((address, port), CONNECT_SECONDS).close()
-    except OSError:
-        return False
-    return True

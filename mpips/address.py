@@ -1,0 +1,74 @@
+"""An address of rank 0's host that all ranks can connect to, for libraries that meet by TCP beside MPI."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+
+import numpy as np
+from mpi4py import MPI
+
+from collectives.errors import of_caller, ranks
+
+MASTER = "MASTER_ADDR"
+"""The variable by which users name rank 0's address."""
+WORDS = 2048
+"""Bytes that rank 0's addresses may take."""
+ADDRESS_OF_NIC = 0x8915
+"""The system call's number (SIOCGIFADDR)."""
+CONNECT_SECONDS = 3.0
+
+
+def find_address(who: str) -> str:
+    """Return rank 0's first address that all ranks can connect to, for the call `who`. Collective, blocking.
+
+    RuntimeError on all ranks where there is none.
+    """
+    world = MPI.COMM_WORLD
+    node = world.Split_type(MPI.COMM_TYPE_SHARED)
+    if node.size == world.size:
+        node.Free()
+        return "127.0.0.1"
+    first = node.rank == 0
+    node.Free()
+    with socket.create_server(("", 0), backlog=4096) as listener:
+        told = bytearray(WORDS)
+        if world.rank == 0:
+            text = " ".join([str(listener.getsockname()[1]), *_addresses()])[:WORDS].encode()
+            told[: len(text)] = text
+        world.Bcast(told)
+        port, *addresses = told.rstrip(b"\0").decode().split()
+        lacking: list[int] = []
+        for address in addresses:
+            fine = np.empty(world.size, np.int8)
+            world.Allgather(np.array([not first or _can_connect(address, int(port))], np.int8), fine)
+            lacking = np.flatnonzero(fine == 0).tolist()
+            if not lacking:
+                return address
+    where = f"{', '.join(addresses)} (at the last {ranks(lacking)} cannot)"
+    raise of_caller(RuntimeError(f"{who}: not all ranks can connect to rank 0 at {where}: set {MASTER} to "
+                                 "an address of rank 0's host that all hosts reach"))  # fmt: skip
+
+
+def _addresses() -> list[str]:
+    """Return names and addresses of this host, the likeliest first: one that was given, its own, those of its NICs."""
+    names = [os.environ.get(MASTER, ""), socket.gethostname()]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, nic in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(any_socket, ADDRESS_OF_NIC, struct.pack("256s", nic.encode()[:15]))
+            except OSError:  # it has none
+                continue
+            names.append(socket.inet_ntoa(answer[20:24]))
+    usable = [name for name in names if name and name != "localhost" and not name.startswith("127.")]
+    return list(dict.fromkeys(usable))
+
+
+def _can_connect(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((address, port), CONNECT_SECONDS).close()
+    except OSError:
+        return False
+    return True

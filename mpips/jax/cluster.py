@@ -1,0 +1,67 @@
+"""`jax.distributed.initialize()` without arguments, in the processes that MPI has joined, whichever MPI it is.
+
+JAX knows Open MPI by a variable that Open MPI 5 does not set, and MPICH not at all. So mpips is one more place where
+JAX looks, and the first: below `mpirun` in a job of Slurm's, Slurm's variables tell all ranks that they are the first.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import suppress
+
+import numpy as np
+from mpi4py import MPI
+
+from mpips.address import find_address
+from mpips.store.world import launched_as
+
+WHO = "jax.distributed.initialize"
+
+
+def register() -> None:
+    """Let JAX ask MPI for the processes. Once for each process; sends nothing."""
+    with suppress(ImportError, AttributeError):  # a JAX whose clusters are others wants arguments, as before
+        from jax._src.clusters import ClusterEnv
+
+        class MpipsCluster(ClusterEnv):  # type: ignore[misc]
+            """The processes of MPI's world. Methods that send are called on all ranks."""
+
+            name = "mpips"
+
+            @classmethod
+            def is_env_present(cls) -> bool:
+                return MPI.COMM_WORLD.size > 1 or launched_as(os.environ) == (0, 1)
+
+            @classmethod
+            def get_coordinator_address(cls, timeout_secs: int | None = None,
+                                        override_coordinator_port: str | None = None) -> str:  # fmt: skip
+                return f"{find_address(WHO)}:{override_coordinator_port or _free_port()}"
+
+            @classmethod
+            def get_process_count(cls) -> int:
+                return MPI.COMM_WORLD.size
+
+            @classmethod
+            def get_process_id(cls) -> int:
+                return MPI.COMM_WORLD.rank
+
+            @classmethod
+            def get_local_process_id(cls) -> int | None:
+                node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+                rank = node.rank
+                node.Free()
+                return rank
+
+        known = ClusterEnv._cluster_types
+        known.insert(0, known.pop())
+
+
+def _free_port() -> int:
+    """Return a port that is free on rank 0's host. Collective."""
+    port = np.empty(1, np.int64)
+    with socket.socket() as trial:
+        trial.bind(("", 0))
+        port[0] = trial.getsockname()[1]
+        MPI.COMM_WORLD.Bcast(port)
+    return int(port[0])

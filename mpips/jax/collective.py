@@ -1,0 +1,224 @@
+"""Collectives of JAX arrays: `allreduce` and its family, leaf by leaf of a pytree, with their gradients.
+
+Of p ranks each has a loss of its own. Which gradient is meant of a result that all ranks have is said by `gradient`:
+
+    "sum"       that of the sum of all ranks' losses: cotangents are summed over the ranks, as data parallel wants it
+    "identity"  that of one loss, which every rank computes alike from the result: the rank's own cotangent is taken
+
+Shapes are those of `jax.lax`: `allgather` adds an axis of length p in front, `reduce_scatter` takes it away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+import collectives
+from collectives.call import operation, see_root
+from collectives.communicator import communicator
+from mpips.jax.primitive import Call, bind, bind_own
+
+GRADIENTS = ("sum", "identity")
+LINEAR = ("sum", "mean")
+
+
+@dataclass(frozen=True)
+class Collective(Call):
+    """One of the family. `kind` is the name of the function in `collectives` that runs."""
+
+    kind: str
+    comm: MPI.Comm | None
+    op: str = "sum"
+    algorithm: str = "auto"
+    root: int = 0
+    gradient: str = "sum"
+
+    def __str__(self) -> str:
+        return f"{self.kind} with op={self.op!r}" if self.kind in ("allreduce", "reduce_scatter") else self.kind
+
+    @property
+    def ranks(self) -> int:
+        return (MPI.COMM_WORLD if self.comm is None else self.comm).size
+
+    @property
+    def rank(self) -> int:
+        return (MPI.COMM_WORLD if self.comm is None else self.comm).rank
+
+    @property
+    def in_place(self) -> bool:  # type: ignore[override]
+        return self.kind in ("allreduce", "broadcast")
+
+    def shapes(self, inputs: Sequence[Any]) -> list[Any]:
+        found = []
+        for one in inputs:
+            if self.kind in ("reduce_scatter", "alltoall") and one.shape[:1] != (self.ranks,):
+                raise ValueError(f"{self.kind} of an array of shape {one.shape}: its first axis must have length "
+                                 f"{self.ranks}, a row for each rank")
+            shape = {"allgather": (self.ranks, *one.shape), "reduce_scatter": one.shape[1:]}.get(self.kind, one.shape)
+            found.append(jax.ShapeDtypeStruct(shape, one.dtype))
+        return found
+
+    def run(self, inputs: list[NDArray[Any]], outputs: list[NDArray[Any]]) -> None:
+        if self.kind == "barrier":
+            communicator(self.comm).agree("barrier")
+        elif self.kind == "allreduce" and len(inputs) > 1:
+            written = None if all(x is y for x, y in zip(inputs, outputs)) else outputs
+            collectives.grouped_allreduce(inputs, self.comm, self.op, self.algorithm, written)
+        else:
+            for x, y in zip(inputs, outputs):
+                self._run_one(x, None if x is y else y)
+
+    def _run_one(self, x: NDArray[Any], out: NDArray[Any] | None) -> None:
+        if self.kind == "allreduce":
+            collectives.allreduce(x, self.comm, self.op, self.algorithm, out)
+        elif self.kind == "broadcast":
+            collectives.broadcast(x, self.comm, self.root, self.algorithm, out)
+        elif self.kind == "allgather":
+            collectives.allgather(x, self.comm, self.algorithm, out)
+        elif self.kind == "reduce_scatter":
+            collectives.reduce_scatter(x, self.comm, self.op, self.algorithm, out)
+        else:
+            collectives.alltoall(x, self.comm, self.algorithm, out)
+
+    def batch(self, x: jax.Array, axis: int) -> tuple[jax.Array, int]:
+        if self.kind == "allgather":
+            return x, axis + 1
+        if self.kind in ("reduce_scatter", "alltoall"):  # the ranks' axis stays in front
+            x, axis = (jax.numpy.moveaxis(x, 0, 1), 1) if axis == 0 else (x, axis)
+            return x, axis - 1 if self.kind == "reduce_scatter" else axis
+        return x, axis
+
+    def own(self, x: jax.Array) -> jax.Array:
+        return x / self.ranks if self.op == "mean" else x
+
+    def tangent(self) -> Call:
+        return self if self.op in LINEAR else super().tangent()
+
+    def transpose(self, cotangents: list[jax.Array]) -> list[jax.Array]:
+        numpy = jax.numpy
+        if self.kind == "allreduce":
+            if self.gradient == "sum":
+                return bind(self, cotangents)
+            return [bind_own(self, one) for one in cotangents]
+        if self.kind == "broadcast":
+            if self.gradient == "sum":
+                cotangents = bind(replace(self, kind="allreduce", root=0, algorithm="auto"), cotangents)
+            return [one if self.rank == self.root else numpy.zeros_like(one) for one in cotangents]
+        if self.kind == "allgather":
+            if self.gradient == "sum":
+                return bind(replace(self, kind="reduce_scatter", algorithm="auto"), cotangents)
+            return [one[self.rank] for one in cotangents]
+        if self.kind == "alltoall":
+            return bind(self, cotangents)
+        divisor = self.ranks if self.op == "mean" else 1
+        found = bind(replace(self, kind="allgather", op="sum", algorithm="auto"), cotangents)
+        return [one / divisor if divisor > 1 else one for one in found]
+
+
+def allreduce(
+    tree: Any, op: str = "mean", comm: MPI.Comm | None = None, algorithm: str = "auto", *, gradient: str = "sum"
+) -> Any:
+    """Return every leaf of a pytree reduced over all ranks of `comm`: a tree of the same shapes and types. Collective.
+
+    >>> mpips.jax.allreduce({"w": jnp.ones(3), "b": jnp.zeros(())})
+
+    All leaves go in one call. XLA gives a result the place of its leaf where nobody reads that again, as of gradients,
+    and of arguments that `jit` may overwrite (`donate_argnums`).
+
+    Args:
+        tree: arrays or numbers of float16, bfloat16, float32, float64 or integers; complex ones for "sum" and "mean",
+            and bool for "min" (all), "max" (any) and "prod".
+        op: "mean", "sum", "min", "max" or "prod".
+        comm: an mpi4py communicator, all of whose ranks call; None: COMM_WORLD.
+        algorithm: as in `collectives.allreduce`.
+        gradient: "sum" or "identity", as this module says. "mean" divides cotangents by the number of ranks, too.
+
+    Raises:
+        ValueError: `op`, `gradient` or a shape does not fit: when the call is traced.
+        NotImplementedError: the gradient of "min", "max" or "prod" is asked for.
+        jax.errors.JaxRuntimeError: what `collectives.allreduce` raises, with its sentence, when the call runs.
+    """
+    leaves, shape = jax.tree.flatten(tree)
+    parts = [_encode(jax.numpy.asarray(leaf), op) for leaf in leaves]
+    for part in (part for one in parts for part in one):
+        operation(op, part.dtype)
+    call = Collective("allreduce", comm, op, algorithm, gradient=_checked(gradient))
+    found = iter(_run(call, [part for one in parts for part in one]))
+    return jax.tree.unflatten(shape, [_decode(leaf, [next(found) for _ in one]) for leaf, one in zip(leaves, parts)])
+
+
+def broadcast(tree: Any, root: int = 0, comm: MPI.Comm | None = None, *, gradient: str = "sum") -> Any:
+    """Return the root's leaves on all ranks, of the same shapes and types everywhere. Collective.
+
+    Leaves are of any type. The root alone gets a gradient: see `allreduce`, also for errors.
+    """
+    see_root(root, Collective("broadcast", comm).ranks)
+    return _map(Collective("broadcast", comm, root=int(root), gradient=_checked(gradient)), tree)
+
+
+def allgather(tree: Any, comm: MPI.Comm | None = None, *, gradient: str = "sum") -> Any:
+    """Return all ranks' leaves on all ranks, with the rank as their first axis: shape -> (p, *shape). Collective.
+
+    Leaves are of any type. Errors and gradients: see `allreduce`.
+    """
+    return _map(Collective("allgather", comm, gradient=_checked(gradient)), tree)
+
+
+def reduce_scatter(tree: Any, op: str = "sum", comm: MPI.Comm | None = None) -> Any:
+    """Return row r, on rank r, of every leaf reduced over all ranks: (p, *shape) -> shape. Collective.
+
+    `op` and errors: see `allreduce`. Cotangents are gathered.
+    """
+    for leaf in jax.tree.leaves(tree):
+        operation(op, jax.numpy.result_type(leaf))
+    return _map(Collective("reduce_scatter", comm, op), tree)
+
+
+def alltoall(tree: Any, comm: MPI.Comm | None = None) -> Any:
+    """Return, on rank r, row r of every rank's leaves: (p, *shape) -> (p, *shape), by rank. Collective.
+
+    Leaves are of any type. Errors: see `allreduce`.
+    """
+    return _map(Collective("alltoall", comm), tree)
+
+
+def barrier(comm: MPI.Comm | None = None) -> None:
+    """Come back, or inside `jit` let later calls run, when all ranks have come. Collective, blocking outside `jit`."""
+    _run(Collective("barrier", comm), [])
+    if not isinstance(jax.numpy.zeros(()), jax.core.Tracer):
+        jax.effects_barrier()
+
+
+def _map(call: Collective, tree: Any) -> Any:
+    leaves, shape = jax.tree.flatten(tree)
+    return jax.tree.unflatten(shape, _run(call, leaves) if leaves else [])
+
+
+def _run(call: Collective, arrays: list[Any]) -> list[Any]:
+    return bind(call, arrays) if arrays or call.kind == "barrier" else []
+
+
+def _checked(gradient: str) -> str:
+    if gradient not in GRADIENTS:
+        raise ValueError(f"unknown gradient {gradient!r}: choose one of {', '.join(GRADIENTS)}")
+    return gradient
+
+
+def _encode(leaf: jax.Array, op: str) -> list[jax.Array]:
+    """Return the arrays of numbers that are reduced for a leaf."""
+    if leaf.dtype.kind == "b" and op in ("min", "max", "prod"):
+        return [leaf.astype(np.uint8)]
+    return [leaf.real, leaf.imag] if leaf.dtype.kind == "c" and op in LINEAR else [leaf]
+
+
+def _decode(leaf: Any, parts: list[jax.Array]) -> jax.Array:
+    """Return the leaf's result from those of its arrays."""
+    if len(parts) == 2:
+        return jax.lax.complex(*parts)
+    return parts[0].astype(bool) if jax.numpy.result_type(leaf).kind == "b" else parts[0]

@@ -1,0 +1,237 @@
+"""XLA calls Python on its own buffers: one handler of its foreign function interface, made with ctypes alone.
+
+The structures are those of the public header `xla/ffi/api/c_api.h`, as far as they are read. XLA asks a handler for its
+version when it is registered: then the sizes that this XLA tells are compared with what is read here. Where they do not
+fit, `is_available` is False, and one line in the log "mpips.jax" says why.
+"""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import ctypes
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.arrays import Flat
+
+LOG = logging.getLogger("mpips.jax")
+TARGET = "mpips_call"
+MAJOR, MINOR = 0, 1
+"""The version of the interface that is spoken here: what XLA added later is not read."""
+METADATA, EXECUTE, ABORTED = 1, 3, 10
+MOST_PLACES = 64
+Run: TypeAlias = Callable[[list[NDArray[Any]], list[NDArray[Any]]], None]
+"""What a call does with its inputs and outputs; an output in place of an input is the same array."""
+
+
+class Extension(ctypes.Structure):
+    """What begins every extension of a structure."""
+
+
+Extension._fields_ = [
+    ("struct_size", ctypes.c_size_t), ("type", ctypes.c_int), ("next", ctypes.POINTER(Extension)),
+]  # fmt: skip
+
+
+class Version(ctypes.Structure):
+    """Of the interface."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p),
+        ("major", ctypes.c_int), ("minor", ctypes.c_int),
+    ]  # fmt: skip
+
+
+class Metadata(ctypes.Structure):
+    """What a handler tells of itself when it is registered."""
+
+    _fields_ = [("struct_size", ctypes.c_size_t), ("version", Version), ("traits", ctypes.c_uint32)]
+
+
+class MetadataExtension(ctypes.Structure):
+    """The question for `Metadata`."""
+
+    _fields_ = [("base", Extension), ("metadata", ctypes.POINTER(Metadata))]
+
+
+class Buffer(ctypes.Structure):
+    """One array; its type and shape are known from when the call was traced."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p), ("dtype", ctypes.c_int),
+        ("data", ctypes.c_void_p),
+    ]  # fmt: skip
+
+
+class Buffers(ctypes.Structure):
+    """The inputs of a call, or its outputs."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p), ("size", ctypes.c_int64),
+        ("types", ctypes.c_void_p), ("items", ctypes.POINTER(ctypes.c_void_p)),
+    ]  # fmt: skip
+
+
+class Scalar(ctypes.Structure):
+    """An attribute that is one number."""
+
+    _fields_ = [("dtype", ctypes.c_int), ("value", ctypes.POINTER(ctypes.c_int64))]
+
+
+class Attributes(ctypes.Structure):
+    """What the program says of a call beside its arrays: here one number, that of its site."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p), ("size", ctypes.c_int64),
+        ("types", ctypes.c_void_p), ("names", ctypes.c_void_p),
+        ("items", ctypes.POINTER(ctypes.POINTER(Scalar))),
+    ]  # fmt: skip
+
+
+class ErrorArguments(ctypes.Structure):
+    """A sentence that is to become an error of XLA's."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p), ("message", ctypes.c_char_p),
+        ("code", ctypes.c_int),
+    ]  # fmt: skip
+
+
+class Api(ctypes.Structure):
+    """What XLA offers to handlers, as far as it is used here."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p), ("version", Version),
+        ("internal", ctypes.c_void_p),
+        ("create_error", ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(ErrorArguments))),
+    ]  # fmt: skip
+
+
+class CallFrame(ctypes.Structure):
+    """One call of a handler."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t), ("extension", ctypes.POINTER(Extension)), ("api", ctypes.POINTER(Api)),
+        ("context", ctypes.c_void_p), ("stage", ctypes.c_int),
+        ("inputs", Buffers), ("outputs", Buffers), ("attributes", Attributes),
+    ]  # fmt: skip
+
+
+class Site:
+    """One call of the program, with the arrays that it was traced for; and views of them where they lay before."""
+
+    def __init__(self, run: Run, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        self.run = run
+        self._inputs = [_Kind(one.shape, np.dtype(one.dtype)) for one in inputs]
+        self._outputs = [_Kind(one.shape, np.dtype(one.dtype)) for one in outputs]
+        self._views: dict[tuple[int, ...], tuple[list[NDArray[Any]], list[NDArray[Any]]]] = {}
+
+    def views(self, frame: CallFrame) -> tuple[list[NDArray[Any]], list[NDArray[Any]]]:
+        """Return the arrays of a call, in XLA's own memory. Tokens, which follow the arrays, are left out."""
+        sources, targets = frame.inputs.items, frame.outputs.items
+        places = (
+            *[Buffer.from_address(sources[n]).data or 0 for n in range(len(self._inputs))],
+            *[Buffer.from_address(targets[n]).data or 0 for n in range(len(self._outputs))],
+        )
+        found = self._views.get(places)
+        if found is None:
+            if len(self._views) >= MOST_PLACES:
+                self._views.clear()
+            inputs = [kind.view(place) for kind, place in zip(self._inputs, places)]
+            outputs = [kind.view(place) for kind, place in zip(self._outputs, places[len(inputs) :])]
+            for n, (kind, place) in enumerate(zip(self._inputs, places)):
+                if n < len(outputs) and self._outputs[n] == kind and places[len(inputs) + n] == place:
+                    outputs[n] = inputs[n]
+            found = self._views[places] = inputs, outputs
+        return found
+
+
+class _Kind(NamedTuple):
+    """What an array is, but for where it lies."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    def view(self, place: int) -> NDArray[Any]:
+        """Return the array of this kind in the memory there. It keeps nothing alive."""
+        size = int(np.prod(self.shape, dtype=np.int64))
+        return Flat(place, size, self.dtype).vector().reshape(self.shape) if size else np.empty(self.shape, self.dtype)
+
+
+_sites: list[Site] = []
+_numbers: dict[Any, int] = {}
+_turn = threading.Lock()
+"""Calls of the process run one after the other, whichever threads of XLA's they come from."""
+_misfit: list[str] = []
+
+
+def number_site(call: Any, run: Run, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
+    """Return the number by which the program names this call of arrays of these shapes and types, alike for alike."""
+    key = (call, *[(one.shape, str(one.dtype)) for one in (*inputs, *outputs)])
+    if key not in _numbers:
+        _numbers[key] = len(_sites)
+        _sites.append(Site(run, inputs, outputs))
+    return _numbers[key]
+
+
+@ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
+def _handle(address: int) -> int | None:
+    """Answer XLA: run a call, or tell the version. Returns an error of XLA's, or None."""
+    frame = CallFrame.from_address(address)
+    if frame.extension:
+        _tell_version(frame)
+        return None
+    try:
+        site = _sites[frame.attributes.items[0].contents.value.contents.value]
+        with _turn:
+            site.run(*site.views(frame))
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            _thread.interrupt_main()  # the program sees it when XLA comes back
+        sentence = str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
+        said = ErrorArguments(ctypes.sizeof(ErrorArguments), None, sentence.encode(), ABORTED)
+        made: int | None = frame.api.contents.create_error(ctypes.byref(said))
+        return made
+    return None
+
+
+def _tell_version(frame: CallFrame) -> None:
+    """Answer the question for the version, and note what does not fit."""
+    base = frame.extension.contents
+    if base.type != METADATA:
+        _misfit.append(f"an extension of type {base.type}")
+        return
+    metadata = ctypes.cast(frame.extension, ctypes.POINTER(MetadataExtension)).contents.metadata.contents
+    metadata.version.major, metadata.version.minor = MAJOR, MINOR
+    api = frame.api.contents
+    if api.version.major != MAJOR:
+        _misfit.append(f"version {api.version.major}.{api.version.minor}")
+    for given, read in ((frame, CallFrame), (api, Api), (metadata, Metadata)):
+        if given.struct_size < ctypes.sizeof(read) - ctypes.alignment(read) + 1:
+            _misfit.append(f"a {read.__name__} of {given.struct_size} bytes")
+
+
+@cache
+def is_available() -> bool:
+    """Return whether calls go through XLA's foreign function interface: on CPUs, where it is as it is known here."""
+    if jax.default_backend() != "cpu":
+        return False
+    try:
+        pointer = ctypes.cast(_handle, ctypes.c_void_p).value
+        jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(pointer), platform="cpu")
+    except Exception as error:  # whatever an older or a newer JAX makes of it
+        _misfit.append(f"{type(error).__name__}: {error}")
+    if _misfit:
+        LOG.warning("XLA's foreign function interface of JAX %s is not as it is known here (%s): collectives are "
+                    "callbacks, without gradients", jax.__version__, "; ".join(_misfit))  # fmt: skip
+        return False
+    atexit.register(jax.effects_barrier)  # before communicators close
+    return True

@@ -1,0 +1,153 @@
+"""One JAX primitive for every call of mpips: ordered, differentiated and batched as its `Call` says.
+
+XLA starts what does not wait for anything at once, on several threads, and another rank's XLA in another order. So the
+primitive has an ordered effect of JAX: a token goes into each call and comes out of it, through loops and branches and
+from one program to the next. Calls run one after the other, in the order of the program, as on every other rank.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import io_callback
+from numpy.typing import NDArray
+
+from mpips.jax import ffi
+
+
+class Call(ABC):
+    """What ranks do together with some arrays. Equal calls are one to `jit`."""
+
+    in_place = False
+    """Whether XLA may give one place to an input and the output of its number, where nobody else reads the input."""
+
+    @abstractmethod
+    def shapes(self, inputs: Sequence[Any]) -> list[Any]:
+        """Return what comes out, as `jax.ShapeDtypeStruct`s, of inputs that have a shape and a dtype."""
+
+    @abstractmethod
+    def run(self, inputs: list[NDArray[Any]], outputs: list[NDArray[Any]]) -> None:
+        """Do it: read inputs, write outputs. Blocking."""
+
+    def batch(self, x: jax.Array, axis: int) -> tuple[jax.Array, int]:
+        """Return an input of a batched call, and the axis of the batch in the output; `axis` is that in `x`."""
+        raise NotImplementedError(f"jax.vmap: {self} has no batched form: call it outside")
+
+    def own(self, x: jax.Array) -> jax.Array:
+        """Return the rank's share of what it gives to the call: `bind_own`."""
+        return x
+
+    def tangent(self) -> Call:
+        """Return the call that takes tangents of the inputs to those of the outputs."""
+        raise NotImplementedError(f"{self} has no gradient: call it outside of jax.grad, or on jax.lax.stop_gradient")
+
+    def transpose(self, cotangents: list[jax.Array]) -> list[jax.Array]:
+        """Return the cotangents of inputs from those of outputs."""
+        raise NotImplementedError(f"{self} has no gradient: call it outside of jax.grad, or on jax.lax.stop_gradient")
+
+
+def bind(call: Call, inputs: Sequence[Any]) -> list[Any]:
+    """Put a call into the program, or run it where none is traced. Returns its outputs."""
+    arrays = [jax.numpy.asarray(one) for one in inputs]
+    if ffi.is_available():
+        found: list[Any] = _primitive().bind(*arrays, call=call)
+        return found
+    shapes = call.shapes(arrays)
+
+    def run(*sources: Any) -> list[NDArray[Any]]:
+        outputs = [np.empty(one.shape, one.dtype) for one in shapes]
+        call.run([np.ascontiguousarray(one).reshape(np.shape(one)) for one in sources], outputs)
+        return outputs
+
+    return list(io_callback(run, shapes, *arrays, ordered=True))
+
+
+def bind_own(call: Call, x: Any) -> Any:
+    """Put in the rank's share of x, which is linear, and whose transpose is the call itself. No rank waits."""
+    return _own().bind(x, call=call)
+
+
+@cache
+def _own() -> Any:
+    from jax.extend.core import Primitive
+    from jax.interpreters import ad, batching, mlir
+
+    primitive = Primitive("mpips_own")
+    primitive.def_impl(lambda x, call: call.own(x))
+    primitive.def_abstract_eval(lambda x, call: x)
+    mlir.register_lowering(primitive, mlir.lower_fun(lambda x, call: call.own(x), multiple_results=False))
+    ad.deflinear2(primitive, lambda cotangent, x, call: bind(call, [cotangent]))
+    batching.defvectorized(primitive)
+    return primitive
+
+
+@cache
+def _primitive() -> Any:
+    """Make the primitive. Of JAX's inner names those are used without which no primitive is ordered."""
+    from jax._src import core, effects
+    from jax.extend.core import Primitive
+    from jax.interpreters import ad, batching, mlir
+
+    class Ordered(effects.Effect):
+        """One call of mpips after the other."""
+
+    for known in (
+        effects.lowerable_effects, effects.ordered_effects, effects.control_flow_allowed_effects,
+        effects.custom_derivatives_allowed_effects, effects.remat_allowed_effects,
+    ):  # fmt: skip
+        known.add_type(Ordered)
+    ordered, primitive = Ordered(), Primitive("mpips_call")
+    primitive.multiple_results = True
+
+    def lower(context: Any, *operands: Any, call: Call) -> Any:
+        number = ffi.number_site(call, call.run, context.avals_in, context.avals_out)
+        aliases = {n: n for n in range(len(operands))} if call.in_place else None
+        rule = jax.ffi.ffi_lowering(ffi.TARGET, has_side_effect=True, operand_output_aliases=aliases)
+        with_token = context.replace(
+            avals_in=[*context.avals_in, core.abstract_token], avals_out=[*context.avals_out, core.abstract_token]
+        )
+        *found, token = rule(with_token, *operands, context.tokens_in.get(ordered), site=np.int64(number))
+        context.set_tokens_out(mlir.TokenSet({ordered: token}))
+        return found
+
+    def evaluate(*inputs: Any, call: Call) -> Any:
+        return [core.ShapedArray(one.shape, one.dtype) for one in call.shapes(inputs)], {ordered}
+
+    def differentiate(primals: Any, tangents: Any, *, call: Call) -> Any:
+        outputs = primitive.bind(*primals, call=call)
+        which = [n for n, one in enumerate(tangents) if not isinstance(one, ad.Zero)]
+        moved = [
+            one if n in which else ad.Zero(one.aval.update(shape=outputs[n].shape)) for n, one in enumerate(tangents)
+        ]
+        for n, one in zip(which, primitive.bind(*[tangents[n] for n in which], call=call.tangent()) if which else ()):
+            moved[n] = one
+        return outputs, moved
+
+    def transpose(cotangents: Any, *inputs: Any, call: Call) -> Any:
+        which = [n for n, one in enumerate(cotangents) if not isinstance(one, ad.Zero)]
+        found = [ad.Zero(one.aval) if ad.is_undefined_primal(one) else None for one in inputs]
+        for n, one in zip(which, call.transpose([cotangents[n] for n in which]) if which else ()):
+            found[n] = one
+        return found
+
+    def batch(inputs: Any, axes: Any, *, call: Call) -> Any:
+        pairs = [(x, axis) if axis is None else call.batch(x, axis) for x, axis in zip(inputs, axes)]
+        return primitive.bind(*[x for x, _ in pairs], call=call), [axis for _, axis in pairs]
+
+    primitive.def_impl(lambda *inputs, call: _compiled(primitive, call)(*inputs))
+    primitive.def_effectful_abstract_eval(evaluate)
+    mlir.register_lowering(primitive, lower, platform="cpu")
+    ad.primitive_jvps[primitive], ad.primitive_transposes[primitive] = differentiate, transpose
+    batching.primitive_batchers[primitive] = batch
+    return primitive
+
+
+@cache
+def _compiled(primitive: Any, call: Call) -> Any:
+    """Return the program that is one call alone."""
+    return jax.jit(partial(primitive.bind, call=call))
