@@ -11,7 +11,7 @@ Shapes are those of `jax.lax`: `allgather` adds an axis of length p in front, `r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -33,7 +33,7 @@ class Collective(Call):
     """One of the family. `kind` is the name of the function in `collectives` that runs."""
 
     kind: str
-    comm: MPI.Comm | None
+    comm: MPI.Comm | None = field(hash=False)  # communicators are compared by their handles, and have no hash
     op: str = "sum"
     algorithm: str = "auto"
     root: int = 0

@@ -28,6 +28,8 @@ MAJOR, MINOR = 0, 1
 """The version of the interface that is spoken here: what XLA added later is not read."""
 METADATA, EXECUTE, ABORTED = 1, 3, 10
 MOST_PLACES = 64
+SMALL = 32 << 10
+"""Bytes of a call's arrays up to which they are copied: XLA moves them at every call, and plans know places."""
 Run: TypeAlias = Callable[[list[NDArray[Any]], list[NDArray[Any]]], None]
 """What a call does with its inputs and outputs; an output in place of an input is the same array."""
 
@@ -126,32 +128,48 @@ class CallFrame(ctypes.Structure):
 
 
 class Site:
-    """One call of the program, with the arrays that it was traced for; and views of them where they lay before."""
+    """One call of the program, with the arrays that it was traced for."""
 
     def __init__(self, run: Run, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        self.run = run
-        self._inputs = [_Kind(one.shape, np.dtype(one.dtype)) for one in inputs]
-        self._outputs = [_Kind(one.shape, np.dtype(one.dtype)) for one in outputs]
+        self._run = run
+        self._inputs, self._outputs = _kinds(inputs), _kinds(outputs)
         self._views: dict[tuple[int, ...], tuple[list[NDArray[Any]], list[NDArray[Any]]]] = {}
+        self._small: tuple[list[NDArray[Any]], list[NDArray[Any]]] | None = None
+        if sum(kind.nbytes for kind in (*self._inputs, *self._outputs)) <= SMALL:
+            own = [np.empty(kind.shape, kind.dtype) for kind in self._inputs]
+            alike = self._inputs == self._outputs
+            self._small = own, own if alike else [np.empty(kind.shape, kind.dtype) for kind in self._outputs]
+            self._copies_in, self._copies_out = _pointers(own), _pointers(self._small[1])
 
-    def views(self, frame: CallFrame) -> tuple[list[NDArray[Any]], list[NDArray[Any]]]:
-        """Return the arrays of a call, in XLA's own memory. Tokens, which follow the arrays, are left out."""
+    def call(self, frame: CallFrame) -> None:
+        """Run it on the arrays of a call. Tokens, which follow the arrays, are left out."""
         sources, targets = frame.inputs.items, frame.outputs.items
+        if self._small is not None:
+            for n, (place, nbytes) in enumerate(self._copies_in):
+                ctypes.memmove(place, Buffer.from_address(sources[n]).data, nbytes)
+            self._run(*self._small)
+            for n, (place, nbytes) in enumerate(self._copies_out):
+                ctypes.memmove(Buffer.from_address(targets[n]).data, place, nbytes)
+            return
         places = (
             *[Buffer.from_address(sources[n]).data or 0 for n in range(len(self._inputs))],
             *[Buffer.from_address(targets[n]).data or 0 for n in range(len(self._outputs))],
         )
-        found = self._views.get(places)
-        if found is None:
+        views = self._views.get(places)
+        if views is None:
             if len(self._views) >= MOST_PLACES:
                 self._views.clear()
-            inputs = [kind.view(place) for kind, place in zip(self._inputs, places)]
-            outputs = [kind.view(place) for kind, place in zip(self._outputs, places[len(inputs) :])]
-            for n, (kind, place) in enumerate(zip(self._inputs, places)):
-                if n < len(outputs) and self._outputs[n] == kind and places[len(inputs) + n] == place:
-                    outputs[n] = inputs[n]
-            found = self._views[places] = inputs, outputs
-        return found
+            views = self._views[places] = self._view(places)
+        self._run(*views)
+
+    def _view(self, places: tuple[int, ...]) -> tuple[list[NDArray[Any]], list[NDArray[Any]]]:
+        """Return the arrays there, in XLA's own memory; an output that takes an input's place is the same array."""
+        inputs = [kind.view(place) for kind, place in zip(self._inputs, places)]
+        outputs = [kind.view(place) for kind, place in zip(self._outputs, places[len(inputs) :])]
+        for n, pair in enumerate(zip(self._inputs, self._outputs)):
+            if pair[0] == pair[1] and places[n] == places[len(inputs) + n]:
+                outputs[n] = inputs[n]
+        return inputs, outputs
 
 
 class _Kind(NamedTuple):
@@ -159,11 +177,21 @@ class _Kind(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+    nbytes: int
 
     def view(self, place: int) -> NDArray[Any]:
         """Return the array of this kind in the memory there. It keeps nothing alive."""
-        size = int(np.prod(self.shape, dtype=np.int64))
-        return Flat(place, size, self.dtype).vector().reshape(self.shape) if size else np.empty(self.shape, self.dtype)
+        if not self.nbytes:
+            return np.empty(self.shape, self.dtype)
+        return Flat(place, self.nbytes // self.dtype.itemsize, self.dtype).vector().reshape(self.shape)
+
+
+def _kinds(arrays: Sequence[Any]) -> list[_Kind]:
+    return [_Kind(one.shape, np.dtype(one.dtype), int(one.size) * np.dtype(one.dtype).itemsize) for one in arrays]
+
+
+def _pointers(arrays: Sequence[NDArray[Any]]) -> list[tuple[int, int]]:
+    return [(one.__array_interface__["data"][0], one.nbytes) for one in arrays]
 
 
 _sites: list[Site] = []
@@ -192,7 +220,7 @@ def _handle(address: int) -> int | None:
     try:
         site = _sites[frame.attributes.items[0].contents.value.contents.value]
         with _turn:
-            site.run(*site.views(frame))
+            site.call(frame)
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             _thread.interrupt_main()  # the program sees it when XLA comes back

@@ -1,7 +1,8 @@
-"""JAX: sums and stores inside `jit`."""
+"""JAX: collectives and stores inside `jit` and outside, their gradients and batches, in the order of the program."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -67,7 +68,162 @@ def test_an_operation_that_does_not_fit_is_refused_when_traced(op: str, dtype: s
         jax.make_jaxpr(lambda x: mpips.jax.allreduce({"x": x}, op))(jax.numpy.ones(3, dtype))
 
 
-@pytest.mark.parametrize("through", [jax.vmap, jax.grad])
-def test_jax_refuses_what_is_not_supported(through: Any) -> None:
-    with pytest.raises(ValueError, match=r"(?i)io.?callback"):
-        through(lambda x: mpips.jax.allreduce(x).sum())(jax.numpy.ones((2, 3)))
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "int8", "uint32", "int32", "complex64"])
+@pytest.mark.parametrize("shape", [(), (0, 3), (5, 2), (70000,)])
+def test_sums_keep_types_and_shapes(dtype: str, shape: tuple[int, ...]) -> None:
+    found = jax.jit(lambda x: mpips.jax.allreduce(x, "sum"))(jax.numpy.full(shape, WORLD.rank + 1, dtype))
+    right = found.dtype == dtype and found.shape == shape
+    everybody = WORLD.allgather(bool(right and (np.asarray(found) == WORLD.size * (WORLD.size + 1) // 2).all()))
+    assert all(everybody)
+
+
+@pytest.mark.parametrize(("op", "wanted"), [("min", WORLD.size == 1), ("max", True)])
+def test_truth_is_all_or_any(op: str, wanted: bool) -> None:
+    found = mpips.jax.allreduce(jax.numpy.asarray([WORLD.rank == 0, False]), op)
+    assert WORLD.allgather(np.asarray(found).tolist()) == [[wanted, False]] * WORLD.size
+
+
+FAMILY: dict[str, tuple[Callable[[Any], Any], Callable[[Any, int], Any]]] = {
+    "sum": (lambda x: mpips.jax.allreduce(x, "sum"), lambda xs, r: xs.sum(0)),
+    "mean": (mpips.jax.allreduce, lambda xs, r: xs.mean(0)),
+    "broadcast": (lambda x: mpips.jax.broadcast(x, WORLD.size - 1), lambda xs, r: xs[-1]),
+    "allgather": (mpips.jax.allgather, lambda xs, r: xs),
+    "reduce_scatter": (mpips.jax.reduce_scatter, lambda xs, r: xs.sum(0)[r]),
+    "scattered mean": (lambda x: mpips.jax.reduce_scatter(x, "mean"), lambda xs, r: xs.mean(0)[r]),
+    "alltoall": (mpips.jax.alltoall, lambda xs, r: xs[:, r]),
+}
+"""Each call, and what it gives rank r of all ranks' arrays."""
+
+
+def arrays(*shape: int) -> Any:
+    """Return all ranks' arrays, alike on all ranks."""
+    return jax.numpy.asarray(np.random.default_rng(3).normal(size=(WORLD.size, *shape)).astype("float32"))
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_the_family_and_its_gradients_equal_one_process(name: str) -> None:
+    call, model = FAMILY[name]
+    xs, r = arrays(WORLD.size, 3), WORLD.rank
+    found, back = jax.vjp(call, xs[r])
+    weights = np.arange(found.size * WORLD.size, dtype="float32").reshape(WORLD.size, *found.shape)
+    loss = lambda xs: sum((model(xs, rank) * weights[rank]).sum() for rank in range(WORLD.size))  # noqa: E731
+    wanted = jax.grad(loss)(xs)[r]
+    ahead = jax.jvp(call, (xs[r],), (2 * xs[r],))[1]
+    close = [np.allclose(found, model(xs, r), atol=1e-5), np.allclose(back(weights[r])[0], wanted, atol=1e-4),
+             np.allclose(ahead, model(2 * xs, r), atol=1e-5)]  # fmt: skip
+    assert WORLD.allgather(close) == [[True] * 3] * WORLD.size
+
+
+@pytest.mark.parametrize("name", ["sum", "mean", "broadcast", "allgather"])
+def test_the_identity_takes_its_own_cotangent(name: str) -> None:
+    call = {"sum": lambda x: mpips.jax.allreduce(x, "sum", gradient="identity"),
+            "mean": lambda x: mpips.jax.allreduce(x, gradient="identity"),
+            "broadcast": lambda x: mpips.jax.broadcast(x, gradient="identity"),
+            "allgather": lambda x: mpips.jax.allgather(x, gradient="identity")}[name]  # fmt: skip
+    found = jax.jit(jax.grad(lambda x: (call(x) ** 2).sum()))(jax.numpy.full(2, 3.0))
+    wanted = {"sum": 6.0 * WORLD.size, "mean": 6.0 / WORLD.size, "broadcast": 6.0 * (WORLD.rank == 0), "allgather": 6.0}
+    everybody = WORLD.allgather(np.asarray(found).tolist() == pytest.approx([wanted[name]] * 2))
+    assert all(everybody)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("name", FAMILY)
+def test_a_batch_is_one_call(name: str, axis: int) -> None:
+    call, model = FAMILY[name]
+    shape = [WORLD.size, 3]
+    shape.insert(axis, 4)
+    xs, r = arrays(*shape), WORLD.rank
+    found = jax.vmap(call, in_axes=axis)(xs[r])
+    wanted = jax.vmap(lambda xs: model(xs, r), in_axes=axis + 1)(xs)
+    batched = jax.make_jaxpr(jax.vmap(call, in_axes=axis))(xs[r])
+    calls = [equation for equation in batched.eqns if equation.primitive.name == "mpips_call"]
+    everybody = WORLD.allgather(bool(np.allclose(found, wanted, atol=1e-5)) and len(calls) == 1)
+    assert all(everybody)
+
+
+def test_what_has_no_gradient_says_so() -> None:
+    with pytest.raises(NotImplementedError, match="allreduce with op='max' has no gradient: call it outside"):
+        jax.grad(lambda x: mpips.jax.allreduce(x, "max").sum())(jax.numpy.ones(3))
+    with pytest.raises(ValueError, match="unknown gradient 'mean': choose one of sum, identity"):
+        mpips.jax.allreduce(1.0, gradient="mean")
+
+
+def test_rows_that_are_not_the_ranks_are_refused() -> None:
+    with pytest.raises(ValueError, match=f"alltoall of an array of shape .*must have length {WORLD.size}"):
+        mpips.jax.alltoall(jax.numpy.ones((WORLD.size + 1, 2)))
+
+
+def test_independent_calls_run_in_order() -> None:
+    """Nothing but the order of the program tells these apart: where XLA ran them as it liked, ranks would mismatch."""
+
+    @jax.jit
+    def many(x: Any) -> Any:
+        sums = [mpips.jax.allreduce((x + n)[: 10 * n + 1], "sum") for n in range(20)]
+        first = jax.lax.cond(x[0] > -1, lambda y: mpips.jax.allreduce(y, "max"), lambda y: y, x)
+        return [one.sum() for one in sums], first, mpips.jax.broadcast(x[:3])
+
+    x = jax.numpy.zeros(300)
+    for _ in range(20):  # not waited for: programs, too, follow each other
+        sums, _, _ = many(x)
+        other = jax.jit(lambda x: mpips.jax.allgather(x).sum())(x)  # traced anew
+    found = [float(one) for one in sums] == [WORLD.size * n * (10 * n + 1) for n in range(20)] and float(other) == 0
+    assert all(WORLD.allgather(found))
+
+
+def test_loops_branches_and_remat() -> None:
+    def step(x: Any, _: Any) -> tuple[Any, Any]:
+        return jax.numpy.sin(mpips.jax.allreduce(x)), None
+
+    def wave(x: Any, mean: Any) -> Any:
+        for _ in range(3):
+            x = jax.numpy.sin(mean(x))
+        return x.sum()
+
+    scan = lambda x: jax.lax.scan(step, x, None, length=3)[0].sum()  # noqa: E731
+    remat = lambda x: wave(x, jax.checkpoint(mpips.jax.allreduce))  # noqa: E731
+    loop = lambda x: jax.lax.while_loop(lambda c: c[1] < 3, lambda c: (step(c[0], 0)[0], c[1] + 1), (x, 0))[0]  # noqa: E731
+    x = jax.numpy.linspace(0.1, 0.9, 5)  # alike on all ranks: the mean changes nothing
+    wanted = jax.value_and_grad(lambda x: wave(x, lambda x: x))(x)
+    found = [jax.jit(jax.value_and_grad(f))(x) for f in (scan, remat)]
+    close = [np.allclose(a, b, atol=1e-6) for one in found for a, b in zip(one, wanted)]
+    close.append(np.allclose(jax.jit(loop)(x).sum(), wanted[0], atol=1e-6))
+    assert all(WORLD.allgather(all(close)))
+
+
+def test_a_donated_array_is_summed_in_place() -> None:
+    x = jax.numpy.full(1 << 16, 1.0) + WORLD.rank
+    place = x.unsafe_buffer_pointer()
+    found = jax.jit(lambda x: mpips.jax.allreduce(x, "sum"), donate_argnums=0)(x)
+    right = found.unsafe_buffer_pointer() == place and float(found[0]) == WORLD.size * (WORLD.size + 1) / 2
+    assert all(WORLD.allgather(right))
+
+
+def test_an_array_that_is_read_again_stays() -> None:
+    x = jax.numpy.full(1 << 16, 1.0) + WORLD.rank
+    total, twice = jax.jit(lambda x: (mpips.jax.allreduce(x, "sum"), x * 2))(x)
+    right = float(x[5]) == WORLD.rank + 1 and float(twice[7]) == 2 * WORLD.rank + 2
+    assert all(WORLD.allgather(right and float(total[0]) == WORLD.size * (WORLD.size + 1) / 2))
+
+
+def test_ranks_of_a_communicator_alone() -> None:
+    half = WORLD.Split(WORLD.rank % 2)
+    found = jax.jit(lambda x: mpips.jax.allreduce(x, "sum", half))(jax.numpy.float32(1))
+    mpips.jax.barrier(half)
+    everybody = WORLD.allgather(float(found) == half.size)
+    half.Free()
+    assert all(everybody)
+
+
+@pytest.mark.skipif(WORLD.size == 1, reason="one rank has nobody to differ from")
+def test_all_ranks_raise_where_arrays_differ() -> None:
+    comm = WORLD.Dup()
+    said = ""
+    try:
+        jax.block_until_ready(mpips.jax.allreduce(jax.numpy.ones(3 + (WORLD.rank == 1)), "sum", comm))
+        jax.effects_barrier()
+    except jax.errors.JaxRuntimeError as error:
+        said = str(error)
+    everybody = WORLD.allgather(said)
+    again = float(jax.jit(lambda x: mpips.jax.allreduce(x, "sum"))(jax.numpy.float32(1)))
+    assert all("allreduce of 3 float32" in one and "4 float32" in one for one in everybody), everybody
+    assert WORLD.allgather(again) == [WORLD.size] * WORLD.size
