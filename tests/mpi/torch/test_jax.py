@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +14,28 @@ import pytest
 jax = pytest.importorskip("jax", reason="JAX is not installed: pip install 'mpips[jax]'")
 
 import mpips.jax  # noqa: E402
+from tests.child import outside  # noqa: E402
+from tests.mpi.sizes import only_on  # noqa: E402
 from tests.mpi.torch.support import WORLD  # noqa: E402
+
+LIMIT = 60
+ENDS = """
+import os, signal, sys, jax, mpips.jax
+from mpi4py import MPI
+total = jax.jit(lambda x: mpips.jax.allreduce(x))
+x = jax.numpy.ones(100_000)
+for step in range(10):
+    if step == 5 and MPI.COMM_WORLD.rank == 1:
+        {end}
+    x = jax.block_until_ready(total(x))
+"""
+PLACE = """
+import jax, mpips.jax
+jax.config.update("jax_platforms", "cpu")
+jax.distributed.initialize()
+print(f"process {jax.process_index()} of {jax.process_count()}", flush=True)
+jax.distributed.shutdown()
+"""
 
 
 def test_an_allreduce_inside_jit() -> None:
@@ -227,3 +251,33 @@ def test_all_ranks_raise_where_arrays_differ() -> None:
     again = float(jax.jit(lambda x: mpips.jax.allreduce(x, "sum"))(jax.numpy.float32(1)))
     assert all("allreduce of 3 float32" in one and "4 float32" in one for one in everybody), everybody
     assert WORLD.allgather(again) == [WORLD.size] * WORLD.size
+
+
+def run_ranks(folder: Path, program: str, ranks: int) -> subprocess.CompletedProcess[str]:
+    file = folder / "program.py"
+    file.write_text(program)
+    command = [sys.executable, "-m", "launch.cli", "run", "-w", str(ranks), str(file)]
+    return subprocess.run(
+        command, env=outside(), capture_output=True, text=True, errors="replace", timeout=LIMIT, check=False
+    )
+
+
+@only_on(1)
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 (worker) was ended by SIGKILL"),
+        ("raise ValueError('mine')", "mpips: ValueError on rank 1 of 3"),
+        ("sys.exit()", "rank 1 is needed, and its program has ended"),
+        ("x = x[1:]", "rank 1: allreduce of 99999 float32"),
+    ],
+)
+def test_all_ranks_end_by_a_sentence(end: str, words: str, tmp_path: Path) -> None:
+    done = run_ranks(tmp_path, ENDS.format(end=end), 3)
+    assert done.returncode != 0 and words in done.stdout + done.stderr
+
+
+@only_on(1)
+def test_jax_finds_its_processes(tmp_path: Path) -> None:
+    done = run_ranks(tmp_path, PLACE, 2)
+    assert done.returncode == 0 and {"process 0 of 2", "process 1 of 2"} <= set(done.stdout.splitlines()), done.stderr
