@@ -31,11 +31,11 @@ MOST_PLACES = 64
 SMALL = 32 << 10
 """Bytes of a call's arrays up to which they are copied: XLA moves them at every call, and plans know places."""
 Run: TypeAlias = Callable[[list[NDArray[Any]], list[NDArray[Any]]], None]
-"""What a call does with its inputs and outputs; an output in place of an input is the same array."""
+"""A call's work on its inputs and outputs; an output in place of an input is the same array."""
 
 
 class Extension(ctypes.Structure):
-    """What begins every extension of a structure."""
+    """The beginning of every extension of a structure."""
 
 
 Extension._fields_ = [
@@ -53,7 +53,7 @@ class Version(ctypes.Structure):
 
 
 class Metadata(ctypes.Structure):
-    """What a handler tells of itself when it is registered."""
+    """A handler's word on itself when it is registered."""
 
     _fields_ = [("struct_size", ctypes.c_size_t), ("version", Version), ("traits", ctypes.c_uint32)]
 
@@ -89,7 +89,7 @@ class Scalar(ctypes.Structure):
 
 
 class Attributes(ctypes.Structure):
-    """What the program says of a call beside its arrays: here one number, that of its site."""
+    """A call's values beside its arrays: here one number, that of its site."""
 
     _fields_ = [
         ("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p), ("size", ctypes.c_int64),
@@ -108,7 +108,7 @@ class ErrorArguments(ctypes.Structure):
 
 
 class Api(ctypes.Structure):
-    """What XLA offers to handlers, as far as it is used here."""
+    """XLA's functions for handlers, as far as they are used here."""
 
     _fields_ = [
         ("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p), ("version", Version),
@@ -173,7 +173,7 @@ class Site:
 
 
 class _Kind(NamedTuple):
-    """What an array is, but for where it lies."""
+    """An array's shape and type, without its place."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]

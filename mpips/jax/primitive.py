@@ -21,10 +21,10 @@ from mpips.jax import ffi
 
 
 class Call(ABC):
-    """What ranks do together with some arrays. Equal calls are one to `jit`."""
+    """An operation of all ranks on some arrays. Equal calls are one to `jit`."""
 
     in_place = False
-    """Whether XLA may give one place to an input and the output of its number, where nobody else reads the input."""
+    """True where XLA may give one place to an input and the output of its number, where nobody else reads the input."""
 
     @abstractmethod
     def shapes(self, inputs: Sequence[Any]) -> list[Any]:
