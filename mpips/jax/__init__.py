@@ -12,7 +12,7 @@ After `import mpips.jax`, `jax.distributed.initialize()` needs no arguments in p
 
 from mpips.jax.cluster import register
 from mpips.jax.collective import allgather, allreduce, alltoall, barrier, broadcast, reduce_scatter
-from mpips.jax.store import init, pull, pushpull
+from mpips.jax.pushpull import init, pull, pushpull
 
 __all__ = [
     "allgather", "allreduce", "alltoall", "barrier", "broadcast", "init", "pull", "pushpull", "reduce_scatter",

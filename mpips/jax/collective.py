@@ -22,14 +22,14 @@ from numpy.typing import NDArray
 import collectives
 from collectives.call import operation, see_root
 from collectives.communicator import communicator
-from mpips.jax.primitive import Call, bind, bind_own
+from mpips.jax.primitive import JaxCall, bind, bind_own
 
 GRADIENTS = ("sum", "identity")
 LINEAR = ("sum", "mean")
 
 
 @dataclass(frozen=True)
-class Collective(Call):
+class Collective(JaxCall):
     """One of the family. `kind` is the name of the function in `collectives` that runs."""
 
     kind: str
@@ -97,7 +97,7 @@ class Collective(Call):
     def own(self, x: jax.Array) -> jax.Array:
         return x / self.ranks if self.op == "mean" else x
 
-    def tangent(self) -> Call:
+    def tangent(self) -> JaxCall:
         return self if self.op in LINEAR else super().tangent()
 
     def transpose(self, cotangents: list[jax.Array]) -> list[jax.Array]:

@@ -1,4 +1,4 @@
-"""One JAX primitive for every call of mpips: ordered, differentiated and batched as its `Call` says.
+"""One JAX primitive for every call of mpips: ordered, differentiated and batched as its `JaxCall` says.
 
 XLA starts what does not wait for anything at once, on several threads, and another rank's XLA in another order. So the
 primitive has an ordered effect of JAX: a token goes into each call and comes out of it, through loops and branches and
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from mpips.jax import ffi
 
 
-class Call(ABC):
+class JaxCall(ABC):
     """An operation of all ranks on some arrays. Equal calls are one to `jit`."""
 
     in_place = False
@@ -42,7 +42,7 @@ class Call(ABC):
         """Return the rank's share of what it gives to the call: `bind_own`."""
         return x
 
-    def tangent(self) -> Call:
+    def tangent(self) -> JaxCall:
         """Return the call that takes tangents of the inputs to those of the outputs."""
         raise NotImplementedError(f"{self} has no gradient: call it outside of jax.grad, or on jax.lax.stop_gradient")
 
@@ -51,7 +51,7 @@ class Call(ABC):
         raise NotImplementedError(f"{self} has no gradient: call it outside of jax.grad, or on jax.lax.stop_gradient")
 
 
-def bind(call: Call, inputs: Sequence[Any]) -> list[Any]:
+def bind(call: JaxCall, inputs: Sequence[Any]) -> list[Any]:
     """Put a call into the program, or run it where none is traced. Returns its outputs."""
     arrays = [jax.numpy.asarray(one) for one in inputs]
     if ffi.is_available():
@@ -67,7 +67,7 @@ def bind(call: Call, inputs: Sequence[Any]) -> list[Any]:
     return list(io_callback(run, shapes, *arrays, ordered=True))
 
 
-def bind_own(call: Call, x: Any) -> Any:
+def bind_own(call: JaxCall, x: Any) -> Any:
     """Put in the rank's share of x, which is linear, and whose transpose is the call itself. No rank waits."""
     return _own().bind(x, call=call)
 
@@ -104,7 +104,7 @@ def _primitive() -> Any:
     ordered, primitive = Ordered(), Primitive("mpips_call")
     primitive.multiple_results = True
 
-    def lower(context: Any, *operands: Any, call: Call) -> Any:
+    def lower(context: Any, *operands: Any, call: JaxCall) -> Any:
         number = ffi.number_site(call, call.run, context.avals_in, context.avals_out)
         aliases = {n: n for n in range(len(operands))} if call.in_place else None
         rule = jax.ffi.ffi_lowering(ffi.TARGET, has_side_effect=True, operand_output_aliases=aliases)
@@ -115,10 +115,10 @@ def _primitive() -> Any:
         context.set_tokens_out(mlir.TokenSet({ordered: token}))
         return found
 
-    def evaluate(*inputs: Any, call: Call) -> Any:
+    def evaluate(*inputs: Any, call: JaxCall) -> Any:
         return [core.ShapedArray(one.shape, one.dtype) for one in call.shapes(inputs)], {ordered}
 
-    def differentiate(primals: Any, tangents: Any, *, call: Call) -> Any:
+    def differentiate(primals: Any, tangents: Any, *, call: JaxCall) -> Any:
         outputs = primitive.bind(*primals, call=call)
         which = [n for n, one in enumerate(tangents) if not isinstance(one, ad.Zero)]
         moved = [
@@ -128,14 +128,14 @@ def _primitive() -> Any:
             moved[n] = one
         return outputs, moved
 
-    def transpose(cotangents: Any, *inputs: Any, call: Call) -> Any:
+    def transpose(cotangents: Any, *inputs: Any, call: JaxCall) -> Any:
         which = [n for n, one in enumerate(cotangents) if not isinstance(one, ad.Zero)]
         found = [ad.Zero(one.aval) if ad.is_undefined_primal(one) else None for one in inputs]
         for n, one in zip(which, call.transpose([cotangents[n] for n in which]) if which else ()):
             found[n] = one
         return found
 
-    def batch(inputs: Any, axes: Any, *, call: Call) -> Any:
+    def batch(inputs: Any, axes: Any, *, call: JaxCall) -> Any:
         pairs = [(x, axis) if axis is None else call.batch(x, axis) for x, axis in zip(inputs, axes)]
         return primitive.bind(*[x for x, _ in pairs], call=call), [axis for _, axis in pairs]
 
@@ -148,6 +148,6 @@ def _primitive() -> Any:
 
 
 @cache
-def _compiled(primitive: Any, call: Call) -> Any:
+def _compiled(primitive: Any, call: JaxCall) -> Any:
     """Return the program that is one call alone."""
     return jax.jit(partial(primitive.bind, call=call))

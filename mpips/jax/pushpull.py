@@ -10,14 +10,14 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from mpips.jax.primitive import Call, bind
+from mpips.jax.primitive import JaxCall, bind
 
 if TYPE_CHECKING:
     from mpips.store.api import KVStore
 
 
 @dataclass(frozen=True)
-class StoreCall(Call):
+class StoreCall(JaxCall):
     """A pull, or a push and a pull, of the keys of a tree."""
 
     kind: str
