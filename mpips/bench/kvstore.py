@@ -11,6 +11,7 @@ long as its slowest rank takes, with all ranks at once.
 from __future__ import annotations
 
 import itertools
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -51,7 +52,7 @@ MOST_KEYS = 10_000
 MARKS = 64
 """Elements of an array that tell one round from another."""
 COMPILES = 2.0
-"""Seconds in which the servers' kernels are there: each runs from a cache, or is compiled within half of one."""
+"""Seconds in which the servers' kernels are there."""
 BLOCK_ELEMENTS = 262_144  # summed at a time, so that a block is in cache for the next contribution
 
 
@@ -154,6 +155,7 @@ def command(
     floors = {n: measure_floor(world, servers, 4 * n, 7) for n in counts} if plain else {}
     if world.rank == 0 and (world.size - servers) % clients:
         click.echo(uneven(world.size - servers, clients), err=True)
+    os.environ.setdefault("MPIPS_KERNELS", "numba")  # from the start: what a long job has
     kv = create(kind, servers=servers, clients=clients, masters=masters)
     if updates or kind.endswith("async"):
         kv.set_optimizer(updates or "add")

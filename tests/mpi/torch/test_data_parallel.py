@@ -218,13 +218,13 @@ def test_its_module_is_copied_and_saved_instead(use: Any) -> None:
     use(model.module)
 
 
-@several
 def transposed() -> nn.Module:
     model = nn.Linear(3, 2)
     model.weight = nn.Parameter(torch.zeros(3, 2).t())
     return model
 
 
+@several
 @pytest.mark.parametrize(
     ("odd", "asked", "words"),
     [
