@@ -25,6 +25,8 @@ def kernels() -> None:
     """All kernels are there before any test."""
     if not engine.in_use():  # by tests before, in the same process
         assert not sums.pays(np.add, np.dtype(np.float32), 8, 1 << 30), "float32 alone loads no Numba"
+    sums.prepare(np.add, DTYPES["float16"], 2, 1 << 30)
+    assert engine.settle(200)
     for dtype in DTYPES.values():
         for sign in sums.SIGNS:
             for count in COUNTS:
