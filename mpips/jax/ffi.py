@@ -139,17 +139,17 @@ class Site:
             own = [np.empty(kind.shape, kind.dtype) for kind in self._inputs]
             alike = self._inputs == self._outputs
             self._small = own, own if alike else [np.empty(kind.shape, kind.dtype) for kind in self._outputs]
-            self._copies_in, self._copies_out = _pointers(own), _pointers(self._small[1])
+            self._copies_in, self._copies_out = _bytes(own), _bytes(self._small[1])
 
     def call(self, frame: CallFrame) -> None:
         """Run it on the arrays of a call. Tokens, which follow the arrays, are left out."""
         sources, targets = frame.inputs.items, frame.outputs.items
         if self._small is not None:
-            for n, (place, nbytes) in enumerate(self._copies_in):
-                ctypes.memmove(place, Buffer.from_address(sources[n]).data, nbytes)
+            for n, own in self._copies_in:
+                own.raw = type(own).from_address(Buffer.from_address(sources[n]).data).raw
             self._run(*self._small)
-            for n, (place, nbytes) in enumerate(self._copies_out):
-                ctypes.memmove(Buffer.from_address(targets[n]).data, place, nbytes)
+            for n, own in self._copies_out:
+                type(own).from_address(Buffer.from_address(targets[n]).data).raw = own.raw
             return
         places = (
             *[Buffer.from_address(sources[n]).data or 0 for n in range(len(self._inputs))],
@@ -190,8 +190,13 @@ def _kinds(arrays: Sequence[Any]) -> list[_Kind]:
     return [_Kind(one.shape, np.dtype(one.dtype), int(one.size) * np.dtype(one.dtype).itemsize) for one in arrays]
 
 
-def _pointers(arrays: Sequence[NDArray[Any]]) -> list[tuple[int, int]]:
-    return [(one.__array_interface__["data"][0], one.nbytes) for one in arrays]
+def _bytes(arrays: Sequence[NDArray[Any]]) -> list[tuple[int, Any]]:
+    """Return the bytes of those that have any, with their numbers."""
+    return [
+        (n, (ctypes.c_char * one.nbytes).from_address(one.__array_interface__["data"][0]))
+        for n, one in enumerate(arrays)
+        if one.nbytes
+    ]
 
 
 _sites: list[Site] = []

@@ -36,6 +36,33 @@ jax.distributed.initialize()
 print(f"process {jax.process_index()} of {jax.process_count()}", flush=True)
 jax.distributed.shutdown()
 """
+OLD = """
+import logging, jax
+del jax.ffi
+import mpips, mpips.jax
+from mpi4py import MPI
+logging.basicConfig(format="%(name)s: %(message)s")
+rank, ranks = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+kv = mpips.create("mpi_sync")
+mpips.jax.init(kv, "w", [jax.numpy.zeros(3)])
+
+@jax.jit
+def step(x):
+    mean = mpips.jax.allreduce({"x": x})["x"]
+    every = mpips.jax.allgather(x[0])
+    weights, = mpips.jax.pushpull(kv, "w", [x])
+    return mean, every, weights
+
+mean, every, weights = step(jax.numpy.full(3, 1.0 + rank))
+assert mean.tolist() == [(1 + ranks) / 2] * 3, mean
+assert every.tolist() == [1.0 + r for r in range(ranks)], every
+assert weights.tolist() == [ranks * (ranks + 1) / 2] * 3, weights
+kv.close()
+try:
+    jax.grad(lambda x: mpips.jax.allreduce(x).sum())(jax.numpy.ones(2))
+except ValueError as error:
+    print(f"rank {rank}: {error}", flush=True)
+"""
 
 
 def test_an_allreduce_inside_jit() -> None:
@@ -281,3 +308,11 @@ def test_all_ranks_end_by_a_sentence(end: str, words: str, tmp_path: Path) -> No
 def test_jax_finds_its_processes(tmp_path: Path) -> None:
     done = run_ranks(tmp_path, PLACE, 2)
     assert done.returncode == 0 and {"process 0 of 2", "process 1 of 2"} <= set(done.stdout.splitlines()), done.stderr
+
+
+@only_on(1)
+def test_a_jax_without_foreign_functions_falls_back_to_callbacks(tmp_path: Path) -> None:
+    done = run_ranks(tmp_path, OLD, 2)
+    assert done.returncode == 0, done.stderr
+    assert "mpips.jax: XLA's foreign function interface" in done.stderr and "callbacks" in done.stderr
+    assert done.stdout.count("do not support JVP") == 2, done.stdout

@@ -1,4 +1,4 @@
-"""The short form of the comparison of who averages PyTorch's gradients ends well and leaves its JSON."""
+"""The short forms of the comparisons with PyTorch's and JAX's own collectives end well and leave their JSON."""
 
 from __future__ import annotations
 
@@ -8,25 +8,43 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mpi4py import MPI
 
 ROOT = Path(__file__).resolve().parents[3]
 OURS = r"OMPI_|PMIX_|PRTE_|PMI_|HYDRA_|MPI_|MPIPS_"
+ALONE = pytest.mark.skipif(MPI.COMM_WORLD.size != 1, reason="starts a job of its own; once is enough")
 
 
-@pytest.mark.skipif(MPI.COMM_WORLD.size != 1, reason="starts a job of its own; once is enough")
-@pytest.mark.full
-def test_every_way_to_average_is_measured(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
+def measured(folder: Path, *words: str) -> list[dict[str, Any]]:
+    """Run a program of the examples on two ranks, and return its rows."""
     clean = {name: value for name, value in os.environ.items() if not re.match(OURS, name)}
-    words = ["-m", "examples.reproduce.torch.ddp", "--models", "mlp-0.3M", "--seconds", "0.2", "--json", "rows.json"]
-    command = [sys.executable, "-m", "launch.run", "-n", "2", *words]
+    command = [sys.executable, "-m", "launch.run", "-n", "2", "-m", *words, "--json", "rows.json"]
     done = subprocess.run(
-        command, cwd=tmp_path, env={**clean, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200,
+        command, cwd=folder, env={**clean, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200,
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"
-    rows = json.loads((tmp_path / "rows.json").read_text())
+    rows: list[dict[str, Any]] = json.loads((folder / "rows.json").read_text())
+    return rows
+
+
+@ALONE
+@pytest.mark.full
+def test_every_way_to_average_is_measured(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    rows = measured(tmp_path, "examples.reproduce.torch.ddp", "--models", "mlp-0.3M", "--seconds", "0.2")
     assert {"gloo, 25 MB", "mpi4py", "mpips", "DataParallel"} <= {row["contender"] for row in rows}
+
+
+@ALONE
+@pytest.mark.full
+def test_jax_is_measured_beside_its_own_collectives(tmp_path: Path) -> None:
+    pytest.importorskip("jax")
+    rows = measured(tmp_path, "examples.reproduce.jax_allreduce", "--sizes", "8B,16KiB", "--seconds", "0.2")
+    assert {(row["nbytes"], row["contender"]) for row in rows} >= {
+        (nbytes, who) for nbytes in (8, 16384) for who in ("mpips", "gloo")
+    }
+    assert all(row["alone_s"] > 0 and row["in_a_loop_s"] > 0 for row in rows)
