@@ -1,10 +1,12 @@
 """A training step in PyTorch by who averages the gradients: gloo, an mpi4py allreduce, "mpips", and DataParallel.
 
-    mpips run -w 4 -m examples.reproduce.torch.ddp [--models mlp-1M,cnn] [--json FILE]
+    mpips run -w 4 -m examples.reproduce.torch.ddp [--models mlp-1M,cnn] [--forms plain,fp16] [--json FILE]
 
-All contenders take turns in one job. gloo is what DistributedDataParallel makes of it with buckets of 25 MB, and
-of 1 MB: its faster counts. What communication costs is a step minus the same step without any exchange, which all
-ranks take at the same time. Of a step the slowest rank counts, and the median over the rounds. One thread a rank.
+All contenders take turns in one job. The forms are DistributedDataParallel as it is, with PyTorch's hooks for fp16 and
+PowerSGD (rank 2), and FSDP2, which cuts each layer. In the plain form gloo is what DistributedDataParallel makes of it
+with buckets of 25 MB, and of 1 MB: its faster counts. What communication costs is a step minus the same step without
+any exchange, which all ranks take at the same time. Of a step the slowest rank counts, and the median over the rounds.
+One thread a rank.
 """
 
 import copy
@@ -22,15 +24,20 @@ import torch.distributed as dist
 from mpi4py import MPI
 from rich.table import Table
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import mpips.torch
-from collectives.benchmark.harness import Contender, compare_steps
+from collectives.benchmark.harness import SETTLE_SECONDS, Contender, compare_steps
+from collectives.kernels import engine
 from collectives.terminal import OutFile, RankedCommand, Seconds, show_progress, show_table, write_text
 
 WIDTHS = {"mlp-0.3M": (64, 448, 448, 10), "mlp-1M": (784, 800, 400, 10), "mlp-4M": (784, 1600, 1600, 10),
           "mlp-17M": (1024, 3200, 3200, 1000)}  # fmt: skip
 MODELS = (*WIDTHS, "cnn")
+FORMS = ("plain", "fp16", "powersgd", "fsdp2")
 BATCH = 16
 ALONE = "alone"
 """The step without any exchange."""
@@ -40,6 +47,7 @@ class Row(NamedTuple):
     """One contender on one model, on so many ranks; seconds a step, and what of them communication costs."""
 
     model: str
+    form: str
     parameters: int
     ranks: int
     contender: str
@@ -72,7 +80,17 @@ def by_mpi4py(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor
     return done
 
 
-def contenders(name: str, gloo: Any) -> dict[str, Callable[[], object]]:
+def hooked_by(hook: str, model: DistributedDataParallel, group: Any) -> DistributedDataParallel:
+    """Register one of PyTorch's hooks that make messages small."""
+    if hook == "fp16":
+        model.register_comm_hook(group, default_hooks.fp16_compress_hook)
+    else:
+        state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=2, start_powerSGD_iter=2)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return model
+
+
+def contenders(name: str, form: str, gloo: Any) -> dict[str, Callable[[], object]]:
     """A step of each, on models that begin alike. Collective."""
     torch.manual_seed(1)
     model, x = network(name)
@@ -82,16 +100,26 @@ def contenders(name: str, gloo: Any) -> dict[str, Callable[[], object]]:
             copy.deepcopy(model), process_group=group, bucket_cap_mb=megabytes, gradient_as_bucket_view=True
         )
 
-    hooked = ddp()
-    hooked.register_comm_hook(None, by_mpi4py)
-    made: dict[str, nn.Module] = {
-        ALONE: copy.deepcopy(model),
-        "gloo, 25 MB": ddp(gloo),
-        "gloo, 1 MB": ddp(gloo, 1),
-        "mpi4py": hooked,
-        "mpips": ddp(),
-        "DataParallel": mpips.torch.DataParallel(copy.deepcopy(model)),
-    }
+    def sharded(group: Any) -> nn.Module:
+        one = copy.deepcopy(model)
+        mesh = DeviceMesh.from_group(group, "cpu")
+        for layer in one.children():
+            if any(True for _ in layer.parameters()):
+                fully_shard(layer, mesh=mesh)
+        return fully_shard(one, mesh=mesh)
+
+    made: dict[str, nn.Module] = {ALONE: copy.deepcopy(model)}
+    if form == "plain":
+        by_hand = ddp()
+        by_hand.register_comm_hook(None, by_mpi4py)
+        made |= {
+            "gloo, 25 MB": ddp(gloo), "gloo, 1 MB": ddp(gloo, 1), "mpi4py": by_hand, "mpips": ddp(),
+            "DataParallel": mpips.torch.DataParallel(copy.deepcopy(model)),
+        }  # fmt: skip
+    elif form == "fsdp2":
+        made |= {"gloo": sharded(gloo), "mpips": sharded(dist.group.WORLD)}
+    else:
+        made |= {"gloo": hooked_by(form, ddp(gloo), gloo), "mpips": hooked_by(form, ddp(), None)}
     return {contender: stepping(one, x) for contender, one in made.items()}
 
 
@@ -107,12 +135,13 @@ def stepping(model: nn.Module, x: Tensor) -> Callable[[], object]:
     return step
 
 
-def measure(name: str, gloo: Any, rounds: int, seconds: float) -> list[Row]:
-    """All contenders on one model. Collective."""
-    steps = contenders(name, gloo)
+def measure(name: str, form: str, gloo: Any, rounds: int, seconds: float) -> list[Row]:
+    """All contenders on one model in one form. Collective."""
+    steps = contenders(name, form, gloo)
     for step in steps.values():
         for _ in range(5):  # DataParallel has its plan after a few steps
             step()
+    engine.settle(SETTLE_SECONDS)  # float16 is summed by kernels in a job that runs for longer than this
     taking_part = [Contender(each, step, True) for each, step in steps.items()]
     times = compare_steps(taking_part, MPI.COMM_WORLD, seconds, rounds)
     medians = {each: statistics.median(values) for each, values in times.items()}
@@ -123,7 +152,7 @@ def measure(name: str, gloo: Any, rounds: int, seconds: float) -> list[Row]:
     for each, step_s in medians.items():
         over = step_s - medians[ALONE]
         rows.append(
-            Row(name, parameters, MPI.COMM_WORLD.size, each, step_s, over, medians[best] / step_s, over / cost)
+            Row(name, form, parameters, MPI.COMM_WORLD.size, each, step_s, over, medians[best] / step_s, over / cost)
         )
     return rows
 
@@ -131,36 +160,41 @@ def measure(name: str, gloo: Any, rounds: int, seconds: float) -> list[Row]:
 def table(rows: list[Row]) -> Table:
     """The rows, in milliseconds."""
     view = Table(title=f"a step on {rows[0].ranks} ranks, batches of {BATCH}")
-    for column in ("model", "parameters", "contender", "step, ms", "communication, ms", "x gloo", "of gloo's cost"):
-        view.add_column(column, justify="left" if column in ("model", "contender") else "right")
+    words = ("model", "form", "contender")
+    for column in (*words, "parameters", "step, ms", "communication, ms", "x gloo", "of gloo's cost"):
+        view.add_column(column, justify="left" if column in words else "right")
+    last = {row.form: row.contender for row in rows}
     for row in rows:
         view.add_row(
-            row.model, f"{row.parameters:,}", row.contender, f"{1e3 * row.step_s:.2f}",
+            row.model, row.form, row.contender, f"{row.parameters:,}", f"{1e3 * row.step_s:.2f}",
             f"{1e3 * row.communication_s:.2f}", f"{row.over_gloo:.2f}", f"{row.share_of_gloo:.2f}",
-            end_section=row.contender == "DataParallel",
+            end_section=row.contender == last[row.form],
         )  # fmt: skip
     return view
 
 
 @click.command(cls=RankedCommand)
 @click.option("--models", default=",".join(MODELS), show_default=True)
+@click.option("--forms", default=",".join(FORMS), show_default=True)
 @click.option("--rounds", default=7, type=click.IntRange(1), show_default=True)
-@click.option("--seconds", default=10.0, type=Seconds(), show_default=True, help="For each model.")
+@click.option("--seconds", default=10.0, type=Seconds(), show_default=True, help="For each model and form.")
 @click.option("--json", "json_path", type=OutFile(), help="Write the rows as JSON.")
-def main(models: str, rounds: int, seconds: float, json_path: Path | None) -> None:
+def main(models: str, forms: str, rounds: int, seconds: float, json_path: Path | None) -> None:
     """Measure and print; a program of every rank."""
-    names = models.split(",")
-    if unknown := [name for name in names if name not in MODELS]:
-        raise click.UsageError(f"--models {unknown[0]!r} is none of {', '.join(MODELS)}")
+    names, shapes = models.split(","), forms.split(",")
+    for option, words, known in (("models", names, MODELS), ("forms", shapes, FORMS)):
+        if unknown := [word for word in words if word not in known]:
+            raise click.UsageError(f"--{option} {unknown[0]!r} is none of {', '.join(known)}")
     torch.set_num_threads(1)
     dist.init_process_group("mpips")
     gloo = dist.new_group(backend="gloo", timeout=timedelta(minutes=2))
     rows: list[Row] = []
     first = MPI.COMM_WORLD.rank == 0
-    with show_progress("models", len(names), first) as done:
-        for name in names:
-            rows += measure(name, gloo, rounds, seconds)
-            done(name)
+    pairs = [(name, form) for form in shapes for name in names]
+    with show_progress("models", len(pairs), first) as done:
+        for name, form in pairs:
+            rows += measure(name, form, gloo, rounds, seconds)
+            done(f"{name}, {form}")
     dist.destroy_process_group()
     if first:
         show_table(table(rows))
