@@ -112,9 +112,10 @@ class GroupJob:
 
 
 class Communication:
-    """Runs the jobs of this process. Not for several threads of the user's at a time."""
+    """Runs the jobs of this process. Threads of the program may call it, each for groups of its own."""
 
     def __init__(self) -> None:
+        self._callers: set[threading.Thread] = set()
         self._state = threading.Condition()
         self._jobs: deque[GroupJob] = deque()
         self._under_way: list[tuple[GroupJob, Iterator[None]]] = []
@@ -124,14 +125,15 @@ class Communication:
 
     def run(self, job: GroupJob, in_background: bool) -> Future[Any]:
         """Run a job: now, blocking, where it need not go on `in_background` and no other is under way; else in the
-        thread. Return its future. Errors of a job that runs now are raised here."""
+        thread, as for several threads of the program, whose jobs must not wait for each other. Return its future.
+        Errors of a job that runs now are raised here."""
         if threading.current_thread() is self._thread:  # a callback of a future, which may wait for this one
             with self._state:
                 self._jobs.append(job)
             self._run_side_by_side(job.future.done)
             return job.future
         with self._state:
-            if in_background or self._busy or self._jobs:
+            if in_background or not self._is_only_caller() or self._busy or self._jobs:
                 self._jobs.append(job)
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._run_thread, name="mpips torch", daemon=True)
@@ -148,6 +150,13 @@ class Communication:
                 self._busy = False
                 self._state.notify_all()
         return job.future
+
+    def _is_only_caller(self) -> bool:
+        """Return whether no other thread that has called is alive."""
+        me = threading.current_thread()
+        if self._callers != {me}:
+            self._callers = {thread for thread in self._callers if thread.is_alive()} | {me}
+        return len(self._callers) == 1
 
     def close(self) -> None:
         """End the thread when the jobs under way have ended or failed. Blocks for 2 seconds at most."""
