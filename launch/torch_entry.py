@@ -10,6 +10,8 @@ import importlib
 import sys
 
 NAME = "mpips"
+VALUES = (NAME, f"cpu:{NAME}", f"cpu:{NAME},cuda:nccl", f"cpu:{NAME},cuda:gloo")
+"""c10d looks a whole string up, before it takes it apart."""
 
 
 class _Value:
@@ -35,7 +37,7 @@ def announce() -> None:
     backend = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "Backend", None)
     if backend is None or NAME.upper() in vars(backend):
         return
-    for value in (NAME, f"cpu:{NAME}"):
+    for value in VALUES:
         setattr(backend, value.upper(), _Value(value))
     backend.backend_list.append(NAME)
 
