@@ -19,6 +19,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
+from collectives import log
 from collectives.errors import CollectiveError, MismatchError, given_up, of_caller
 from collectives.fabric import arena
 from collectives.fabric.arena import Region
@@ -43,6 +44,7 @@ from collectives.schedule.catalog import see_named
 from collectives.tuner import table
 from collectives.tuner.table import Table
 
+LOG = log.get("mpips.collectives")
 MOST_CORES = 4096
 CARRYING_SECONDS = 3.0  # at most, to carry through a call of MPI's own that is given up
 NO_QUOTA = (0, 0)
@@ -190,6 +192,7 @@ class Communicator:
         self._kept.append(kept)
         try:
             told = self.ending.end(_told(self, what, error))
+            LOG.info("the communicator of %d ranks has ended: %s", self.size, told)
         finally:
             self.started = []
             self.hold()

@@ -8,6 +8,10 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn, TypeVar
 
+from collectives import log
+
+LOG = log.get("mpips.collectives")
+
 E = TypeVar("E", bound=BaseException)
 
 OURS = ("mpips", "collectives")
@@ -68,6 +72,7 @@ def warn(sentence: str) -> None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and is_ours(frame):
         level, frame = level + 1, frame.f_back
+    LOG.info("warned: %s", sentence)
     user = frame is not None and _module(frame) != "threading"
     warnings.warn(sentence, RuntimeWarning, stacklevel=level if user else 2)
 

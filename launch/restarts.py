@@ -7,13 +7,13 @@ to this command has ended. With spares the others go on first, and the job start
 
 from __future__ import annotations
 
-import logging
 import socket
 import subprocess
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+from collectives import log
 from launch.hosts import Host, Placed
 from launch.mpirun import Flavour, Job, Launcher, LauncherError, Machine, ask, build
 from launch.running.process import Ended, tell
@@ -21,7 +21,7 @@ from launch.running.verdict import signal_in
 from mpips.store.checkpoint import folder as files
 from mpips.store.options import Options
 
-_log = logging.getLogger("mpips.launch")
+LOG = log.get("mpips.launch")
 
 LIMIT = 20.0  # seconds for a host to answer
 LASTING = ("sleep", "1")  # Open MPI's mpirun may wait for ever for a program of another host that ends at once
@@ -73,7 +73,7 @@ def until_it_ends(
         tell(f"mpips: {why}: the job starts again from {begin}, restart {restarts - left} of {restarts}"
              f"{roles if changed != options else ''}")  # fmt: skip
         options = changed
-        _log.info("restart %d of %d: %s, %d workers, %d servers", restarts - left, restarts, why, options.workers,
+        LOG.info("restart %d of %d: %s, %d workers, %d servers", restarts - left, restarts, why, options.workers,
                   options.servers)  # fmt: skip
         ended = start(options)
     tell(ended.sentence)

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import click
 
+from collectives import log
 from collectives.terminal import Interruptible, Whole
 from launch import restarts
 from launch.hosts import Host, place, read
@@ -123,6 +124,19 @@ def save_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
+def log_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Return the options of the log."""
+    for option in (
+        click.option("--log-format", type=click.Choice(log.FORMATS), help="Lines for people, or JSON objects."),
+        click.option("--log-dir", metavar="DIR",
+                     help="Write these lines to a folder instead: a file for each rank, and one of all."),
+        click.option("--log", "log_level", type=click.Choice(log.LEVELS),
+                     help="Show what becomes of each rank, in a line for each change."),
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
 @click.command("run", cls=Interruptible, context_settings=dict(BEFORE_A_SCRIPT))
 @role_options
 @spares_option
@@ -137,11 +151,13 @@ def save_options(command: Callable[..., None]) -> Callable[..., None]:
     help="Set this variable for all ranks, on every host; without a value: as it is set here. May be repeated.",
 )  # fmt: skip
 @save_options
+@log_options
 @click.option("--dry-run", is_flag=True, help="Print the command and stop.")
 @script_argument
 def command(
     mpirun: str | None, interface: str | None, extra: Words, dry_run: bool, words: Words, ranks: int | None,
-    workers: int | None, checkpoint: str | None, tries: int, variables: Words, **asked: Any,
+    workers: int | None, checkpoint: str | None, tries: int, variables: Words, log_level: str | None,
+    log_dir: str | None, log_format: str | None, **asked: Any,
 ) -> None:  # fmt: skip
     """Start SCRIPT.py ARGS as one MPI job of workers and servers.
 
@@ -149,6 +165,7 @@ def command(
     The roles reach `mpips.create` as MPIPS_* variables. An uncaught exception of one rank ends the job; the exit code
     is the job's, or 2 where none is started.
     """
+    begin_log(log_level, log_dir, log_format)
     asked["workers"] = workers_of(ranks, workers, asked["servers"])
     saves = {"checkpoint": os.path.abspath(checkpoint) if checkpoint else checkpoint, "every": asked.pop("every")}
     try:
@@ -183,7 +200,35 @@ def command(
     check_script(words)
     _warn(job, machine)
     remote = bool(job.hosts) and job.ranks_here(os.environ) < job.ranks
-    sys.exit(restarts.until_it_ends(start, start.fitting, options, tries, remote, launcher.flavour))
+    code = restarts.until_it_ends(start, start.fitting, options, tries, remote, launcher.flavour)
+    merge_log()
+    sys.exit(code)
+
+
+def begin_log(level: str | None, folder: str | None, form: str | None) -> None:
+    """Log here and, by variables that reach all ranks, there. UsageError where the folder cannot be written."""
+    given = {log.LEVEL_VARIABLE: level, log.FOLDER_VARIABLE: folder and os.path.abspath(folder),
+             log.FORMAT_VARIABLE: form}  # fmt: skip
+    os.environ.update({variable: word for variable, word in given.items() if word})
+    log.place.name = "launch"
+    try:
+        if (where := log.chosen()[1]):
+            os.makedirs(where, mode=0o700, exist_ok=True)
+        log.configure()
+    except log.LogError as error:
+        raise click.UsageError(str(error)) from None
+    except OSError as error:
+        raise click.UsageError(f"--log-dir {where!r} cannot be made: {error.strerror}") from None
+
+
+def merge_log() -> None:
+    """Join what ranks have written to the folder of the log, and say so where that fails."""
+    _, folder, form = log.chosen()
+    try:
+        if folder:
+            log.merge(folder, form)
+    except OSError as error:
+        click.echo(f"mpips: the log in {folder} is not joined into one file: {error.strerror}", err=True)
 
 
 @dataclass

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import os
 import pickle
 import stat
@@ -28,7 +27,9 @@ from numba.core.serialize import dumps
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array
 
-LOG = logging.getLogger("mpips.kernels")
+from collectives import log
+
+LOG = log.get("mpips.kernels")
 _HALF, _FLOAT = llvmlite.ir.HalfType(), llvmlite.ir.FloatType()
 _DIGEST = hashlib.sha256().digest_size
 _OWN = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()

@@ -15,7 +15,6 @@ import contextlib
 import errno
 import fcntl
 import importlib.util
-import logging
 import os
 import queue
 import re
@@ -28,7 +27,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-LOG = logging.getLogger("mpips.kernels")
+from collectives import log
+
+LOG = log.get("mpips.kernels")
 VARIABLE = "MPIPS_KERNELS"
 FOLDER_VARIABLE = "MPIPS_KERNELS_FOLDER"
 ENGINES = ("numba", "numpy")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import logging
 import os
 import select
 import shlex
@@ -27,13 +26,14 @@ from typing import Any
 
 import msgspec
 
+from collectives import log
 from collectives.machine import find_peer, usable_cores
 from launch.lab import job
 from launch.lab.job import AGENT
 from launch.lab.layout import LabPlan
 from launch.mpirun import find
 
-_log = logging.getLogger("mpips.lab")
+LOG = log.get("mpips.lab")
 
 END_SECONDS = 10.0
 LOCK, SOCKET = ".lock", ".socket"
@@ -84,7 +84,7 @@ def up(name: str, plan: LabPlan) -> socket.socket:
     if "error" in reply:
         owner.close()
         raise LabError(f"lab {name!r} could not be made: {reply['error']}")
-    _log.info("lab %s begins: %s, %d hosts", name, plan.topology, len(plan.hosts))
+    LOG.info("lab %s begins: %s, %d hosts", name, plan.topology, len(plan.hosts))
     return owner
 
 
@@ -120,7 +120,7 @@ def down(name: str) -> None:
     try:
         ask(name, {"do": "down"})
         _wait_for_end(handle)
-        _log.info("lab %s has ended", name)
+        LOG.info("lab %s has ended", name)
     finally:
         os.close(handle)
 

@@ -9,7 +9,6 @@ missed by the others for ever, while they start MPI.
 from __future__ import annotations
 
 import ctypes
-import logging
 import math
 import os
 import select
@@ -25,6 +24,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
+from collectives import log
 from collectives.machine import read_stat
 from launch.machine import remove_leftovers, remove_session
 from launch.mpirun import environment_of_job
@@ -45,7 +45,7 @@ SIGNAL_RECORD = struct.Struct("Iii116x")  # of signalfd: number, errno, code
 MASK_BYTES = 128
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None, use_errno=True)
-_log = logging.getLogger("mpips.launch")
+LOG = log.get("mpips.launch")
 
 
 class Ended(NamedTuple):
@@ -75,7 +75,7 @@ def run(
     """
     all_here = here >= max(1, len(roles))
     hands_over, began = _input_of_rank_0(argv) if all_here else -1, time.monotonic()
-    _log.info("job begins: %s", shlex.join(argv))
+    LOG.info("job begins: %s", shlex.join(argv))
     signals, presence = HeldSignals(), Presence(here, survives=spares >= 0, hands_over=hands_over)
     verdict: OneDeathEnds | OthersGoOn
     verdict = OneDeathEnds(presence, roles) if spares < 0 else OthersGoOn(presence, roles, spares)
@@ -87,7 +87,7 @@ def run(
         end = watched.end()
         code, sentence, death = verdict.code(end), verdict.sentence(end), verdict.death(end)
         watched.clear(others=bool(code))
-        _log.info("job has ended after %.1f s: code %d, mpirun's %d, %s", time.monotonic() - began, code, end.returned,
+        LOG.info("job has ended after %.1f s: code %d, mpirun's %d, %s", time.monotonic() - began, code, end.returned,
                   death or "no death that ended it")  # fmt: skip
     finally:
         presence.close()
@@ -155,7 +155,7 @@ class Watched:
             # all that has been heard by now, also by the search for ranks, counts before the next wait
             if not self._heard and not self._deserted:
                 for sentence in self._verdict.news():
-                    _log.info("death seen: %s", sentence)
+                    LOG.info("death seen: %s", sentence)
                     tell(f"mpips: {sentence}")
             due = self._verdict.due(time.monotonic())
             if time.monotonic() >= due and self._ends_by == math.inf:

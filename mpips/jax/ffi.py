@@ -10,7 +10,6 @@ from __future__ import annotations
 import _thread
 import atexit
 import ctypes
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -20,9 +19,10 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives import log
 from collectives.arrays import Flat
 
-LOG = logging.getLogger("mpips.jax")
+LOG = log.get("mpips.jax")
 TARGET = "mpips_call"
 MAJOR, MINOR = 0, 1
 """The version of the interface that is spoken here: what XLA added later is not read."""

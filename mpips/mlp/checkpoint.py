@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import msgspec
 import numpy as np
 from mpi4py import MPI
 
+from collectives import log
 from mpips.mlp.data.loading import Data, DealRule, Scaling
 from mpips.mlp.mesh import Mesh, TrainingError, agree, attempt
 from mpips.mlp.network import MLP, Network, Specification, Split, check, splits, working_dtype
@@ -30,7 +30,7 @@ WORD = "mpips"
 """Of the metadata, for the header."""
 SCALING = "scaling."
 FLOATS = re.compile(r"b?float\d+")
-_log = logging.getLogger("mpips.mlp")
+LOG = log.get("mpips.mlp")
 
 
 class CheckpointHeader(msgspec.Struct):
@@ -82,7 +82,7 @@ def save_checkpoint(path: str, worker: Worker, data: Data | None = None) -> None
         )  # fmt: skip
         try:
             write(path, arrays, {WORD: msgspec.json.encode(header).decode()})
-            _log.info("checkpoint %s is written after %d updates", path, worker.updates)
+            LOG.info("checkpoint %s is written after %d updates", path, worker.updates)
         except OSError as error:
             problem = f"checkpoint {path} cannot be written: {why(error)}"
     agree(worker.mesh.comm, problem)
@@ -116,7 +116,7 @@ def load_checkpoint(
     flats = {f"state{slot}.": array for slot, array in enumerate(state)}
     _read(path, mesh.comm, lambda file: _fill(file, worker.network, flats))
     worker.update.restore(state, header.updates)
-    _log.info("checkpoint %s is read, of %d updates", path, header.updates)
+    LOG.info("checkpoint %s is read, of %d updates", path, header.updates)
     return worker
 
 

@@ -14,7 +14,6 @@ elastic  every client trains by itself; now and then its weights and the servers
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
 from itertools import pairwise
@@ -24,6 +23,7 @@ from typing import TypeVar
 import numpy as np
 from mpi4py import MPI
 
+from collectives import log
 from collectives.fabric.tasks import Task
 from mpips.mlp.mesh import Mesh, TrainingError, agree, alike, counted, nodes
 from mpips.mlp.network import Network, interval
@@ -39,7 +39,7 @@ from mpips.store.worker.interface import States, Stored
 STORES = {"sync": "mpi_sync", "elastic": "mpi_async"}
 """The kind of store behind each kind of servers."""
 T = TypeVar("T")
-_log = logging.getLogger("mpips.mlp")
+LOG = log.get("mpips.mlp")
 
 
 class Servers:
@@ -98,7 +98,7 @@ class Servers:
         if server < 0:
             return Mesh(self.clients * batch, model, role)
         agree(self.comm, None)
-        _log.info("rank %d serves group %d of the slices", rank, mine)
+        LOG.info("this server has group %d of the slices", mine)
         self._create()
         raise AssertionError("a server leaves inside create")
 

@@ -5,7 +5,6 @@ Source: the paper, section 7, Algorithm 3; with one model rank it is Algorithm 1
 
 from __future__ import annotations
 
-import logging
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -17,6 +16,7 @@ import numpy as np
 from mpi4py import MPI
 
 import collectives
+from collectives import log
 from mpips.mlp.data.base import DataSource
 from mpips.mlp.data.loading import Data, DealRule, epoch_order, load
 from mpips.mlp.mesh import Mesh, TrainingError, agree, alike, arguments_of, counted, parse, spans_nodes
@@ -29,7 +29,7 @@ from mpips.optimizers.sgd import SGD
 
 _LOADING = ("batch", "seed", "test_share", "way", "labels")
 _EVALUATE_SAMPLES = 1000
-_log = logging.getLogger("mpips.mlp")
+LOG = log.get("mpips.mlp")
 
 
 class EpochResult(NamedTuple):
@@ -133,10 +133,10 @@ def _run_epochs(
     worker: Worker, data: Data, epochs: int, on_epoch: Callable[[EpochResult], None] | None
 ) -> list[EpochResult]:
     done, history = worker.updates // len(data.deal.samples), []
-    _log.info("training begins: grid %s, epoch %d, %d epochs, %d rows", data.mesh, done + 1, epochs, data.train_rows)
+    LOG.info("training begins: grid %s, epoch %d, %d epochs, %d rows", data.mesh, done + 1, epochs, data.train_rows)
     for epoch in range(done, done + epochs):
         history.append(_run_epoch(worker, data, epoch))
-        _log.info("epoch %d is over: loss %g, %.2f s", epoch + 1, history[-1].train_loss, history[-1].seconds)
+        LOG.info("epoch %d is over: loss %g, %.2f s", epoch + 1, history[-1].train_loss, history[-1].seconds)
         if on_epoch:
             on_epoch(history[-1])
     return history

@@ -10,13 +10,13 @@
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from collectives import log
 from collectives.kernels import engine
 from collectives.kernels.sums import add_parts
 from mpips.optimizers import loops
@@ -25,7 +25,7 @@ from mpips.optimizers.trace import Tape, Untraceable, pair
 
 BLOCK_BYTES = 384 * 1024
 """Bytes of one array that a block covers."""
-LOG = logging.getLogger("mpips.kernels")
+LOG = log.get("mpips.kernels")
 TRIAL = 2
 """Weights on which an optimizer's options are tried: no kernel is asked for."""
 MOST_PARTS = 64

@@ -13,11 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
+from collectives import log
 from collectives.errors import of_caller
 from collectives.kernels import engine
 
 PREFIX = "MPIPS_"
-OF_PROCESSES = (engine.VARIABLE, engine.FOLDER_VARIABLE)
+OF_PROCESSES = (
+    engine.VARIABLE, engine.FOLDER_VARIABLE, log.LEVEL_VARIABLE, log.FOLDER_VARIABLE, log.FORMAT_VARIABLE,
+)  # fmt: skip
 """Variables with that prefix in which ranks may differ; they are no options."""
 
 # Kinds in the words of MXNet and, after the colon, the names that the paper (section 4.2.1) gives them.
@@ -192,7 +195,7 @@ def read(arguments: Mapping[str, Any] | None = None, environment: Mapping[str, s
     """Options from arguments, else from `MPIPS_*` variables, else defaults.
 
     An unknown argument or variable raises OptionError and lists the known ones, and so does a word that names no
-    engine of kernels; None means "not given".
+    engine of kernels, or level of the log; None means "not given".
     """
     env = os.environ if environment is None else environment
     known = {field.name: field for field in FIELDS}
@@ -208,6 +211,7 @@ def read(arguments: Mapping[str, Any] | None = None, environment: Mapping[str, s
         values[name] = _checked(known[name], text, variable)
     try:
         engine.chosen(env)
+        log.chosen(env)
     except ValueError as error:
         raise OptionError(str(error)) from None
     for name, value in (arguments or {}).items():

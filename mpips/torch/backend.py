@@ -15,12 +15,14 @@ import numpy as np
 import torch.distributed as dist
 from mpi4py import MPI
 
+from collectives import log
 from collectives.errors import of_caller
 from mpips.address import MASTER, find_address
 from mpips.store.world import launched_as, lost
 from mpips.torch.process_group import ProcessGroup
 from mpips.torch.works import communication
 
+LOG = log.get("mpips.torch")
 NAME = "mpips"
 TAG = 7301
 PROCESSES, TORCHRUN = "WORLD_SIZE", "TORCHELASTIC_RUN_ID"
@@ -58,7 +60,9 @@ def _create_group(options: Any, group_options: Any = None) -> ProcessGroup:
     ranks, world = list(options.global_ranks_in_group), MPI.COMM_WORLD
     if not ranks or len(ranks) == world.size:
         _check_place(options.group_rank, options.group_size)
+        LOG.info("a process group of all %d ranks begins", world.size)
         return ProcessGroup(world.Dup(), options.timeout)
+    LOG.info("a process group of ranks %s begins", ranks)
     members = world.group.Incl(ranks)
     return ProcessGroup(world.Create_group(members, TAG), options.timeout)
 

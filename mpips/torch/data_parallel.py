@@ -9,7 +9,6 @@ A backward: `_begin_backward`, then `_note_gradient` for each parameter, by whic
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -23,6 +22,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 import collectives
+from collectives import log
 from collectives.communicator import communicator
 from mpips.torch.backend import check_joined
 from mpips.torch.buckets import BackwardProfile, check_buckets, cut_by_bytes, cut_by_strategy, measure_costs
@@ -41,7 +41,7 @@ REVIEW_STEPS = 200
 CHECK_STEPS = 128
 """Steps between two comparisons of parameters between ranks, beside the steps 1, 2, 4, 8, ..."""
 
-log = logging.getLogger("mpips.torch")
+LOG = log.get("mpips.torch")
 
 
 @uncompiled("_before_forward", "_after_forward")
@@ -286,7 +286,7 @@ class DataParallel(torch.nn.Module):
         self._reducer.free()
         self._reducer = Reducer(parameters, cuts, self._comm, self._algorithm, self._in_background)
         self._planned = True
-        log.info("DataParallel: %d buckets (%s) after step %d: an allreduce takes %.3g s + %.3g s/B",
+        LOG.info("DataParallel: %d buckets (%s) after step %d: an allreduce takes %.3g s + %.3g s/B",
                  len(cuts), self._strategy, self._step, *costs)  # fmt: skip
 
     def _count_active(self, one: float) -> float:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import collectives
+from collectives import log
 from collectives.errors import CollectiveError, MismatchError
 from mpips.store.runtime.rendezvous import attempt
 from mpips.training import callbacks as hooks
@@ -42,6 +43,8 @@ from mpips.training.model import samples_of
 from mpips.training.rejoin import BEGIN, COUNTED, ENDED, OVER, TOLD, SurvivingFit
 from mpips.training.step import Blocking, Job, see_joined
 
+LOG = log.get("mpips.training")
+
 UNEVEN, MANY = 100, 2000
 """A stream without an end: this many times the steps of another worker, and this many more."""
 
@@ -59,6 +62,8 @@ class Fit:
 
     def run(self) -> list[Epoch]:
         """Train from the position on, through deaths where the store survives them; the history."""
+        at = self._position
+        LOG.info("fit begins at epoch %d of %d, step %d", at.epoch, self._fit.epochs, at.step)
         try:
             self._enter()
             while True:
@@ -72,7 +77,8 @@ class Fit:
         finally:
             for callback in self._callbacks:
                 callback.close()
-        return list(self._position.history)
+        LOG.info("fit has ended after step %d", at.step)
+        return list(at.history)
 
     def _enter(self) -> None:
         """Begin with all workers, or as a spare among those that are in the middle of it."""
@@ -153,6 +159,7 @@ class Fit:
             warnings.warn(f"the loss of epoch {epoch.epoch} is {epoch.loss} on rank {self._fit.rank}: lower the "
                           "learning rate, give clip_norm, or look for NaN in the data",
                           RuntimeWarning, stacklevel=4)  # fmt: skip
+        LOG.info("epoch %d of %d is over: loss %.6g, %.2f s", epoch.epoch, self._fit.epochs, epoch.loss, epoch.seconds)
         for callback in self._callbacks:
             at.stopped |= bool(callback.on_epoch(self._fit, epoch))
         self._mark(OVER)
@@ -222,6 +229,7 @@ class Fit:
     def _stepped(self) -> None:
         """An exchange is over."""
         self._position.step += 1
+        log.place.step = self._position.step
         self._mark(COUNTED)
         self._tell()
 

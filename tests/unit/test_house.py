@@ -24,7 +24,7 @@ ALLOWED = {
     "mpips": ("collectives",),
     "launch": (
         "mpips.store.options", "mpips.store.world", "mpips.store.checkpoint.folder", "collectives.simulator.topology",
-        "collectives.machine", "collectives.terminal", "collectives.fabric.process_memory",
+        "collectives.log", "collectives.machine", "collectives.terminal", "collectives.fabric.process_memory",
         "collectives.kernels.engine",
     ),
 }

@@ -9,7 +9,6 @@ between ranks during training, and minibatches are the same on every mesh.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
@@ -19,13 +18,14 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
+from collectives import log
 from mpips.mlp.data.base import DataSource, is_number, listed, read_checked, see_few
 from mpips.mlp.mesh import Mesh, TrainingError, agree, alike, attempt
 from mpips.mlp.network import interval, working_dtype
 
 WAYS = ("read", "scatter")
 _BLOCK_BYTES = 32 << 20  # of rows that a reader has on the way at a time, so that nobody holds all
-_log = logging.getLogger("mpips.mlp")
+LOG = log.get("mpips.mlp")
 
 
 class Scaling(NamedTuple):
@@ -154,7 +154,7 @@ def load_opened(
         scaling = Scaling(*_moments(x[:cut], mesh.batch_comm), *moments)
     x = ((x - scaling.x_mean) / scaling.x_std).astype(working)
     y = y[:, 0].astype(np.int64) if classes else ((y - scaling.y_mean) / scaling.y_std).astype(working)
-    _log.info("rows are loaded: %d for training, %d for testing, by %s", rows - test_rows, test_rows, opened.way)
+    LOG.info("rows are loaded: %d for training, %d for testing, by %s", rows - test_rows, test_rows, opened.way)
     return Data(
         x[:cut], y[:cut], x[cut:], y[cut:], mine, opened.outputs, classes, rows - test_rows, test_rows, batch,
         seed, test_share, str(mesh), opened.way, scaling, opened.labels,

@@ -12,7 +12,6 @@ worker i of n gets the sum of those numbered i, i + n, i + 2n, ...: nothing is l
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives import log
 from collectives.fabric.tasks import Task
 from mpips.compression.compressors import Compressor
 from mpips.compression.registry import create, options
@@ -48,7 +48,7 @@ from mpips.store.worker.interface import States, Stored
 from mpips.store.worker.settings import Settings
 
 Array = NDArray[Any]
-LOG = logging.getLogger("mpips.store")
+LOG = log.get("mpips.store")
 
 
 def load(store: Settings, path: str | os.PathLike[str]) -> None:
@@ -62,7 +62,7 @@ def load(store: Settings, path: str | os.PathLike[str]) -> None:
         told = store.settled("load", [("path", name or "")], refusal or unfit, noun="argument", data=mine)
         header = msgspec.msgpack.decode(told[0], type=Header)
         store.run("load", _loaded(store, reader, header))
-        LOG.info("rank %d: checkpoint %s is loaded, %d keys", store.layout.rank, name, len(header.records))
+        LOG.info("checkpoint %s is loaded, %d keys", name, len(header.records))
 
 
 def _opened(store: Settings, path: str, stack: contextlib.ExitStack) -> Reader | None:

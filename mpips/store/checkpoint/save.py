@@ -11,7 +11,6 @@ last ones allows. Then comes a rest in which nothing of it is under way, so that
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
 import time
@@ -23,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import collectives
+from collectives import log
 from collectives.errors import CollectiveError, warn
 from collectives.fabric.tasks import Task, together
 from mpips.compression.registry import options
@@ -53,7 +53,7 @@ from mpips.store.worker.interface import Snapshot, Stored
 from mpips.store.worker.settings import Settings
 
 Array = NDArray[Any]
-LOG = logging.getLogger("mpips.store")
+LOG = log.get("mpips.store")
 
 
 def save(store: Settings, path: str | os.PathLike[str], wait: bool) -> Saving | None:

@@ -23,7 +23,6 @@ A process may die at any moment, also while the others make new communicators, w
 from __future__ import annotations
 
 import copy
-import logging
 import time
 from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
@@ -34,6 +33,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
+from collectives import log
 from collectives.errors import CollectiveError, StallError
 from collectives.fabric.arena import Region
 from collectives.fabric.failure import Making, deaths
@@ -67,7 +67,7 @@ SLEEP_SECONDS = 0.01
 TAG = 5
 """Of messages with old values, on the store's communicator."""
 MESSAGE_BYTES = 64 << 20
-LOG = logging.getLogger("mpips.store")
+LOG = log.get("mpips.store")
 DONE, DIED, FAILED = 0b11, 0b10, 0b00
 """How an attempt has ended. Of all ranks' words the bits that all have count."""
 
@@ -82,7 +82,7 @@ def recover(
     None as `renew` does.
     """
     begun_at = time.monotonic()
-    LOG.info("rank %d: recovery of generation %d is asked for", generation.rank, generation.number)
+    LOG.info("recovery of generation %d is asked for", generation.number)
 
     def rebuild() -> tuple[Member[T], T]:
         layout, member = generation.layout, join()
@@ -98,8 +98,8 @@ def recover(
         member, layout = begun[0], generation.layout
         member.commit()
         LOG.info(
-            "rank %d, %s: recovered in %.3f s, %d bytes moved: %d workers, %d servers, %d spares; dead since the last "
-            "generation: %s", layout.rank, layout.role, time.monotonic() - begun_at, member.nbytes, layout.num_workers,
+            "recovered in %.3f s, %d bytes moved: %d workers, %d servers, %d spares; dead since the last "
+            "generation: %s", time.monotonic() - begun_at, member.nbytes, layout.num_workers,
             layout.num_servers, layout.spares, layout.lost or "none",
         )  # fmt: skip
     return begun
@@ -203,7 +203,7 @@ def _begin_with_survivors(generation: Generation, rebuild: Callable[[], T], grow
         layout.abandon()
     vars(layout).update(vars(old))
     put_back()
-    LOG.info("rank %d: an attempt at generation %d has failed: %s", generation.rank, generation.number + 1, raised)
+    LOG.info("an attempt at generation %d has failed: %s", generation.number + 1, raised)
     if verdict == FAILED:
         raise raised or LostError("recover: another rank could not go on, as its own error says")
     return []

@@ -7,7 +7,6 @@ What comes after it the ranks tell each other by its `succession`. `recovery.rec
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
@@ -17,6 +16,7 @@ from functools import partial
 
 from mpi4py import MPI
 
+from collectives import log
 from collectives.communicator import Communicator, communicator
 from collectives.errors import CollectiveError
 from collectives.fabric.failure import failed
@@ -44,7 +44,7 @@ LONG_SECONDS, CHECK_SECONDS = 0.2, 0.1
 SUCCESSION_TAG = 4
 WOULD, GOES, TRIED, LEAVES = b"would go on", b"goes on", b"has tried", b"leaves"
 NEVER = Limits(math.inf, 0.0)
-LOG = logging.getLogger("mpips.store")
+LOG = log.get("mpips.store")
 
 
 class Generation:
@@ -144,7 +144,7 @@ class Generation:
             home.fail(what, error)
         assert home.over is not None
         self.over = of_kind(home.over)
-        LOG.info("rank %d: generation %d has ended: %s", self.rank, self.number, self.over)
+        LOG.info("generation %d has ended: %s", self.number, self.over)
         for inner in self._inner:
             inner.fail(what, self.over)
         for step in self.on_end:
@@ -283,8 +283,10 @@ class Generation:
         self._log_begin()
 
     def _log_begin(self) -> None:
-        role = self.layout.role
-        LOG.info("rank %d of %d, %s: generation %d has begun", self.rank, self.size, role, self.number)
+        log.place.role, log.place.generation = self.layout.role, self.number
+        layout = self.layout
+        LOG.info("generation %d has begun, of a %s store: %d workers, %d servers, %d spares", self.number, layout.kind,
+                 layout.num_workers, layout.num_servers, layout.spares)  # fmt: skip
 
     def put_back(self) -> Callable[[], None]:
         """Return a function that makes this generation again what it is now."""
@@ -312,7 +314,7 @@ class Generation:
         all_left = self.succession.wait_until_all_left(CLOSING_SECONDS)
         self.layout.free()
         sweep(FREEING_SECONDS if all_left else 0.0)
-        LOG.info("rank %d: the store is closed", self.rank)
+        LOG.info("the store is closed")
 
 
 def _gone(world: MPI.Comm, home: Communicator) -> dict[int, str]:

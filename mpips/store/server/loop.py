@@ -6,7 +6,6 @@ waits until the workers begin the next one, or close.
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Callable, Container, Sequence
@@ -15,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from collectives import log
 from collectives.errors import CollectiveError, StallError
 from collectives.fabric import arena
 from mpips.compression import Compressor
@@ -35,7 +35,7 @@ from mpips.store.server.unit import Replies
 from mpips.store.transport.frames import ROUND, ROUND_AT, Frame, Op, OpenStore
 from mpips.store.transport.lines import Line, MessageLine, Rings, any_waiting
 
-LOG = logging.getLogger("mpips.store")
+LOG = log.get("mpips.store")
 PUSH = int(Op.PUSH)
 YIELDS = 8
 """Before the clock is looked at; where cores are busy each may cost a slice."""
@@ -142,7 +142,7 @@ class Server(Member[None]):
         serving = self._serving(lines)
         serving.requests.publish()
         self._serve(lines, rings, serving)
-        LOG.info("server rank %d has begun, for %d workers", self.layout.rank, len(lines))
+        LOG.info("the server has begun, for %d workers", len(lines))
 
     def _serve(self, lines: list[Line], rings: Rings | None, serving: Serving) -> None:
         """Serve a generation over these lines."""
@@ -185,7 +185,7 @@ class Server(Member[None]):
     def turn(self) -> bool:
         """Look at everything once; whether anything was done. What is raised ends the generation."""
         if self._ended is not None:
-            return self._next_generation()
+            return not self._closed and self._next_generation()
         try:
             return self._turn()
         except Exception as error:
@@ -293,7 +293,7 @@ class Server(Member[None]):
             serving.state.create(unit)
             serving.state.changed(unit)
         self._rounds = plan.rounds
-        LOG.info("server rank %d: %d units, %d bytes moved", layout.rank, len(units), self.nbytes)
+        LOG.info("%d units, %d bytes moved", len(units), self.nbytes)
         return Placed(where, serving.requests.repeat_change(plan.change))
 
     def rebuild(self, plan: RecoveryPlan, placed: Sequence[Placed]) -> None:

@@ -13,6 +13,7 @@ import msgspec
 from mpi4py import MPI
 from numpy.typing import NDArray
 
+from collectives import log
 from collectives.errors import MismatchError, warn
 from collectives.fabric.tasks import Task, kept
 from mpips import compression, optimizers
@@ -29,6 +30,8 @@ from mpips.store.worker import waiting
 from mpips.store.worker.interface import Backend, Saves, Written
 from mpips.store.worker.restored import Restored
 from mpips.store.worker.route import GIVEN, Operations
+
+LOG = log.get("mpips.store")
 
 Array = NDArray[Any]
 T = TypeVar("T")
@@ -138,6 +141,7 @@ class Settings:
             self.settled(what, [("optimizer", repr(chosen)), ("keys", repr(names))], refusal or other, noun="argument")
             self.run(what, self.backend.set_optimizer(chosen, names))
             self.groups.set(chosen, names)
+            LOG.info("the optimizer of %s is %r", "all keys" if names is None else f"{len(names)} keys", chosen)
         self.restored.claim_optimizers(asked)
 
     def update_optimizer(self, keys: object, numbers: dict[str, Any]) -> None:
@@ -154,6 +158,7 @@ class Settings:
         self.settled(what, [("keys", repr(names)), *(items or [])], refusal or other, noun="argument")
         self.run(what, self.backend.update_optimizer(numbers, names))
         self.groups.update(numbers, names)
+        LOG.debug("the optimizer of %s has %s", "all keys" if names is None else f"{len(names)} keys", numbers)
 
     def set_compression(self, options: Any) -> None:
         what = "set_gradient_compression"
@@ -165,6 +170,7 @@ class Settings:
             chosen.prepare(key.dtype)
         self.run(what, self.backend.set_compression(dict(options), chosen))
         self.compressor = chosen
+        LOG.info("pushes are compressed by %r", chosen)
 
     def barrier(self) -> None:
         if self.layout.asynchronous:

@@ -9,7 +9,6 @@ A step: the workers agree (`consensus`), exchange gradients (`exchange`), and go
 from __future__ import annotations
 
 import inspect
-import logging
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 
+from collectives import log
 from collectives.errors import of_caller
 from mpips.store.api import KVStore
 from mpips.store.create import create
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", FutureWarning)  # to `step`
 
 WRAP_LATER = "add groups to the PyTorch optimizer first, then wrap it in a new DistributedOptimizer"
-log = logging.getLogger("mpips.torch")
+LOG = log.get("mpips.torch")
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -267,7 +267,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._resumed = self._survival.steps
         if self._resumed:
             self._opt_called = True  # schedulers of torch, which then catch up, warn where it has made no step
-        log.info("DistributedOptimizer: %s by %s on a %s store of %d parameters, from step %d",
+        LOG.info("DistributedOptimizer: %s by %s on a %s store of %d parameters, from step %d",
                  type(optimizer).__name__, type(self._exchange).__name__, self.store.type, len(self._keys),
                  self._resumed)  # fmt: skip
 

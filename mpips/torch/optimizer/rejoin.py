@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from collectives import log
 from mpips.store.api import KVStore
 from mpips.store.keys.key import Name
 from mpips.store.runtime.errors import StoreError
@@ -70,6 +71,7 @@ class SurvivingSteps:
         self._exchange.end(self._agreed)
         self._consensus.note()
         self.steps += 1
+        log.place.step = self.steps
         self._calls = self._done = 0
         self._through(lambda: self._see_others(False))
         return self._agreed.skipped

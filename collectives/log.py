@@ -1,0 +1,252 @@
+"""The log of a job: a line for each transition of a rank, which says who speaks and where in its work it is.
+
+Modules get their loggers from `get`, below "mpips". A program that configures `logging` itself gets these records like
+any others: they carry `rank`, `role`, `generation` and `step`, and the message begins with the rank.
+
+`MPIPS_LOG=info` (or debug, warning) shows them without such a configuration, on standard error. `MPIPS_LOG_DIR` writes
+them to a folder instead, a file for each rank, and `MPIPS_LOG_FORMAT=json` makes each line a JSON object.
+`mpips run --log`, `--log-dir` and `--log-format` set these, and `merge` joins the files by time when the job has ended.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import logging
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TextIO, cast
+
+LEVEL_VARIABLE, FOLDER_VARIABLE, FORMAT_VARIABLE = "MPIPS_LOG", "MPIPS_LOG_DIR", "MPIPS_LOG_FORMAT"
+LEVELS = ("debug", "info", "warning")
+FORMATS = ("text", "json")
+MERGED = "job"
+"""The name of the file that holds all ranks' lines, without its suffix."""
+SUFFIXES = {"text": ".log", "json": ".jsonl"}
+TIME_LETTERS = len("2026-11-27T12:00:00.000000Z")
+
+
+@dataclass
+class Place:
+    """Hold the place of this process in its job and in its work. Whoever knows writes it; -1 and "" are unknown."""
+
+    name: str = ""
+    """What lines begin with: "rank 3", or what a process that is no rank calls itself."""
+    rank: int = -1
+    role: str = ""
+    generation: int = -1
+    step: int = -1
+
+
+class Stamped(logging.LogRecord):
+    """A record with the place that `_stamp` has written on it; `said`: the message without it."""
+
+    rank: int
+    role: str
+    generation: int
+    step: int
+    said: str
+    since: float
+    """Seconds since this process has begun to log."""
+
+
+place = Place()
+_began = time.monotonic()
+
+
+class LogError(ValueError):
+    """A variable of the log that names no level or format."""
+
+
+def chosen(environment: Mapping[str, str] = os.environ) -> tuple[str, str, str]:
+    """Return the level ("" where none is asked for), the folder and the format. LogError for an unknown word."""
+    level = environment.get(LEVEL_VARIABLE, "").strip().lower()
+    form = environment.get(FORMAT_VARIABLE, "").strip().lower() or FORMATS[0]
+    folder = environment.get(FOLDER_VARIABLE, "")
+    for variable, word, known in ((LEVEL_VARIABLE, level, ("", *LEVELS)), (FORMAT_VARIABLE, form, FORMATS)):
+        if word not in known:
+            raise LogError(f"{variable}={word!r} is unknown: give {', '.join(filter(None, known))}, or leave it unset")
+    return level or ("info" if folder else ""), folder, form
+
+
+def get(name: str) -> logging.Logger:
+    """Return the logger of this name, which is "mpips" or begins with "mpips."."""
+    _configure_once()
+    logger = logging.getLogger(name)
+    if _stamp not in logger.filters:
+        logger.addFilter(_stamp)
+    return logger
+
+
+@cache
+def _configure_once() -> None:
+    try:
+        configure()
+    except LogError:  # whoever reads the options of the job says so
+        return
+
+
+def configure(environment: Mapping[str, str] = os.environ) -> None:
+    """Show and write what the environment asks for, and no more what it asked for before. LogError as of `chosen`."""
+    level, folder, form = chosen(environment)
+    root = logging.getLogger("mpips")
+    for handler in [one for one in root.handlers if isinstance(one, (Terminal, Folder))]:
+        root.removeHandler(handler)
+    if not level:
+        return
+    if root.level == logging.NOTSET:
+        root.setLevel(level.upper())
+    formatter = JsonLines() if form == "json" else TextLines()
+    terminal = Terminal(logging.WARNING if folder else logging.NOTSET)
+    for handler in (terminal, Folder(folder, SUFFIXES[form])) if folder else (terminal,):
+        handler.setFormatter(formatter)
+        root.addHandler(handler)
+
+
+def _stamp(record: logging.LogRecord) -> bool:
+    """Write on a record who speaks, and where in its work that is."""
+    if place.rank < 0:
+        place.rank = _rank()
+        place.name = place.name or (f"rank {place.rank}" if place.rank >= 0 else "")
+    said = record.getMessage()
+    vars(record).update(
+        rank=place.rank, role=place.role, generation=place.generation, step=place.step, said=said,
+        since=time.monotonic() - _began,
+    )  # fmt: skip
+    if place.name:
+        record.msg, record.args = f"{place.name}: {said}", ()
+    return True
+
+
+def _rank() -> int:
+    """Return this process' rank of the job; -1 while MPI does not run."""
+    module = sys.modules.get("mpi4py.MPI")
+    if module is None or not module.Is_initialized() or module.Is_finalized():
+        return -1
+    return int(module.COMM_WORLD.rank)
+
+
+def _time(record: logging.LogRecord) -> str:
+    """Return when a record was made, in UTC, so that lines of several hosts are in order."""
+    microseconds = int(record.created % 1 * 1e6)
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{microseconds:06d}Z"
+
+
+class TextLines(logging.Formatter):
+    """A line for people: time, who, where, which part of mpips, and the message; more lines are indented."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line of a record."""
+        record = cast("Stamped", record)
+        where = [record.role] if record.role else []
+        where += [f"generation {record.generation}"] if record.generation >= 0 else []
+        where += [f"step {record.step}"] if record.step >= 0 else []
+        inside = f" ({', '.join(where)})" if where else ""
+        level = "" if record.levelno == logging.INFO else f" {record.levelname.lower()}"
+        text = record.said if not record.exc_info else f"{record.said}\n{self.formatException(record.exc_info)}"
+        lines = text.replace("\n", "\n    ")
+        who = place.name or f"process {record.process}"
+        return f"{_time(record)} {who}{inside} {record.name}{level}: {lines}"
+
+
+class JsonLines(logging.Formatter):
+    """A JSON object a line: time, level, logger, host, pid, rank, role, generation, step, seconds, message, error."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line of a record; what is not known is left out."""
+        record = cast("Stamped", record)
+        found = {
+            "time": _time(record), "level": record.levelname.lower(), "logger": record.name,
+            "host": socket.gethostname(), "pid": record.process,
+            **({"rank": record.rank} if record.rank >= 0 else {"process": place.name} if place.name else {}),
+            **({"role": record.role} if record.role else {}),
+            **({"generation": record.generation} if record.generation >= 0 else {}),
+            **({"step": record.step} if record.step >= 0 else {}),
+            "seconds": round(record.since, 6), "message": record.said,
+            **({"error": self.formatException(record.exc_info)} if record.exc_info else {}),
+        }  # fmt: skip
+        return json.dumps(found, ensure_ascii=False)
+
+
+class Terminal(logging.StreamHandler[TextIO]):
+    """Standard error, unless the program has configured `logging` itself: then that shows the records."""
+
+    def __init__(self, level: int) -> None:
+        super().__init__()
+        self.setLevel(level)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record."""
+        others = [one for one in logging.getLogger("mpips").handlers if not isinstance(one, (Terminal, Folder))]
+        if not logging.getLogger().handlers and not others:
+            self.stream = sys.stderr
+            super().emit(record)
+
+
+class Folder(logging.Handler):
+    """A file of this process in a folder, which is made where it is not there. It opens with the first record."""
+
+    def __init__(self, folder: str, suffix: str) -> None:
+        super().__init__()
+        self._folder, self._suffix = Path(folder), suffix
+        self._file = -1
+        self._name = ""
+        self._lost = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record, at one go. Where that fails, say so once, and go on without."""
+        if self._lost:
+            return
+        try:
+            name = place.name.replace(" ", "-") or f"process-{os.getpid()}"
+            if self._file < 0 or name != self._name:
+                self._open(name)
+            os.write(self._file, f"{self.format(record)}\n".encode(errors="replace"))
+        except OSError as error:
+            self._lost = True
+            print(f"mpips: {FOLDER_VARIABLE}={self._folder}: the log is not written any more: {error.strerror}",
+                  file=sys.stderr, flush=True)  # fmt: skip
+
+    def _open(self, name: str) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._file, self._name = os.open(self._folder / f"{name}{self._suffix}", flags, 0o600), name
+
+
+def merge(folder: str | os.PathLike[str], form: str) -> Path | None:
+    """Join the files of a folder by time into one, and return it; None where there is nothing. OSError as of files."""
+    suffix = SUFFIXES[form]
+    target = Path(folder) / f"{MERGED}{suffix}"
+    parts = [path for path in sorted(Path(folder).glob(f"*{suffix}")) if path != target]
+    if not parts:
+        return None
+    fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with open(fd, "w", encoding="utf-8") as out:
+        for _, text in heapq.merge(*(sorted(_entries(path)) for path in parts), key=lambda entry: entry[0]):
+            out.write(text)
+    return target
+
+
+def _entries(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield time and text of each record of a file; lines that begin with no time belong to the one before."""
+    when, text = "", ""
+    with open(path, encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            found = re.search(r'^(?:\{"time": ")?(\d{4}-\d\d-\d\dT[\d:.]+Z)', line)
+            if found:
+                if text:
+                    yield when, text
+                when, text = found.group(1), ""
+            text += line if line.endswith("\n") else f"{line}\n"
+    if text:
+        yield when, text

@@ -1,0 +1,66 @@
+"""`mpips run --log-dir` of a job in which a worker dies: who did what, in one file, in order."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mpi4py import MPI
+
+from tests.child import outside
+from tests.mpi.sizes import JOB_LIMIT
+
+pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size != 1, reason="starts jobs of its own; once is enough")
+PROGRAM = """
+import os, signal
+import numpy as np
+import mpips
+kv = mpips.create("dist_sync")
+kv.init("w", np.zeros(5, np.float32))
+kv.set_optimizer("sgd", learning_rate=0.1)
+for step in range(20):
+    if step == 7 and kv.rank == 1:
+        {end}
+    kv.pushpull("w", np.ones(5, np.float32))
+"""
+
+
+def run(folder: Path, end: str, *words: str) -> subprocess.CompletedProcess[str]:
+    (folder / "program.py").write_text(PROGRAM.format(end=end))
+    command = [sys.executable, "-m", "launch.cli", "run", "-w", "2", "-s", "1", *words, str(folder / "program.py")]
+    return subprocess.run(
+        command, env=outside(), cwd=folder, capture_output=True, text=True, timeout=JOB_LIMIT, check=False
+    )
+
+
+def test_the_life_of_a_job_is_in_one_file(tmp_path: Path) -> None:
+    done = run(tmp_path, "pass", "--log-dir", "logs", "--log-format", "json")
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in (tmp_path / "logs").iterdir()} == {
+        "job.jsonl", "launch.jsonl", "rank-0.jsonl", "rank-1.jsonl", "rank-2.jsonl",
+    }  # fmt: skip
+    found = [json.loads(line) for line in (tmp_path / "logs" / "job.jsonl").read_text().splitlines()]
+    assert [one["time"] for one in found] == sorted(one["time"] for one in found)
+    said = {(one.get("rank", one.get("process")), one["message"].split(",")[0].split(":")[0]) for one in found}
+    assert ("launch", "job begins") in said
+    for rank, role in ((0, "worker"), (1, "worker"), (2, "server")):
+        assert (rank, "generation 0 has begun") in said and (rank, "the store is closed") in said
+        assert {one["role"] for one in found if one.get("rank") == rank and "role" in one} == {role}
+
+
+def test_a_death_is_in_the_log(tmp_path: Path) -> None:
+    done = run(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", "--log", "info")
+    assert done.returncode != 0
+    lines = [line[28:] for line in done.stderr.splitlines() if line[:3] == "202"]
+    assert lines[-1].startswith("launch mpips.launch: job has ended")
+    assert "rank 1 (worker) was ended by SIGKILL" in lines[-1]
+    assert sum("recovery of generation 0 is asked for" in line for line in lines) <= 1
+
+
+def test_a_bad_folder_is_refused_before_a_rank_starts(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = run(tmp_path, "pass", "--log-dir", "file/below")
+    assert done.returncode == 2 and "cannot be made" in done.stderr and "Traceback" not in done.stderr
