@@ -1,8 +1,9 @@
 """Operations under way: run at once in the caller's thread, or by one communication thread, in program order.
 
 A `GroupJob` is one operation, and a `Work` is what c10d hands to its users for it. `communication.run` runs jobs.
-Collectives of one group start one after the other, in the order in which the program made them. Those of other groups,
-sends and receives go on beside them: groups overlap, and each rank may call them in an order of its own.
+Collectives of one group start one after the other, in the order in which the program made them; what a callback starts
+comes at once, whatever the program has made meanwhile, or ranks would differ. Those of other groups, sends and receives
+go on beside them: groups overlap, and each rank may call them in an order of its own.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ class Communication:
         Errors of a job that runs now are raised here."""
         if threading.current_thread() is self._thread:  # a callback of a future, which may wait for this one
             with self._state:
-                self._jobs.append(job)
+                self._jobs.appendleft(job)
             self._run_side_by_side(job.future.done)
             return job.future
         with self._state:

@@ -1,23 +1,21 @@
-"""The backend of torch.distributed: calls beside gloo's, groups, progress beside compute, PyTorch's own wrappers."""
+"""The backend of torch.distributed: calls beside gloo's, groups, progress beside compute, DDP and FSDP."""
 
 from __future__ import annotations
 
 import time
 import warnings
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp, rendezvous
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.mpi.torch import conformance
-from tests.mpi.torch.support import WORLD, alike, batch, far, groups, heard, joined_batch, network, several, train
+from tests.mpi.torch.support import WORLD, alike, batch, groups, heard, joined_batch, network, several, train
 
 CHOSEN = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
 SHAPES = ((7,), (0,), (3, 5), (1025,))
@@ -45,17 +43,6 @@ def test_a_smaller_group_sums_its_ranks() -> None:
     if WORLD.rank % 2:
         dist.all_reduce(x, group=odd)
     assert x.tolist() == [float(sum(members) if WORLD.rank % 2 else WORLD.rank)] * 3
-
-
-def test_objects_travel() -> None:
-    mine = {"rank": WORLD.rank, "words": ["a"] * WORLD.rank}
-    found: list[Any] = [None] * WORLD.size
-    dist.all_gather_object(found, mine)
-    sent = [mine, None] if WORLD.rank == 0 else [None, None]
-    dist.broadcast_object_list(sent)
-    parts: list[Any] = [None]
-    dist.scatter_object_list(parts, [f"for {rank}" for rank in range(WORLD.size)] if WORLD.rank == 0 else None)
-    assert found[-1]["rank"] == WORLD.size - 1 and sent[0]["rank"] == 0 and parts == [f"for {WORLD.rank}"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
@@ -98,21 +85,6 @@ def test_all_raise_where_sparse_tensors_differ(given: str) -> None:
     said = heard(lambda: dist.all_reduce(x if WORLD.rank == 1 and given == "dense" else x.to_sparse(), group=own))
     assert ("(4, 2)" in said or given == "dense") and alike(said) and "Mismatch" in said
     assert time.monotonic() - begin < 1.5
-
-
-@several
-def test_a_monitored_barrier_names_who_has_not_come() -> None:
-    own = dist.new_group(backend="mpips")
-    first = heard(lambda: dist.monitored_barrier(own, timedelta(seconds=20)))
-    if "only implemented for GLOO" in first:
-        pytest.skip("this PyTorch refuses it on other backends than gloo")
-    assert not first
-    if WORLD.rank == 1:
-        WORLD.Barrier()
-        return
-    said = heard(lambda: dist.monitored_barrier(own, timedelta(seconds=1)))
-    WORLD.Barrier()
-    assert "rank 1 has not come" in said
 
 
 def test_an_operation_ends_beside_compute() -> None:
@@ -210,7 +182,7 @@ def test_means_of_integers_are_divided_toward_0(dtype: Any) -> None:
     assert {value for tensor in tensors for value in tensor.flatten().tolist()} == {int(whole / WORLD.size)}
 
 
-# ---- PyTorch's own wrappers
+# ---- PyTorch's own data parallelism
 
 
 def test_ddp_s_losses_are_gloo_s() -> None:
@@ -232,15 +204,6 @@ def test_ddp_accumulates_by_no_sync() -> None:
         for _ in range(2):
             mse_loss(plain(all_x), all_y).backward()
     assert max(float((a.grad - b.grad).abs().max()) for a, b in zip(model.parameters(), plain.parameters())) < 1e-12
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_zero_redundancy_optimizer_trains_alike() -> None:
-    model, plain = DistributedDataParallel(network()), network()
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
-    train(model, optimizer, 5, batch)
-    train(plain, torch.optim.Adam(plain.parameters(), lr=0.01), 5, joined_batch)
-    assert far(model.module, plain) < 1e-9
 
 
 def test_fully_sharded_models_train_alike() -> None:
