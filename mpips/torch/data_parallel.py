@@ -25,11 +25,11 @@ import collectives
 from collectives import log
 from collectives.communicator import communicator
 from mpips.torch.backend import check_joined
-from mpips.torch.buckets import BackwardProfile, check_buckets, cut_by_bytes, cut_by_strategy, measure_costs
+from mpips.torch.buckets import BackwardProfile, Bucket, check_buckets, cut_by_bytes, cut_by_strategy, measure_costs
 from mpips.torch.lockstep import Lockstep, agree, check_weights, model_items
 from mpips.torch.reducer import Reducer
 from mpips.torch.state import broadcast_tensors, broadcast_values
-from mpips.torch.tensors import check_on_host, find_tensors, uncompiled
+from mpips.torch.tensors import check_on_host, find_tensors, sparse_parameters, uncompiled
 
 NAME = "DataParallel"
 UNPLANNED = ("", "single")
@@ -44,11 +44,12 @@ CHECK_STEPS = 128
 LOG = log.get("mpips.torch")
 
 
-@uncompiled("_before_forward", "_after_forward")
+@uncompiled("_before_forward", "_after_forward", "_refuse_compiled_backward")
 class DataParallel(torch.nn.Module):
     """A model whose gradients are the mean over all ranks of `comm` after every backward.
 
-    module      a model on the host, the same on every rank; rank 0's parameters and buffers are taken by all.
+    module      a model on the host, the same on every rank; rank 0's parameters and buffers are taken by all. The
+                gradients of embeddings made with sparse=True travel and stay as rows.
     comm        an mpi4py communicator (None: COMM_WORLD).
     buckets     which gradients travel together: a strategy of `mpips.overlap` ("merged" is MG-WFBP's, "optimal" the
                 optimum, "single", "layerwise"), from a profile of the first steps; or most MiB of a bucket. "auto":
@@ -99,8 +100,8 @@ class DataParallel(torch.nn.Module):
         self._frozen = [parameter for parameter in every if not parameter.requires_grad]
         most = float("inf") if isinstance(self._asked, str) else float(self._asked) * (1 << 20)
         self._planned = self._strategy in UNPLANNED
-        cuts = cut_by_bytes(_sizes(order), most)
-        self._reducer = Reducer(order, cuts, self._comm, self._algorithm, self._in_background)
+        self._sparse = sparse_parameters(self.module)
+        self._make_reducer(order, cut_by_bytes(self._sizes(order), most))
         self._profile = BackwardProfile(len(order), self._comm)
         self._lockstep = Lockstep(order)
         self._nodes = [(parameter, get_gradient_edge(parameter).node) for parameter in order]
@@ -108,6 +109,14 @@ class DataParallel(torch.nn.Module):
             if parameter in self._hooks:  # a tensor of another type has lost it
                 self._hooks[parameter].remove()
             self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._note_gradient)
+
+    def _make_reducer(self, order: Sequence[Tensor], cuts: Sequence[Bucket]) -> None:
+        sparse = [index for index, parameter in enumerate(order) if parameter in self._sparse]
+        self._reducer = Reducer(order, sparse, cuts, self._comm, self._algorithm, self._in_background)
+
+    def _sizes(self, order: Sequence[Tensor]) -> list[int]:
+        """Return the bytes of each gradient in the buckets."""
+        return [0 if p in self._sparse else p.numel() * p.element_size() for p in order]
 
     # ---- what training calls
 
@@ -202,12 +211,20 @@ class DataParallel(torch.nn.Module):
         count_backward = self._lockstep.count_forward()
 
         def begin(gradient: Tensor) -> None:
+            if torch.compiler.is_compiling():
+                self._refuse_compiled_backward()
             count_backward()
             if self._syncs and not self._in_backward and self._accumulates():
                 self._begin_backward()
 
         for tensor in outputs:
             tensor.register_hook(begin)
+
+    def _refuse_compiled_backward(self) -> None:
+        """Raise RuntimeError: compiled autograd does not call back at the end of a backward pass."""
+        raise RuntimeError("DataParallel: backward runs in compiled autograd, which leaves out the exchange of "
+                           "gradients: set torch._dynamo.config.compiled_autograd = False, and call backward() outside "
+                           "of torch.compile")  # fmt: skip
 
     def _take_buffers(self) -> None:
         """Take rank 0's buffers, as new tensors: a forward pass before this one may still need the old ones."""
@@ -282,9 +299,9 @@ class DataParallel(torch.nn.Module):
         order, ready = self._profile.average()
         parameters = [self._reducer.gradients.parameters[index] for index in order]
         costs = measure_costs(self._comm, self._algorithm)
-        cuts = cut_by_strategy(_sizes(parameters), ready, costs, self._strategy)
+        cuts = cut_by_strategy(self._sizes(parameters), ready, costs, self._strategy)
         self._reducer.free()
-        self._reducer = Reducer(parameters, cuts, self._comm, self._algorithm, self._in_background)
+        self._make_reducer(parameters, cuts)
         self._planned = True
         LOG.info("DataParallel: %d buckets (%s) after step %d: an allreduce takes %.3g s + %.3g s/B",
                  len(cuts), self._strategy, self._step, *costs)  # fmt: skip
@@ -294,10 +311,6 @@ class DataParallel(torch.nn.Module):
         self._active[0] = one
         collectives.allreduce(self._active, self._comm)
         return float(self._active[0])
-
-
-def _sizes(parameters: Sequence[Tensor]) -> list[int]:
-    return [parameter.numel() * parameter.element_size() for parameter in parameters]
 
 
 def _check_arguments(module: object, comm: object, others: Mapping[str, object]) -> None:

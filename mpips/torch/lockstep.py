@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import collectives
 from collectives.communicator import communicator
 from collectives.errors import of_caller
+from mpips.torch.tensors import sparse_parameters
 
 BITS = 24
 """Of a token."""
@@ -46,12 +47,14 @@ Items = Sequence[tuple[str, str]]
 def model_items(module: torch.nn.Module, buckets: str | float, algorithm: str) -> Items:
     """Return what all ranks must have alike: names, types, shapes and strides of tensors, and the arguments."""
 
+    sparse = sparse_parameters(module)
+
     def kind(tensor: Tensor) -> str:
         order = "" if tensor.is_contiguous() else f" with strides {tensor.stride()}"
         return f"{str(tensor.dtype).removeprefix('torch.')}{tuple(tensor.shape)}{order}"
 
     return [
-        *((f"parameter {name!r}", kind(p) + ("" if p.requires_grad else ", frozen"))
+        *((f"parameter {name!r}", kind(p) + ", frozen" * (not p.requires_grad) + ", sparse" * (p in sparse))
           for name, p in module.named_parameters()),
         *((f"buffer {name!r}", kind(buffer)) for name, buffer in module.named_buffers()),
         ("buckets", repr(buckets)), ("algorithm", repr(algorithm)), ("module", type(module).__name__),

@@ -2,24 +2,26 @@
 
 `Reducer` starts the allreduces. `SharedGradients` lie in one stretch of memory that the ranks of a node share, in the
 order in which they become ready. Behind them stand words: for each parameter whether anybody used it, then those that
-ranks compare.
+ranks compare. Gradients of sparse embeddings are no part of it: `RowGradients` gathers their rows after backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from mpi4py import MPI
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.futures import Future
 
 import collectives
 from collectives.communicator import communicator
 from mpips.torch.buckets import Bucket, cut_by_type
-from mpips.torch.lockstep import BITS
+from mpips.torch.lockstep import BITS, gather_rows
+from mpips.torch.tensors import REALS, bytes_of
 from mpips.torch.works import GroupJob, communication, wait_for_plan
 
 if TYPE_CHECKING:
@@ -34,15 +36,17 @@ class Reducer:
     """Gradients of `parameters`, in this order, and the allreduces of their buckets. Making it is collective.
 
     Buckets start in order, each when the gradient after its last arrives; the last one, which carries the words, when
-    backward has ended. `in_background`: they go on beside backward.
+    backward has ended. `in_background`: they go on beside backward. `sparse`: places of parameters with sparse
+    gradients, which take no room in the buckets.
     """
 
     def __init__(
-        self, parameters: Sequence[Tensor], cuts: Sequence[Bucket], comm: MPI.Intracomm, algorithm: str,
-        in_background: bool,
+        self, parameters: Sequence[Tensor], sparse: Collection[int], cuts: Sequence[Bucket], comm: MPI.Intracomm,
+        algorithm: str, in_background: bool,
     ) -> None:  # fmt: skip
         before = [parameter.grad for parameter in parameters]
-        self.gradients = SharedGradients(parameters, comm)
+        self.gradients = SharedGradients(parameters, sparse, comm)
+        self._rows = RowGradients([parameters[index] for index in sparse], comm)
         self.buckets = cut_by_type(cuts, [parameter.dtype for parameter in parameters])
         self._place = {parameter: index for index, parameter in enumerate(parameters)}
         self._bucket_of = [number for number, bucket in enumerate(self.buckets) for _ in range(*bucket)]
@@ -52,10 +56,9 @@ class Reducer:
         ]
         self._in_background, self._home = in_background, communicator(comm)
         self._under_way: list[Future[None]] = []
-        for parameter, view, gradient in zip(parameters, self.gradients.views, before):
+        for index, gradient in enumerate(before):
             if gradient is not None:
-                view.copy_(gradient)
-                parameter.grad = view
+                self.gradients.take(index, gradient)
         self.reset()
 
     def reset(self) -> None:
@@ -81,12 +84,16 @@ class Reducer:
         self._take_pending()
         self.gradients.complete(self._missing)
         self._reduce_rest(token, list(self._late))
-        return self.gradients.give(scale)
+        alike = self.gradients.give(scale)
+        if alike:
+            self._rows.exchange(True, scale)
+        return alike
 
     def contribute_nothing(self) -> None:
         """Reduce zeros, as other ranks go on."""
         self.gradients.zero()
         self._reduce_rest(None, ())
+        self._rows.exchange(False, 1.0)
 
     @property
     def has_begun(self) -> bool:
@@ -105,7 +112,8 @@ class Reducer:
             return
         bucket = self._bucket_of[index]
         if bucket < self._next:  # of a block that reentrant checkpointing runs more than once
-            self._late.add(index)
+            if index not in self.gradients.sparse:
+                self._late.add(index)
             return
         self.gradients.take(index, gradient)
         if index in self._missing:
@@ -144,16 +152,22 @@ class Reducer:
 
 
 class SharedGradients:
-    """Flat memory for the gradients of `parameters`, in this order; parameters of one type lie in one tensor."""
+    """Flat memory for the gradients of `parameters`, in this order; parameters of one type lie in one tensor.
 
-    def __init__(self, parameters: Sequence[Tensor], comm: MPI.Comm) -> None:
-        self.parameters = list(parameters)
+    Of complex ones it holds both parts. Those at places in `sparse` have no room in it, and keep their gradients.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], sparse: Collection[int], comm: MPI.Comm) -> None:
+        self.parameters, self.sparse = list(parameters), frozenset(sparse)
         self._flats: dict[torch.dtype, Tensor] = {}
         self._starts: list[int] = []
+        self._ends: list[int] = []
         ends: dict[torch.dtype, int] = {}
-        for parameter in self.parameters:
+        for index, parameter in enumerate(self.parameters):
             self._starts.append(ends.get(parameter.dtype, 0))
-            ends[parameter.dtype] = self._starts[-1] + parameter.numel()
+            numbers = parameter.numel() * (1 + parameter.is_complex())
+            self._ends.append(self._starts[-1] + (0 if index in self.sparse else numbers))
+            ends[parameter.dtype] = self._ends[-1]
         last = self.parameters[-1].dtype
         for dtype, end in ends.items():
             words = len(self.parameters) + COMPARED if dtype is last else 0
@@ -163,9 +177,10 @@ class SharedGradients:
         self._written = self._compared.clone()
         self._last: tuple[int | None, bool] = (None, False)
         self._kinds = [(parameter.dtype, parameter.stride()) for parameter in self.parameters]
-        self.views = [
-            self._flats[p.dtype][start : start + p.numel()].as_strided(p.shape, _strides(p))
-            for p, start in zip(self.parameters, self._starts)
+        stretches = [self._flats[p.dtype][slice(*ends)] for p, *ends in zip(self.parameters, self._starts, self._ends)]
+        self._views = [
+            stretch if index in self.sparse else stretch.view(p.dtype).as_strided(p.shape, _strides(p))
+            for index, (p, stretch) in enumerate(zip(self.parameters, stretches))
         ]
 
     def are_fitting(self) -> bool:
@@ -175,13 +190,13 @@ class SharedGradients:
     def stretch(self, first: int, last: int) -> Tensor:
         """Return gradients [first, last), 1-D, of one type; with the words behind them if they are the last."""
         flat = self._flats[self.parameters[first].dtype]
-        end = self._starts[last - 1] + self.parameters[last - 1].numel()
-        return flat[self._starts[first] : end + (len(self._words) if last == len(self.parameters) else 0)]
+        words = len(self._words) if last == len(self.parameters) else 0
+        return flat[self._starts[first] : self._ends[last - 1] + words]
 
     def take(self, index: int, gradient: Tensor) -> None:
         """Bring a parameter's gradient to its place, where it stays."""
-        view = self.views[index]
-        if gradient is not view:
+        view = self._views[index]
+        if gradient is not view and index not in self.sparse:
             plain = gradient.layout is torch.strided and not gradient.requires_grad
             view.copy_(gradient if plain else _dense(gradient))
             self.parameters[index].grad = view
@@ -193,17 +208,18 @@ class SharedGradients:
             if (gradient := self.parameters[index].grad) is not None:
                 self.take(index, gradient)
             else:
-                self.views[index].zero_()
+                self._views[index].zero_()
                 self._used[index] = 0
 
     def release(self, first: int, last: int) -> None:
         """Take gradients [first, last) from their parameters, so that nothing is added to them while they travel."""
-        for parameter in self.parameters[first:last]:
-            parameter.grad = None
+        for index in range(first, last):
+            if index not in self.sparse:
+                self.parameters[index].grad = None
 
     def add(self, index: int) -> None:
         """Add what the parameter has got since its gradient was released."""
-        self.views[index].add_(_dense(self.parameters[index].grad))
+        self._views[index].add_(_dense(self.parameters[index].grad))
 
     def write_words(self, token: int | None, late: bool) -> None:
         """Write what ranks compare: a token (None: this rank's does not count), and whether gradients came late.
@@ -228,8 +244,9 @@ class SharedGradients:
         tokens = words[len(self.parameters) :]
         if any(bit and other for bit, other in zip(tokens, tokens[BITS : 2 * BITS])):
             return False
-        for parameter, view, used in zip(self.parameters, self.views, words):
-            parameter.grad = view if used else None
+        for index, used in enumerate(words[: len(self.parameters)]):
+            if index not in self.sparse:
+                self.parameters[index].grad = self._views[index] if used else None
         if scale != 1.0:
             for flat in self._flats.values():
                 flat.mul_(scale)
@@ -245,7 +262,64 @@ class SharedGradients:
         found = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         if not found:
             return torch.zeros(())
-        return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(each.float()) for each in found]))
+        values = [each.coalesce().values() if each.is_sparse else each for each in found]
+        wide = [each.to(torch.promote_types(each.dtype, torch.float32)) for each in values]
+        return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(each) for each in wide]))
+
+
+NONE, ROWS, DENSE = range(3)
+"""What a rank has of a gradient."""
+LABEL = "DataParallel, rows of sparse gradients"
+
+
+class RowGradients:
+    """Gradients of `parameters` that come as rows, as those of `Embedding(sparse=True)`, and travel as rows."""
+
+    def __init__(self, parameters: Sequence[Tensor], comm: MPI.Intracomm) -> None:
+        self._parameters, self._comm = parameters, comm
+        self._widths = [8 + p[:1].numel() * p.element_size() for p in parameters]
+        """Bytes of one row, with its number."""
+        self._mine, self._every = np.empty(0, np.uint8), np.empty((comm.size, 0), np.uint8)
+
+    def exchange(self, contributes: bool, scale: float) -> None:
+        """Give each parameter that anybody used the mean over all ranks, times `scale`, and others none. Collective,
+        blocking; rows are added in the order of the ranks."""
+        if not self._parameters:
+            return
+        parts, heads = list[NDArray[np.uint8]](), list[int]()
+        for parameter in self._parameters:
+            gradient = parameter.grad if contributes else None
+            heads.append(NONE if gradient is None else ROWS if gradient.is_sparse else DENSE)
+            rows = torch.zeros_like(parameter[:0]) if gradient is None else gradient.detach()
+            rows = (rows if rows.is_sparse else rows.to_sparse(1)).coalesce()
+            parts += [bytes_of(rows.indices().contiguous()), bytes_of((rows.values() / self._comm.size).contiguous())]
+            heads.append(rows.indices().shape[1])
+        every = gather_rows(np.array(heads), self._comm, LABEL).reshape(self._comm.size, len(self._parameters), 2)
+        self._gather(parts, int((every[:, :, 1] * self._widths).sum(1).max()))
+        starts = [0] * self._comm.size
+        for parameter, width, (kinds, counts) in zip(self._parameters, self._widths, every.transpose(1, 2, 0).tolist()):
+            found = []
+            for nbytes, dtype in ((8, torch.int64), (width - 8, parameter.dtype)):
+                ends = [start + nbytes * count for start, count in zip(starts, counts)]
+                found.append(torch.empty(nbytes * sum(counts) // dtype.itemsize, dtype=dtype))
+                every_part = [row[start:end] for row, start, end in zip(self._every, starts, ends)]
+                np.concatenate(every_part, out=bytes_of(found[-1]))
+                starts = ends
+            values = found[1].view(-1, *parameter.shape[1:])
+            mean = torch.sparse_coo_tensor(found[0][None], values, parameter.shape, check_invariants=False).coalesce()
+            mean.values().mul_(scale)
+            parameter.grad = None if not any(kinds) else mean.to_dense() if DENSE in kinds else mean
+
+    def _gather(self, parts: Sequence[NDArray[np.uint8]], most: int) -> None:
+        """Gather all ranks' parts, of at most so many bytes, in memory that grows."""
+        if most > self._mine.size:
+            self._mine = np.zeros(2 * most, np.uint8)
+            self._every = np.empty((self._comm.size, 2 * most), np.uint8)
+        start = 0
+        for part in parts:
+            self._mine[start : start + part.size] = part
+            start += part.size
+        collectives.allgather(self._mine, self._comm, out=self._every, label=LABEL)
 
 
 def _strides(parameter: Tensor) -> tuple[int, ...]:
@@ -254,11 +328,13 @@ def _strides(parameter: Tensor) -> tuple[int, ...]:
 
 
 def _allocate(n: int, dtype: torch.dtype, comm: MPI.Comm) -> Tensor:
-    """Return n zeros in memory that the node shares."""
+    """Return n zeros in memory that the node shares, real ones where the type is complex."""
+    dtype = REALS.get(dtype, dtype)
     if dtype is torch.bfloat16:
         return torch.from_numpy(collectives.empty(n, np.int16, comm)).view(dtype).zero_()
     if dtype not in NUMPY:
-        raise TypeError(f"a parameter is of type {dtype}: gradients may be float16, bfloat16, float32 or float64")
+        raise TypeError(f"a parameter is of type {dtype}: gradients may be float16, bfloat16, float32, "
+                        "float64, complex64 or complex128")  # fmt: skip
     return torch.from_numpy(collectives.empty(n, NUMPY[dtype], comm)).zero_()
 
 

@@ -98,6 +98,13 @@ def find_tensors(value: Any) -> Iterator[Tensor]:
 
 # ---- sparse tensors
 
+
+def sparse_parameters(module: torch.nn.Module) -> set[Tensor]:
+    """Return the parameters whose gradients come as rows: weights of embeddings made with sparse=True."""
+    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    return {each.weight for each in module.modules() if isinstance(each, kinds) and each.sparse}
+
+
 WORDS = 68
 """Numbers that describe a sparse tensor: entries, sparse and all dimensions, type, and a shape of 64 at most."""
 

@@ -309,12 +309,16 @@ def _check_optimizer(optimizer: object) -> None:
 
 
 def _name_keys(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]]) -> dict[Tensor, str]:
-    """Return the key of every parameter of the optimizer. ValueError where one has no name."""
+    """Return the key of every parameter. ValueError where one has no name, TypeError where one is complex."""
     names = {parameter: name for name, parameter in named}
     missing = sum(p not in names for group in optimizer.param_groups for p in group["params"])
     if missing:
         raise ValueError(f"named_parameters names not all of the optimizer's parameters, {missing} are missing: pass "
                          "model.named_parameters()")  # fmt: skip
+    for name, parameter in zip(names.values(), names):
+        if parameter.is_complex():
+            raise TypeError(f"parameter {name!r} is of type {parameter.dtype}, which no store keeps: let the model "
+                            "have torch.view_as_real of it, or use mpips.torch.DataParallel")  # fmt: skip
     return names
 
 

@@ -102,6 +102,25 @@ def heard(call: Callable[[], Any]) -> str:
     return ""
 
 
+class Words(nn.Module):
+    """The loss of rows of a sparse table. `tied`: the last layer is the table, too, whose gradient is dense then."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.table, self.last = nn.Embedding(10, 3, sparse=True).double(), nn.Linear(3, 10).double()
+        if tied:
+            self.last.weight = self.table.weight
+
+    def forward(self, taken: Tensor) -> Tensor:
+        return self.last(self.table(taken) if len(taken) else torch.ones(1, 3).double()).pow(2).mean()
+
+
+def rows(step: int, rank: int = WORLD.rank) -> Tensor:
+    """Return the rows that one rank's batch takes."""
+    return torch.randint(10, (3,), generator=torch.Generator().manual_seed(10 * step + rank))
+
+
 # ---- stores
 
 SERVERLESS: dict[str, Any] = {"kind": "dist_sync"}

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from mpips.torch import DataParallel
-from tests.mpi.torch.support import EARLY, ODD, WORLD, batch, far, groups, network, train
+from tests.mpi.torch.support import EARLY, ODD, WORLD, batch, far, groups, heard, network, train
 
 Program = Callable[[nn.Module, nn.Module], None]
 """Gets the wrapped model and its module, and leaves gradients."""
@@ -313,6 +313,14 @@ def test_a_compiled_model_trains_alike(wrap: Callable[[nn.Module], nn.Module]) -
         train(step, torch.optim.SGD(model.parameters(), 0.1), 5, batch)
         made.append(model)
     assert far(*made) < 1e-12
+
+
+def test_compiled_autograd_is_refused() -> None:
+    model = DataParallel(plain())
+    step = torch.compile(lambda: backward(model), backend="aot_eager")
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        assert "set torch._dynamo.config.compiled_autograd = False" in heard(step)
+    torch._dynamo.reset()
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -18,7 +18,20 @@ from torch.nn.functional import mse_loss
 from collectives import MismatchError
 from mpips.torch import DataParallel
 from mpips.torch.lockstep import difference
-from tests.mpi.torch.support import BATCH, WORLD, alike, batch, far, joined_batch, network, several, sums, train
+from tests.mpi.torch.support import (
+    BATCH,
+    WORLD,
+    Words,
+    alike,
+    batch,
+    far,
+    joined_batch,
+    network,
+    rows,
+    several,
+    sums,
+    train,
+)
 
 
 def sgd(model: nn.Module) -> Any:
@@ -185,6 +198,71 @@ def test_a_model_may_get_another_type_after_wrapping() -> None:
     assert far(model.module, plain) < 1e-5 and alike(sums(model))
 
 
+@pytest.mark.parametrize("buckets", ["single", "layerwise"])
+def test_complex_parameters_train(buckets: str) -> None:
+    def turning() -> nn.Module:
+        model = nn.Sequential(nn.Linear(5, 3).to(torch.complex128), nn.Linear(5, 3).double())
+        model.forward = lambda x: model[0](x.to(torch.complex128)).abs() - model[1](x)
+        torch.manual_seed(3)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter)
+        return model
+
+    model, plain = DataParallel(turning(), buckets=buckets), turning()
+    train(model, sgd(model), 5, batch)
+    train(plain, sgd(plain), 5, joined_batch)
+    assert far(model.module, plain) < 1e-12
+    assert torch.allclose(model.clip_grad_norm_(1.0), nn.utils.clip_grad_norm_(plain.parameters(), 1.0))
+
+
+def rows_on(rank: int, step: int) -> torch.Tensor:
+    """Return the rows of one rank's batch: at step 2 rank 0 takes none, and at step 3 nobody."""
+    return rows(step, rank)[: 0 if step == 3 or (step == 2 and rank == 0) else None]
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam])
+@pytest.mark.parametrize("buckets", ["single", "layerwise"])
+def test_rows_of_sparse_embeddings_stay_rows(optimizer: Any, buckets: str) -> None:
+    model, plain = Words(), Words()
+    parallel = DataParallel(model, buckets=buckets)
+    ours, theirs = optimizer(model.table.parameters(), 0.1), optimizer(plain.table.parameters(), 0.1)
+    for step in range(6):
+        ours.zero_grad()
+        if step == 4:
+            with parallel.no_sync():
+                parallel(rows(9)).backward()
+        parallel(rows_on(WORLD.rank, step)).backward()
+        theirs.zero_grad()
+        for rank in range(WORLD.size):
+            if step == 4:
+                (plain(rows(9, rank)) / WORLD.size).backward()
+            (plain(rows_on(rank, step)) / WORLD.size).backward()
+        gradient, wanted = model.table.weight.grad, plain.table.weight.grad
+        if wanted is None:
+            assert gradient is None
+        else:
+            assert gradient.is_sparse and gradient.indices().equal(wanted.coalesce().indices())
+        ours.step()
+        theirs.step()
+    assert far(model, plain) < 1e-12 and alike(sums(model))
+    norms = [p.grad.to_dense().norm() for p in plain.parameters()]
+    assert torch.allclose(parallel.clip_grad_norm_(1.0), torch.stack(norms).norm())
+
+
+def test_a_sparse_table_s_gradient_may_be_dense() -> None:
+    model, plain = Words(tied=True), Words(tied=True)
+    parallel = DataParallel(model)
+    ours, theirs = torch.optim.Adam(model.parameters(), 0.1), torch.optim.Adam(plain.parameters(), 0.1)
+    for step in range(3):
+        ours.zero_grad()
+        theirs.zero_grad()
+        parallel(rows(step)).backward()
+        (sum(plain(rows(step, rank)) for rank in range(WORLD.size)) / WORLD.size).backward()
+        ours.step()
+        theirs.step()
+    assert far(model, plain) < 1e-12
+
+
 def test_clipping_takes_the_norm_of_all_ranks() -> None:
     model, plain = DataParallel(network()), network()
     train(model, sgd(model), 1, batch)
@@ -231,6 +309,7 @@ def transposed() -> nn.Module:
         (lambda: nn.Linear(4, 2), {}, "parameter 'weight' is float32(2, 3) on rank 0 and float32(2, 4) on rank 1"),
         (lambda: nn.Linear(3, 2, dtype=torch.float64), {}, "float32(2, 3) on rank 0 and float64(2, 3) on rank 1"),
         (transposed, {}, "float32(2, 3) on rank 0 and float32(2, 3) with strides (1, 2) on rank 1"),
+        (lambda: nn.Embedding(2, 3, sparse=True), {}, "float32(2, 3) on rank 0 and float32(2, 3), sparse on rank 1"),
         (lambda: nn.Linear(3, 2, bias=False), {}, "rank 1 has no parameter 'bias', which rank 0 has"),
         (lambda: nn.Linear(3, 2), {"buckets": 4}, "buckets is 'auto' on rank 0 and 4 on rank 1"),
     ],

@@ -263,6 +263,12 @@ def test_wrong_arguments_are_refused(make: Any, options: dict[str, Any], error: 
         mpips.torch.DistributedOptimizer(make(network()), [], **options)
 
 
+def test_complex_parameters_are_refused() -> None:
+    model = torch.nn.ParameterDict({"turn": torch.ones(2, dtype=torch.complex64)})
+    with pytest.raises(TypeError, match=r"parameter 'turn' is of type torch\.complex64.*torch\.view_as_real"):
+        wrapped(model, torch.optim.SGD(model.parameters(), 0.1), SERVERLESS)
+
+
 def test_an_asynchronous_store_needs_servers_that_can_update() -> None:
     options = SERVERLESS | {"kind": "mpi_async", "servers": 1}
     with on_workers(options):

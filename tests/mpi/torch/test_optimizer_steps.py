@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.mpi.torch.support import SERVED, SERVERLESS, WORLD, alike, heard, on_workers, wrapped
+from tests.mpi.torch.support import SERVED, SERVERLESS, WORLD, Words, alike, heard, on_workers, rows, wrapped
 
 STORES: list[dict[str, Any]] = [
     SERVERLESS,
@@ -117,19 +117,6 @@ def test_a_worker_that_waits_for_nobody_moves_only_what_it_uses() -> None:
         assert [float(value) for value in values] == [5 - 6 * workers, -1]
 
 
-class Words(nn.Module):
-    """Rows of a table of which each batch takes some."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.table, self.last = nn.Embedding(10, 3, sparse=True).double(), nn.Linear(3, 1).double()
-
-    def loss(self, step: int, rank: int) -> Any:
-        generator = torch.Generator().manual_seed(10 * step + rank)
-        return self.last(self.table(torch.randint(10, (3,), generator=generator))).pow(2).mean()
-
-
 @PAIRS
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam])
 def test_sparse_gradients_train_alike(kind: Any, options: dict[str, Any]) -> None:
@@ -140,10 +127,10 @@ def test_sparse_gradients_train_alike(kind: Any, options: dict[str, Any]) -> Non
         workers = optimizer.store.num_workers
         for step in range(4):
             optimizer.zero_grad()
-            model.loss(step, optimizer.store.rank).backward()
+            model(rows(step, optimizer.store.rank)).backward()
             optimizer.step()
             alone.zero_grad()
-            (sum(plain.loss(step, rank) for rank in range(workers)) / workers).backward()
+            (sum(plain(rows(step, rank)) for rank in range(workers)) / workers).backward()
             alone.step()
         optimizer.close()
         assert apart(model, plain) < 1e-12
@@ -153,7 +140,7 @@ def test_adam_takes_no_sparse_gradients() -> None:
     with on_workers(SERVED):
         model = Words()
         optimizer = wrapped(model, torch.optim.Adam(model.parameters(), 0.1), SERVED)
-        model.loss(0, 0).backward()
+        model(rows(0, 0)).backward()
         said = heard(optimizer.step)
         optimizer.close()
         assert "'table.weight' has a sparse gradient, which Adam does not take" in said
