@@ -38,6 +38,8 @@ from mpips.torch.works import GroupJob, Messages, Work, communication, wait_for_
 Tensors = Sequence[Tensor]
 Allgather: TypeAlias = "dist.AllgatherOptions | None"
 ReduceScatter: TypeAlias = "dist.ReduceScatterOptions | None"
+LEAST_SECONDS = 1e-3
+"""Of a limit on waits, where 0 would be none."""
 After = Callable[[], None] | None
 """Brings a result to where the caller wants it."""
 
@@ -283,7 +285,7 @@ class Jobs:
     def __init__(self, comm: MPI.Intracomm, timeout_seconds: float) -> None:
         self.comm = comm
         self._home = communicator(comm)
-        self._home.patient(self._home.limits.stall_seconds, timeout_seconds)
+        self._home.patient(self._home.limits.stall_seconds, max(timeout_seconds, LEAST_SECONDS))
         self.messages = Messages(comm.Dup())
 
     def reduce(
@@ -403,7 +405,7 @@ class Jobs:
     def limited(self, seconds: float) -> Iterator[None]:
         """Let waits of this group last so long at most within."""
         usual = self._home.limits
-        self._home.patient(usual.stall_seconds, seconds)
+        self._home.patient(usual.stall_seconds, max(seconds, LEAST_SECONDS))
         try:
             yield
         finally:

@@ -1,0 +1,98 @@
+"""What each rank runs for `examples.reproduce.torch.pytorch_tests`.
+
+python -m examples.reproduce.torch.pytorch_tests_ranks BACKEND LINES SECONDS AFTER WORD
+Rank 0 appends to LINES when a test begins and when it has ended: [name, outcome, why], as JSON. Tests up to AFTER are
+left out, and those without WORD in their names.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import traceback
+import types
+import unittest
+from pathlib import Path
+from typing import Any
+
+from mpi4py import MPI
+
+WORLD = MPI.COMM_WORLD
+BACKEND, LINES, SECONDS, AFTER, WORD = sys.argv[1:]
+os.environ |= {"BACKEND": "gloo", "WORLD_SIZE": str(WORLD.size), "RANK": str(WORLD.rank)}  # tests for gloo count
+for folder in ("barrier", "test_dir", "init_dir"):
+    Path(os.environ["TEMP_DIR"], folder).mkdir(exist_ok=True)
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.testing._internal.distributed.distributed_test as theirs  # noqa: E402
+from torch.testing._internal.common_distributed import TEST_SKIPS  # noqa: E402
+from torch.testing._internal.common_utils import TestCase, set_rng_seed  # noqa: E402
+
+import mpips.torch  # noqa: E402, F401
+
+NAMED = ("test_get_backend", "test_barrier_timeout_global")
+"""Tests that use the backend's name. The others look whether it is gloo's, and know how that treats CPU tensors."""
+SKIPS = {skip.exit_code: skip.message for skip in TEST_SKIPS.values()}
+os.environ["BACKEND"] = "mpi"  # with which PyTorch runs tests of subgroups on fewer than 8 ranks, too
+
+
+class Case(theirs.DistributedTest._DistTestBase, TestCase):
+    """One rank's part of a test."""
+
+    rank, world_size, init_method, file_name = WORLD.rank, WORLD.size, "env://", ""
+
+    def __getattr__(self, name: str) -> Any:
+        member = getattr(theirs.TestDistBackend, name)
+        return types.MethodType(member, self) if callable(member) else member
+
+
+def run_test(name: str) -> tuple[str, str]:
+    """Return its outcome on this rank, and why."""
+    case = Case(name)
+    theirs.BACKEND = BACKEND if name in NAMED else "gloo"
+    dist.init_process_group(BACKEND)
+    if WORLD.rank == 0:
+        theirs.Barrier.init()
+    theirs.Barrier.barrier_id = 0
+    set_rng_seed(1234)
+    WORLD.Barrier()
+    try:
+        getattr(case, name)()
+    except unittest.SkipTest as skip:
+        return "skipped", str(skip)
+    except SystemExit as end:
+        return ("skipped", SKIPS[end.code]) if end.code in SKIPS else ("failed", f"exit code {end.code}")
+    except BaseException as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        said = str(error).partition("\n")[0]
+        return "failed", f"{type(error).__name__}: {said} ({Path(where.filename).name}:{where.lineno})"
+    return "passed", ""
+
+
+def note(*words: str) -> None:
+    """Append a line, on rank 0."""
+    if WORLD.rank == 0:
+        with Path(LINES).open("a") as file:
+            file.write(json.dumps(words) + "\n")
+
+
+def main() -> None:
+    """Run the tests, one after the other."""
+    torch.set_num_threads(1)
+    for name in unittest.TestLoader().getTestCaseNames(Case):
+        if name <= AFTER or WORD not in name:
+            continue
+        note(name, "failed", f"hangs, or ends the job, within {SECONDS} s")
+        faulthandler.dump_traceback_later(float(SECONDS), exit=True)
+        outcomes = WORLD.allgather(run_test(name))
+        note(name, *next((outcome for outcome in outcomes if outcome[0] == "failed"), outcomes[0]))
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        faulthandler.cancel_dump_traceback_later()
+
+
+if __name__ == "__main__":
+    main()
