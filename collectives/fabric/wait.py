@@ -21,7 +21,7 @@ NAP_SHARE = 0.02
 NAP_AFTER_ON_NODE, NAP_AFTER_BETWEEN_NODES = 2e-2, 2e-3  # seconds of waiting after which a rank sleeps between steps
 
 
-LONGER = "for longer waits raise timeout_seconds (MPIPS_TIMEOUT_SECONDS)"
+LONGER = "for longer waits raise the timeout (timeout_seconds, MPIPS_TIMEOUT_SECONDS, or timeout= of a PyTorch group)"
 
 
 class Limits(NamedTuple):

@@ -55,7 +55,6 @@ class ProcessGroup(dist.ProcessGroup):
         super().__init__(comm.rank, comm.size)
         self.comm = comm
         self._jobs = Jobs(comm, timeout.total_seconds())
-        self._barrier_token = torch.zeros(1)
         self._name = ""
         home = communicator(comm)
         self._roomy = home.nodes > 1 or home.board.memory.roomy
@@ -158,9 +157,7 @@ class ProcessGroup(dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def barrier(self, opts: dist.BarrierOptions | None = None) -> Work:
-        token = self._barrier_token
-        job = self._jobs.reduce("allreduce", token, token, Reduction("sum"))
-        return self._start(job, opts or dist.BarrierOptions(), [token])
+        return self._start(self._jobs.barrier(), opts or dist.BarrierOptions(), [])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks, `timeout` at most. StallError on all names those that have not come, be it one or many.
@@ -287,6 +284,7 @@ class Jobs:
         self._home = communicator(comm)
         self._home.patient(self._home.limits.stall_seconds, max(timeout_seconds, LEAST_SECONDS))
         self.messages = Messages(comm.Dup())
+        self._barrier_token = torch.zeros(1)
 
     def reduce(
         self, kind: str, given: Tensor, target: Tensor, how: Reduction, root: int = 0, after: After = None
@@ -356,6 +354,9 @@ class Jobs:
         out = None if target is None else as_movable(target)
         return self._collective(kind, as_movable(given), out, "sum", root, after)
 
+    def barrier(self) -> GroupJob:
+        return self._collective("allreduce", as_numbers(self._barrier_token), None, "sum", 0, None, "barrier")
+
     def reduce_scatter(self, output: Tensor, given: Tensor, sizes: Sequence[int], op: dist.ReduceOp) -> GroupJob:
         """Make a reduction of `given`, of which this rank takes its part."""
         how, rank = reduction(op, given.dtype), self.comm.rank
@@ -421,8 +422,10 @@ class Jobs:
 
         return divide
 
-    def _collective(self, kind: str, x: Tensor, out: Tensor | None, op: str, root: int, after: After) -> GroupJob:
-        keywords: dict[str, Any] = {"out": out}
+    def _collective(
+        self, kind: str, x: Tensor, out: Tensor | None, op: str, root: int, after: After, label: str = ""
+    ) -> GroupJob:
+        keywords: dict[str, Any] = {"out": out, "label": label}
         if kind in ("allreduce", "reduce_scatter", "reduce"):
             keywords["op"] = op
         if kind in ("broadcast", "reduce"):
@@ -430,7 +433,7 @@ class Jobs:
         call = getattr(collectives, kind)
         return GroupJob(
             lambda: call(x, self.comm, **keywords),
-            lambda: wait_for_plan(begin(kind, x, self.comm, op=op, out=out, root=root)), self._home, after,
+            lambda: wait_for_plan(begin(kind, x, self.comm, op=op, out=out, root=root, label=label)), self._home, after,
         )  # fmt: skip
 
 

@@ -120,5 +120,5 @@ def test_a_limit_names_who_is_late_and_the_setting(tmp_path: Path, call: str) ->
     words = [sys.executable, "-m", "launch.cli", "run", "-w", "3", str(program), call]
     setting = os.environ | {"MPIPS_TIMEOUT_SECONDS": "1"}
     done = subprocess.run(words, capture_output=True, text=True, timeout=JOB_LIMIT, check=False, env=setting)
-    late = "has waited for 1 s: rank 1 has not come; for longer waits raise timeout_seconds (MPIPS_TIMEOUT_SECONDS)"
+    late = "has waited for 1 s: rank 1 has not come; for longer waits raise the timeout (timeout_seconds, "
     assert done.returncode and late in done.stderr, done.stderr

@@ -87,6 +87,15 @@ def test_all_raise_where_sparse_tensors_differ(given: str) -> None:
     assert time.monotonic() - begin < 1.5
 
 
+@several
+def test_a_monitored_barrier_without_a_second_s_patience_raises() -> None:
+    own, said = dist.new_group(backend="mpips"), ""
+    if WORLD.rank == 0:
+        said = heard(lambda: own.monitored_barrier(timedelta(0)))
+    WORLD.Barrier()
+    assert WORLD.rank or ("barrier" in said and "not come" in said)
+
+
 def test_an_operation_ends_beside_compute() -> None:
     """This thread never waits for it, and only computes."""
     x = torch.ones(1 << 16)
