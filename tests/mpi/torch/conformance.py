@@ -1,17 +1,19 @@
 """Every call of c10d on mpips beside gloo, on the same inputs: results, or that both refuse.
 
-An input is made from the rank, the type and the shape alone, so both backends get the same.
+An input is made from the rank, the type and the shape alone, so both backends get the same. Cells are made for a group
+by its ranks: `ranks` everywhere below, in their order.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import _functional_collectives as functional
 
 import mpips.torch  # noqa: F401  (makes the backend known)
 
@@ -39,56 +41,123 @@ def tensor(dtype: torch.dtype, shape: tuple[int, ...], salt: int = 0) -> Tensor:
     return torch.randint(0, 3, shape, generator=generator).to(dtype)
 
 
-def cells() -> Iterator[Cell]:
+def cells(ranks: Sequence[int], dtypes: Sequence[torch.dtype] = (*FLOATS, *INTEGERS, *OTHERS)) -> Iterator[Cell]:
     """All calls on all types and shapes."""
-    for dtype, shape in itertools.product((*FLOATS, *INTEGERS, *OTHERS), SHAPES):
-        for name, run in _calls(dtype, shape):
+    for dtype, shape in itertools.product(dtypes, SHAPES):
+        for name, run in itertools.chain(_calls(dtype, shape, ranks), _coalesced_calls(dtype, shape, ranks)):
             yield Cell(name, dtype, shape, run)
 
 
-def _calls(dtype: torch.dtype, shape: tuple[int, ...]) -> Iterator[tuple[str, Callable[[Any], list[Tensor]]]]:
-    p, r = dist.get_world_size(), dist.get_rank()
-    last = p - 1
+Calls = Iterator[tuple[str, Callable[[Any], list[Tensor]]]]
+
+
+def _calls(dtype: torch.dtype, shape: tuple[int, ...], ranks: Sequence[int]) -> Calls:
+    p, r, last = len(ranks), ranks.index(dist.get_rank()), ranks[-1]
     for op in OPS:
         how = getattr(dist.ReduceOp, op)
         yield f"all_reduce {op}", lambda g, how=how: _in_place(dist.all_reduce, tensor(dtype, shape), how, g)
         yield f"reduce {op}", lambda g, how=how: _reduced(tensor(dtype, shape), last, how, g)
-        yield f"reduce_scatter {op}", lambda g, how=how: _into(
-            tensor(dtype, shape), lambda out: dist.reduce_scatter(out, _parts(dtype, shape), how, g)
+        yield (
+            f"reduce_scatter {op}",
+            lambda g, how=how: _into(
+                tensor(dtype, shape), lambda out: dist.reduce_scatter(out, _parts(dtype, shape, ranks), how, g)
+            ),
         )
     yield "all_reduce, transposed", lambda g: _in_place(dist.all_reduce, _strided(dtype, shape), dist.ReduceOp.SUM, g)
     yield "all_reduce, async", lambda g: _awaited(tensor(dtype, shape), g)
     yield "broadcast", lambda g: _broadcast(tensor(dtype, shape), last, g)
-    yield "all_gather", lambda g: _outputs(dtype, shape, lambda outs: dist.all_gather(outs, tensor(dtype, shape), g))
-    yield "all_gather_into_tensor", lambda g: _into(
-        torch.zeros(p * max(1, _numel(shape)), dtype=dtype),
-        lambda out: dist.all_gather_into_tensor(out, torch.ones(max(1, _numel(shape)), dtype=dtype) * r, g),
+    yield (
+        "all_gather",
+        lambda g: _outputs(dtype, shape, ranks, lambda outs: dist.all_gather(outs, tensor(dtype, shape), g)),
     )
-    yield "reduce_scatter_tensor", lambda g: _into(
-        torch.zeros(shape[:1] or (1,), dtype=dtype),
-        lambda out: dist.reduce_scatter_tensor(out, tensor(dtype, (p * out.numel(),)), group=g),
+    yield (
+        "all_gather_into_tensor",
+        lambda g: _into(
+            torch.zeros(p * max(1, _numel(shape)), dtype=dtype),
+            lambda out: dist.all_gather_into_tensor(out, torch.ones(max(1, _numel(shape)), dtype=dtype) * r, g),
+        ),
     )
-    yield "all_to_all_single", lambda g: _into(
-        torch.zeros((p * 2, *shape), dtype=dtype),
-        lambda out: dist.all_to_all_single(out, tensor(dtype, out.shape), group=g),
+    yield (
+        "reduce_scatter_tensor",
+        lambda g: _into(
+            torch.zeros(shape[:1] or (1,), dtype=dtype),
+            lambda out: dist.reduce_scatter_tensor(out, tensor(dtype, (p * out.numel(),)), group=g),
+        ),
     )
-    yield "all_to_all_single, uneven", lambda g: _uneven(dtype, g)
-    yield "gather", lambda g: _gathered(dtype, shape, last, g)
-    yield "scatter", lambda g: _into(
-        tensor(dtype, shape),
-        lambda out: dist.scatter(out, _parts(dtype, shape) if r == last else None, last, g),
+    yield (
+        "all_to_all_single",
+        lambda g: _into(
+            torch.zeros((p * 2, *shape), dtype=dtype),
+            lambda out: dist.all_to_all_single(out, tensor(dtype, out.shape), group=g),
+        ),
     )
-    yield "send, recv", lambda g: _round(dtype, shape, g)
-    yield "batch_isend_irecv", lambda g: _batch(dtype, shape, g)
-    yield "all_reduce_coalesced", lambda g: _coalesced(dtype, shape, g)
+    yield "all_to_all_single, uneven", lambda g: _uneven(dtype, ranks, g)
+    yield "gather", lambda g: _gathered(dtype, shape, ranks, g)
+    yield (
+        "scatter",
+        lambda g: _into(
+            tensor(dtype, shape),
+            lambda out: dist.scatter(out, _parts(dtype, shape, ranks) if r == p - 1 else None, last, g),
+        ),
+    )
+    yield "send, recv", lambda g: _round(dtype, shape, ranks, g)
+    yield "batch_isend_irecv", lambda g: _batch(dtype, shape, ranks, g)
+    if dtype not in OTHERS and shape:
+        for op in ("SUM", "AVG"):
+            how = getattr(dist.ReduceOp, op)
+            yield f"all_reduce {op}, sparse", lambda g, how=how: _sparse(dtype, shape, how, g)
+
+
+def _coalesced_calls(dtype: torch.dtype, shape: tuple[int, ...], ranks: Sequence[int]) -> Calls:
+    """Forms in which several tensors travel at once: c10d's old ones, its manager's, and functional collectives."""
+    p = len(ranks)
+    given = lambda: [tensor(dtype, shape or (1,)), tensor(dtype, (4,), 9)]  # noqa: E731
+    whole = lambda: [tensor(dtype, (p * x.shape[0], *x.shape[1:])) for x in given()]  # noqa: E731
+    wide = lambda: [torch.zeros_like(x) for x in whole()]  # noqa: E731
+    yield "all_reduce_coalesced", lambda g: _together(given(), lambda xs: dist.all_reduce_coalesced(xs, group=g))
+    yield (
+        "all_gather_coalesced",
+        lambda g: _by_rank(
+            [[torch.zeros_like(x) for x in given()] for _ in ranks],
+            lambda outs: dist.all_gather_coalesced(outs, given(), g),
+        ),
+    )
+    for beside in (False, True):
+        suffix = ", async" if beside else ""
+        yield (
+            f"manager of all_reduce{suffix}",
+            lambda g, beside=beside: _managed(
+                given(), given(), beside, g, lambda out, x: dist.all_reduce(out, group=g)
+            ),
+        )
+        yield (
+            f"manager of all_gather_into_tensor{suffix}",
+            lambda g, beside=beside: _managed(
+                wide(), given(), beside, g, lambda out, x: dist.all_gather_into_tensor(out, x, g)
+            ),
+        )
+        yield (
+            f"manager of reduce_scatter_tensor{suffix}",
+            lambda g, beside=beside: _managed(
+                given(), whole(), beside, g, lambda out, x: dist.reduce_scatter_tensor(out, x, group=g)
+            ),
+        )
+    yield (
+        "functional all_gather_into_tensor_coalesced",
+        lambda g: [x.clone() for x in functional.all_gather_into_tensor_coalesced(given(), g)],
+    )
+    yield (
+        "functional reduce_scatter_tensor_coalesced",
+        lambda g: [x.clone() for x in functional.reduce_scatter_tensor_coalesced(whole(), "sum", [0, 0], g)],
+    )
 
 
 def _numel(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
 
-def _parts(dtype: torch.dtype, shape: tuple[int, ...]) -> list[Tensor]:
-    return [tensor(dtype, shape, salt) for salt in range(1, 1 + dist.get_world_size())]
+def _parts(dtype: torch.dtype, shape: tuple[int, ...], ranks: Sequence[int]) -> list[Tensor]:
+    return [tensor(dtype, shape, salt) for salt in range(1, 1 + len(ranks))]
 
 
 def _strided(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
@@ -124,57 +193,83 @@ def _broadcast(x: Tensor, root: int, group: Any) -> list[Tensor]:
     return [x]
 
 
-def _outputs(dtype: torch.dtype, shape: tuple[int, ...], call: Callable[[list[Tensor]], Any]) -> list[Tensor]:
-    outs = [torch.zeros(shape, dtype=dtype) for _ in range(dist.get_world_size())]
+def _outputs(
+    dtype: torch.dtype, shape: tuple[int, ...], ranks: Sequence[int], call: Callable[[list[Tensor]], Any]
+) -> list[Tensor]:
+    outs = [torch.zeros(shape, dtype=dtype) for _ in ranks]
     call(outs)
     return outs
 
 
-def _gathered(dtype: torch.dtype, shape: tuple[int, ...], root: int, group: Any) -> list[Tensor]:
-    mine = dist.get_rank() == root
-    outs = [torch.zeros(shape, dtype=dtype) for _ in range(dist.get_world_size())] if mine else None
-    dist.gather(tensor(dtype, shape), outs, root, group)
+def _gathered(dtype: torch.dtype, shape: tuple[int, ...], ranks: Sequence[int], group: Any) -> list[Tensor]:
+    outs = [torch.zeros(shape, dtype=dtype) for _ in ranks] if dist.get_rank() == ranks[-1] else None
+    dist.gather(tensor(dtype, shape), outs, ranks[-1], group)
     return outs or []
 
 
-def _uneven(dtype: torch.dtype, group: Any) -> list[Tensor]:
-    p, r = dist.get_world_size(), dist.get_rank()
+def _uneven(dtype: torch.dtype, ranks: Sequence[int], group: Any) -> list[Tensor]:
+    p, r = len(ranks), ranks.index(dist.get_rank())
     sent, came = [(r + d) % 3 for d in range(p)], [(s + r) % 3 for s in range(p)]
     out = torch.zeros((sum(came), 2), dtype=dtype)
     dist.all_to_all_single(out, tensor(dtype, (sum(sent), 2)), came, sent, group)
     return [out]
 
 
-def _round(dtype: torch.dtype, shape: tuple[int, ...], group: Any) -> list[Tensor]:
+def _round(dtype: torch.dtype, shape: tuple[int, ...], ranks: Sequence[int], group: Any) -> list[Tensor]:
     """From even ranks to the next."""
-    p, r = dist.get_world_size(), dist.get_rank()
+    p, r = len(ranks), ranks.index(dist.get_rank())
     out = torch.zeros(shape, dtype=dtype)
     if r % 2 == 0 and r + 1 < p:
-        dist.send(tensor(dtype, shape), r + 1, group, tag=5)
+        dist.send(tensor(dtype, shape), ranks[r + 1], group, tag=5)
     elif r % 2:
-        dist.recv(out, r - 1, group, tag=5)
+        dist.recv(out, ranks[r - 1], group, tag=5)
     return [out]
 
 
-def _batch(dtype: torch.dtype, shape: tuple[int, ...], group: Any) -> list[Tensor]:
+def _batch(dtype: torch.dtype, shape: tuple[int, ...], ranks: Sequence[int], group: Any) -> list[Tensor]:
     """Around a ring, all at once."""
-    p, r = dist.get_world_size(), dist.get_rank()
+    p, r = len(ranks), ranks.index(dist.get_rank())
     out = torch.zeros(shape, dtype=dtype)
     if p == 1:
         return [out]
     operations = [
-        dist.P2POp(dist.irecv, out, (r - 1) % p, group),
-        dist.P2POp(dist.isend, tensor(dtype, shape), (r + 1) % p, group),
+        dist.P2POp(dist.irecv, out, ranks[(r - 1) % p], group),
+        dist.P2POp(dist.isend, tensor(dtype, shape), ranks[(r + 1) % p], group),
     ]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
     return [out]
 
 
-def _coalesced(dtype: torch.dtype, shape: tuple[int, ...], group: Any) -> list[Tensor]:
-    tensors = [tensor(dtype, shape), tensor(dtype, (4,), 9)]
-    dist.all_reduce_coalesced(tensors, group=group)
+def _sparse(dtype: torch.dtype, shape: tuple[int, ...], how: Any, group: Any) -> list[Tensor]:
+    """Every rank has other entries; rank 0 has none."""
+    x = tensor(dtype, shape) * bool(dist.get_rank())
+    x = x.to_sparse()
+    dist.all_reduce(x, how, group)
+    x = x.coalesce()
+    return [x.indices(), x.values()]
+
+
+def _together(tensors: list[Tensor], call: Callable[[list[Tensor]], Any]) -> list[Tensor]:
+    call(tensors)
     return tensors
+
+
+def _by_rank(outs: list[list[Tensor]], call: Callable[[list[list[Tensor]]], Any]) -> list[Tensor]:
+    call(outs)
+    return [x for out in outs for x in out]
+
+
+def _managed(
+    outs: list[Tensor], given: list[Tensor], beside: bool, group: Any, call: Callable[[Tensor, Tensor], Any]
+) -> list[Tensor]:
+    """Call for each pair, all in one operation."""
+    with dist._coalescing_manager(group, async_ops=beside) as works:
+        for out, x in zip(outs, given, strict=True):
+            call(out, x)
+    if beside:
+        works.wait()
+    return outs
 
 
 def outcome(cell: Cell, group: Any) -> list[Tensor] | str:
@@ -186,7 +281,7 @@ def outcome(cell: Cell, group: Any) -> list[Tensor] | str:
 
 
 def verdict(cell: Cell, ours: Any, theirs: Any) -> str:
-    """"equal", "refused by both", "more" (only ours can), or what differs."""
+    """ "equal", "refused by both", "more" (only ours can), or what differs."""
     a, b = outcome(cell, ours), outcome(cell, theirs)
     if isinstance(b, str):
         return "refused by both" if isinstance(a, str) else "more"
