@@ -40,6 +40,7 @@ from collectives.fabric.requests import TAGS, Collectives, Lanes, Roll, leave, s
 from collectives.fabric.wait import NAP_AFTER_BETWEEN_NODES, Limits, drive, limits, until
 from collectives.machine import Quota, bound_cores, find_quota
 from collectives.network.control import Control
+from collectives.recorder import own as recorder
 from collectives.schedule.catalog import see_named
 from collectives.tuner import table
 from collectives.tuner.table import Table
@@ -83,6 +84,7 @@ class Communicator:
     def __init__(
         self, comm: MPI.Intracomm, known_table: Table | None = None, names: Sequence[int] | None = None
     ) -> None:
+        recorder.begin(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
         self.comm = made(comm.Dup())
         self.names = range(comm.size) if names is None else names
         self.rank, self.size = comm.rank, comm.size
@@ -193,6 +195,7 @@ class Communicator:
         try:
             told = self.ending.end(_told(self, what, error))
             LOG.info("the communicator of %d ranks has ended: %s", self.size, told)
+            recorder.fails(str(told))
         finally:
             self.started = []
             self.hold()
@@ -227,6 +230,7 @@ class Communicator:
             return
         if self.cache is not None:
             self.cache.free()
+        self.board.marks.close()
         self.board.memory.close()
         self.node.Free()
         for comm in self._carriers():
@@ -243,6 +247,7 @@ class Communicator:
             self.own.keep()
             if self.cache is not None:
                 self.cache.free()
+            self.board.marks.close()
             self.board.memory.abandon()
             _kept_for_good.append(self._kept)
 
@@ -348,6 +353,7 @@ def renew(comm: MPI.Comm | None = None) -> None:
         comm.Set_attr(_key(), _Arrival(comm, found))
     made = communicator(comm)
     made.check()
+    recorder.goes_well()
 
 
 class _Arrival:
@@ -445,6 +451,7 @@ def open_memory(node: MPI.Comm, fenced: bool = not ORDERED_STORES) -> NodeMemory
         reachable=open_to_all(node),
         fence=fence,
         poison_fd=poison_fd,
+        identity=abs(hash(places[0])) or 1,
     )
 
 

@@ -19,10 +19,11 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TextIO, cast
+
+from collectives.recorder.own import place
 
 LEVEL_VARIABLE, FOLDER_VARIABLE, FORMAT_VARIABLE = "MPIPS_LOG", "MPIPS_LOG_DIR", "MPIPS_LOG_FORMAT"
 LEVELS = ("debug", "info", "warning")
@@ -31,18 +32,6 @@ MERGED = "job"
 """The name of the file that holds all ranks' lines, without its suffix."""
 SUFFIXES = {"text": ".log", "json": ".jsonl"}
 TIME_LETTERS = len("2026-11-27T12:00:00.000000Z")
-
-
-@dataclass
-class Place:
-    """Hold the place of this process in its job and in its work. Whoever knows writes it; -1 and "" are unknown."""
-
-    name: str = ""
-    """What lines begin with: "rank 3", or what a process that is no rank calls itself."""
-    rank: int = -1
-    role: str = ""
-    generation: int = -1
-    step: int = -1
 
 
 class Stamped(logging.LogRecord):
@@ -57,7 +46,6 @@ class Stamped(logging.LogRecord):
     """Seconds since this process has begun to log."""
 
 
-place = Place()
 _began = time.monotonic()
 
 

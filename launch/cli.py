@@ -70,6 +70,14 @@ COMMANDS = {
         "mpips.overlap.__main__", "Group layers for overlap, from a profile.",
         ("mpips plan profile.json --nodes 8", "mpips plan --model resnet50 --nodes 4:64 --plot plan.png"),
     ),
+    "why": Sub(
+        "launch.observe.command", "Say why a job stands: who waits for whom, and where that rank is.",
+        ("mpips why", "mpips why 4711 --json"), case="why",
+    ),
+    "top": Sub(
+        "launch.observe.command", "Show the ranks of a running job.", ("mpips top", "mpips top 4711 --once"),
+        case="top",
+    ),
     "chaos": Sub(
         "mpips.chaos.command", "Make faults in a running job by a plan, and report.",
         ("mpips chaos --faults 3 --every 5 --save plan.json -- mpips run -w 4 -s 2 --spares 3 train.py",
@@ -249,7 +257,7 @@ bench = Commands(
     epilog=format_examples("mpips bench allreduce -n 4", "mpips bench kvstore -n 3 --servers 1"),
     context_settings={"help_option_names": HELP},
 )
-_ORDER = ("run", "doctor", "script", "train", "bench", "tune", "sim", "plan", "chaos", "lab")
+_ORDER = ("run", "doctor", "script", "train", "bench", "tune", "sim", "plan", "chaos", "lab", "why", "top")
 
 
 @click.command(

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from mpips.ending.process import end_mpi_in_time as _end_mpi_in_time
 from mpips.ending.process import keep_children_from_being_ranks as _part_children
+from mpips.ending.process import open_page as _open_page
+from mpips.ending.process import when_started as _when_started
 from mpips.ending.uncaught import install_hooks as _install_hooks
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ __version__ = "0.1.0"
 _end_mpi_in_time()
 _install_hooks()
 _part_children()
+_when_started(_open_page)
 
 _HOMES = {
     "create": "mpips.store.create", "KVStore": "mpips.store.api", "Options": "mpips.store.options",

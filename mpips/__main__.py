@@ -17,14 +17,15 @@ from mpips.ending.process import StatusLine, is_fork, is_started, leave_fork
 from mpips.ending.uncaught import INTERRUPTED, end, end_unstarted
 from mpips.store.world import ENCODED, launched_as
 
-COMMANDS = ("run", "doctor", "script", "train", "bench", "tune", "sim", "plan", "chaos", "lab")
+COMMANDS = ("run", "doctor", "script", "train", "bench", "tune", "sim", "plan", "chaos", "lab", "why", "top")
 """Words of the `mpips` command, which are no scripts."""
 OURS = ("mpips", "collectives", "launch")
 
 
 def whole_lines() -> None:
-    """From now on a line that is printed is written when it ends, and at one go: the launcher mixes what several ranks
-    write, and, with PYTHONUNBUFFERED, each of a line's words would be written alone."""
+    """Write each line that is printed when it ends, and at one go, from now on.
+
+    The launcher mixes what several ranks write. With PYTHONUNBUFFERED each word would be written alone."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
 

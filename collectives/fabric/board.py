@@ -48,6 +48,7 @@ from collectives.fabric.layout import (
 )
 from collectives.fabric.process_memory import OutOfReach
 from collectives.fabric.wait import NAP_AFTER_ON_NODE, Limits, drive, until
+from collectives.recorder.own import Marks
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -158,6 +159,8 @@ class Board:
         self.descriptors = Descriptors(memory.descriptors, memory.rank, names)
         self.poison = Poison(memory.poison, memory.poison_fd)
         self.entries, self.progress = memory.rows
+        self.marks = Marks(memory.identity)
+        """Where another process sees in which operation this rank is."""
         self.fence = memory.fence
         self.ones = sum(1 << 64 * rank for rank in range(self.size))
         """Times a number: that number once for each rank, as in a row read at once."""
@@ -186,6 +189,7 @@ class Board:
     ) -> int:
         """Put a descriptor into this rank's area; its token. See `Descriptors.publish`."""
         token = self.descriptors.publish(descriptor, many, place)
+        self.marks.name(token, descriptor.text)
         self.hold(self._held)
         return token
 
@@ -202,7 +206,7 @@ class Board:
             self.last_phase, self.lent = self.phase + 1, number
         if self.fence is not None:
             self.fence()
-        self.entries[number & 1][self.rank] = number << 32 | token
+        self.entries[number & 1][self.rank] = self.marks.word[0] = number << 32 | token
 
     def met(self) -> Iterator[None]:
         """Until all have entered this operation; with what, `tokens` says."""

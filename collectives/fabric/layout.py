@@ -198,12 +198,15 @@ class NodeMemory:
         reachable: bool,
         fence: MPI.Win | None,
         poison_fd: int,
+        identity: int = 1,
     ) -> None:
         self.rank, self.size, self.areas, self.pids = rank, len(areas), areas, pids
         self.crowded = self.size > cores
         """Whether ranks share cores: each meeting then costs as many switches."""
         self.roomy = 2 * self.size <= cores
         """Whether each rank has a core for communication beside the one on which it computes."""
+        self.identity = identity
+        """The same number on all ranks of the node, and no other memory's."""
         self.reachable = reachable
         """Whether every rank can reach the others' own memory (`process_memory`)."""
         self.poison_fd = poison_fd

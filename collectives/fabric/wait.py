@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from collectives.errors import StallError, ranks, warn
+from collectives.recorder import own as recorder
 
 SPINS = 16  # steps before the first yield
 LOOK_SECONDS = 1e-4  # between two looks around; yields are not counted, as each may cost a slice of a busy core
@@ -63,28 +64,35 @@ def _seconds(name: str, usual: float) -> float:
 def drive(steps: Iterator[None], generation: Generation, what: str, spins: int = SPINS) -> None:
     """Run the steps of `what` to their end. Between steps there is something to wait for. StallError after the limit;
     else what the steps, or the generation, raise."""
-    start = due = nap = 0.0
+    start = due = nap = written = 0.0
     warned = False
-    for turn, _ in enumerate(steps, 1):
-        if turn <= spins:
-            continue
-        if nap:
-            time.sleep(nap)
-        else:
-            os.sched_yield()
-        now = time.monotonic()
-        if not due:
-            start, due = now, now + LOOK_SECONDS
-        elif now >= due:
-            waited = now - start
-            generation.look(waited)
-            if waited > generation.nap_after:
-                nap = min(max(NAP_SHARE * waited, NAP_SECONDS[0]), NAP_SECONDS[1])
-            due = now + max(LOOK_SECONDS, LOOK_NAPS * nap)
-            if waited > generation.limits.stall_seconds and not warned:
-                warned = True
-                warn(_sentence(what, waited, generation))
-            see_in_time(what, waited, generation)
+    try:
+        for turn, _ in enumerate(steps, 1):
+            if turn <= spins:
+                continue
+            if nap:
+                time.sleep(nap)
+            else:
+                os.sched_yield()
+            now = time.monotonic()
+            if not due:
+                start, due = now, now + LOOK_SECONDS
+            elif now >= due:
+                waited = now - start
+                generation.look(waited)
+                if waited > generation.nap_after:
+                    nap = min(max(NAP_SHARE * waited, NAP_SECONDS[0]), NAP_SECONDS[1])
+                due = now + max(LOOK_SECONDS, LOOK_NAPS * nap)
+                if waited > recorder.LASTING_SECONDS < now - written:
+                    written = now
+                    recorder.waits(what, start, generation.late())
+                if waited > generation.limits.stall_seconds and not warned:
+                    warned = True
+                    warn(_sentence(what, waited, generation))
+                see_in_time(what, waited, generation)
+    finally:
+        if start:
+            recorder.waited(time.monotonic() - start, bool(written))
 
 
 def until(ready: Callable[[], object]) -> Iterator[None]:

@@ -254,7 +254,7 @@ def _sum_of_scalars(bound: _Bound, few: Scalars) -> Callable[[], int]:
     rank, ones, order, read, meet = board.rank, board.ones << 32, ORDER, int.from_bytes, board.meet
     even, odd = zip(board.entries, few.mine, few.first, few.second, few.more)
     spins, looks, numbers = board.spins, board.looks, board.numbers
-    turns, x, two = (even, odd), few.x, len(few.x) == 2
+    turns, x, two, mark = (even, odd), few.x, len(few.x) == 2, board.marks.word
     out: Any = few.out  # floats, which memoryviews of them take
 
     def fast() -> int:
@@ -266,7 +266,7 @@ def _sum_of_scalars(bound: _Bound, few: Scalars) -> Callable[[], int]:
         if two:
             mine[1] = x[1]
         board.number = number
-        row[rank] = number << 32 | token
+        row[rank] = mark[0] = number << 32 | token
         entered = number * ones
         wanted = entered + others
         if read(row, order) != wanted:
@@ -310,6 +310,7 @@ def _straight(bound: _Bound, puts: Turns, last: Turns, lends: bool) -> Callable[
     board, text, put, token, others = bound
     rank, ones, order, read, meet = board.rank, board.ones << 32, ORDER, int.from_bytes, board.meet
     turns, spins, looks, numbers = tuple(zip(board.entries, puts, last)), board.spins, board.looks, board.numbers
+    mark = board.marks.word
 
     def fast() -> int:
         number = board.number + 1
@@ -321,7 +322,7 @@ def _straight(bound: _Bound, puts: Turns, last: Turns, lends: bool) -> Callable[
         board.number = number
         if lends:
             board.last_phase, board.lent = board.phase + 1, number
-        row[rank] = number << 32 | token
+        row[rank] = mark[0] = number << 32 | token
         entered = number * ones
         wanted = entered + others
         if read(row, order) != wanted:

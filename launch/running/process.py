@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from collectives import log
 from collectives.machine import read_stat
+from collectives.recorder import own as recorder
 from launch.machine import remove_leftovers, remove_session
 from launch.mpirun import environment_of_job
 from launch.running.presence import Death, OutputListener, Presence, status_of
@@ -119,7 +120,7 @@ class Watched:
         self._began = time.time()
         output, errors = (listener.output, listener.errors) if listener else (None, None)
         self._job = subprocess.Popen(
-            argv, env={**environment_of_job(os.environ), **presence.environment()},
+            argv, env={**environment_of_job(os.environ), **presence.environment(), recorder.JOB: str(os.getpid())},
             stdin=subprocess.DEVNULL if presence.hands_over >= 0 else None, stdout=output, stderr=errors,
             preexec_fn=_child_of(os.getpid(), signals.before),
         )  # fmt: skip

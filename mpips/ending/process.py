@@ -35,6 +35,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from collectives.machine import find_peer
+from collectives.recorder import own as recorder
 from mpips.store.world import (
     FAILING,
     GOODBYE,
@@ -67,6 +68,12 @@ def when_started(call: Callable[[], None]) -> None:
         if not _calls:
             sys.meta_path.insert(0, _Importing())
         _calls.append(call)
+
+
+def open_page() -> None:
+    """Let others of this user see what this rank does. Called when MPI has started."""
+    world = sys.modules["mpi4py.MPI"].COMM_WORLD
+    recorder.begin(world.rank, world.size)
 
 
 class _Importing(MetaPathFinder):
@@ -257,6 +264,7 @@ def say_role(role: str, step: int | None = None) -> None:
 
 def say_failure(code: int) -> None:
     """This rank ends the job with this exit code."""
+    recorder.fails(f"it has left with exit code {code}")
     for line in _lines:
         line.fails(code)
 

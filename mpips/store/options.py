@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 from collectives import log
 from collectives.errors import of_caller
 from collectives.kernels import engine
+from collectives.recorder import own as recorder
 
 PREFIX = "MPIPS_"
 OF_PROCESSES = (
     engine.VARIABLE, engine.FOLDER_VARIABLE, log.LEVEL_VARIABLE, log.FOLDER_VARIABLE, log.FORMAT_VARIABLE,
+    recorder.VARIABLE,
 )  # fmt: skip
 """Variables with that prefix in which ranks may differ; they are no options."""
 

@@ -125,9 +125,10 @@ class Communication:
         self._thread: threading.Thread | None = None
 
     def run(self, job: GroupJob, in_background: bool) -> Future[Any]:
-        """Run a job: now, blocking, where it need not go on `in_background` and no other is under way; else in the
-        thread, as for several threads of the program, whose jobs must not wait for each other. Return its future.
-        Errors of a job that runs now are raised here."""
+        """Run a job now, blocking, or in the thread, and return its future. Errors of a job that runs now are raised.
+
+        It runs now where it need not go on `in_background` and no other is under way. In the thread jobs of several
+        threads of the program do not wait for each other."""
         if threading.current_thread() is self._thread:  # a callback of a future, which may wait for this one
             with self._state:
                 self._jobs.appendleft(job)

@@ -32,6 +32,7 @@ from collectives.fabric.wait import (
     see_in_time,
     until,
 )
+from collectives.recorder import own as recorder
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import LostError, StoreError, of_kind, uninterrupted
 from mpips.store.runtime.rendezvous import LAST_WORD_SECONDS, LeftRanks, Room, Watch
@@ -144,6 +145,7 @@ class Generation:
             home.fail(what, error)
         assert home.over is not None
         self.over = of_kind(home.over)
+        recorder.fails(str(self.over))
         LOG.info("generation %d has ended: %s", self.number, self.over)
         for inner in self._inner:
             inner.fail(what, self.over)
@@ -284,6 +286,7 @@ class Generation:
 
     def _log_begin(self) -> None:
         log.place.role, log.place.generation = self.layout.role, self.number
+        recorder.goes_well()
         layout = self.layout
         LOG.info("generation %d has begun, of a %s store: %d workers, %d servers, %d spares", self.number, layout.kind,
                  layout.num_workers, layout.num_servers, layout.spares)  # fmt: skip

@@ -10,6 +10,7 @@ MG-WFBP merges gradients, section 4). Servers and optimizers still see every key
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 import time
@@ -23,6 +24,8 @@ from numpy.typing import NDArray
 from collectives.errors import CollectiveError, of_caller
 from collectives.fabric import arena
 from collectives.fabric.tasks import Task, in_turn, together
+from collectives.recorder.own import Marks
+from collectives.recorder.page import TOKEN_MASK
 from mpips.store.keys import arguments
 from mpips.store.keys.arguments import PRIORITY_BITS, Call
 from mpips.store.keys.key import FastList, Key, Name
@@ -33,6 +36,10 @@ from mpips.store.worker.interface import Backend, Saves, Written
 Array = NDArray[Any]
 T = TypeVar("T")
 LISTS = (list, tuple)
+STORE = 1 << 63
+"""Above the numbers of lanes that communicators have."""
+MOST_NAMES = 1 << 31
+_stores = itertools.count()
 
 
 class Route:
@@ -49,9 +56,11 @@ class Route:
         self._written: Written | None = None
         self._first_push: Callable[[], None] | None = None
         self._extra = False  # one of these three is there, and calls take the general way
+        self._marks, self._tokens, self._calls = Marks(STORE + next(_stores)), dict[Any, int](), 0
 
     def try_fast(self, what: str, key: Any, value: Any, out: Any, priority: int) -> bool:
         """Make a call (push, pull or pushpull), blocking. Return False, with nothing done, where `call` has to."""
+        self._mark(what, key)
         if self._extra:
             return False
         record = self._one(key, out if what == "pull" else value, priority)
@@ -102,11 +111,25 @@ class Route:
         self, what: str, key: object, value: object, out: object, priority: int, turns: Sequence[Hashable]
     ) -> Handle:
         """Start a call and return its handle, not blocking; it takes turns on its keys and on `turns`."""
+        self._mark(what, key)
         saves = self._prepare(what, key) if self._extra else None
         handle = self._operations.start(what, key, value, out, priority, turns)
         if self._extra:
             self._follow(saves, key)
         return handle
+
+    def _mark(self, what: str, key: Any) -> None:
+        """Let others see which call this worker has begun last."""
+        name = key if type(key) is not list else (*key[:1], len(key))
+        try:
+            token = self._tokens.get((what, name), 0)
+        except TypeError:  # it is no key, as the call will say
+            return
+        if not token:
+            token = self._tokens[what, name] = len(self._tokens) % MOST_NAMES + 1
+            self._marks.name(token, text(what, key if type(key) is list else [key]))
+        self._calls += 1
+        self._marks.word[0] = (self._calls & TOKEN_MASK) << 32 | token
 
     # ---- what is due before and after a call
 

@@ -195,7 +195,7 @@ class World:
         return SimpleNamespace(
             rank=self.rank, size=self.size, rows=rows, fence=None, crowded=False, reachable=True, poison_fd=self.rank,
             pids=[0] * self.size, poison=np.zeros(layout.POISON_BYTES, np.uint8),
-            words=[[0] * 8 for _ in range(self.size)],
+            words=[[0] * 8 for _ in range(self.size)], identity=1,
             descriptors=[Bytes(self, ("descriptor", rank), rank) for rank in range(self.size)],
         )  # fmt: skip
 

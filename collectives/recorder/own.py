@@ -1,0 +1,264 @@
+"""This process' page: opened when the process is a rank, kept where it dies, removed where it ends well.
+
+Pages lie in `folder()`, a folder for each job of this user on this machine: memory, so that writing costs no disk, and
+only this user can read them. Beside the page lies a file into which a signal writes the stacks of all threads.
+`MPIPS_RECORDER=0` opens none.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import os
+import shutil
+import signal
+import socket
+import stat
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from collectives.recorder import page as pages
+from collectives.recorder.page import Page
+
+VARIABLE = "MPIPS_RECORDER"
+JOB = "_MPIPS_JOB"
+"""Set by `mpips run`: the job's name."""
+JOBS = (JOB, "SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID", "PMIX_NAMESPACE")
+"""Variables that name a job, the first that is set."""
+MEMORY = Path("/dev/shm")
+PAGE, STACKS = ".page", ".stacks"
+KEPT_JOBS = 8
+"""Folders of jobs that have ended otherwise than well, of which the newest are kept."""
+SIGNAL = int(signal.SIGRTMAX) - 6
+"""A signal that nobody else uses, and that a rank answers by the stacks of its threads."""
+LASTING_SECONDS = 0.2
+"""Of a wait that is written down, and between two looks at who is late."""
+WAITED, WAITED_TIMES = pages.AT["waited_ns"], pages.AT["waits"]
+OURS = ("mpips", "collectives", "launch")
+
+class Place:
+    """Hold who this process is in its job, and where in its work. Whoever knows writes it; -1 and "" are unknown.
+
+    `name` is what lines of the log begin with: "rank 3", or what a process that is no rank calls itself.
+    """
+
+    def __init__(self) -> None:
+        self.name = self._role = ""
+        self.rank = self._generation = self._step = -1
+
+    @property
+    def role(self) -> str:
+        return self._role
+
+    @role.setter
+    def role(self, role: str) -> None:
+        self._role = role
+        _identity["role"] = role
+        page.write(pages.IDENTITY, _identity)
+
+    @property
+    def generation(self) -> int:
+        return self._generation
+
+    @generation.setter
+    def generation(self, generation: int) -> None:
+        self._generation = generation
+        page.set("generation", generation + 1)
+
+    @property
+    def step(self) -> int:
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._step = step
+        page.set("step", step + 1)
+        page.set("step_ns", time.monotonic_ns())
+
+
+page = Page()
+"""Before the process is known to be a rank, in memory that nobody reads."""
+place = Place()
+_identity: dict[str, Any] = {}
+_waits: dict[int, dict[str, Any]] = {}
+_lock = threading.Lock()
+_paths: list[Path] = []
+
+
+def folder() -> Path:
+    """Return the folder of this user's jobs on this machine."""
+    return (MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())) / f"mpips-{os.getuid()}"
+
+
+def is_private(path: Path) -> bool:
+    """Return whether a folder is this user's, and closed to others."""
+    found = path.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+
+
+def job_name(environment: Mapping[str, str] = os.environ) -> str:
+    """Return the name of this process' job: the launcher's, or that of the process that has started it."""
+    name = next((environment[variable] for variable in JOBS if environment.get(variable)), f"p{os.getppid()}")
+    return "".join(letter if letter.isalnum() or letter in "-_.@" else "-" for letter in name).lstrip(".")[:100]
+
+
+def begin(rank: int, size: int) -> None:
+    """Open this rank's page, once for the process. Where it cannot be, the job goes on without."""
+    global page
+    if _paths or os.environ.get(VARIABLE) == "0":
+        return
+    with suppress(OSError):
+        here = _job_folder(job_name())
+        path = here / f"{os.getpid()}{PAGE}"
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        _paths.append(path)
+        opened = Page(fd)
+        os.close(fd)
+        now, monotonic = time.time_ns(), time.monotonic_ns()
+        for name, value in (("pid", os.getpid()), ("thread", threading.main_thread().ident or 0), ("began_ns", now),
+                            ("began_monotonic_ns", monotonic)):  # fmt: skip
+            opened.set(name, value)
+        _identity.update(
+            rank=rank, size=size, host=socket.gethostname(), program=sys.argv[:8], python=sys.executable
+        )  # fmt: skip
+        opened.write(pages.IDENTITY, _identity)
+        page = opened
+        _answer_signals(here / f"{os.getpid()}{STACKS}")
+        atexit.register(_end)
+        os.register_at_fork(after_in_child=_forget)
+
+
+def _job_folder(name: str) -> Path:
+    """Make the folder of a job, and make room for it. OSError where it is not this user's alone."""
+    top = folder()
+    top.mkdir(mode=0o700, exist_ok=True)
+    if not is_private(top):
+        raise PermissionError(f"{top} is open to others")
+    here = top / name
+    try:
+        here.mkdir(mode=0o700)
+    except FileExistsError:
+        return here
+    others = sorted((one for one in top.iterdir() if one != here), key=lambda one: one.stat().st_mtime)
+    ended = [one for one in others if not any(lives(int(path.stem)) for path in one.glob(f"*{PAGE}"))]
+    for one in ended[:-KEPT_JOBS]:
+        shutil.rmtree(one, ignore_errors=True)
+    return here
+
+
+def lives(pid: int) -> bool:
+    """Return whether there is a process of this number."""
+    return os.path.exists(f"/proc/{pid}")
+
+
+def _answer_signals(path: Path) -> None:
+    if signal.getsignal(SIGNAL) != signal.SIG_DFL:
+        return
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    _paths.append(path)
+    faulthandler.register(SIGNAL, file=fd, all_threads=True)
+    page.set("signal", SIGNAL)
+
+
+def fails(sentence: str) -> None:
+    """Keep the page when the process ends: something has gone wrong, and this says what."""
+    page.write(pages.END, {"failed": sentence[:3000], "at_ns": time.monotonic_ns()})
+    _failed.append(True)
+
+
+_failed: list[bool] = []
+
+
+def goes_well() -> None:
+    """Take back what `fails` has said: the program has gone on from it."""
+    page.write(pages.END, {})
+    _failed.clear()
+
+
+def _end() -> None:
+    if _failed:
+        return
+    for path in _paths:
+        with suppress(OSError):
+            path.unlink()
+    with suppress(OSError, IndexError):
+        _paths[0].parent.rmdir()  # by whoever is the last
+
+
+def _forget() -> None:
+    """A fork of a rank is no rank."""
+    global page
+    page = Page()
+    _waits.clear()
+    _paths.clear()
+    atexit.unregister(_end)
+
+
+# ---- waits
+
+
+def waits(what: str, began: float, late: Sequence[int]) -> None:
+    """Write down that this thread waits for that since then (monotonic seconds), and for which ranks."""
+    thread = threading.get_ident()
+    with _lock:
+        known = _waits.get(thread)
+        line = known["line"] if known is not None and known["what"] == what else user_line(sys._getframe(1))
+        _waits[thread] = {
+            "what": what[:500], "since_ns": int(began * 1e9), "late": list(late)[:64], "line": line,
+        }  # fmt: skip
+        page.write(pages.WAITS, list(_waits.values()))
+
+
+def waited(seconds: float, written: bool) -> None:
+    """Count a wait that is over; take back what `waits` has written of it."""
+    words = page.words
+    words[WAITED] += int(seconds * 1e9)
+    words[WAITED_TIMES] += 1
+    if written:
+        with _lock:
+            _waits.pop(threading.get_ident(), None)
+            page.write(pages.WAITS, list(_waits.values()))
+
+
+def user_line(frame: FrameType | None) -> str:
+    """Return the innermost line of the user's program, as "train.py:41, load_batch"; "" where there is none."""
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if module.partition(".")[0] not in (*OURS, "torch", "jax", "threading", "contextlib", "runpy", "mpi4py"):
+            code = frame.f_code
+            inside = "" if code.co_name == "<module>" else f", {code.co_name}"
+            return f"{os.path.basename(code.co_filename)}:{frame.f_lineno}{inside}"
+        frame = frame.f_back
+    return ""
+
+
+# ---- marks
+
+
+class Marks:
+    """A lane of this process: where calls put their marks, and the texts of their tokens."""
+
+    def __init__(self, identity: int) -> None:
+        self._page = page
+        self._lane = page.take_lane(identity)
+        at = Page.mark_at(max(self._lane, 0))
+        self.word = page.words[at : at + 1] if self._lane >= 0 else memoryview(bytearray(8)).cast("Q")
+        """The mark: one word, which a call sets to 2^32 * its number + its token."""
+
+    def name(self, token: int, text: str) -> None:
+        """Say what a token stands for."""
+        if self._lane >= 0:
+            self._page.name(self._lane, token, text)
+
+    def close(self) -> None:
+        """Give the lane back."""
+        if self._lane >= 0:
+            self._page.give_lane(self._lane)
+            self._lane = -1

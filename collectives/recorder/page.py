@@ -1,0 +1,157 @@
+"""The page of a rank: a small file in the machine's memory that says what the rank does. It outlives its process.
+
+Whoever may read the file sees there, without a word from the rank, who it is, its step, what it waits for, and the call
+that it has begun last. `Page` is the rank's side, and `read` the other side.
+
+    head        words of 8 bytes: see `HEAD`
+    identity    JSON: who the rank is
+    waits       JSON: what its threads wait for, since when, and for whom; only waits that last
+    end         JSON: how it has ended
+    marks       for each *lane*, which is a communicator or a store, one word: 2^32 * number of the call + its token
+    tokens      for each lane the texts of the tokens, `TOKENS` of them in turn
+
+A mark is one store of 8 bytes: all that a call of a microsecond can spare. Texts are written when a call is made for
+the first time. JSON is guarded by a sequence number, odd while it is written.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+MAGIC, VERSION = 0x6D70697073_52, 1
+HEAD = (
+    "magic", "version", "pid", "thread", "began_ns", "began_monotonic_ns", "generation", "step", "step_ns",
+    "waited_ns", "waits", "signal",
+)  # fmt: skip
+"""Words of the head. Times are of the monotonic clock, but for `began_ns`. `generation` and `step` are 1 more than
+they are. `waited_ns`: how long the rank has waited in all, in `waits` waits that are over. `signal`: brings stacks."""
+AT = {name: number for number, name in enumerate(HEAD)}
+TEXT_BYTES = 4096
+IDENTITY, WAITS, END = (TEXT_BYTES * number for number in (1, 2, 3))
+LANES, TOKENS, TOKEN_BYTES = 64, 64, 256
+LANE_WORDS = 8
+MARKS = TEXT_BYTES * 4
+TEXTS = MARKS + LANES * LANE_WORDS * 8
+PAGE_BYTES = TEXTS + LANES * TOKENS * TOKEN_BYTES
+TOKEN_MASK = (1 << 32) - 1
+_TEXT = struct.Struct("=QQ")
+_TOKEN = struct.Struct("=II")
+
+
+class Lane(NamedTuple):
+    """The calls of one communicator or store, as another process reads them: the last one's number and text."""
+
+    identity: int
+    number: int
+    text: str
+
+
+class Seen(NamedTuple):
+    """Hold the content of a page."""
+
+    head: Mapping[str, int]
+    identity: Mapping[str, Any]
+    waits: list[dict[str, Any]]
+    end: Mapping[str, Any]
+    lanes: list[Lane]
+
+
+class Page:
+    """A rank's own page, in a file or, without one, in memory that nobody else reads."""
+
+    def __init__(self, fd: int = -1) -> None:
+        if fd >= 0:
+            os.ftruncate(fd, PAGE_BYTES)
+        self._map = mmap.mmap(fd, PAGE_BYTES)
+        self.words = memoryview(self._map).cast("Q")
+        self.words[AT["version"]] = VERSION
+        self.words[AT["magic"]] = MAGIC
+        self._free = list(range(LANES - 1, -1, -1))
+
+    def set(self, name: str, value: int) -> None:
+        """Write a word of the head."""
+        self.words[AT[name]] = value
+
+    def write(self, area: int, content: Any) -> None:
+        """Write JSON into an area, as far as it fits; {} or [] where it does not."""
+        raw = json.dumps(content).encode()
+        if len(raw) > TEXT_BYTES - _TEXT.size:
+            raw = json.dumps(type(content)()).encode()
+        at = area // 8
+        self.words[at] += 1
+        self.words[at + 1] = len(raw)
+        self._map[area + _TEXT.size : area + _TEXT.size + len(raw)] = raw
+        self.words[at] += 1
+
+    def take_lane(self, identity: int) -> int:
+        """Return the number of a lane that is free from now on for who asks; -1 where there is none."""
+        if not self._free:
+            return -1
+        lane = self._free.pop()
+        at = self.mark_at(lane)
+        self.words[at], self.words[at + 1] = 0, identity
+        return lane
+
+    def give_lane(self, lane: int) -> None:
+        """Give a lane back."""
+        self.words[self.mark_at(lane) + 1] = 0
+        self._free.append(lane)
+
+    @staticmethod
+    def mark_at(lane: int) -> int:
+        """Return which word is the mark of a lane."""
+        return MARKS // 8 + lane * LANE_WORDS
+
+    def name(self, lane: int, token: int, text: str) -> None:
+        """Write what a token of a lane stands for, in the place of the token `TOKENS` before it."""
+        raw = text.encode()[: TOKEN_BYTES - _TOKEN.size]
+        at = _token_at(lane, token)
+        self._map[at : at + _TOKEN.size] = _TOKEN.pack(token, len(raw))
+        self._map[at + _TOKEN.size : at + _TOKEN.size + len(raw)] = raw
+
+
+def _token_at(lane: int, token: int) -> int:
+    return TEXTS + (lane * TOKENS + token % TOKENS) * TOKEN_BYTES
+
+
+def read(path: str | os.PathLike[str]) -> Seen | None:
+    """Return what a page says; None where the file is none, or of another version. OSError as of files."""
+    raw = Path(path).read_bytes()
+    if len(raw) != PAGE_BYTES:
+        return None
+    words = memoryview(raw).cast("Q")
+    head = dict(zip(HEAD, words[: len(HEAD)].tolist()))
+    if (head["magic"], head["version"]) != (MAGIC, VERSION):
+        return None
+    texts = [_json(raw, area) for area in (IDENTITY, WAITS, END)]
+    lanes = []
+    for lane in range(LANES):
+        at = Page.mark_at(lane)
+        mark, identity = words[at : at + 2]
+        if identity:
+            lanes.append(Lane(identity, mark >> 32, _text(raw, lane, mark & TOKEN_MASK)))
+    return Seen(head, texts[0] or {}, texts[1] or [], texts[2] or {}, lanes)
+
+
+def _json(raw: bytes, area: int) -> Any:
+    sequence, length = _TEXT.unpack_from(raw, area)
+    if sequence % 2 or length > TEXT_BYTES:
+        return None
+    try:
+        return json.loads(raw[area + _TEXT.size : area + _TEXT.size + length] or b"null")
+    except ValueError:
+        return None
+
+
+def _text(raw: bytes, lane: int, token: int) -> str:
+    at = _token_at(lane, token)
+    known, length = _TOKEN.unpack_from(raw, at)
+    if not token or known != token:
+        return ""
+    return raw[at + _TOKEN.size : at + _TOKEN.size + length].decode(errors="replace")

@@ -1,0 +1,148 @@
+"""`mpips why` says what a job does, or why it stands, and `mpips top` shows its ranks: both look from outside."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from collectives.terminal import Interruptible, Seconds, console, show_table
+from launch.observe.explain import Explanation, explain
+from launch.observe.gather import Rank, gather, has_living, jobs
+
+MEGA = 1e6
+job_argument = click.argument("job", required=False)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def find(job: str | None) -> Path:
+    """Return the folder of a job, by its name or path; without one, of the newest. UsageError where there is none."""
+    if job and Path(job).is_dir():
+        return Path(job)
+    known = jobs()
+    if job:
+        for path in known:
+            if path.name == job:
+                return path
+        names = ", ".join(path.name for path in known) or "none"
+        raise click.UsageError(f"there is no job {job!r} of yours on this machine; known: {names}")
+    if not known:
+        raise click.UsageError("no job of yours runs on this machine, or has ended otherwise than well: look on the "
+                               "host where its ranks are")  # fmt: skip
+    return known[-1]
+
+
+@click.group("observe")
+def command() -> None:
+    """Look at a job of this user on this machine."""
+
+
+@command.command("why", cls=Interruptible)
+@job_argument
+@json_option
+@click.option("--seconds", type=Seconds(), default=0.5, show_default=True, help="Between the two looks.")
+def why(job: str | None, as_json: bool, seconds: float) -> None:
+    """Say what JOB does, or why it stands, or has ended: who waits in what for whom, and what that rank does.
+
+    JOB is the name that `mpips top` shows, or a folder of pages; without it, the newest. Nothing is stopped.
+    """
+    folder = find(job)
+    ranks = _gathered(folder, seconds)
+    found = explain(folder.name, ranks)
+    if as_json:
+        click.echo(json.dumps(_as_json(folder.name, found, ranks), indent=1))
+        return
+    click.echo(found.sentence)
+    others = [path.name for path in jobs() if path != folder and has_living(path)]
+    if job is None and others:
+        click.echo(f"(Other jobs of yours run here: {', '.join(others)}.)", err=True)
+
+
+@command.command("top", cls=Interruptible)
+@job_argument
+@click.option("--once", is_flag=True, help="Show the table once, and leave.")
+@json_option
+@click.option("--every", type=Seconds(), default=1.0, show_default=True, help="Between two tables.")
+def top(job: str | None, once: bool, as_json: bool, every: float) -> None:
+    """Show the ranks of JOB: role, step, steps a second, share of time that they wait, processor, memory, last call.
+
+    JOB is a name that this command shows, or a folder of pages; without it, the newest. Ctrl-C ends it.
+    """
+    folder = find(job)
+    if once or as_json:
+        ranks = _gathered(folder, every)
+        found = explain(folder.name, ranks)
+        if as_json:
+            click.echo(json.dumps(_as_json(folder.name, found, ranks), indent=1))
+        else:
+            show_table(_table(folder.name, ranks, {}, every))
+            click.echo(found.sentence)
+        return
+    steps: dict[int, tuple[int, float]] = {}
+    with Live(console=console(), screen=False, auto_refresh=False) as live:
+        while True:
+            ranks = _gathered(folder, every)
+            table = _table(folder.name, ranks, steps, every)
+            live.update(Group(table, Text(explain(folder.name, ranks).sentence)), refresh=True)
+            if not any(one.lives for one in ranks):
+                return
+
+
+def _gathered(folder: Path, seconds: float) -> list[Rank]:
+    ranks = gather(folder, seconds)
+    if not ranks:
+        raise click.UsageError(f"{folder} holds no page of a rank any more: the job has ended well")
+    return ranks
+
+
+def _table(name: str, ranks: Sequence[Rank], steps: dict[int, tuple[int, float]], every: float) -> Table:
+    """Return the table of a job. `steps`: of each rank, and when that was; brought up to date."""
+    view = Table(title=f"job {name}")
+    for column in ("rank", "role", "host", "pid", "state", "step", "steps/s", "waits", "CPU", "MB", "where"):
+        view.add_column(column, justify="left" if column in ("role", "host", "state", "where") else "right")
+    now = time.monotonic()
+    for one in ranks:
+        before, at = steps.get(one.rank, (one.step, now))
+        rate = f"{(one.step - before) / (now - at):.1f}" if now > at and one.step >= 0 else ""
+        steps[one.rank] = one.step, now
+        state = "gone" if not one.lives else "stopped" if one.stopped else "waits" if one.waits else "runs"
+        where = one.waits[0].what if one.waits else str(one.user_frame or one.last_call)
+        style = "red" if state in ("gone", "stopped") else "yellow" if state == "waits" else ""
+        view.add_row(
+            str(one.rank), one.role, one.host, str(one.pid), state, str(one.step) if one.step >= 0 else "", rate,
+            f"{100 * one.waiting:.0f} %" if one.lives else "", f"{100 * one.cpu:.0f} %" if one.lives else "",
+            f"{one.memory_bytes / MEGA:.0f}" if one.lives else "", where, style=style,
+        )  # fmt: skip
+    return view
+
+
+def _as_json(name: str, found: Explanation, ranks: Sequence[Rank]) -> dict[str, Any]:
+    return {
+        "job": name, "kind": found.kind, "sentence": found.sentence, "culprits": list(found.culprits),
+        "ranks": [
+            {
+                "rank": one.rank, "role": one.role, "host": one.host, "pid": one.pid, "alive": one.lives,
+                "stopped": one.stopped, "generation": one.generation, "step": one.step,
+                "step_seconds": round(one.step_seconds, 3), "waiting_share": round(one.waiting, 4),
+                "cpu_share": round(one.cpu, 4), "memory_bytes": one.memory_bytes, "last_call": one.last_call,
+                "at": str(one.user_frame or ""), "end": dict(one.end),
+                "waits": [
+                    {"what": wait.what, "seconds": round(wait.seconds, 3), "for": list(wait.late), "line": wait.line}
+                    for wait in one.waits
+                ],
+            }
+            for one in ranks
+        ],
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    command()

@@ -1,0 +1,251 @@
+"""Read what the ranks of a job on this machine do: their pages, what the kernel says of them, and their stacks.
+
+Nothing is stopped. A rank answers a signal by writing its threads' stacks into a file, without Python's help, so also
+where it is deep in a library or in an endless loop. Two looks some time apart tell what moves.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from collectives.recorder import own
+from collectives.recorder.page import Lane, Seen, read
+
+STACK_SECONDS = 1.0
+"""At most, for ranks to write their stacks."""
+TICKS = os.sysconf("SC_CLK_TCK")
+ROOT = Path(__file__).resolve().parents[2]
+FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+THREAD = re.compile(r"(?:Current t|T)hread 0x([0-9a-f]+)")
+LIBRARIES = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3\.\d+/|^<")
+
+
+class Frame(NamedTuple):
+    """One line of a stack."""
+
+    path: str
+    line: int
+    function: str
+
+    @property
+    def is_users(self) -> bool:
+        """Return whether it is of the program, and of no library."""
+        ours = any(self.path.startswith(f"{ROOT}/{name}/") for name in own.OURS)
+        return not ours and not LIBRARIES.search(self.path)
+
+    def __str__(self) -> str:
+        inside = "" if self.function == "<module>" else f", {self.function}"
+        return f"{os.path.basename(self.path)}:{self.line}{inside}"
+
+
+class Wait(NamedTuple):
+    """A wait of one thread: for what, for how many seconds, for which ranks, as far as known, and from which line."""
+
+    what: str
+    seconds: float
+    late: tuple[int, ...]
+    line: str
+
+
+class Rank(NamedTuple):
+    """One rank, as it looks from outside. -1 and "" are unknown.
+
+    `state` is the kernel's letter, "" where the process is gone. `cpu` and `waiting` are shares of the time between the
+    two looks. `moved`: whether it has begun a call meanwhile. `stack`: of the main thread, innermost first.
+    """
+
+    rank: int
+    size: int
+    role: str
+    host: str
+    pid: int
+    program: tuple[str, ...]
+    generation: int
+    step: int
+    step_seconds: float
+    waits: tuple[Wait, ...]
+    lanes: tuple[Lane, ...]
+    end: Mapping[str, Any]
+    state: str
+    cpu: float
+    waiting: float
+    moved: bool
+    stack: tuple[Frame, ...]
+    memory_bytes: int
+
+    @property
+    def lives(self) -> bool:
+        """Return whether its process is there."""
+        return self.state not in ("", "Z", "X")
+
+    @property
+    def stopped(self) -> bool:
+        """Return whether a signal has stopped it."""
+        return self.state in ("T", "t")
+
+    @property
+    def last_call(self) -> str:
+        """Return the text of the call that it has begun last in a store, else in a communicator; "" for none."""
+        named = [lane for lane in self.lanes if lane.text]
+        return max(named, key=lambda lane: (lane.identity, lane.number)).text if named else ""
+
+    @property
+    def user_frame(self) -> Frame | None:
+        """Return the innermost line of the user's program."""
+        return next((frame for frame in self.stack if frame.is_users), None)
+
+    @property
+    def in_mpips(self) -> bool:
+        """Return whether its main thread is in a call of mpips."""
+        ours = tuple(f"{ROOT}/{name}/" for name in own.OURS)
+        runner = str(ROOT / "mpips" / "__main__.py")
+        for frame in self.stack:
+            if frame.is_users:
+                return False
+            if frame.path.startswith(ours) and frame.path != runner:
+                return True
+        return False
+
+
+class _Look(NamedTuple):
+    """One look at a rank."""
+
+    seen: Seen
+    state: str
+    cpu_seconds: float
+    memory_bytes: int
+    at: float
+
+
+def jobs(top: Path | None = None) -> list[Path]:
+    """Return the folders of this user's jobs, those with living ranks behind the others, the newest last."""
+    top = own.folder() if top is None else top
+    try:
+        if not own.is_private(top):
+            return []
+        found = [path for path in top.iterdir() if any(path.glob(f"*{own.PAGE}"))]
+    except OSError:
+        return []
+    return sorted(found, key=lambda path: (has_living(path), path.stat().st_mtime))
+
+
+def has_living(folder: Path) -> bool:
+    """Return whether a rank of the job lives."""
+    return any(_owns(int(path.stem), path) for path in folder.glob(f"*{own.PAGE}"))
+
+
+def gather(folder: Path, seconds: float = 0.5) -> list[Rank]:
+    """Return the ranks of a job, in their order, from two looks so far apart. Blocking, for a second more at most."""
+    paths = sorted(folder.glob(f"*{own.PAGE}"))
+    stacks = _Stacks(folder)
+    before = {path: look for path in paths if (look := _look(path)) is not None}
+    stacks.ask({path: look for path, look in before.items() if look.state not in ("", "Z", "X", "T", "t")})
+    time.sleep(seconds)
+    ranks = [
+        _rank(look, _look(path) or look, stacks.take(path), int(path.stem)) for path, look in before.items()
+    ]
+    newest: dict[int, Rank] = {}
+    for rank in sorted(ranks, key=lambda one: (one.lives, one.pid)):
+        newest[rank.rank] = rank  # a spare that has taken a dead rank's place is there beside it
+    return [newest[number] for number in sorted(newest)]
+
+
+def _owns(pid: int, path: Path) -> bool:
+    """Return whether the process of this number has this page, and is none that came later."""
+    with suppress(OSError):
+        return str(path) in Path(f"/proc/{pid}/maps").read_text()
+    return False
+
+
+def _look(path: Path) -> _Look | None:
+    pid, now = int(path.stem), time.monotonic()
+    with suppress(OSError):
+        seen = read(path)
+        if seen is None:
+            return None
+        if not _owns(pid, path):
+            return _Look(seen, "", 0.0, 0, now)
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        used = (int(words[11]) + int(words[12])) / TICKS
+        memory = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return _Look(seen, words[0], used, memory, now)
+    return None
+
+
+def _rank(before: _Look, after: _Look, stack: Sequence[Frame], pid: int) -> Rank:
+    head, identity, now = after.seen.head, after.seen.identity, time.monotonic_ns()
+    apart = max(after.at - before.at, 1e-9)
+    waits = tuple(
+        Wait(one["what"], (now - one["since_ns"]) / 1e9, tuple(one["late"]), one["line"]) for one in after.seen.waits
+    )
+    waited = (head["waited_ns"] - before.seen.head["waited_ns"]) / 1e9
+    still = max((min(wait.seconds, apart) for wait in waits), default=0.0)
+    step = head["step"] - 1
+    return Rank(
+        identity.get("rank", -1), identity.get("size", -1), identity.get("role", ""), identity.get("host", ""), pid,
+        tuple(identity.get("program", ())), head["generation"] - 1, step,
+        (now - head["step_ns"]) / 1e9 if step >= 0 else -1.0, waits, tuple(after.seen.lanes), after.seen.end,
+        after.state, (after.cpu_seconds - before.cpu_seconds) / apart, min(1.0, max(waited / apart, still / apart)),
+        after.seen.lanes != before.seen.lanes or head["step"] != before.seen.head["step"], tuple(stack),
+        after.memory_bytes,
+    )  # fmt: skip
+
+
+class _Stacks:
+    """Stacks that ranks are asked for. What an earlier look has left in their files does not count."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._from: dict[Path, tuple[int, int, float]] = {}
+
+    def ask(self, looks: Mapping[Path, _Look]) -> None:
+        """Send the signal to those that answer it."""
+        for path, look in looks.items():
+            number, file = look.seen.head["signal"], path.with_suffix(own.STACKS)
+            with suppress(OSError):
+                size = file.stat().st_size
+                if number:
+                    self._from[path] = size, look.seen.head["thread"], time.monotonic()
+                    os.kill(int(path.stem), number)
+
+    def take(self, path: Path) -> list[Frame]:
+        """Return the stack of the main thread, innermost first; [] where there is no answer in time."""
+        if path not in self._from:
+            return []
+        size, thread, asked = self._from[path]
+        while True:
+            with suppress(OSError), open(path.with_suffix(own.STACKS), encoding="utf-8", errors="replace") as file:
+                file.seek(size)
+                found = _main_thread(file.read(), thread, _folder_of(int(path.stem)))
+                if found or time.monotonic() > asked + STACK_SECONDS:
+                    return found
+            if time.monotonic() > asked + STACK_SECONDS:
+                return []
+            time.sleep(0.02)
+
+
+def _folder_of(pid: int) -> str:
+    """Return the current folder of a process, "" where that cannot be seen."""
+    with suppress(OSError):
+        return os.readlink(f"/proc/{pid}/cwd")
+    return ""
+
+
+def _main_thread(text: str, thread: int, folder: str) -> list[Frame]:
+    """Return the frames of one thread in what `faulthandler` writes; names of files are below `folder`."""
+    frames: list[Frame] = []
+    inside = False
+    for line in text.splitlines():
+        if header := THREAD.match(line):
+            inside = int(header.group(1), 16) == thread
+        elif inside and (found := FRAME.match(line)):
+            path = found.group(1)
+            path = path if path.startswith("<") else os.path.join(folder, path)
+            frames.append(Frame(path, int(found.group(2)), found.group(3)))
+    return frames

@@ -1,0 +1,203 @@
+"""A rank's page: what another process reads there, how long it lies there, and who can plant or read it."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from collectives.recorder import own, page
+from collectives.recorder.page import LANES, TOKENS, Page, read
+from tests.child import outside
+
+BEGIN = """
+import os, sys
+from pathlib import Path
+from collectives.recorder import own
+own.folder = lambda: Path(sys.argv[1])
+own.begin(3, 5)
+marks = own.Marks(77)
+"""
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> tuple[Page, Path]:
+    path = tmp_path / "1.page"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT)
+    made = Page(fd)
+    os.close(fd)
+    return made, path
+
+
+def run(top: Path, program: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", BEGIN + program, str(top)], env={**outside(), "_MPIPS_JOB": "job", **variables},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+def test_what_is_written_is_read(shared: tuple[Page, Path]) -> None:
+    made, path = shared
+    made.set("step", 8)
+    made.write(page.IDENTITY, {"rank": 2, "role": "wörker"})
+    made.write(page.WAITS, [{"what": "barrier"}])
+    lane = made.take_lane(99)
+    made.name(lane, 5, "allreduce of 3 float32")
+    made.words[Page.mark_at(lane)] = 41 << 32 | 5
+    seen = read(path)
+    assert seen is not None and seen.head["step"] == 8
+    assert (seen.identity, seen.waits, seen.end) == ({"rank": 2, "role": "wörker"}, [{"what": "barrier"}], {})
+    assert seen.lanes == [page.Lane(99, 41, "allreduce of 3 float32")]
+
+
+def test_a_token_whose_place_another_has_taken_has_no_text(shared: tuple[Page, Path]) -> None:
+    made, path = shared
+    lane = made.take_lane(1)
+    made.name(lane, 5, "old")
+    made.name(lane, 5 + TOKENS, "new")
+    texts = []
+    for token in (5, 5 + TOKENS, 6, 0):
+        made.words[Page.mark_at(lane)] = 1 << 32 | token
+        seen = read(path)
+        assert seen is not None
+        texts.append(seen.lanes[0].text)
+    assert texts == ["", "new", "", ""]
+
+
+def test_long_texts_are_cut_and_long_json_is_left_out(shared: tuple[Page, Path]) -> None:
+    made, path = shared
+    lane = made.take_lane(1)
+    made.name(lane, 1, "é" * 500)
+    made.words[Page.mark_at(lane)] = 1
+    made.write(page.WAITS, ["x" * 9000])
+    seen = read(path)
+    assert seen is not None and seen.waits == [] and set(seen.lanes[0].text[:-1]) == {"é"}
+
+
+def test_lanes_beyond_the_last_are_not_seen_and_given_ones_are_taken_anew(shared: tuple[Page, Path]) -> None:
+    made, path = shared
+    lanes = [made.take_lane(number + 1) for number in range(LANES + 1)]
+    assert lanes[-1] == -1
+    made.give_lane(lanes[3])
+    assert made.take_lane(1000) == lanes[3]
+    seen = read(path)
+    assert seen is not None and len(seen.lanes) == LANES and 1000 in {lane.identity for lane in seen.lanes}
+
+
+def test_json_in_the_middle_of_a_write_is_not_read(shared: tuple[Page, Path]) -> None:
+    made, path = shared
+    made.write(page.END, {"failed": "why"})
+    made.words[page.END // 8] += 1
+    seen = read(path)
+    assert seen is not None and seen.end == {}
+
+
+@pytest.mark.parametrize("spoil", ["short", "magic", "version"])
+def test_other_files_are_no_pages(shared: tuple[Page, Path], spoil: str) -> None:
+    made, path = shared
+    if spoil == "short":
+        path.write_bytes(path.read_bytes()[:-1])
+    else:
+        made.set(spoil, 12345)
+    assert read(path) is None
+
+
+def test_a_page_goes_with_a_process_that_ends_well(tmp_path: Path) -> None:
+    top = tmp_path / "jobs"
+    done = run(top, "print(sorted(one.suffix for one in Path(sys.argv[1], 'job').iterdir()))")
+    assert done.stdout == "['.page', '.stacks']\n", done.stderr
+    assert list(top.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("end", "failed"),
+    [("own.fails('the reason')", "the reason"), ("os.kill(os.getpid(), 9)", None), ("os._exit(0)", None)],
+)
+def test_a_page_stays_where_a_process_ends_otherwise(tmp_path: Path, end: str, failed: str | None) -> None:
+    run(tmp_path / "jobs", f"marks.name(1, 'sum'); marks.word[0] = 7 << 32 | 1; own.place.step = 4\n{end}")
+    (path,) = (tmp_path / "jobs" / "job").glob("*.page")
+    seen = read(path)
+    assert seen is not None and seen.lanes == [page.Lane(77, 7, "sum")] and seen.head["step"] == 5
+    assert seen.end.get("failed") == failed and (seen.identity["rank"], seen.identity["size"]) == (3, 5)
+
+
+def test_what_has_gone_well_again_leaves_no_page(tmp_path: Path) -> None:
+    run(tmp_path / "jobs", "own.fails('the reason'); own.goes_well()")
+    assert list((tmp_path / "jobs").iterdir()) == []
+
+
+def test_only_the_user_reads_pages(tmp_path: Path) -> None:
+    run(tmp_path / "jobs", "own.fails('x')", _UMASK="0")
+    every = [tmp_path / "jobs", *(tmp_path / "jobs").rglob("*")]
+    assert len(every) == 4 and not any(stat.S_IMODE(path.lstat().st_mode) & 0o077 for path in every)
+
+
+@pytest.mark.parametrize("planted", ["an open folder", "a link", "a file"])
+def test_what_others_may_have_planted_is_not_used(tmp_path: Path, planted: str) -> None:
+    top, elsewhere = tmp_path / "jobs", tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    if planted == "an open folder":
+        top.mkdir()
+        top.chmod(0o777)
+    elif planted == "a link":
+        top.symlink_to(elsewhere)
+    else:
+        top.write_text("")
+    done = run(top, "print('on')")
+    assert done.stdout == "on\n" and done.stderr == ""
+    assert not any(elsewhere.iterdir()) and not (top.is_dir() and any(top.iterdir()))
+
+
+def test_a_fork_writes_no_page(tmp_path: Path) -> None:
+    program = """
+if not (child := os.fork()):
+    own.place.step = 9
+    own.fails("of the child")
+    sys.exit()
+os.waitpid(child, 0)
+own.fails("of the rank")
+"""
+    run(tmp_path / "jobs", program)
+    (path,) = (tmp_path / "jobs" / "job").glob("*.page")
+    seen = read(path)
+    assert seen is not None and seen.end["failed"] == "of the rank" and seen.head["step"] == 0
+
+
+def test_few_jobs_that_have_ended_badly_are_kept(tmp_path: Path) -> None:
+    top = tmp_path / "jobs"
+    for number in range(own.KEPT_JOBS + 4):
+        run(top, "own.fails('x')", _MPIPS_JOB=f"job-{number:02}")
+    assert [path.name for path in sorted(top.iterdir())] == [
+        f"job-{number:02}" for number in range(3, own.KEPT_JOBS + 4)
+    ]  # fmt: skip
+
+
+def test_the_recorder_can_be_left_out(tmp_path: Path) -> None:
+    run(tmp_path / "jobs", "own.fails('x')", MPIPS_RECORDER="0")
+    assert not (tmp_path / "jobs").exists()
+
+
+@pytest.mark.parametrize(
+    ("variables", "name"),
+    [({"_MPIPS_JOB": "12", "SLURM_JOB_ID": "7"}, "12"), ({"SLURM_JOB_ID": "7"}, "7"),
+     ({"PMIX_NAMESPACE": "../prte/a b@1"}, "-prte-a-b@1"), ({}, f"p{os.getppid()}")],
+)  # fmt: skip
+def test_a_job_has_the_name_that_its_launcher_gives(variables: dict[str, str], name: str) -> None:
+    assert own.job_name(variables) == name
+
+
+def test_a_signal_brings_the_stack_of_a_busy_process(tmp_path: Path) -> None:
+    program = """
+import signal, time, threading
+def busy():
+    os.kill(os.getpid(), own.SIGNAL)
+    while time.monotonic() < until: pass
+until = time.monotonic() + 0.2
+busy()
+print(next(Path(sys.argv[1], "job").glob("*.stacks")).read_text())
+"""
+    assert "in busy" in run(tmp_path / "jobs", program).stdout

@@ -1,0 +1,122 @@
+"""The paragraph of `mpips why`: who waits for whom, and what that rank does, from how ranks look from outside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from collectives.recorder.page import Lane
+from launch.observe.explain import explain
+from launch.observe.gather import ROOT, Frame, Rank, Wait
+
+USUAL: dict[str, Any] = {
+    "size": 3, "role": "worker", "host": "here", "program": ("/home/u/train.py",), "generation": 0, "step": 412,
+    "step_seconds": 1.0, "waits": (), "lanes": (), "end": {}, "state": "R", "cpu": 0.5, "waiting": 0.1, "moved": True,
+    "stack": (Frame("/home/u/train.py", 7, "<module>"),), "memory_bytes": 1,
+}  # fmt: skip
+WAITS = (Wait("pushpull of key 'w'", 83.4, (2,), "train.py:41"),)
+
+
+def rank(number: int, **differs: Any) -> Rank:
+    return Rank(**{**USUAL, "rank": number, "pid": 100 + number, **differs})
+
+
+def waiting(*others: Rank, **differs: Any) -> list[Rank]:
+    """Ranks 0 and 1 wait for rank 2."""
+    return [rank(0, waits=WAITS), rank(1, waits=WAITS), *(others or (rank(2, **differs),))]
+
+
+BEGIN = (
+    "job 4711 (train.py, 3 ranks) stands since 83 s in step 412: ranks 0, 1 wait in pushpull of key 'w' (train.py:41), "
+    "for "
+)
+
+
+@pytest.mark.parametrize(
+    ("differs", "said"),
+    [
+        ({"cpu": 0.98}, "rank 2, which is in Python code outside mpips (train.py:7), not stopped, 98 % CPU."),
+        ({"state": "T"}, "rank 2, which is stopped by a signal: `kill -CONT 102` lets it go on."),
+        ({"state": "D"}, "rank 2, which waits in the kernel for a disk or a file system (train.py:7)."),
+        ({"state": ""}, "rank 2, whose process 102 is gone, without a word."),
+        ({"state": "", "end": {"failed": "no space"}}, "rank 2, whose process 102 is gone: no space."),
+        ({"stack": ()}, "rank 2, which does not say where it is, not stopped, 50 % CPU."),
+        (
+            {"stack": (Frame(str(ROOT / "mpips/store/api.py"), 3, "push"), *USUAL["stack"])},
+            "rank 2, which is in a call of mpips (train.py:7), not stopped, 50 % CPU.",
+        ),
+    ],
+)
+def test_a_rank_that_others_wait_for_is_described(differs: dict[str, Any], said: str) -> None:
+    found = explain("4711", waiting(**differs))
+    assert (found.kind, found.culprits, found.sentence) == ("stands", (2,), BEGIN + said)
+
+
+def test_the_line_of_the_program_is_shown_where_it_can_be_read(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import os\nbatch = os.read(0, 9)\n")
+    found = explain("1", waiting(stack=(Frame(str(tmp_path / "train.py"), 2, "load"),)))
+    assert "(train.py:2, load: `batch = os.read(0, 9)`)" in found.sentence
+
+
+def test_a_rank_without_a_page_runs_elsewhere_or_has_not_begun() -> None:
+    found = explain("1", [rank(0, waits=WAITS), rank(1, waits=WAITS)])
+    assert found.culprits == (2,) and "it runs on another host, or has not begun" in found.sentence
+
+
+def test_servers_are_not_blamed_while_they_serve() -> None:
+    late = (Wait("pushpull of key 'w'", 9, (), "train.py:41"),)
+    others = [rank(1, size=4), rank(2, role="server", size=4), rank(3, role="spare", size=4)]
+    assert explain("1", [rank(0, waits=late, size=4), *others]).culprits == (1,)
+    stopped = [rank(0, waits=late, size=2), rank(1, role="server", state="T", size=2)]
+    assert explain("1", stopped).culprits == (1,)
+
+
+def test_ranks_in_different_calls_that_wait_for_each_other_are_a_deadlock() -> None:
+    other = (Wait("barrier", 5, (0,), "train.py:50"),)
+    found = explain("1", [rank(0, waits=(Wait("sum", 5, (1,), "train.py:9"),), size=2), rank(1, waits=other, size=2)])
+    assert "rank 0 waits in sum (train.py:9); rank 1 waits in barrier (train.py:50)" in found.sentence
+    assert "a deadlock" in found.sentence and found.culprits == (0, 1)
+
+
+def test_equal_calls_in_two_communicators_are_a_deadlock_too() -> None:
+    wait, one, two = (Wait("sum", 5, (), "train.py:9"),), Lane(1, 8, "sum"), Lane(2, 8, "sum")
+    ranks = [
+        rank(0, waits=wait, lanes=(one._replace(number=9), two), size=2),
+        rank(1, waits=wait, lanes=(one, two._replace(number=9)), size=2),
+    ]
+    assert "a deadlock" in explain("1", ranks).sentence
+    both = [ranks[0], rank(1, waits=wait, lanes=ranks[0].lanes, size=2)]
+    assert "a deadlock" not in explain("1", both).sentence
+
+
+def test_short_waits_are_no_standing() -> None:
+    short = (Wait("pushpull of key 'w'", 0.4, (2,), "train.py:41"),)
+    assert explain("1", [rank(0, waits=short), rank(1), rank(2)]).kind == "runs"
+
+
+def test_a_stopped_rank_is_said_before_others_wait() -> None:
+    found = explain("1", [rank(0), rank(1, state="T"), rank(2)])
+    assert (found.kind, found.culprits) == ("stands", (1,)) and "kill -CONT 101" in found.sentence
+
+
+def test_the_slow_rank_is_the_one_that_does_not_wait() -> None:
+    ranks = [rank(0, waiting=0.45), rank(1, waiting=0.02), rank(2, waiting=0.5), rank(3, role="server", waiting=0.0)]
+    found = explain("1", ranks)
+    assert found.kind == "slow" and found.culprits == (1,)
+    assert "rank 1 holds the others up: it waits 2 % of its time, they wait 45 to 50 %" in found.sentence
+
+
+def test_ranks_that_compute_alike_are_not_slow() -> None:
+    assert explain("1", [rank(0, waiting=0.4), rank(1, waiting=0.3), rank(2, waiting=0.35)]).kind == "runs"
+    found = explain("1", [rank(number, moved=False) for number in range(3)])
+    assert found.kind == "runs" and "none has called mpips just now" in found.sentence
+
+
+def test_of_a_job_that_has_ended_the_silent_rank_is_to_blame() -> None:
+    told = {"failed": "pushpull of key 'w': rank 1 is needed, and its process has ended."}
+    found = explain("1", [rank(0, state="", end=told), rank(1, state=""), rank(2, state="Z", end=told)])
+    assert found.kind == "ended" and found.culprits == (1,)
+    assert "Rank 1 (worker) has ended without a word, as by SIGKILL." in found.sentence
+    assert "Ranks 0, 2 said: pushpull of key 'w': rank 1 is needed, and its process has ended." in found.sentence
