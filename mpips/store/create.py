@@ -123,6 +123,7 @@ def _store(
     """Return a worker's store. `saves`: how it saves itself. `joined`: the content of the store in which this worker
     has taken a dead one's place."""
     settings = Settings(layout, backend, generation)
+    settings.operations.checks_finite = layout.options.check_finite
     route = Route(settings.keys, settings.engine.under_way, settings.operations, backend)
     if saves is not None:
         settings.regular = saves(settings)

@@ -67,6 +67,7 @@ FIELDS = (
     Field("timeout_seconds", 300.0, 0, (), "a wait longer than this ends the generation with StallError; 0: never"),
     Field("checkpoint", "", None, (), "a folder: the job's first store saves itself there, and goes on from it"),
     Field("every", 0, 0, (), "with checkpoint: rounds of every key from one of these saves to the next"),
+    Field("check_finite", False, None, (), "refuse a push of NaN or infinity, and name rank, key and push"),
 )
 
 
@@ -91,6 +92,7 @@ class Options:
     timeout_seconds: float = 300.0
     checkpoint: str = ""
     every: int = 0
+    check_finite: bool = False
 
     def __post_init__(self) -> None:
         for field in FIELDS:

@@ -55,7 +55,8 @@ class Route:
         self._saves: Saves | None = None
         self._written: Written | None = None
         self._first_push: Callable[[], None] | None = None
-        self._extra = False  # one of these three is there, and calls take the general way
+        self._checks = operations.checks_finite
+        self._extra = self._checks  # one of these four is there, and calls take the general way
         self._marks, self._tokens, self._calls = Marks(STORE + next(_stores)), dict[Any, int](), 0
 
     def try_fast(self, what: str, key: Any, value: Any, out: Any, priority: int) -> bool:
@@ -99,7 +100,7 @@ class Route:
         if saves is not None:
             saves.pushing = key
         try:
-            if not self.try_fast(what, key, value, out, priority):
+            if self._checks or not self.try_fast(what, key, value, out, priority):
                 self._operations.do(what, key, value, out, priority)
         finally:
             if saves is not None:
@@ -163,7 +164,8 @@ class Route:
             saves.count(key)
         if self._written is not None and self._written.go_on():
             self._written = None
-        self._extra = self._saves is not None or self._written is not None or self._first_push is not None
+        due = self._saves is not None or self._written is not None or self._first_push is not None
+        self._extra = due or self._checks
 
     # ---- lists
 
@@ -302,6 +304,8 @@ class Operations:
     def __init__(self, rank: int, backend: Backend, engine: Engine, known: Mapping[Name, Key]) -> None:
         self._rank, self._backend, self._engine, self._known = rank, backend, engine, known
         self.closed = False
+        self.checks_finite = False
+        """Whether a push of NaN or infinity is refused."""
 
     def do(self, what: str, key: object, value: object, out: object, priority: int) -> None:
         """Push, pull or pushpull, blocking."""
@@ -416,6 +420,10 @@ class Operations:
             if what != "pull":
                 self._backend.check_updated([call.key for call in made], what)
         names = [call.key.name for call in made]
+        if self.checks_finite and what != "pull":
+            with self.guard(what, names):
+                for call in made:
+                    see_finite(self._rank, what, call)
         if len(made) == 1:
             return names, self._one(made[0], priority)
         mixed = out is not None or len(set(map(id, value or ()))) < len(made)
@@ -487,6 +495,25 @@ def text(what: str, names: Sequence[Name]) -> str:
     """An operation, as errors name it."""
     word = f" of key{'s' if len(names) > 1 else ''} {', '.join(map(repr, names[:4]))}" if names else ""
     return f"{what}{word}{', ...' if len(names) > 4 else ''}"
+
+
+def see_finite(rank: int, what: str, call: Call) -> None:
+    """FloatingPointError where a push holds NaN or infinity: which rank, key and push, and where the first one is."""
+    rows = call.payload if isinstance(call.payload, RowSparse) else None
+    values = call.payload if rows is None else rows.values
+    if not isinstance(values, np.ndarray) or values.dtype.kind in "iub":
+        return
+    fine = np.isfinite(values)
+    if not fine.all():
+        wrong, nans = int(np.count_nonzero(~fine)), int(np.count_nonzero(np.isnan(values)))
+        where = [int(place) for place in np.unravel_index(int(np.argmin(fine)), fine.shape)]
+        if rows is not None:
+            where[0] = int(rows.rows[where[0]])
+        raise of_caller(FloatingPointError(
+            f"{what} of key {call.key.name!r}: push {call.key.round + 1} of rank {rank} holds {nans} NaN and "
+            f"{wrong - nans} infinities among {values.size} elements, the first at {where}: look at the loss, the "
+            "learning rate and the data of that step on that rank"
+        ))  # fmt: skip
 
 
 def _finish(call: Call) -> Generator[bool | None, None, None]:
