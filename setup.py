@@ -20,6 +20,7 @@ TEST = [
     "nvidia-cuda-nvrtc-cu12>=12.3; sys_platform == 'linux'",  # compiles the CUDA kernels, without a GPU
     "setuptools>=70.1",  # the test that installs the project builds a wheel with it
 ]
+METRICS = ["prometheus-client>=0.20"]
 DEMO = ["scikit-learn>=1.2", *PLOT]
 DOCS = ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.27"]
 
@@ -53,8 +54,9 @@ setup(
         "demo": DEMO,
         "gpu": ["cupy-cuda12x[ctk]>=14"],  # ctk: NVRTC and the headers, where no CUDA toolkit is installed
         "lab": LAB,
+        "metrics": METRICS,
         "docs": DOCS,
-        "test": [*TEST, *DEMO, *LAB, *DOCS],
+        "test": [*TEST, *DEMO, *LAB, *DOCS, *METRICS],
         "torch": ["torch>=2.13"],  # the oldest that is tried; 2.3 lacks what the process group asks for
         "jax": ["jax>=0.4.30", "optax>=0.2"],
     },

@@ -78,6 +78,10 @@ COMMANDS = {
         "launch.observe.command", "Show the ranks of a running job.", ("mpips top", "mpips top 4711 --once"),
         case="top",
     ),
+    "metrics": Sub(
+        "launch.observe.command", "Export metrics of jobs for Prometheus.",
+        ("mpips metrics --port 9477", "mpips metrics --dir /var/lib/node_exporter"), case="metrics",
+    ),
     "chaos": Sub(
         "mpips.chaos.command", "Make faults in a running job by a plan, and report.",
         ("mpips chaos --faults 3 --every 5 --save plan.json -- mpips run -w 4 -s 2 --spares 3 train.py",
@@ -257,7 +261,7 @@ bench = Commands(
     epilog=format_examples("mpips bench allreduce -n 4", "mpips bench kvstore -n 3 --servers 1"),
     context_settings={"help_option_names": HELP},
 )
-_ORDER = ("run", "doctor", "script", "train", "bench", "tune", "sim", "plan", "chaos", "lab", "why", "top")
+_ORDER = ("run", "doctor", "script", "train", "bench", "tune", "sim", "plan", "chaos", "lab", "why", "top", "metrics")
 
 
 @click.command(

@@ -14,6 +14,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from typing import Any, NoReturn
@@ -124,6 +125,16 @@ def save_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
+def metrics_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Return the options of metrics."""
+    for option in (
+        click.option("--metrics-port", metavar="[HOST:]PORT", help="Serve this host's metrics for Prometheus."),
+        click.option("--metrics", metavar="DIR", help="Write this host's metrics there, for node_exporter."),
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
 def log_options(command: Callable[..., None]) -> Callable[..., None]:
     """Return the options of the log."""
     for option in (
@@ -152,12 +163,13 @@ def log_options(command: Callable[..., None]) -> Callable[..., None]:
 )  # fmt: skip
 @save_options
 @log_options
+@metrics_options
 @click.option("--dry-run", is_flag=True, help="Print the command and stop.")
 @script_argument
 def command(
     mpirun: str | None, interface: str | None, extra: Words, dry_run: bool, words: Words, ranks: int | None,
     workers: int | None, checkpoint: str | None, tries: int, variables: Words, log_level: str | None,
-    log_dir: str | None, log_format: str | None, **asked: Any,
+    log_dir: str | None, log_format: str | None, metrics: str | None, metrics_port: str | None, **asked: Any,
 ) -> None:  # fmt: skip
     """Start SCRIPT.py ARGS as one MPI job of workers and servers.
 
@@ -200,7 +212,8 @@ def command(
     check_script(words)
     _warn(job, machine)
     remote = bool(job.hosts) and job.ranks_here(os.environ) < job.ranks
-    code = restarts.until_it_ends(start, start.fitting, options, tries, remote, launcher.flavour)
+    with exporting(metrics, metrics_port):
+        code = restarts.until_it_ends(start, start.fitting, options, tries, remote, launcher.flavour)
     merge_log()
     sys.exit(code)
 
@@ -219,6 +232,17 @@ def begin_log(level: str | None, folder: str | None, form: str | None) -> None:
         raise click.UsageError(str(error)) from None
     except OSError as error:
         raise click.UsageError(f"--log-dir {where!r} cannot be made: {error.strerror}") from None
+
+
+def exporting(folder: str | None, address: str | None) -> AbstractContextManager[None]:
+    """Return the block in which metrics of the job are exported, where they are asked for."""
+    if folder is None and address is None:
+        return nullcontext()
+    try:
+        from launch.observe.metrics import beside
+    except ModuleNotFoundError as error:
+        raise click.UsageError(f"--metrics needs {error.name}: pip install 'mpips[metrics]'") from None
+    return beside(folder, address, str(os.getpid()))
 
 
 def merge_log() -> None:

@@ -170,6 +170,7 @@ def _answer_signals(path: Path) -> None:
 def fails(sentence: str) -> None:
     """Keep the page when the process ends: something has gone wrong, and this says what."""
     page.write(pages.END, {"failed": sentence[:3000], "at_ns": time.monotonic_ns()})
+    page.words[pages.AT["failures"]] += 1
     _failed.append(True)
 
 

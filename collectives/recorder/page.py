@@ -27,10 +27,11 @@ from typing import Any, NamedTuple
 MAGIC, VERSION = 0x6D70697073_52, 1
 HEAD = (
     "magic", "version", "pid", "thread", "began_ns", "began_monotonic_ns", "generation", "step", "step_ns",
-    "waited_ns", "waits", "signal",
+    "waited_ns", "waits", "signal", "calls", "failures",
 )  # fmt: skip
 """Words of the head. Times are of the monotonic clock, but for `began_ns`. `generation` and `step` are 1 more than
-they are. `waited_ns`: how long the rank has waited in all, in `waits` waits that are over. `signal`: brings stacks."""
+they are. `waited_ns`: how long the rank has waited in all, in `waits` waits that are over. `signal`: brings stacks.
+`calls`: of lanes that were given back. `failures`: how often a generation, or a communicator, has ended by an error."""
 AT = {name: number for number, name in enumerate(HEAD)}
 TEXT_BYTES = 4096
 IDENTITY, WAITS, END = (TEXT_BYTES * number for number in (1, 2, 3))
@@ -100,7 +101,9 @@ class Page:
 
     def give_lane(self, lane: int) -> None:
         """Give a lane back."""
-        self.words[self.mark_at(lane) + 1] = 0
+        at = self.mark_at(lane)
+        self.words[AT["calls"]] += self.words[at] >> 32
+        self.words[at + 1] = 0
         self._free.append(lane)
 
     @staticmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import time
 from collections.abc import Sequence
@@ -94,6 +95,43 @@ def top(job: str | None, once: bool, as_json: bool, every: float) -> None:
             live.update(Group(table, Text(explain(folder.name, ranks).sentence)), refresh=True)
             if not any(one.lives for one in ranks):
                 return
+
+
+@command.command("metrics", cls=Interruptible)
+@click.option("--dir", "folder", type=click.Path(exists=True, file_okay=False), help="Write mpips.prom there.")
+@click.option("--port", metavar="[HOST:]PORT", help="Serve at http://HOST:PORT/metrics; HOST is the loopback.")
+@click.option("--every", type=Seconds(), default=15.0, show_default=True, help="Between two files.")
+@click.option("--once", is_flag=True, help="Write once, and leave; without --dir to standard output.")
+def metrics(folder: str | None, port: str | None, every: float, once: bool) -> None:
+    """Export metrics of all jobs of yours on this host for Prometheus. Ctrl-C ends it.
+
+    Needs the extra `metrics`. `mpips run --metrics DIR` does it for one job.
+    """
+    exporter = _exporter()
+    if folder is None and port is None and not once:
+        raise click.UsageError("say where: --dir DIR, --port PORT, or --once")
+    try:
+        if port is not None:
+            served = exporter.serve(*exporter.parse_address(port))
+            click.echo(f"serving http://{exporter.parse_address(port)[0]}:{served}/metrics", err=True)
+        while True:
+            if folder is not None:
+                exporter.write(Path(folder))
+            elif once:
+                click.echo(exporter.text(), nl=False)
+            if once:
+                return
+            time.sleep(every)
+    except OSError as error:
+        raise click.UsageError(f"metrics cannot go there: {error.strerror or error}") from None
+
+
+def _exporter() -> Any:
+    """Return the module of metrics; UsageError where what it needs is not installed."""
+    try:
+        return importlib.import_module("launch.observe.metrics")
+    except ModuleNotFoundError as error:
+        raise click.UsageError(f"metrics need {error.name}: pip install 'mpips[metrics]'") from None
 
 
 def _gathered(folder: Path, seconds: float) -> list[Rank]:

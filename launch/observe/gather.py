@@ -78,6 +78,13 @@ class Rank(NamedTuple):
     moved: bool
     stack: tuple[Frame, ...]
     memory_bytes: int
+    began: float
+    """Unix time."""
+    waited_seconds: float
+    wait_count: int
+    calls: int
+    failures: int
+    cpu_seconds: float
 
     @property
     def lives(self) -> bool:
@@ -140,16 +147,18 @@ def has_living(folder: Path) -> bool:
     return any(_owns(int(path.stem), path) for path in folder.glob(f"*{own.PAGE}"))
 
 
-def gather(folder: Path, seconds: float = 0.5) -> list[Rank]:
-    """Return the ranks of a job, in their order, from two looks so far apart. Blocking, for a second more at most."""
+def gather(folder: Path, seconds: float = 0.5, stacks: bool = True) -> list[Rank]:
+    """Return the ranks of a job, in their order, from two looks so far apart. Blocking, for a second more at most.
+
+    With `stacks` ranks are asked where they are.
+    """
     paths = sorted(folder.glob(f"*{own.PAGE}"))
-    stacks = _Stacks(folder)
+    asked = _Stacks()
     before = {path: look for path in paths if (look := _look(path)) is not None}
-    stacks.ask({path: look for path, look in before.items() if look.state not in ("", "Z", "X", "T", "t")})
+    if stacks:
+        asked.ask({path: look for path, look in before.items() if look.state not in ("", "Z", "X", "T", "t")})
     time.sleep(seconds)
-    ranks = [
-        _rank(look, _look(path) or look, stacks.take(path), int(path.stem)) for path, look in before.items()
-    ]
+    ranks = [_rank(look, _look(path) or look, asked.take(path), int(path.stem)) for path, look in before.items()]
     newest: dict[int, Rank] = {}
     for rank in sorted(ranks, key=lambda one: (one.lives, one.pid)):
         newest[rank.rank] = rank  # a spare that has taken a dead rank's place is there beside it
@@ -193,15 +202,15 @@ def _rank(before: _Look, after: _Look, stack: Sequence[Frame], pid: int) -> Rank
         (now - head["step_ns"]) / 1e9 if step >= 0 else -1.0, waits, tuple(after.seen.lanes), after.seen.end,
         after.state, (after.cpu_seconds - before.cpu_seconds) / apart, min(1.0, max(waited / apart, still / apart)),
         after.seen.lanes != before.seen.lanes or head["step"] != before.seen.head["step"], tuple(stack),
-        after.memory_bytes,
+        after.memory_bytes, head["began_ns"] / 1e9, head["waited_ns"] / 1e9, head["waits"],
+        head["calls"] + sum(lane.number for lane in after.seen.lanes), head["failures"], after.cpu_seconds,
     )  # fmt: skip
 
 
 class _Stacks:
     """Stacks that ranks are asked for. What an earlier look has left in their files does not count."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self) -> None:
         self._from: dict[Path, tuple[int, int, float]] = {}
 
     def ask(self, looks: Mapping[Path, _Look]) -> None:

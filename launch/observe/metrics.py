@@ -1,0 +1,159 @@
+"""Metrics of this user's jobs on this machine, for Prometheus: a file for node_exporter, or a port that serves them.
+
+They are made from the ranks' pages when they are asked for, so a rank does nothing for them. Needs prometheus_client
+(extra `metrics`).
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+from prometheus_client import CollectorRegistry, generate_latest, start_http_server, write_to_textfile
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from launch.observe.gather import Rank, gather, jobs
+
+FILE = "mpips.prom"
+EVERY_SECONDS = 15.0
+LABELS = ("job", "rank")
+
+
+class Definition(NamedTuple):
+    """One metric: its kind, name, help, and its value of a rank; None: there is none."""
+
+    kind: type[GaugeMetricFamily] | type[CounterMetricFamily]
+    name: str
+    text: str
+    value: Callable[[Rank], float | None]
+
+
+GAUGE, COUNTER = GaugeMetricFamily, CounterMetricFamily
+DEFINITIONS = (
+    Definition(GAUGE, "mpips_rank_up", "1 while the rank's process is there.", lambda one: float(one.lives)),
+    Definition(GAUGE, "mpips_rank_stopped", "1 while a signal has stopped it.", lambda one: float(one.stopped)),
+    Definition(GAUGE, "mpips_start_time_seconds", "When the rank began, in Unix time.", lambda one: one.began),
+    Definition(GAUGE, "mpips_generation", "The generation of its store.",
+               lambda one: float(one.generation) if one.generation >= 0 else None),
+    Definition(GAUGE, "mpips_step", "The training step that it has made last.",
+               lambda one: float(one.step) if one.step >= 0 else None),
+    Definition(GAUGE, "mpips_step_age_seconds", "Seconds since then.",
+               lambda one: one.step_seconds if one.step >= 0 and one.lives else None),
+    Definition(GAUGE, "mpips_waiting_seconds", "How long it has waited in the wait that it is in; 0: in none.",
+               lambda one: max((wait.seconds for wait in one.waits), default=0.0) if one.lives else None),
+    Definition(COUNTER, "mpips_waited_seconds", "Seconds that it has waited in waits that are over.",
+               lambda one: one.waited_seconds),
+    Definition(COUNTER, "mpips_waits", "Waits that are over.", lambda one: float(one.wait_count)),
+    Definition(COUNTER, "mpips_calls", "Collectives on one host, and calls of stores.", lambda one: float(one.calls)),
+    Definition(COUNTER, "mpips_failures", "Generations and communicators that have ended by an error.",
+               lambda one: float(one.failures)),
+    Definition(COUNTER, "mpips_cpu_seconds", "Processor seconds, of user and kernel.",
+               lambda one: one.cpu_seconds if one.lives else None),
+    Definition(GAUGE, "mpips_resident_memory_bytes", "Memory of the process.",
+               lambda one: float(one.memory_bytes) if one.lives else None),
+)  # fmt: skip
+
+
+class Jobs(Collector):
+    """The metrics of all jobs of this user here, or of one, read from their pages at each `collect`."""
+
+    def __init__(self, job: str | None = None) -> None:
+        self._job = job
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics."""
+        ranks = [
+            (path.name, one)
+            for path in jobs()
+            if self._job in (None, path.name)
+            for one in gather(path, seconds=0.0, stacks=False)
+        ]
+        labels = (*LABELS, "role", "host", "program")
+        info = GAUGE("mpips_rank_info", "A rank, its role, host and program.", labels=labels)
+        for job, one in ranks:
+            info.add_metric([job, str(one.rank), one.role, one.host, " ".join(one.program[:1])], 1)
+        yield info
+        for definition in DEFINITIONS:
+            family = definition.kind(definition.name, definition.text, labels=LABELS)
+            for job, one in ranks:
+                value = definition.value(one)
+                if value is not None:
+                    family.add_metric([job, str(one.rank)], value)
+            yield family
+
+
+def write(folder: Path, job: str | None = None) -> Path:
+    """Write all metrics to the file in a folder of node_exporter's, at one go. OSError as of files."""
+    path = folder / (FILE if job is None else f"mpips-{job}.prom")
+    write_to_textfile(str(path), _registry(job))
+    return path
+
+
+def serve(host: str, port: int, job: str | None = None) -> int:
+    """Serve all metrics at http://host:port/metrics, in a thread; return the port. OSError where it is taken."""
+    server, _ = start_http_server(port, addr=host, registry=_registry(job))
+    return int(server.server_port)
+
+
+def text() -> str:
+    """Return all metrics, as a file has them."""
+    return generate_latest(_registry(None)).decode()
+
+
+@contextmanager
+def beside(folder: str | None, address: str | None, job: str) -> Iterator[None]:
+    """Write and serve the metrics of a job while the block runs. UsageError where that cannot be.
+
+    The threads for it hear no signals: these are for the block.
+    """
+    ended = threading.Event()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        if address is not None:
+            serve(*parse_address(address), job)
+        if folder is not None:
+            written = write(Path(folder), job)
+            threading.Thread(target=_write_regularly, args=(Path(folder), job, ended), daemon=True).start()
+    except OSError as error:
+        where = folder if address is None else f"{address} or {folder}" if folder else address
+        raise click.UsageError(f"metrics cannot go to {where}: {error.strerror}") from None
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    try:
+        yield
+    finally:
+        ended.set()
+        if folder is not None:
+            with suppress(OSError):
+                written.unlink()
+
+
+def _write_regularly(folder: Path, job: str, ended: threading.Event) -> None:
+    while not ended.wait(EVERY_SECONDS):
+        with suppress(OSError):  # a full disk, which others say
+            write(folder, job)
+
+
+def _registry(job: str | None) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    registry.register(Jobs(job))
+    return registry
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Return host and port of "[HOST:]PORT"; without a host the loopback. click.UsageError for what is none."""
+    host, _, port = text.rpartition(":")
+    if not port.isdigit() or not 0 <= int(port) < 1 << 16:
+        raise click.UsageError(f"{text!r} is no address: write PORT or HOST:PORT")
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
+def names() -> Sequence[str]:
+    """Return the names of all metrics, as Prometheus shows them."""
+    return ["mpips_rank_info", *(one.name + "_total" * (one.kind is COUNTER) for one in DEFINITIONS)]

@@ -1,0 +1,142 @@
+"""Metrics as Prometheus reads them: of living and dead ranks, in files and at a port; refusals; the dashboard."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+pytest.importorskip("prometheus_client")
+from prometheus_client.parser import text_string_to_metric_families
+
+from collectives.recorder import own
+from launch.observe import metrics
+from tests.child import ROOT, outside
+
+RANK = """
+import sys, time
+from pathlib import Path
+from collectives.recorder import own
+own.folder = lambda: Path(sys.argv[1])
+own.begin(int(sys.argv[2]), 2)
+own.place.role, own.place.generation, own.place.step = "worker", 1, 40
+marks, other = own.Marks(5), own.Marks(6)
+marks.word[0], other.word[0] = 30 << 32 | 1, 4 << 32 | 1
+other.close()
+own.waited(1.5, False)
+own.waits("barrier", time.monotonic() - 3, [1])
+own.fails("once")
+print("there", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[subprocess.Popen[str]]]:
+    """Two ranks of job 77, which wait."""
+    top = tmp_path / "jobs"
+    monkeypatch.setattr(own, "folder", lambda: top)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(top), str(rank)], env={**outside(), "_MPIPS_JOB": "77"},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    for rank in ranks:
+        assert rank.stdout is not None and rank.stdout.readline() == "there\n"
+    yield ranks
+    for rank in ranks:
+        rank.kill()
+        rank.communicate()
+
+
+def samples(text: str) -> dict[tuple[str, str], float]:
+    """Return values by name and rank."""
+    return {
+        (one.name, one.labels["rank"]): one.value
+        for family in text_string_to_metric_families(text)
+        for one in family.samples
+    }
+
+
+def test_a_parser_reads_all_that_pages_say(job: list[subprocess.Popen[str]]) -> None:
+    found = samples(metrics.text())
+    assert {name for name, _ in found} == set(metrics.names())
+    values = {name: found[name, "1"] for name in metrics.names()}
+    assert 3 <= values.pop("mpips_waiting_seconds") < 60 and 0 <= values.pop("mpips_step_age_seconds") < 60
+    assert values.pop("mpips_start_time_seconds") > 1e9 and values.pop("mpips_resident_memory_bytes") > 1e6
+    assert values.pop("mpips_cpu_seconds_total") >= 0
+    assert values == {
+        "mpips_rank_info": 1, "mpips_rank_up": 1, "mpips_rank_stopped": 0, "mpips_generation": 1, "mpips_step": 40,
+        "mpips_waited_seconds_total": 1.5, "mpips_waits_total": 1, "mpips_calls_total": 34, "mpips_failures_total": 1,
+    }  # fmt: skip
+
+
+def test_a_dead_rank_is_down_and_its_counters_stay(job: list[subprocess.Popen[str]]) -> None:
+    job[1].kill()
+    job[1].wait()
+    found = samples(metrics.text())
+    assert (found["mpips_rank_up", "0"], found["mpips_rank_up", "1"]) == (1, 0)
+    assert found["mpips_calls_total", "1"] == 34 and ("mpips_waiting_seconds", "1") not in found
+
+
+def test_a_file_is_whole_and_goes_with_the_job(job: list[subprocess.Popen[str]], tmp_path: Path) -> None:
+    with metrics.beside(str(tmp_path), None, "77"):
+        assert samples((tmp_path / "mpips-77.prom").read_text())["mpips_step", "0"] == 40
+        assert [path.name for path in tmp_path.glob("*.prom*")] == ["mpips-77.prom"]
+    assert not list(tmp_path.glob("*.prom*"))
+
+
+def test_a_port_serves_one_job(job: list[subprocess.Popen[str]]) -> None:
+    port = metrics.serve("127.0.0.1", 0, "77")
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
+        assert samples(answer.read().decode())["mpips_step", "0"] == 40
+    other = metrics.serve("127.0.0.1", 0, "78")
+    with urllib.request.urlopen(f"http://127.0.0.1:{other}/metrics", timeout=20) as answer:
+        assert samples(answer.read().decode()) == {}
+
+
+def test_what_cannot_be_written_or_served_is_one_sentence(tmp_path: Path) -> None:
+    port = metrics.serve("127.0.0.1", 0)
+    for folder, address in ((str(tmp_path / "none"), None), (None, str(port))):
+        with pytest.raises(click.UsageError, match="metrics cannot go to"), metrics.beside(folder, address, "1"):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("text", "address"), [("9477", ("127.0.0.1", 9477)), ("node1:80", ("node1", 80)), ("[::1]:0", ("::1", 0))]
+)
+def test_an_address_without_a_host_is_the_loopback(text: str, address: tuple[str, int]) -> None:
+    assert metrics.parse_address(text) == address
+
+
+@pytest.mark.parametrize("text", ["", "x", "1:", "99999", "-1"])
+def test_other_addresses_are_refused(text: str) -> None:
+    with pytest.raises(click.UsageError, match="is no address"):
+        metrics.parse_address(text)
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
+    board = json.loads((ROOT / "examples" / "grafana.json").read_text())
+    asked = set(re.findall(r"\bmpips_\w+", json.dumps(board)))
+    assert len(board["panels"]) >= 6 and asked <= set(metrics.names())
+
+
+def test_the_page_lists_the_metrics_that_there_are() -> None:
+    page = (ROOT / "docs" / "how-to" / "operate.md").read_text()
+    assert set(re.findall(r"`(mpips_\w+)`", page)) == set(metrics.names())
+
+
+def test_the_command_says_where_it_serves_or_what_it_lacks() -> None:
+    command = [sys.executable, "-m", "launch.cli", "metrics"]
+    done = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and "say where: --dir DIR, --port PORT, or --once" in done.stderr
