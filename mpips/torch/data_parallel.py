@@ -26,7 +26,7 @@ from collectives import log
 from collectives.communicator import communicator
 from mpips.torch.backend import check_joined
 from mpips.torch.buckets import BackwardProfile, Bucket, check_buckets, cut_by_bytes, cut_by_strategy, measure_costs
-from mpips.torch.lockstep import Lockstep, agree, check_weights, model_items
+from mpips.torch.lockstep import CHECK_STEPS, Lockstep, agree, check_weights, model_items
 from mpips.torch.reducer import Reducer
 from mpips.torch.state import broadcast_tensors, broadcast_values
 from mpips.torch.tensors import check_on_host, find_tensors, sparse_parameters, uncompiled
@@ -38,8 +38,6 @@ PROFILE_STEPS = 3
 """Steps whose times are taken; the first is not, as it warms up."""
 REVIEW_STEPS = 200
 """Steps between two comparisons of backward's time with the profile's."""
-CHECK_STEPS = 128
-"""Steps between two comparisons of parameters between ranks, beside the steps 1, 2, 4, 8, ..."""
 
 LOG = log.get("mpips.torch")
 

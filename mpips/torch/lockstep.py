@@ -35,6 +35,8 @@ MOST_STEPS = 16
 """Optimizer steps between two exchanges that are compared one by one."""
 NORM_TOLERANCE = 1e-3
 """Difference allowed between norms of a parameter, relative to the larger: processors round unlike."""
+CHECK_STEPS = 128
+"""Steps between two comparisons of parameters, beside the steps 1, 2, 4, 8, ..."""
 FROZEN = -1.0
 """Stands in place of the norm of a parameter that requires no gradient."""
 Items = Sequence[tuple[str, str]]

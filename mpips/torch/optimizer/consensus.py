@@ -23,7 +23,7 @@ from torch import Tensor
 import collectives
 from collectives.errors import CollectiveError, of_caller
 from mpips.store.runtime.rendezvous import call_of
-from mpips.torch.lockstep import Items, digest, gather_difference, gather_rows
+from mpips.torch.lockstep import CHECK_STEPS, Items, digest, gather_difference, gather_rows
 from mpips.torch.optimizer.exchange import AgreedStep, group_numbers, warn_soon, worker_collectives
 from mpips.torch.tensors import bytes_of
 
@@ -66,12 +66,21 @@ class Consensus:
         self._rows = self._row[None]
         self._numbers: tuple[list[dict[str, Any]], Items] = [], []
         self._digested: tuple[Items, int] = [], 0
-        self._versions = 0
+        self._notes = 0
         self.note()
 
     def note(self) -> None:
-        """Note that the parameters are now those of the others."""
-        self._versions = self._count_changes()
+        """Note that the parameters are now those of the others.
+
+        Now and then note their bits, too, which tell of changes through `.data`. A store that survives deaths may have
+        written half of them when it makes a step again.
+        """
+        self._versions = [parameter._version for parameter in self._parameters]
+        self._bits = list[int]()
+        due = self._notes & (self._notes - 1) == 0 or self._notes % CHECK_STEPS == 0
+        if due and not self._store.layout.survives:
+            self._bits = self._digest_each()
+        self._notes += 1
 
     def see_call(self, call: str, steps: int) -> None:
         """Raise on all workers unless all make this call, in a synchronous store after equally many steps. Collective,
@@ -79,7 +88,7 @@ class Consensus:
         settings, layout = self._store.settings, self._store.layout
         if layout.asynchronous:
             with warn_soon(settings.generation):
-                settings.agree(call, self._items() if call == CALLS[1] else (), noun="setting")
+                settings.agree(call, [*self._items(), self._state_item()] if call == CALLS[1] else (), noun="setting")
         elif layout.num_workers > 1:
             assert layout.workers is not None
             self._compare(layout.workers, call, steps, Brought())
@@ -90,17 +99,17 @@ class Consensus:
         grads = [parameter.grad for parameter in self._parameters]
         used = [grad is not None for grad in grads]
         sparse = [grad is not None and grad.is_sparse for grad in grads]
-        skipped, changed = brought.overflow, self._count_changes() != self._versions
+        skipped, (changes, changed) = brought.overflow, self._count_changes()
         layout = self._store.layout
         together = layout.workers if not layout.asynchronous or len(layout.clients) == 1 else layout.client
         if together is not None and together.size > 1:
             size = self._mask
             self._masks[:size], self._masks[size : 2 * size] = np.packbits(used), np.packbits(sparse)
-            rows = self._compare(together, "step", steps, brought)
+            rows = self._compare(together, "step", steps, brought, changes)
             heads = rows[:, : 8 * HEAD].view(np.int64)
             skipped = bool(heads[:, OVERFLOW].any())
-            if not layout.asynchronous:
-                changed = bool(heads[:, CHANGED].all())  # equal to those of a worker that has not changed any
+            if not layout.asynchronous and not heads[:, CHANGED].all():
+                changed = ""  # they are equal to those of a worker that has not changed any
             masks = rows[:, 8 * HEAD :]
             if (masks != self._masks).any():
                 either = np.bitwise_or.reduce(masks, axis=0)
@@ -110,20 +119,21 @@ class Consensus:
 
     # ---- inside
 
-    def _compare(self, comm: MPI.Intracomm, call: str, steps: int, brought: Brought) -> NDArray[np.uint8]:
+    def _compare(
+        self, comm: MPI.Intracomm, call: str, steps: int, brought: Brought, changes: int = 0
+    ) -> NDArray[np.uint8]:
         """Return everybody's words, in rank order; raise where they do not fit together."""
         is_step, counts = call == CALLS[0], not self._store.layout.asynchronous
         items: Items = []
         if is_step or call == CALLS[1]:  # others may be there to make them equal
-            items = self._items()
+            items = self._items() if is_step else [*self._items(), self._state_item()]
             if brought.scale is not None and not self._store.layout.survives:  # a spare's scaler begins anew
                 items = [*items, ("GradScaler's scale", repr(brought.scale))]
         if items and items != self._digested[0]:
             self._digested = items, digest(msgspec.msgpack.encode(items))
         self._head[:] = (
             CALLS.index(call), steps if counts else 0, brought.cleared if counts else UNKNOWN,
-            self._count_changes() - self._versions if counts and is_step else 0, brought.overflow,
-            self._digested[1] if items else 0,
+            changes if counts else 0, brought.overflow, self._digested[1] if items else 0,
         )  # fmt: skip
         if len(self._rows) != comm.size:
             self._rows = np.empty((comm.size, self._row.size), np.uint8)
@@ -149,7 +159,7 @@ class Consensus:
 
     def _compare_parameters(self, comm: MPI.Intracomm, what: str) -> None:
         """Raise ValueError where parameters differ, as some workers have changed theirs."""
-        mine = np.array([digest(bytes_of(p.detach().contiguous()).tobytes()) for p in self._parameters])
+        mine = np.array(self._digest_each())
         with self._within(what, comm):
             every = gather_rows(mine, comm, what)
         for rank, place in np.argwhere(every != every[0]):
@@ -169,9 +179,22 @@ class Consensus:
             self._numbers = numbers, items
         return self._numbers[1]
 
-    def _count_changes(self) -> int:
-        """Return how often the parameters have been changed in place."""
-        return sum([parameter._version for parameter in self._parameters])
+    def _state_item(self) -> tuple[str, str]:
+        """Return what the wrapped optimizer has of earlier steps, to be compared between workers."""
+        every = [value for p in self._parameters for value in self._optimizer.state.get(p, {}).values()]
+        tensors = [bytes_of(value.contiguous()).tobytes() for value in every if isinstance(value, Tensor)]
+        return "the optimizer's state", f"{len(tensors)} tensors, digest {digest(b''.join(tensors)):x}"
+
+    def _digest_each(self) -> list[int]:
+        return [digest(bytes_of(parameter.detach().contiguous()).tobytes()) for parameter in self._parameters]
+
+    def _count_changes(self) -> tuple[int, str]:
+        """Return how often the program has changed parameters since they were noted, and the key of one."""
+        versions = [parameter._version for parameter in self._parameters]
+        changes = [now - before for now, before in zip(versions, self._versions)]
+        if self._bits:
+            changes = [count or now != before for count, now, before in zip(changes, self._digest_each(), self._bits)]
+        return sum(changes), next((key for key, count in zip(self._keys, changes) if count), "")
 
     @contextmanager
     def _within(self, what: str, comm: MPI.Intracomm) -> Iterator[None]:

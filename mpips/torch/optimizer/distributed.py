@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -30,16 +30,20 @@ from mpips.torch.optimizer.consensus import UNKNOWN, Brought, Consensus
 from mpips.torch.optimizer.exchange import ServerExchange, check_elastic, choose_exchange, worker_collectives
 from mpips.torch.optimizer.rejoin import SurvivingSteps
 from mpips.torch.state import broadcast_bytes, broadcast_tensors
+from mpips.torch.tensors import uncompiled
 
 if TYPE_CHECKING:
     from mpips.store.checkpoint.save import Saving
 
 warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", FutureWarning)  # to `step`
 
+STATE_HOOKS = tuple(f"_optimizer_{kind}_hooks" for kind in ("state_dict_pre", "state_dict_post", "load_state_dict_pre",
+                                                            "load_state_dict_post"))  # fmt: skip
 WRAP_LATER = "add groups to the PyTorch optimizer first, then wrap it in a new DistributedOptimizer"
 LOG = log.get("mpips.torch")
 
 
+@uncompiled("step", "zero_grad")
 class DistributedOptimizer(torch.optim.Optimizer):
     """Wraps a PyTorch optimizer: `step` exchanges gradients through a store and leaves the new parameters.
 
@@ -111,7 +115,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         `grad_scaler` is passed by `GradScaler.step`. Where a gradient has overflowed on one worker, all skip the step.
         """
-        loss = closure() if closure is not None else None
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():  # as PyTorch's optimizers do
+                loss = closure()
         self._check_groups()
         if hasattr(self, "found_inf"):
             raise RuntimeError("this PyTorch's GradScaler does not pass itself to step(), so workers do not learn of "
@@ -232,6 +239,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         self._change("load", load)
 
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Raise TypeError: a store is neither copied nor saved with the optimizer."""
+        raise TypeError("a DistributedOptimizer is tied to its store: copy or save its `state_dict()`")
+
     def close(self) -> None:
         """Close the store: its servers leave. A program that ends does so by itself.
 
@@ -249,6 +260,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         optimizer = self.optimizer
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.state = optimizer.state
+        for name in STATE_HOOKS:  # which are called where the wrapped optimizer gives or loads its state
+            setattr(self, name, getattr(optimizer, name))
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._keys = [self._names[p] for p in self._parameters]
         self.store.init(self._keys, [p.detach().contiguous() for p in self._parameters])

@@ -42,8 +42,8 @@ class AgreedStep(NamedTuple):
     """True for those with a sparse one."""
     skipped: bool
     """True where a gradient has overflowed on any of them (GradScaler): no parameter changes."""
-    changed: bool
-    """True where the program has changed parameters since the last step, on all of them."""
+    changed: str
+    """A parameter that the program has changed since the last step; "" where not all workers have changed any."""
 
 
 class GradientExchange:
@@ -91,10 +91,14 @@ def choose_exchange(
         rescale = gradient_share(store.layout, passes)
         found = [server_optimizer(optimizer, group, rescale) for group in optimizer.param_groups]
         if None not in found:
+            every = [each for own in optimizer.state.values() for each in own.values()]
+            if any(isinstance(each, Tensor) and each.any() for each in every):
+                raise ValueError(f"{type(optimizer).__name__} has made steps, and the servers would begin its state "
+                                 "anew: wrap it before, or choose a store without servers, which keeps it")  # fmt: skip
             return ServerExchange(store, optimizer, names, [each for each in found if each is not None], passes)
     if store.layout.asynchronous:
-        raise ValueError(f"{type(optimizer).__name__} with these options has no counterpart on the servers, which "
-                         "an asynchronous store needs: choose SGD, Adam, AdamW, RMSprop or Adagrad, or a "
+        raise ValueError(f"{type(optimizer).__name__} with these options or hooks has no counterpart on the servers, "
+                         "which an asynchronous store needs: choose SGD, Adam, AdamW, RMSprop or Adagrad, or a "
                          "synchronous kind")  # fmt: skip
     if store.resumed and not store.settings.fresh:
         raise ValueError(f"{type(optimizer).__name__} runs on the workers, and the store's checkpoint has neither "
@@ -129,7 +133,6 @@ class ServerExchange(GradientExchange):
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._all_keys = [names[parameter] for parameter in self._parameters]
         self._records, self._numbers = list(records), [group_numbers(group) for group in optimizer.param_groups]
-        self._versions: list[int] = []
         for group, record in zip(optimizer.param_groups, records, strict=True):
             store.set_optimizer(record, keys=self._keys(group))
         if store.resumed != 0:  # the store goes on with numbers of its own
@@ -141,30 +144,31 @@ class ServerExchange(GradientExchange):
 
     def push(self, step: AgreedStep) -> None:
         """Let the servers update, and take the parameters from them. Those without a gradient stay as they are."""
-        for parameter, version in zip(self._parameters, self._versions, strict=True) if step.changed else ():
-            if parameter._version != version:
-                name = self._names[parameter]
-                raise RuntimeError(f"parameter {name!r} was changed since the last step, and the servers have the old "
-                                   "one: call set_parameters() of this optimizer first, on all workers")  # fmt: skip
+        if step.changed:
+            raise RuntimeError(f"parameter {step.changed!r} was changed since the last step, and the servers have the "
+                               "old one: call set_parameters() of this optimizer first, on all workers")  # fmt: skip
+        if has_step_hooks(self._optimizer):
+            raise RuntimeError(f"{type(self._optimizer).__name__} has got a hook on its step, which servers do not "
+                               "call: register it before the optimizer is wrapped")  # fmt: skip
         self._check_sparse(step)
         self._update_numbers()
         self.sent = True
         each = [*zip(self._all_keys, self._parameters, step.used)]
         used = [(key, parameter) for key, parameter, has in each if has]
         if used:
-            grads, outs = [gradient(p, True) for _, p in used], [p.detach() for _, p in used]
-            self._store.pushpull([key for key, _ in used], grads, out=outs)
+            with values_of([parameter for _, parameter in used]) as outs:
+                self._store.pushpull([key for key, _ in used], [gradient(p, True) for _, p in used], out=outs)
         if rest := [(key, parameter) for key, parameter, has in each if not has]:
             keys = [self._store.settings.keys[key] for key, _ in rest]
             self._store.push([key.name for key in keys], [EmptyPush(key.shape, key.dtype) for key in keys])
             if self._store.layout.asynchronous:  # others may have used them
-                self._store.pull([key.name for key in keys], [parameter.detach() for _, parameter in rest])
-        self._note_versions()
+                with values_of([parameter for _, parameter in rest]) as outs:
+                    self._store.pull([key.name for key in keys], outs)
 
     def take(self) -> None:
         """Take the parameters from the servers."""
-        self._store.pull(self._all_keys, [parameter.detach() for parameter in self._parameters])
-        self._note_versions()
+        with values_of(self._parameters) as outs:
+            self._store.pull(self._all_keys, outs)
 
     def end(self, step: AgreedStep) -> None:
         """End the step."""
@@ -211,10 +215,6 @@ class ServerExchange(GradientExchange):
                     self._store.update_optimizer(keys=self._keys(group), **changed)
             self._records[at], self._numbers[at] = record, found
 
-    def _note_versions(self) -> None:
-        """Note that the parameters are now those of the servers."""
-        self._versions = [parameter._version for parameter in self._parameters]
-
     def _check_sparse(self, step: AgreedStep) -> None:
         """Raise TypeError on all workers where PyTorch's optimizer would refuse sparse gradients."""
         kind, groups = type(self._optimizer), self._optimizer.param_groups
@@ -254,13 +254,14 @@ class WorkerExchange(GradientExchange):
     def begin(self, new: bool) -> None:
         """Take rank 0's parameters, which the store holds until the first step, or those that were given."""
         if not new:
-            self._store.pull(self._keys, [parameter.detach() for parameter in self._parameters])
+            with values_of(self._parameters) as outs:
+                self._store.pull(self._keys, outs)
         for parameter, given in zip(self._parameters, self._given):
             parameter.detach().copy_(given)
 
     def push(self, step: AgreedStep) -> None:
         """Sum gradients."""
-        given, self._given = [gradient(p, used) for p, used in zip(self._parameters, step.used)], []
+        given, self._given = own_gradients(self._parameters, step.used), []
         self._share, self.sent = gradient_share(self._store.layout, self._passes), True
         self._store.pushpull(self._keys, given, out=self._sums or given)
         self._totals = self._sums or given
@@ -278,14 +279,7 @@ class WorkerExchange(GradientExchange):
         for parameter, total, used, sparse in zip(self._parameters, self._totals, step.used, step.sparse):
             if not used:
                 continue
-            if sparse:
-                parameter.grad = (total * self._share).to_sparse(1)
-                continue
-            if parameter.grad is None:
-                parameter.grad = total.clone() if self._sums else total
-            elif parameter.grad.data_ptr() != total.data_ptr():
-                parameter.grad.copy_(total)
-            parameter.grad.mul_(self._share)
+            give_gradient(parameter, total * self._share if self._sums else total.mul_(self._share), sparse)
         self._optimizer.step()
         self._totals = []
 
@@ -320,12 +314,14 @@ class ElasticExchange(GradientExchange):
 
     def begin(self, new: bool) -> None:
         """Take rank 0's parameters, which are the centre's."""
-        self._store.pull(self._keys, [parameter.detach() for parameter in self._parameters])
+        with values_of(self._parameters) as outs:
+            self._store.pull(self._keys, outs)
 
     def push(self, step: AgreedStep) -> None:
         """Move the centre towards this worker, and it towards the centre, where it is time; average gradients."""
         if self._steps % self._interval == 0:
-            centers = [p.detach() / self._members for p in self._parameters]  # a push adds up the client's
+            share = 1.0 / self._members  # a push adds up the client's
+            centers = [(p.detach() * share).contiguous() for p in self._parameters]
             self._store.push(self._keys, centers)
             self._store.pull(self._keys, centers)
             with torch.no_grad():
@@ -333,12 +329,12 @@ class ElasticExchange(GradientExchange):
                     if parameter.requires_grad:
                         parameter.lerp_(center, self._alpha)
         used = [place for place, has in enumerate(step.used) if has]
-        given = [gradient(self._parameters[place], True) for place in used]
+        given = own_gradients([self._parameters[place] for place in used], [True] * len(used))
         if self._members > 1 and given:
             collectives.grouped_allreduce(given, self._store.layout.client)
         for place, total in zip(used, given):
-            total.mul_(1.0 / (self._members * self._passes))
-            self._parameters[place].grad = total.to_sparse(1) if step.sparse[place] else total
+            mean = total.mul_(1.0 / (self._members * self._passes))
+            give_gradient(self._parameters[place], mean, step.sparse[place])
 
     def end(self, step: AgreedStep) -> None:
         """Step, unless it is skipped."""
@@ -356,6 +352,31 @@ def gradient(parameter: Tensor, used: bool) -> Tensor:
     if found is None or not used:
         return torch.zeros_like(parameter, memory_format=torch.contiguous_format)
     return (found.detach().to_dense() if found.is_sparse else found.detach()).contiguous()
+
+
+def own_gradients(parameters: Sequence[Tensor], used: Sequence[bool]) -> list[Tensor]:
+    """Return gradients to be summed in place, as those of `gradient`: no two share memory."""
+    found = [gradient(parameter, each) for parameter, each in zip(parameters, used)]
+    places = [each.data_ptr() for each in found if each.numel()]
+    return found if len(set(places)) == len(places) else [each.clone() for each in found]
+
+
+def give_gradient(parameter: Tensor, mean: Tensor, sparse: bool) -> None:
+    """Give a parameter its gradient, sparse or with its own strides, as PyTorch's fused optimizers ask for."""
+    if sparse:
+        parameter.grad = mean.to_sparse(1)
+    else:
+        parameter.grad = mean if parameter.is_contiguous() else torch.empty_like(parameter.detach()).copy_(mean)
+
+
+@contextmanager
+def values_of(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield where to write parameters, contiguous: their memory, or copies that are copied back at the end."""
+    values = [parameter.detach().contiguous() for parameter in parameters]
+    yield values
+    for parameter, value in zip(parameters, values):
+        if value.data_ptr() != parameter.data_ptr():
+            parameter.detach().copy_(value)
 
 
 def gradient_share(layout: Layout, passes: int) -> float:
@@ -397,6 +418,11 @@ def group_numbers(group: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the program has registered hooks that run before or after this optimizer's own steps."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
 def server_optimizer(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], rescale: float
 ) -> Optimizer | None:
@@ -404,7 +430,7 @@ def server_optimizer(
 
     Gradients arrive as a sum, which `rescale` makes their mean.
     """
-    if group.get("maximize") or isinstance(group["lr"], Tensor):
+    if group.get("maximize") or isinstance(group["lr"], Tensor) or has_step_hooks(optimizer):
         return None
     kind, numbers = type(optimizer), (float(group["lr"]), float(group.get("weight_decay", 0.0)), rescale)
     if kind is torch.optim.SGD and not group["dampening"]:

@@ -125,6 +125,8 @@ def rows(step: int, rank: int = WORLD.rank) -> Tensor:
 
 SERVERLESS: dict[str, Any] = {"kind": "dist_sync"}
 SERVED: dict[str, Any] = {"kind": "dist_sync", "servers": 1}
+PAIRS = pytest.mark.parametrize("options", [SERVERLESS, SERVED], ids=str)
+"""Stores for tests that need two workers: the second has them on three ranks."""
 
 
 @contextlib.contextmanager

@@ -273,5 +273,5 @@ def test_an_asynchronous_store_needs_servers_that_can_update() -> None:
     options = SERVERLESS | {"kind": "mpi_async", "servers": 1}
     with on_workers(options):
         model = network()
-        with pytest.raises(ValueError, match="Adamax with these options has no counterpart on the servers"):
+        with pytest.raises(ValueError, match="Adamax with these options or hooks has no counterpart on the servers"):
             wrapped(model, torch.optim.Adamax(model.parameters()), options)

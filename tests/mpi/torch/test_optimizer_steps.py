@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.mpi.torch.support import SERVED, SERVERLESS, WORLD, Words, alike, heard, on_workers, rows, wrapped
+from tests.mpi.torch.support import PAIRS, SERVED, SERVERLESS, WORLD, Words, alike, heard, on_workers, rows, wrapped
 
 STORES: list[dict[str, Any]] = [
     SERVERLESS,
@@ -30,8 +30,6 @@ OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.Adagrad, {"lr": 0.05, "weight_decay": 0.1}),
     (torch.optim.Adamax, {"lr": 0.05, "weight_decay": 0.1}),  # runs on the workers
 ]
-PAIRS = pytest.mark.parametrize("options", [SERVERLESS, SERVED], ids=str)
-"""Stores for tests that need two workers: the second has them on three ranks."""
 
 
 def apart(model: nn.Module, other: nn.Module) -> float:
