@@ -17,7 +17,7 @@ from tests.mutations import MUTATIONS
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("mpips", "collectives", "launch")
 # Of extras; files that import them when they are loaded are loaded for them alone.
-OPTIONAL = ("cupy", "jax", "llvmlite", "mxnet", "numba", "pyroute2", "torch")
+OPTIONAL = ("prometheus_client", "cupy", "jax", "llvmlite", "mxnet", "numba", "pyroute2", "torch")
 # What each package may import of the other two.
 ALLOWED = {
     "collectives": (),
