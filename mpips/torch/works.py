@@ -116,7 +116,7 @@ class Communication:
     """Runs the jobs of this process. Threads of the program may call it, each for groups of its own."""
 
     def __init__(self) -> None:
-        self._callers: set[threading.Thread] = set()
+        self._others: set[threading.Thread] = set()
         self._state = threading.Condition()
         self._jobs: deque[GroupJob] = deque()
         self._under_way: list[tuple[GroupJob, Iterator[None]]] = []
@@ -135,7 +135,7 @@ class Communication:
             self._run_side_by_side(job.future.done)
             return job.future
         with self._state:
-            if in_background or not self._is_only_caller() or self._busy or self._jobs:
+            if in_background or not self._is_main_alone() or self._busy or self._jobs:
                 self._jobs.append(job)
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._run_thread, name="mpips torch", daemon=True)
@@ -153,12 +153,15 @@ class Communication:
                 self._state.notify_all()
         return job.future
 
-    def _is_only_caller(self) -> bool:
-        """Return whether no other thread that has called is alive."""
-        me = threading.current_thread()
-        if self._callers != {me}:
-            self._callers = {thread for thread in self._callers if thread.is_alive()} | {me}
-        return len(self._callers) == 1
+    def _is_main_alone(self) -> bool:
+        """Return whether the caller is the main thread, and no other that has called is alive.
+
+        Only one of them may run jobs itself, and the same on all ranks: each would keep back what another rank awaits.
+        """
+        me, main = threading.current_thread(), threading.main_thread()
+        if self._others or me is not main:
+            self._others = {thread for thread in (*self._others, me) if thread.is_alive() and thread is not main}
+        return not self._others
 
     def close(self) -> None:
         """End the thread when the jobs under way have ended or failed. Blocks for 2 seconds at most."""
