@@ -80,7 +80,15 @@ def _rendezvous_by_mpi(
     asked = parse_qs(urlsplit(url).query)
     joined = world.size > 1 or launched_as(os.environ) == (0, 1)
     if MASTER in os.environ and (not joined or asked or _has_set_place()):
-        yield from given(url, timeout=timeout, **keywords)
+        try:
+            yield from given(url, timeout=timeout, **keywords)
+        except dist.DistNetworkError as error:
+            if not joined or asked:
+                raise
+            place = ", ".join(f"{name}={os.environ.get(name)}" for name in ("RANK", PROCESSES))
+            raise of_caller(RuntimeError(f"init_process_group: the program itself has set {place} on rank {world.rank} "
+                                         f"of MPI's {world.size}, and its rendezvous failed: export both before the "
+                                         f"start, or let the program leave them out. {error}")) from error  # fmt: skip
         return
     _check_place(*(int(asked.get(name, ["-1"])[0]) for name in ("rank", "world_size")))
     address = find_address("init_process_group")

@@ -54,6 +54,21 @@ def test_variables_of_a_template_do_not_count(exported: dict[str, str], tmp_path
     assert code == 0 and "rank 0 of 2 2.0" in text and "rank 1 of 2 2.0" in text, text[-3000:]
 
 
+@only_on(1)
+@pytest.mark.full
+@pytest.mark.parametrize("exported", [[], ["WORLD_SIZE=2", "RANK=0"]])
+def test_a_program_that_takes_itself_for_the_only_one(exported: list[str], tmp_path: Path) -> None:
+    """Many programs do so where they find no WORLD_SIZE."""
+    program, said = tmp_path / "program.py", BytesIO()
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29517"}
+    program.write_text(f"import os\nif 'WORLD_SIZE' not in os.environ: os.environ.update({alone})\n{PROGRAM}")
+    child.run(["env", *exported, sys.executable, "-m", "launch.cli", "run", "-w", "2", str(program)], LIMIT, ROOT, said)
+    text = said.getvalue().decode(errors="replace")
+    right = ["rank 0 of 2 2.0", "rank 1 of 2 2.0"]
+    wrong = ["has set RANK=0, WORLD_SIZE=1 on rank", "of MPI's 2", "export both before the start"]
+    assert all(words in text for words in (right if exported else wrong)), text[-3000:]
+
+
 def test_an_address_alone_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "nowhere.invalid")
     if WORLD.size == 1:
