@@ -36,7 +36,7 @@ setup(
     license="MIT",
     python_requires=">=3.11",
     packages=find_packages(include=["mpips*", "collectives*", "launch*"]),
-    package_data={"": ["py.typed", "*.json"]},
+    package_data={"": ["py.typed", "*.json", "*.html"]},
     install_requires=[
         "numpy>=1.23.3",  # the arrays; 1.23.3 is ml_dtypes' oldest on Python 3.11
         "mpi4py>=4.1",  # MPI; large counts and ULFM since 4.0, wheels, which `make test-all` takes, since 4.1

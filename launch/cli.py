@@ -78,6 +78,10 @@ COMMANDS = {
         "launch.observe.command", "Show the ranks of a running job.", ("mpips top", "mpips top 4711 --once"),
         case="top",
     ),
+    "page": Sub(
+        "launch.observe.command", "Serve a live page of a job for a browser.",
+        ("mpips page", "mpips page 4711 --port 8080"), case="page",
+    ),
     "metrics": Sub(
         "launch.observe.command", "Export metrics of jobs for Prometheus.",
         ("mpips metrics --port 9477", "mpips metrics --dir /var/lib/node_exporter"), case="metrics",
@@ -261,7 +265,9 @@ bench = Commands(
     epilog=format_examples("mpips bench allreduce -n 4", "mpips bench kvstore -n 3 --servers 1"),
     context_settings={"help_option_names": HELP},
 )
-_ORDER = ("run", "doctor", "script", "train", "bench", "tune", "sim", "plan", "chaos", "lab", "why", "top", "metrics")
+_ORDER = (
+    "run", "doctor", "script", "train", "bench", "tune", "sim", "plan", "chaos", "lab", "why", "top", "page", "metrics",
+)  # fmt: skip
 
 
 @click.command(

@@ -13,8 +13,8 @@ import shlex
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from typing import Any, NoReturn
@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import click
 
 from collectives import log
+from collectives.recorder import own as recorder
 from collectives.terminal import Interruptible, Whole
 from launch import restarts
 from launch.hosts import Host, place, read
@@ -128,6 +129,7 @@ def save_options(command: Callable[..., None]) -> Callable[..., None]:
 def metrics_options(command: Callable[..., None]) -> Callable[..., None]:
     """Return the options of metrics."""
     for option in (
+        click.option("--page", metavar="[HOST:]PORT", help="Serve a live page of this host's ranks for a browser."),
         click.option("--metrics-port", metavar="[HOST:]PORT", help="Serve this host's metrics for Prometheus."),
         click.option("--metrics", metavar="DIR", help="Write this host's metrics there, for node_exporter."),
     ):  # fmt: skip
@@ -169,7 +171,8 @@ def log_options(command: Callable[..., None]) -> Callable[..., None]:
 def command(
     mpirun: str | None, interface: str | None, extra: Words, dry_run: bool, words: Words, ranks: int | None,
     workers: int | None, checkpoint: str | None, tries: int, variables: Words, log_level: str | None,
-    log_dir: str | None, log_format: str | None, metrics: str | None, metrics_port: str | None, **asked: Any,
+    log_dir: str | None, log_format: str | None, metrics: str | None, metrics_port: str | None,
+    page: str | None, **asked: Any,
 ) -> None:  # fmt: skip
     """Start SCRIPT.py ARGS as one MPI job of workers and servers.
 
@@ -212,7 +215,7 @@ def command(
     check_script(words)
     _warn(job, machine)
     remote = bool(job.hosts) and job.ranks_here(os.environ) < job.ranks
-    with exporting(metrics, metrics_port):
+    with exporting(metrics, metrics_port), showing(page):
         code = restarts.until_it_ends(start, start.fitting, options, tries, remote, launcher.flavour)
     merge_log()
     sys.exit(code)
@@ -243,6 +246,19 @@ def exporting(folder: str | None, address: str | None) -> AbstractContextManager
     except ModuleNotFoundError as error:
         raise click.UsageError(f"--metrics needs {error.name}: pip install 'mpips[metrics]'") from None
     return beside(folder, address, str(os.getpid()))
+
+
+@contextmanager
+def showing(address: str | None) -> Iterator[None]:
+    """Serve a live page of the job while the block runs, where it is asked for, and say where."""
+    if address is None:
+        yield
+        return
+    from launch.observe.live import serving
+
+    with serving(address, recorder.folder() / recorder.job_name({recorder.JOB: str(os.getpid())})) as shown:
+        click.echo(f"mpips: {shown}", err=True)
+        yield
 
 
 def merge_log() -> None:

@@ -21,6 +21,7 @@ from mpips.ending.uncaught import install_hooks as _install_hooks
 if TYPE_CHECKING:
     from collectives.errors import CollectiveError, MismatchError, StallError
     from collectives.fabric.arena import empty
+    from collectives.recorder.own import note
     from mpips import chaos, compression, optimizers, training
     from mpips.store.api import KVStore
     from mpips.store.create import create
@@ -43,7 +44,8 @@ _HOMES = {
     "create": "mpips.store.create", "KVStore": "mpips.store.api", "Options": "mpips.store.options",
     "OptionError": "mpips.store.options", "RowSparse": "mpips.store.keys.rows",
     "Rounds": "mpips.store.keys.key", "Trainer": "mpips.training.trainer", "Elastic": "mpips.training.updates",
-    "Model": "mpips.training.model", "empty": "collectives.fabric.arena", "CollectiveError": "collectives.errors",
+    "Model": "mpips.training.model", "empty": "collectives.fabric.arena", "note": "collectives.recorder.own",
+    "CollectiveError": "collectives.errors",
     "MismatchError": "collectives.errors", "StallError": "collectives.errors",
     "StoreError": "mpips.store.runtime.errors", "StoreMismatchError": "mpips.store.runtime.errors",
     "StoreStallError": "mpips.store.runtime.errors",
@@ -53,7 +55,7 @@ _PACKAGES = ("chaos", "compression", "optimizers", "training")
 __all__ = [
     "CollectiveError", "Elastic", "StoreError", "StoreMismatchError", "StoreStallError", "KVStore", "MismatchError",
     "Model", "OptionError", "Options", "Rounds", "RowSparse", "StallError", "Trainer", "chaos", "compression", "create",
-    "empty", "optimizers", "training",
+    "empty", "note", "optimizers", "training",
 ]  # fmt: skip
 
 

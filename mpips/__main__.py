@@ -17,7 +17,9 @@ from mpips.ending.process import StatusLine, is_fork, is_started, leave_fork
 from mpips.ending.uncaught import INTERRUPTED, end, end_unstarted
 from mpips.store.world import ENCODED, launched_as
 
-COMMANDS = ("run", "doctor", "script", "train", "bench", "tune", "sim", "plan", "chaos", "lab", "why", "top", "metrics")
+COMMANDS = (
+    "run", "doctor", "script", "train", "bench", "tune", "sim", "plan", "chaos", "lab", "why", "top", "page", "metrics",
+)  # fmt: skip
 """Words of the `mpips` command, which are no scripts."""
 OURS = ("mpips", "collectives", "launch")
 

@@ -87,6 +87,7 @@ page = Page()
 """Before the process is known to be a rank, in memory that nobody reads."""
 place = Place()
 _identity: dict[str, Any] = {}
+_notes: dict[str, float] = {}
 _waits: dict[int, dict[str, Any]] = {}
 _lock = threading.Lock()
 _paths: list[Path] = []
@@ -129,6 +130,7 @@ def begin(rank: int, size: int) -> None:
             rank=rank, size=size, host=socket.gethostname(), program=sys.argv[:8], python=sys.executable
         )  # fmt: skip
         opened.write(pages.IDENTITY, _identity)
+        opened.write(pages.NOTES, _notes)
         page = opened
         _answer_signals(here / f"{os.getpid()}{STACKS}")
         atexit.register(_end)
@@ -177,6 +179,11 @@ def fails(sentence: str) -> None:
 _failed: list[bool] = []
 
 
+def count_checkpoint() -> None:
+    """Count a checkpoint that this rank has written."""
+    page.words[pages.AT["checkpoints"]] += 1
+
+
 def goes_well() -> None:
     """Take back what `fails` has said: the program has gone on from it."""
     page.write(pages.END, {})
@@ -198,8 +205,25 @@ def _forget() -> None:
     global page
     page = Page()
     _waits.clear()
+    _notes.clear()
     _paths.clear()
     atexit.unregister(_end)
+
+
+def note(**numbers: float) -> None:
+    """Report numbers of this rank's training, such as `step=40, loss=0.3`, to who looks from outside. Sends nothing.
+
+    Each replaces the one of its name. `step` is shown by `mpips why` and `top`, too. A Trainer reports by itself.
+    ValueError for what is no number.
+    """
+    for name, number in numbers.items():
+        try:
+            _notes[name] = float(number)
+        except (TypeError, ValueError):
+            raise ValueError(f"note: {name}={number!r} is no number: pass a float, as of tensor.item()") from None
+    if "step" in numbers:
+        place.step = int(_notes.pop("step"))
+    page.write(pages.NOTES, _notes)
 
 
 # ---- waits

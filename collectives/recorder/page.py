@@ -7,6 +7,7 @@ that it has begun last. `Page` is the rank's side, and `read` the other side.
     identity    JSON: who the rank is
     waits       JSON: what its threads wait for, since when, and for whom; only waits that last
     end         JSON: how it has ended
+    notes       JSON: numbers that the program reports, such as the loss
     marks       for each *lane*, which is a communicator or a store, one word: 2^32 * number of the call + its token
     tokens      for each lane the texts of the tokens, `TOKENS` of them in turn
 
@@ -27,17 +28,18 @@ from typing import Any, NamedTuple
 MAGIC, VERSION = 0x6D70697073_52, 1
 HEAD = (
     "magic", "version", "pid", "thread", "began_ns", "began_monotonic_ns", "generation", "step", "step_ns",
-    "waited_ns", "waits", "signal", "calls", "failures",
+    "waited_ns", "waits", "signal", "calls", "failures", "checkpoints",
 )  # fmt: skip
 """Words of the head. Times are of the monotonic clock, but for `began_ns`. `generation` and `step` are 1 more than
 they are. `waited_ns`: how long the rank has waited in all, in `waits` waits that are over. `signal`: brings stacks.
-`calls`: of lanes that were given back. `failures`: how often a generation, or a communicator, has ended by an error."""
+`calls`: of lanes that were given back. `failures`: how often a generation, or a communicator, has ended by an error.
+`checkpoints`: how many this rank has written."""
 AT = {name: number for number, name in enumerate(HEAD)}
 TEXT_BYTES = 4096
-IDENTITY, WAITS, END = (TEXT_BYTES * number for number in (1, 2, 3))
+IDENTITY, WAITS, END, NOTES = (TEXT_BYTES * number for number in (1, 2, 3, 4))
 LANES, TOKENS, TOKEN_BYTES = 64, 64, 256
 LANE_WORDS = 8
-MARKS = TEXT_BYTES * 4
+MARKS = TEXT_BYTES * 5
 TEXTS = MARKS + LANES * LANE_WORDS * 8
 PAGE_BYTES = TEXTS + LANES * TOKENS * TOKEN_BYTES
 TOKEN_MASK = (1 << 32) - 1
@@ -61,6 +63,7 @@ class Seen(NamedTuple):
     waits: list[dict[str, Any]]
     end: Mapping[str, Any]
     lanes: list[Lane]
+    notes: Mapping[str, float]
 
 
 class Page:
@@ -132,14 +135,14 @@ def read(path: str | os.PathLike[str]) -> Seen | None:
     head = dict(zip(HEAD, words[: len(HEAD)].tolist()))
     if (head["magic"], head["version"]) != (MAGIC, VERSION):
         return None
-    texts = [_json(raw, area) for area in (IDENTITY, WAITS, END)]
+    texts = [_json(raw, area) for area in (IDENTITY, WAITS, END, NOTES)]
     lanes = []
     for lane in range(LANES):
         at = Page.mark_at(lane)
         mark, identity = words[at : at + 2]
         if identity:
             lanes.append(Lane(identity, mark >> 32, _text(raw, lane, mark & TOKEN_MASK)))
-    return Seen(head, texts[0] or {}, texts[1] or [], texts[2] or {}, lanes)
+    return Seen(head, texts[0] or {}, texts[1] or [], texts[2] or {}, lanes, texts[3] or {})
 
 
 def _json(raw: bytes, area: int) -> Any:

@@ -16,12 +16,13 @@ from rich.table import Table
 from rich.text import Text
 
 from collectives.terminal import Interruptible, Seconds, console, show_table
+from launch.observe.beside import parse_address
 from launch.observe.explain import Explanation, explain
 from launch.observe.gather import Rank, gather, has_living, jobs
 
 MEGA = 1e6
 job_argument = click.argument("job", required=False)
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+json_option = click.option("--json", "with_json", is_flag=True, help="Print JSON.")
 
 
 def find(job: str | None) -> Path:
@@ -50,7 +51,7 @@ def command() -> None:
 @job_argument
 @json_option
 @click.option("--seconds", type=Seconds(), default=0.5, show_default=True, help="Between the two looks.")
-def why(job: str | None, as_json: bool, seconds: float) -> None:
+def why(job: str | None, with_json: bool, seconds: float) -> None:
     """Say what JOB does, or why it stands, or has ended: who waits in what for whom, and what that rank does.
 
     JOB is the name that `mpips top` shows, or a folder of pages; without it, the newest. Nothing is stopped.
@@ -58,8 +59,8 @@ def why(job: str | None, as_json: bool, seconds: float) -> None:
     folder = find(job)
     ranks = _gathered(folder, seconds)
     found = explain(folder.name, ranks)
-    if as_json:
-        click.echo(json.dumps(_as_json(folder.name, found, ranks), indent=1))
+    if with_json:
+        click.echo(json.dumps(as_json(folder.name, found, ranks), indent=1))
         return
     click.echo(found.sentence)
     others = [path.name for path in jobs() if path != folder and has_living(path)]
@@ -72,17 +73,17 @@ def why(job: str | None, as_json: bool, seconds: float) -> None:
 @click.option("--once", is_flag=True, help="Show the table once, and leave.")
 @json_option
 @click.option("--every", type=Seconds(), default=1.0, show_default=True, help="Between two tables.")
-def top(job: str | None, once: bool, as_json: bool, every: float) -> None:
+def top(job: str | None, once: bool, with_json: bool, every: float) -> None:
     """Show the ranks of JOB: role, step, steps a second, share of time that they wait, processor, memory, last call.
 
     JOB is a name that this command shows, or a folder of pages; without it, the newest. Ctrl-C ends it.
     """
     folder = find(job)
-    if once or as_json:
+    if once or with_json:
         ranks = _gathered(folder, every)
         found = explain(folder.name, ranks)
-        if as_json:
-            click.echo(json.dumps(_as_json(folder.name, found, ranks), indent=1))
+        if with_json:
+            click.echo(json.dumps(as_json(folder.name, found, ranks), indent=1))
         else:
             show_table(_table(folder.name, ranks, {}, every))
             click.echo(found.sentence)
@@ -95,6 +96,22 @@ def top(job: str | None, once: bool, as_json: bool, every: float) -> None:
             live.update(Group(table, Text(explain(folder.name, ranks).sentence)), refresh=True)
             if not any(one.lives for one in ranks):
                 return
+
+
+@command.command("page", cls=Interruptible)
+@job_argument
+@click.option("--port", metavar="[HOST:]PORT", default="0", help="Without a host the loopback; 0: any free port.")
+def page(job: str | None, port: str) -> None:
+    """Serve a live page of JOB for a browser, at an address with a token, until Ctrl-C.
+
+    JOB is a name that `mpips top` shows; without it, the newest. `mpips run --page PORT` does it for a job it starts.
+    """
+    from launch.observe.live import serving  # which needs this module
+
+    with serving(port, find(job)) as address:
+        click.echo(address)
+        while True:
+            time.sleep(3600)
 
 
 @command.command("metrics", cls=Interruptible)
@@ -112,8 +129,8 @@ def metrics(folder: str | None, port: str | None, every: float, once: bool) -> N
         raise click.UsageError("say where: --dir DIR, --port PORT, or --once")
     try:
         if port is not None:
-            served = exporter.serve(*exporter.parse_address(port))
-            click.echo(f"serving http://{exporter.parse_address(port)[0]}:{served}/metrics", err=True)
+            host, number = parse_address(port)
+            click.echo(f"serving http://{host}:{exporter.serve(host, number)}/metrics", err=True)
         while True:
             if folder is not None:
                 exporter.write(Path(folder))
@@ -162,7 +179,8 @@ def _table(name: str, ranks: Sequence[Rank], steps: dict[int, tuple[int, float]]
     return view
 
 
-def _as_json(name: str, found: Explanation, ranks: Sequence[Rank]) -> dict[str, Any]:
+def as_json(name: str, found: Explanation, ranks: Sequence[Rank]) -> dict[str, Any]:
+    """Return what is known of a job, as it is printed as JSON."""
     return {
         "job": name, "kind": found.kind, "sentence": found.sentence, "culprits": list(found.culprits),
         "ranks": [

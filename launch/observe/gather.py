@@ -84,7 +84,9 @@ class Rank(NamedTuple):
     wait_count: int
     calls: int
     failures: int
+    checkpoints: int
     cpu_seconds: float
+    notes: Mapping[str, float]
 
     @property
     def lives(self) -> bool:
@@ -203,7 +205,8 @@ def _rank(before: _Look, after: _Look, stack: Sequence[Frame], pid: int) -> Rank
         after.state, (after.cpu_seconds - before.cpu_seconds) / apart, min(1.0, max(waited / apart, still / apart)),
         after.seen.lanes != before.seen.lanes or head["step"] != before.seen.head["step"], tuple(stack),
         after.memory_bytes, head["began_ns"] / 1e9, head["waited_ns"] / 1e9, head["waits"],
-        head["calls"] + sum(lane.number for lane in after.seen.lanes), head["failures"], after.cpu_seconds,
+        head["calls"] + sum(lane.number for lane in after.seen.lanes), head["failures"],
+        head["checkpoints"], after.cpu_seconds, after.seen.notes,
     )  # fmt: skip
 
 

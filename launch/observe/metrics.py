@@ -6,7 +6,6 @@ They are made from the ranks' pages when they are asked for, so a rank does noth
 
 from __future__ import annotations
 
-import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,6 +17,7 @@ from prometheus_client import CollectorRegistry, generate_latest, start_http_ser
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from launch.observe.beside import parse_address, without_signals
 from launch.observe.gather import Rank, gather, jobs
 
 FILE = "mpips.prom"
@@ -53,6 +53,7 @@ DEFINITIONS = (
     Definition(COUNTER, "mpips_calls", "Collectives on one host, and calls of stores.", lambda one: float(one.calls)),
     Definition(COUNTER, "mpips_failures", "Generations and communicators that have ended by an error.",
                lambda one: float(one.failures)),
+    Definition(COUNTER, "mpips_checkpoints", "Checkpoints that it has written.", lambda one: float(one.checkpoints)),
     Definition(COUNTER, "mpips_cpu_seconds", "Processor seconds, of user and kernel.",
                lambda one: one.cpu_seconds if one.lives else None),
     Definition(GAUGE, "mpips_resident_memory_bytes", "Memory of the process.",
@@ -109,22 +110,18 @@ def text() -> str:
 @contextmanager
 def beside(folder: str | None, address: str | None, job: str) -> Iterator[None]:
     """Write and serve the metrics of a job while the block runs. UsageError where that cannot be.
-
-    The threads for it hear no signals: these are for the block.
     """
     ended = threading.Event()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
-        if address is not None:
-            serve(*parse_address(address), job)
-        if folder is not None:
-            written = write(Path(folder), job)
-            threading.Thread(target=_write_regularly, args=(Path(folder), job, ended), daemon=True).start()
+        with without_signals():
+            if address is not None:
+                serve(*parse_address(address), job)
+            if folder is not None:
+                written = write(Path(folder), job)
+                threading.Thread(target=_write_regularly, args=(Path(folder), job, ended), daemon=True).start()
     except OSError as error:
         where = folder if address is None else f"{address} or {folder}" if folder else address
         raise click.UsageError(f"metrics cannot go to {where}: {error.strerror}") from None
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     try:
         yield
     finally:
@@ -144,14 +141,6 @@ def _registry(job: str | None) -> CollectorRegistry:
     registry = CollectorRegistry()
     registry.register(Jobs(job))
     return registry
-
-
-def parse_address(text: str) -> tuple[str, int]:
-    """Return host and port of "[HOST:]PORT"; without a host the loopback. click.UsageError for what is none."""
-    host, _, port = text.rpartition(":")
-    if not port.isdigit() or not 0 <= int(port) < 1 << 16:
-        raise click.UsageError(f"{text!r} is no address: write PORT or HOST:PORT")
-    return host.strip("[]") or "127.0.0.1", int(port)
 
 
 def names() -> Sequence[str]:

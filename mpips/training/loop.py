@@ -20,6 +20,7 @@ import numpy as np
 import collectives
 from collectives import log
 from collectives.errors import CollectiveError, MismatchError
+from collectives.recorder import own as recorder
 from mpips.store.runtime.rendezvous import attempt
 from mpips.training import callbacks as hooks
 from mpips.training import checkpoint
@@ -160,6 +161,7 @@ class Fit:
                           "learning rate, give clip_norm, or look for NaN in the data",
                           RuntimeWarning, stacklevel=4)  # fmt: skip
         LOG.info("epoch %d of %d is over: loss %.6g, %.2f s", epoch.epoch, self._fit.epochs, epoch.loss, epoch.seconds)
+        recorder.note(loss=epoch.loss, epoch=epoch.epoch, **(test or {}))
         for callback in self._callbacks:
             at.stopped |= bool(callback.on_epoch(self._fit, epoch))
         self._mark(OVER)

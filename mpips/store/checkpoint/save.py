@@ -25,6 +25,7 @@ import collectives
 from collectives import log
 from collectives.errors import CollectiveError, warn
 from collectives.fabric.tasks import Task, together
+from collectives.recorder import own as recorder
 from mpips.compression.registry import options
 from mpips.optimizers.registry import as_data
 from mpips.store.checkpoint import folder as files
@@ -138,6 +139,7 @@ def _log_end(path: str, begun: float, failure: object) -> None:
     if failure:
         LOG.info("checkpoint %s: not written: %s", path, failure)
     else:
+        recorder.count_checkpoint()
         LOG.info("checkpoint %s: written after %.3f s", path, time.perf_counter() - begun)
 
 

@@ -15,7 +15,8 @@ USUAL: dict[str, Any] = {
     "size": 3, "role": "worker", "host": "here", "program": ("/home/u/train.py",), "generation": 0, "step": 412,
     "step_seconds": 1.0, "waits": (), "lanes": (), "end": {}, "state": "R", "cpu": 0.5, "waiting": 0.1, "moved": True,
     "stack": (Frame("/home/u/train.py", 7, "<module>"),), "memory_bytes": 1,
-    "began": 0.0, "waited_seconds": 0.0, "wait_count": 0, "calls": 0, "failures": 0, "cpu_seconds": 0.0,
+    "began": 0.0, "waited_seconds": 0.0, "wait_count": 0, "calls": 0, "failures": 0, "checkpoints": 0,
+    "cpu_seconds": 0.0, "notes": {},
 }  # fmt: skip
 WAITS = (Wait("pushpull of key 'w'", 83.4, (2,), "train.py:41"),)
 

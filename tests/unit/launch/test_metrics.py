@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -17,46 +16,9 @@ import pytest
 pytest.importorskip("prometheus_client")
 from prometheus_client.parser import text_string_to_metric_families
 
-from collectives.recorder import own
 from launch.observe import metrics
-from tests.child import ROOT, outside
-
-RANK = """
-import sys, time
-from pathlib import Path
-from collectives.recorder import own
-own.folder = lambda: Path(sys.argv[1])
-own.begin(int(sys.argv[2]), 2)
-own.place.role, own.place.generation, own.place.step = "worker", 1, 40
-marks, other = own.Marks(5), own.Marks(6)
-marks.word[0], other.word[0] = 30 << 32 | 1, 4 << 32 | 1
-other.close()
-own.waited(1.5, False)
-own.waits("barrier", time.monotonic() - 3, [1])
-own.fails("once")
-print("there", flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[subprocess.Popen[str]]]:
-    """Two ranks of job 77, which wait."""
-    top = tmp_path / "jobs"
-    monkeypatch.setattr(own, "folder", lambda: top)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(top), str(rank)], env={**outside(), "_MPIPS_JOB": "77"},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    for rank in ranks:
-        assert rank.stdout is not None and rank.stdout.readline() == "there\n"
-    yield ranks
-    for rank in ranks:
-        rank.kill()
-        rank.communicate()
+from launch.observe.beside import parse_address
+from tests.child import ROOT
 
 
 def samples(text: str) -> dict[tuple[str, str], float]:
@@ -78,6 +40,7 @@ def test_a_parser_reads_all_that_pages_say(job: list[subprocess.Popen[str]]) -> 
     assert values == {
         "mpips_rank_info": 1, "mpips_rank_up": 1, "mpips_rank_stopped": 0, "mpips_generation": 1, "mpips_step": 40,
         "mpips_waited_seconds_total": 1.5, "mpips_waits_total": 1, "mpips_calls_total": 34, "mpips_failures_total": 1,
+        "mpips_checkpoints_total": 0,
     }  # fmt: skip
 
 
@@ -116,13 +79,13 @@ def test_what_cannot_be_written_or_served_is_one_sentence(tmp_path: Path) -> Non
     ("text", "address"), [("9477", ("127.0.0.1", 9477)), ("node1:80", ("node1", 80)), ("[::1]:0", ("::1", 0))]
 )
 def test_an_address_without_a_host_is_the_loopback(text: str, address: tuple[str, int]) -> None:
-    assert metrics.parse_address(text) == address
+    assert parse_address(text) == address
 
 
 @pytest.mark.parametrize("text", ["", "x", "1:", "99999", "-1"])
 def test_other_addresses_are_refused(text: str) -> None:
     with pytest.raises(click.UsageError, match="is no address"):
-        metrics.parse_address(text)
+        parse_address(text)
 
 
 def test_the_dashboard_asks_for_metrics_that_there_are() -> None:

@@ -1,0 +1,51 @@
+"""Two ranks of a job with pages, as processes that only wait, for tests of what is seen from outside."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from collectives.recorder import own
+from tests.child import outside
+
+RANK = """
+import sys, time
+from pathlib import Path
+from collectives.recorder import own
+own.folder = lambda: Path(sys.argv[1])
+own.begin(int(sys.argv[2]), 2)
+own.place.role, own.place.generation, own.place.step = "worker", 1, 40
+marks, other = own.Marks(5), own.Marks(6)
+marks.word[0], other.word[0] = 30 << 32 | 1, 4 << 32 | 1
+other.close()
+own.note(loss=0.25, accuracy=0.5)
+own.waited(1.5, False)
+own.waits("barrier", time.monotonic() - 3, [1])
+own.fails("once")
+print("there", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[subprocess.Popen[str]]]:
+    """Two ranks of job 77, which wait."""
+    top = tmp_path / "jobs"
+    monkeypatch.setattr(own, "folder", lambda: top)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(top), str(rank)], env={**outside(), "_MPIPS_JOB": "77"},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    for rank in ranks:
+        assert rank.stdout is not None and rank.stdout.readline() == "there\n"
+    yield ranks
+    for rank in ranks:
+        rank.kill()
+        rank.communicate()

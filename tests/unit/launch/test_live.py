@@ -1,0 +1,95 @@
+"""The live page: what it shows, in a browser where there is one; and that nobody gets it without the token."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import click
+import pytest
+
+from collectives.recorder import own
+from launch.observe import live
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+Ranks = list[subprocess.Popen[str]]
+
+
+@pytest.fixture
+def address(job: Ranks) -> Iterator[str]:
+    with live.serving("0", own.folder() / "77") as shown:
+        yield shown
+
+
+def data(address: str, until: str = "77") -> dict[str, Any]:
+    """Return the data once they hold a text."""
+    limit = time.monotonic() + 20
+    while True:
+        with urllib.request.urlopen(address.replace("/?", "/data?"), timeout=20) as answer:
+            content = answer.read().decode()
+        if until in content or time.monotonic() > limit:
+            found: dict[str, Any] = json.loads(content)
+            return found
+        time.sleep(0.1)
+
+
+def test_the_data_are_what_mpips_why_says_and_what_was_noted(job: Ranks, address: str) -> None:
+    found = data(address, "barrier")
+    assert found["kind"] == "stands" and "wait in barrier" in found["sentence"]
+    assert [(one["rank"], one["role"], one["step"]) for one in found["ranks"]] == [(0, "worker", 40), (1, "worker", 40)]
+    sample = found["samples"][-1]
+    assert sample["notes"] == {"loss": 0.25, "accuracy": 0.5} and sample["step"] == 40
+    assert {"rank 0 is there as worker", "the job stands"} <= {event["text"] for event in found["events"]}
+
+
+def test_deaths_and_stops_are_events(job: Ranks, address: str) -> None:
+    data(address, "rank 1 is there")
+    job[0].send_signal(signal.SIGSTOP)
+    job[1].kill()
+    job[1].wait()
+    said = [event["text"] for event in data(address, "rank 1 is gone")["events"]]
+    assert said.count("rank 1 is gone") == 1
+    data(address, "rank 0 is stopped")
+    job[0].send_signal(signal.SIGCONT)
+    assert "rank 0 goes on" in [event["text"] for event in data(address, "rank 0 goes on")["events"]]
+
+
+@pytest.mark.parametrize("path", ["/", "/data", "/?token=", "/data?token=wrong", "/else?token=wrong"])
+def test_without_the_token_there_is_nothing(address: str, path: str) -> None:
+    with pytest.raises(urllib.error.HTTPError) as raised:
+        urllib.request.urlopen(address.partition("/?")[0] + path, timeout=20)
+    assert raised.value.code == 403 and b"77" not in raised.value.read()
+
+
+def test_the_page_loads_nothing_from_elsewhere(address: str) -> None:
+    with urllib.request.urlopen(address, timeout=20) as answer:
+        policy, content = answer.headers["Content-Security-Policy"], answer.read().decode()
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+    assert "http" not in content.replace("http://www.w3.org/2000/svg", "") and "src=" not in content
+
+
+@pytest.mark.skipif(not BROWSER, reason="no Chromium is installed")
+@pytest.mark.parametrize("size", ["1200,900", "390,800"])
+def test_a_browser_shows_the_job(job: Ranks, address: str, size: str) -> None:
+    data(address, "barrier")
+    command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={size}",
+               "--virtual-time-budget=3000", "--enable-logging=stderr", "--dump-dom", address]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert "CONSOLE" not in done.stderr, done.stderr
+    page = done.stdout
+    assert "<title>mpips: job 77 stands</title>" in page and "wait in barrier" in page
+    assert page.count('<tr class="waits">') == 2 and "Loss, accuracy 0.5" in page
+    assert "rank 1 is there as worker" in page
+
+
+def test_a_taken_port_is_one_sentence(address: str) -> None:
+    port = address.rpartition(":")[2].partition("/")[0]
+    with pytest.raises(click.UsageError, match="no page can be served at"), live.serving(port, own.folder()):
+        pass
