@@ -248,6 +248,8 @@ class WorkerExchange(GradientExchange):
         self._totals: list[Tensor] = []
         """The sums, once they are there."""
         self._share = 1.0
+        self._rows: dict[int, Tensor] = {}
+        """Of gradients that are sparse in this step, by place: the rows that any worker has."""
         self._given: list[Tensor] = []
         """Parameters that another worker gave, until the first step."""
 
@@ -262,6 +264,11 @@ class WorkerExchange(GradientExchange):
     def push(self, step: AgreedStep) -> None:
         """Sum gradients."""
         given, self._given = own_gradients(self._parameters, step.used), []
+        sparse = [place for place, each in enumerate(step.sparse) if each and step.used[place]]
+        self._rows = {}
+        if sparse:
+            with worker_collectives(self._store, "rows of sparse gradients") as workers:
+                self._rows = gather_used_rows(self._parameters, sparse, workers)
         self._share, self.sent = gradient_share(self._store.layout, self._passes), True
         self._store.pushpull(self._keys, given, out=self._sums or given)
         self._totals = self._sums or given
@@ -276,10 +283,10 @@ class WorkerExchange(GradientExchange):
         self.sent = False
         if step.skipped:
             return
-        for parameter, total, used, sparse in zip(self._parameters, self._totals, step.used, step.sparse):
-            if not used:
-                continue
-            give_gradient(parameter, total * self._share if self._sums else total.mul_(self._share), sparse)
+        for place, (parameter, total, used) in enumerate(zip(self._parameters, self._totals, step.used)):
+            if used:
+                mean = total * self._share if self._sums else total.mul_(self._share)
+                give_gradient(parameter, mean, self._rows.get(place))
         self._optimizer.step()
         self._totals = []
 
@@ -309,8 +316,8 @@ class ElasticExchange(GradientExchange):
         self._store, self._optimizer, self._passes = store, optimizer, passes
         self._parameters, self._keys = parameters, keys
         self._alpha, self._interval, self._steps = alpha, interval, 0
-        client = store.layout.client
-        self._members = client.Get_size() if client is not None else 1
+        self._client = store.layout.client
+        self._members = self._client.Get_size() if self._client is not None else 1
 
     def begin(self, new: bool) -> None:
         """Take rank 0's parameters, which are the centre's."""
@@ -329,12 +336,13 @@ class ElasticExchange(GradientExchange):
                     if parameter.requires_grad:
                         parameter.lerp_(center, self._alpha)
         used = [place for place, has in enumerate(step.used) if has]
+        rows = gather_used_rows(self._parameters, [place for place in used if step.sparse[place]], self._client)
         given = own_gradients([self._parameters[place] for place in used], [True] * len(used))
         if self._members > 1 and given:
-            collectives.grouped_allreduce(given, self._store.layout.client)
+            collectives.grouped_allreduce(given, self._client)
         for place, total in zip(used, given):
             mean = total.mul_(1.0 / (self._members * self._passes))
-            give_gradient(self._parameters[place], mean, step.sparse[place])
+            give_gradient(self._parameters[place], mean, rows.get(place))
 
     def end(self, step: AgreedStep) -> None:
         """Step, unless it is skipped."""
@@ -361,10 +369,25 @@ def own_gradients(parameters: Sequence[Tensor], used: Sequence[bool]) -> list[Te
     return found if len(set(places)) == len(places) else [each.clone() for each in found]
 
 
-def give_gradient(parameter: Tensor, mean: Tensor, sparse: bool) -> None:
-    """Give a parameter its gradient, sparse or with its own strides, as PyTorch's fused optimizers ask for."""
-    if sparse:
-        parameter.grad = mean.to_sparse(1)
+def gather_used_rows(
+    parameters: Sequence[Tensor], places: Sequence[int], comm: MPI.Intracomm | None
+) -> dict[int, Tensor]:
+    """Return by place the rows of which any rank has a gradient, be it of zeros. Collective, blocking."""
+    sizes = [len(parameters[place]) for place in places]
+    marks = torch.zeros(sum(sizes), dtype=torch.uint8)
+    for place, part in zip(places, marks.split(sizes)):
+        gradient = parameters[place].grad
+        if gradient is not None:
+            part[gradient._indices()[0] if gradient.is_sparse else slice(None)] = 1
+    if places and comm is not None and comm.size > 1:
+        collectives.allreduce(marks, comm, op="max")
+    return {place: part.nonzero()[:, 0] for place, part in zip(places, marks.split(sizes))}
+
+
+def give_gradient(parameter: Tensor, mean: Tensor, rows: Tensor | None) -> None:
+    """Give a parameter its gradient: these rows, or all with its own strides, as PyTorch's fused optimizers ask for."""
+    if rows is not None:
+        parameter.grad = torch.sparse_coo_tensor(rows[None], mean[rows], mean.shape, is_coalesced=True)
     else:
         parameter.grad = mean if parameter.is_contiguous() else torch.empty_like(parameter.detach()).copy_(mean)
 

@@ -125,10 +125,10 @@ def test_sparse_gradients_train_alike(kind: Any, options: dict[str, Any]) -> Non
         workers = optimizer.store.num_workers
         for step in range(4):
             optimizer.zero_grad()
-            model(rows(step, optimizer.store.rank)).backward()
+            (model(rows(step, optimizer.store.rank)) * (step != 2)).backward()  # rows of zeros are rows
             optimizer.step()
             alone.zero_grad()
-            (sum(plain(rows(step, rank)) for rank in range(workers)) / workers).backward()
+            (sum(plain(rows(step, rank)) for rank in range(workers)) / workers * (step != 2)).backward()
             alone.step()
         optimizer.close()
         assert apart(model, plain) < 1e-12
