@@ -249,6 +249,23 @@ def test_rows_of_sparse_embeddings_stay_rows(optimizer: Any, buckets: str) -> No
     assert torch.allclose(parallel.clip_grad_norm_(1.0), torch.stack(norms).norm())
 
 
+def test_ranks_with_sparse_rows_join() -> None:
+    model, plain = Words(), Words()
+    parallel = DataParallel(model)
+    ours, theirs = (torch.optim.SparseAdam(each.table.parameters(), 0.1) for each in (model, plain))
+    with parallel.join():
+        for step in range(1 + WORLD.rank):
+            ours.zero_grad()
+            parallel(rows(step)).backward()
+            ours.step()
+    for step in range(WORLD.size):
+        there = range(step, WORLD.size)  # ranks that have so many batches
+        theirs.zero_grad()
+        (sum(plain(rows(step, rank)) for rank in there) / len(there)).backward()
+        theirs.step()
+    assert far(model, plain) < 1e-12
+
+
 def test_a_sparse_table_s_gradient_may_be_dense() -> None:
     model, plain = Words(tied=True), Words(tied=True)
     parallel = DataParallel(model)
