@@ -1,8 +1,9 @@
 """Negotiation: operations of a process set are matched by name, whatever the order in which ranks begin them.
 
 Each operation is a `Request`. While a rank has one under way, its communication thread makes rounds with the others: in
-one allgather all bring their new requests. What all ranks have brought runs then, on all in the same order. Where
-requests do not fit together, each rank's handle gets the same sentence, and the process set goes on.
+one allgather all bring their new requests. What all ranks have brought runs then, on all in the same order: allreduces
+that follow each other as one. Where requests do not fit together, each rank's handle gets the same sentence, and the
+process set goes on.
 """
 
 from __future__ import annotations
@@ -10,20 +11,161 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from enum import IntEnum
+from itertools import groupby
 
 import msgspec
 import numpy as np
+import torch
 from mpi4py import MPI
 from torch import Tensor
+from torch.distributed import ReduceOp
 
 from collectives.api import begin
 from collectives.communicator import communicator
-from collectives.errors import ranks
-from mpips.horovod.execution import Executor
-from mpips.horovod.request import Handle, HorovodInternalError, Request
+from collectives.errors import CollectiveError, ranks
 from mpips.torch.process_group import Jobs
+from mpips.torch.tensors import flatten, flatten_result
 from mpips.torch.works import GroupJob, communication, wait_for_plan
+
+
+class HorovodInternalError(CollectiveError):
+    """An operation has failed, on all ranks of its process set."""
+
+
+class Request(msgspec.Struct, array_like=True):
+    """One rank's part in an operation, as the others learn of it."""
+
+    kind: str
+    name: str
+    dtypes: list[str]
+    shapes: list[list[int]]
+    op: int = 0
+    prescale: float = 1.0
+    postscale: float = 1.0
+    root: int = 0
+    splits: list[int] = []
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name!r}"
+
+
+class Handle:
+    """An operation under way on this rank: the tensors it takes, and what has come of it."""
+
+    def __init__(
+        self, request: Request, tensors: Sequence[Tensor], deliver: Callable[[list[Tensor]], object],
+        waiting: Callable[[], AbstractContextManager[None]],
+    ) -> None:  # fmt: skip
+        self.request, self.tensors, self._deliver, self._waiting = request, list(tensors), deliver, waiting
+        self.received: list[int] = []
+        """Rows that an alltoall has brought from each rank."""
+        self._done = threading.Event()
+        self._result: object = None
+        self._error: BaseException | None = None
+
+    def poll(self) -> bool:
+        """Return whether it has ended."""
+        return self._done.is_set()
+
+    def end(self, results: list[Tensor] | object, error: BaseException | None = None) -> None:
+        """Note what has come of it."""
+        if error is None and isinstance(results, list):
+            results = self._deliver(results)
+        self._result, self._error = results, error
+        self._done.set()
+
+    def wait(self) -> object:
+        """Wait until it has ended; return its result, or raise its error. Blocking."""
+        if not self._done.is_set():
+            with self._waiting():
+                self._done.wait()
+        if self._error is not None:
+            raise HorovodInternalError(str(self._error)) from None
+        return self._result
+
+
+class Op(IntEnum):
+    """Horovod's reductions, with its numbers."""
+
+    Average, Sum, Adasum, Min, Max, Product = range(6)
+
+
+REDUCTIONS = {
+    Op.Average: ReduceOp.AVG, Op.Sum: ReduceOp.SUM, Op.Min: ReduceOp.MIN, Op.Max: ReduceOp.MAX,
+    Op.Product: ReduceOp.PRODUCT,
+}  # fmt: skip
+
+
+class Executor:
+    """Runs operations on which all ranks agree, on one communicator."""
+
+    def __init__(self, jobs: Jobs, rank: int, names: Sequence[int]) -> None:
+        self._jobs, self._rank, self._names, self._size = jobs, rank, names, len(names)
+
+    def allreduce(self, first: Request, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Reduce tensors in place, together, as a request says."""
+        _scale(tensors, first.prescale)
+        yield from self._jobs.allreduce_together(tensors, REDUCTIONS[Op(first.op)]).steps()
+        _scale(tensors, first.postscale)
+
+    def run(self, first: Request, every: Sequence[Request], handle: Handle) -> Generator[None, None, list[Tensor]]:
+        """Run any other operation, from all ranks' requests. Return its results."""
+        if first.kind == "broadcast":
+            root = self._names.index(first.root)
+            for tensor in handle.tensors:
+                target, copy_back = flatten_result(tensor)
+                yield from self._jobs.move("broadcast", target, None, root, copy_back).steps()
+            return handle.tensors
+        if first.kind == "alltoall":
+            handle.received = [request.splits[self._rank] for request in every]
+        run = {"allgather": self._allgather, "alltoall": self._alltoall, "reducescatter": self._reducescatter}
+        results = []
+        for place, tensor in enumerate(handle.tensors):
+            results.append((yield from run[first.kind](every, place, tensor)))
+        return results
+
+    def _allgather(self, every: Sequence[Request], place: int, tensor: Tensor) -> Generator[None, None, Tensor]:
+        rows = [request.shapes[place][0] for request in every]
+        result = torch.empty((sum(rows), *tensor.shape[1:]), dtype=tensor.dtype)
+        yield from self._jobs.allgather(list(result.split(rows)), tensor).steps()
+        return result
+
+    def _alltoall(self, every: Sequence[Request], place: int, tensor: Tensor) -> Generator[None, None, Tensor]:
+        received = [request.splits[self._rank] for request in every]
+        result = torch.empty((sum(received), *tensor.shape[1:]), dtype=tensor.dtype)
+        row = tensor[0].numel() if tensor.shape[0] else result[0].numel() if result.shape[0] else 0
+        parts = [[rows * row for rows in each] for each in (received, every[self._rank].splits)]
+        steps = self._jobs.messages.alltoall(result.view(-1), parts[0], flatten(tensor), parts[1])
+        yield from self._jobs.exchange(steps, "alltoall").steps()
+        return result
+
+    def _reducescatter(self, every: Sequence[Request], place: int, tensor: Tensor) -> Generator[None, None, Tensor]:
+        mine, whole = every[self._rank], tensor.shape[0]
+        rows = [whole // self._size + (rank < whole % self._size) for rank in range(self._size)]
+        result = torch.empty((rows[self._rank], *tensor.shape[1:]), dtype=tensor.dtype)
+        given = flatten(tensor).clone()
+        _scale([given], mine.prescale)
+        row = tensor[0].numel() if whole else 0
+        sizes = [each * row for each in rows]
+        yield from self._jobs.reduce_scatter(result, given, sizes, REDUCTIONS[Op(mine.op)]).steps()
+        _scale([result], mine.postscale)
+        return result
+
+
+def _scale(tensors: Sequence[Tensor], factor: float) -> None:
+    """Multiply tensors in place: integers in float64 and cut, float16 in float32, as Horovod does."""
+    if factor == 1.0:
+        return
+    for tensor in map(Tensor.detach, tensors):
+        if tensor.dtype in (torch.float16, torch.bfloat16):
+            tensor.copy_(tensor.float() * factor)
+        elif tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+            tensor.mul_(factor)
+        else:
+            tensor.copy_(tensor.double() * factor)
+
 
 ROW_BYTES = 1024
 """Of a rank's requests in the first allgather of a round; what is longer follows in a second one."""
@@ -34,11 +176,6 @@ IDLE_ROUNDS = 1000
 NOTHING_LEFT = "join"
 
 
-Make = Callable[[Request, dict[int, Request], Handle | None], tuple[list[GroupJob], list[Tensor]]]
-"""Makes the jobs of an operation, from all ranks' requests, and the tensors that will hold its results. A rank that has
-joined has no handle."""
-
-
 class Negotiator:
     """Operations of the ranks of one communicator, which nobody else may use. Making it is collective."""
 
@@ -46,7 +183,7 @@ class Negotiator:
         self.comm, self.names = comm, names
         self.jobs = Jobs(comm, timeout_seconds)
         self._home = communicator(comm)
-        self._make: Make = Executor(self.jobs, comm.rank, names)
+        self._executor = Executor(self.jobs, comm.rank, names)
         self._state = threading.Lock()
         self._handles: dict[str, Handle] = {}
         self._new: list[Request] = []
@@ -75,6 +212,13 @@ class Negotiator:
         if begins:
             communication.run(GroupJob(lambda: None, self._steps, None), True)
         return handle
+
+    def close(self) -> None:
+        """Free its communicators, unless an operation is under way on this rank. Local."""
+        while self._runs and not self._handles:
+            time.sleep(1e-4)  # its thread is in the last round
+        if not self._runs and not MPI.Is_finalized():
+            self.jobs.free()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -141,25 +285,41 @@ class Negotiator:
                     self._joined.append(rank)
                 else:
                     self._met.setdefault(request.name, {})[rank] = request
+        ready = []
         for name, requests_of in list(self._met.items()):
             if len(requests_of.keys() | set(self._joined)) == self.comm.size:
                 del self._met[name]
-                yield from self._run(name, requests_of)
+                first = requests_of[min(requests_of)]
+                if wrong := self._difference(first, requests_of) or self._against_joined(first):
+                    self._end(name, None, HorovodInternalError(f"{first}: {wrong}"))
+                else:
+                    ready.append((first, requests_of))
+        for _, group in groupby(ready, lambda each: _fusion(each[0])):
+            yield from self._run(list(group))
         if len(self._joined) == self.comm.size:
             last, self._joined = self._joined[-1], []
             self._unnamed.clear()
             self._end(NOTHING_LEFT, self.names[last])
 
-    def _run(self, name: str, requests: dict[int, Request]) -> Iterator[None]:
-        """Run one operation. Errors in which all ranks' requests result are those of its handles alone."""
-        first = requests[min(requests)]
-        if wrong := self._difference(first, requests) or self._against_joined(first):
-            self._end(name, None, HorovodInternalError(f"{first}: {wrong}"))
-            return
-        jobs, results = self._make(first, requests, self._handles.get(name))
-        for job in jobs:
-            yield from job.steps()
-        self._end(name, results)
+    def _run(self, operations: Sequence[tuple[Request, dict[int, Request]]]) -> Iterator[None]:
+        """Run one operation, or allreduces that go together. A rank that has joined brings zeros."""
+        first, requests = operations[0]
+        if first.kind == "allreduce":
+            every = [self._tensors_of(request) for request, _ in operations]
+            yield from self._executor.allreduce(first, [tensor for tensors in every for tensor in tensors])
+            for (request, _), tensors in zip(operations, every):
+                self._end(request.name, tensors)
+        elif first.kind == "barrier":
+            self._end(first.name, [])
+        else:
+            in_order = [requests[rank] for rank in sorted(requests)]
+            self._end(first.name, (yield from self._executor.run(first, in_order, self._handles[first.name])))
+
+    def _tensors_of(self, request: Request) -> Sequence[Tensor]:
+        handle = self._handles.get(request.name)
+        if handle is not None:
+            return handle.tensors
+        return [torch.zeros(shape, dtype=getattr(torch, dtype)) for dtype, shape in zip(request.dtypes, request.shapes)]
 
     def _difference(self, first: Request, requests: dict[int, Request]) -> str:
         """Return how the requests of two ranks differ; "" where they fit together."""
@@ -215,6 +375,13 @@ class Negotiator:
         instead = f", and waits in {others[0]!r}" if others else ""
         return (f"{requests[min(requests)]}: {ranks(there)} called it, and rank {self.names[missing[0]]} did not"
                 f"{instead}: let all ranks call operations of the same names")  # fmt: skip
+
+
+def _fusion(request: Request) -> tuple[object, ...]:
+    """Return what is the same for allreduces that go together, and another for each other operation."""
+    if request.kind != "allreduce":
+        return (request.name,)
+    return (request.op, request.prescale, request.postscale, sorted(set(request.dtypes)))
 
 
 def _said(value: object) -> object:

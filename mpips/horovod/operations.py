@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from collectives.errors import of_caller
-from mpips.horovod.execution import REDUCTIONS, Op
-from mpips.horovod.request import Handle, Request
+from mpips.horovod.negotiation import REDUCTIONS, Handle, Op, Request
 from mpips.horovod.world import ProcessSet, global_process_set, rank
 from mpips.torch.tensors import check_on_host, reduction
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from collectives.errors import of_caller
-from mpips.horovod.execution import Op
+from mpips.horovod.negotiation import Op
 from mpips.horovod.operations import (
     Compression,
     allreduce_async,

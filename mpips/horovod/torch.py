@@ -19,7 +19,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from collectives.errors import of_caller
-from mpips.horovod.execution import Op
+from mpips.horovod.negotiation import HorovodInternalError, Op
 from mpips.horovod.operations import (
     Compression,
     allgather,
@@ -51,7 +51,6 @@ from mpips.horovod.operations import (
     synchronize,
 )
 from mpips.horovod.optimizer import DistributedOptimizer
-from mpips.horovod.request import HorovodInternalError
 from mpips.horovod.world import (
     ProcessSet,
     add_process_set,

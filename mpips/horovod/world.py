@@ -79,9 +79,8 @@ def init(comm: MPI.Intracomm | None = None, process_sets: Sequence[ProcessSet] |
 def shutdown() -> None:
     """End: operations that are under way are given up. Local; `init` may begin again."""
     global _comm
-    for process_set in _sets.values():
-        process_set.process_set_id, process_set.negotiator = None, None
-    _sets.clear()
+    for process_set in list(_sets.values()):
+        _end(process_set)
     _comm = None
 
 
@@ -102,11 +101,9 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 def remove_process_set(process_set: ProcessSet) -> bool:
     """End a set. All ranks call. Return whether it was alive; the global one stays."""
-    number = process_set.process_set_id
-    if not number:
+    if not process_set.process_set_id:
         return False
-    del _sets[number]
-    process_set.process_set_id, process_set.negotiator = None, None
+    _end(process_set)
     return True
 
 
@@ -180,3 +177,12 @@ def _bring_to_life(process_set: ProcessSet, number: int) -> None:
     _sets[number] = process_set
     if isinstance(comm, MPI.Intracomm) and comm != MPI.COMM_NULL:
         process_set.negotiator = Negotiator(comm, process_set.ranks, limits().timeout_seconds)
+
+
+def _end(process_set: ProcessSet) -> None:
+    """Free what the operations of a set need. Local."""
+    if process_set.process_set_id is not None:
+        del _sets[process_set.process_set_id]
+    if process_set.negotiator is not None:
+        process_set.negotiator.close()
+    process_set.process_set_id, process_set.negotiator = None, None

@@ -283,8 +283,15 @@ class Jobs:
         self.comm = comm
         self._home = communicator(comm)
         self._home.patient(self._home.limits.stall_seconds, max(timeout_seconds, LEAST_SECONDS))
-        self.messages = Messages(comm.Dup())
+        self._comm_of_messages = comm.Dup()
+        self.messages = Messages(self._comm_of_messages)
         self._barrier_token = torch.zeros(1)
+
+    def free(self) -> None:
+        """Free the communicators of the group. Local; ranks that still wait for this one in it raise."""
+        self._home.leave()
+        self._comm_of_messages.Free()
+        self.comm.Free()
 
     def reduce(
         self, kind: str, given: Tensor, target: Tensor, how: Reduction, root: int = 0, after: After = None

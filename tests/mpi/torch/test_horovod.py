@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -118,6 +119,32 @@ def test_join_lets_others_go_on() -> None:
         assert hvd.allreduce(torch.ones(2), name=f"step {step}", op=hvd.Sum).tolist() == [SIZE - 1] * 2
     last = hvd.join()
     assert last != ODD and hvd.allgather_object(last) == [last] * SIZE
+
+
+def test_a_set_that_is_removed_leaves_nothing_open() -> None:
+    def use() -> None:
+        odd = hvd.add_process_set(range(SIZE - 1, -1, -2))
+        if odd.included():
+            assert hvd.allreduce(torch.ones(3), op=hvd.Sum, process_set=odd).tolist() == [odd.size()] * 3
+        hvd.remove_process_set(odd)
+
+    counts = []
+    for _ in range(2):
+        for _ in range(6):
+            use() if SIZE > 1 else None
+        hvd.barrier()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    assert counts[0] == counts[1]
+
+
+def test_many_small_gradients_travel_together() -> None:
+    tensors = [numbers(3) + place for place in range(200)]
+    handles = [hvd.allreduce_async(x, name=str(place), op=hvd.Sum if place % 50 else hvd.Max)
+               for place, x in enumerate(tensors)]  # fmt: skip
+    every = torch.stack([numbers(3, rank=rank) for rank in range(SIZE)])
+    for place, handle in enumerate(handles):
+        expected = (every + place).sum(0) if place % 50 else (every + place).max(0).values
+        assert torch.equal(hvd.synchronize(handle), expected)
 
 
 @several
