@@ -171,6 +171,9 @@ ROW_BYTES = 1024
 """Of a rank's requests in the first allgather of a round; what is longer follows in a second one."""
 PAUSE_SECONDS = 1e-3
 """Between two rounds in which nobody brings anything new."""
+CYCLE_SECONDS, CROWDED_CYCLE_SECONDS = 5e-3, 5e-2
+"""Wait before a round, while the program goes on and may bring more, as in a backward pass. It is longer where ranks
+have one core each: a round then takes turns with the program."""
 IDLE_ROUNDS = 1000
 """Rounds without anything new, in which the programs of all ranks wait, before that is an error."""
 NOTHING_LEFT = "join"
@@ -182,7 +185,9 @@ class Negotiator:
     def __init__(self, comm: MPI.Intracomm, names: Sequence[int], timeout_seconds: float) -> None:
         self.comm, self.names = comm, names
         self.jobs = Jobs(comm, timeout_seconds)
-        self._home = communicator(comm)
+        self._home = home = communicator(comm)
+        roomy = home.nodes > 1 or home.board.memory.roomy
+        self._cycle_seconds = CYCLE_SECONDS if roomy else CROWDED_CYCLE_SECONDS
         self._executor = Executor(self.jobs, comm.rank, names)
         self._state = threading.Lock()
         self._handles: dict[str, Handle] = {}
@@ -237,6 +242,9 @@ class Negotiator:
         """Make rounds until no operation of this rank is under way."""
         idle = 0
         while True:
+            until = time.monotonic() + self._cycle_seconds
+            while self._new and not self._waiting and time.monotonic() < until:
+                yield
             with self._state:
                 if not self._handles:
                     self._runs = False
