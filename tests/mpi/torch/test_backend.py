@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -190,6 +192,27 @@ def test_groups_overlap_in_an_order_of_each_rank(call: str) -> None:
             work.wait()
             fine = fine and found() in (None, total)
     assert fine and time.monotonic() - begin < 20
+
+
+def test_threads_use_groups_of_their_own() -> None:
+    """Each rank pauses at places of its own, so that ranks come to both groups in different orders."""
+    found: dict[str, list[float]] = {"main": [], "other": []}
+
+    def sum_ranks(name: str, group: Any) -> None:
+        pauses = random.Random(f"{name} {WORLD.rank}")
+        for _ in range(30):
+            time.sleep(pauses.choice([0, 0, 0.002]))
+            x = torch.full((100,), float(WORLD.rank))
+            dist.all_reduce(x, group=group)
+            found[name].append(float(x[-1]))
+
+    mine, other = dist.new_group(backend="mpips"), dist.new_group(backend="mpips")
+    for _ in range(3):
+        thread = threading.Thread(target=sum_ranks, args=("other", other))
+        thread.start()
+        sum_ranks("main", mine)
+        thread.join()
+    assert found["main"] == found["other"] == [float(sum(range(WORLD.size)))] * 90
 
 
 def test_a_receive_from_any_rank_names_its_sender() -> None:
