@@ -140,9 +140,13 @@ class Communicator:
     def agree(self, text: str) -> None:
         """Collective, blocking: MismatchError on every rank unless all bring the same text."""
         self.check()
+        with self.failing(text):
+            self.run(self.agreed(text), text)
+
+    def agreed(self, text: str) -> Iterator[None]:
+        """Meet all ranks, beside others' steps. MismatchError on every rank unless all bring the same text."""
         if self.size > 1:
-            with self.failing(text):
-                self.run((self.board if self.control is None else self.control).agreed(text), text)
+            yield from (self.board if self.control is None else self.control).agreed(text)
 
     def run(self, steps: Iterator[None], what: str) -> None:
         """Run an operation to its end."""

@@ -6,6 +6,7 @@ operation goes on beside compute. Tensors may have any shape and any strides.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ from mpips.torch.tensors import (
     reduction,
     uncompiled,
 )
-from mpips.torch.works import GroupJob, Messages, Work, communication, wait_for_plan, watch
+from mpips.torch.works import GroupJob, Messages, Work, communication, listen, wait_for_plan, watch
 
 Tensors = Sequence[Tensor]
 Allgather: TypeAlias = "dist.AllgatherOptions | None"
@@ -396,7 +397,13 @@ class Jobs:
         return self.exchange(steps, "all_gather", lambda: _deal(target, outputs))
 
     def exchange(self, steps: Iterator[None], what: str, after: After = None, ordered: bool = True) -> GroupJob:
-        """Make a job of MPI's own calls; `steps` begin when they are first taken."""
+        """Make a job of MPI's own calls; `steps` begin when they are first taken.
+
+        Where they are `ordered` all ranks meet first: who waits within MPI would not hear of a rank that never comes.
+        """
+        steps = listen(steps, self._home)
+        if ordered:
+            steps = itertools.chain(self._home.agreed(what), steps)
 
         def run() -> None:
             self._home.check()

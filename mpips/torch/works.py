@@ -292,6 +292,16 @@ def _wait_for_request(start: Callable[[], MPI.Request], status: MPI.Status | Non
             keep([request])  # which holds the arrays that MPI may still touch
 
 
+def listen(steps: Iterator[None], home: Communicator) -> Iterator[None]:
+    """Run steps within MPI's own calls. Raise where the generation of `home` has ended, or a process of the node."""
+    due = 0.0
+    for _ in steps:
+        if (now := time.monotonic()) >= due:
+            home.listen()
+            due = now + LOOK_SECONDS
+        yield
+
+
 def watch(steps: Iterator[None], home: Communicator, what: str) -> Iterator[None]:
     """Run steps beside others. Raise where the generation of `home` has ended; end it where the steps fail."""
     start = due = time.monotonic()

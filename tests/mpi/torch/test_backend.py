@@ -345,3 +345,24 @@ def test_ddp_raises_on_a_group_that_is_over() -> None:
     then = heard(lambda: model(batch(0)[0]).sum().backward())
     assert first and first.partition(": ")[2] in then
     assert alike(bool(first))
+
+
+@several
+@pytest.mark.parametrize("call", ["all_to_all", "gather", "bitwise"])
+@pytest.mark.parametrize("async_op", [False, True])
+def test_all_raise_where_one_calls_something_else(call: str, async_op: bool) -> None:
+    """These calls are MPI's own, in which a rank would wait for ever for one that is elsewhere."""
+    own, begin = dist.new_group(backend="mpips"), time.monotonic()
+    x, every = torch.ones(WORLD.size, dtype=torch.int64), [torch.empty(WORLD.size, dtype=torch.int64)] * WORLD.size
+
+    def start() -> Any:
+        if WORLD.rank == 1:
+            return dist.all_reduce(torch.ones(3), group=own, async_op=async_op)
+        if call == "all_to_all":
+            return dist.all_to_all_single(torch.empty_like(x), x, group=own, async_op=async_op)
+        if call == "gather":
+            return dist.gather(x, every if WORLD.rank == 0 else None, group=own, async_op=async_op)
+        return dist.all_reduce(x, ReduceOp.BOR, group=own, async_op=async_op)
+
+    said = heard(lambda: start().wait() if async_op else start())
+    assert "different collectives" in said and alike(said) and time.monotonic() - begin < 5
