@@ -161,7 +161,8 @@ class Fit:
                           "learning rate, give clip_norm, or look for NaN in the data",
                           RuntimeWarning, stacklevel=4)  # fmt: skip
         LOG.info("epoch %d of %d is over: loss %.6g, %.2f s", epoch.epoch, self._fit.epochs, epoch.loss, epoch.seconds)
-        recorder.note(loss=epoch.loss, epoch=epoch.epoch, **(test or {}))
+        measured = {("test_loss" if name == "loss" else name): value for name, value in (test or {}).items()}
+        recorder.note(**{**measured, "loss": epoch.loss, "epoch": float(epoch.epoch)})
         for callback in self._callbacks:
             at.stopped |= bool(callback.on_epoch(self._fit, epoch))
         self._mark(OVER)
