@@ -39,6 +39,8 @@ WIDTHS = {"mlp-0.3M": (64, 448, 448, 10), "mlp-1M": (784, 800, 400, 10), "mlp-4M
 MODELS = (*WIDTHS, "cnn")
 FORMS = ("plain", "fp16", "powersgd", "fsdp2")
 BATCH = 16
+ONE = 1000.0
+"""Megabytes of a bucket, so that there is one: with several PowerSGD hangs on gloo now and then."""
 ALONE = "alone"
 """The step without any exchange."""
 
@@ -119,7 +121,7 @@ def contenders(name: str, form: str, gloo: Any) -> dict[str, Callable[[], object
     elif form == "fsdp2":
         made |= {"gloo": sharded(gloo), "mpips": sharded(dist.group.WORLD)}
     else:
-        made |= {"gloo": hooked_by(form, ddp(gloo), gloo), "mpips": hooked_by(form, ddp(), None)}
+        made |= {"gloo": hooked_by(form, ddp(gloo, ONE), gloo), "mpips": hooked_by(form, ddp(None, ONE), None)}
     return {contender: stepping(one, x) for contender, one in made.items()}
 
 
