@@ -91,7 +91,7 @@ def drive(steps: Iterator[None], generation: Generation, what: str, spins: int =
                     warn(_sentence(what, waited, generation))
                 see_in_time(what, waited, generation)
     finally:
-        if start:
+        if due > start + LOOK_SECONDS:  # it has looked around: shorter waits do not count
             recorder.waited(time.monotonic() - start, bool(written))
 
 

@@ -50,7 +50,7 @@ DEFINITIONS = (
     Definition(COUNTER, "mpips_waited_seconds", "Seconds that it has waited in waits that are over.",
                lambda one: one.waited_seconds),
     Definition(COUNTER, "mpips_waits", "Waits that are over.", lambda one: float(one.wait_count)),
-    Definition(COUNTER, "mpips_calls", "Collectives on one host, and calls of stores.", lambda one: float(one.calls)),
+    Definition(COUNTER, "mpips_calls", "Collectives on one host.", lambda one: float(one.calls)),
     Definition(COUNTER, "mpips_failures", "Generations and communicators that have ended by an error.",
                lambda one: float(one.failures)),
     Definition(COUNTER, "mpips_checkpoints", "Checkpoints that it has written.", lambda one: float(one.checkpoints)),

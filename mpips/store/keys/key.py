@@ -86,6 +86,8 @@ class Key:
     """What a server has of the key, or a chunk of that: the step of the pipeline inside a client."""
     fast: Fast | None = None
     """The fast route, where it has one."""
+    marks: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
+    """By which word others see each call of it on this rank's page."""
 
     @property
     def size(self) -> int:

@@ -25,7 +25,6 @@ from collectives.errors import CollectiveError, of_caller
 from collectives.fabric import arena
 from collectives.fabric.tasks import Task, in_turn, together
 from collectives.recorder.own import Marks
-from collectives.recorder.page import TOKEN_MASK
 from mpips.store.keys import arguments
 from mpips.store.keys.arguments import PRIORITY_BITS, Call
 from mpips.store.keys.key import FastList, Key, Name
@@ -57,14 +56,16 @@ class Route:
         self._first_push: Callable[[], None] | None = None
         self._checks = operations.checks_finite
         self._extra = self._checks  # one of these four is there, and calls take the general way
-        self._marks, self._tokens, self._calls = Marks(STORE + next(_stores)), dict[Any, int](), 0
+        self._marks, self._tokens = Marks(STORE + next(_stores)), dict[Any, int]()
+        self._word = self._marks.word
 
     def try_fast(self, what: str, key: Any, value: Any, out: Any, priority: int) -> bool:
         """Make a call (push, pull or pushpull), blocking. Return False, with nothing done, where `call` has to."""
-        self._mark(what, key)
         if self._extra:
             return False
         record = self._one(key, out if what == "pull" else value, priority)
+        if record is not None:
+            self._word[0] = record.marks.get(what) or self._mark(what, key, record)
         if record is None and "torch" in sys.modules:
             views = arguments.viewed(value), arguments.viewed(out)
             if views[0] is not value or views[1] is not out:
@@ -92,6 +93,7 @@ class Route:
 
     def call(self, what: str, key: object, value: object, out: object, priority: int) -> None:
         """Make a call, blocking, with what is due before and after it: a save, the next piece of a checkpoint."""
+        self._mark(what, key)
         if not self._extra:
             self._operations.do(what, key, value, out, priority)
             return
@@ -119,18 +121,20 @@ class Route:
             self._follow(saves, key)
         return handle
 
-    def _mark(self, what: str, key: Any) -> None:
-        """Let others see which call this worker has begun last."""
+    def _mark(self, what: str, key: Any, record: Key | None = None) -> int:
+        """Let others see which call this worker has begun last; return its mark, which the record keeps."""
         name = key if type(key) is not list else (*key[:1], len(key))
         try:
             token = self._tokens.get((what, name), 0)
         except TypeError:  # it is no key, as the call will say
-            return
+            return 0
         if not token:
             token = self._tokens[what, name] = len(self._tokens) % MOST_NAMES + 1
             self._marks.name(token, text(what, key if type(key) is list else [key]))
-        self._calls += 1
-        self._marks.word[0] = (self._calls & TOKEN_MASK) << 32 | token
+        if record is not None:
+            record.marks[what] = token
+        self._word[0] = token
+        return token
 
     # ---- what is due before and after a call
 
@@ -174,6 +178,7 @@ class Route:
         records = self._all(keys, targets if what == "pull" else values, priority)
         if records is None or (what == "pushpull" and outs is not None and self._all(keys, outs, priority) is None):
             return False
+        self._mark(what, keys)
         if what != "push" and not _writeable(targets):
             return False
         if outs is not None and len(set(map(id, outs))) < len(outs):
