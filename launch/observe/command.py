@@ -17,7 +17,7 @@ from rich.text import Text
 
 from collectives.terminal import Interruptible, Seconds, console, show_table
 from launch.observe.beside import parse_address
-from launch.observe.explain import Explanation, explain
+from launch.observe.explain import as_json, explain
 from launch.observe.gather import Rank, gather, has_living, jobs
 
 MEGA = 1e6
@@ -106,7 +106,7 @@ def page(job: str | None, port: str) -> None:
 
     JOB is a name that `mpips top` shows; without it, the newest. `mpips run --page PORT` does it for a job it starts.
     """
-    from launch.observe.live import serving  # which needs this module
+    from launch.observe.live import serving
 
     with serving(port, find(job)) as address:
         click.echo(address)
@@ -177,27 +177,6 @@ def _table(name: str, ranks: Sequence[Rank], steps: dict[int, tuple[int, float]]
             f"{one.memory_bytes / MEGA:.0f}" if one.lives else "", where, style=style,
         )  # fmt: skip
     return view
-
-
-def as_json(name: str, found: Explanation, ranks: Sequence[Rank]) -> dict[str, Any]:
-    """Return what is known of a job, as it is printed as JSON."""
-    return {
-        "job": name, "kind": found.kind, "sentence": found.sentence, "culprits": list(found.culprits),
-        "ranks": [
-            {
-                "rank": one.rank, "role": one.role, "host": one.host, "pid": one.pid, "alive": one.lives,
-                "stopped": one.stopped, "generation": one.generation, "step": one.step,
-                "step_seconds": round(one.step_seconds, 3), "waiting_share": round(one.waiting, 4),
-                "cpu_share": round(one.cpu, 4), "memory_bytes": one.memory_bytes, "last_call": one.last_call,
-                "at": str(one.user_frame or ""), "end": dict(one.end),
-                "waits": [
-                    {"what": wait.what, "seconds": round(wait.seconds, 3), "for": list(wait.late), "line": wait.line}
-                    for wait in one.waits
-                ],
-            }
-            for one in ranks
-        ],
-    }  # fmt: skip
 
 
 if __name__ == "__main__":

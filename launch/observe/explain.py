@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import os
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from collectives.errors import ranks as name_ranks
 from launch.observe.gather import Rank, Wait
@@ -181,3 +181,24 @@ def _seconds(seconds: float) -> str:
 def _percent(shares: Iterable[float]) -> str:
     low, high = min(found := list(shares)), max(found)
     return f"{100 * low:.0f} %" if round(100 * low) == round(100 * high) else f"{100 * low:.0f} to {100 * high:.0f} %"
+
+
+def as_json(name: str, found: Explanation, ranks: Sequence[Rank]) -> dict[str, Any]:
+    """Return what is known of a job, as it is printed as JSON."""
+    return {
+        "job": name, "kind": found.kind, "sentence": found.sentence, "culprits": list(found.culprits),
+        "ranks": [
+            {
+                "rank": one.rank, "role": one.role, "host": one.host, "pid": one.pid, "alive": one.lives,
+                "stopped": one.stopped, "generation": one.generation, "step": one.step,
+                "step_seconds": round(one.step_seconds, 3), "waiting_share": round(one.waiting, 4),
+                "cpu_share": round(one.cpu, 4), "memory_bytes": one.memory_bytes, "last_call": one.last_call,
+                "at": str(one.user_frame or ""), "end": dict(one.end),
+                "waits": [
+                    {"what": wait.what, "seconds": round(wait.seconds, 3), "for": list(wait.late), "line": wait.line}
+                    for wait in one.waits
+                ],
+            }
+            for one in ranks
+        ],
+    }  # fmt: skip

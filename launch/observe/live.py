@@ -24,8 +24,7 @@ from urllib.parse import parse_qs, urlsplit
 import click
 
 from launch.observe.beside import parse_address, without_signals
-from launch.observe.command import as_json
-from launch.observe.explain import explain
+from launch.observe.explain import as_json, explain
 from launch.observe.gather import Rank, gather
 
 LOOK_SECONDS = 1.0
