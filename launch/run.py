@@ -217,6 +217,8 @@ def command(
     remote = bool(job.hosts) and job.ranks_here(os.environ) < job.ranks
     with exporting(metrics, metrics_port), showing(page):
         code = restarts.until_it_ends(start, start.fitting, options, tries, remote, launcher.flavour)
+    if not code:
+        recorder.forget_job(str(os.getpid()))
     merge_log()
     sys.exit(code)
 

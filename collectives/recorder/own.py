@@ -155,6 +155,13 @@ def _job_folder(name: str) -> Path:
     return here
 
 
+def forget_job(name: str) -> None:
+    """Remove what dead ranks have left of a job that has ended well."""
+    with suppress(OSError):
+        if name and is_private(folder()):
+            shutil.rmtree(folder() / name)
+
+
 def lives(pid: int) -> bool:
     """Return whether there is a process of this number."""
     return os.path.exists(f"/proc/{pid}")
