@@ -176,9 +176,12 @@ def _answer_signals(path: Path) -> None:
     page.set("signal", SIGNAL)
 
 
-def fails(sentence: str) -> None:
-    """Keep the page when the process ends: something has gone wrong, and this says what."""
-    page.write(pages.END, {"failed": sentence[:3000], "at_ns": time.monotonic_ns()})
+def fails(sentence: str, own: bool = False) -> None:
+    """Keep the page when the process ends: something has gone wrong, and this says what.
+
+    `own`: in this rank's program, and not because another rank has failed.
+    """
+    page.write(pages.END, {"failed": sentence[:3000], "own": own, "at_ns": time.monotonic_ns()})
     page.words[pages.AT["failures"]] += 1
     _failed.append(True)
 
@@ -226,10 +229,13 @@ def note(**numbers: float) -> None:
     for name, number in numbers.items():
         try:
             _notes[name] = float(number)
-        except (TypeError, ValueError):
-            raise ValueError(f"note: {name}={number!r} is no number: pass a float, as of tensor.item()") from None
+        except (TypeError, ValueError, OverflowError):
+            raise ValueError(f"note: {name} is no number: pass a float, as of tensor.item()") from None
     if "step" in numbers:
-        place.step = int(_notes.pop("step"))
+        step = _notes.pop("step")
+        if not 0 <= step < 1 << 53:
+            raise ValueError(f"note: step={step} is no step: pass a whole number of at least 0")
+        place.step = int(step)
     page.write(pages.NOTES, _notes)
 
 

@@ -154,7 +154,7 @@ def _exporter() -> Any:
 def _gathered(folder: Path, seconds: float) -> list[Rank]:
     ranks = gather(folder, seconds)
     if not ranks:
-        raise click.UsageError(f"{folder} holds no page of a rank any more: the job has ended well")
+        raise click.UsageError(f"{folder} holds no page of a rank: it is no job's folder, or the job has ended well")
     return ranks
 
 

@@ -155,20 +155,22 @@ def _goes_on(head: str, ranks: Sequence[Rank]) -> Explanation:
 def _ended(head: str, ranks: Sequence[Rank], size: int) -> Explanation:
     """A job of which no rank on this machine lives."""
     silent = [one for one in ranks if not one.end.get("failed")]
-    parts = []
-    for one in silent:
+    own = [one for one in ranks if one.end.get("own")]
+    words: dict[str, list[int]] = {}
+    for one in ([] if own else silent):
         role = f" ({one.role})" if one.role else ""
-        last = f" It had begun {one.last_call} last." if one.last_call else ""
-        parts.append(f"Rank {one.rank}{role} has ended without a word, as by SIGKILL.{last}")
-    said: dict[str, list[int]] = {}
-    for one in ranks:
+        last = f", after {one.last_call} had begun" if one.last_call else ""
+        words.setdefault(f"{role} ended without a word, as by SIGKILL{last}.", []).append(one.rank)
+    for one in (*own, *(one for one in ranks if one not in own)):
         if sentence := one.end.get("failed"):
-            said.setdefault(str(sentence).rstrip("."), []).append(one.rank)
-    parts += [f"R{name_ranks(members)[1:]} said: {sentence}." for sentence, members in said.items()]
+            words.setdefault(f" said: {str(sentence).rstrip('.')}.", []).append(one.rank)
+    parts = [f"R{name_ranks(members)[1:]}{text}" for text, members in words.items()]
+    if own and silent:
+        parts.append(f"R{name_ranks([one.rank for one in silent])[1:]} ended with the job.")
     well = size - len(ranks)
     if well > 0:
         parts.append(f"Of the other {well} nothing is kept here: they have ended well, or ran on other hosts.")
-    culprits = silent or list(ranks)
+    culprits = own or silent or list(ranks)
     return Explanation("ended", f"{head} has ended. {' '.join(parts)}", tuple(one.rank for one in culprits))
 
 

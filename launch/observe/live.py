@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import math
 import secrets
 import threading
 import time
@@ -79,7 +80,8 @@ class History:
         steps = [one.step for one in ranks if one.step >= 0]
         before = [one.step for one in self._before.values() if one.step >= 0]
         rate = (max(steps) - max(before)) / (now - self._at) if steps and before and now > self._at else None
-        notes = next((dict(one.notes) for one in ranks if one.notes), {})
+        noted = next((one.notes for one in ranks if one.notes), {})
+        notes = {name: number if math.isfinite(number) else None for name, number in noted.items()}  # JSON has no NaN
         return {
             "time": now, "step": max(steps, default=None), "steps_per_second": rate, "notes": notes,
             "waiting": {one.rank: round(one.waiting, 3) for one in ranks if one.lives},

@@ -226,6 +226,8 @@ class StatusLine:
         self._well = True
 
     def fails(self, code: int = 1) -> None:
+        if os.getpid() == self._process:
+            recorder.fails(f"exit code {code}", own=True)
         self._say(b"%s %d\n" % (FAILING, code & 255))
 
     def _leave(self) -> None:
@@ -264,7 +266,6 @@ def say_role(role: str, step: int | None = None) -> None:
 
 def say_failure(code: int) -> None:
     """This rank ends the job with this exit code."""
-    recorder.fails(f"it has left with exit code {code}")
     for line in _lines:
         line.fails(code)
 

@@ -23,13 +23,16 @@ from functools import cache
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
-from collectives.errors import is_ours
+from collectives import log
+from collectives.errors import CollectiveError, is_ours
+from collectives.recorder import own as recorder
 from mpips.ending.process import is_started, say_failure, survives
 from mpips.store.world import launched_as
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+LOG = log.get("mpips.ending")
 RUNNERS = (os.path.join("mpips", "__main__.py"), os.path.join("mpi4py", "run.py"), "<frozen runpy>", "runpy.py")
 INTERRUPTED = 130  # the exit code after Ctrl-C, as of shells
 SAID, SHARED = 32101, 32102  # tags on COMM_WORLD of a job that ends: "I say this error", "I have it, too"
@@ -50,6 +53,7 @@ def install_hooks() -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         trace = error.__traceback__ = _users(error, _without_runner(trace))
+        _write_down(kind, error, trace)
         if _alone():
             before(kind, error, trace)
         else:
@@ -62,6 +66,7 @@ def install_hooks() -> None:
         if _alone():
             before_in_threads(args)
         elif not issubclass(args.exc_type, SystemExit):
+            _write_down(args.exc_type, args.exc_value, args.exc_traceback)
             _raised(args.exc_type, args.exc_value, args.exc_traceback)
 
     sys.excepthook = hook
@@ -139,6 +144,15 @@ def _raised(kind: type[BaseException], error: BaseException | None, trace: Trace
         return
     text = "".join(traceback.format_exception(kind, error, trace))
     end(kind.__name__, text, same=_identity(error, trace), told=_is_told(error))
+
+
+def _write_down(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+    """Leave to who looks from outside, and to the log, what this process ends by, and where."""
+    frames = traceback.extract_tb(trace)
+    at = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    sentence = "interrupted" if issubclass(kind, KeyboardInterrupt) else f"{kind.__name__}: {error}{at}"
+    recorder.fails(sentence, own=not isinstance(error, CollectiveError))
+    LOG.info("uncaught: %s", sentence)
 
 
 def _identity(error: BaseException | None, trace: TracebackType | None) -> Hashable:

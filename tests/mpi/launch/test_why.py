@@ -122,7 +122,21 @@ def test_the_last_call_of_a_killed_rank_is_known_when_all_is_over(victim: int, t
     assert found["kind"] == "ended" and victim in found["culprits"], found["sentence"]
     last = {one["rank"]: one["last_call"] for one in found["ranks"]}
     assert victim == 3 or last[victim] == "pushpull of key 'w'"
-    assert f"Rank {victim} ({'server' if victim == 3 else 'worker'}) has ended without a word" in found["sentence"]
+    assert "ended without a word, as by SIGKILL" in found["sentence"]
+
+
+@pytest.mark.parametrize(("end", "said"), [
+    ("raise ValueError('bad batch 7')", "Rank 1 said: ValueError: bad batch 7 (program.py:9)"),
+    ("sys.exit(3)", "Rank 1 said: exit code 3"),
+])  # fmt: skip
+def test_what_a_program_has_raised_is_known_when_all_is_over(end: str, said: str, tmp_path: Path) -> None:
+    with running(tmp_path, end) as name:
+        (folder,) = [path for path in jobs() if path.name == name]
+        limit = time.monotonic() + 30
+        while has_living(folder) and time.monotonic() < limit:
+            time.sleep(0.1)
+        found = why(name)
+    assert (found["kind"], found["culprits"]) == ("ended", [1]) and said in found["sentence"], found["sentence"]
 
 
 def test_a_job_that_ends_well_leaves_nothing(tmp_path: Path) -> None:

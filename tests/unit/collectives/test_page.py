@@ -201,3 +201,19 @@ busy()
 print(next(Path(sys.argv[1], "job").glob("*.stacks")).read_text())
 """
     assert "in busy" in run(tmp_path / "jobs", program).stdout
+
+
+def test_a_process_that_has_set_the_signal_back_is_not_sent_it(tmp_path: Path) -> None:
+    program = """
+import signal, subprocess
+signal.signal(own.SIGNAL, signal.SIG_DFL)
+from launch.observe.gather import gather
+print([len(one.stack) for one in gather(Path(sys.argv[1], "job"), 0.1)])
+"""
+    assert run(tmp_path / "jobs", program).stdout == "[0]\n"
+
+
+@pytest.mark.parametrize("numbers", ["loss='x'", "loss=10**400", "step=-5", "step=float('nan')"])
+def test_what_is_no_number_is_not_noted(tmp_path: Path, numbers: str) -> None:
+    program = f"try: own.note({numbers})\nexcept ValueError as error: print('refused')"
+    assert run(tmp_path / "jobs", program).stdout == "refused\n"

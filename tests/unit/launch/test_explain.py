@@ -120,5 +120,18 @@ def test_of_a_job_that_has_ended_the_silent_rank_is_to_blame() -> None:
     told = {"failed": "pushpull of key 'w': rank 1 is needed, and its process has ended."}
     found = explain("1", [rank(0, state="", end=told), rank(1, state=""), rank(2, state="Z", end=told)])
     assert found.kind == "ended" and found.culprits == (1,)
-    assert "Rank 1 (worker) has ended without a word, as by SIGKILL." in found.sentence
+    assert "Rank 1 (worker) ended without a word, as by SIGKILL." in found.sentence
     assert "Ranks 0, 2 said: pushpull of key 'w': rank 1 is needed, and its process has ended." in found.sentence
+
+
+def test_of_a_job_whose_program_has_raised_that_rank_is_to_blame() -> None:
+    own = {"failed": "ValueError: bad batch 7 (train.py:28)", "own": True}
+    found = explain("1", [rank(0, state=""), rank(1, state="", end=own), rank(2, state="")])
+    assert found.culprits == (1,) and found.sentence.endswith(
+        "has ended. Rank 1 said: ValueError: bad batch 7 (train.py:28). Ranks 0, 2 ended with the job."
+    )
+
+
+def test_ranks_that_ended_alike_are_one_sentence() -> None:
+    found = explain("1", [rank(number, state="") for number in range(3)])
+    assert "Ranks 0, 1, 2 (worker) ended without a word" in found.sentence

@@ -49,6 +49,16 @@ def test_the_data_are_what_mpips_why_says_and_what_was_noted(job: Ranks, address
     assert {"rank 0 is there as worker", "the job stands"} <= {event["text"] for event in found["events"]}
 
 
+def test_a_loss_that_is_no_number_is_null(monkeypatch: pytest.MonkeyPatch, job: Ranks) -> None:
+    seen = live.gather(own.folder() / "77", 0.0)
+    odd = [one._replace(notes={"loss": float("nan"), "accuracy": float("inf")}) for one in seen]
+    monkeypatch.setattr(live, "gather", lambda *words, **more: odd)
+    history = live.History(own.folder() / "77")
+    history.look()
+    found = json.loads(history.shown(), parse_constant=lambda word: pytest.fail(word))
+    assert found["samples"][-1]["notes"] == {"loss": None, "accuracy": None}
+
+
 def test_deaths_and_stops_are_events(job: Ranks, address: str) -> None:
     data(address, "rank 1 is there")
     job[0].send_signal(signal.SIGSTOP)
