@@ -31,7 +31,6 @@ FORMATS = ("text", "json")
 MERGED = "job"
 """The name of the file that holds all ranks' lines, without its suffix."""
 SUFFIXES = {"text": ".log", "json": ".jsonl"}
-TIME_LETTERS = len("2026-11-27T12:00:00.000000Z")
 
 
 class Stamped(logging.LogRecord):

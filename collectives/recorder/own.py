@@ -43,6 +43,7 @@ LASTING_SECONDS = 0.2
 WAITED, WAITED_TIMES = pages.AT["waited_ns"], pages.AT["waits"]
 OURS = ("mpips", "collectives", "launch")
 
+
 class Place:
     """Hold who this process is in its job, and where in its work. Whoever knows writes it; -1 and "" are unknown.
 
@@ -122,13 +123,10 @@ def begin(rank: int, size: int) -> None:
         _paths.append(path)
         opened = Page(fd)
         os.close(fd)
-        now, monotonic = time.time_ns(), time.monotonic_ns()
-        for name, value in (("pid", os.getpid()), ("thread", threading.main_thread().ident or 0), ("began_ns", now),
-                            ("began_monotonic_ns", monotonic)):  # fmt: skip
-            opened.set(name, value)
-        _identity.update(
-            rank=rank, size=size, host=socket.gethostname(), program=sys.argv[:8], python=sys.executable
-        )  # fmt: skip
+        opened.set("pid", os.getpid())
+        opened.set("thread", threading.main_thread().ident or 0)
+        opened.set("began_ns", time.time_ns())
+        _identity.update(rank=rank, size=size, host=socket.gethostname(), program=sys.argv[:8])
         opened.write(pages.IDENTITY, _identity)
         opened.write(pages.NOTES, _notes)
         page = opened

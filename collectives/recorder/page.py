@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 MAGIC, VERSION = 0x6D70697073_52, 1
 HEAD = (
-    "magic", "version", "pid", "thread", "began_ns", "began_monotonic_ns", "generation", "step", "step_ns",
+    "magic", "version", "pid", "thread", "began_ns", "generation", "step", "step_ns",
     "waited_ns", "waits", "signal", "calls", "failures", "checkpoints",
 )  # fmt: skip
 """Words of the head. Times are of the monotonic clock, but for `began_ns`. `generation` and `step` are 1 more than
@@ -48,7 +48,10 @@ _TOKEN = struct.Struct("=II")
 
 
 class Lane(NamedTuple):
-    """The calls of one communicator or store, as another process reads them: the last one's number and text."""
+    """The calls of one communicator or store, as another process reads them: the last one's number and text.
+
+    Those of a store have no number: counting would cost more than all the rest.
+    """
 
     identity: int
     number: int

@@ -85,14 +85,14 @@ def top(job: str | None, once: bool, with_json: bool, every: float) -> None:
         if with_json:
             click.echo(json.dumps(as_json(folder.name, found, ranks), indent=1))
         else:
-            show_table(_table(folder.name, ranks, {}, every))
+            show_table(_table(folder.name, ranks, {}))
             click.echo(found.sentence)
         return
     steps: dict[int, tuple[int, float]] = {}
     with Live(console=console(), screen=False, auto_refresh=False) as live:
         while True:
             ranks = _gathered(folder, every)
-            table = _table(folder.name, ranks, steps, every)
+            table = _table(folder.name, ranks, steps)
             live.update(Group(table, Text(explain(folder.name, ranks).sentence)), refresh=True)
             if not any(one.lives for one in ranks):
                 return
@@ -158,7 +158,7 @@ def _gathered(folder: Path, seconds: float) -> list[Rank]:
     return ranks
 
 
-def _table(name: str, ranks: Sequence[Rank], steps: dict[int, tuple[int, float]], every: float) -> Table:
+def _table(name: str, ranks: Sequence[Rank], steps: dict[int, tuple[int, float]]) -> Table:
     """Return the table of a job. `steps`: of each rank, and when that was; brought up to date."""
     view = Table(title=f"job {name}")
     for column in ("rank", "role", "host", "pid", "state", "step", "steps/s", "waits", "CPU", "MB", "where"):

@@ -86,7 +86,7 @@ def _lanes_ahead(ranks: Sequence[Rank], waits: dict[int, Wait]) -> set[int]:
 
 def _culprits(ranks: Sequence[Rank], waits: dict[int, Wait], size: int) -> list[int]:
     """Return the ranks that the others wait for, and that do not wait themselves."""
-    gone = {one.rank for one in ranks if not one.lives and one.end.get("failed") != ""}
+    gone = {one.rank for one in ranks if not one.lives}
     stopped = {one.rank for one in ranks if one.lives and one.stopped}
     missing = set(range(size)) - {one.rank for one in ranks}
     late = {rank for wait in waits.values() for rank in wait.late} - set(waits)

@@ -37,7 +37,6 @@ T = TypeVar("T")
 LISTS = (list, tuple)
 STORE = 1 << 63
 """Above the numbers of lanes that communicators have."""
-MOST_NAMES = 1 << 31
 _stores = itertools.count()
 
 
@@ -129,7 +128,7 @@ class Route:
         except TypeError:  # it is no key, as the call will say
             return 0
         if not token:
-            token = self._tokens[what, name] = len(self._tokens) % MOST_NAMES + 1
+            token = self._tokens[what, name] = len(self._tokens) + 1
             self._marks.name(token, text(what, key if type(key) is list else [key]))
         if record is not None:
             record.marks[what] = token
