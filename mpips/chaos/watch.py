@@ -256,7 +256,10 @@ class Rank:
         self.line, self.rank, self.role, self.host = line, -1, "", ""
         self.memory: set[Path] = set()
         self.pid = find_peer(line).pid
-        self.process = os.pidfd_open(self.pid)
+        try:
+            self.process = os.pidfd_open(self.pid)
+        except ProcessLookupError:  # it has ended: what it told stands in its line
+            self.process = -1
 
     def look(self) -> None:
         """See which shared memory with a name it has."""
@@ -266,6 +269,8 @@ class Rank:
 
     @property
     def alive(self) -> bool:
+        if self.process < 0:
+            return False
         ended = select.poll()
         ended.register(self.process, select.POLLIN)
         return not ended.poll(0)
@@ -278,12 +283,14 @@ class Rank:
         return False
 
     def signal(self, number: int) -> None:
-        with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self.process, number)
+        if self.process >= 0:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.process, number)
 
     def close(self) -> None:
         self.line.close()
-        os.close(self.process)
+        if self.process >= 0:
+            os.close(self.process)
 
 
 class Ranks:
@@ -304,7 +311,7 @@ class Ranks:
         news: list[Told] = []
         for descriptor, _ in self._poll.poll(max(0.0, 1000 * seconds)):
             if descriptor == self._listener.fileno():
-                self._admit()
+                news += self._admit()
             else:
                 news += self._read(descriptor)
         return news
@@ -325,13 +332,19 @@ class Ranks:
             rank.close()
         self._listener.close()
 
-    def _admit(self) -> None:
-        with suppress(OSError):  # it has ended already
-            line, _ = self._listener.accept()
-            line.setblocking(False)
-            rank = self.all[line.fileno()] = Rank(line)
-            self._poll.register(line, select.POLLIN)
-            self.parents.add(int(read_stat(rank.pid)[1]))
+    def _admit(self) -> list[Told]:
+        """Return what all that have come say at once; some have ended already."""
+        news: list[Told] = []
+        with suppress(BlockingIOError):  # nobody else has come
+            while True:
+                line, _ = self._listener.accept()
+                line.setblocking(False)
+                rank = self.all[line.fileno()] = Rank(line)
+                self._poll.register(line, select.POLLIN)
+                with suppress(OSError):
+                    self.parents.add(int(read_stat(rank.pid)[1]))
+                news += self._read(line.fileno())
+        return news
 
     def _read(self, descriptor: int) -> list[Told]:
         rank, news = self.all[descriptor], []

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -36,19 +37,23 @@ kv = watched(lambda: Store())()
 """
 
 
-def job(tmp_path: Path, body: str, *faults: Fault, allowed: tuple[int, ...] = (0,), limit: float = LIMIT) -> Run:
+def job(
+    tmp_path: Path, body: str, *faults: Fault, allowed: tuple[int, ...] = (0,), limit: float = LIMIT,
+    look: Callable[[Run], None] | None = None,
+) -> Run:  # fmt: skip
     script = tmp_path / "job.py"
     script.write_text(RANKS.replace("ALLOWED", repr(allowed)) + textwrap.dedent(body))
     with open(tmp_path / "said", "wb") as said:
-        return watch([sys.executable, str(script)], FaultPlan(1, faults), limit, said)
+        return watch([sys.executable, str(script)], FaultPlan(1, faults), limit, said, look=look)
 
 
 def said(tmp_path: Path) -> str:
     return (tmp_path / "said").read_text()
 
 
-def test_ranks_are_heard(tmp_path: Path) -> None:
-    run = job(tmp_path, "note(3, 0.5)\nkv.recover()\nnote(4, b'abc')")
+@pytest.mark.parametrize("busy", [0.0, 2.0])
+def test_ranks_are_heard_though_they_end_before_anybody_looks(tmp_path: Path, busy: float) -> None:
+    run = job(tmp_path, "note(3, 0.5)\nkv.recover()\nnote(4, b'abc')", look=lambda run: time.sleep(busy))
     assert run.code == 0 and not run.hung and not run.left
     assert sorted(told.rank for told in run.told if isinstance(told, Made)) == [0, 1, 2]
     notes = [told for told in run.told if isinstance(told, Note)]
@@ -140,8 +145,8 @@ def test_what_outlives_a_job_is_told_and_ended(tmp_path: Path) -> None:
 
 def test_without_a_watched_job_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("_MPIPS_CHAOS", raising=False)
-    assert watched(test_ranks_are_heard) is test_ranks_are_heard
+    assert watched(job) is job
     monkeypatch.setenv("_MPIPS_CHAOS", "/nowhere")  # who watched has left
-    assert watched(test_ranks_are_heard) is test_ranks_are_heard
+    assert watched(job) is job
     code = "from mpips.chaos import note; note(1, 2.0); note(1, [1, 2])"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
