@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Self
+from typing import Any, Self, overload
 
 from collectives.errors import CollectiveError, Uncopied, of_caller
 from mpips.optimizers.base import Optimizer
@@ -195,10 +195,50 @@ class KVStore(Uncopied):
         servers, and in asynchronous stores."""
         return self._operations.taken(key, push, self.layout.num_servers > 0 and not self.layout.asynchronous)
 
-    def pull(self, key: object, out: object, priority: int = 0, ignore_sparse: bool = True) -> None:
-        """Write the keys' values into `out`, after this worker's pushes of them; returns when they are there."""
+    @overload
+    def pull(
+        self, key: object, out: object, priority: int = 0, ignore_sparse: bool = True, newer_than: None = None
+    ) -> None: ...
+
+    @overload
+    def pull(
+        self, key: list[Name] | tuple[Name, ...], out: object, priority: int = 0, ignore_sparse: bool = True, *,
+        newer_than: Sequence[int],
+    ) -> list[int]: ...  # fmt: skip
+
+    @overload
+    def pull(
+        self, key: Name, out: object, priority: int = 0, ignore_sparse: bool = True, *, newer_than: int
+    ) -> int: ...  # fmt: skip
+
+    def pull(
+        self, key: object, out: object, priority: int = 0, ignore_sparse: bool = True,
+        newer_than: int | Sequence[int] | None = None,
+    ) -> int | list[int] | None:  # fmt: skip
+        """Write the keys' values into `out`, after this worker's pushes of them; returns when they are there.
+
+        `newer_than`: the version that `out` holds, -1 where none; for a list of keys a list. Keys that stand at it are
+        left as they are, at once. Returns the versions that `out` holds now. A version counts the rounds that this
+        worker has pushed, in an asynchronous store the pushes of all workers.
+        """
+        if newer_than is not None:
+            if self.layout.asynchronous:
+                self._check_reads_alone()
+            found = self._operations.pull_newer(key, out, newer_than, priority, self.settings.base)
+            return found if isinstance(key, (list, tuple)) else found[0]
         if not self._route.try_fast("pull", key, None, out, priority):
             self._route.call("pull", key, None, out, priority)
+        return None
+
+    def _check_reads_alone(self) -> None:
+        """ValueError where members of a client pull together: each may find another version of an asynchronous key."""
+        layout = self.layout
+        members = max(len(range(*client)) for client in layout.clients)
+        if layout.kind.startswith("mpi_") and members > 1:
+            raise of_caller(ValueError(
+                f"pull: newer_than needs workers that read by themselves, and in kind {layout.kind} the {members} "
+                "workers of a client pull together: choose dist_async, or clients of one worker"
+            ))  # fmt: skip
 
     def ipull(self, key: object, out: object, priority: int = 0, turns: Turns = ()) -> Handle:
         """`pull` that returns a handle at once; `out` holds the values when it is done."""
@@ -281,6 +321,8 @@ class Generations:
         """The next generation has begun with this."""
         store = self._store
         store.keys.clear()
+        for key in recovered.keys:
+            key.replaced = True
         store.add(recovered.keys)
         store.groups, store.compressor = recovered.groups, recovered.compressor
         rounds = recovered.rounds

@@ -92,6 +92,23 @@ def see_priority(value: object, what: str) -> None:
         raise ValueError(f"{what}: priority={value} is out of range: pass an int from {-most} to {most}")
 
 
+def versions(key: object, newer_than: object) -> list[int]:
+    """Return the version for each key, which a caller gives as it gives the keys; TypeError or ValueError otherwise."""
+    keys = names(key)
+    given = newer_than if isinstance(key, (list, tuple)) else [newer_than]
+    if not isinstance(given, (list, tuple)) or len(given) != len(keys):
+        raise ValueError(f"pull: newer_than={newer_than!r} for a list of {len(keys)} keys: pass a list of as many "
+                         "versions, -1 for each key that has not been read yet")  # fmt: skip
+    for name, version in zip(keys, given):
+        if isinstance(version, (bool, np.bool_)) or not isinstance(version, (int, np.integer)):
+            raise TypeError(f"pull: newer_than={version!r} of key {name!r} is no int: pass what the last such pull has "
+                            "returned, or -1")  # fmt: skip
+        if not -1 <= version <= MOST:
+            raise ValueError(f"pull: newer_than={version} of key {name!r} is no version: pass what the last such pull "
+                             "has returned, or -1")  # fmt: skip
+    return [int(version) for version in given]
+
+
 def turns(given: Any, what: str) -> list[Hashable]:
     """Return what a call takes turns on, beside its keys; TypeError unless all are hashable."""
     chosen = list(given)

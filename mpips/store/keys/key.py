@@ -86,6 +86,8 @@ class Key:
     """What a server has of the key, or a chunk of that: the step of the pipeline inside a client."""
     fast: Fast | None = None
     """The fast route, where it has one."""
+    replaced: bool = True
+    """Whether its value may have changed otherwise than by rounds, since it was last pulled by its version."""
     marks: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
     """By which word others see each call of it on this rank's page."""
 
@@ -172,6 +174,8 @@ class Shard:
     """The round whose blocks this worker sends to a server of another node."""
     told: int = 0
     """Between nodes: pushes that the server said it has read."""
+    held: int = -1
+    """Asynchronous: how many pushes are in it, while the server keeps it as it is for this worker."""
     granted: bool = False
     """Between nodes: whether the server has let this worker's pull go on."""
 

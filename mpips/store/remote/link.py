@@ -114,6 +114,8 @@ class Link:
             shard.granted = shard.granted or not frame.round
         elif frame.op == Op.GRANT:
             shard.granted = True
+        elif frame.op == Op.HELD:
+            shard.held = frame.round
         elif frame.op == Op.CREDIT:
             shard.credits.append(frame.aux)
 

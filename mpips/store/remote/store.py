@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.fabric.tasks import Task
+from collectives.fabric.tasks import Task, together
 from mpips.compression import Compressor, Residuals
 from mpips.optimizers import Optimizer
 from mpips.store.keys.cutting import Cutting
@@ -131,6 +131,21 @@ class RemoteStore(Member[Recovered]):
             key.fast = self.bind(key)
 
     # ---- pushes and pulls
+
+    def versions(self, keys: Sequence[Key]) -> Task[list[int]]:
+        if not self._asynchronous:  # no round ends without this worker
+            return [key.round for key in keys]
+        for key in keys:
+            yield from self._push.read(key.round, key.pushes)
+        return (yield from self._pull.versions(keys))
+
+    def pull_versions(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[list[int]]:
+        if not self._asynchronous:
+            yield from self.transfers.pull(keys, outs)
+            return [key.round for key in keys]
+        found: dict[Name, int] = {}
+        yield from together([self._pull.whole(key, out, found) for key, out in zip(keys, outs)])
+        return [found[key.name] for key in keys]
 
     def listen(self) -> None:
         self._link.listen()

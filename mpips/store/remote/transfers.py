@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from collectives.fabric import arena
 from collectives.fabric.tasks import Task, together
 from mpips.compression import Residuals
-from mpips.store.keys.key import Key, Shard
+from mpips.store.keys.key import Key, Name, Shard
 from mpips.store.remote.link import Link
 from mpips.store.roles import Layout
-from mpips.store.transport.frames import Coding, Flush, Op
+from mpips.store.transport.frames import Coding, Flush, GetVersions, Op
 from mpips.store.transport.outbox import fill
 from mpips.store.transport.pending import MessageGroup, cut_bytes
 
@@ -203,6 +203,57 @@ class Pull:
                         shard.line.post(Op.PULL, shard.number, key.round)
             yield moved
         yield from self.part(key, out, shards, asked)
+
+    def versions(self, keys: Sequence[Key]) -> Task[list[int]]:
+        """Return how many pushes all shards of each key of an asynchronous store hold. On a node the server's words
+        tell it; other servers are asked, and answer at once."""
+        distant: dict[int, list[int]] = {}
+        for key in keys:
+            for shard in key.shards:
+                if not shard.local:
+                    distant.setdefault(shard.server, []).append(shard.number)
+        asked = [(units, self._link.order(server, GetVersions(units))) for server, units in distant.items()]
+        told: dict[int, int] = {}
+        for units, token in asked:
+            told.update(zip(units, (yield from self._link.answer(token)).counts))
+        return [
+            min(sum(shard.words[1:]) if shard.local else told[shard.number] for shard in key.shards) for key in keys
+        ]
+
+    def whole(self, key: Key, out: Array, found: dict[Name, int]) -> Task[None]:
+        """Read all shards of a key of an asynchronous store after equally many pushes, and put into `found` how many.
+
+        First all shards are held: they change no more. Those that are behind the others let go, until they have caught
+        up: what the others hold has been sent to them, too. No other reader keeps them, as it lets them go likewise.
+        """
+        shards = self._link.turned(key.shards)
+        for shard in shards:
+            self._hold(shard, 0)
+        behind = shards
+        while behind:
+            while any(shard.held < 0 for shard in behind):
+                yield False
+            found[key.name] = most = max(shard.held for shard in shards)
+            behind = [shard for shard in shards if shard.held < most]
+            for shard in behind:
+                shard.line.post(Op.RELEASE, shard.number)
+                self._hold(shard, most)
+        coming = []
+        for shard in shards:
+            if shard.local:
+                out[shard.start : shard.stop] = shard.stored
+            else:
+                slices = cut_bytes(out[shard.start : shard.stop], shard.block_elements * out.itemsize)
+                coming.append(self._link.sender.receive(shard, slices))
+                shard.line.post(Op.PULL, shard.number)
+            shard.line.post(Op.RELEASE, shard.number)
+        while coming := [exchange for exchange in coming if exchange.pending()]:
+            yield False
+
+    def _hold(self, shard: Shard, pushes: int) -> None:
+        """Ask for a shard to stay as it is, once so many pushes are in it."""
+        shard.held = -1
+        shard.line.post(Op.HOLD, shard.number, pushes)
 
     def rows(self, key: Key, row: int, wanted: Sequence[Rows]) -> Task[None]:
         """Read rows of `row` elements after this worker's pushes."""

@@ -361,6 +361,8 @@ class WorkerTraffic:
         match frame.op:
             case Op.PULL:
                 self.send(state.pulled(unit, worker, frame.round))
+            case Op.HOLD:
+                self.send(state.hold(unit, worker, frame.round))
             case Op.RELEASE:
                 state.released(unit, worker)
             case Op.PULL_ROWS:

@@ -21,6 +21,8 @@ from mpips.store.transport import frames
 from mpips.store.transport.frames import Answer, Frame, Op, OpenStore, Request
 from mpips.store.transport.lines import Line
 
+AT_ONCE = (frames.Create, OpenStore, frames.ReadSnapshot, frames.DropSnapshot, frames.GetVersions)
+"""What concerns no push, or what has been applied by now."""
 REFUSALS = (ValueError, TypeError, MemoryError)
 """What a server answers with its sentence; it has changed nothing."""
 
@@ -49,7 +51,7 @@ class Requests:
         if isinstance(request, frames.Forget | frames.SetTorn):
             at_once = self._state.idle(request.units)
         else:
-            at_once = isinstance(request, frames.Create | OpenStore | frames.ReadSnapshot | frames.DropSnapshot)
+            at_once = isinstance(request, AT_ONCE)
         if at_once:
             return self._reply(worker, line, frame.token, request)
         self.waiting.append((worker, line, frame.token, request))
@@ -115,6 +117,8 @@ class Requests:
                 unit = units[request.unit]
                 arrays = list(unit.state or ())
                 return frames.StatePart(unit.step, [one.dtype.name for one in arrays], [a.tobytes() for a in arrays])
+            case frames.GetVersions():
+                return frames.Versions([sum(units[number].done) for number in request.units])
             case frames.PutState():
                 chosen = [units[number] for number in request.units]
                 states = [_fitting(unit, part) for unit, part in zip(chosen, request.states, strict=True)]

@@ -82,6 +82,12 @@ class ServerState(ABC):
         unit.pulls.append((worker, round_, rows))
         return self._grant(unit)
 
+    def hold(self, number: int, worker: int, pushes: int) -> Replies:
+        """Let a worker hold a unit as it is, once so many pushes of all workers are in it."""
+        unit = self.units[number]
+        unit.holds.append((worker, pushes))
+        return self._grant(unit)
+
     def released(self, number: int, worker: int) -> None:
         """Note that a reader has finished."""
         unit = self.units.get(number)
@@ -100,6 +106,7 @@ class ServerState(ABC):
         replies: Replies = []
         for unit in self.units.values():
             unit.pulls = [pull for pull in unit.pulls if pull[0] != worker]
+            unit.holds = [hold for hold in unit.holds if hold[0] != worker]
             if worker not in self._remote:  # what is on its way to it ends by itself
                 unit.readers = [reader for reader in unit.readers if reader != worker]
             self._see_gone(unit)
@@ -163,9 +170,15 @@ class ServerState(ABC):
 
     def _grant(self, unit: Unit) -> Replies:
         """Let those read whose own pushes count by now; nothing is written until they have finished."""
-        if unit.block or not unit.pulls:
+        if unit.block or not (unit.pulls or unit.holds):
             return []
         replies: Replies = []
+        if unit.holds:
+            pushes = sum(unit.done)
+            due = [worker for worker, wanted in unit.holds if wanted <= pushes]
+            unit.holds = [hold for hold in unit.holds if hold[1] > pushes]
+            unit.readers += due
+            replies += [Reply("HELD", worker, unit.number, pushes) for worker in due]
         waiting = []
         for worker, round_, rows in unit.pulls:
             if self._may_read(unit, worker, round_):

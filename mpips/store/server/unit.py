@@ -54,7 +54,7 @@ class Contribution:
 
 
 class Reply(NamedTuple):
-    """Something a worker must hear. `what` names an `Op`: CONSUMED, GRANT or WARNING."""
+    """Something a worker must hear. `what` names an `Op`: CONSUMED, GRANT, HELD or WARNING."""
 
     what: str
     worker: int
@@ -125,6 +125,7 @@ class Unit:
         self.priority = 0
         self.readers: list[int] = []  # workers that read now
         self.pulls: list[tuple[int, int, Array | None]] = []  # (worker, its rounds, rows) that wait for a grant
+        self.holds: list[tuple[int, int]] = []  # (worker, pushes) that wait for so many to be in it
         self.opened: float | None = 0.0  # when the open round began to wait; None: since the next look at the clock
         self.warned = False
         self.reset()
@@ -175,7 +176,7 @@ class Unit:
             for source in queue:
                 source.drop()
         self.give_up()
-        self.readers, self.pulls = [], []
+        self.readers, self.pulls, self.holds = [], [], []
         self.reset()
 
     # ---- what is stored; `recovery.memory` does more

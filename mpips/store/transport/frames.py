@@ -47,6 +47,8 @@ class Op(IntEnum):
     """PULL of some rows, whose numbers (int64) are the body; between nodes."""
     WAITS = 9
     """The worker has waited long for `round` of the unit."""
+    HOLD = 10
+    """Wants the unit to stay as it is once it holds `round` pushes, until RELEASE; asynchronous stores."""
     CONSUMED = 16
     """The contribution to this round has been read: the worker may overwrite it. (Between nodes; else a word tells.)
     Round 0: the first value is there."""
@@ -58,6 +60,9 @@ class Op(IntEnum):
     """A round has waited for long; the body is the sentence."""
     ANSWER = 21
     """The typed answer to a CONTROL. flags: 1 where it is an error."""
+
+    HELD = 22
+    """The unit holds `round` pushes, and stays as it is until RELEASE."""
 
 
 WITH_BODY = frozenset({Op.CONTROL, Op.PULL_ROWS, Op.WARNING, Op.ANSWER})
@@ -186,6 +191,18 @@ class StatePart(msgspec.Struct, tag=True):
     arrays: list[bytes]
 
 
+class GetVersions(msgspec.Struct, tag=True):
+    """Ask how many pushes units of an asynchronous store hold: answered with Versions, at once."""
+
+    units: list[int]
+
+
+class Versions(msgspec.Struct, tag=True):
+    """The numbers of pushes that the units of a GetVersions hold."""
+
+    counts: list[int]
+
+
 class PutState(msgspec.Struct, tag=True):
     """Replace the optimizer's state of units, of each by one of `states`."""
 
@@ -241,9 +258,9 @@ class RequestDone(msgspec.Struct, tag=True):
 
 Request = (
     Create | Forget | Flush | OpenStore | SetOptimizer | UpdateOptimizer | SetCompression | GetState | PutState
-    | SetTorn | TakeSnapshot | ReadSnapshot | DropSnapshot
+    | SetTorn | TakeSnapshot | ReadSnapshot | DropSnapshot | GetVersions
 )  # fmt: skip
-Answer = Created | StatePart | Snapshotted | Bytes | RequestDone
+Answer = Created | StatePart | Snapshotted | Bytes | Versions | RequestDone
 
 Change = SetOptimizer | UpdateOptimizer | SetCompression
 """What workers set for all of them."""

@@ -132,6 +132,13 @@ class Backend(Protocol):
     def transfers(self) -> Transfers:
         """Return the pushes and pulls of the present generation."""
 
+    def versions(self, keys: Sequence[Key]) -> Task[list[int]]:
+        """Return how many rounds each key holds, where asynchronous how many pushes of all workers, after this worker's
+        own. Local."""
+
+    def pull_versions(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[list[int]]:
+        """Write the keys' values into `outs`, each as all its parts stand at one version; return these versions."""
+
     def listen(self) -> None:
         """Take in what servers have said; to be called before each step of a task. Does not block."""
 

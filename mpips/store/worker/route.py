@@ -356,6 +356,18 @@ class Operations:
         for record, target, ids in rows:
             self.run([record.name], self._backend.transfers.pull_rows(record, target, ids), priority, what)
 
+    def pull_newer(self, key: object, out: object, newer_than: object, priority: int, base: int) -> list[int]:
+        """`KVStore.pull` of keys that do not stand at the versions in `newer_than`; the versions that `out` then holds.
+        `base`: rounds of a job that went before."""
+        self.check_open()
+        with GIVEN:
+            arguments.see_priority(priority, "pull")
+            made = arguments.check(self._known, "pull", key, out=out)
+            held = arguments.versions(key, newer_than)
+        found = [version - base for version in held]
+        self.run([call.key.name for call in made], self._newer(made, found), priority, "pull")
+        return [version + base for version in found]
+
     def run(self, names: Sequence[Name], task: Task[Any], priority: int, what: str) -> None:
         """Do it, blocking; a failure ends the generation."""
         with self.guard(what, names):
@@ -483,6 +495,18 @@ class Operations:
             return transfers.pull([key], outs)
         push = transfers.push_rows(key, payload, priority)
         return in_turn(push, transfers.pull([key], outs)) if outs else push
+
+    def _newer(self, made: Sequence[Call], found: list[int]) -> Task[None]:
+        """Pull the keys that do not stand at the versions in `found`, and put there those that they are read at."""
+        versions = yield from self._backend.versions([call.key for call in made])
+        chosen = [at for at, version in enumerate(versions) if made[at].key.replaced or version != found[at]]
+        if not chosen:
+            return
+        outs = [made[at].targets[0].reshape(-1) for at in chosen]
+        versions = yield from self._backend.pull_versions([made[at].key for at in chosen], outs)
+        for at, version in zip(chosen, versions):
+            found[at], made[at].key.replaced = version, False
+            yield from _finish(made[at])
 
     def _read(self, keys: Sequence[Key], push: Handle) -> Task[None]:
         while not push.done:

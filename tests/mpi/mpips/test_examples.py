@@ -77,3 +77,15 @@ def test_the_trainer_example_learns_too(kind, elastic, monkeypatch, capsys):
     monkeypatch.setenv("MPIPS_STALENESS", "4")
     assert worst_accuracy(lambda: importlib.import_module("with_trainer").main(kind, elastic, 6)) > 0.75
     assert ("test accuracy" in capsys.readouterr().out) == (WORLD.rank == 0)
+
+
+@either_mpi
+@pytest.mark.mpi(min_size=3)
+def test_an_actor_reads_what_learners_write(monkeypatch, capsys):
+    monkeypatch.setenv("MPIPS_SERVERS", "1")
+    assert worst_accuracy(lambda: last_accuracy(importlib.import_module("actors").main(task.Settings(epochs=6)))) > 0.75
+    assert ("actor  version" in capsys.readouterr().out) == (WORLD.rank == WORLD.size - 2)
+
+
+def last_accuracy(done):
+    return done.model.accuracy(done.test_x, done.test_y)
