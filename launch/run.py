@@ -224,19 +224,27 @@ def command(
 
 
 def begin_log(level: str | None, folder: str | None, form: str | None) -> None:
-    """Log here and, by variables that reach all ranks, there. UsageError where the folder cannot be written."""
-    given = {log.LEVEL_VARIABLE: level, log.FOLDER_VARIABLE: folder and os.path.abspath(folder),
+    """Log here and, by variables that reach all ranks, there. UsageError where that cannot be."""
+    if folder == "":
+        raise click.UsageError("--log-dir '' names no folder: name one, or leave it out")
+    asked = {log.LEVEL_VARIABLE: level, log.FOLDER_VARIABLE: folder and os.path.abspath(folder),
              log.FORMAT_VARIABLE: form}  # fmt: skip
-    os.environ.update({variable: word for variable, word in given.items() if word})
+    given = {variable: word for variable, word in asked.items() if word}
     log.place.name = "launch"
     try:
-        if (where := log.chosen()[1]):
+        shown, where, _ = log.chosen({**os.environ, **given})
+        if form and not shown:
+            raise click.UsageError(f"--log-format {form} says how the log looks, and none is written: add --log info, "
+                                   "or --log-dir DIR")  # fmt: skip
+        if where:
             os.makedirs(where, mode=0o700, exist_ok=True)
+        os.environ.update(given)
         log.configure()
     except log.LogError as error:
         raise click.UsageError(str(error)) from None
     except OSError as error:
-        raise click.UsageError(f"--log-dir {where!r} cannot be made: {error.strerror}") from None
+        named = f"--log-dir {folder!r}" if folder else f"{log.FOLDER_VARIABLE}={where!r}"
+        raise click.UsageError(f"{named} cannot be made: {error.strerror}") from None
 
 
 def exporting(folder: str | None, address: str | None) -> AbstractContextManager[None]:

@@ -40,6 +40,8 @@ SIGNAL = int(signal.SIGRTMAX) - 6
 """A signal that nobody else uses, and that a rank answers by the stacks of its threads."""
 LASTING_SECONDS = 0.2
 """Of a wait that is written down, and between two looks at who is late."""
+LONGEST_BYTES = 3800
+"""Of the sentence by which a rank ends."""
 WAITED, WAITED_TIMES = pages.AT["waited_ns"], pages.AT["waits"]
 OURS = ("mpips", "collectives", "launch")
 
@@ -111,10 +113,18 @@ def job_name(environment: Mapping[str, str] = os.environ) -> str:
     return "".join(letter if letter.isalnum() or letter in "-_.@" else "-" for letter in name).lstrip(".")[:100]
 
 
+def is_wanted(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether ranks have pages. ValueError where the variable says neither."""
+    word = environment.get(VARIABLE, "").strip()
+    if word not in ("", "0", "1"):
+        raise ValueError(f"{VARIABLE}={word!r} is unknown: give 0 for no pages, or leave it unset")
+    return word != "0"
+
+
 def begin(rank: int, size: int) -> None:
     """Open this rank's page, once for the process. Where it cannot be, the job goes on without."""
     global page
-    if _paths or os.environ.get(VARIABLE) == "0":
+    if _paths or os.environ.get(VARIABLE, "").strip() == "0":
         return
     with suppress(OSError):
         here = _job_folder(job_name())
@@ -126,7 +136,7 @@ def begin(rank: int, size: int) -> None:
         opened.set("pid", os.getpid())
         opened.set("thread", threading.main_thread().ident or 0)
         opened.set("began_ns", time.time_ns())
-        _identity.update(rank=rank, size=size, host=socket.gethostname(), program=sys.argv[:8])
+        _identity.update(rank=rank, size=size, host=socket.gethostname(), program=[word[:100] for word in sys.argv[:8]])
         opened.write(pages.IDENTITY, _identity)
         opened.write(pages.NOTES, _notes)
         page = opened
@@ -179,7 +189,9 @@ def fails(sentence: str, own: bool = False) -> None:
 
     `own`: in this rank's program, and not because another rank has failed.
     """
-    page.write(pages.END, {"failed": sentence[:3000], "own": own, "at_ns": time.monotonic_ns()})
+    while len(pages.encode(sentence)) > LONGEST_BYTES:
+        sentence = sentence[: len(sentence) * 9 // 10]
+    page.write(pages.END, {"failed": sentence, "own": own, "at_ns": time.monotonic_ns()})
     page.words[pages.AT["failures"]] += 1
     _failed.append(True)
 
@@ -222,18 +234,26 @@ def note(**numbers: float) -> None:
     """Report numbers of this rank's training, such as `step=40, loss=0.3`, to who looks from outside. Sends nothing.
 
     Each replaces the one of its name. `step` is shown by `mpips why` and `top`, too. A Trainer reports by itself.
-    ValueError for what is no number.
+    ValueError for what is no number, and for more names than a page holds; then nothing of this call is reported.
     """
+    notes = dict(_notes)
     for name, number in numbers.items():
         try:
-            _notes[name] = float(number)
+            notes[name] = float(number)
         except (TypeError, ValueError, OverflowError):
             raise ValueError(f"note: {name} is no number: pass a float, as of tensor.item()") from None
-    if "step" in numbers:
-        step = _notes.pop("step")
-        if not 0 <= step < 1 << 53:
-            raise ValueError(f"note: step={step} is no step: pass a whole number of at least 0")
+    step = notes.pop("step", None)
+    if step is not None and not 0 <= step < 1 << 53:
+        raise ValueError(f"note: step={step} is no step: pass a whole number of at least 0")
+    if (length := len(pages.encode(notes))) > pages.JSON_BYTES:
+        longest = max(notes, key=len)
+        raise ValueError(
+            f"note: the {len(notes)} names and numbers of this rank take {length} bytes, and its page has room for "
+            f"{pages.JSON_BYTES}: note fewer, or shorter names (the longest begins with {longest[:40]!r})"
+        )
+    if step is not None:
         place.step = int(step)
+    _notes.update(notes)
     page.write(pages.NOTES, _notes)
 
 

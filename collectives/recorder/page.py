@@ -45,6 +45,12 @@ PAGE_BYTES = TEXTS + LANES * TOKENS * TOKEN_BYTES
 TOKEN_MASK = (1 << 32) - 1
 _TEXT = struct.Struct("=QQ")
 _TOKEN = struct.Struct("=II")
+JSON_BYTES = TEXT_BYTES - _TEXT.size
+
+
+def encode(content: Any) -> bytes:
+    """Return JSON as an area holds it."""
+    return json.dumps(content, ensure_ascii=False).encode(errors="backslashreplace")  # of a surrogate: JSON's escape
 
 
 class Lane(NamedTuple):
@@ -86,10 +92,12 @@ class Page:
         self.words[AT[name]] = value
 
     def write(self, area: int, content: Any) -> None:
-        """Write JSON into an area, as far as it fits; {} or [] where it does not."""
-        raw = json.dumps(content).encode()
-        if len(raw) > TEXT_BYTES - _TEXT.size:
-            raw = json.dumps(type(content)()).encode()
+        """Write JSON into an area: of a list as many as fit, the first ones; ValueError for an object too long."""
+        raw = encode(content)
+        while len(raw) > JSON_BYTES:
+            if not isinstance(content, list):
+                raise ValueError(f"{len(raw)} bytes of JSON do not fit into the {JSON_BYTES} of an area")
+            raw = encode(content := content[:-1])
         at = area // 8
         self.words[at] += 1
         self.words[at + 1] = len(raw)

@@ -127,6 +127,8 @@ def metrics(folder: str | None, port: str | None, every: float, once: bool) -> N
     exporter = _exporter()
     if folder is None and port is None and not once:
         raise click.UsageError("say where: --dir DIR, --port PORT, or --once")
+    if once and port is not None:
+        raise click.UsageError(f"--once leaves at once, and --port {port} serves until Ctrl-C: leave one of them out")
     try:
         if port is not None:
             host, number = parse_address(port)

@@ -112,6 +112,8 @@ def beside(folder: str | None, address: str | None, job: str) -> Iterator[None]:
     """Write and serve the metrics of a job while the block runs. UsageError where that cannot be.
     """
     ended = threading.Event()
+    if folder is not None and not Path(folder).is_dir():
+        raise click.UsageError(f"--metrics {folder!r} is no folder: name the one that node_exporter reads, or make it")
     try:
         with without_signals():
             if address is not None:

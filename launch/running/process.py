@@ -155,8 +155,8 @@ class Watched:
                 self._end(GRACE_OF_NOBODY)
             # all that has been heard by now, also by the search for ranks, counts before the next wait
             if not self._heard and not self._deserted:
-                for sentence in self._verdict.news():
-                    LOG.info("death seen: %s", sentence)
+                for kind, sentence in self._verdict.news():
+                    LOG.info("%s: %s", kind, sentence)
                     tell(f"mpips: {sentence}")
             due = self._verdict.due(time.monotonic())
             if time.monotonic() >= due and self._ends_by == math.inf:

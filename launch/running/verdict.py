@@ -54,8 +54,8 @@ class OneDeathEnds:
         """Return whether it is sure that no rank is left that has something to do."""
         return False
 
-    def news(self) -> Iterator[str]:
-        """Return sentences about ranks that have died since, while the job goes on."""
+    def news(self) -> Iterator[tuple[str, str]]:
+        """Yield what ranks have come to since, while the job goes on: the kind of it, and a sentence."""
         return iter(())
 
     def code(self, end: End) -> int:
@@ -136,17 +136,18 @@ class OthersGoOn:
         begun = presence.started or not presence.deaths
         return self._all_here and (not begun or presence.is_idle(self._working))
 
-    def news(self) -> Iterator[str]:
+    def news(self) -> Iterator[tuple[str, str]]:
         deaths = self._presence.deaths
         while self._told < len(deaths) and self._presence.code is None:
             death, self._told = deaths[self._told], self._told + 1
             goes_on = not (self._leaver() or self.nobody_works())
             none = "; no spare is left" if goes_on and self._spares and not self._spares_left() else ""
-            yield f"{_named(death, self._roles)}{none}{'; the others go on' if goes_on else ': the job ends'}"
+            after = "; the others go on" if goes_on else ": the job ends"
+            yield "death seen", f"{_named(death, self._roles)}{none}{after}"
         for taken in self._presence.taken[self._placed :]:
             self._placed += 1
             step, left = f", from step {taken.step} on" if taken.step >= 0 else "", self._spares_left()
-            yield f"rank {taken.rank} (spare) has become a {taken.role}{step}; spares left: {left}"
+            yield "place taken", f"rank {taken.rank} (spare) has become a {taken.role}{step}; spares left: {left}"
 
     def _spares_left(self) -> int:
         used = {taken.rank for taken in self._presence.taken} | {death.rank for death in self._presence.deaths}

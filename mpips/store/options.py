@@ -199,7 +199,7 @@ def read(arguments: Mapping[str, Any] | None = None, environment: Mapping[str, s
     """Options from arguments, else from `MPIPS_*` variables, else defaults.
 
     An unknown argument or variable raises OptionError and lists the known ones, and so does a word that names no
-    engine of kernels, or level of the log; None means "not given".
+    engine of kernels, level of the log, or state of the recorder; None means "not given".
     """
     env = os.environ if environment is None else environment
     known = {field.name: field for field in FIELDS}
@@ -216,6 +216,7 @@ def read(arguments: Mapping[str, Any] | None = None, environment: Mapping[str, s
     try:
         engine.chosen(env)
         log.chosen(env)
+        recorder.is_wanted(env)
     except ValueError as error:
         raise OptionError(str(error)) from None
     for name, value in (arguments or {}).items():

@@ -293,7 +293,7 @@ class Server(Member[None]):
             serving.state.create(unit)
             serving.state.changed(unit)
         self._rounds = plan.rounds
-        LOG.info("%d units, %d bytes moved", len(units), self.nbytes)
+        LOG.info("%d unit%s moved, %d byte%s", len(units), "s"[: len(units) != 1], self.nbytes, "s"[: self.nbytes != 1])
         return Placed(where, serving.requests.repeat_change(plan.change))
 
     def rebuild(self, plan: RecoveryPlan, placed: Sequence[Placed]) -> None:

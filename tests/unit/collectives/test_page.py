@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -33,9 +34,11 @@ def shared(tmp_path: Path) -> tuple[Page, Path]:
     return made, path
 
 
-def run(top: Path, program: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(
+    top: Path, program: str, words: Sequence[str] = (), **variables: str
+) -> subprocess.CompletedProcess[str]:  # fmt: skip
     return subprocess.run(
-        [sys.executable, "-c", BEGIN + program, str(top)], env={**outside(), "_MPIPS_JOB": "job", **variables},
+        [sys.executable, "-c", BEGIN + program, str(top), *words], env={**outside(), "_MPIPS_JOB": "job", **variables},
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
 
@@ -68,14 +71,14 @@ def test_a_token_whose_place_another_has_taken_has_no_text(shared: tuple[Page, P
     assert texts == ["", "new", "", ""]
 
 
-def test_long_texts_are_cut_and_long_json_is_left_out(shared: tuple[Page, Path]) -> None:
+def test_long_texts_are_cut_and_long_lists_shortened(shared: tuple[Page, Path]) -> None:
     made, path = shared
     lane = made.take_lane(1)
     made.name(lane, 1, "é" * 500)
     made.words[Page.mark_at(lane)] = 1
-    made.write(page.WAITS, ["x" * 9000])
+    made.write(page.WAITS, [{"what": "é" * 500}] * 9)
     seen = read(path)
-    assert seen is not None and seen.waits == [] and set(seen.lanes[0].text[:-1]) == {"é"}
+    assert seen is not None and len(seen.waits) == 4 and set(seen.lanes[0].text[:-1]) == {"é"}
 
 
 def test_lanes_beyond_the_last_are_not_seen_and_given_ones_are_taken_anew(shared: tuple[Page, Path]) -> None:
@@ -123,6 +126,27 @@ def test_a_page_stays_where_a_process_ends_otherwise(tmp_path: Path, end: str, f
     seen = read(path)
     assert seen is not None and seen.lanes == [page.Lane(77, 7, "sum")] and seen.head["step"] == 5
     assert seen.end.get("failed") == failed and (seen.identity["rank"], seen.identity["size"]) == (3, 5)
+
+
+def test_long_words_of_the_program_and_long_reasons_are_cut(tmp_path: Path) -> None:
+    run(tmp_path / "jobs", "own.fails(chr(1) * 9000)", words=["é" * 9000, "\udcff"] * 4)
+    (path,) = (tmp_path / "jobs" / "job").glob("*.page")
+    seen = read(path)
+    assert seen is not None and len(seen.end["failed"]) > 500 and seen.identity["rank"] == 3
+
+
+def test_notes_that_do_not_fit_are_refused_whole(tmp_path: Path) -> None:
+    done = run(tmp_path / "jobs", """
+own.note(loss=0.5)
+try: own.note(**{'gradient' * 600: 1.0, 'step': 7})
+except ValueError as error: print(error)
+own.note(accuracy=0.25)
+own.fails('x')
+""")
+    assert "bytes, and its page has room for 4080: note fewer, or shorter names" in done.stdout, done.stderr
+    (path,) = (tmp_path / "jobs" / "job").glob("*.page")
+    seen = read(path)
+    assert seen is not None and seen.notes == {"loss": 0.5, "accuracy": 0.25} and seen.head["step"] == 0
 
 
 def test_what_has_gone_well_again_leaves_no_page(tmp_path: Path) -> None:

@@ -70,8 +70,9 @@ def test_a_port_serves_one_job(job: list[subprocess.Popen[str]]) -> None:
 
 def test_what_cannot_be_written_or_served_is_one_sentence(tmp_path: Path) -> None:
     port = metrics.serve("127.0.0.1", 0)
-    for folder, address in ((str(tmp_path / "none"), None), (None, str(port))):
-        with pytest.raises(click.UsageError, match="metrics cannot go to"), metrics.beside(folder, address, "1"):
+    none = str(tmp_path / "none")
+    for folder, address, said in ((none, None, "is no folder: name the"), (None, str(port), "metrics cannot go to")):
+        with pytest.raises(click.UsageError, match=said), metrics.beside(folder, address, "1"):
             pass
 
 
@@ -99,7 +100,11 @@ def test_the_page_lists_the_metrics_that_there_are() -> None:
     assert set(re.findall(r"`(mpips_\w+)`", page)) == set(metrics.names())
 
 
-def test_the_command_says_where_it_serves_or_what_it_lacks() -> None:
-    command = [sys.executable, "-m", "launch.cli", "metrics"]
+@pytest.mark.parametrize(("words", "said"), [
+    ((), "say where: --dir DIR, --port PORT, or --once"),
+    (("--once", "--port", "0"), "--once leaves at once, and --port 0 serves until Ctrl-C: leave one of them out"),
+])  # fmt: skip
+def test_the_command_says_what_it_lacks_or_contradicts(words: tuple[str, ...], said: str) -> None:
+    command = [sys.executable, "-m", "launch.cli", "metrics", *words]
     done = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2 and "say where: --dir DIR, --port PORT, or --once" in done.stderr
+    assert done.returncode == 2 and said in done.stderr

@@ -52,6 +52,23 @@ def test_dry_run_prints_the_whole_command(mpirun: str) -> None:
     assert roles.items() <= pairs.items()
 
 
+@pytest.mark.parametrize(("words", "variables", "said"), [
+    (("--log-dir", ""), {}, "--log-dir '' names no folder: name one, or leave it out"),
+    (("--log-format", "json"), {}, "--log-format json says how the log looks, and none is written: add --log info"),
+    (("--log-dir", "{here}/x.py/logs"), {}, "/x.py/logs' cannot be made: Not a directory"),
+    ((), {"MPIPS_LOG_DIR": "{here}/x.py/logs"}, "MPIPS_LOG_DIR='"),
+    ((), {"MPIPS_RECORDER": "maybe"}, "MPIPS_RECORDER='maybe' is unknown: give 0 for no pages, or leave it unset"),
+])  # fmt: skip
+def test_options_are_not_taken_in_silence(
+    words: tuple[str, ...], variables: dict[str, str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "x.py").write_text("pass")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value.format(here=tmp_path))
+    done = call(*(word.format(here=tmp_path) for word in words), "-w", "2", "--dry-run", "x.py")
+    assert done.exit_code == 2 and said in done.output, done.output
+
+
 def test_env_sets_variables_of_ranks(mpirun: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEY", "a secret")
     words = ("--env", "KEY", "-x", "OMP_NUM_THREADS=3", "--env", "EMPTY=")

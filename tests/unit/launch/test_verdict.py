@@ -42,7 +42,7 @@ def leaves(presence: Presence, *ranks: int) -> None:
 def test_a_death_is_told_once_and_the_job_goes_on(presence: Presence) -> None:
     of_job = of(presence)
     dies(presence, 2)
-    assert list(of_job.news()) == ["rank 2 (server) was ended by SIGKILL; the others go on"]
+    assert list(of_job.news()) == [("death seen", "rank 2 (server) was ended by SIGKILL; the others go on")]
     assert list(of_job.news()) == []
     assert of_job.due(1.0) == math.inf
 
@@ -50,21 +50,23 @@ def test_a_death_is_told_once_and_the_job_goes_on(presence: Presence) -> None:
 def test_a_spare_that_takes_a_place_is_told_with_its_step_and_how_many_are_left(presence: Presence) -> None:
     of_job = verdict.OthersGoOn(presence, ["worker", "server", "worker", "spare", "spare"], 2)
     dies(presence, 0)
-    assert list(of_job.news()) == ["rank 0 (worker) was ended by SIGKILL; the others go on"]
+    assert list(of_job.news()) == [("death seen", "rank 0 (worker) was ended by SIGKILL; the others go on")]
     presence.taken.append(Taken(3, "worker", 12))
-    assert list(of_job.news()) == ["rank 3 (spare) has become a worker, from step 12 on; spares left: 1"]
+    assert list(of_job.news()) == [
+        ("place taken", "rank 3 (spare) has become a worker, from step 12 on; spares left: 1")
+    ]
     presence.taken.append(Taken(4, "server", -1))
     dies(presence, 1)
     said = ["rank 1 (server) was ended by SIGKILL; no spare is left; the others go on",
             "rank 4 (spare) has become a server; spares left: 0"]  # fmt: skip
-    assert list(of_job.news()) == said
+    assert [sentence for _, sentence in of_job.news()] == said
     assert list(of_job.news()) == []
 
 
 def test_a_spare_that_has_got_a_role_is_named_by_it(presence: Presence) -> None:
     presence.deaths.append(Death(3, KILLED, "server"))
     said = "rank 3 (server) was ended by SIGKILL; no spare is left; the others go on"
-    assert list(of(presence).news()) == [said]
+    assert list(of(presence).news()) == [("death seen", said)]
 
 
 def test_the_code_is_0_where_all_that_were_left_ended_well(presence: Presence) -> None:
@@ -93,7 +95,7 @@ def test_a_job_in_which_only_spares_wait_ends(presence: Presence, left_well: tup
     end = End(-signal.SIGKILL, deserted=True)
     assert of_job.code(end) == code
     assert of_job.sentence(end) == ("" if left_well else "no rank is left that works: the job has ended")
-    assert "the others go on" not in "".join(of_job.news())
+    assert "the others go on" not in str(list(of_job.news()))
 
 
 def test_no_rank_begins_without_one_that_died_before_mpi_had_started(presence: Presence) -> None:
