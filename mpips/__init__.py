@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from mpips.store.keys.rows import RowSparse
     from mpips.store.options import OptionError, Options
     from mpips.store.runtime.errors import StoreError, StoreMismatchError, StoreStallError
+    from mpips.training.local import Elastic
     from mpips.training.model import Model
     from mpips.training.trainer import Trainer
-    from mpips.training.updates import Elastic
 
 __version__ = "0.1.0"
 
@@ -43,7 +43,7 @@ _when_started(_open_page)
 _HOMES = {
     "create": "mpips.store.create", "KVStore": "mpips.store.api", "Options": "mpips.store.options",
     "OptionError": "mpips.store.options", "RowSparse": "mpips.store.keys.rows",
-    "Rounds": "mpips.store.keys.key", "Trainer": "mpips.training.trainer", "Elastic": "mpips.training.updates",
+    "Rounds": "mpips.store.keys.key", "Trainer": "mpips.training.trainer", "Elastic": "mpips.training.local",
     "Model": "mpips.training.model", "empty": "collectives.fabric.arena", "note": "collectives.recorder.own",
     "CollectiveError": "collectives.errors",
     "MismatchError": "collectives.errors", "StallError": "collectives.errors",

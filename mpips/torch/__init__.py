@@ -7,9 +7,10 @@
 
 from mpips.torch.backend import register
 from mpips.torch.data_parallel import DataParallel
+from mpips.torch.local import LocalSGD
 from mpips.torch.optimizer.distributed import DistributedOptimizer
 from mpips.torch.state import broadcast_optimizer_state, broadcast_parameters
 
-__all__ = ["DataParallel", "DistributedOptimizer", "broadcast_optimizer_state", "broadcast_parameters"]
+__all__ = ["DataParallel", "DistributedOptimizer", "LocalSGD", "broadcast_optimizer_state", "broadcast_parameters"]
 
 register()

@@ -2,13 +2,14 @@
 
 `trainer`: what users see. `loop`: epochs and steps. `rejoin`: the loop after deaths. `step`: compute, accumulate, clip.
 `updates`: gradients become parameters, by the store's optimizer, by every worker, or by elastic averaging.
+`local`: workers train apart and exchange rarely: local SGD, DiLoCo, elastic averaging.
 """
 
 from mpips.training.callbacks import Callback, Checkpoint, EarlyStop, Fitting, LearningRate, Progress
 from mpips.training.checkpoint import Epoch
+from mpips.training.local import Elastic
 from mpips.training.model import EvaluatedModel, Model
 from mpips.training.trainer import Trainer
-from mpips.training.updates import Elastic
 
 __all__ = [
     "Callback", "Checkpoint", "EarlyStop", "Elastic", "Epoch", "EvaluatedModel", "Fitting", "LearningRate", "Model",

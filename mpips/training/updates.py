@@ -2,14 +2,14 @@
 
 `Gradients` serves all kinds of store (MXNET-MPI, figures 6 and 7). `Summed` is for clipping in a synchronous store: a
 rank that has the whole sum alone knows its norm. The store then sums, and has no optimizer. `ElasticAveraging`
-exchanges whole models (MXNET-MPI, figure 8; equations in `optimizers.elastic`).
+exchanges whole models (`local`; MXNET-MPI, figure 8).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -18,8 +18,9 @@ import numpy as np
 import collectives
 from mpips.optimizers.apply import Updater
 from mpips.optimizers.base import Optimizer, changed
-from mpips.optimizers.elastic import INTERVAL, Elastic1, Elastic2
+from mpips.optimizers.elastic import Elastic1
 from mpips.store.runtime.rendezvous import attempt
+from mpips.training.local import Elastic, Exchange
 from mpips.training.model import Model, keys_of
 
 if TYPE_CHECKING:
@@ -281,19 +282,6 @@ class Summed(OnWorkers):
         return [0]
 
 
-@dataclass(frozen=True)
-class Elastic:
-    """Elastic averaging: every `interval` iterations client and centre move together by `alpha`."""
-
-    alpha: float = 0.5
-    interval: int = INTERVAL
-
-    def __post_init__(self) -> None:
-        Elastic1(alpha=self.alpha)
-        if self.interval < 1:
-            raise ValueError(f"Elastic(interval={self.interval}): give a number of iterations >= 1")
-
-
 class ElasticAveraging(OnWorkers):
     """Every `interval` iterations the client and the servers' centre attract each other; else SGD inside the client.
 
@@ -307,8 +295,7 @@ class ElasticAveraging(OnWorkers):
     ) -> None:
         self._elastic = elastic
         super().__init__(model, kv, optimizer, clip_norm)
-        self._centers = [np.empty_like(array) for array in model.parameters]
-        self._attract = Updater(Elastic2(alpha=elastic.alpha), model.parameters)
+        self._exchange = Exchange(kv, self.keys, model.parameters, elastic, self.group.Get_size())
 
     def _prepare(self) -> None:
         self._kv.set_optimizer(Elastic1(alpha=self._elastic.alpha), keys=self.keys)
@@ -321,11 +308,9 @@ class ElasticAveraging(OnWorkers):
         """Attract, where it is time; then update by the client's mean gradient."""
         workers = self.group.Get_size()
         if self._updater.step % self._elastic.interval == 0:
-            for center, parameter in zip(self._centers, self._model.parameters):
-                np.divide(parameter, workers, out=center)  # a push sums over the client's workers, who are equal
-            self._kv.push(self.keys, self._centers)
-            self._kv.pull(self.keys, self._centers)
-            self._attract.update(self._centers)
+            places = range(len(self.keys))
+            self._exchange.begin(self._model.parameters, places)
+            self._exchange.take(self._model.parameters, places)
         for gradient in self._model.gradients:
             collectives.allreduce(gradient, self.group)
         if self._clip is not None:

@@ -1,0 +1,130 @@
+"""Local SGD and DiLoCo for PyTorch's models: `LocalSGD(model, inner, every=500)`, for workers that slow links join.
+
+    inner = torch.optim.AdamW(model.parameters(), 1e-3)
+    trainer = mpips.torch.LocalSGD(model, inner, every=500, kind="dist_sync", servers=1)
+    loss.backward(); trainer.step(); trainer.zero_grad()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from collectives import arrays, log
+from collectives.errors import of_caller
+from mpips.optimizers.base import Optimizer
+from mpips.store.api import KVStore
+from mpips.store.create import create
+from mpips.store.runtime.rendezvous import attempt
+from mpips.torch.backend import check_joined
+from mpips.training.local import Local, LocalRounds
+from mpips.training.updates import averaged, workers_in_a_sum
+
+LOG = log.get("mpips.torch")
+
+
+class LocalSGD:
+    """Every worker trains `model` by `inner` alone; every `every` steps the store's outer optimizer joins them.
+
+    model       on the host, with contiguous parameters of float16, bfloat16, float32 or float64. All workers begin with
+                rank 0's. Buffers, and parameters that ask for no gradient, stay each worker's own.
+    inner       any optimizer of torch.optim; its state stays each worker's own.
+    outer       "nesterov" (DiLoCo: SGD of rate 0.7, momentum 0.9), "average" (the mean of all workers' parameters), or
+                an optimizer of `mpips.optimizers`. Its gradient is the mean over workers of what they have changed.
+    fragments   the model in so many parts, each exchanged every `every` steps, in turn.
+    delay       an exchange travels during so many inner steps; 0: `step` waits for it.
+    keep        the share of its own parameters that a worker keeps when an exchange has come (0: none).
+    compression of what is exchanged, as `kv.set_gradient_compression`, with error feedback.
+    store       a store that is there already, in place of `kind` and options of `mpips.create`. A server serves within
+                this call, and leaves by SystemExit when the workers have closed.
+
+    Synchronous kinds wait for all workers, which call `step` equally often. In an asynchronous kind the outer optimizer
+    takes what each worker (each client) has changed when it comes. Making it is collective, and blocks.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, inner: torch.optim.Optimizer, outer: str | Optimizer = "nesterov",
+        every: int = 500, *, fragments: int = 1, delay: int = 0, keep: float = 0.0,
+        compression: dict[str, Any] | None = None, kind: str = "dist_sync", store: KVStore | None = None,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        check_joined()
+        rule = Local(every, outer, fragments, delay, keep)
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        for name, parameter in named:
+            _check(name, parameter)
+        self.inner, self._parameters, self._keys = inner, [p for _, p in named], [name for name, _ in named]
+        self.store = store if store is not None else create(kind, **options)
+        try:
+            self._begin(rule, compression)
+        except Exception:
+            if store is None:
+                self.store.close()
+            raise
+
+    def _begin(self, rule: Local, compression: dict[str, Any] | None) -> None:
+        """Make the keys and take rank 0's parameters. Collective over the workers, blocking."""
+        kv = self.store
+        outer, refusal = attempt(lambda: self._outer(rule))
+        words = {"every": rule.every, "outer": outer, "fragments": rule.fragments, "delay": rule.delay,
+                 "keep": rule.keep, "compression": compression}  # fmt: skip
+        kv.settings.agree("LocalSGD", [(name, repr(word)) for name, word in words.items()], refusal, noun="argument")
+        assert outer is not None
+        kv.init(self._keys, self._views())
+        kv.set_optimizer(outer, keys=self._keys)
+        if compression is not None:
+            kv.set_gradient_compression(compression)
+        self._rounds = LocalRounds(kv, self._keys, self._views(), rule)
+        kv.barrier()  # all have pulled what rank 0 gave before anybody pushes
+        LOG.info("LocalSGD: %r on a %s store of %d parameters", rule, kv.type, len(self._keys))
+
+    def _outer(self, rule: Local) -> Optimizer:
+        if self.store.layout.survives:
+            raise ValueError("LocalSGD does not go on after a death yet, and this store does: leave out the option "
+                             "spares, and begin again from a checkpoint")  # fmt: skip
+        return averaged(rule.optimizer, workers_in_a_sum(self.store))
+
+    @property
+    def steps(self) -> int:
+        """Return how many inner steps this worker has made."""
+        return self._rounds.steps
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make an inner step, and exchange what is due. Return the result of `closure`. Blocking where it is due."""
+        loss = self.inner.step(closure) if closure is not None else self.inner.step()
+        self._rounds.step(self._views())
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, as the inner optimizer does."""
+        self.inner.zero_grad(set_to_none)
+
+    def share(self) -> None:
+        """Give the model the outer parameters, which all workers have in common: to measure or to save it. All call.
+
+        What inner steps have changed since the last exchange is dropped: call it at a multiple of `every`.
+        """
+        self._rounds.finish(self._views())
+        self.store.barrier()
+        self.store.pull(self._keys, self._views())
+        self.store.barrier()
+
+    def close(self) -> None:
+        """Wait for what is under way, and close the store: its servers leave."""
+        self._rounds.finish(self._views())
+        self.store.close()
+
+    def _views(self) -> list[Any]:
+        """The memory of the parameters, as NumPy sees it."""
+        return [arrays.host(parameter.detach()) for parameter in self._parameters]
+
+
+def _check(name: str, parameter: torch.Tensor) -> None:
+    """Raise ValueError where a parameter cannot be exchanged in its place."""
+    if parameter.device.type != "cpu":
+        raise of_caller(ValueError(f"LocalSGD: parameter {name!r} is on {parameter.device}: move the model to the CPU"))
+    if not parameter.is_contiguous() or not parameter.is_floating_point():
+        kind = f"{parameter.dtype}, strides {parameter.stride()}"
+        raise of_caller(ValueError(f"LocalSGD: parameter {name!r} is {kind}: make it contiguous, and of floats"))

@@ -1,0 +1,179 @@
+"""LocalSGD: workers train apart, and an outer optimizer joins them, bit for bit as in a serial run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+from torch import nn
+
+import mpips.torch
+from mpips.optimizers import SGD, Optimizer
+from mpips.training.local import OUTER
+from tests.mpi.torch.support import batch, far, heard, joined_batch, network
+
+WORLD = MPI.COMM_WORLD
+ADAMW = {"lr": 0.01, "weight_decay": 0.1}
+STEPS = 12
+
+
+def loss_of(model: nn.Module, data: Any) -> torch.Tensor:
+    return nn.functional.mse_loss(model(data[0]), data[1])
+
+
+def serial(workers: int, outer: Optimizer, every: int, keep: float = 0.0, delay: int = 0) -> list[nn.Module]:
+    """Local SGD of one fragment, of so many workers in one process."""
+    models = [network() for _ in range(workers)]
+    inners = [torch.optim.AdamW(model.parameters(), **ADAMW) for model in models]
+    views = [[p.detach().numpy() for p in model.parameters()] for model in models]
+    centers = [view.copy() for view in views[0]]
+    states = [outer.init(center.reshape(-1)) for center in centers]
+    due: dict[int, list[np.ndarray]] = {}
+    for step in range(1, STEPS + 1):
+        for rank, (model, inner) in enumerate(zip(models, inners)):
+            inner.zero_grad()
+            loss_of(model, batch(step, rank=rank)).backward()
+            inner.step()
+        if step in due:
+            mix(views, due.pop(step), keep)
+        if step % every == 0:
+            for place, center in enumerate(centers):
+                total = center - views[0][place]
+                for view in views[1:]:
+                    total = total + (center - view[place])
+                outer.update(center.reshape(-1), total.reshape(-1), states[place], step // every)
+            if delay:
+                due[step + delay] = [center.copy() for center in centers]
+            else:
+                mix(views, centers, keep)
+    return models
+
+
+def mix(views: list[list[np.ndarray]], centers: list[np.ndarray], keep: float) -> None:
+    for view in views:
+        for mine, center in zip(view, centers):
+            mine[...] = mine + (center - mine) * (1.0 - keep) if keep else center
+
+
+def local(options: dict[str, Any], steps: int = STEPS, inner: Any = None, **more: Any) -> tuple[Any, nn.Module] | None:
+    """Train on this rank; None where it serves."""
+    model = network()
+    made = inner(model.parameters()) if inner else torch.optim.AdamW(model.parameters(), **ADAMW)
+    try:
+        trainer = mpips.torch.LocalSGD(model, made, **more, **options)
+    except SystemExit:
+        return None
+    for step in range(1, steps + 1):
+        trainer.zero_grad()
+        loss_of(model, batch(step, rank=trainer.store.rank)).backward()
+        trainer.step()
+    return trainer, model
+
+
+def workers_of(options: dict[str, Any]) -> int:
+    return WORLD.size - int(options.get("servers", 0))
+
+
+OPTIONS = pytest.mark.parametrize("options", [{}, {"servers": 1}, {"kind": "mpi_sync"}], ids=str)
+
+
+@OPTIONS
+@pytest.mark.parametrize("outer", ["nesterov", "average", SGD(0.3, momentum=0.5)], ids=str)
+@pytest.mark.mpi(min_size=2)
+def test_parameters_have_the_bits_of_a_serial_run(outer: Any, options: dict[str, Any]) -> None:
+    done = local(options, outer=outer, every=4)
+    if done is not None:
+        trainer, model = done
+        trainer.close()
+        whole = OUTER[outer] if isinstance(outer, str) else outer
+        workers = workers_of(options)
+        rescaled = SGD(whole.learning_rate, momentum=whole.momentum, nesterov=whole.nesterov, rescale=1 / workers)
+        assert far(model, serial(workers, rescaled, 4)[trainer.store.rank]) == 0
+
+
+@pytest.mark.parametrize("delay, keep", [(2, 0.0), (2, 0.5), (0, 0.25)])
+@pytest.mark.mpi(min_size=2)
+def test_an_exchange_travels_during_inner_steps(delay: int, keep: float) -> None:
+    done = local({}, every=5, delay=delay, keep=keep, outer="average")
+    assert done is not None
+    trainer, model = done
+    rescaled = SGD(1.0, rescale=1 / WORLD.size)
+    expected = serial(WORLD.size, rescaled, 5, keep, delay)[WORLD.rank]
+    assert far(model, expected) < 1e-12
+    trainer.close()
+
+
+@OPTIONS
+@pytest.mark.mpi(min_size=2)
+def test_every_step_by_plain_sgd_is_data_parallel(options: dict[str, Any]) -> None:
+    done = local(options, inner=lambda ps: torch.optim.SGD(ps, 0.1), every=1, outer="average")
+    if done is not None:
+        trainer, model = done
+        trainer.close()
+        plain = network()
+        inner = torch.optim.SGD(plain.parameters(), 0.1)
+        for step in range(1, STEPS + 1):
+            inner.zero_grad()
+            loss_of(plain, joined_batch(step, ranks=workers_of(options))).backward()
+            inner.step()
+        assert far(model, plain) < 1e-12
+
+
+@pytest.mark.parametrize("more", [{"fragments": 3, "every": 6}, {"fragments": 4, "every": 4}], ids=str)
+@pytest.mark.mpi(min_size=2)
+def test_fragments_are_shared_in_turn(more: dict[str, Any]) -> None:
+    done = local({}, outer="average", **more)
+    assert done is not None
+    trainer, model = done
+    ends = [np.concatenate([p.detach().numpy().ravel() for p in model.parameters()])]
+    others = WORLD.allgather(ends[0])
+    apart = sum(bool((other != others[0]).any()) for other in others[1:])
+    trainer.share()
+    shared = WORLD.allgather(np.concatenate([p.detach().numpy().ravel() for p in model.parameters()]))
+    trainer.close()
+    assert apart == WORLD.size - 1 or more["every"] == 1
+    assert all((one == shared[0]).all() for one in shared)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_compressed_differences_train_nearly_as_well() -> None:
+    losses = []
+    for compression in (None, {"type": "fp16"}):
+        done = local({}, steps=30, every=5, outer="average", compression=compression)
+        assert done is not None
+        trainer, model = done
+        trainer.share()
+        losses.append(loss_of(model, joined_batch(31)).item())
+        trainer.close()
+    assert abs(losses[1] - losses[0]) < 1e-3 * losses[0]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_asynchronous_store_takes_what_comes() -> None:
+    done = local({"kind": "dist_async", "servers": 1}, steps=20, every=4, outer="average")
+    if done is not None:
+        trainer, model = done
+        trainer.share()
+        assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
+        trainer.close()
+
+
+@pytest.mark.parametrize("more, sentence", [
+    ({"every": 0}, "every=0: give an int, at least 1"),
+    ({"every": 4, "fragments": 5}, "fragments=5 of every=4 steps"),
+    ({"every": 4, "fragments": 2, "delay": 2}, "delay=2: the next fragment is due after 2 steps"),
+    ({"keep": 1.0}, "keep=1.0: give a share"),
+    ({"outer": "adam"}, "outer='adam' is unknown: give nesterov, average"),
+    ({"every": 99, "fragments": 9}, "fragments=9: there are 6 arrays of parameters"),
+])  # fmt: skip
+def test_wrong_arguments_are_refused(more: dict[str, Any], sentence: str) -> None:
+    assert sentence in heard(lambda: local({}, **more))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_arguments_that_differ_are_named() -> None:
+    said = heard(lambda: local({}, every=4 + (WORLD.rank == 0)))
+    assert "every" in said and "4" in said and "5" in said, said
