@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import json
 import os
 import shutil
 import signal
@@ -34,6 +35,7 @@ JOBS = (JOB, "SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID", "PMIX_NAMESPACE")
 """Variables that name a job, the first that is set."""
 MEMORY = Path("/dev/shm")
 PAGE, STACKS = ".page", ".stacks"
+END_FILE = "end.json"
 KEPT_JOBS = 8
 """Folders of jobs that have ended otherwise than well, of which the newest are kept."""
 SIGNAL = int(signal.SIGRTMAX) - 6
@@ -55,6 +57,11 @@ class Place:
     def __init__(self) -> None:
         self.name = self._role = ""
         self.rank = self._generation = self._step = -1
+
+    def take(self, role: str, member: int) -> None:
+        """Have a role from now on, as its so-manieth: the dead rank's where this one takes its place."""
+        _identity["member"] = member
+        self.role = role
 
     @property
     def role(self) -> str:
@@ -170,6 +177,17 @@ def forget_job(name: str) -> None:
             shutil.rmtree(folder() / name)
 
 
+def write_end(name: str, **known: Any) -> None:
+    """Write what the launcher of a job knows of its end, beside the pages of its ranks, where there are any."""
+    with suppress(OSError):
+        here = folder() / name
+        if is_private(folder()) and is_private(here):
+            fd = os.open(here / f".{END_FILE}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+            with open(fd, "w", encoding="utf-8") as file:
+                json.dump(known, file)
+            os.replace(here / f".{END_FILE}", here / END_FILE)
+
+
 def lives(pid: int) -> bool:
     """Return whether there is a process of this number."""
     return os.path.exists(f"/proc/{pid}")
@@ -262,12 +280,13 @@ def note(**numbers: float) -> None:
 
 def waits(what: str, began: float, late: Sequence[int]) -> None:
     """Write down that this thread waits for that since then (monotonic seconds), and for which ranks."""
-    thread = threading.get_ident()
+    thread, current = threading.get_ident(), threading.current_thread()
+    other = "" if current is threading.main_thread() else current.name[:60]
     with _lock:
         known = _waits.get(thread)
         line = known["line"] if known is not None and known["what"] == what else user_line(sys._getframe(1))
         _waits[thread] = {
-            "what": what[:500], "since_ns": int(began * 1e9), "late": list(late)[:64], "line": line,
+            "what": what[:500], "since_ns": int(began * 1e9), "late": list(late)[:64], "line": line, "thread": other,
         }  # fmt: skip
         page.write(pages.WAITS, list(_waits.values()))
 

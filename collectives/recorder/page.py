@@ -92,12 +92,9 @@ class Page:
         self.words[AT[name]] = value
 
     def write(self, area: int, content: Any) -> None:
-        """Write JSON into an area: of a list as many as fit, the first ones; ValueError for an object too long."""
-        raw = encode(content)
-        while len(raw) > JSON_BYTES:
-            if not isinstance(content, list):
-                raise ValueError(f"{len(raw)} bytes of JSON do not fit into the {JSON_BYTES} of an area")
-            raw = encode(content := content[:-1])
+        """Write JSON into an area: of a list the first members that fit, of an object the last."""
+        while len(raw := encode(content)) > JSON_BYTES:
+            content = content[:-1] if isinstance(content, list) else dict([*content.items()][1:])
         at = area // 8
         self.words[at] += 1
         self.words[at + 1] = len(raw)

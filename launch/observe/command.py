@@ -18,9 +18,11 @@ from rich.text import Text
 from collectives.terminal import Interruptible, Seconds, console, show_table
 from launch.observe.beside import parse_address
 from launch.observe.explain import as_json, explain
-from launch.observe.gather import Rank, gather, has_living, jobs
+from launch.observe.gather import Rank, gather, has_living, jobs, read_end
 
 MEGA = 1e6
+MOST_NAMED = 8
+"""Of the other jobs."""
 job_argument = click.argument("job", required=False)
 json_option = click.option("--json", "with_json", is_flag=True, help="Print JSON.")
 
@@ -58,14 +60,24 @@ def why(job: str | None, with_json: bool, seconds: float) -> None:
     """
     folder = find(job)
     ranks = _gathered(folder, seconds)
-    found = explain(folder.name, ranks)
+    found = explain(folder.name, ranks, read_end(folder))
     if with_json:
         click.echo(json.dumps(as_json(folder.name, found, ranks), indent=1))
-        return
-    click.echo(found.sentence)
+    else:
+        click.echo(found.sentence)
+    if job is None:
+        _tell_of_others(folder, "why")
+
+
+def _tell_of_others(folder: Path, command: str) -> None:
+    """Say on standard error that the newest job was chosen, where others run, too."""
     others = [path.name for path in jobs() if path != folder and has_living(path)]
-    if job is None and others:
-        click.echo(f"(Other jobs of yours run here: {', '.join(others)}.)", err=True)
+    if others:
+        count, more = len(others), ", ..." if len(others) > MOST_NAMED else ""
+        run = "others run" if count > 1 else "other runs"
+        named = ", ".join(others[-MOST_NAMED:])
+        click.echo(f"(This is your newest job here. {count} {run}: {named}{more}; name one by `mpips {command} JOB`.)",
+                   err=True)  # fmt: skip
 
 
 @command.command("top", cls=Interruptible)
@@ -81,7 +93,7 @@ def top(job: str | None, once: bool, with_json: bool, every: float) -> None:
     folder = find(job)
     if once or with_json:
         ranks = _gathered(folder, every)
-        found = explain(folder.name, ranks)
+        found = explain(folder.name, ranks, read_end(folder))
         if with_json:
             click.echo(json.dumps(as_json(folder.name, found, ranks), indent=1))
         else:
@@ -93,7 +105,7 @@ def top(job: str | None, once: bool, with_json: bool, every: float) -> None:
         while True:
             ranks = _gathered(folder, every)
             table = _table(folder.name, ranks, steps)
-            live.update(Group(table, Text(explain(folder.name, ranks).sentence)), refresh=True)
+            live.update(Group(table, Text(explain(folder.name, ranks, read_end(folder)).sentence)), refresh=True)
             if not any(one.lives for one in ranks):
                 return
 

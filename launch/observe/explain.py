@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import linecache
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from collectives.errors import ranks as name_ranks
-from launch.observe.gather import Rank, Wait
+from launch.observe.gather import Frame, Rank, Wait
 
 STANDS_SECONDS = 1.0
 """A wait of so long is no part of a usual step: the job is said to stand."""
@@ -24,17 +24,24 @@ class Explanation(NamedTuple):
     culprits: tuple[int, ...]
 
 
-def explain(name: str, ranks: Sequence[Rank]) -> Explanation:
-    """Explain a job of this name by what its ranks look like; at least one."""
+def explain(name: str, ranks: Sequence[Rank], end: Mapping[str, Any] | None = None) -> Explanation:
+    """Explain a job of this name by what its ranks, at least one, look like; `end`: what its launcher has written."""
+    missing = set(range(max(one.size for one in ranks))) - {one.rank for one in ranks}
+    ranks = [one for one in ranks if not is_replaced(one, ranks)]
     size = max(one.size for one in ranks)
     program = next((" ".join(map(os.path.basename, one.program[:1])) for one in ranks if one.program), "")
     head = f"job {name} ({program + ', ' if program else ''}{size} rank{'s' * (size > 1)})"
     if not any(one.lives for one in ranks):
-        return _ended(head, ranks, size)
+        return _ended(head, ranks, len(missing), end or {})
     waits = {one.rank: wait for one in ranks if one.lives and not one.stopped and (wait := _longest(one)) is not None}
     if waits:
-        return _stands(head, ranks, waits, size)
+        return _stands(head, ranks, waits, missing)
     return _goes_on(head, ranks)
+
+
+def is_replaced(rank: Rank, ranks: Iterable[Rank]) -> bool:
+    """Return whether a rank has died in a generation from which the job has gone on without it."""
+    return not rank.lives and any(one.generation > rank.generation >= 0 for one in ranks)
 
 
 def _longest(rank: Rank) -> Wait | None:
@@ -46,28 +53,29 @@ def _longest(rank: Rank) -> Wait | None:
 # ---- a job that stands
 
 
-def _stands(head: str, ranks: Sequence[Rank], waits: dict[int, Wait], size: int) -> Explanation:
+def _stands(head: str, ranks: Sequence[Rank], waits: dict[int, Wait], missing: set[int]) -> Explanation:
     seconds = max(wait.seconds for wait in waits.values())
     groups: dict[tuple[str, str], list[int]] = {}
     for rank, wait in waits.items():
-        groups.setdefault((wait.what, wait.line), []).append(rank)
+        line = f"{wait.line}, in its thread {wait.thread}" if wait.thread and wait.line else wait.line
+        groups.setdefault((wait.what, line), []).append(rank)
     waiting = [
-        f"{name_ranks(members)} wait{'s' * (len(members) == 1)} in {what}{f' ({line})' if line else ''}"
+        f"{name_ranks(members)} wait{'s' * (len(members) == 1)} in {_at(what, line)}"
         for (what, line), members in groups.items()
     ]
-    culprits = _culprits(ranks, waits, size)
+    culprits = _culprits(ranks, waits, missing)
     steps = [one.step for one in ranks if one.step >= 0]
     step = f" in step {min(steps)}" if steps else ""
     begin = f"{head} stands since {_seconds(seconds)}{step}: {'; '.join(waiting)}"
     if not culprits:
-        alike = len({wait.what for wait in waits.values()}) == 1 and len(_lanes_ahead(ranks, waits)) < 2
-        why = (
-            "all ranks are in it, so what they wait for is under way between hosts, or a server does not answer"
-            if alike
-            else "they have made different calls, and each waits for the others: a deadlock. All ranks must make the "
-            "same calls in the same order"
-        )
-        return Explanation("stands", f"{begin}. {why[0].upper()}{why[1:]}.", tuple(waits))
+        ahead = _lanes_ahead(ranks, waits)
+        if len({wait.what for wait in waits.values()}) == 1 and len(ahead) < 2:
+            why = "All ranks are in it, so what they wait for is under way between hosts, or a server does not answer"
+        else:
+            which = f": {'; '.join(_ahead(ranks, waits, lane) for lane in sorted(ahead))}" if len(ahead) > 1 else ""
+            why = ("They have made different calls, and each waits for the others: a deadlock"
+                   f"{which}. All ranks must make the same calls in the same order")  # fmt: skip
+        return Explanation("stands", f"{begin}. {why}.", tuple(waits))
     known = {one.rank: one for one in ranks}
     described = [_describe(number, known.get(number)) for number in culprits]
     return Explanation("stands", f"{begin}, for {'; and for '.join(described)}.", tuple(culprits))
@@ -84,11 +92,31 @@ def _lanes_ahead(ranks: Sequence[Rank], waits: dict[int, Wait]) -> set[int]:
     return set().union(*every) if every and not set.intersection(*every) else set()
 
 
-def _culprits(ranks: Sequence[Rank], waits: dict[int, Wait], size: int) -> list[int]:
+def _ahead(ranks: Sequence[Rank], waits: dict[int, Wait], identity: int) -> str:
+    """Say which ranks have begun a call, of one communicator, that others have not, and where."""
+    numbers = {one.rank: lane.number for one in ranks for lane in one.lanes if lane.identity == identity}
+    most = max(numbers.values())
+    there = [rank for rank in numbers if numbers[rank] == most and rank in waits]
+    others = [rank for rank in numbers if numbers[rank] < most]
+    texts = {lane.text for one in ranks if one.rank in there for lane in one.lanes if lane.identity == identity}
+    lines = ", ".join(sorted({waits[rank].line for rank in there} - {""}))
+    has, have = ("have" if len(members) > 1 else "has" for members in (there, others))
+    what = ", ".join(sorted(texts - {wait.what for wait in waits.values()}))  # else it is said before
+    call = _at(f"call {most} of a communicator{what and f', {what}'}", lines)
+    return f"{name_ranks(there)} {has} begun {call}, which {name_ranks(others)} {have} not begun"
+
+
+def _at(what: str, line: str) -> str:
+    """Return a text with the line of the program in one pair of parentheses behind it."""
+    if not line:
+        return what
+    return f"{what[:-1]}; {line})" if what.endswith(")") else f"{what} ({line})"
+
+
+def _culprits(ranks: Sequence[Rank], waits: dict[int, Wait], missing: set[int]) -> list[int]:
     """Return the ranks that the others wait for, and that do not wait themselves."""
     gone = {one.rank for one in ranks if not one.lives}
     stopped = {one.rank for one in ranks if one.lives and one.stopped}
-    missing = set(range(size)) - {one.rank for one in ranks}
     late = {rank for wait in waits.values() for rank in wait.late} - set(waits)
     idle = {one.rank for one in ranks if one.lives and one.rank not in waits and not _serves(one)}
     for found in (late & (gone | stopped | missing | idle), gone | stopped, idle, missing):
@@ -110,20 +138,29 @@ def _describe(number: int, rank: Rank | None) -> str:
     last = f"; the call that it began last is {rank.last_call}" if rank.last_call else ""
     if not rank.lives:
         said = rank.end.get("failed", "")
+        if rank.became:
+            return f"{who}whose process {rank.pid} has become another program by exec, `{rank.became}`{last}"
         return f"{who}whose process {rank.pid} is gone{f': {said}' if said else ', without a word'}{last}"
     if rank.stopped:
         return f"{who}which is stopped by a signal: `kill -CONT {rank.pid}` lets it go on{last}"
     cpu = f"{100 * rank.cpu:.0f} % CPU"
-    frame = rank.user_frame
-    line = linecache.getline(frame.path, frame.line).strip() if frame is not None else ""
-    at = f" ({frame}{f': `{line}`' if line else ''})" if frame is not None else ""
+    at = f" ({_quoted(rank.user_frame)})" if rank.user_frame is not None else ""
+    if others := rank.other_frames:
+        shown = "; ".join(dict.fromkeys(map(_quoted, others[:3])))
+        last = f"; its other thread{'s are' if len(others) > 1 else ' is'} at {shown}{last}"
     if rank.state == "D":
         return f"{who}which waits in the kernel for a disk or a file system{at}"
     if rank.in_mpips:
         return f"{who}which is in a call of mpips{at}, not stopped, {cpu}{last}"
     if not rank.stack:
         return f"{who}which does not say where it is, not stopped, {cpu}{last}"
-    return f"{who}which is in Python code outside mpips{at}, not stopped, {cpu}"
+    return f"{who}which is in Python code outside mpips{at}, not stopped, {cpu}{last if others else ''}"
+
+
+def _quoted(frame: Frame) -> str:
+    """Return a line of the program with its text, where that can be read."""
+    line = linecache.getline(frame.path, frame.line).strip()
+    return f"{frame}: `{line}`" if line else str(frame)
 
 
 # ---- a job that does not stand
@@ -134,7 +171,8 @@ def _goes_on(head: str, ranks: Sequence[Rank]) -> Explanation:
     stopped = [one for one in ranks if one.lives and one.stopped]
     if stopped:
         described = "; ".join(_describe(one.rank, one) for one in stopped)
-        return Explanation("stands", f"{head}: nobody waits yet for {described}.", tuple(one.rank for one in stopped))
+        sentence = f"{head}: {described}. No other rank has waited for that as long as {STANDS_SECONDS:.0f} s yet."
+        return Explanation("stands", sentence, tuple(one.rank for one in stopped))
     steps = [one.step for one in workers if one.step >= 0]
     where = f"in step {max(steps)}" if steps else "without a count of steps"
     for one in workers:
@@ -152,8 +190,21 @@ def _goes_on(head: str, ranks: Sequence[Rank]) -> Explanation:
     return Explanation("runs", sentence, ())
 
 
-def _ended(head: str, ranks: Sequence[Rank], size: int) -> Explanation:
+def _ended(head: str, ranks: Sequence[Rank], well: int, end: Mapping[str, Any]) -> Explanation:
     """A job of which no rank on this machine lives."""
+    if heard := end.get("heard"):
+        steps = [one.step for one in ranks if one.step >= 0]
+        step = f" in step {max(steps)}" if steps else ""
+        by = f"{heard}{' (Ctrl-C)' * (heard == 'SIGINT')}"
+        return Explanation("ended", f"{head} has ended{step}: its `mpips run` was told to end by {by}.", ())
+    death = str(end.get("death", ""))
+    dead = [one for one in ranks if death.startswith(f"rank {one.rank} ") and not one.end.get("own")]
+    if dead:  # its launcher saw it: others may have been ended in the same way with the job
+        others = [one for one in ranks if one not in dead]
+        told = {str(one.end["failed"]).rstrip(".") for one in others if one.end.get("failed")}
+        last = f", after {dead[0].last_call} had begun" if dead[0].last_call else ""
+        said = f" Others said: {'; '.join(sorted(told))}." if told else " The others were ended with the job."
+        return Explanation("ended", f"{head} has ended. R{death[1:]}{last}.{said}", (dead[0].rank,))
     silent = [one for one in ranks if not one.end.get("failed")]
     own = [one for one in ranks if one.end.get("own")]
     words: dict[str, list[int]] = {}
@@ -167,7 +218,6 @@ def _ended(head: str, ranks: Sequence[Rank], size: int) -> Explanation:
     parts = [f"R{name_ranks(members)[1:]}{text}" for text, members in words.items()]
     if own and silent:
         parts.append(f"R{name_ranks([one.rank for one in silent])[1:]} ended with the job.")
-    well = size - len(ranks)
     if well > 0:
         parts.append(f"Of the other {well} nothing is kept here: they have ended well, or ran on other hosts.")
     culprits = own or silent or list(ranks)

@@ -6,6 +6,7 @@ where it is deep in a library or in an endless loop. Two looks some time apart t
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import time
@@ -45,12 +46,16 @@ class Frame(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """A wait of one thread: for what, for how many seconds, for which ranks, as far as known, and from which line."""
+    """A wait of one thread: for what, for how many seconds, for which ranks, as far as known, and from which line.
+
+    `thread` is the name of the thread, "" of the main one.
+    """
 
     what: str
     seconds: float
     late: tuple[int, ...]
     line: str
+    thread: str = ""
 
 
 class Rank(NamedTuple):
@@ -87,6 +92,14 @@ class Rank(NamedTuple):
     checkpoints: int
     cpu_seconds: float
     notes: Mapping[str, float]
+    threads: tuple[tuple[Frame, ...], ...]
+    """Stacks of its other threads."""
+    member: int
+    """Its number among those of its role."""
+    became: str
+    """The words of the other program that its process has become, by exec; else ""."""
+    step_rate: float
+    """Steps a second between the two looks, from the times of steps; -1 where none has ended between them."""
 
     @property
     def lives(self) -> bool:
@@ -110,6 +123,12 @@ class Rank(NamedTuple):
         return next((frame for frame in self.stack if frame.is_users), None)
 
     @property
+    def other_frames(self) -> tuple[Frame, ...]:
+        """Return of each other thread the innermost line of the user's program, where it has one."""
+        found = (next((frame for frame in stack if frame.is_users), None) for stack in self.threads)
+        return tuple(frame for frame in found if frame is not None)
+
+    @property
     def in_mpips(self) -> bool:
         """Return whether its main thread is in a call of mpips."""
         ours = tuple(f"{ROOT}/{name}/" for name in own.OURS)
@@ -130,6 +149,7 @@ class _Look(NamedTuple):
     cpu_seconds: float
     memory_bytes: int
     at: float
+    became: str = ""
 
 
 def jobs(top: Path | None = None) -> list[Path]:
@@ -174,6 +194,24 @@ def _owns(pid: int, path: Path) -> bool:
     return False
 
 
+def _became(pid: int, began: float) -> str:
+    """Return the words of the program that a process without its page is, where it is the one that began then."""
+    with suppress(OSError, StopIteration):
+        ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        boot = next(int(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if line[:5] == "btime")
+        if boot + ticks / TICKS <= began + 1:
+            return " ".join(Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")).strip()[:80]
+    return ""
+
+
+def read_end(folder: Path) -> Mapping[str, Any]:
+    """Return what `mpips run` has written of the end of a job: `heard`, or `death` and `sentence`; {} where nothing."""
+    with suppress(OSError, ValueError):
+        found: dict[str, Any] = json.loads((folder / own.END_FILE).read_text(encoding="utf-8"))
+        return found
+    return {}
+
+
 def _look(path: Path) -> _Look | None:
     pid, now = int(path.stem), time.monotonic()
     with suppress(OSError):
@@ -181,7 +219,7 @@ def _look(path: Path) -> _Look | None:
         if seen is None:
             return None
         if not _owns(pid, path):
-            return _Look(seen, "", 0.0, 0, now)
+            return _Look(seen, "", 0.0, 0, now, _became(pid, seen.head["began_ns"] / 1e9))
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         used = (int(words[11]) + int(words[12])) / TICKS
         memory = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -189,24 +227,27 @@ def _look(path: Path) -> _Look | None:
     return None
 
 
-def _rank(before: _Look, after: _Look, stack: Sequence[Frame], pid: int) -> Rank:
+def _rank(before: _Look, after: _Look, stacks: Sequence[Sequence[Frame]], pid: int) -> Rank:
     head, identity, now = after.seen.head, after.seen.identity, time.monotonic_ns()
     apart = max(after.at - before.at, 1e-9)
     waits = tuple(
-        Wait(one["what"], (now - one["since_ns"]) / 1e9, tuple(one["late"]), one["line"]) for one in after.seen.waits
+        Wait(one["what"], (now - one["since_ns"]) / 1e9, tuple(one["late"]), one["line"], one["thread"])
+        for one in after.seen.waits
     )
     waited = (head["waited_ns"] - before.seen.head["waited_ns"]) / 1e9
     still = max((min(wait.seconds, apart) for wait in waits), default=0.0)
-    step = head["step"] - 1
+    step, steps = head["step"] - 1, head["step"] - before.seen.head["step"]
+    took = head["step_ns"] - before.seen.head["step_ns"]
     return Rank(
         identity.get("rank", -1), identity.get("size", -1), identity.get("role", ""), identity.get("host", ""), pid,
         tuple(identity.get("program", ())), head["generation"] - 1, step,
         (now - head["step_ns"]) / 1e9 if step >= 0 else -1.0, waits, tuple(after.seen.lanes), after.seen.end,
         after.state, (after.cpu_seconds - before.cpu_seconds) / apart, min(1.0, max(waited / apart, still / apart)),
-        after.seen.lanes != before.seen.lanes or head["step"] != before.seen.head["step"], tuple(stack),
+        after.seen.lanes != before.seen.lanes or steps > 0, tuple(stacks[0]) if stacks else (),
         after.memory_bytes, head["began_ns"] / 1e9, head["waited_ns"] / 1e9, head["waits"],
         head["calls"] + sum(lane.number for lane in after.seen.lanes), head["failures"],
-        head["checkpoints"], after.cpu_seconds, after.seen.notes,
+        head["checkpoints"], after.cpu_seconds, after.seen.notes, tuple(map(tuple, stacks[1:])),
+        identity.get("member", -1), after.became, 1e9 * steps / max(took, 1) if steps > 0 else -1.0,
     )  # fmt: skip
 
 
@@ -226,15 +267,15 @@ class _Stacks:
                     self._from[path] = size, look.seen.head["thread"], time.monotonic()
                     os.kill(int(path.stem), number)
 
-    def take(self, path: Path) -> list[Frame]:
-        """Return the stack of the main thread, innermost first; [] where there is no answer in time."""
+    def take(self, path: Path) -> list[list[Frame]]:
+        """Return the stacks, the main thread's first, each innermost first; [] where there is no answer in time."""
         if path not in self._from:
             return []
         size, thread, asked = self._from[path]
         while True:
             with suppress(OSError), open(path.with_suffix(own.STACKS), encoding="utf-8", errors="replace") as file:
                 file.seek(size)
-                found = _main_thread(file.read(), thread, _folder_of(int(path.stem)))
+                found = _threads(file.read(), thread, _folder_of(int(path.stem)))
                 if found or time.monotonic() > asked + STACK_SECONDS:
                     return found
             if time.monotonic() > asked + STACK_SECONDS:
@@ -255,15 +296,19 @@ def _folder_of(pid: int) -> str:
     return ""
 
 
-def _main_thread(text: str, thread: int, folder: str) -> list[Frame]:
-    """Return the frames of one thread in what `faulthandler` writes; names of files are below `folder`."""
-    frames: list[Frame] = []
-    inside = False
+def _threads(text: str, main: int, folder: str) -> list[list[Frame]]:
+    """Return the stacks in what `faulthandler` writes, that of one thread first; names of files are below `folder`.
+
+    [] while that one has not been written.
+    """
+    stacks: dict[int, list[Frame]] = {main: []}
+    thread = 0
     for line in text.splitlines():
         if header := THREAD.match(line):
-            inside = int(header.group(1), 16) == thread
-        elif inside and (found := FRAME.match(line)):
+            thread = int(header.group(1), 16)
+            stacks.setdefault(thread, [])
+        elif thread and (found := FRAME.match(line)):
             path = found.group(1)
             path = path if path.startswith("<") else os.path.join(folder, path)
-            frames.append(Frame(path, int(found.group(2)), found.group(3)))
-    return frames
+            stacks[thread].append(Frame(path, int(found.group(2)), found.group(3)))
+    return [*stacks.values()] if stacks[main] else []

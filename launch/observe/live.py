@@ -26,7 +26,7 @@ import click
 
 from launch.observe.beside import parse_address, without_signals
 from launch.observe.explain import as_json, explain
-from launch.observe.gather import Rank, gather
+from launch.observe.gather import Rank, gather, read_end
 
 LOOK_SECONDS = 1.0
 STACK_SECONDS = 5.0
@@ -56,12 +56,12 @@ class History:
         ranks = gather(self._folder, 0.2, stacks=False)
         if not ranks:
             return
-        found = explain(self._folder.name, ranks)
+        found = explain(self._folder.name, ranks, read_end(self._folder))
         now = time.time()
         if found.kind == "stands" and now - self._asked > STACK_SECONDS:
             self._asked = now
             ranks = gather(self._folder, 0.2)
-            found = explain(self._folder.name, ranks)
+            found = explain(self._folder.name, ranks, read_end(self._folder))
         with self._lock:
             for text in self._changes(ranks, found.kind):
                 self._events.append({"time": now, "text": text})
@@ -98,6 +98,8 @@ class History:
                 continue
             if one.pid != old.pid:
                 yield f"{name} has been replaced: its place is taken by process {one.pid}"
+            elif old.role == "spare" and one.role not in ("", "spare"):
+                yield f"{name}, a spare, has become {one.role} {one.member}"
             elif old.lives and not one.lives:
                 yield f"{name} is gone"
             if one.lives and one.stopped != old.stopped:

@@ -18,6 +18,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from launch.observe.beside import parse_address, without_signals
+from launch.observe.explain import is_replaced
 from launch.observe.gather import Rank, gather, jobs
 
 FILE = "mpips.prom"
@@ -36,7 +37,8 @@ class Definition(NamedTuple):
 
 GAUGE, COUNTER = GaugeMetricFamily, CounterMetricFamily
 DEFINITIONS = (
-    Definition(GAUGE, "mpips_rank_up", "1 while the rank's process is there.", lambda one: float(one.lives)),
+    Definition(GAUGE, "mpips_rank_up", "1 while the rank's process is there; none where the job goes on without it.",
+               lambda one: float(one.lives)),
     Definition(GAUGE, "mpips_rank_stopped", "1 while a signal has stopped it.", lambda one: float(one.stopped)),
     Definition(GAUGE, "mpips_start_time_seconds", "When the rank began, in Unix time.", lambda one: one.began),
     Definition(GAUGE, "mpips_generation", "The generation of its store.",
@@ -70,21 +72,22 @@ class Jobs(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics."""
         ranks = [
-            (path.name, one)
+            (path.name, one, is_replaced(one, members))
             for path in jobs()
             if self._job in (None, path.name)
-            for one in gather(path, seconds=0.0, stacks=False)
+            for members in [gather(path, seconds=0.0, stacks=False)]
+            for one in members
         ]
         labels = (*LABELS, "role", "host", "program")
         info = GAUGE("mpips_rank_info", "A rank, its role, host and program.", labels=labels)
-        for job, one in ranks:
+        for job, one, _ in ranks:
             info.add_metric([job, str(one.rank), one.role, one.host, " ".join(one.program[:1])], 1)
         yield info
         for definition in DEFINITIONS:
             family = definition.kind(definition.name, definition.text, labels=LABELS)
-            for job, one in ranks:
+            for job, one, replaced in ranks:
                 value = definition.value(one)
-                if value is not None:
+                if value is not None and not (replaced and definition.name == "mpips_rank_up"):
                     family.add_metric([job, str(one.rank)], value)
             yield family
 

@@ -88,6 +88,8 @@ def run(
         end = watched.end()
         code, sentence, death = verdict.code(end), verdict.sentence(end), verdict.death(end)
         watched.clear(others=bool(code))
+        if code and not end.heard:
+            recorder.write_end(str(os.getpid()), death=death, sentence=sentence)
         LOG.info("job has ended after %.1f s: code %d, mpirun's %d, %s", time.monotonic() - began, code, end.returned,
                   death or "no death that ended it")  # fmt: skip
     finally:
@@ -215,6 +217,8 @@ class Watched:
             for pid in self._presence.pids() or [self._job.pid]:
                 send_signal(pid, number)
             return
+        if not self._heard:
+            recorder.write_end(str(os.getpid()), heard=signal.Signals(number).name)
         self._heard = number
         self._ends_by = min(self._ends_by, time.monotonic() + GRACE)
         if not by_terminal:

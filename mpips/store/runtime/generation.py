@@ -285,9 +285,10 @@ class Generation:
         self._log_begin()
 
     def _log_begin(self) -> None:
-        log.place.role, log.place.generation = self.layout.role, self.number
-        recorder.goes_well()
         layout = self.layout
+        log.place.take(layout.role, layout.rank - layout.num_workers if layout.is_server else layout.rank)
+        log.place.generation = self.number
+        recorder.goes_well()
         LOG.info("generation %d has begun, of a %s store: %d workers, %d servers, %d spares", self.number, layout.kind,
                  layout.num_workers, layout.num_servers, layout.spares)  # fmt: skip
 

@@ -16,7 +16,7 @@ USUAL: dict[str, Any] = {
     "step_seconds": 1.0, "waits": (), "lanes": (), "end": {}, "state": "R", "cpu": 0.5, "waiting": 0.1, "moved": True,
     "stack": (Frame("/home/u/train.py", 7, "<module>"),), "memory_bytes": 1,
     "began": 0.0, "waited_seconds": 0.0, "wait_count": 0, "calls": 0, "failures": 0, "checkpoints": 0,
-    "cpu_seconds": 0.0, "notes": {},
+    "cpu_seconds": 0.0, "notes": {}, "threads": (), "member": -1, "became": "", "step_rate": -1.0,
 }  # fmt: skip
 WAITS = (Wait("pushpull of key 'w'", 83.4, (2,), "train.py:41"),)
 
@@ -56,6 +56,54 @@ def test_a_rank_that_others_wait_for_is_described(differs: dict[str, Any], said:
     assert (found.kind, found.culprits, found.sentence) == ("stands", (2,), BEGIN + said)
 
 
+def test_another_thread_of_the_late_rank_is_shown(tmp_path: Path) -> None:
+    library = Frame("/usr/lib/python3.11/threading.py", 1, "join")
+    thread = (library, Frame("/home/u/data.py", 70, "load"))
+    found = explain("4711", waiting(stack=(library, *USUAL["stack"]), cpu=0.0, threads=((library,), thread)))
+    assert found.sentence == BEGIN + (
+        "rank 2, which is in Python code outside mpips (train.py:7), not stopped, 0 % CPU; "
+        "its other thread is at data.py:70, load."
+    )
+
+
+def test_a_wait_of_a_second_thread_says_so() -> None:
+    late = (WAITS[0]._replace(thread="pusher"),)
+    found = explain("4711", [rank(0, waits=late), rank(1, waits=late), rank(2)])
+    assert "wait in pushpull of key 'w' (train.py:41, in its thread pusher), for rank 2" in found.sentence
+
+
+def test_a_rank_that_is_another_program_now_is_not_gone_silently() -> None:
+    found = explain("4711", waiting(state="", became="sleep 30"))
+    assert "rank 2, whose process 102 has become another program by exec, `sleep 30`." in found.sentence
+
+
+def test_a_line_joins_the_parentheses_of_its_call() -> None:
+    late = (WAITS[0]._replace(what="push of key 'w' (sum)"),)
+    assert "in push of key 'w' (sum; train.py:41), for" in explain("1", [rank(0, waits=late), rank(2)]).sentence
+
+
+def test_a_rank_without_which_the_job_goes_on_is_not_blamed() -> None:
+    dead = rank(3, state="", generation=0, size=4)
+    late = [rank(number, waits=WAITS, generation=1, size=4) for number in (0, 1)]
+    assert explain("1", [*late, rank(2, generation=1, size=4), dead]).culprits == (2,)
+    over = [one._replace(state="", end={"failed": "no space"}) for one in late]
+    assert explain("1", [*over, dead]).culprits == (0, 1)
+
+
+def test_an_interrupted_job_says_so() -> None:
+    ranks = [rank(number, state="") for number in range(3)]
+    found = explain("1", ranks, {"heard": "SIGINT"})
+    assert found.sentence.endswith("has ended in step 412: its `mpips run` was told to end by SIGINT (Ctrl-C).")
+
+
+def test_the_rank_whose_death_the_launcher_saw_is_to_blame() -> None:
+    ranks = [rank(number, state="") for number in range(3)]
+    found = explain("1", ranks, {"death": "rank 1 (worker) was ended by SIGKILL", "sentence": ""})
+    assert found.culprits == (1,) and found.sentence.endswith(
+        "has ended. Rank 1 (worker) was ended by SIGKILL. The others were ended with the job."
+    )
+
+
 def test_the_line_of_the_program_is_shown_where_it_can_be_read(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import os\nbatch = os.read(0, 9)\n")
     found = explain("1", waiting(stack=(Frame(str(tmp_path / "train.py"), 2, "load"),)))
@@ -88,7 +136,10 @@ def test_equal_calls_in_two_communicators_are_a_deadlock_too() -> None:
         rank(0, waits=wait, lanes=(one._replace(number=9), two), size=2),
         rank(1, waits=wait, lanes=(one, two._replace(number=9)), size=2),
     ]
-    assert "a deadlock" in explain("1", ranks).sentence
+    assert (
+        "a deadlock: rank 0 has begun call 9 of a communicator (train.py:9), which rank 1 has not begun; "
+        "rank 1 has begun call 9 of a communicator (train.py:9), which rank 0 has not begun. All"
+    ) in explain("1", ranks).sentence
     both = [ranks[0], rank(1, waits=wait, lanes=ranks[0].lanes, size=2)]
     assert "a deadlock" not in explain("1", both).sentence
 
@@ -100,7 +151,8 @@ def test_short_waits_are_no_standing() -> None:
 
 def test_a_stopped_rank_is_said_before_others_wait() -> None:
     found = explain("1", [rank(0), rank(1, state="T"), rank(2)])
-    assert (found.kind, found.culprits) == ("stands", (1,)) and "kill -CONT 101" in found.sentence
+    assert "ranks): rank 1, which is stopped by a signal: `kill -CONT 101` lets it go on. No other" in found.sentence
+    assert (found.kind, found.culprits) == ("stands", (1,))
 
 
 def test_the_slow_rank_is_the_one_that_does_not_wait() -> None:
