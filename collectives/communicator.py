@@ -23,7 +23,7 @@ from collectives import log
 from collectives.errors import CollectiveError, MismatchError, given_up, of_caller
 from collectives.fabric import arena
 from collectives.fabric.arena import Region
-from collectives.fabric.board import Board, Ending, unreachable
+from collectives.fabric.board import NUMBERS, Board, Ending, unreachable
 from collectives.fabric.failure import failed, made
 from collectives.fabric.layout import (
     DEPARTURES,
@@ -109,6 +109,7 @@ class Communicator:
         self.lanes = Lanes(self.comm, self.across)
         """What messages of one-shot calls go over."""
         self.all_lanes = [self.lanes]
+        recorder.add_communicator(self.board.marks.identity, _ranks_of_job(self.comm))
         self.plan_lanes, self.tags_dealt = self.lanes, 0
         """What messages of plans go over, and the tags dealt on it, which keep them apart."""
         self._kept: list[Any] = []
@@ -136,6 +137,11 @@ class Communicator:
             raise type(self.over)(str(self.over))
         if not self.open:
             raise MismatchError(FREED)
+
+    @property
+    def next_number(self) -> int:
+        """Return the number that the next call will have here, the same on all ranks."""
+        return (self.board.number if self.control is None else self.control.number) + 1 & NUMBERS
 
     def agree(self, text: str) -> None:
         """Collective, blocking: MismatchError on every rank unless all bring the same text."""
@@ -284,6 +290,16 @@ class Communicator:
         if self.nodes == 1 or len({self.node_of.count(node) for node in self.node_of}) > 1:
             return None
         return made(self.comm.Split(self.board.rank, self.rank))
+
+
+def _ranks_of_job(comm: MPI.Intracomm) -> list[int]:
+    """Return the ranks of a communicator as COMM_WORLD counts them."""
+    mine, all_ = comm.Get_group(), MPI.COMM_WORLD.Get_group()
+    try:
+        return MPI.Group.Translate_ranks(mine, list(range(mine.size)), all_)
+    finally:
+        mine.Free()
+        all_.Free()
 
 
 def _told(kept: Communicator, what: str, error: BaseException) -> CollectiveError:

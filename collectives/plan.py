@@ -9,6 +9,7 @@ an earlier one lay finds the plan of that one. What plans hold of their own is b
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
@@ -28,9 +29,11 @@ from collectives.fabric.requests import Tags
 from collectives.fabric.wait import see_in_time
 from collectives.network.messages import MessagePlan
 from collectives.node.executor import MET, Executor, not_begun
+from collectives.recorder import own as recorder
 from collectives.runner import (
     Over,
     Started,
+    Timed,
     advance,
     agree,
     begin,
@@ -48,13 +51,21 @@ class Plan(Uncopied):
     in the same order."""
 
     def __init__(self, home: Communicator, call: Call, runner: Runner, in_place: bool) -> None:
-        self.call, self.runner = call, runner
+        self.call, self.runner, self._bare = call, runner, runner
         self._home, self._in_place = home, in_place
         self._arrays: Array = None
         self._result: Array = None
         self._operation: Started | None = None
         self._freed = self._retired = False
         self._exclusive = True
+        self._line = recorder.user_line(sys._getframe(1))
+        recorder.add_timeable(self)
+
+    def set_timed(self, every: bool) -> None:
+        """Time every run from now on, or only where it takes long; see `recorder.own.trace`."""
+        timed = (every or self.call.nbytes >= recorder.LONG_BYTES) and not self._freed
+        if timed != isinstance(self.runner, Timed):
+            self.runner = Timed(self._home, self.call, self._bare, self._line) if timed else self._bare
 
     def __call__(self) -> Array:
         """Run to the end. Blocking."""
@@ -120,7 +131,7 @@ class Plan(Uncopied):
     def keep(self, x: Array, out: Array) -> None:
         """Hold on to the arrays, so that the plan can run as long as it lives. It has tags of its own, so that between
         nodes its messages may be under way beside those of others."""
-        own_tags = isinstance(self.runner, Over) and self.runner.moves_by(MessagePlan)
+        own_tags = isinstance(self._bare, Over) and self._bare.moves_by(MessagePlan)
         self._exclusive = self._home.control is None or not own_tags
         self._arrays = (x, out)
         self._result = self.result_of(x, out)
@@ -144,7 +155,7 @@ class Plan(Uncopied):
         """Return what the fitted cost model expects; None where there is no model for the algorithm."""
         from collectives.simulator.simulate import predict_seconds  # here alone, as it loads the simulator
 
-        way = self.runner.way if isinstance(self.runner, Executor) else ""
+        way = self._bare.way if isinstance(self._bare, Executor) else ""
         return predict_seconds(self._home.table, self.call, self._home.nodes, way)
 
     @property
@@ -160,7 +171,7 @@ class Plan(Uncopied):
         elif not self._freed:
             self._freed = True
             self.runner.fast = not_begun
-            self.runner.free()
+            self._bare.free()
             self._arrays = self._result = None
 
     def _check(self) -> None:

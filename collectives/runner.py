@@ -18,7 +18,9 @@ from collectives.fabric.requests import Tags
 from collectives.network import native
 from collectives.network.messages import MessagePlan, TwoLevelPlan
 from collectives.network.native import NativePlan
-from collectives.node.executor import MET, Executor, Ways, not_begun, part_of
+from collectives.node.executor import DONE, MET, Executor, Ways, not_begun, part_of
+from collectives.recorder import own as recorder
+from collectives.recorder.ring import Ring, form
 from collectives.schedule import catalog
 from collectives.schedule.model import Schedule
 
@@ -76,6 +78,51 @@ class Over:
         yield from board.met()
         board.read(board.tokens())
         yield from board.carried_out(self._body.run())
+
+
+class Timed:
+    """A runner whose runs are recorded with their times (`recorder.ring`)."""
+
+    def __init__(self, home: Communicator, call: Call, runner: Runner, line: str) -> None:
+        self._home, self._runner, self.holds = home, runner, runner.holds
+        operation, _, subject = call.described().partition(" of ")
+        subject = f"{call.label}: {subject}" if call.label else subject
+        lane = home.board.marks.identity
+        self._form = form(lane, operation, subject, call.nbytes, call.n, call.dtype.name, line=line)
+        self._ring, self._sequence = recorder.ring, 0
+        self.fast: Callable[[], int] = self._fast
+
+    def _fast(self) -> int:
+        ring = recorder.ring
+        sequence = ring.begin(self._form, self._home.next_number)
+        code = self._runner.fast()
+        if code == DONE:
+            ring.end(sequence)
+        else:
+            self._ring, self._sequence = ring, sequence
+        return code
+
+    def steps(self) -> Iterator[None]:
+        ring, sequence = self._ring, self._sequence
+        if sequence:  # `fast` has begun it
+            self._sequence = 0
+        else:
+            ring = recorder.ring
+            sequence = ring.begin(self._form, starts=False)
+        return self._recorded(ring, sequence)
+
+    def _recorded(self, ring: Ring, sequence: int) -> Iterator[None]:
+        ring.start(sequence, self._home.next_number)
+        yield from self._runner.steps()
+        ring.end(sequence)
+
+    def rest(self) -> Iterator[None]:
+        ring, sequence, self._sequence = self._ring, self._sequence, 0
+        yield from self._runner.rest()
+        ring.end(sequence)
+
+    def free(self) -> None:
+        self._runner.free()
 
 
 def make_runner(home: Communicator, call: Call, x: Flat, out: Flat, tags: Tags) -> Runner:

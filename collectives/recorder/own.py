@@ -19,14 +19,16 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from collectives.recorder import page as pages
 from collectives.recorder.page import Page
+from collectives.recorder.ring import Ring, form
 
 VARIABLE = "MPIPS_RECORDER"
 JOB = "_MPIPS_JOB"
@@ -101,6 +103,7 @@ _notes: dict[str, float] = {}
 _waits: dict[int, dict[str, Any]] = {}
 _lock = threading.Lock()
 _paths: list[Path] = []
+_communicators: dict[int, dict[str, Any]] = {}
 
 
 def folder() -> Path:
@@ -130,7 +133,7 @@ def is_wanted(environment: Mapping[str, str] = os.environ) -> bool:
 
 def begin(rank: int, size: int) -> None:
     """Open this rank's page, once for the process. Where it cannot be, the job goes on without."""
-    global page
+    global page, ring
     if _paths or os.environ.get(VARIABLE, "").strip() == "0":
         return
     with suppress(OSError):
@@ -147,6 +150,8 @@ def begin(rank: int, size: int) -> None:
         opened.write(pages.IDENTITY, _identity)
         opened.write(pages.NOTES, _notes)
         page = opened
+        if not is_traced:
+            ring = page.ring
         _answer_signals(here / f"{os.getpid()}{STACKS}")
         atexit.register(_end)
         os.register_at_fork(after_in_child=_forget)
@@ -222,6 +227,20 @@ def count_checkpoint() -> None:
     page.words[pages.AT["checkpoints"]] += 1
 
 
+def add_communicator(identity: int, ranks: Sequence[int]) -> None:
+    """Say which ranks of the job a lane joins. The last `KNOWN_COMMUNICATORS` are kept, those that are freed, too."""
+    text = ",".join(map(str, ranks))
+    place = _made[text] = _made.get(text, -1) + 1
+    _communicators[identity] = {"ranks": text, "place": place}
+    if len(_communicators) > KNOWN_COMMUNICATORS:
+        del _communicators[next(iter(_communicators))]
+    page.write(pages.COMMUNICATORS, _communicators)
+
+
+_made: dict[str, int] = {}
+KNOWN_COMMUNICATORS = 32
+
+
 def goes_well() -> None:
     """Take back what `fails` has said: the program has gone on from it."""
     page.write(pages.END, {})
@@ -240,8 +259,10 @@ def _end() -> None:
 
 def _forget() -> None:
     """A fork of a rank is no rank."""
-    global page
+    global page, ring
     page = Page()
+    untrace()
+    ring = page.ring
     _waits.clear()
     _notes.clear()
     _paths.clear()
@@ -314,6 +335,60 @@ def user_line(frame: FrameType | None) -> str:
     return ""
 
 
+# ---- records with times
+
+
+class Timeable(Protocol):
+    """A plan, or a store: what makes calls that are timed while a trace is on, and else only where they take long."""
+
+    def set_timed(self, every: bool) -> None:
+        """Time every call from now on, or only those that take long."""
+
+
+LONG_BYTES = 1 << 20
+"""From here on each call is timed, at about a microsecond: it takes a hundred of them."""
+ring = page.ring
+"""Where records go: into the page, or into what `trace` was given."""
+is_traced = False
+_timeable: weakref.WeakSet[Timeable] = weakref.WeakSet()
+_timing = threading.Lock()
+
+
+def trace(into: Ring) -> None:
+    """Record every call of this process into that ring from now on, whatever it takes; the page's own ring rests.
+
+    Calls that are under way may be left out. Any thread may call.
+    """
+    global ring, is_traced
+    with _timing:
+        ring, is_traced = into, True
+        for one in list(_timeable):
+            one.set_timed(True)
+
+
+def untrace() -> None:
+    """End `trace`: nothing more is written to its ring but the ends of calls that are under way."""
+    global ring, is_traced
+    with _timing:
+        ring, is_traced = page.ring, False
+        for one in list(_timeable):
+            one.set_timed(False)
+
+
+def add_timeable(one: Timeable) -> None:
+    """Tell it from now on, as long as it lives, whether every call is timed; and now."""
+    with _timing:
+        _timeable.add(one)
+        one.set_timed(is_traced)
+
+
+def begin_rare(operation: str, subject: str = "") -> tuple[Ring, int]:
+    """Begin the record of what is rare, such as a checkpoint or a recovery; return the ring, and what its `end` takes.
+    """
+    into = ring
+    return into, into.begin(form(0, operation, subject, line=user_line(sys._getframe(1))))
+
+
 # ---- marks
 
 
@@ -321,7 +396,7 @@ class Marks:
     """A lane of this process: where calls put their marks, and the texts of their tokens."""
 
     def __init__(self, identity: int) -> None:
-        self._page = page
+        self._page, self.identity = page, identity
         self._lane = page.take_lane(identity)
         at = Page.mark_at(max(self._lane, 0))
         self.word = page.words[at : at + 1] if self._lane >= 0 else memoryview(bytearray(8)).cast("Q")
@@ -331,6 +406,10 @@ class Marks:
         """Say what a token stands for."""
         if self._lane >= 0:
             self._page.name(self._lane, token, text)
+
+    def new_token(self, text: str) -> int:
+        """Return a token that stands for this."""
+        return self._page.new_token(text)
 
     def close(self) -> None:
         """Give the lane back."""

@@ -8,8 +8,11 @@ that it has begun last. `Page` is the rank's side, and `read` the other side.
     waits       JSON: what its threads wait for, since when, and for whom; only waits that last
     end         JSON: how it has ended
     notes       JSON: numbers that the program reports, such as the loss
+    lanes       JSON: which ranks a lane joins, for the communicators made last
     marks       for each *lane*, which is a communicator or a store, one word: 2^32 * number of the call + its token
     tokens      for each lane the texts of the tokens, `TOKENS` of them in turn
+    names       texts of tokens from `POOL` on, which stores share: there are as many as keys
+    ring        records with times (`ring`), of calls that take long enough
 
 A mark is one store of 8 bytes: all that a call of a microsecond can spare. Texts are written when a call is made for
 the first time. JSON is guarded by a sequence number, odd while it is written.
@@ -25,7 +28,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-MAGIC, VERSION = 0x6D70697073_52, 1
+from collectives.recorder import ring
+from collectives.recorder.ring import HEAD_BYTES, RECORD_BYTES, Record, Ring
+
+MAGIC, VERSION = 0x6D70697073_52, 2
 HEAD = (
     "magic", "version", "pid", "thread", "began_ns", "generation", "step", "step_ns",
     "waited_ns", "waits", "signal", "calls", "failures", "checkpoints",
@@ -36,12 +42,16 @@ they are. `waited_ns`: how long the rank has waited in all, in `waits` waits tha
 `checkpoints`: how many this rank has written."""
 AT = {name: number for number, name in enumerate(HEAD)}
 TEXT_BYTES = 4096
-IDENTITY, WAITS, END, NOTES = (TEXT_BYTES * number for number in (1, 2, 3, 4))
+IDENTITY, WAITS, END, NOTES, COMMUNICATORS = (TEXT_BYTES * number for number in (1, 2, 3, 4, 5))
 LANES, TOKENS, TOKEN_BYTES = 64, 64, 256
 LANE_WORDS = 8
-MARKS = TEXT_BYTES * 5
+MARKS = TEXT_BYTES * 6
 TEXTS = MARKS + LANES * LANE_WORDS * 8
-PAGE_BYTES = TEXTS + LANES * TOKENS * TOKEN_BYTES
+POOL, POOL_TOKENS = 1 << 31, 4096
+NAMES = TEXTS + LANES * TOKENS * TOKEN_BYTES
+RING, RING_RECORDS = NAMES + POOL_TOKENS * TOKEN_BYTES, 256
+RING_BYTES = HEAD_BYTES + RING_RECORDS * RECORD_BYTES
+PAGE_BYTES = RING + RING_BYTES
 TOKEN_MASK = (1 << 32) - 1
 _TEXT = struct.Struct("=QQ")
 _TOKEN = struct.Struct("=II")
@@ -73,6 +83,7 @@ class Seen(NamedTuple):
     end: Mapping[str, Any]
     lanes: list[Lane]
     notes: Mapping[str, float]
+    communicators: Mapping[str, Any]
 
 
 class Page:
@@ -86,6 +97,8 @@ class Page:
         self.words[AT["version"]] = VERSION
         self.words[AT["magic"]] = MAGIC
         self._free = list(range(LANES - 1, -1, -1))
+        self._named = 0
+        self.ring = Ring(memoryview(self._map)[RING : RING + RING_BYTES])
 
     def set(self, name: str, value: int) -> None:
         """Write a word of the head."""
@@ -126,11 +139,20 @@ class Page:
         """Write what a token of a lane stands for, in the place of the token `TOKENS` before it."""
         raw = text.encode()[: TOKEN_BYTES - _TOKEN.size]
         at = _token_at(lane, token)
-        self._map[at : at + _TOKEN.size] = _TOKEN.pack(token, len(raw))
+        self._map[at : at + _TOKEN.size] = _TOKEN.pack(0, 0)
         self._map[at + _TOKEN.size : at + _TOKEN.size + len(raw)] = raw
+        self._map[at : at + _TOKEN.size] = _TOKEN.pack(token, len(raw))
+
+    def new_token(self, text: str) -> int:
+        """Return a token that no lane has, which stands for this, until `POOL_TOKENS` others have been made."""
+        self._named += 1
+        self.name(0, POOL + self._named, text)
+        return POOL + self._named
 
 
 def _token_at(lane: int, token: int) -> int:
+    if token >= POOL:
+        return NAMES + (token - POOL) % POOL_TOKENS * TOKEN_BYTES
     return TEXTS + (lane * TOKENS + token % TOKENS) * TOKEN_BYTES
 
 
@@ -143,14 +165,19 @@ def read(path: str | os.PathLike[str]) -> Seen | None:
     head = dict(zip(HEAD, words[: len(HEAD)].tolist()))
     if (head["magic"], head["version"]) != (MAGIC, VERSION):
         return None
-    texts = [_json(raw, area) for area in (IDENTITY, WAITS, END, NOTES)]
+    texts = [_json(raw, area) for area in (IDENTITY, WAITS, END, NOTES, COMMUNICATORS)]
     lanes = []
     for lane in range(LANES):
         at = Page.mark_at(lane)
         mark, identity = words[at : at + 2]
         if identity:
             lanes.append(Lane(identity, mark >> 32, _text(raw, lane, mark & TOKEN_MASK)))
-    return Seen(head, texts[0] or {}, texts[1] or [], texts[2] or {}, lanes, texts[3] or {})
+    return Seen(head, texts[0] or {}, texts[1] or [], texts[2] or {}, lanes, texts[3] or {}, texts[4] or {})
+
+
+def read_records(path: str | os.PathLike[str]) -> list[Record]:
+    """Return the whole records in the ring of a page, also of a living rank. OSError and ValueError as of `ring`."""
+    return ring.read_file(path, RING, RING_BYTES)
 
 
 def _json(raw: bytes, area: int) -> Any:

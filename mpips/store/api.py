@@ -92,11 +92,13 @@ class KVStore(Uncopied):
 
     def init(self, key: object, value: object) -> None:
         """Store the first values: rank 0's count. Keys, shapes and dtypes are the same everywhere."""
-        self.settings.init(key, value)
+        with self._route.marked("init"):
+            self.settings.init(key, value)
 
     def broadcast(self, key: object, value: object, out: object, priority: int = 0) -> None:
         """`init`, then `pull`; nothing is made where `out` is bad."""
-        self.settings.init(key, value, lambda keys: self._operations.see_pull(keys, key, out, priority))
+        with self._route.marked("broadcast"):
+            self.settings.init(key, value, lambda keys: self._operations.see_pull(keys, key, out, priority))
         self.pull(key, out, priority)
 
     def set_optimizer(self, optimizer: str | Optimizer, keys: object = None, **keywords: Any) -> None:
@@ -104,16 +106,19 @@ class KVStore(Uncopied):
 
         By name and keywords (`"sgd", learning_rate=0.1`) or an `mpips.optimizers` record. State starts anew.
         """
-        self.settings.set_optimizer(optimizer, keys, keywords)
+        with self._route.marked("set_optimizer"):
+            self.settings.set_optimizer(optimizer, keys, keywords)
 
     def update_optimizer(self, keys: object = None, **numbers: Any) -> None:
         """Change numbers of the optimizers of these keys, or of all, such as `learning_rate`, from the next round on.
         State stays. A number may be a schedule (`mpips.optimizers.schedules`), counted in updates of the key."""
-        self.settings.update_optimizer(keys, numbers)
+        with self._route.marked("update_optimizer"):
+            self.settings.update_optimizer(keys, numbers)
 
     def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
         """Compress pushes of float keys from now on, e.g. `{"type": "2bit", "threshold": 0.5}`."""
-        self.settings.set_compression(compression_params)
+        with self._route.marked("set_gradient_compression"):
+            self.settings.set_compression(compression_params)
 
     def recut(self, keys: Sequence[Name], new: Mapping[Name, int]) -> None:
         """Cut the elements of `keys`, one behind the other, anew into 1-D keys `new` of so many elements.
@@ -122,15 +127,18 @@ class KVStore(Uncopied):
         memory is given back. ValueError where the elements differ in number or dtype, a new key exists already, the
         optimizer has updated some of `keys` more often than others, or `staleness` holds a push of them back.
         """
-        recut(self.settings, keys, new)
+        with self._route.marked("recut"):
+            recut(self.settings, keys, new)
 
     def forget(self, keys: Sequence[Name]) -> None:
         """Give up keys, one or a list, and their memory on workers and servers."""
-        self.settings.forget(keys)
+        with self._route.marked("forget"):
+            self.settings.forget(keys)
 
     def barrier(self) -> None:
         """Wait until all workers have come. A pull after it sees all pushes before it that `staleness` lets through."""
-        self.settings.barrier()
+        with self._route.marked("barrier"):
+            self.settings.barrier()
 
     def save(self, path: str | os.PathLike[str], wait: bool = True) -> Saving | None:
         """Write one checkpoint file: values, optimizers and their state, residuals of compression, after one round.
@@ -138,7 +146,8 @@ class KVStore(Uncopied):
         A kill at any moment leaves the old file or the new one. `wait=False`: training goes on; `wait()` of what is
         returned blocks until the file is there. ValueError where it cannot be written.
         """
-        saving = save(self.settings, path, wait)
+        with self._route.marked("save"):
+            saving = save(self.settings, path, wait)
         self._route.write(saving)
         return saving
 
@@ -147,15 +156,18 @@ class KVStore(Uncopied):
 
         Keys that the store does not have are made. ValueError where the file does not fit the keys that it has.
         """
-        load(self.settings, path)
+        with self._route.marked("load"):
+            load(self.settings, path)
 
     def save_optimizer_states(self, fname: str, dump_optimizer: bool = False) -> None:
         """Rank 0 writes the optimizers' state of all keys (safetensors), if `dump_optimizer` with names and options."""
-        save_states(self.settings, fname, dump_optimizer)
+        with self._route.marked("save_optimizer_states"):
+            save_states(self.settings, fname, dump_optimizer)
 
     def load_optimizer_states(self, fname: str) -> None:
         """Read back what `save_optimizer_states` wrote, with any number of servers."""
-        load_states(self.settings, fname)
+        with self._route.marked("load_optimizer_states"):
+            load_states(self.settings, fname)
 
     def recover(self, grow: bool = False) -> Rounds:
         """Begin the next generation after a StoreError. What was under way is forgotten, values stay.
@@ -165,7 +177,8 @@ class KVStore(Uncopied):
         was applied in part: load a checkpoint of them. `grow`: ranks that wait (`spares`) become workers, also where
         nobody has died; all call it after the same step, or one does and the others' calls raise StoreError.
         """
-        rounds = self.generations.recover(grow)
+        with self._route.marked("recover"):
+            rounds = self.generations.recover(grow)
         if self.layout.survives:
             self._route.before_a_push(self.settings.pushes)
         return rounds
@@ -258,7 +271,8 @@ class KVStore(Uncopied):
 
         `row_ids`: integers (k,), any order, repeats allowed, or a list of them for a list of keys.
         """
-        self._operations.pull_rows(key, out, row_ids, priority)
+        with self._route.marked("row_sparse_pull"):
+            self._operations.pull_rows(key, out, row_ids, priority)
 
     # ---- the end
 
@@ -268,7 +282,8 @@ class KVStore(Uncopied):
         Who closes while others wait for it in a call ends the generation there. StoreError where a death has undone
         what this worker has pushed (`spares`): the store is open still.
         """
-        self.generations.close()
+        with self._route.marked("close"):
+            self.generations.close()
 
     def __enter__(self) -> Self:
         return self

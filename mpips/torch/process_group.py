@@ -21,6 +21,9 @@ from torch import Tensor
 import collectives
 from collectives.api import begin
 from collectives.communicator import communicator
+from collectives.recorder import own as recorder
+from collectives.recorder.own import Marks
+from collectives.recorder.ring import form
 from mpips.torch.tensors import (
     Reduction,
     as_movable,
@@ -41,6 +44,8 @@ Allgather: TypeAlias = "dist.AllgatherOptions | None"
 ReduceScatter: TypeAlias = "dist.ReduceScatterOptions | None"
 LEAST_SECONDS = 1e-3
 """Of a limit on waits, where 0 would be none."""
+LANE = 1 << 62
+"""In the recorder: MPI's own calls of a group, beside the lane of its communicator."""
 After = Callable[[], None] | None
 """Brings a result to where the caller wants it."""
 
@@ -287,9 +292,11 @@ class Jobs:
         self._comm_of_messages = comm.Dup()
         self.messages = Messages(self._comm_of_messages)
         self._barrier_token = torch.zeros(1)
+        self._marks, self._tokens = Marks(self._home.board.marks.identity | LANE), dict[str, int]()
 
     def free(self) -> None:
         """Free the communicators of the group. Local; ranks that still wait for this one in it raise."""
+        self._marks.close()
         self._home.leave()
         self._comm_of_messages.Free()
         self.comm.Free()
@@ -404,6 +411,7 @@ class Jobs:
         steps = listen(steps, self._home)
         if ordered:
             steps = itertools.chain(self._home.agreed(what), steps)
+        steps = self._recorded(steps, what)
 
         def run() -> None:
             self._home.check()
@@ -411,6 +419,21 @@ class Jobs:
                 self._home.run(steps, what)
 
         return GroupJob(run, lambda: watch(steps, self._home, what), self._home if ordered else None, after)
+
+    def _recorded(self, steps: Iterator[None], what: str) -> Iterator[None]:
+        """Let others see what MPI's own calls do, from when they begin; with times while a trace is on."""
+        self._marks.word[0] = self._tokens.get(what) or self._new_token(what)
+        if not recorder.is_traced:
+            yield from steps
+            return
+        ring = recorder.ring
+        sequence = ring.begin(form(self._home.board.marks.identity, what))
+        yield from steps
+        ring.end(sequence)
+
+    def _new_token(self, what: str) -> int:
+        token = self._tokens[what] = self._marks.new_token(what)
+        return token
 
     def empty(self, after: After = None) -> GroupJob:
         """Make a job that sends nothing, in its turn."""

@@ -26,6 +26,7 @@ from collectives import log
 from collectives.errors import CollectiveError, warn
 from collectives.fabric.tasks import Task, together
 from collectives.recorder import own as recorder
+from collectives.recorder.ring import Ring
 from mpips.compression.registry import options
 from mpips.optimizers.registry import as_data
 from mpips.store.checkpoint import folder as files
@@ -129,18 +130,27 @@ def _frozen(
     return snapshot, refusal
 
 
-def _log_begun(path: str, keys: Sequence[Key]) -> float:
-    """Log that a checkpoint is begun; return the time."""
+class Begun(NamedTuple):
+    """A checkpoint that has begun then, and its record."""
+
+    at: float
+    ring: Ring
+    sequence: int
+
+
+def _log_begun(path: str, keys: Sequence[Key]) -> Begun:
+    """Log and record that a checkpoint is begun."""
     LOG.info("checkpoint %s: %d keys, %d bytes of values", path, len(keys), sum(key.nbytes for key in keys))
-    return time.perf_counter()
+    return Begun(time.perf_counter(), *recorder.begin_rare("checkpoint", path))
 
 
-def _log_end(path: str, begun: float, failure: object) -> None:
-    if failure:
+def _log_end(path: str, begun: Begun | None, failure: object) -> None:
+    if failure or begun is None:
         LOG.info("checkpoint %s: not written: %s", path, failure)
     else:
         recorder.count_checkpoint()
-        LOG.info("checkpoint %s: written after %.3f s", path, time.perf_counter() - begun)
+        begun.ring.end(begun.sequence)
+        LOG.info("checkpoint %s: written after %.3f s", path, time.perf_counter() - begun.at)
 
 
 def _begun(header: Header, writer: Writer) -> None:
@@ -302,7 +312,7 @@ class Saving:
         """What is under way."""
         self._disk: Disk | None = None
         self._over, self._told = writer is None, False
-        self._started = 0.0 if writer is None else _log_begun(writer.path, keys)
+        self._started = None if writer is None else _log_begun(writer.path, keys)
         self._error: BaseException | None = None
         self.pruned = ""
         """The folder of which older checkpoints are removed once this one is over; "": none."""

@@ -38,6 +38,7 @@ from collectives.errors import CollectiveError, StallError
 from collectives.fabric.arena import Region
 from collectives.fabric.failure import Making, deaths
 from collectives.fabric.requests import send, sweep
+from collectives.recorder import own as recorder
 from mpips.optimizers.base import initial
 from mpips.optimizers.schedules import Groups
 from mpips.store.keys.key import Name
@@ -83,6 +84,7 @@ def recover(
     """
     begun_at = time.monotonic()
     LOG.info("recovery of generation %d is asked for", generation.number)
+    ring, sequence = recorder.begin_rare("recovery", f"of generation {generation.number}")
 
     def rebuild() -> tuple[Member[T], T]:
         layout, member = generation.layout, join()
@@ -102,6 +104,7 @@ def recover(
             "generation: %s", time.monotonic() - begun_at, member.nbytes, layout.num_workers,
             layout.num_servers, layout.spares, layout.lost or "none",
         )  # fmt: skip
+        ring.end(sequence)
     return begun
 
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from itertools import islice
 from operator import attrgetter
 from typing import Any
@@ -33,6 +34,8 @@ from numpy.typing import NDArray
 
 from collectives.errors import CollectiveError, MismatchError
 from collectives.kernels import sums
+from collectives.recorder import own as recorder
+from collectives.recorder.ring import Ring, form
 from mpips.compression import Compressor
 from mpips.optimizers import Groups, Optimizer
 from mpips.optimizers.apply import prepare
@@ -43,7 +46,15 @@ from mpips.store.server.unit import Contribution, Replies, Reply, Unit, UnitMirr
 TURNS, SHORT_BYTES = 8, 1 << 14
 """What a server does before it listens again: turns of units of at most so many bytes, or one of a longer one."""
 PRIORITY = attrgetter("priority")
+LANE = 3 << 62
+"""Of the recorder: what a server does. Above the lanes that stores of workers have."""
 Name = int | str
+
+
+@cache
+def _marks() -> recorder.Marks:
+    """Return the lane of this process' server."""
+    return recorder.Marks(LANE)
 
 
 class ServerState(ABC):
@@ -68,6 +79,10 @@ class ServerState(ABC):
         self.gone: set[int] = set()
         """Workers that have left."""
         self._remote, self._reduce, self._mirror = frozenset(remote), reduce or Reduce(), mirror
+        self._word = _marks().word
+        """Where others see which unit this server summed, or let read, last."""
+        self._begun: dict[int, tuple[Ring, int]] = {}
+        """Records of rounds that are being summed, by the unit's number."""
         self._ranked = False  # whether any unit has a priority: to sort hundreds at every step takes as long as to sum
 
     # ---- events
@@ -182,6 +197,7 @@ class ServerState(ABC):
         waiting = []
         for worker, round_, rows in unit.pulls:
             if self._may_read(unit, worker, round_):
+                self._word[0] = unit.tokens[1]
                 unit.readers.append(worker)
                 replies.append(Reply("GRANT", worker, unit.number, round_, rows=rows))
             else:
@@ -195,6 +211,18 @@ class ServerState(ABC):
             unit.undo.close(unit.stands_at)
         if self._mirror is not None:
             self._mirror.changed(unit)
+
+    def _begin(self, unit: Unit, number: int) -> None:
+        """Let others see that this round, or contribution, of a unit is being applied."""
+        self._word[0] = (number & recorder.pages.TOKEN_MASK) << 32 | unit.tokens[0]
+        if not unit.block and (recorder.is_traced or unit.stored.nbytes >= recorder.LONG_BYTES):
+            into = recorder.ring
+            self._begun[unit.number] = into, into.begin(unit.form, 0, number)
+
+    def _end(self, unit: Unit) -> None:
+        begun = self._begun.pop(unit.number, None)
+        if begun is not None:
+            begun[0].end(begun[1])
 
     def _failed(self, unit: Unit, error: Exception) -> CollectiveError:
         """Return what is raised where an update has failed; nobody goes on with the unit."""
@@ -210,12 +238,18 @@ class ServerState(ABC):
     def create(self, unit: Unit) -> None:
         """Add a unit that is new, with its optimizer."""
         self.units[unit.number] = unit
+        part = f", from element {unit.start}" if unit.start else ""
+        name = f"of key {unit.key!r}{part}"
+        unit.tokens = _marks().new_token(f"sum {name}"), _marks().new_token(f"pull {name}")
         self._prepare(unit)
 
     def _prepare(self, unit: Unit) -> None:
         """Ask for what will sum and update a unit, so that it is there in time."""
         if self.compressor is not None:
             self.compressor.prepare(unit.stored.dtype)
+        nbytes, size, dtype = unit.stored.nbytes, unit.stored.size, unit.stored.dtype.name
+        what = "sum" if unit.optimizer is None else "update"
+        unit.form = form(LANE, what, repr(unit.key), nbytes, size, dtype, unit.start)
         count = len(unit.contributors)
         if self.asynchronous or self.compressor is not None:
             parts = 1
@@ -332,6 +366,8 @@ class SynchronousState(ServerState):
             return False, []
         if unit.block == unit.blocks:
             return True, self._end_round(unit)  # its mirror has it
+        if not unit.block:
+            self._begin(unit, unit.round + 1)
         try:
             worked = self._sum(unit, [queue[0] for queue in unit.queues])
         except Exception as error:
@@ -358,6 +394,8 @@ class SynchronousState(ServerState):
 
     def _end_round(self, unit: Unit) -> Replies:
         """End the round: readers may have it, contributors may go on, the next round may already be there."""
+        if self._begun:
+            self._end(unit)
         unit.round = round_ = unit.round + 1
         if unit.optimizer is None:
             unit.torn = False  # nothing is left of what was there before
@@ -444,6 +482,8 @@ class AsynchronousState(ServerState):
         source = unit.queues[index][0]
         if not source.ready(unit.block):
             return False, []
+        if not unit.block:
+            self._begin(unit, unit.done[index] + 1)
         if unit.blocks == 1:  # in a longer unit's word its outboxes look for blocks that have been summed: none here
             unit.words[0] |= 1
         if unit.block == 0 and unit.undo is not None:
@@ -461,6 +501,8 @@ class AsynchronousState(ServerState):
     def _end_update(self, unit: Unit) -> Replies:
         """End the update by the contributor whose turn it is."""
         index = unit.active
+        if self._begun:
+            self._end(unit)
         unit.words[0] += unit.words[0] & 1
         unit.arrivals.remove(index)
         unit.active = -1

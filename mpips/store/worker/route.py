@@ -14,9 +14,10 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Callable, Generator, Hashable, Mapping, Sequence, Sized
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from itertools import accumulate, pairwise
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,9 @@ from numpy.typing import NDArray
 from collectives.errors import CollectiveError, of_caller
 from collectives.fabric import arena
 from collectives.fabric.tasks import Task, in_turn, together
+from collectives.recorder import own as recorder
 from collectives.recorder.own import Marks
+from collectives.recorder.ring import Ring, form
 from mpips.store.keys import arguments
 from mpips.store.keys.arguments import PRIORITY_BITS, Call
 from mpips.store.keys.key import FastList, Key, Name
@@ -38,6 +41,10 @@ LISTS = (list, tuple)
 STORE = 1 << 63
 """Above the numbers of lanes that communicators have."""
 _stores = itertools.count()
+MOST_TOKENS = 4096
+"""Calls, by what they do with which keys, of which this worker has the texts at hand."""
+Begun: TypeAlias = tuple[Ring, int, Key]
+"""A record that has begun: its ring, its sequence number there, and its key."""
 
 
 class Route:
@@ -57,6 +64,16 @@ class Route:
         self._extra = self._checks  # one of these four is there, and calls take the general way
         self._marks, self._tokens = Marks(STORE + next(_stores)), dict[Any, int]()
         self._word = self._marks.word
+        self._forms = dict[Any, bytes]()
+        self._least = recorder.LONG_BYTES
+        """Keys of so many bytes are timed, by `call`;"""
+        self._leaves = self._least
+        """and `try_fast` leaves them to it: from so many bytes on."""
+        recorder.add_timeable(self)
+
+    def set_timed(self, every: bool) -> None:
+        """Time the calls of every key from now on, or of long ones; see `recorder.own.trace`."""
+        self._least = self._leaves = 0 if every else recorder.LONG_BYTES
 
     def try_fast(self, what: str, key: Any, value: Any, out: Any, priority: int) -> bool:
         """Make a call (push, pull or pushpull), blocking. Return False, with nothing done, where `call` has to."""
@@ -93,8 +110,22 @@ class Route:
     def call(self, what: str, key: object, value: object, out: object, priority: int) -> None:
         """Make a call, blocking, with what is due before and after it: a save, the next piece of a checkpoint."""
         self._mark(what, key)
+        begun = self._begin_records(what, key)
+        self._leaves = sys.maxsize
+        try:
+            if begun or self._extra:
+                self._call(what, key, value, out, priority)
+            else:
+                self._operations.do(what, key, value, out, priority)
+        finally:
+            self._leaves = self._least
+        for ring, sequence, _ in begun:
+            ring.end(sequence)
+
+    def _call(self, what: str, key: object, value: object, out: object, priority: int) -> None:
         if not self._extra:
-            self._operations.do(what, key, value, out, priority)
+            if not self.try_fast(what, key, value, out, priority):
+                self._operations.do(what, key, value, out, priority)
             return
         saves = self._prepare(what, key)
         self._extra = False
@@ -115,10 +146,22 @@ class Route:
         """Start a call and return its handle, not blocking; it takes turns on its keys and on `turns`."""
         self._mark(what, key)
         saves = self._prepare(what, key) if self._extra else None
-        handle = self._operations.start(what, key, value, out, priority, turns)
+        begun = self._begin_records(what, key, starts=False)
+        handle = self._operations.start(what, key, value, out, priority, turns, begun)
         if self._extra:
             self._follow(saves, key)
         return handle
+
+    @contextmanager
+    def marked(self, what: str) -> Iterator[None]:
+        """Let others see that this worker is in a call that is about no key, or about many: it is in the block."""
+        self._mark(what, [])
+        if what == "barrier" and not recorder.is_traced:
+            yield
+            return
+        ring, sequence = recorder.begin_rare(what)
+        yield
+        ring.end(sequence)
 
     def _mark(self, what: str, key: Any, record: Key | None = None) -> int:
         """Let others see which call this worker has begun last; return its mark, which the record keeps."""
@@ -128,12 +171,36 @@ class Route:
         except TypeError:  # it is no key, as the call will say
             return 0
         if not token:
-            token = self._tokens[what, name] = len(self._tokens) + 1
-            self._marks.name(token, text(what, key if type(key) is list else [key]))
+            token = self._marks.new_token(text(what, key if type(key) is list else [key]))
+            if len(self._tokens) >= MOST_TOKENS:
+                self._tokens.clear()
+                for one in self._known.values():
+                    one.marks.clear()
+            self._tokens[what, name] = token
         if record is not None:
             record.marks[what] = token
         self._word[0] = token
         return token
+
+    def _begin_records(self, what: str, key: Any, starts: bool = True) -> list[Begun]:
+        """Begin a record for each key of a call that is timed."""
+        begun = []
+        for name in key if type(key) in LISTS else (key,):
+            known = self._known.get(name) if isinstance(name, (str, int)) else None
+            if known is None or known.nbytes < self._least:
+                continue
+            made = self._forms.get((what, name))
+            if made is None:
+                line = recorder.user_line(sys._getframe(2))
+                lane, nbytes = self._marks.identity, known.nbytes
+                made = form(lane, what, repr(name), nbytes, known.size, known.dtype.name, line=line)
+                if len(self._forms) >= MOST_TOKENS:
+                    self._forms.clear()
+                self._forms[what, name] = made
+            ring = recorder.ring
+            round_ = known.round + (what != "pull")
+            begun.append((ring, ring.begin(made, 0, round_, starts), known))
+        return begun
 
     # ---- what is due before and after a call
 
@@ -245,6 +312,8 @@ class Route:
         """The key, where a call for one plain array can be made."""
         if type(array) is not np.ndarray or type(key) not in (str, int) or self._under_way:
             return None
+        if array.nbytes >= self._leaves:
+            return None
         record = self._known.get(key)
         if record is None or record.fast is None or array.shape != record.shape or array.dtype != record.dtype:
             return None
@@ -317,13 +386,17 @@ class Operations:
         self.run(names, task, priority, what)
 
     def start(
-        self, what: str, key: object, value: object, out: object, priority: int, turns: Sequence[Hashable]
+        self, what: str, key: object, value: object, out: object, priority: int, turns: Sequence[Hashable],
+        begun: Sequence[Begun] = (),
     ) -> Handle:
-        """Start a push, pull or pushpull, not blocking; it takes turns with others on its keys and on `turns`."""
+        """Start a push, pull or pushpull, not blocking; it takes turns with others on its keys and on `turns`.
+
+        `begun`: its records, which start and end with it."""
         with GIVEN:
             others = arguments.turns(turns, what)
         names, task = self._prepare(what, key, value, out, priority)
         order = [*self._order(names), *(("turns", name) for name in others)]
+        task = _recorded(what, task, begun) if begun else task
         with self.guard(what, names):
             return self._engine.submit(order, self.hearing(task), priority, text(what, names))
 
@@ -517,6 +590,15 @@ class Operations:
     def _order(self, names: Sequence[Name]) -> list[Hashable]:
         """Return what an operation takes turns on: its keys, and communicators, used in one order everywhere."""
         return [*names, *self._backend.communicators]
+
+
+def _recorded(what: str, task: Task[None], begun: Sequence[Begun]) -> Task[None]:
+    """Say when a task starts, and ends."""
+    for ring, sequence, key in begun:
+        ring.start(sequence, 0, key.round + (what != "pull"))
+    yield from task
+    for ring, sequence, _ in begun:
+        ring.end(sequence)
 
 
 def text(what: str, names: Sequence[Name]) -> str:
