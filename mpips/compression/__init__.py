@@ -4,6 +4,7 @@ from mpips.compression.compressors import (
     BLOCK,
     Compressor,
     Half,
+    Integers,
     OneBit,
     Residuals,
     TopK,
@@ -17,6 +18,6 @@ from mpips.compression.compressors import (
 from mpips.compression.registry import COMPRESSORS, create, options, register
 
 __all__ = [
-    "BLOCK", "COMPRESSORS", "Compressor", "Half", "OneBit", "Residuals", "TopK", "TwoBit", "bit_bytes", "bits_of",
-    "blocks", "create", "options", "put", "put_bits", "register",
+    "BLOCK", "COMPRESSORS", "Compressor", "Half", "Integers", "OneBit", "Residuals", "TopK", "TwoBit", "bit_bytes",
+    "bits_of", "blocks", "create", "options", "put", "put_bits", "register",
 ]  # fmt: skip

@@ -340,6 +340,69 @@ class Half(Compressor):
         return bool(kernels.add_halves(out, payload.view(np.uint16), add))
 
 
+GROUP = 256
+"""Elements that have one scale; BLOCK is a multiple."""
+
+
+@dataclass(frozen=True)
+class Integers(Compressor):
+    """Every element as the nearest integer of 8 or 4 bits times a scale, which 256 neighbours share: a float32.
+
+    The scale is the largest of them in size over 127, or 7. The rounding error is fed back. Layout: scales, then codes;
+    of 4 bits the first of two lies in the lower half of a byte.
+    """
+
+    bits: int = 8
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8) or isinstance(self.bits, bool):
+            raise ValueError(f"int compression has 8 or 4 as bits, not {self.bits!r}")
+
+    def max_bytes(self, n: int) -> int:
+        return 4 * -(-n // GROUP) + (n * self.bits + 7) // 8
+
+    def fill(self, residual: np.ndarray, payload: np.ndarray) -> None:
+        most = (1 << self.bits - 1) - 1
+        scales, codes = self._parts(payload, residual.size)
+        for part in blocks(residual.size):
+            block = residual[part]
+            sizes = np.maximum.reduceat(np.abs(block), np.arange(0, block.size, GROUP))
+            found = (sizes / most).astype(np.float32)
+            scales[part.start // GROUP :][: found.size] = found
+            wide = np.repeat(found, GROUP)[: block.size]
+            steps = np.divide(block, wide, out=np.zeros_like(block), where=wide > 0)
+            whole = np.clip(np.rint(steps), -most, most).astype(np.int8)
+            block -= whole.astype(np.float32) * wide
+            self._put(codes, part, whole)
+        payload[: scales.nbytes] = scales.view(np.uint8)
+
+    def read(self, payload: np.ndarray, out: np.ndarray, add: bool) -> None:
+        scales, codes = self._parts(payload, out.size)
+        for part in blocks(out.size):
+            wide = np.repeat(scales[part.start // GROUP : -(-part.stop // GROUP)], GROUP)[: part.stop - part.start]
+            put(out, part, (self._codes(codes, part).astype(np.float32) * wide).astype(out.dtype), add)
+
+    def _parts(self, payload: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return a copy of the scales, and a view of the codes."""
+        ends = 4 * -(-n // GROUP)
+        return payload[:ends].copy().view(np.float32), payload[ends:]
+
+    def _put(self, codes: np.ndarray, part: slice, whole: np.ndarray) -> None:
+        if self.bits == 8:
+            codes[part] = whole.view(np.uint8)
+            return
+        halves = np.zeros(whole.size + whole.size % 2, np.uint8)
+        halves[: whole.size] = whole.view(np.uint8) & 15
+        codes[part.start // 2 :][: halves.size // 2] = halves[::2] | halves[1::2] << 4
+
+    def _codes(self, codes: np.ndarray, part: slice) -> np.ndarray:
+        if self.bits == 8:
+            return codes[part].view(np.int8)
+        pairs = codes[part.start // 2 : (part.stop + 1) // 2]
+        halves = np.stack([pairs << 4, pairs & 240], axis=1).reshape(-1)[: part.stop - part.start]
+        return halves.view(np.int8) >> 4
+
+
 @dataclass(frozen=True)
 class TopK(Compressor):
     """The `ratio` of elements that are largest in size, as float32 with their places: 8 bytes for each of them.

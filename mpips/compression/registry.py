@@ -7,11 +7,13 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from mpips.compression.compressors import Compressor, Half, OneBit, TopK, TwoBit
+from mpips.compression.compressors import Compressor, Half, Integers, OneBit, TopK, TwoBit
 from mpips.optimizers.base import LEAST, MOST
 from mpips.optimizers.registry import add_kind
 
-COMPRESSORS: dict[str, type[Compressor]] = {"2bit": TwoBit, "1bit": OneBit, "fp16": Half, "topk": TopK}
+COMPRESSORS: dict[str, type[Compressor]] = {
+    "2bit": TwoBit, "1bit": OneBit, "fp16": Half, "int": Integers, "topk": TopK,
+}  # fmt: skip
 """Every compressor by its name in `set_gradient_compression`."""
 
 EXAMPLE = '{"type": "2bit", "threshold": 0.5}'

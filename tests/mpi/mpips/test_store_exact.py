@@ -108,7 +108,9 @@ def test_bfloat16_is_compressed_as_float16_is(servers):
 
 
 @either_mpi
-@pytest.mark.parametrize("options", [{}, {"type": "1bit"}, {"type": "fp16"}, {"type": "topk", "ratio": 0.5}])
+@pytest.mark.parametrize("options", [
+    {}, {"type": "1bit"}, {"type": "fp16"}, {"type": "int", "bits": 4}, {"type": "topk", "ratio": 0.5},
+])  # fmt: skip
 def test_all_compressions_sum_up_in_the_long_run(options):
     need(servers=2)
     size = 1001

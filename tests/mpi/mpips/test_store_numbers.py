@@ -8,7 +8,7 @@ from tests.mpi.mpips.faults import workers
 from tests.mpi.mpips.support import failure, need, run
 from tests.mpi.sizes import only_on
 
-PUSHES = {"2bit": np.nan, "1bit": np.inf, "fp16": -np.inf, "topk": np.nan}
+PUSHES = {"2bit": np.nan, "1bit": np.inf, "fp16": -np.inf, "int": np.nan, "topk": np.nan}
 
 
 @only_on(2, 3)

@@ -141,14 +141,14 @@ def test_fragments_are_shared_in_turn(more: dict[str, Any]) -> None:
 @pytest.mark.mpi(min_size=2)
 def test_compressed_differences_train_nearly_as_well() -> None:
     losses = []
-    for compression in (None, {"type": "fp16"}):
+    for compression in (None, {"type": "fp16"}, {"type": "int"}, {"type": "int", "bits": 4}):
         done = local({}, steps=30, every=5, outer="average", compression=compression)
         assert done is not None
         trainer, model = done
         trainer.share()
         losses.append(loss_of(model, joined_batch(31)).item())
         trainer.close()
-    assert abs(losses[1] - losses[0]) < 1e-3 * losses[0]
+    assert all(abs(loss / losses[0] - 1) < bound for loss, bound in zip(losses[1:], [1e-3, 1e-2, 0.1])), losses
 
 
 @pytest.mark.mpi(min_size=2)

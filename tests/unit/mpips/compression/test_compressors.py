@@ -15,6 +15,8 @@ OPTIONS = [
     {"type": "2bit", "threshold": 2},
     {"type": "1bit"},
     {"type": "fp16"},
+    {"type": "int", "bits": 8},
+    {"type": "int", "bits": 4},
     {"type": "topk", "ratio": 0.05},
     {"type": "topk", "ratio": 1},
 ]
@@ -58,7 +60,9 @@ def test_a_payload_has_the_promised_size(options, n):
     assert payload.shape == (compressor.max_bytes(n),)
 
 
-@pytest.mark.parametrize("name, factor", [("2bit", 16), ("1bit", 32), ("fp16", 2), ("topk", 50)])
+@pytest.mark.parametrize(
+    "name, factor", [("2bit", 16), ("1bit", 32), ("fp16", 2), ("int", 4 / (1 + 4 / 256)), ("topk", 50)]
+)
 def test_how_much_smaller_than_float32(name, factor):
     n = 1 << 20
     assert 4 * n / compression.create({"type": name}).max_bytes(n) == pytest.approx(factor, rel=1e-3)
@@ -88,6 +92,20 @@ def test_1bit_sends_the_mean_of_each_sign():
     residual = np.zeros(4)
     np.testing.assert_array_equal(send(compressor, np.array([1.0, 3.0, -1.0, -2.0]), residual), [2, 2, -1.5, -1.5])
     np.testing.assert_array_equal(residual, [-1, 1, 0.5, -0.5])
+
+
+@pytest.mark.parametrize("bits, most", [(8, 127), (4, 7)])
+def test_integers_are_the_nearest_of_a_scale(bits, most):
+    compressor = compression.create({"type": "int", "bits": bits})
+    codes = np.array([most, -most, 0, 1, -1, 3, -2], np.float32)
+    gradient = np.concatenate([codes * 0.5, np.zeros(256 - codes.size), codes * 4]).astype(np.float32)
+    residual = np.zeros(gradient.size, np.float32)
+    np.testing.assert_array_equal(send(compressor, gradient, residual), gradient)
+    assert not residual.any()
+    gradient[1:7] += [0.2, 0.2, 0.2, 0.2, -0.2, -0.3]
+    sent = send(compressor, gradient, residual)
+    np.testing.assert_array_equal(sent[1:7], [-most / 2, 0, 0.5, -0.5, 1.5, -1.5])
+    np.testing.assert_allclose(residual[1:7], [0.2, 0.2, 0.2, 0.2, -0.2, 0.2], atol=1e-5)
 
 
 def test_fp16_does_not_overflow():
@@ -130,6 +148,7 @@ def test_decode_adds_or_writes(options):
         ({"type": "2bit", "threshold": float("nan")}, ValueError, ["threshold", "nan"]),
         ({"type": "2bit", "threshold": "big"}, ValueError, ["2bit", "threshold", "number", "big"]),
         ({"type": "2bit", "threshold": None}, ValueError, ["2bit", "threshold", "None"]),
+        ({"type": "int", "bits": 5}, ValueError, ["int", "8 or 4", "5"]),
         ({"type": "topk", "ratio": 1.5}, ValueError, ["ratio", "1.5"]),
         ("2bit", TypeError, ["'2bit'", '{"type": "2bit"']),
         (None, TypeError, ["None", '{"type": "2bit"']),

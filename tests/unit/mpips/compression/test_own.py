@@ -61,7 +61,7 @@ def test_what_its_methods_raise_names_them():
 
 
 def test_options_of_every_compressor_are_plain_data():
-    for name in ("2bit", "1bit", "fp16", "topk"):
+    for name in ("2bit", "1bit", "fp16", "int", "topk"):
         compressor = compression.create({"type": name})
         assert compression.options(compressor)["type"] == name
         assert compression.create(compression.options(compressor)) == compressor
