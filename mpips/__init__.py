@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from mpips.store.keys.rows import RowSparse
     from mpips.store.options import OptionError, Options
     from mpips.store.runtime.errors import StoreError, StoreMismatchError, StoreStallError
+    from mpips.store.tables.initial import uniform
+    from mpips.store.worker.table import Table
     from mpips.training.local import Elastic
     from mpips.training.model import Model
     from mpips.training.trainer import Trainer
@@ -48,14 +50,15 @@ _HOMES = {
     "CollectiveError": "collectives.errors",
     "MismatchError": "collectives.errors", "StallError": "collectives.errors",
     "StoreError": "mpips.store.runtime.errors", "StoreMismatchError": "mpips.store.runtime.errors",
-    "StoreStallError": "mpips.store.runtime.errors",
+    "StoreStallError": "mpips.store.runtime.errors", "Table": "mpips.store.worker.table",
+    "uniform": "mpips.store.tables.initial",
 }  # fmt: skip
 _PACKAGES = ("chaos", "compression", "optimizers", "training")
 
 __all__ = [
     "CollectiveError", "Elastic", "StoreError", "StoreMismatchError", "StoreStallError", "KVStore", "MismatchError",
-    "Model", "OptionError", "Options", "Rounds", "RowSparse", "StallError", "Trainer", "chaos", "compression", "create",
-    "empty", "note", "optimizers", "training",
+    "Model", "OptionError", "Options", "Rounds", "RowSparse", "StallError", "Table", "Trainer", "chaos", "compression",
+    "create", "empty", "note", "optimizers", "training", "uniform",
 ]  # fmt: skip
 
 

@@ -17,13 +17,18 @@ from mpips.store.runtime import rendezvous
 from mpips.store.runtime.engine import Handle
 from mpips.store.runtime.errors import Step, StoreError, at_exit, in_order, skip_at_exit
 from mpips.store.runtime.generation import NEVER
+from mpips.store.tables.initial import Uniform, uniform
 from mpips.store.worker import waiting
 from mpips.store.worker.interface import Recovered
 from mpips.store.worker.recut import recut
 from mpips.store.worker.restored import Restored
 from mpips.store.worker.route import Route
 from mpips.store.worker.settings import Settings
+from mpips.store.worker.table import Table
+from mpips.store.worker.table import make as make_table
 
+DEFAULT_INIT = uniform(0.05)
+"""First values of a table that asks for no others."""
 Turns = Sequence[Hashable]
 """Names, any that are hashable: operations with one in common run in program order (`ipush`)."""
 
@@ -120,6 +125,33 @@ class KVStore(Uncopied):
         with self._route.marked("set_gradient_compression"):
             self.settings.set_compression(compression_params)
 
+    def table(
+        self, name: str, dim: int, dtype: object = "float32", init: Uniform = DEFAULT_INIT, optimizer: str = "sgd",
+        seed: int = 0, **options: Any,
+    ) -> Table:  # fmt: skip
+        """Make an embedding table, whose rows servers make when they are first asked for. Collective over all workers.
+
+        All give the same. Rows are spread over the servers by a hash of their ids. A first value depends on seed, table
+        name and id alone. Every worker is a contributor by itself, also in `mpi_*` kinds.
+
+        Args:
+            name: No key and no other table has it.
+            dim: Values of a row.
+            dtype: "float32" or "float64".
+            init: The rule of first values, `mpips.uniform(bound)`.
+            optimizer: "sgd", "adagrad", "row_adagrad" (one accumulator for each row) or "adam" (corrected by each row's
+                own number of updates).
+            seed: Any int.
+            options: The optimizer's numbers, such as `learning_rate`, which may be a schedule; it counts updates of the
+                table.
+
+        Raises:
+            ValueError: An argument is bad or differs between workers, or the store has no servers, spares, or a folder
+                that it saves itself in. Nothing has changed.
+        """
+        with self._route.marked("table"):
+            return make_table(self.settings, name, dim, dtype, init, optimizer, seed, options)
+
     def recut(self, keys: Sequence[Name], new: Mapping[Name, int]) -> None:
         """Cut the elements of `keys`, one behind the other, anew into 1-D keys `new` of so many elements.
 
@@ -146,6 +178,9 @@ class KVStore(Uncopied):
         A kill at any moment leaves the old file or the new one. `wait=False`: training goes on; `wait()` of what is
         returned blocks until the file is there. ValueError where it cannot be written.
         """
+        if self.settings.tables:
+            names = ", ".join(map(repr, list(self.settings.tables)[:4]))
+            raise of_caller(ValueError(f"save: tables are not yet in checkpoints, and the store has {names}"))
         with self._route.marked("save"):
             saving = save(self.settings, path, wait)
         self._route.write(saving)
@@ -336,6 +371,7 @@ class Generations:
         """The next generation has begun with this."""
         store = self._store
         store.keys.clear()
+        store.tables.clear()
         for key in recovered.keys:
             key.replaced = True
         store.add(recovered.keys)

@@ -66,7 +66,7 @@ class RowSparse:
         order = np.argsort(self.rows, kind="stable")
         rows = self.rows[order]
         starts = np.flatnonzero(np.concatenate(([True], rows[1:] != rows[:-1])))
-        return RowSparse(rows[starts], _sums(self.values, order, starts), self.shape)
+        return RowSparse(rows[starts], sums_of_runs(self.values, order, starts), self.shape)
 
     def to_dense(self) -> np.ndarray:
         """The array of shape `shape`, zeros included."""
@@ -97,7 +97,7 @@ class EmptyPush(RowSparse):
         object.__setattr__(self, "shape", tuple(shape))
 
 
-def _sums(values: np.ndarray, order: np.ndarray, starts: np.ndarray) -> np.ndarray:
+def sums_of_runs(values: np.ndarray, order: np.ndarray, starts: np.ndarray) -> np.ndarray:
     """Return the sums of runs of `values[order]`, which begin at `starts`, each added from first to last.
 
     `np.add.reduceat` adds in another order, and for wide rows takes ten times as long.

@@ -25,6 +25,7 @@ from mpips.store.remote.link import Link
 from mpips.store.remote.members import Members
 from mpips.store.remote.setup import Setup
 from mpips.store.remote.states import Changes, RemoteStates, ServerSettings
+from mpips.store.remote.tables import RemoteTables
 from mpips.store.remote.transfers import Pull, Push
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import in_order
@@ -60,6 +61,7 @@ class RemoteStore(Member[Recovered]):
         self._push, self._pull = Push(layout, self._link), Pull(layout, self._link)
         self._setup = Setup(layout, generation, self._link)
         self._settings = ServerSettings(layout, self._setup, self._push)
+        self.tables = RemoteTables(layout, self._link, self._setup)
         self._last_kept: LastGeneration[Kept] = LastGeneration()
         self._members: Members | None = None
         generation.on_end.append(self._quiesce)

@@ -114,6 +114,10 @@ class ReplicatedStore(Member[Recovered]):
     # ---- pushes and pulls
 
     @property
+    def tables(self) -> None:
+        """Return None: tables need servers."""
+
+    @property
     def transfers(self) -> ReplicatedStore:
         return self
 

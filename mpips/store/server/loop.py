@@ -31,6 +31,7 @@ from mpips.store.server.reduce import Reduce
 from mpips.store.server.requests import Requests
 from mpips.store.server.sources import FillingOutbox, Pushes, Receiver
 from mpips.store.server.state import AsynchronousState, ServerState, SynchronousState
+from mpips.store.server.tables import ServerTables
 from mpips.store.server.unit import Replies
 from mpips.store.transport.frames import ROUND, ROUND_AT, Frame, Op, OpenStore
 from mpips.store.transport.lines import Line, MessageLine, Rings, any_waiting
@@ -133,7 +134,9 @@ class Server(Member[None]):
         late = Late(options.stall_seconds, options.timeout_seconds)
         rest = remote, late, self._reduce, groups, self._mirror, compressor
         state = AsynchronousState(options.staleness, *rest) if layout.asynchronous else SynchronousState(*rest)
-        return Serving(state, Requests(state, f"server rank {layout.rank}", self._units, number))
+        staleness = options.staleness if layout.asynchronous else None
+        tables = ServerTables(layout.num_workers, staleness)
+        return Serving(state, Requests(state, f"server rank {layout.rank}", self._units, number, tables))
 
     def begin(self) -> None:
         """Begin the store's first generation. Collective over its workers and servers, blocking."""
@@ -381,6 +384,7 @@ class WorkerTraffic:
                 if not line.local:
                     line.post(Op.BYE)
                 self.send(state.left(worker))
+                self._requests.say(self._requests.tables.left(worker))
             case _:
                 raise KeyError(frame.op)
 

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from collectives.errors import CollectiveError
 from mpips import compression, optimizers
 from mpips.store.recovery.memory import UnitMemory
 from mpips.store.recovery.plan import encode_settings
 from mpips.store.server.state import ServerState
+from mpips.store.server.tables import ServerTables, TableAnswers
 from mpips.store.server.unit import FrozenUnit, Unit
 from mpips.store.transport import frames
 from mpips.store.transport.frames import Answer, Frame, Op, OpenStore, Request
@@ -30,7 +32,11 @@ REFUSALS = (ValueError, TypeError, MemoryError)
 class Requests:
     """The requests to one server in one generation, of this number. `name`: the server's, in sentences."""
 
-    def __init__(self, state: ServerState, name: str, memory: UnitMemory, generation: int = 0) -> None:
+    def __init__(
+        self, state: ServerState, name: str, memory: UnitMemory, generation: int = 0,
+        tables: ServerTables | None = None,
+    ) -> None:  # fmt: skip
+        self.tables = tables or ServerTables(0)
         self._state, self._name, self._memory, self._generation = state, name, memory, generation
         self.snapshots: dict[int, dict[int, tuple[Unit, FrozenUnit]]] = {}
         """Snapshots by number: their units by number, with what is frozen of each."""
@@ -48,6 +54,9 @@ class Requests:
     def hear(self, worker: int, line: Line, frame: Frame) -> bool:
         """Answer a request, or keep it for `answer_all`; return whether there are other units now."""
         request = frames.decode_request(line.body(frame))
+        if isinstance(request, frames.TableRequest):
+            self._hear_of_table(worker, line, frame.token, request)
+            return False
         if isinstance(request, frames.Forget | frames.SetTorn):
             at_once = self._state.idle(request.units)
         else:
@@ -56,6 +65,22 @@ class Requests:
             return self._reply(worker, line, frame.token, request)
         self.waiting.append((worker, line, frame.token, request))
         return False
+
+    def _hear_of_table(self, worker: int, line: Line, token: int, request: frames.TableRequest) -> None:
+        """Let the tables have a request, and say what they answer by now, to whomever it is."""
+        try:
+            answers = self.tables.hear(worker, (line, token), request)
+        except REFUSALS as error:
+            if isinstance(error, CollectiveError):
+                raise
+            line.post_body(f"{self._name}: {error}".encode(), Op.ANSWER, token=token, flags=1)
+            return
+        self.say(answers)
+
+    def say(self, answers: TableAnswers) -> None:
+        """Say what tables answer."""
+        for (line, token), answer in answers:
+            line.post_body(frames.encode(answer), Op.ANSWER, token=token)
 
     def answer_all(self) -> bool:
         """Answer what has waited, as all that was pushed has been applied; return whether there are other units now."""

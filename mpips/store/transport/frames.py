@@ -252,15 +252,62 @@ class DropSnapshot(msgspec.Struct, tag=True):
     number: int
 
 
+class MakeTable(msgspec.Struct, tag=True):
+    """A new table: rows of `dim` values of a dtype, their first values, and their optimizer by name and numbers."""
+
+    table: str
+    dim: int
+    dtype: str
+    key: int
+    bound: float
+    optimizer: str
+    numbers: bytes
+
+
+class PushRows(msgspec.Struct, tag=True):
+    """A worker's contribution to the next round of a table: ids (int64), each once, and their gradients. Answered once
+    the one before it has been applied."""
+
+    table: str
+    ids: bytes
+    gradients: bytes
+
+
+class PullRows(msgspec.Struct, tag=True):
+    """Ask for rows of a table, after `round` of the worker's own pushes: ids (int64), each once. Answer: Bytes."""
+
+    table: str
+    round: int
+    ids: bytes
+
+
+class GetTableStats(msgspec.Struct, tag=True):
+    """Ask what a table holds on this server: answered with TableStats, at once."""
+
+    table: str
+
+
+class TableStats(msgspec.Struct, tag=True):
+    """A table on one server: its rows, the bytes that they take with state and index, and the updates made."""
+
+    rows: int
+    nbytes: int
+    updates: int
+
+
 class RequestDone(msgspec.Struct, tag=True):
     """It has been done."""
 
 
 Request = (
     Create | Forget | Flush | OpenStore | SetOptimizer | UpdateOptimizer | SetCompression | GetState | PutState
-    | SetTorn | TakeSnapshot | ReadSnapshot | DropSnapshot | GetVersions
+    | SetTorn | TakeSnapshot | ReadSnapshot | DropSnapshot | GetVersions | MakeTable | PushRows | PullRows
+    | GetTableStats
 )  # fmt: skip
-Answer = Created | StatePart | Snapshotted | Bytes | Versions | RequestDone
+Answer = Created | StatePart | Snapshotted | Bytes | Versions | TableStats | RequestDone
+
+TableRequest = MakeTable | PushRows | PullRows | GetTableStats
+"""What a worker asks of tables, which have rounds of their own."""
 
 Change = SetOptimizer | UpdateOptimizer | SetCompression
 """What workers set for all of them."""

@@ -19,6 +19,7 @@ from mpips.optimizers.base import Optimizer
 from mpips.optimizers.schedules import Groups
 from mpips.store.keys.key import FastList, Key, Name, Rounds
 from mpips.store.keys.rows import RowSparse
+from mpips.store.transport.frames import MakeTable, TableStats
 
 Array = NDArray[Any]
 States = dict[Name, tuple[int, list[Array]]]
@@ -98,6 +99,22 @@ class Transfers(Protocol):
         """Write rows of the key into `out` of shape (len(ids), ...); `ids`: int64 (k,), any order, repeats allowed."""
 
 
+class Tables(Protocol):
+    """Make, push and pull tables (`worker.table`). Ids are int64 (k,), any order, repeats allowed; rows (k, dim)."""
+
+    def make(self, card: MakeTable) -> Task[None]:
+        """Make a table. Collective; ValueError on all workers where a server cannot."""
+
+    def push(self, table: str, ids: Array, gradients: Array) -> Task[None]:
+        """Contribute to the table's next round; when it is over, the arrays may be overwritten."""
+
+    def pull(self, table: str, round_: int, ids: Array, out: Array) -> Task[None]:
+        """Write the rows of `ids` into `out`, after so many of this worker's pushes."""
+
+    def stats(self, table: str) -> Task[list[TableStats]]:
+        """Return what each server holds of the table. Local."""
+
+
 class Backend(Protocol):
     """The operations of one store on one worker. "Collective": all workers call it, in the same order."""
 
@@ -106,6 +123,10 @@ class Backend(Protocol):
     collective instead of yielding. A worker that does and one that does not take part in the same collective."""
     communicators: tuple[Hashable, ...]
     """Names of what all operations hold collectives on: operations that take turns on them start in program order."""
+
+    @property
+    def tables(self) -> Tables | None:
+        """Return the tables of a store with servers."""
 
     @property
     def stored(self) -> Stored:

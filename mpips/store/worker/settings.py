@@ -30,6 +30,7 @@ from mpips.store.worker import waiting
 from mpips.store.worker.interface import Backend, Saves, Written
 from mpips.store.worker.restored import Restored
 from mpips.store.worker.route import GIVEN, Operations
+from mpips.store.worker.table import Table
 
 LOG = log.get("mpips.store")
 
@@ -50,6 +51,8 @@ class Settings:
         generation.checks.append(self._check_waits)
         self.keys: dict[Name, Key] = {}
         self.operations = Operations(layout.rank, backend, self.engine, self.keys)
+        self.tables: dict[str, Table] = {}
+        """The tables of the present generation."""
         self.groups = Groups()
         """The optimizers."""
         self.compressor: Compressor | None = None
@@ -86,6 +89,8 @@ class Settings:
 
         def asked() -> tuple[list[Key], list[Array]]:
             pairs = _first_values(self.keys, key, value)
+            if twice := next((name for name, _ in pairs if name in self.tables), None):
+                raise ValueError(f"init: a table has the name {twice!r}: choose another")
             keys = [Key(name, array.shape, array.dtype) for name, array in pairs]
             if self.groups.default is not None:
                 _see_floats(keys, "init", "name the keys that have one, set_optimizer(..., keys=[...])")

@@ -1,0 +1,173 @@
+"""Tables on one server: rounds of pushes, or pushes as they come within `staleness`. No MPI; requests in, answers out.
+
+Every worker contributes to every round on every server, be it nothing. A round is applied at once when the last worker
+has pushed it: gradients of a row are summed in the order of the workers. In an asynchronous store every push is an
+update of its own; one of a worker too far ahead waits, as do its pulls.
+
+A push is answered when none of that worker's waits before it, so a server holds at most two of each worker. What a push
+cannot do (memory) ends the generation.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from collectives.errors import CollectiveError, MismatchError
+from mpips.store.tables import row_optimizers
+from mpips.store.tables.initial import Ids
+from mpips.store.tables.rows import Array, TableRows, summed
+from mpips.store.transport import frames
+from mpips.store.transport.lines import Line
+
+Asker = tuple[Line, int]
+"""Who has asked: the line of a worker, and the token of its request."""
+TableAnswers = Sequence[tuple[Asker, frames.Answer]]
+
+
+class _Push(NamedTuple):
+    """Keep a push that is not applied yet: who waits for room behind it, its ids and gradients."""
+
+    asker: Asker
+    ids: Ids
+    gradients: Array
+
+
+class _Pull(NamedTuple):
+    """Keep a pull that cannot be answered yet."""
+
+    worker: int
+    round: int
+    asker: Asker
+    ids: Ids
+
+
+class ServerTables:
+    """All tables of one server in one generation. `staleness`: None where rounds are synchronous; -1: any."""
+
+    def __init__(self, workers: int, staleness: int | None = None) -> None:
+        self._workers, self._staleness = workers, staleness
+        self._tables: dict[str, _Table] = {}
+        self._gone: set[int] = set()
+
+    def hear(self, worker: int, asker: Asker, request: frames.TableRequest) -> TableAnswers:
+        """Take a worker's request; return what can be answered by now, to whomever it is.
+
+        ValueError or MemoryError where a table cannot be made: nothing has changed. MismatchError where a worker that
+        has left is waited for. CollectiveError where rows cannot be updated."""
+        match request:
+            case frames.MakeTable():
+                optimizer = row_optimizers.decode(request.optimizer, request.numbers)
+                rows = TableRows(request.dim, np.dtype(request.dtype), request.key, request.bound, optimizer)
+                self._tables[request.table] = _Table(request, rows, self._workers, self._staleness)
+                return [(asker, frames.RequestDone())]
+            case frames.GetTableStats():
+                table = self._tables[request.table]
+                return [(asker, frames.TableStats(table.rows.count, table.rows.nbytes, table.updates))]
+            case frames.PushRows():
+                table = self._tables[request.table]
+                return table.push(worker, asker, _ids(request.ids), table.gradients(request.gradients), self._gone)
+            case frames.PullRows():
+                return self._tables[request.table].pull(
+                    _Pull(worker, request.round, asker, _ids(request.ids)), self._gone
+                )
+
+    def left(self, worker: int) -> TableAnswers:
+        """A worker has left: return what can be answered without it. MismatchError where a round waits for it."""
+        self._gone.add(worker)
+        return [answer for table in self._tables.values() for answer in table.go_on(self._gone)]
+
+
+class _Table:
+    """One table on one server: its rows, and what waits."""
+
+    def __init__(self, card: frames.MakeTable, rows: TableRows, workers: int, staleness: int | None) -> None:
+        self._card, self.rows, self._staleness = card, rows, staleness
+        self.updates = 0
+        self._done = [0] * workers
+        """Of each worker how many pushes are applied."""
+        self._queues: list[deque[_Push]] = [deque() for _ in range(workers)]
+        self._arrivals: deque[int] = deque()
+        """In an asynchronous store: whose pushes wait, as they came."""
+        self._pulls: list[_Pull] = []
+
+    def gradients(self, data: bytes) -> Array:
+        """Return gradients that were sent, (k, dim)."""
+        return np.frombuffer(data, self._card.dtype).reshape(-1, self._card.dim)
+
+    def push(self, worker: int, asker: Asker, ids: Ids, gradients: Array, gone: set[int]) -> TableAnswers:
+        """Take a push; return what is answered by now."""
+        queue = self._queues[worker]
+        queue.append(_Push(asker, ids, gradients))
+        self._arrivals.append(worker)
+        there: TableAnswers = [(asker, frames.RequestDone())] if len(queue) == 1 else []
+        return [*there, *self.go_on(gone)]
+
+    def pull(self, pull: _Pull, gone: set[int]) -> TableAnswers:
+        """Take a pull; return what is answered by now."""
+        self._pulls.append(pull)
+        return self.go_on(gone)
+
+    def go_on(self, gone: set[int]) -> TableAnswers:
+        """Apply what can be applied, and answer who waited for it. MismatchError where a round can never end."""
+        answers: list[tuple[Asker, frames.Answer]] = []
+        while workers := self._next(gone):
+            self._apply([self._queues[worker].popleft() for worker in workers])
+            for worker in workers:
+                self._done[worker] += 1
+                if self._queues[worker]:
+                    answers.append((self._queues[worker][0].asker, frames.RequestDone()))
+        waiting = []
+        for pull in self._pulls:
+            if self._done[pull.worker] >= pull.round and not self._too_far(pull.round, gone):
+                answers.append((pull.asker, frames.Bytes(self._read(pull.ids))))
+            else:
+                waiting.append(pull)
+        self._pulls = waiting
+        if self._staleness is None and any(self._queues):
+            self._see_gone(gone)
+        return answers
+
+    def _next(self, gone: set[int]) -> Sequence[int]:
+        """Return the workers whose next pushes are applied now, together; nobody where that has to wait."""
+        if self._staleness is None:
+            return range(len(self._queues)) if all(self._queues) else ()
+        for worker in self._arrivals:
+            if not self._too_far(self._done[worker], gone):
+                self._arrivals.remove(worker)
+                return (worker,)
+        return ()
+
+    def _too_far(self, steps: int, gone: Iterable[int]) -> bool:
+        """Return whether a worker after so many pushes is more than `staleness` ahead of the slowest."""
+        if self._staleness is None or self._staleness < 0:
+            return False
+        present = (done for worker, done in enumerate(self._done) if worker not in gone)
+        return steps - min(present, default=steps) > self._staleness
+
+    def _apply(self, pushes: Sequence[_Push]) -> None:
+        ids, gradients = summed([(push.ids, push.gradients) for push in pushes])
+        self.updates += 1
+        try:
+            self.rows.update(ids, gradients, self.updates)
+        except Exception as error:
+            raise CollectiveError(f"table {self._card.table!r}: update {self.updates} failed: {error}") from error
+
+    def _read(self, ids: Ids) -> bytes:
+        try:
+            return self.rows.pull(ids).tobytes()
+        except Exception as error:
+            raise CollectiveError(f"table {self._card.table!r}: rows cannot be made: {error}") from error
+
+    def _see_gone(self, gone: Iterable[int]) -> None:
+        for worker in gone:
+            if not self._queues[worker]:
+                round_ = f"table {self._card.table!r}: round {self.updates + 1}"
+                raise MismatchError(f"{round_} needs rank {worker}, which has left the store")
+
+
+def _ids(data: bytes) -> Ids:
+    return np.frombuffer(data, np.int64)

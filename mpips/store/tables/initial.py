@@ -1,0 +1,76 @@
+"""First values of rows, and the server of each, from ids alone: a counter-based generator (SplitMix64's mixing).
+
+    value(seed, table, id, column) = a + (b - a) * mix(mix(id ^ key) + (column + 1) * golden ratio) / 2^64
+
+The key is a hash of seed and table name. So a row begins alike whenever, in whatever order, on whatever server it is
+first asked for. All is exact: integers modulo 2^64, then one conversion to float64.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int64]
+GOLDEN = 0x9E3779B97F4A7C15
+MULTIPLIERS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+MADE_AT_ONCE = 1 << 14
+"""Values that are computed at a time: 64 bits each, which stay in the cache."""
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """First values that are spread evenly over [-bound, bound]. Made by `mpips.uniform`."""
+
+    bound: float
+
+
+def uniform(bound: float) -> Uniform:
+    """Return the rule of a table's first values: spread evenly over [-bound, bound]. ValueError unless finite, >= 0."""
+    try:
+        number = float(bound)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError(f"uniform(bound={bound!r}): give a finite number >= 0")
+    return Uniform(number)
+
+
+def mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return a hash of each 64-bit word, one to one (SplitMix64's finalizer)."""
+    words = (words ^ (words >> np.uint64(30))) * MULTIPLIERS[0]
+    words = (words ^ (words >> np.uint64(27))) * MULTIPLIERS[1]
+    return words ^ (words >> np.uint64(31))
+
+
+def hashes_of(ids: Ids) -> NDArray[np.uint64]:
+    """Return a hash of each id. Its upper half says which server has the row, its lower half where in the index."""
+    return mixed(ids.view(np.uint64) + np.uint64(GOLDEN))
+
+
+def owners_of(ids: Ids, servers: int) -> NDArray[np.int64]:
+    """Return the server of each id's row, counted from 0."""
+    upper = hashes_of(ids) >> np.uint64(32)
+    return ((upper * np.uint64(servers)) >> np.uint64(32)).astype(np.int64)
+
+
+def key_of(seed: int, table: str) -> int:
+    """Return the 64 bits that set apart the first values of this table."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {table}".encode(), digest_size=8).digest(), "little")
+
+
+def first_rows(key: int, bound: float, ids: Ids, dim: int, dtype: Any) -> Iterator[tuple[slice, NDArray[Any]]]:
+    """Yield which of the ids, and the first values of their rows, (k, dim), piece by piece."""
+    columns = np.arange(1, dim + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+    step = max(1, MADE_AT_ONCE // dim)
+    for start in range(0, len(ids), step):
+        piece = slice(start, start + step)
+        streams = mixed(ids[piece].view(np.uint64) ^ np.uint64(key))
+        words = mixed(streams[:, None] + columns) >> np.uint64(11)
+        yield piece, (words.astype(np.float64) * (2 * bound / (1 << 53)) - bound).astype(dtype)

@@ -1,0 +1,157 @@
+"""Optimizers of rows: each updates some rows of a table by their gradients; all other rows stay as they are.
+
+A row's arithmetic is that of the row alone, so its bits do not depend on which rows are updated beside it. Schedules
+count updates of the table; Adam's corrections count updates of the row, so that a rare row is corrected as it must be.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpips.optimizers.base import Number, at, check, known
+from mpips.optimizers.registry import decode_numbers, encode_numbers
+
+Array = NDArray[Any]
+
+
+class RowOptimizer(Protocol):
+    """A frozen dataclass of numbers, which says what it keeps of a row, and updates rows."""
+
+    counts_rows: bool
+    """Whether it needs to know how often each row was updated."""
+
+    def widths(self, dim: int) -> Sequence[int]:
+        """Return the length of each array of state that a row of `dim` values has. State begins at zero."""
+
+    def update(self, rows: Array, gradients: Array, state: Sequence[Array], counts: Array | None, step: int) -> None:
+        """Update rows (k, dim) and their state (k, width) in place. `counts`: of each row the number of this update,
+        counted from 1, int32 (k,). `step`: that of the table."""
+
+
+@dataclass(frozen=True)
+class RowSGD:
+    """w = w - learning_rate * gradient. No state."""
+
+    learning_rate: Number = 0.01
+    counts_rows = False
+
+    def __post_init__(self) -> None:
+        check(self, scheduled=["learning_rate"], at_least_zero=["learning_rate"])
+
+    def widths(self, dim: int) -> Sequence[int]:
+        return ()
+
+    def update(self, rows: Array, gradients: Array, state: Sequence[Array], counts: Array | None, step: int) -> None:
+        rows -= gradients * rows.dtype.type(at(self.learning_rate, step))
+
+
+@dataclass(frozen=True)
+class Adagrad:
+    """accumulator = accumulator + gradient^2;  w = w - learning_rate * gradient / (sqrt(accumulator) + epsilon).
+
+    One accumulator for each value.
+    """
+
+    learning_rate: Number = 0.01
+    epsilon: float = 1e-10
+    counts_rows = False
+
+    def __post_init__(self) -> None:
+        check(self, scheduled=["learning_rate"], at_least_zero=["learning_rate", "epsilon"])
+
+    def widths(self, dim: int) -> Sequence[int]:
+        return (dim,)
+
+    def update(self, rows: Array, gradients: Array, state: Sequence[Array], counts: Array | None, step: int) -> None:
+        state[0][...] += self._squares(gradients)
+        number = rows.dtype.type
+        below = np.sqrt(state[0]) + number(self.epsilon)
+        # Where nothing was ever pushed but zeros, and epsilon is 0, the row stays.
+        rows -= gradients * number(at(self.learning_rate, step)) / np.where(below == 0, number(1), below)
+
+    def _squares(self, gradients: Array) -> Array:
+        """Return what is added to the accumulator."""
+        return gradients * gradients
+
+
+@dataclass(frozen=True)
+class RowAdagrad(Adagrad):
+    """Adagrad with one accumulator for each row, which sums the means of gradient^2 over the row."""
+
+    def widths(self, dim: int) -> Sequence[int]:
+        return (1,)
+
+    def _squares(self, gradients: Array) -> Array:
+        squares = gradients * gradients
+        return np.add.reduce(squares, axis=1, keepdims=True) / squares.dtype.type(squares.shape[1])
+
+
+@dataclass(frozen=True)
+class RowAdam:
+    """Adam (Kingma, Ba 2015) of rows. Each is corrected by its own number of updates t:
+
+    m = beta1 * m + (1 - beta1) * gradient;  v = beta2 * v + (1 - beta2) * gradient^2;
+    w = w - learning_rate * (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + epsilon).
+    """
+
+    learning_rate: Number = 0.001
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+    counts_rows = True
+
+    def __post_init__(self) -> None:
+        check(
+            self, scheduled=["learning_rate"], at_least_zero=["learning_rate", "epsilon"],
+            below_one=["beta1", "beta2"],
+        )  # fmt: skip
+
+    def widths(self, dim: int) -> Sequence[int]:
+        return (dim, dim)
+
+    def update(self, rows: Array, gradients: Array, state: Sequence[Array], counts: Array | None, step: int) -> None:
+        assert counts is not None
+        (first, second), number = state, rows.dtype.type
+        first[...] = first * number(self.beta1) + gradients * number(1 - self.beta1)
+        second[...] = second * number(self.beta2) + gradients * gradients * number(1 - self.beta2)
+        # Python's own powers, of each count once: NumPy's vectors of powers need not agree in the last bit.
+        known_counts, which = np.unique(counts, return_inverse=True)
+        ones = [[1 - beta ** int(count) for count in known_counts] for beta in (self.beta1, self.beta2)]
+        correct1, correct2 = (np.array(one, rows.dtype)[which][:, None] for one in ones)
+        below = np.sqrt(second / correct2) + number(self.epsilon)
+        rate = number(at(self.learning_rate, step))
+        rows -= first / correct1 * rate / np.where(below == 0, number(1), below)
+
+
+ROW_OPTIMIZERS: dict[str, type] = {"sgd": RowSGD, "adagrad": Adagrad, "row_adagrad": RowAdagrad, "adam": RowAdam}
+"""Every optimizer of rows by its name."""
+
+
+def create(name: object, options: dict[str, Any]) -> RowOptimizer:
+    """Return the optimizer of that name with these options. ValueError for an unknown name or a bad value, TypeError
+    for an unknown option: what is known is listed."""
+    kind = ROW_OPTIMIZERS.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise ValueError(f"unknown optimizer {name!r} of a table: the known ones are {', '.join(ROW_OPTIMIZERS)}")
+    known(kind, options)
+    made: RowOptimizer = kind(**options)
+    encode_numbers(options)  # they have to travel
+    return made
+
+
+def encode(optimizer: RowOptimizer) -> tuple[str, bytes]:
+    """Return the optimizer as its name and its options, for messages."""
+    name = next(name for name, kind in ROW_OPTIMIZERS.items() if kind is type(optimizer))
+    fields = [field.name for field in dataclasses.fields(optimizer)]  # type: ignore[arg-type]
+    return name, encode_numbers({field: getattr(optimizer, field) for field in fields})
+
+
+def decode(name: str, options: bytes) -> RowOptimizer:
+    """Return the optimizer that `encode` wrote."""
+    return create(name, decode_numbers(options))

@@ -1,0 +1,249 @@
+"""`Table`: rows of an embedding table, which servers make when they are first asked for. Checks of its arguments.
+
+    table = kv.table("users", dim=32, init=mpips.uniform(0.05), optimizer="row_adagrad", learning_rate=0.05)
+    rows = table.pull(ids)
+    table.push(ids, gradients)
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives import arrays
+from collectives.errors import of_caller
+from collectives.fabric.tasks import Task
+from mpips.store.runtime import rendezvous
+from mpips.store.tables import row_optimizers
+from mpips.store.tables.initial import Ids, Uniform, key_of
+from mpips.store.transport import frames
+from mpips.store.worker.route import GIVEN
+
+if TYPE_CHECKING:
+    from mpips.store.worker.settings import Settings
+
+Array = NDArray[Any]
+DTYPES = ("float32", "float64")
+MOST_BYTES = 1 << 30
+"""Of the rows of one call: they travel to a server as one message."""
+
+
+class Table:
+    """One table, on one worker; made by `KVStore.table`. Its calls block.
+
+    Ids are int64 of any values and any shape, repeats allowed. Gradients and rows have the shape of the ids, and `dim`
+    behind it, and are C-contiguous. In a synchronous store every worker pushes equally often; of what one pushes, other
+    workers' pulls see nothing before all have. A bad argument raises ValueError or TypeError on this worker alone, and
+    nothing was sent.
+    """
+
+    def __init__(self, settings: Settings, card: frames.MakeTable) -> None:
+        self._settings, self._generation = settings, settings.generation.number
+        self.name, self.dim, self.dtype = card.table, card.dim, np.dtype(card.dtype)
+        self._pushes = 0
+
+    def push(self, ids: object, gradients: object) -> None:
+        """Contribute to the table's next update; return when the arrays may be overwritten.
+
+        Gradients of an id that stands several times are summed in the order they stand. The servers sum those of all
+        workers, in their order, and update each row that anybody named.
+
+        Args:
+            ids: int64, any shape.
+            gradients: Of the table's dtype, shape ids.shape + (dim,).
+        """
+        where, flat = self._see_push("push", ids, gradients)
+        self._push("push", where, flat)
+
+    def pull(self, ids: object, out: object = None) -> Any:
+        """Return the rows of these ids after this worker's pushes; rows that are not there are made.
+
+        Args:
+            ids: int64, any shape.
+            out: Where the rows go, of the table's dtype, shape ids.shape + (dim,), and which is returned. None: a new
+                array.
+        """
+        self._check_there("pull")
+        with GIVEN:
+            where, shape = self._ids_of("pull", ids)
+            target, rows = self._target_of("pull", out, shape)
+        self._pull("pull", where, rows)
+        return target
+
+    def pushpull(self, ids: object, gradients: object, out: object = None) -> Any:
+        """Push gradients of these ids, and return their rows after that, as `pull` does."""
+        where, flat = self._see_push("pushpull", ids, gradients)
+        with GIVEN:
+            target, rows = self._target_of("pushpull", out, self._ids_of("pushpull", ids)[1])
+        self._push("pushpull", where, flat)
+        self._pull("pushpull", where, rows)
+        return target
+
+    @property
+    def rows(self) -> int:
+        """Return how many rows the servers hold now; other workers may make more meanwhile."""
+        return self.stats()["rows"]
+
+    def stats(self) -> dict[str, int]:
+        """Return `rows`, `bytes` (rows, optimizer state and index, on all servers), and `updates` of the table."""
+        self._check_there("stats")
+        tables = self._settings.backend.tables
+        assert tables is not None
+        parts: list[frames.TableStats] = self._settings.run(f"stats of table {self.name!r}", tables.stats(self.name))
+        return {
+            "rows": sum(part.rows for part in parts), "bytes": sum(part.nbytes for part in parts),
+            "updates": max(part.updates for part in parts),
+        }  # fmt: skip
+
+    # ---- calls
+
+    def _push(self, what: str, ids: Ids, gradients: Array) -> None:
+        tables = self._settings.backend.tables
+        assert tables is not None
+        self._run(what, tables.push(self.name, ids, gradients))
+        self._pushes += 1
+
+    def _pull(self, what: str, ids: Ids, out: Array) -> None:
+        tables = self._settings.backend.tables
+        assert tables is not None
+        self._run(what, tables.pull(self.name, self._pushes, ids, out))
+
+    def _run(self, what: str, task: Task[None]) -> None:
+        self._settings.run(f"{what} of table {self.name!r}", task)
+
+    # ---- arguments
+
+    def _check_there(self, what: str) -> None:
+        """StoreError where the generation is over; ValueError where the table was one of an earlier generation."""
+        self._settings.operations.check_open()
+        if self._settings.generation.number != self._generation:
+            raise of_caller(ValueError(
+                f"{what} of table {self.name!r}: tables do not outlive recover(), and its rows are gone: make it anew "
+                "by kv.table()"
+            ))  # fmt: skip
+
+    def _see_push(self, what: str, ids: object, gradients: object) -> tuple[Ids, Array]:
+        """Return the ids and gradients of a push, (k,) and (k, dim)."""
+        self._check_there(what)
+        with GIVEN:
+            where, shape = self._ids_of(what, ids)
+            found = self._array_of(what, "gradients", gradients, shape)
+        flat = found.reshape(-1, self.dim)
+        if self._settings.operations.checks_finite:
+            with self._settings.operations.guard(f"{what} of table {self.name!r}"):
+                self._see_finite(what, where, flat)
+        return where, flat
+
+    def _ids_of(self, what: str, ids: object) -> tuple[Ids, tuple[int, ...]]:
+        """Return ids as (k,), and their shape."""
+        name = f"{what} of table {self.name!r}: ids"
+        found = arrays.host(ids, name)  # type: ignore[arg-type]
+        if found.dtype != np.int64:
+            raise TypeError(f"{name} have dtype {found.dtype.name}, and need int64: pass ids.astype(numpy.int64)")
+        if found.size * self.dim * self.dtype.itemsize > MOST_BYTES:
+            raise ValueError(
+                f"{name} are {found.size}, whose rows of {self.dim} {self.dtype.name} are more than {MOST_BYTES} "
+                "bytes: give fewer at a time"
+            )
+        return np.ascontiguousarray(found).reshape(-1), found.shape
+
+    def _array_of(self, what: str, word: str, given: object, shape: tuple[int, ...]) -> Array:
+        """Return an array of rows for ids of this shape; TypeError or ValueError where it is another one."""
+        name = f"{what} of table {self.name!r}: {word}"
+        found = arrays.host(given, name)  # type: ignore[arg-type]
+        if found.dtype != self.dtype:
+            raise TypeError(f"{name} has dtype {found.dtype.name}, and the table {self.dtype.name}: convert it")
+        if found.shape != (*shape, self.dim):
+            raise ValueError(f"{name} has shape {found.shape}, and ids of shape {shape} need {(*shape, self.dim)}")
+        if not found.flags.c_contiguous:
+            raise ValueError(f"{name} is not C-contiguous: pass numpy.ascontiguousarray(...) of it")
+        return found
+
+    def _target_of(self, what: str, out: object, shape: tuple[int, ...]) -> tuple[Any, Array]:
+        """Return what a pull returns, and its memory as (k, dim)."""
+        if out is None:
+            made = np.empty((*shape, self.dim), self.dtype)
+            return made, made.reshape(-1, self.dim)
+        found = self._array_of(what, "out", out, shape)
+        if not found.flags.writeable:
+            raise ValueError(f"{what} of table {self.name!r}: out cannot be written: pass a writable array")
+        return out, found.reshape(-1, self.dim)
+
+    def _see_finite(self, what: str, ids: Ids, gradients: Array) -> None:
+        """FloatingPointError where a push holds NaN or infinity: which rank, table and push, and of which id."""
+        fine = np.isfinite(gradients)
+        if fine.all():
+            return
+        wrong, nans = int(np.count_nonzero(~fine)), int(np.count_nonzero(np.isnan(gradients)))
+        row = int(np.argmin(fine.all(axis=1)))
+        raise of_caller(FloatingPointError(
+            f"{what} of table {self.name!r}: push {self._pushes + 1} of rank {self._settings.layout.rank} holds "
+            f"{nans} NaN and {wrong - nans} infinities among {gradients.size} elements, the first of id {ids[row]}: "
+            "look at the loss, the learning rate and the data of that step on that rank"
+        ))  # fmt: skip
+
+
+def make(
+    settings: Settings, name: object, dim: object, dtype: object, init: object, optimizer: object, seed: object,
+    options: dict[str, Any],
+) -> Table:  # fmt: skip
+    """Make a table. Collective over the workers; see `KVStore.table`."""
+    card, refusal = rendezvous.attempt(lambda: _card(settings, name, dim, dtype, init, optimizer, seed, options))
+    items = []
+    if card is not None:
+        chosen = row_optimizers.decode(card.optimizer, card.numbers)
+        items = [("name", repr(name)), ("dim", str(card.dim)), ("dtype", card.dtype), ("init", repr(init)),
+                 ("seed", repr(seed)), ("optimizer", repr(chosen))]  # fmt: skip
+    settings.finish()
+    settings.agree("table", items, refusal, noun="argument")
+    assert card is not None and settings.backend.tables is not None
+    settings.run(f"table {card.table!r}", settings.backend.tables.make(card))
+    table = settings.tables[card.table] = Table(settings, card)
+    return table
+
+
+def _card(
+    settings: Settings, name: object, dim: object, dtype: object, init: object, optimizer: object, seed: object,
+    options: dict[str, Any],
+) -> frames.MakeTable:  # fmt: skip
+    """Return a new table as servers are told of it; ValueError or TypeError where it cannot be."""
+    if not isinstance(name, str):
+        raise TypeError(f"table: the name {name!r} is no str: give one")
+    _see_store(settings, name)
+    if name in settings.keys:
+        raise ValueError(f"table: a key has the name {name!r}: choose another")
+    if name in settings.tables:
+        raise ValueError(f"table: {name!r} was already made; a table is made once")
+    word = np.dtype(dtype).name  # type: ignore[call-overload]
+    if word not in DTYPES:
+        raise ValueError(f"table {name!r}: dtype={word}, and a table holds {' or '.join(DTYPES)}")
+    width = _whole(name, "dim", dim)
+    if not 0 < width <= MOST_BYTES // 8:
+        raise ValueError(f"table {name!r}: dim={width}: give at least 1 and at most {MOST_BYTES // 8}")
+    if not isinstance(init, Uniform):
+        raise ValueError(f"table {name!r}: init={init!r}: give mpips.uniform(bound); uniform(0) are zeros")
+    chosen, numbers = row_optimizers.encode(row_optimizers.create(optimizer, options))
+    return frames.MakeTable(name, width, word, key_of(_whole(name, "seed", seed), name), init.bound, chosen, numbers)
+
+
+def _see_store(settings: Settings, name: str) -> None:
+    """ValueError where the store cannot keep a table."""
+    layout, why = settings.layout, ""
+    if settings.backend.tables is None:
+        why = f"kind {layout.kind!r} has no servers here, and rows are made on servers: give servers=1 or more"
+    elif layout.survives:
+        why = f"spares={layout.options.spares}: rows are not yet kept over a death: make the store without spares"
+    elif layout.options.checkpoint:
+        why = "checkpoint=...: rows are not yet in checkpoints: make the store without it"
+    if why:
+        raise ValueError(f"table {name!r}: {why}")
+
+
+def _whole(name: str, word: str, given: Any) -> int:
+    try:
+        return operator.index(given)
+    except TypeError:
+        raise TypeError(f"table {name!r}: {word}={given!r} is no whole number: give one") from None

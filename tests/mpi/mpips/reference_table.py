@@ -1,0 +1,76 @@
+"""A table as a serial dictionary of rows, in plain NumPy and row by row: what tests compare a store's tables with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpips.store.tables.initial import first_rows, key_of
+
+
+def sgd(row: Any, gradient: Any, state: dict[str, Any], step: int) -> Any:
+    return row - gradient * row.dtype.type(0.1)
+
+
+def row_adagrad(row: Any, gradient: Any, state: dict[str, Any], step: int) -> Any:
+    number = row.dtype.type
+    state["sum"] = state.get("sum", number(0)) + np.add.reduce(gradient * gradient) / number(len(row))
+    return row - gradient * number(0.1) / (np.sqrt(state["sum"]) + number(1e-10))
+
+
+def adagrad(row: Any, gradient: Any, state: dict[str, Any], step: int) -> Any:
+    number = row.dtype.type
+    state["sum"] = state.get("sum", np.zeros_like(row)) + gradient * gradient
+    return row - gradient * number(0.1) / (np.sqrt(state["sum"]) + number(1e-10))
+
+
+def adam(row: Any, gradient: Any, state: dict[str, Any], step: int) -> Any:
+    number = row.dtype.type
+    count = state["count"] = state.get("count", 0) + 1
+    first = state["first"] = state.get("first", np.zeros_like(row)) * number(0.9) + gradient * number(1 - 0.9)
+    squares = gradient * gradient * number(1 - 0.999)
+    second = state["second"] = state.get("second", np.zeros_like(row)) * number(0.999) + squares
+    below = np.sqrt(second / number(1 - 0.999**count)) + number(1e-8)
+    return row - first / number(1 - 0.9**count) * number(0.1) / below
+
+
+UPDATES: dict[str, Callable[..., Any]] = {
+    "sgd": sgd, "row_adagrad": row_adagrad, "adagrad": adagrad, "adam": adam,
+}  # fmt: skip
+
+
+class ReferenceTable:
+    """Rows in a dictionary, all with learning rate 0.1; gradients are summed from zero, from first to last."""
+
+    def __init__(self, name: str, dim: int, dtype: Any, bound: float, optimizer: str, seed: int = 0) -> None:
+        self.dim, self.dtype, self._bound = dim, np.dtype(dtype), bound
+        self._key, self._update = key_of(seed, name), UPDATES[optimizer]
+        self.rows: dict[int, Any] = {}
+        self._state: dict[int, dict[str, Any]] = {}
+        self._step = 0
+
+    def pull(self, ids: Any) -> Any:
+        flat = [self._row(int(one)) for one in ids.reshape(-1)]
+        return np.array(flat, self.dtype).reshape(*ids.shape, self.dim)
+
+    def push(self, pushes: Sequence[tuple[Any, Any]]) -> None:
+        """One round: (ids, gradients) of each worker."""
+        self._step += 1
+        total: dict[int, Any] = {}
+        for ids, gradients in pushes:
+            own: dict[int, Any] = {}
+            for one, gradient in zip(ids.reshape(-1).tolist(), gradients.reshape(-1, self.dim)):
+                own[one] = own[one] + gradient if one in own else gradient
+            for one, gradient in own.items():
+                total[one] = total[one] + gradient if one in total else gradient
+        for one, gradient in total.items():
+            state = self._state.setdefault(one, {})
+            self.rows[one] = self._update(self._row(one), gradient, state, self._step)
+
+    def _row(self, one: int) -> Any:
+        if one not in self.rows:
+            ((_, rows),) = first_rows(self._key, self._bound, np.array([one], np.int64), self.dim, self.dtype)
+            self.rows[one] = rows[0]
+        return self.rows[one]

@@ -1,0 +1,253 @@
+"""Tables hold what a serial dictionary of rows holds, bit for bit, and refuse bad input by a sentence."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpips
+from tests.mpi.mpips.reference_table import UPDATES, ReferenceTable
+from tests.mpi.mpips.support import WORLD, failure, need, run
+from tests.mpi.sizes import either_mpi
+
+SERVERS = [
+    {"servers": servers, "shared_memory": shared} for servers, shared in itertools.product((1, 2, 3), (True, False))
+]
+EDGES = np.array([0, -1, 1, 2**63 - 1, -(2**63), 2**62, -(2**40)], np.int64)
+SMALL_RATE = {"learning_rate": 0.1}
+
+
+def batch(repeat: int, worker: int, dim: int, dtype: Any) -> tuple[Any, Any]:
+    """Ids with repeats, some shared by all workers, some of nobody else; nothing in one repeat of one worker."""
+    random = np.random.default_rng(100 * repeat + worker)
+    shape = (0,) if (repeat, worker) == (2, 0) else (6, 5)
+    ids = random.integers(-20, 20, shape) * np.where(random.random(shape) < 0.5, 1, 10**15)
+    ids.reshape(-1)[:3] = EDGES[(repeat + worker) % len(EDGES)]
+    return ids, random.standard_normal((*shape, dim)).astype(dtype)
+
+
+@either_mpi
+@pytest.mark.parametrize("options", SERVERS)
+@pytest.mark.parametrize("optimizer", sorted(UPDATES))
+def test_a_table_equals_a_serial_dictionary(options: dict[str, Any], optimizer: str) -> None:
+    need(**options)
+    dim, dtype = (5, "float32") if optimizer != "adam" else (3, "float64")
+
+    def body(kv: mpips.KVStore) -> None:
+        table = kv.table("users", dim, dtype, mpips.uniform(0.5), optimizer, seed=3, **SMALL_RATE)
+        expected = ReferenceTable("users", dim, dtype, 0.5, optimizer, seed=3)
+        for repeat in range(5):
+            batches = [batch(repeat, worker, dim, dtype) for worker in range(kv.num_workers)]
+            expected.push(batches)
+            every = [np.concatenate([ids.reshape(-1), EDGES, EDGES[::-1] // (repeat + 2)]) for ids, _ in batches]
+            wanted = every[kv.rank]
+            if repeat % 2:
+                table.push(*batches[kv.rank])
+                out = np.full((len(wanted), dim), np.nan, dtype)
+                assert table.pull(wanted, out) is out
+            else:
+                out = table.pushpull(*batches[kv.rank])
+                assert out.tobytes() == expected.pull(batches[kv.rank][0]).tobytes()
+                out = table.pull(wanted)
+            assert out.tobytes() == expected.pull(wanted).tobytes(), repeat
+            for ids in every:  # rows that are only read are made, too
+                expected.pull(ids)
+        kv.barrier()
+        assert table.rows == len(expected.rows)
+        assert table.stats()["updates"] == 5
+
+    run("dist_sync", body, **options)
+
+
+@either_mpi
+@pytest.mark.parametrize("kind, options", [
+    ("mpi_sync", {"servers": 1, "clients": 1}), ("mpi_sync", {"servers": 1, "clients": 2}),
+    ("dist_async", {"servers": 1}), ("mpi_async", {"servers": 1, "clients": 1}),
+    ("dist_async", {"servers": 2, "staleness": 1}), ("dist_async", {"servers": 1, "staleness": 0}),
+])  # fmt: skip
+def test_all_kinds_add_up_whole_numbers(kind: str, options: dict[str, Any]) -> None:
+    need(**options)
+
+    def body(kv: mpips.KVStore) -> None:
+        table = kv.table("t", 4, init=mpips.uniform(0), optimizer="sgd", learning_rate=1)
+        ids = np.array([7, -kv.rank - 1, 7])
+        for step in range(6):
+            table.push(ids, np.full((3, 4), -1, np.float32))
+            assert (table.pull(ids[1:2]) == step + 1).all()  # after this worker's own pushes
+        kv.barrier()
+        if kv.type.endswith("_async"):
+            kv.layout.workers.Barrier()
+        assert (table.pull(np.array([7])) == 12 * kv.num_workers).all()
+
+    run(kind, body, **options)
+
+
+def test_workers_in_a_stale_store_stay_together() -> None:
+    need(workers=2, servers=1)
+
+    def body(kv: mpips.KVStore) -> None:
+        table, steps = kv.table("t", 1, init=mpips.uniform(0), learning_rate=1.0), kv.layout.workers
+        counts = np.zeros(kv.num_workers)
+        for _ in range(20):
+            table.push(np.array([kv.rank]), np.full((1, 1), -1, np.float32))
+            counts = table.pull(np.arange(kv.num_workers))[:, 0]
+            assert counts.min() >= counts[kv.rank] - 2
+        steps.Barrier()
+
+    run("dist_async", body, servers=1, staleness=2)
+
+
+def test_rows_begin_alike_on_any_servers() -> None:
+    ids = np.concatenate([EDGES, np.arange(-1000, 1000)])
+    found = []
+    for servers in range(1, min(4, WORLD.size)):
+        order = np.random.default_rng(servers).permutation(len(ids))
+        undo = np.argsort(order)
+        found.append(run("dist_sync", lambda kv: kv.table("a", 8).pull(ids[order])[undo], servers=servers))  # noqa: B023
+    rows = [one.tobytes() for one in found if one is not None]
+    assert len(set(rows)) <= 1
+
+
+def test_many_rows_are_found_again() -> None:
+    need(servers=1)
+
+    def body(kv: mpips.KVStore) -> None:
+        table = kv.table("t", 2, optimizer="sgd", learning_rate=1.0)
+        ids = np.arange(40_000) * 7919 - 10**9
+        first = np.concatenate([table.pull(part) for part in np.array_split(ids, 13)])
+        assert table.pull(ids).tobytes() == first.tobytes()
+        assert table.rows == len(ids)
+        assert table.stats()["bytes"] <= (2 * 4 + 8 + 24) * len(ids) + 16384
+
+    run("dist_sync", body, servers=1)
+
+
+def test_a_schedule_counts_updates_of_the_table() -> None:
+    need(servers=1)
+
+    def body(kv: mpips.KVStore) -> None:
+        schedule = mpips.optimizers.StepDecay(1.0, every=1, factor=0.5)
+        table = kv.table("t", 1, init=mpips.uniform(0), learning_rate=schedule)
+        found = []
+        for one in (1, 2, 1):
+            mine = np.full(1, one, np.int64)
+            found.append(float(table.pushpull(mine, np.full((1, 1), -1, np.float32))[0, 0]) / kv.num_workers)
+        assert found == [1.0, 0.5, 1.25]
+
+    run("dist_sync", body, servers=1)
+
+
+def test_bad_arguments_lose_nothing() -> None:
+    need(servers=1)
+
+    def body(kv: mpips.KVStore) -> None:
+        kv.init("key", np.zeros(3))
+        table = kv.table("t", 3)
+        before = table.pull(np.arange(5))
+        good = np.zeros((2, 3), np.float32)
+        calls = {
+            "ids have dtype int32, and need int64": lambda: table.pull(np.zeros(2, np.int32)),
+            "gradients has dtype float64, and the table float32": lambda: table.push(np.arange(2), np.zeros((2, 3))),
+            "gradients has shape (2, 3), and ids of shape (3,) need (3, 3)": lambda: table.push(np.arange(3), good),
+            "out has shape (2, 3), and ids of shape (1, 2) need (1, 2, 3)":
+                lambda: table.pull(np.arange(2)[None], good),
+            "a key has the name 'key'": lambda: kv.table("key", 3),
+            "a table has the name 't'": lambda: kv.init("t", np.zeros(3)),
+            "'t' was already made": lambda: kv.table("t", 3),
+            "unknown optimizer 'rprop' of a table: the known ones are sgd,":
+                lambda: kv.table("u", 3, optimizer="rprop"),
+            "RowSGD has no option momentum": lambda: kv.table("u", 3, momentum=0.9),
+            "give mpips.uniform(bound)": lambda: kv.table("u", 3, init="ones"),  # type: ignore[arg-type]
+            "a table holds float32 or float64": lambda: kv.table("u", 3, "int8"),
+            "tables are not yet in checkpoints, and the store has 't'": lambda: kv.save("never-written"),
+        }
+        for sentence, call in calls.items():
+            assert sentence in failure(call), sentence
+        if kv.num_workers > 1:
+            said = failure(lambda: kv.table("u", 3 + (kv.rank == kv.num_workers - 1)))
+            assert "dim" in said and "3 on rank 0 and 4 on rank" in said, said
+        assert table.pull(np.arange(5)).tobytes() == before.tobytes()
+        assert kv.table("u", 3).pull(np.arange(1)).shape == (1, 3)
+
+    run("dist_sync", body, servers=1)
+
+
+def test_stores_without_servers_refuse_a_table() -> None:
+    for kind, options in (("local", {}), ("dist_sync", {"servers": 0})):
+        said = run(kind, lambda kv: failure(lambda: kv.table("t", 3)), **options)
+        assert "has no servers here" in said
+
+
+def test_all_ranks_hear_of_a_gradient_that_is_not_finite() -> None:
+    need(servers=1)
+
+    def body(kv: mpips.KVStore) -> str:
+        table = kv.table("t", 2)
+        gradient = np.zeros((2, 2), np.float32)
+        gradient[1, 0] = np.nan if kv.rank == 0 else 0
+        try:
+            for _ in range(50):
+                table.pushpull(np.array([5, 9]), gradient)
+        except Exception as error:
+            return str(error)
+        return ""
+
+    try:
+        said = run("dist_sync", body, servers=1, check_finite=True)
+    except mpips.StoreError as error:  # of the close
+        said = str(error)
+    if said is not None:
+        assert "push 1 of rank 0 holds 1 NaN and 0 infinities among 4 elements, the first of id 9" in said
+
+
+def test_a_table_ends_with_its_generation() -> None:
+    need(servers=1)
+
+    def body(kv: mpips.KVStore) -> None:
+        table = kv.table("t", 2)
+        rows = table.pull(np.arange(4))
+        kv.barrier()
+        kv.recover()
+        assert "make it anew" in failure(lambda: table.pull(np.arange(4)))
+        again = kv.table("t", 2)
+        assert again.pull(np.arange(4)).tobytes() == rows.tobytes()
+        kv.barrier()
+
+    run("dist_sync", body, servers=1)
+
+
+def test_a_worker_that_leaves_ends_the_wait_for_its_push() -> None:
+    need(workers=2, servers=1)
+    try:
+        kv = mpips.create("dist_sync", servers=1, comm=WORLD)
+    except SystemExit:
+        WORLD.Barrier()
+        return
+    table = kv.table("t", 2)
+    said = ""
+    if kv.rank:
+        try:
+            table.pushpull(np.arange(2), np.zeros((2, 2), np.float32))
+        except mpips.StoreError as error:
+            said = str(error)
+        assert "table 't': round 1 needs rank 0, which has left the store" in said
+    with suppress(mpips.StoreError):
+        kv.close()
+    WORLD.Barrier()
+
+
+def test_tensors_of_pytorch_serve_as_arrays() -> None:
+    torch = pytest.importorskip("torch")
+    need(servers=1)
+
+    def body(kv: mpips.KVStore) -> None:
+        table = kv.table("t", 2, init=mpips.uniform(0), learning_rate=1.0)
+        out = torch.zeros(3, 2)
+        assert table.pushpull(torch.tensor([1, 2, 1]), -torch.ones(3, 2), out) is out
+        assert (out == kv.num_workers * torch.tensor([[2.0, 2], [1, 1], [2, 2]])).all()
+
+    run("dist_sync", body, servers=1)

@@ -1,0 +1,134 @@
+"""Rows of a table on a server: first values, the index of ids, sums and updates, against plain dictionaries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpips.store.tables.initial import first_rows, key_of, owners_of, uniform
+from mpips.store.tables.row_optimizers import ROW_OPTIMIZERS, create
+from mpips.store.tables.rows import TableRows, merged, summed
+from tests.mpi.mpips.reference_table import ReferenceTable
+
+IDS = st.integers(-(2**63), 2**63 - 1) | st.integers(-9, 9)
+
+
+def rows_of(ids: np.ndarray, dim: int = 4, dtype: Any = np.float32, key: int = 1) -> np.ndarray:
+    return np.concatenate([rows for _, rows in first_rows(key, 0.5, ids, dim, dtype)])
+
+
+def test_first_values_depend_on_key_id_and_column_alone() -> None:
+    ids = np.arange(-30_000, 30_000)
+    whole = rows_of(ids)
+    order = np.random.default_rng(1).permutation(len(ids))
+    assert (rows_of(ids[order]) == whole[order]).all()
+    assert (rows_of(ids, dim=2) == whole[:, :2]).all()
+    assert (rows_of(ids[5:6])[0] == whole[5]).all()
+    others = [rows_of(ids, key=key_of(*which)) for which in ((0, "a"), (0, "b"), (1, "a"))]
+    assert (others[0] != others[1]).mean() > 0.99 and (others[0] != others[2]).mean() > 0.99
+
+
+def test_first_values_stay_as_they_are() -> None:
+    found = rows_of(np.array([0, -1, 2**63 - 1]), 2, np.float64, key_of(7, "users")).reshape(-1)
+    again = []
+    mask = 2**64 - 1
+    for one in (0, -1, 2**63 - 1):
+        for column in (1, 2):
+            stream = plainly_mixed((one & mask) ^ key_of(7, "users"))
+            word = plainly_mixed((stream + column * 0x9E3779B97F4A7C15) & mask)
+            again.append((word >> 11) * (1.0 / 2**53) - 0.5)
+    assert found.tolist() == again
+
+
+def plainly_mixed(word: int) -> int:
+    """SplitMix64's finalizer, in Python's whole numbers."""
+    mask = 2**64 - 1
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & mask
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB & mask
+    return word ^ (word >> 31)
+
+
+@pytest.mark.parametrize("ids", [np.arange(100_000), np.arange(100_000) << 40, -np.arange(100_000) * 64])
+def test_first_values_are_spread_evenly(ids: np.ndarray) -> None:
+    values = rows_of(ids, 2, np.float64)
+    assert np.abs(values).max() <= 0.5
+    counts = np.histogram(values, 64, (-0.5, 0.5))[0]
+    expected = values.size / 64
+    assert ((counts - expected) ** 2 / expected).sum() < 63 + 6 * np.sqrt(2 * 63)  # chi-squared, six deviations
+    assert abs(np.corrcoef(values[:, 0], values[:, 1])[0, 1]) < 0.02
+    assert abs(np.corrcoef(values[1:, 0], values[:-1, 0])[0, 1]) < 0.02
+
+
+@pytest.mark.parametrize("ids", [np.arange(90_000), np.arange(90_000) << 32, np.arange(90_000) * 1024])
+def test_owners_share_rows_evenly(ids: np.ndarray) -> None:
+    counts = np.bincount(owners_of(ids, 3), minlength=3)
+    assert abs(counts / 30_000 - 1).max() < 0.03
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.lists(IDS, max_size=12), min_size=1, max_size=4), min_size=1, max_size=5),
+       st.sampled_from(sorted(ROW_OPTIMIZERS)), st.integers(1, 9))  # fmt: skip
+def test_rounds_equal_a_serial_dictionary(rounds: list[list[list[int]]], optimizer: str, dim: int) -> None:
+    key, random = key_of(0, "t"), np.random.default_rng(3)
+    table = TableRows(dim, np.dtype(np.float32), key, 0.5, create(optimizer, {"learning_rate": 0.1}))
+    expected = ReferenceTable("t", dim, np.float32, 0.5, optimizer)
+    for step, workers in enumerate(rounds):
+        pushes = [
+            (np.array(ids, np.int64), random.standard_normal((len(ids), dim)).astype(np.float32)) for ids in workers
+        ]
+        expected.push(pushes)
+        table.update(*summed([merged(*push) for push in pushes]), step + 1)
+        ids = np.unique(np.concatenate([ids for ids, _ in pushes]))
+        assert table.pull(ids).tobytes() == expected.pull(ids).tobytes()
+    assert table.count == len(expected.rows)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=12), st.integers(0, 2**32), st.booleans())
+def test_the_index_finds_every_row_while_it_grows(sizes: list[int], seed: int, dense: bool) -> None:
+    random = np.random.default_rng(seed)
+    table = TableRows(1, np.dtype(np.float64), 5, 0.5, create("sgd", {}))
+    seen: set[int] = set()
+    for size in sizes:
+        ids = np.unique(random.integers(0, 9000, size) if dense else random.integers(-(2**63), 2**63 - 1, size))
+        assert (table.pull(ids) == rows_of(ids, 1, np.float64, 5)).all()
+        seen.update(ids.tolist())
+        every = np.array(sorted(seen))
+        assert (table.pull(every) == rows_of(every, 1, np.float64, 5)).all()
+        assert table.count == len(seen)
+
+
+@pytest.mark.parametrize("name", sorted(ROW_OPTIMIZERS))
+def test_bits_of_a_row_do_not_depend_on_others(name: str) -> None:
+    random, optimizer = np.random.default_rng(1), create(name, {"learning_rate": 0.1})
+    for dim in (1, 3, 8, 33, 128):
+        rows = random.standard_normal((50, dim)).astype(np.float32)
+        state = [np.abs(random.standard_normal((50, width))).astype(np.float32) for width in optimizer.widths(dim)]
+        counts, gradients = random.integers(1, 9, 50).astype(np.int32), random.standard_normal((50, dim))
+        gradients = gradients.astype(np.float32)
+        single = [(rows[i : i + 1].copy(), [array[i : i + 1].copy() for array in state]) for i in range(50)]
+        optimizer.update(rows, gradients, state, counts, 1)
+        for i, (row, its_state) in enumerate(single):
+            optimizer.update(row, gradients[i : i + 1], its_state, counts[i : i + 1], 1)
+            assert row.tobytes() == rows[i].tobytes()
+            assert all(mine.tobytes() == array[i].tobytes() for mine, array in zip(its_state, state))
+
+
+@pytest.mark.parametrize("bound", [-1, float("nan"), float("inf"), "wide", None])
+def test_a_bad_bound_is_refused(bound: Any) -> None:
+    with pytest.raises(ValueError, match="give a finite number >= 0"):
+        uniform(bound)
+
+
+@pytest.mark.parametrize("name, options, sentence", [
+    ("rprop", {}, "the known ones are sgd, adagrad, row_adagrad, adam"), (None, {}, "unknown optimizer None"),
+    ("sgd", {"learning_rate": -1}, "give a number >= 0"), ("adam", {"beta1": 1}, "give a number in"),
+    ("adagrad", {"momentum": 1}, "Adagrad has no option momentum; it has learning_rate, epsilon"),
+])  # fmt: skip
+def test_a_bad_optimizer_is_refused(name: Any, options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=sentence):
+        create(name, options)
