@@ -7,11 +7,11 @@
 
 from mpips.training.callbacks import Callback, Checkpoint, EarlyStop, Fitting, LearningRate, Progress
 from mpips.training.checkpoint import Epoch
-from mpips.training.local import Elastic
+from mpips.training.local import Elastic, Local
 from mpips.training.model import EvaluatedModel, Model
 from mpips.training.trainer import Trainer
 
 __all__ = [
-    "Callback", "Checkpoint", "EarlyStop", "Elastic", "Epoch", "EvaluatedModel", "Fitting", "LearningRate", "Model",
-    "Progress", "Trainer",
+    "Callback", "Checkpoint", "EarlyStop", "Elastic", "Epoch", "EvaluatedModel", "Fitting", "LearningRate", "Local",
+    "Model", "Progress", "Trainer",
 ]  # fmt: skip

@@ -42,7 +42,8 @@ STEP = re.compile(r"step-\d{8,}")
 VERSION = 1
 WORD = "mpips.trainer"
 """Of the metadata, for the header."""
-UPDATES = {"none": "neither clip_norm nor elastic", "none, clipped": "clip_norm", "none, elastic": "elastic"}
+UPDATES = {"none": "neither clip_norm nor elastic", "none, clipped": "clip_norm", "none, elastic": "elastic",
+           "none, local": "local"}  # fmt: skip
 """The arguments of a Trainer for each way of exchange that a file names."""
 
 

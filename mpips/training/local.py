@@ -130,7 +130,8 @@ class LocalRounds:
         """Places of the parameters of each fragment."""
         self._open: tuple[Sequence[int], int, Handle] | None = None
         """What is under way: places, the step at which it is taken, and its handle."""
-        kv.pull(list(keys), self._exchange.centers)
+        self.centers = self._exchange.centers
+        kv.pull(list(keys), self.centers)
         self._exchange.take(parameters, range(len(parameters)))
 
     def step(self, parameters: Arrays) -> None:

@@ -17,7 +17,7 @@ import collectives
 from mpips.overlap.exchange import Overlapped, Recorder, Report
 from mpips.training.batches import Source
 from mpips.training.model import Model, samples_of
-from mpips.training.updates import Arrays, Update, weigh
+from mpips.training.updates import Arrays, LocalTraining, Update, weigh
 
 if TYPE_CHECKING:
     from mpips.store.api import KVStore
@@ -139,6 +139,9 @@ def see_joined(job: Job, source: Source) -> None:
     if job.blocking is None:
         raise ValueError("fit: overlap= sends gradients while others are computed, before a step's samples are "
                          "counted: give arrays x and y with batch_size, or leave overlap out")
+    if isinstance(job.blocking.update, LocalTraining) and not job.kv.layout.asynchronous:
+        raise ValueError(f"fit: with local= a store of kind {job.kv.type} waits for a worker that is out of batches: "
+                         "give arrays x and y with batch_size, or take dist_async")
     staleness = job.kv.layout.options.staleness
     if job.kv.layout.asynchronous and staleness >= 0:
         raise ValueError(f"fit: with staleness={staleness} workers wait for one that is out of batches: give arrays x "

@@ -25,7 +25,7 @@ from mpips.training.batches import BLOCK, Source, see_samples, source_of
 from mpips.training.callbacks import Callback, of_job
 from mpips.training.checkpoint import Epoch, Position
 from mpips.training.evaluation import Metric, check_metrics, evaluate, test_words
-from mpips.training.local import Elastic
+from mpips.training.local import Elastic, Local
 from mpips.training.loop import Fit, begin, requested, words_of
 from mpips.training.model import see_method, see_model
 from mpips.training.rejoin import see_alike, survival_of
@@ -33,6 +33,7 @@ from mpips.training.step import Blocking, Job, update_optimizer
 from mpips.training.updates import (
     ElasticAveraging,
     Gradients,
+    LocalTraining,
     Summed,
     Update,
     averaged,
@@ -47,6 +48,8 @@ class Trainer(Uncopied):
     optimizer   a name with options, or an Optimizer; its gradient is the mean over the samples of all workers that
                 contribute to an update. A number may be a schedule: `learning_rate=mpips.optimizers.Cosine(0.1, 1000)`.
     elastic     elastic averaging; needs an asynchronous store.
+    local       an `mpips.training.Local`: each client trains apart, and every so many steps the store's outer optimizer
+                takes what the clients have changed (local SGD, DiLoCo).
     overlap     exchange beside the compute, by a strategy of `mpips plan` or "auto", which measures the job and takes
                 the best; the model then is one in layers (`mpips.overlap.LayeredModel`, as `MLP` is).
     clip_norm   the largest global norm of a gradient. Of which: synchronous kinds, the mean over all workers; then
@@ -69,6 +72,7 @@ class Trainer(Uncopied):
         optimizer: str | Optimizer = "sgd",
         *,
         elastic: Elastic | None = None,
+        local: Local | None = None,
         overlap: str | None = None,
         clip_norm: float | None = None,
         accumulate: int = 1,
@@ -80,7 +84,9 @@ class Trainer(Uncopied):
             raise TypeError(f"a Trainer trains through a store, as mpips.create makes it, not {type(kv).__name__}")
 
         def chosen() -> tuple[Optimizer, dict[str, Metric]]:
-            _see_together(kv, elastic, overlap, check_clip(clip_norm), accumulate)
+            if local is not None:
+                _see_local(kv, local, elastic, overlap)
+            _see_together(kv, elastic, overlap, None if local else check_clip(clip_norm), accumulate)
             if overlap is None:  # otherwise it is a model in layers, which Overlapped checks
                 see_model(model)
             made = create(optimizer, **options)
@@ -89,7 +95,7 @@ class Trainer(Uncopied):
 
         found, refusal = attempt(chosen)
         made, measures = found if found is not None else (None, {})
-        words = {"optimizer": made, "elastic": elastic, "overlap": overlap, "clip_norm": clip_norm,
+        words = {"optimizer": made, "elastic": elastic, "local": local, "overlap": overlap, "clip_norm": clip_norm,
                  "accumulate": accumulate, "metrics": sorted(measures), "grow": bool(grow)}  # fmt: skip
         self._words = [(name, repr(word)) for name, word in words.items()]
         see_alike(kv, "Trainer", self._words, refusal)
@@ -100,6 +106,8 @@ class Trainer(Uncopied):
             update: Update
             if elastic is not None:
                 update = ElasticAveraging(model, kv, made, elastic, clip_norm)
+            elif local is not None:
+                update = LocalTraining(model, kv, made, local, check_clip(clip_norm))
             elif clip_norm is not None and not kv.layout.asynchronous:
                 update = Summed(model, kv, made, clip_norm)
             else:
@@ -265,6 +273,25 @@ class Trainer(Uncopied):
         if save is not None and self.kv.rank == 0:
             save_profile(found, save)
         return found
+
+
+def _see_local(kv: KVStore, local: Local, elastic: Elastic | None, overlap: str | None) -> None:
+    """TypeError or ValueError for what does not go with training apart."""
+    if not isinstance(local, Local):
+        raise TypeError(f"local={local!r}: give an mpips.training.Local, as Local(every=500)")
+    if elastic is not None or overlap is not None:
+        other = f"elastic={elastic}" if elastic is not None else f"overlap={overlap!r}"
+        raise ValueError(f"local and {other} are two ways to exchange: leave one of the two out")
+    if local.delay:
+        raise ValueError(f"local: delay={local.delay} is for mpips.torch.LocalSGD, as a checkpoint of a Trainer holds "
+                         "nothing that is under way: give delay=0")
+    if kv.layout.survives:
+        raise ValueError("local does not go on after a death yet, and this store does: leave local out, or the option "
+                         "spares")
+    if kv.num_workers > 1 and len(kv.layout.clients) == 1:
+        raise ValueError(f"local: all {kv.num_workers} workers of this {kv.type} store are in one client, which sum in "
+                         "each step: take dist_sync, or several clients")  # fmt: skip
+    averaged(local.optimizer, 1)  # it has a rescale
 
 
 def _see_together(

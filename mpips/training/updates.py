@@ -2,7 +2,7 @@
 
 `Gradients` serves all kinds of store (MXNET-MPI, figures 6 and 7). `Summed` is for clipping in a synchronous store: a
 rank that has the whole sum alone knows its norm. The store then sums, and has no optimizer. `ElasticAveraging`
-exchanges whole models (`local`; MXNET-MPI, figure 8).
+exchanges whole models (`local`; MXNET-MPI, figure 8), `LocalTraining` what they have changed (DiLoCo).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mpips.optimizers.apply import Updater
 from mpips.optimizers.base import Optimizer, changed
 from mpips.optimizers.elastic import Elastic1
 from mpips.store.runtime.rendezvous import attempt
-from mpips.training.local import Elastic, Exchange
+from mpips.training.local import Elastic, Exchange, Local, LocalRounds
 from mpips.training.model import Model, keys_of
 
 if TYPE_CHECKING:
@@ -328,6 +328,56 @@ class ElasticAveraging(OnWorkers):
             self._updater = self._new_updater()
         else:
             super().restore(arrays, optimizer)
+
+
+class LocalTraining(OnWorkers):
+    """Each client trains by itself, and its changes go through the store's outer optimizer now and then (`local`).
+
+    `clip_norm` bounds the mean gradient of the client's workers.
+    """
+
+    name = "none, local"
+
+    def __init__(
+        self, model: Model, kv: KVStore, optimizer: Optimizer, local: Local, clip_norm: float | None = None
+    ) -> None:
+        self._local = local
+        super().__init__(model, kv, optimizer, clip_norm)
+        self._rounds = LocalRounds(kv, self.keys, model.parameters, local)
+        if kv.layout.asynchronous:
+            kv.barrier()  # all have pulled what rank 0 gave before anybody pushes
+
+    def _prepare(self) -> None:
+        outer = averaged(self._local.optimizer, workers_in_a_sum(self._kv))
+        self._kv.set_optimizer(outer, keys=self.keys)
+
+    @property
+    def group(self) -> MPI.Intracomm:
+        return self._kv.layout.client  # type: ignore[return-value]
+
+    def exchange(self) -> None:
+        """Update by the client's mean gradient; then exchange what is due."""
+        workers = self.group.Get_size()
+        for gradient in self._model.gradients if workers > 1 else ():
+            collectives.allreduce(gradient, self.group)
+        if self._clip is not None:
+            clip(self._model.gradients, self._clip * workers)
+        self._updater.update(self._model.gradients)
+        self._rounds.step(self._model.parameters)
+
+    def owners(self) -> list[int]:
+        """Return the first worker of each client."""
+        return [client.start for client in self._kv.layout.clients]
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return also the centre of the last exchange, from which changes are counted."""
+        centers = zip(self.keys, self._rounds.centers)
+        return {**super().arrays(), **{f"center/{key}": center for key, center in centers}}
+
+    def restore(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer | None) -> None:
+        """Write arrays back, and go on counting from their step."""
+        super().restore(arrays, optimizer)
+        self._rounds.steps = self._updater.step
 
 
 Update = Gradients | OnWorkers

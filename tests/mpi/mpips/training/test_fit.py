@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -10,8 +11,10 @@ import pytest
 from mpi4py import MPI
 
 from mpips.optimizers import SGD, StepDecay
-from mpips.training import Callback, EarlyStop, Elastic, LearningRate, Progress, Trainer
+from mpips.optimizers.apply import Updater
+from mpips.training import Callback, EarlyStop, Elastic, LearningRate, Local, Progress, Trainer
 from mpips.training.batches import Arrays
+from mpips.training.local import OUTER
 from tests.mpi.mpips.training.support import ONE_CLIENT, SYNCHRONOUS, Line, data, on_workers, serial, uneven, workers_of
 from tests.mpi.sizes import either_mpi
 
@@ -269,3 +272,65 @@ def test_seconds_are_of_training_alone_on_every_rank(kind):
         assert 0 < history[0].seconds < history[1].seconds < history[2].seconds < 0.9
 
     on_workers(kind, work)
+
+
+@either_mpi
+@pytest.mark.parametrize("outer", ["average", "nesterov"])
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_sync-0"])
+def test_clients_train_apart_and_have_the_bits_of_a_serial_run(kind, outer):
+    """Clients of one worker each, which all begin alike; an outer step every second step."""
+    workers, steps, every = workers_of(kind), 6, 2
+    x, y = data()
+
+    def part(step, worker):
+        at = (step * workers + worker) * BATCH % (len(x) - BATCH)
+        return x[at : at + BATCH], y[at : at + BATCH]
+
+    models = [Line() for _ in range(workers)]
+    centers = [array.copy() for array in Line().parameters]
+    outers = Updater(replace(OUTER[outer], rescale=1 / workers), centers)
+    inners = [Updater(MOMENTUM, model.parameters) for model in models]
+    for step in range(steps):
+        for worker, (model, inner) in enumerate(zip(models, inners)):
+            model.loss_and_gradients(*part(step, worker))
+            inner.update(model.gradients)
+        if step % every == every - 1:
+            outers.update([sum_of([center - model.parameters[place] for model in models])
+                           for place, center in enumerate(centers)])  # fmt: skip
+            for model in models:
+                for mine, center in zip(model.parameters, centers):
+                    mine[...] = center
+
+    def work(kv):
+        model = Line()
+        trainer = Trainer(model, kv, MOMENTUM, local=Local(every=every, outer=outer))
+        for step in range(steps):
+            trainer.step(*part(step, kv.rank))
+        assert model.bits() == models[kv.rank].bits()
+
+    on_workers(kind, work)
+
+
+def sum_of(arrays):
+    total = arrays[0].copy()
+    for array in arrays[1:]:
+        total += array
+    return total
+
+
+def test_one_client_of_all_workers_is_refused():
+    def work(kv):
+        if kv.num_workers > 1:
+            with pytest.raises(ValueError, match="in one client, which sum in each step: take dist_sync"):
+                Trainer(Line(), kv, MOMENTUM, local=Local(every=2))
+
+    on_workers("mpi_sync-0", work)
+
+
+def test_clients_apart_refuse_batches_that_may_end_unlike():
+    def work(kv):
+        trainer = Trainer(Line(), kv, MOMENTUM, local=Local(every=2))
+        with pytest.raises(ValueError, match="fit: with local= a store of kind dist_sync waits for a worker"):
+            trainer.fit([data()], epochs=1)
+
+    on_workers("dist_sync", work)

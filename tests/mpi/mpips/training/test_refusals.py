@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mpips.mlp import MLP
-from mpips.training import Callback, Checkpoint, EarlyStop, Elastic, LearningRate, Trainer
+from mpips.training import Callback, Checkpoint, EarlyStop, Elastic, LearningRate, Local, Trainer
 from tests.mpi.mpips.support import failure
 from tests.mpi.mpips.training.support import Line, data, on_workers
 
@@ -19,6 +19,10 @@ CREATE = [
     ({"overlap": "single", "accumulate": 2}, "accumulate=2 needs all gradients of a step before the first is sent"),
     ({"overlap": "single", "clip_norm": 1.0}, "clip_norm=1.0 needs all gradients of a step"),
     ({"elastic": Elastic()}, "elastic averaging needs a store of kind dist_async or mpi_async, not dist_sync"),
+    ({"local": 500}, "local=500: give an mpips.training.Local"),
+    ({"local": Local(), "overlap": "single"}, "local and overlap='single' are two ways to exchange"),
+    ({"local": Local(), "elastic": Elastic()}, "are two ways to exchange"),
+    ({"local": Local(delay=2)}, "local: delay=2 is for mpips.torch.LocalSGD"),
     ({"metrics": {"loss": print}}, "metrics: 'loss' is no name for a metric"),
 ]
 FIT = [

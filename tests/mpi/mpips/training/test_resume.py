@@ -23,7 +23,7 @@ import pytest
 from mpi4py import MPI
 
 import mpips
-from mpips.training import Callback, Checkpoint, EarlyStop, Elastic, LearningRate, Trainer
+from mpips.training import Callback, Checkpoint, EarlyStop, Elastic, LearningRate, Local, Trainer
 from mpips.training.checkpoint import steps_in
 from tests import child
 from tests.choice import first
@@ -88,11 +88,13 @@ def folder():
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {}, "clipped": {"clip_norm": 0.5}, "accumulated": {"accumulate": 2}, "compressed": {},
     "elastic": {"elastic": Elastic(alpha=0.3, interval=2), "clip_norm": 0.5},
+    "local": {"local": Local(every=2, fragments=2, keep=0.25), "clip_norm": 0.5},
 }  # fmt: skip
 CASES = [
     *((kind, "plain") for kind in (*SYNCHRONOUS, *ONE_CLIENT)),
     *((kind, what) for kind in ("dist_sync", "mpi_sync-one", "mpi_sync-0") for what in ("clipped", "accumulated")),
     ("dist_sync", "compressed"), ("mpi_sync-one", "compressed"), ("mpi_async-1", "elastic"),
+    ("dist_sync", "local"), ("dist_sync-0", "local"), ("mpi_sync-one", "local"),
 ]  # fmt: skip
 
 
