@@ -26,11 +26,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
+from collectives.recorder import dump
 from collectives.recorder import page as pages
 from collectives.recorder.page import Page
 from collectives.recorder.ring import Ring, form
 
 VARIABLE = "MPIPS_RECORDER"
+DUMP_VARIABLE = "MPIPS_DUMP_DIR"
 JOB = "_MPIPS_JOB"
 """Set by `mpips run`: the job's name."""
 JOBS = (JOB, "SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID", "PMIX_NAMESPACE")
@@ -205,6 +207,9 @@ def _answer_signals(path: Path) -> None:
     _paths.append(path)
     faulthandler.register(SIGNAL, file=fd, all_threads=True)
     page.set("signal", SIGNAL)
+    if os.environ.get(DUMP_VARIABLE) and signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
+        with suppress(ValueError):  # in the main thread alone
+            signal.signal(signal.SIGUSR2, _dump)
 
 
 def fails(sentence: str, own: bool = False) -> None:
@@ -217,6 +222,15 @@ def fails(sentence: str, own: bool = False) -> None:
     page.write(pages.END, {"failed": sentence, "own": own, "at_ns": time.monotonic_ns()})
     page.words[pages.AT["failures"]] += 1
     _failed.append(True)
+    _dump()
+
+
+def _dump(*_: object) -> None:
+    """Write this rank's page as JSON into the folder that the user has named, where he has."""
+    folder = os.environ.get(DUMP_VARIABLE)
+    if folder and _paths:
+        with suppress(OSError):
+            dump.write_rank(_paths[0], Path(folder) / _paths[0].parent.name)
 
 
 _failed: list[bool] = []
@@ -228,11 +242,11 @@ def count_checkpoint() -> None:
 
 
 def add_communicator(identity: int, ranks: Sequence[int]) -> None:
-    """Say which ranks of the job a lane joins. The last `KNOWN_COMMUNICATORS` are kept, those that are freed, too."""
+    """Say which ranks of the job a lane joins. The last `KNOWN_COMMUNICATORS` are kept, freed or not."""
     text = ",".join(map(str, ranks))
     place = _made[text] = _made.get(text, -1) + 1
     _communicators[identity] = {"ranks": text, "place": place}
-    if len(_communicators) > KNOWN_COMMUNICATORS:
+    while len(_communicators) > KNOWN_COMMUNICATORS or len(pages.encode(_communicators)) > pages.JSON_BYTES:
         del _communicators[next(iter(_communicators))]
     page.write(pages.COMMUNICATORS, _communicators)
 

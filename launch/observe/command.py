@@ -15,12 +15,16 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from collectives.recorder import dump
+from collectives.recorder.own import PAGE
 from collectives.terminal import Interruptible, Seconds, console, show_table
 from launch.observe.beside import parse_address
 from launch.observe.explain import as_json, explain
 from launch.observe.gather import Rank, gather, has_living, jobs, read_end
 
 MEGA = 1e6
+WHY = "why.json"
+"""In a dump: what was to be said of the job."""
 MOST_NAMED = 8
 """Of the other jobs."""
 job_argument = click.argument("job", required=False)
@@ -53,18 +57,26 @@ def command() -> None:
 @job_argument
 @json_option
 @click.option("--seconds", type=Seconds(), default=0.5, show_default=True, help="Between the two looks.")
-def why(job: str | None, with_json: bool, seconds: float) -> None:
+@click.option("--dump", "into", type=click.Path(file_okay=False, path_type=Path), help="Write all that is known there.")
+@click.option("--format", "how", type=click.Choice(["json", "pytorch"]), default="json", show_default=True,
+              help="Of --dump: files rank-N.json, or files rank_N for torchfrtrace.")
+def why(job: str | None, with_json: bool, seconds: float, into: Path | None, how: str) -> None:
     """Say what JOB does, or why it stands, or has ended: who waits in what for whom, and what that rank does.
 
-    JOB is the name that `mpips top` shows, or a folder of pages; without it, the newest. Nothing is stopped.
+    JOB is the name that `mpips top` shows, or a folder of pages or of a dump; without it, the newest. Nothing is
+    stopped.
     """
     folder = find(job)
+    if (folder / WHY).is_file():
+        text = (folder / WHY).read_text()
+        click.echo(text if with_json else json.loads(text)["sentence"])
+        return
     ranks = _gathered(folder, seconds)
     found = explain(folder.name, ranks, read_end(folder))
-    if with_json:
-        click.echo(json.dumps(as_json(folder.name, found, ranks), indent=1))
-    else:
-        click.echo(found.sentence)
+    known = as_json(folder.name, found, ranks)
+    if into is not None:
+        _dump(folder, into, how, known)
+    click.echo(json.dumps(known, indent=1) if with_json else found.sentence)
     if job is None:
         _tell_of_others(folder, "why")
 
@@ -78,6 +90,20 @@ def _tell_of_others(folder: Path, command: str) -> None:
         named = ", ".join(others[-MOST_NAMED:])
         click.echo(f"(This is your newest job here. {count} {run}: {named}{more}; name one by `mpips {command} JOB`.)",
                    err=True)  # fmt: skip
+
+
+def _dump(folder: Path, into: Path, how: str, known: dict[str, Any]) -> None:
+    """Write what is known of a job into a folder. UsageError where that cannot be."""
+    paths = [folder / f"{one['pid']}{PAGE}" for one in known["ranks"]]
+    try:
+        if how == "pytorch":
+            dump.write_for_pytorch([rank for path in paths if (rank := dump.read_rank(path)) is not None], into)
+            return
+        for path in paths:
+            dump.write_rank(path, into)
+        dump.write_json(into / WHY, known)
+    except OSError as error:
+        raise click.UsageError(f"--dump {into} cannot be written: {error.strerror or error}") from None
 
 
 @command.command("top", cls=Interruptible)

@@ -21,7 +21,7 @@ from collectives.recorder import own as recorder
 PREFIX = "MPIPS_"
 OF_PROCESSES = (
     engine.VARIABLE, engine.FOLDER_VARIABLE, log.LEVEL_VARIABLE, log.FOLDER_VARIABLE, log.FORMAT_VARIABLE,
-    recorder.VARIABLE,
+    recorder.VARIABLE, recorder.DUMP_VARIABLE,
 )  # fmt: skip
 """Variables with that prefix in which ranks may differ; they are no options."""
 

@@ -1,0 +1,187 @@
+"""Dumps of pages: a rank's as JSON, and a job's as files that PyTorch's analyzer of flight recorders reads.
+
+A page outlives its process, so it is the dump where nobody has asked for files. `MPIPS_DUMP_DIR` names a folder into
+which a rank writes its page as JSON when a call fails, and upon SIGUSR2.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from collectives.recorder import page as pages
+
+VERSION = "2.10"
+"""Of PyTorch's format."""
+PREFIX = "rank_"
+NAMES = {
+    "allreduce": "all_reduce", "reduce_scatter": "reduce_scatter_v", "allgather": "all_gather_v",
+    "broadcast": "broadcast", "reduce": "reduce", "alltoall": "all_to_all", "grouped_allreduce": "all_reduce",
+}  # fmt: skip
+"""PyTorch's names of calls. Blocks here may differ in size, as in those of PyTorch that end on v."""
+DTYPES = {
+    "float32": "Float", "float64": "Double", "float16": "Half", "bfloat16": "BFloat16", "int8": "Char",
+    "uint8": "Byte", "int16": "Short", "int32": "Int", "int64": "Long", "bool": "Bool",
+}  # fmt: skip
+CALL = re.compile(r"(\w+) of (\d+) (\w+)")
+GROUPED = re.compile(r"grouped_allreduce of \d+ arrays \(([^)]*)\)")
+
+
+class Call(NamedTuple):
+    """One collective of a rank, by what is known of it. Times are Unix time in nanoseconds, 0 where unknown."""
+
+    number: int
+    operation: str
+    elements: int
+    dtype: str
+    state: str
+    made_ns: int
+    begun_ns: int
+    ended_ns: int
+    thread: int
+    line: str
+
+
+def read_rank(path: Path) -> dict[str, Any] | None:
+    """Return all that a page holds, as JSON takes it; None where it is no page. OSError as of files.
+
+    Times of `records` are Unix time in nanoseconds. `lanes` are what the rank has begun last in each communicator and
+    store; `records` the calls that were timed.
+    """
+    seen = pages.read(path)
+    if seen is None:
+        return None
+    shift = time.time_ns() - time.monotonic_ns()
+    records = []
+    for record in pages.read_records(path):
+        times = {name: at + shift if at else 0 for name, at in record._asdict().items() if name.endswith("_ns")}
+        records.append({**record._asdict(), **times, "state": record.state})
+    return {
+        **seen.identity, "head": dict(seen.head), "waits": seen.waits, "end": dict(seen.end),
+        "notes": dict(seen.notes), "lanes": [lane._asdict() for lane in seen.lanes],
+        "communicators": dict(seen.communicators), "records": records,
+    }  # fmt: skip
+
+
+def write_rank(page: Path, folder: Path) -> Path | None:
+    """Write a page as `rank-N.json` into a folder, at one go; return the file, None where it is no page. OSError."""
+    found = read_rank(page)
+    return None if found is None else write_json(folder / f"rank-{found.get('rank', page.stem)}.json", found)
+
+
+def write_json(path: Path, content: Any) -> Path:
+    """Write a file of JSON at one go, and the folder that it lies in. OSError as of files."""
+    return _write(path, json.dumps(content, indent=1).encode())
+
+
+def _write(path: Path, content: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_bytes(content)
+    beside.replace(path)
+    return path
+
+
+# ---- PyTorch's format
+
+
+def write_for_pytorch(ranks: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
+    """Write files `rank_N` of what `read_rank` returns of a job's ranks, for `torchfrtrace`. OSError as of files.
+
+    Of each communicator they hold the calls that all ranks which have come so far know: those with times, and the last.
+    """
+    calls = {rank["rank"]: _calls(rank) for rank in ranks}
+    groups = sorted({group for found in calls.values() for group in found})
+    for group in groups:
+        members = [one for one in group[0] if one in calls]
+        last = {one: max(calls[one].get(group, {0: None})) for one in members}
+        for number in {number for one in members for number in calls[one].get(group, {})}:
+            if any(last[one] >= number and number not in calls[one].get(group, {}) for one in members):
+                for one in members:
+                    calls[one].get(group, {}).pop(number, None)
+    return [
+        _write(folder / f"{PREFIX}{rank}", pickle.dumps(_as_pytorch(rank, found, groups)))
+        for rank, found in calls.items()
+    ]
+
+
+Group = tuple[tuple[int, ...], int]
+"""The ranks of a communicator, and how many of the same ranks were made before it."""
+
+
+def _calls(rank: Mapping[str, Any]) -> dict[Group, dict[int, Call]]:
+    """Return the collectives of a rank by communicator and number."""
+    groups: dict[int, Group] = {
+        int(identity): (tuple(map(int, one["ranks"].split(","))), one["place"])
+        for identity, one in rank["communicators"].items()
+    }
+    found: dict[Group, dict[int, Call]] = {group: {} for group in groups.values()}
+    for one in rank["records"]:
+        if one["lane"] in groups and one["operation"] in NAMES and one["begun_ns"]:
+            found[groups[one["lane"]]][one["number"]] = Call(
+                one["number"], one["operation"], one["elements"], one["dtype"], one["state"], one["made_ns"],
+                one["begun_ns"], one["ended_ns"], one["thread"], one["line"],
+            )  # fmt: skip
+    for lane in rank["lanes"]:
+        if lane["identity"] not in groups or lane["number"] in found[groups[lane["identity"]]]:
+            continue
+        if grouped := GROUPED.search(lane["text"]):
+            nbytes = sum(int(part.split()[0]) for part in grouped[1].split(", "))
+            operation, elements, dtype = "grouped_allreduce", nbytes, "uint8"
+        elif call := CALL.search(lane["text"]):
+            operation, elements, dtype = call[1], int(call[2]), call[3]
+        else:
+            continue
+        waited = next((wait for wait in rank["waits"] if wait["what"] == lane["text"]), None)
+        failed = lane["text"] in rank["end"].get("failed", "")
+        state, line = "started" if waited or failed else "completed", waited["line"] if waited else ""
+        last = Call(lane["number"], operation, elements, dtype, state, 0, 0, 0, 0, line)
+        if operation in NAMES:
+            found[groups[lane["identity"]]][lane["number"]] = last
+    return found
+
+
+def _as_pytorch(rank: int, calls: Mapping[Group, Mapping[int, Call]], groups: Sequence[Group]) -> dict[str, Any]:
+    """Return a rank's dump as PyTorch pickles it. `groups`: all of the job, in one order on all ranks."""
+    mine = [group for group in groups if rank in group[0]]
+    names = {group: str(groups.index(group)) for group in mine}
+    config, status = {}, {}
+    entries: list[dict[str, Any]] = []
+    for group in mine:
+        made = calls.get(group, {})
+        desc = f"mpips {group[1]}"
+        config[names[group]] = {"name": names[group], "desc": desc, "ranks": str(list(group[0]))}
+        ended = max((number for number, one in made.items() if one.state == "completed"), default=0)
+        last = max(made, default=0)
+        status[names[group]] = {
+            "last_enqueued_collective": last, "last_started_collective": last, "last_completed_collective": ended,
+        }  # fmt: skip
+        entries += [_entry(made[number], names[group], desc, len(group[0])) for number in sorted(made)]
+    for number, entry in enumerate(entries):
+        entry["record_id"] = entry["op_id"] = number
+    return {"version": VERSION, "pg_config": config, "pg_status": status, "entries": entries}
+
+
+def _entry(call: Call, name: str, desc: str, size: int) -> dict[str, Any]:
+    dtype = DTYPES.get(call.dtype, call.dtype)
+    block = call.elements // size
+    given = block if call.operation == "allgather" else call.elements
+    result = block if call.operation == "reduce_scatter" else call.elements
+    at = re.match(r"(.*):(\d+)(?:, (.*))?$", call.line)
+    frames = [{"filename": at[1], "line": int(at[2]), "name": at[3] or "<module>"}] if at else []
+    return {
+        "pg_id": int(name), "process_group": (name, desc), "collective_seq_id": call.number, "p2p_seq_id": 0,
+        "profiling_name": f"gloo:{NAMES[call.operation]}", "time_created_ns": call.made_ns,
+        "input_sizes": [[given]], "output_sizes": [[result]], "input_dtypes": [dtype], "output_dtypes": [dtype],
+        "state": call.state, "time_discovered_started_ns": call.begun_ns or None,
+        "time_discovered_completed_ns": call.ended_ns or None,
+        "duration_ms": (call.ended_ns - call.begun_ns) / 1e6 if call.ended_ns else None,
+        "retired": call.state == "completed", "timeout_ms": 0, "is_p2p": False, "frames": frames,
+        "thread_id": str(call.thread), "thread_name": "",
+    }  # fmt: skip

@@ -1,0 +1,137 @@
+"""Dumps of jobs of three ranks: as JSON, read again by `mpips why`, and as PyTorch's analyzer reads them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from mpi4py import MPI
+
+from launch.observe.gather import gather, jobs
+from tests.child import outside
+
+pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size != 1, reason="starts jobs of its own; once is enough")
+PROGRAM = """
+import sys, time
+import numpy as np
+import collectives
+from mpi4py import MPI
+
+rank, x, long = MPI.COMM_WORLD.rank, np.ones(10, np.float32), np.ones(1 << 19, np.float32)
+for step in range(5):
+    collectives.allreduce(x)
+    collectives.allreduce(long)
+if sys.argv[1] == "other":
+    collectives.broadcast(x) if rank == 1 else collectives.allreduce(x)
+if rank != 1:
+    open(f"there{rank}", "w").close()
+    collectives.allreduce(x)
+time.sleep(99)
+"""
+
+
+def start(folder: Path, what: str, **variables: str) -> subprocess.Popen[bytes]:
+    (folder / "program.py").write_text(PROGRAM)
+    words = [sys.executable, "-m", "launch.cli", "run", "-w", "3", "program.py", what]
+    return subprocess.Popen(words, cwd=folder, env={**outside(), **variables}, stdout=subprocess.DEVNULL,
+                            stderr=subprocess.DEVNULL)  # fmt: skip
+
+
+def why(*words: str) -> str:
+    command = [sys.executable, "-m", "launch.cli", "why", *words]
+    done = subprocess.run(command, env=outside(), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def stop(job: subprocess.Popen[bytes]) -> None:
+    job.terminate()
+    try:
+        job.wait(20)
+    finally:
+        job.kill()
+
+
+def await_files(folder: Path, *names: str) -> None:
+    limit = time.monotonic() + 60
+    while not all((folder / name).exists() for name in names):
+        assert time.monotonic() < limit, list(folder.iterdir())
+        time.sleep(0.05)
+
+
+def verdict(folder: Path) -> str:
+    """What PyTorch's analyzer says of the dumps there."""
+    pytest.importorskip("torch")
+    analyzer = "from torch.distributed.flight_recorder.fr_trace import main; main()"
+    words = [sys.executable, "-c", analyzer, str(folder), "-p", "rank_"]
+    done = subprocess.run(words, env=outside(), capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def test_pytorchs_analyzer_names_the_rank_that_made_another_call(tmp_path: Path) -> None:
+    job = start(tmp_path, "other")
+    job.wait(60)
+    why(str(job.pid), "--dump", str(tmp_path / "dump"), "--format", "pytorch")
+    said = verdict(tmp_path / "dump")
+    assert "COLLECTIVE_TYPE_MISMATCH" in said and "rank 1" in said.lower() and "broadcast" in said, said
+
+
+def test_pytorchs_analyzer_names_the_rank_that_has_not_come(tmp_path: Path) -> None:
+    job = start(tmp_path, "absent")
+    try:
+        await_files(tmp_path, "there0", "there2")
+        time.sleep(1.5)
+        why(str(job.pid), "--dump", str(tmp_path / "dump"), "--format", "pytorch")
+    finally:
+        stop(job)
+    said = verdict(tmp_path / "dump")
+    assert "missing" in said.lower() and "{1}" in said, said
+
+
+def test_a_dump_is_read_again_when_all_is_over(tmp_path: Path) -> None:
+    job = start(tmp_path, "absent")
+    try:
+        await_files(tmp_path, "there0", "there2")
+        time.sleep(1.5)
+        now = why(str(job.pid), "--dump", str(tmp_path / "dump"))
+    finally:
+        stop(job)
+    assert why(str(tmp_path / "dump")).split(" since ")[0] == now.split(" since ")[0]
+    assert json.loads(why(str(tmp_path / "dump"), "--json"))["culprits"] == [1]
+    ranks = [json.loads((tmp_path / "dump" / f"rank-{rank}.json").read_text()) for rank in range(3)]
+    for rank in ranks:
+        long = [one for one in rank["records"] if one["operation"] == "allreduce"]
+        assert len(long) == 5 and {one["state"] for one in long} == {"completed"}
+        assert all(one["nbytes"] == 1 << 21 and one["line"] == "program.py:10" for one in long)
+        assert [one["number"] for one in long] == sorted({one["number"] for one in long})
+    assert ranks[0]["waits"] and not ranks[1]["waits"]
+
+
+def test_ranks_dump_when_a_call_fails(tmp_path: Path) -> None:
+    job = start(tmp_path, "other", MPIPS_DUMP_DIR=str(tmp_path / "dumps"))
+    job.wait(60)
+    for rank in range(3):
+        found = json.loads((tmp_path / "dumps" / str(job.pid) / f"rank-{rank}.json").read_text())
+        assert found["rank"] == rank and "broadcast" in found["end"]["failed"]
+
+
+def test_a_signal_dumps_a_rank_that_goes_on(tmp_path: Path) -> None:
+    job = start(tmp_path, "absent", MPIPS_DUMP_DIR=str(tmp_path / "dumps"))
+    try:
+        await_files(tmp_path, "there0", "there2")
+        (folder,) = [path for path in jobs() if path.name == str(job.pid)]
+        pid = next(one.pid for one in gather(folder, 0.0, stacks=False) if one.rank == 0)
+        time.sleep(1)
+        os.kill(pid, signal.SIGUSR2)
+        await_files(tmp_path / "dumps", f"{job.pid}/rank-0.json")
+        assert json.loads((tmp_path / "dumps" / str(job.pid) / "rank-0.json").read_text())["waits"]
+        assert job.poll() is None
+    finally:
+        stop(job)
