@@ -180,7 +180,10 @@ class KVStore(Uncopied):
         """
         if self.settings.tables:
             names = ", ".join(map(repr, list(self.settings.tables)[:4]))
-            raise of_caller(ValueError(f"save: tables are not yet in checkpoints, and the store has {names}"))
+            raise of_caller(ValueError(
+                f"save: it does not hold tables, and the store has {names}: save each into a file of its own by its "
+                "save(path)"
+            ))  # fmt: skip
         with self._route.marked("save"):
             saving = save(self.settings, path, wait)
         self._route.write(saving)

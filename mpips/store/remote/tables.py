@@ -5,6 +5,7 @@ Each worker speaks to the servers by itself, in `mpi_*` kinds, too: members of a
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,30 @@ class RemoteTables:
         for token in tokens:
             found.append((yield from self._link.answer(token)))
         return found
+
+    def read(self, table: str, server: int, array: str, start: int, stop: int) -> Task[bytes]:
+        """Return rows [start, stop) of an array of the table, as they lie on one server."""
+        answer = yield from self._link.request(server, frames.ReadTable(table, array, start, stop))
+        data: bytes = answer.data
+        return data
+
+    def reset(self, table: str, updates: int) -> Task[None]:
+        """Let all servers forget the table's rows. For one worker."""
+        for server in range(self._servers):
+            yield from self._link.request(server, frames.ResetTable(table, updates))
+
+    def put(self, table: str, arrays: Mapping[str, Array]) -> Task[None]:
+        """Give the servers rows: all arrays of the table by name. For one worker."""
+        tokens = []
+        for server, chosen in enumerate(self._spread(arrays["ids"])):
+            parts = {name: values[chosen].tobytes() for name, values in arrays.items()}
+            tokens.append(self._link.order(server, frames.PutRows(table, parts)))
+        for token in tokens:
+            yield from self._link.answer(token)
+
+    def at_rank_0(self, do: Callable[[], Task[bytes]], what: str) -> Task[bytes]:
+        """Let rank 0 do it, as `Setup.at_rank_0`. Collective."""
+        return self._setup.at_rank_0(do, what)
 
     def _spread(self, ids: Ids) -> list[NDArray[np.int64]]:
         """Return for each server the places in `ids` of its rows."""

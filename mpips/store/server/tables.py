@@ -11,7 +11,7 @@ cannot do (memory) ends the generation.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ import numpy as np
 from collectives.errors import CollectiveError, MismatchError
 from mpips.store.tables import row_optimizers
 from mpips.store.tables.initial import Ids
-from mpips.store.tables.rows import Array, TableRows, summed
+from mpips.store.tables.rows import Array, TableRows, arrays_of, summed
 from mpips.store.transport import frames
 from mpips.store.transport.lines import Line
 
@@ -60,13 +60,20 @@ class ServerTables:
         has left is waited for. CollectiveError where rows cannot be updated."""
         match request:
             case frames.MakeTable():
-                optimizer = row_optimizers.decode(request.optimizer, request.numbers)
-                rows = TableRows(request.dim, np.dtype(request.dtype), request.key, request.bound, optimizer)
-                self._tables[request.table] = _Table(request, rows, self._workers, self._staleness)
+                self._tables[request.table] = _Table(request, self._workers, self._staleness)
                 return [(asker, frames.RequestDone())]
             case frames.GetTableStats():
                 table = self._tables[request.table]
                 return [(asker, frames.TableStats(table.rows.count, table.rows.nbytes, table.updates))]
+            case frames.ReadTable():
+                rows = self._tables[request.table].rows
+                return [(asker, frames.Bytes(rows.read(request.array, request.start, request.stop).tobytes()))]
+            case frames.ResetTable():
+                self._tables[request.table].reset(request.updates)
+                return [(asker, frames.RequestDone())]
+            case frames.PutRows():
+                self._tables[request.table].put(request.arrays)
+                return [(asker, frames.RequestDone())]
             case frames.PushRows():
                 table = self._tables[request.table]
                 return table.push(worker, asker, _ids(request.ids), table.gradients(request.gradients), self._gone)
@@ -84,15 +91,29 @@ class ServerTables:
 class _Table:
     """One table on one server: its rows, and what waits."""
 
-    def __init__(self, card: frames.MakeTable, rows: TableRows, workers: int, staleness: int | None) -> None:
-        self._card, self.rows, self._staleness = card, rows, staleness
-        self.updates = 0
+    def __init__(self, card: frames.MakeTable, workers: int, staleness: int | None) -> None:
+        self._card, self._staleness = card, staleness
+        self._optimizer = row_optimizers.decode(card.optimizer, card.numbers)
+        self.reset(0)
         self._done = [0] * workers
         """Of each worker how many pushes are applied."""
         self._queues: list[deque[_Push]] = [deque() for _ in range(workers)]
         self._arrivals: deque[int] = deque()
         """In an asynchronous store: whose pushes wait, as they came."""
         self._pulls: list[_Pull] = []
+
+    def reset(self, updates: int) -> None:
+        """Begin without rows, after so many updates."""
+        card = self._card
+        self.rows = TableRows(card.dim, np.dtype(card.dtype), card.key, card.bound, self._optimizer)
+        self.updates = updates
+
+    def put(self, arrays: Mapping[str, bytes]) -> None:
+        """Set rows that were sent."""
+        kinds = arrays_of(self._card.dim, np.dtype(self._card.dtype), self._optimizer)
+        self.rows.put(
+            {name: np.frombuffer(arrays[name], dtype).reshape(-1, *shape) for name, (dtype, shape) in kinds.items()}
+        )
 
     def gradients(self, data: bytes) -> Array:
         """Return gradients that were sent, (k, dim)."""

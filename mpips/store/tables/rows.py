@@ -7,9 +7,10 @@ meanwhile an id is looked for in both. Every call is vectorised: a step of it pr
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,13 @@ NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 """Linux's number, which Python names since 3.13."""
 
 
+def arrays_of(dim: int, dtype: np.dtype, optimizer: RowOptimizer) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+    """Return the arrays of a table by name: of each the dtype, and the shape of what it holds of one row."""
+    state = {f"state{number}": (dtype, (width,)) for number, width in enumerate(optimizer.widths(dim))}
+    counts = {"counts": (np.dtype(np.int32), ())} if optimizer.counts_rows else {}
+    return {"ids": (np.dtype(np.int64), ()), "values": (dtype, (dim,)), **state, **counts}
+
+
 class TableRows:
     """Rows of `dim` values of a dtype, made when first asked for. `key`, `bound`: of their first values."""
 
@@ -36,14 +44,14 @@ class TableRows:
         self._dim, self._dtype, self._key, self._bound, self._optimizer = dim, dtype, key, bound, optimizer
         self.count = 0
         """How many rows there are."""
-        widths = optimizer.widths(dim)
-        self.row_bytes = dtype.itemsize * (dim + sum(widths)) + 8 + 4 * optimizer.counts_rows
+        arrays = arrays_of(dim, dtype, optimizer)
+        self.row_bytes = sum(kind.itemsize * math.prod(shape) for kind, shape in arrays.values())
         """Bytes of a row with its id and state, without its share of the index: 8 to 16, 24 while that grows."""
         self._capacity = min(MOST_ROWS, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // self.row_bytes)
-        self._values = self._reserved(dtype, dim)
-        self._state = [self._reserved(dtype, width) for width in widths]
-        self._counts = self._reserved(np.dtype(np.int32), 1)[:, 0] if optimizer.counts_rows else None
-        self._ids = self._reserved(np.dtype(np.int64), 1)[:, 0]
+        self._arrays = {name: self._reserved(*array) for name, array in arrays.items()}
+        self._ids, self._values = self._arrays["ids"], self._arrays["values"]
+        self._state = [self._arrays[name] for name in arrays if name.startswith("state")]
+        self._counts = self._arrays.get("counts")
         self._slots, self._growing = np.zeros(FIRST_SLOTS, np.uint32), np.zeros(0, np.uint32)
         """The index, 1 + a row's position in each slot, and the one before it, of which `_moved` slots are moved."""
         self._moved = 0
@@ -72,6 +80,16 @@ class TableRows:
         self._values[at] = values
         for array, new in zip(self._state, state, strict=True):
             array[at] = new
+
+    def read(self, array: str, start: int, stop: int) -> Array:
+        """Return rows [start, stop) of one of the arrays (`arrays_of`), as they lie here."""
+        return self._arrays[array][start : min(stop, self.count)]
+
+    def put(self, arrays: Mapping[str, Array]) -> None:
+        """Set rows, of all arrays by name; ids are each there once."""
+        at = self._positions(arrays["ids"])
+        for name, values in arrays.items():
+            self._arrays[name][at] = values
 
     # ---- the index
 
@@ -137,14 +155,14 @@ class TableRows:
             left, at = left[~same], (at[~same] + 1) & mask
         return found
 
-    def _reserved(self, dtype: np.dtype, width: int) -> Array:
+    def _reserved(self, dtype: np.dtype, shape: tuple[int, ...]) -> Array:
         """Return address space of zeros for all rows, which takes memory where it is written."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
         try:
-            memory = mmap.mmap(-1, self._capacity * width * dtype.itemsize, flags=flags)
+            memory = mmap.mmap(-1, self._capacity * math.prod(shape) * dtype.itemsize, flags=flags)
         except (OSError, ValueError) as error:
-            raise MemoryError(f"no address space for rows of {width} {dtype.name}: {error}") from error
-        return np.frombuffer(memory, dtype).reshape(-1, width)
+            raise MemoryError(f"no address space for rows of {dtype.name}{shape}: {error}") from error
+        return np.frombuffer(memory, dtype).reshape(-1, *shape)
 
 
 def _insert(slots: NDArray[np.uint32], hashes: NDArray[np.uint64], positions: Positions) -> None:

@@ -281,6 +281,29 @@ class PullRows(msgspec.Struct, tag=True):
     ids: bytes
 
 
+class ReadTable(msgspec.Struct, tag=True):
+    """Ask for rows [start, stop), as they lie on this server, of one array of a table: answered with Bytes."""
+
+    table: str
+    array: str
+    start: int
+    stop: int
+
+
+class ResetTable(msgspec.Struct, tag=True):
+    """Forget all rows of a table, which counts so many updates from now on."""
+
+    table: str
+    updates: int
+
+
+class PutRows(msgspec.Struct, tag=True):
+    """Set rows of a table: all its arrays by name, as bytes."""
+
+    table: str
+    arrays: dict[str, bytes]
+
+
 class GetTableStats(msgspec.Struct, tag=True):
     """Ask what a table holds on this server: answered with TableStats, at once."""
 
@@ -302,11 +325,11 @@ class RequestDone(msgspec.Struct, tag=True):
 Request = (
     Create | Forget | Flush | OpenStore | SetOptimizer | UpdateOptimizer | SetCompression | GetState | PutState
     | SetTorn | TakeSnapshot | ReadSnapshot | DropSnapshot | GetVersions | MakeTable | PushRows | PullRows
-    | GetTableStats
+    | GetTableStats | ReadTable | ResetTable | PutRows
 )  # fmt: skip
 Answer = Created | StatePart | Snapshotted | Bytes | Versions | TableStats | RequestDone
 
-TableRequest = MakeTable | PushRows | PullRows | GetTableStats
+TableRequest = MakeTable | PushRows | PullRows | GetTableStats | ReadTable | ResetTable | PutRows
 """What a worker asks of tables, which have rounds of their own."""
 
 Change = SetOptimizer | UpdateOptimizer | SetCompression

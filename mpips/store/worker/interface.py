@@ -8,7 +8,7 @@ who runs them (`worker.route`) ends the generation, but for a ValueError that al
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from numpy.typing import NDArray
@@ -113,6 +113,18 @@ class Tables(Protocol):
 
     def stats(self, table: str) -> Task[list[TableStats]]:
         """Return what each server holds of the table. Local."""
+
+    def read(self, table: str, server: int, array: str, start: int, stop: int) -> Task[bytes]:
+        """Return rows [start, stop) of an array of the table, as they lie on one server. Local."""
+
+    def reset(self, table: str, updates: int) -> Task[None]:
+        """Let all servers forget the table's rows. For one worker."""
+
+    def put(self, table: str, arrays: Mapping[str, Array]) -> Task[None]:
+        """Give the servers rows: all arrays of the table by name, ids each once. For one worker."""
+
+    def at_rank_0(self, do: Callable[[], Task[bytes]], what: str) -> Task[bytes]:
+        """Rank 0 does it. Collective; ValueError on all where it raises one, and nothing has changed."""
 
 
 class Backend(Protocol):

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import operator
+import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from mpips.store.runtime import rendezvous
 from mpips.store.tables import row_optimizers
 from mpips.store.tables.initial import Ids, Uniform, key_of
 from mpips.store.transport import frames
+from mpips.store.worker import table_file
 from mpips.store.worker.route import GIVEN
 
 if TYPE_CHECKING:
@@ -41,7 +43,7 @@ class Table:
     """
 
     def __init__(self, settings: Settings, card: frames.MakeTable) -> None:
-        self._settings, self._generation = settings, settings.generation.number
+        self._settings, self._card, self._generation = settings, card, settings.generation.number
         self.name, self.dim, self.dtype = card.table, card.dim, np.dtype(card.dtype)
         self._pushes = 0
 
@@ -98,6 +100,23 @@ class Table:
             "updates": max(part.updates for part in parts),
         }  # fmt: skip
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write all rows with their state into one file (safetensors), after one round. Collective over all workers.
+
+        A kill at any moment leaves the old file or the new one. ValueError on all where it cannot be written, or, in a
+        synchronous store, where one has pushed more often than another.
+        """
+        self._check_there("save")
+        table_file.save(self._settings, self._card, self._pushes, path)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Let the table be what `save` wrote, with any number of servers and workers. Collective over all workers.
+
+        Its own learning rate and seed stay. ValueError on all where the file does not fit, and nothing has changed.
+        """
+        self._check_there("load")
+        table_file.load(self._settings, self._card, self._pushes, path)
+
     # ---- calls
 
     def _push(self, what: str, ids: Ids, gradients: Array) -> None:
@@ -122,7 +141,7 @@ class Table:
         if self._settings.generation.number != self._generation:
             raise of_caller(ValueError(
                 f"{what} of table {self.name!r}: tables do not outlive recover(), and its rows are gone: make it anew "
-                "by kv.table()"
+                "by kv.table(), and load() what you have saved"
             ))  # fmt: skip
 
     def _see_push(self, what: str, ids: object, gradients: object) -> tuple[Ids, Array]:

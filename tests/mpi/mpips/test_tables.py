@@ -163,7 +163,7 @@ def test_bad_arguments_lose_nothing() -> None:
             "RowSGD has no option momentum": lambda: kv.table("u", 3, momentum=0.9),
             "give mpips.uniform(bound)": lambda: kv.table("u", 3, init="ones"),  # type: ignore[arg-type]
             "a table holds float32 or float64": lambda: kv.table("u", 3, "int8"),
-            "tables are not yet in checkpoints, and the store has 't'": lambda: kv.save("never-written"),
+            "it does not hold tables, and the store has 't'": lambda: kv.save("never-written"),
         }
         for sentence, call in calls.items():
             assert sentence in failure(call), sentence
@@ -249,5 +249,64 @@ def test_tensors_of_pytorch_serve_as_arrays() -> None:
         out = torch.zeros(3, 2)
         assert table.pushpull(torch.tensor([1, 2, 1]), -torch.ones(3, 2), out) is out
         assert (out == kv.num_workers * torch.tensor([[2.0, 2], [1, 1], [2, 2]])).all()
+
+    run("dist_sync", body, servers=1)
+
+
+@either_mpi
+@pytest.mark.parametrize("optimizer", sorted(UPDATES))
+def test_a_saved_table_goes_on_with_other_servers(optimizer: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    need(servers=1)
+    path = WORLD.bcast(str(tmp_path_factory.mktemp("saved") / "users") if WORLD.rank == 0 else "")
+    pushes = [batch(repeat, 1, 5, "float32") for repeat in range(6)]
+    expected = ReferenceTable("users", 5, "float32", 0.5, optimizer)
+    for one in pushes:
+        expected.push([one])
+    nothing = np.zeros(0, np.int64), np.zeros((0, 5), np.float32)
+
+    def body(kv: mpips.KVStore, first: int, stop: int) -> None:
+        table = kv.table("users", 5, init=mpips.uniform(0.5), optimizer=optimizer, **SMALL_RATE)
+        if first:
+            table.push(*pushes[0])  # is forgotten
+            table.load(path)
+        for one in pushes[first:stop]:
+            table.push(*(one if kv.rank == 0 else nothing))
+        if stop < len(pushes):
+            table.save(path)
+            assert table.pull(pushes[0][0]).tobytes() != expected.pull(pushes[0][0]).tobytes()
+        else:
+            for ids, _ in pushes:
+                assert table.pull(ids).tobytes() == expected.pull(ids).tobytes()
+            assert table.stats()["updates"] == stop
+
+    run("dist_sync", lambda kv: body(kv, 0, 3), servers=1)
+    run("dist_sync", lambda kv: body(kv, 3, 6), servers=min(2, WORLD.size - 1))
+
+
+def test_a_file_that_does_not_fit_changes_nothing(tmp_path_factory: pytest.TempPathFactory) -> None:
+    need(servers=1)
+    folder = WORLD.bcast(str(tmp_path_factory.mktemp("saved")) if WORLD.rank == 0 else "")
+
+    def body(kv: mpips.KVStore) -> None:
+        table, other = kv.table("t", 3), kv.table("u", 4)
+        rows = table.pull(np.arange(5))
+        kv.barrier()
+        table.save(f"{folder}/t")
+        assert "has dim 3, and the table 4" in failure(lambda: other.load(f"{folder}/t"))
+        adam = kv.table("v", 3, optimizer="adam")
+        assert "has optimizer sgd, and the table adam" in failure(lambda: adam.load(f"{folder}/t"))
+        assert "none" in failure(lambda: table.load(f"{folder}/none"))
+        assert "cannot be written" in failure(lambda: table.save(f"{folder}/none/t"))
+        kv.init("w", np.zeros(3))
+        kv.barrier()
+        if kv.rank == 0:
+            with open(f"{folder}/t", "r+b") as file:
+                file.seek(-1, 2)
+                last = file.read(1)[0]
+                file.seek(-1, 2)
+                file.write(bytes([last ^ 1]))
+        kv.barrier()
+        assert "damaged" in failure(lambda: table.load(f"{folder}/t"))
+        assert table.pull(np.arange(5)).tobytes() == rows.tobytes()
 
     run("dist_sync", body, servers=1)
