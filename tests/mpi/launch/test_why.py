@@ -11,12 +11,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from mpi4py import MPI
 
-from launch.observe.gather import has_living, jobs
+from launch.observe.gather import jobs
 from tests.child import outside
 
 pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size != 1, reason="starts jobs of its own; once is enough")
@@ -26,33 +26,74 @@ import numpy as np
 import mpips
 
 def batch():
-    if step == 9 and kv.rank == 1:
+    if step == 9 and kv.rank == {late}:
         open("there", "w").close()
         {does}
 
-kv = mpips.create("{kind}")
+kv = mpips.create("dist_sync")
+{before}
 gradient = np.ones(1000, np.float32)
 kv.init("w", gradient)
+kv.init("v", gradient)
 for step in range(100_000):
     batch()
     {beside}
     kv.pushpull("w", gradient)
 """
-WAYS = {
-    "loop": ("while True: pass", "", "outside mpips (program.py:"),
-    "sleep": ("time.sleep(99)", "", "time.sleep(99)"),
-    "pipe": ("os.read(os.pipe()[0], 1)", "", "os.read(os.pipe()[0], 1)"),
-    "stopped": ("os.kill(os.getpid(), signal.SIGSTOP)", "", "is stopped by a signal: `kill -CONT"),
-    "barrier": ("time.sleep(99)", "if step == 9: kv.barrier()", "wait in barrier (program.py:"),
-}
+SECOND_STORE = "other = mpips.create('dist_sync'); other.init('w', np.ones(1000, np.float32))"
+
+
+class Case(NamedTuple):
+    """One way to hang or slow down a job of three workers: what rank `late` does in step 9, and what all do in each.
+
+    `said`: what `mpips why` says of it, among more. `kind`: as what it sees the job. `culprits`: the ranks to look at, where they
+    are sure.
+    """
+
+    does: str
+    said: str
+    beside: str = "pass"
+    before: str = ""
+    late: int = 1
+    kind: str = "stands"
+    servers: int = 0
+    culprits: tuple[int, ...] = (1,)
+
+
+CASES = {
+    "loop": Case("while True: pass", "rank 1, which is in Python code outside mpips (program.py:9, batch: `while True"),
+    "input": Case("input()", "rank 0, which is in Python code outside mpips (program.py:9, batch: `input()`)", late=0,
+                  culprits=(0,)),
+    "stopped": Case("os.kill(os.getpid(), signal.SIGSTOP)", "rank 1, which is stopped by a signal: `kill -CONT",
+                    servers=1),
+    "slow file": Case("os.mkfifo('slow'); open('slow').read()", "batch: `os.mkfifo('slow'); open('slow').read()`)",
+                      servers=1),
+    "another key": Case("kv.pushpull('v', gradient)", "must call the same: ranks 0, 2: push of key 'w' (allreduce",
+                        kind="ended", culprits=(0, 1, 2)),
+    "another key, of a server": Case("kv.pushpull('v', gradient)", "use keys in the same order on all ranks", kind="ended",
+                                     servers=1, culprits=()),
+    "barrier": Case("time.sleep(99)", "ranks 0, 2 wait in barrier (program.py:",
+                    "if step == 9: kv.barrier()"),
+    "two stores": Case("pass", "a deadlock: rank 1 has begun call 11 of a communicator (program.py:18), which ranks",
+                       "if kv.rank == 1 or step < 9: other.pushpull('w', gradient)", SECOND_STORE,
+                       culprits=(0, 1, 2)),
+    "full disk": Case("open('/dev/full', 'w').write('x' * 100_000)",
+                      "Rank 1 said: OSError: [Errno 28] No space left on device (program.py:9)", kind="ended"),
+    "half speed": Case("pass", "rank 1 holds the others up: it waits",
+                       "time.sleep(0.05 if kv.rank == 1 else 0.02)", kind="slow"),
+    "another thread": Case("import threading; _ = threading.Thread(target=lambda: time.sleep(99)); _.start(); _.join()",
+                           "0 % CPU; its other thread is at program.py:9, <lambda>"),
+    "another program": Case("os.execvp('sleep', ['sleep', '20'])", "has become another program by exec, `sleep 20`"),
+}  # fmt: skip
 
 
 @contextmanager
-def running(folder: Path, does: str, beside: str = "", kind: str = "dist_sync", servers: int = 1) -> Iterator[str]:
-    """A job of three workers, from where worker 1 does what it does; its name."""
-    (folder / "program.py").write_text(PROGRAM.format(does=does, beside=beside or "pass", kind=kind))
-    words = [sys.executable, "-m", "launch.cli", "run", "-w", "3", "-s", str(servers), "program.py"]
-    job = subprocess.Popen(words, cwd=folder, env=outside(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def running(folder: Path, case: Case) -> Iterator[str]:
+    """A job of three workers, from where one of them does what it does; its name."""
+    (folder / "program.py").write_text(PROGRAM.format(**case._asdict()))
+    words = [sys.executable, "-m", "launch.cli", "run", "-w", "3", "-s", str(case.servers), "program.py"]
+    job = subprocess.Popen(words, cwd=folder, env=outside(), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+                           stderr=subprocess.DEVNULL)  # fmt: skip
     try:
         limit = time.monotonic() + 60
         while not (folder / "there").exists():
@@ -62,7 +103,7 @@ def running(folder: Path, does: str, beside: str = "", kind: str = "dist_sync", 
     finally:
         job.terminate()
         try:
-            job.wait(20)
+            job.communicate(timeout=20)
         finally:
             job.kill()
 
@@ -77,52 +118,43 @@ def why(name: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("way", "servers"), [(way, number % 2) for number, way in enumerate(WAYS)])
-def test_the_rank_that_all_wait_for_is_named(way: str, servers: int, tmp_path: Path) -> None:
-    does, beside, words = WAYS[way]
-    with running(tmp_path, does, beside, servers=servers) as name:
-        time.sleep(1.5)
-        found = why(name)
-    assert found["kind"] == "stands" and found["culprits"] == [1], found["sentence"]
-    assert words in found["sentence"] and "ranks 0, 2 wait in" in found["sentence"]
+def wait_until_over(name: str) -> dict[str, Any]:
+    """Return what `mpips why` says of a job once all its processes have ended."""
+    limit = time.monotonic() + 30
+    while os.path.exists(f"/proc/{name}/exe") and time.monotonic() < limit:  # a zombie has none
+        time.sleep(0.1)
+    return why(name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_cause_of_each_hang_is_named(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    with running(tmp_path, case) as job:
+        limit = time.monotonic() + 20
+        while (found := why(job))["kind"] != case.kind and time.monotonic() < limit:
+            time.sleep(0.2)
+    print(f"\n{name}: {found['sentence']} [{found['took']:.1f} s]")
+    assert found["kind"] == case.kind and case.said in found["sentence"], found["sentence"]
+    assert not case.culprits or tuple(found["culprits"]) == case.culprits, found["sentence"]
     assert found["took"] < 5  # two, on cores of its own
 
 
-def test_a_slow_rank_is_named_while_the_job_goes_on(tmp_path: Path) -> None:
-    beside = "time.sleep(0.05 if kv.rank == 1 else 0.02)"
-    with running(tmp_path, "pass", beside) as name:
-        time.sleep(1)
-        found = why(name)
-    assert (found["kind"], found["culprits"]) == ("slow", [1]), found["sentence"]
-
-
-def test_two_stores_called_in_another_order_are_a_deadlock(tmp_path: Path) -> None:
-    beside = "kv, other = (kv, other) if kv.rank == 1 or step < 9 else (other, kv)"
-    second = "other = mpips.create('{kind}')\nother.init('w', np.ones(1000, np.float32))\n"
-    program = PROGRAM.replace("gradient = ", f"{second}gradient = ")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(globals(), "PROGRAM", program)
-        with running(tmp_path, "pass", beside, servers=0) as name:
-            time.sleep(2)
-            found = why(name)
-    assert found["kind"] in ("stands", "ended"), found["sentence"]
-    assert "different" in found["sentence"] or "same order" in found["sentence"]
+def test_an_interrupted_job_says_who_told_it_to_end(tmp_path: Path) -> None:
+    with running(tmp_path, CASES["loop"]) as name:
+        os.kill(int(name), signal.SIGTERM)
+        assert wait_until_over(name)["sentence"].endswith("its `mpips run` was told to end by SIGTERM.")
 
 
 @pytest.mark.parametrize("victim", [1, 3])
 def test_the_last_call_of_a_killed_rank_is_known_when_all_is_over(victim: int, tmp_path: Path) -> None:
-    with running(tmp_path, "pass") as name:
-        (folder,) = [path for path in jobs() if path.name == name]
+    with running(tmp_path, Case("pass", "", servers=1)) as name:
         pids = {one["rank"]: one["pid"] for one in why(name)["ranks"]}
         os.kill(pids[victim], signal.SIGKILL)
-        limit = time.monotonic() + 30
-        while has_living(folder) and time.monotonic() < limit:
-            time.sleep(0.1)
-        found = why(name)
-    assert found["kind"] == "ended" and victim in found["culprits"], found["sentence"]
+        found = wait_until_over(name)
+    assert found["kind"] == "ended" and found["culprits"] == [victim], found["sentence"]
     last = {one["rank"]: one["last_call"] for one in found["ranks"]}
     assert victim == 3 or last[victim] == "pushpull of key 'w'"
-    assert "ended without a word, as by SIGKILL" in found["sentence"]
+    assert "was ended by SIGKILL" in found["sentence"]
 
 
 @pytest.mark.parametrize(("end", "said"), [
@@ -130,12 +162,8 @@ def test_the_last_call_of_a_killed_rank_is_known_when_all_is_over(victim: int, t
     ("sys.exit(3)", "Rank 1 said: exit code 3"),
 ])  # fmt: skip
 def test_what_a_program_has_raised_is_known_when_all_is_over(end: str, said: str, tmp_path: Path) -> None:
-    with running(tmp_path, end) as name:
-        (folder,) = [path for path in jobs() if path.name == name]
-        limit = time.monotonic() + 30
-        while has_living(folder) and time.monotonic() < limit:
-            time.sleep(0.1)
-        found = why(name)
+    with running(tmp_path, Case(end, "")) as name:
+        found = wait_until_over(name)
     assert (found["kind"], found["culprits"]) == ("ended", [1]) and said in found["sentence"], found["sentence"]
 
 
