@@ -6,6 +6,7 @@ import importlib
 import json
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from collectives.recorder import dump
+from collectives.recorder import dump, own
 from collectives.recorder.own import PAGE
 from collectives.terminal import Interruptible, Seconds, console, show_table
 from launch.observe.beside import parse_address
@@ -40,12 +41,22 @@ def find(job: str | None) -> Path:
         for path in known:
             if path.name == job:
                 return path
+        if _has_no_pages(job):
+            raise click.UsageError(f"job {job} runs with {own.VARIABLE}=0, so its ranks have no pages, and nothing is "
+                                   "seen of them: start it without that variable")  # fmt: skip
         names = ", ".join(path.name for path in known) or "none"
         raise click.UsageError(f"there is no job {job!r} of yours on this machine; known: {names}")
     if not known:
         raise click.UsageError("no job of yours runs on this machine, or has ended otherwise than well: look on the "
-                               "host where its ranks are")  # fmt: skip
+                               f"host where its ranks are (with {own.VARIABLE}=0 ranks are not seen)")  # fmt: skip
     return known[-1]
+
+
+def _has_no_pages(job: str) -> bool:
+    """Return whether a job is that of an `mpips run` which has switched pages off."""
+    with suppress(OSError):
+        return job.isdigit() and f"{own.VARIABLE}=0".encode() in Path(f"/proc/{job}/environ").read_bytes().split(b"\0")
+    return False
 
 
 @click.group("observe")

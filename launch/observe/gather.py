@@ -189,17 +189,27 @@ def gather(folder: Path, seconds: float = 0.5, stacks: bool = True) -> list[Rank
 
 def _owns(pid: int, path: Path) -> bool:
     """Return whether the process of this number has this page, and is none that came later."""
-    with suppress(OSError):
+    try:
         return str(path) in Path(f"/proc/{pid}/maps").read_text()
+    except PermissionError:  # a container without ptrace, or a process that is not dumpable
+        return _has_begun(pid, path.stat().st_mtime)
+    except OSError:
+        return False
+
+
+def _has_begun(pid: int, by: float) -> bool:
+    """Return whether there is a process of this number that began by then, in Unix time."""
+    with suppress(OSError, StopIteration):
+        ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        boot = next(int(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if line[:5] == "btime")
+        return boot + ticks / TICKS <= by + 1
     return False
 
 
 def _became(pid: int, began: float) -> str:
     """Return the words of the program that a process without its page is, where it is the one that began then."""
-    with suppress(OSError, StopIteration):
-        ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-        boot = next(int(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if line[:5] == "btime")
-        if boot + ticks / TICKS <= began + 1:
+    with suppress(OSError):
+        if _has_begun(pid, began):
             return " ".join(Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")).strip()[:80]
     return ""
 

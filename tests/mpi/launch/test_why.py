@@ -46,8 +46,8 @@ SECOND_STORE = "other = mpips.create('dist_sync'); other.init('w', np.ones(1000,
 class Case(NamedTuple):
     """One way to hang or slow down a job of three workers: what rank `late` does in step 9, and what all do in each.
 
-    `said`: what `mpips why` says of it, among more. `kind`: as what it sees the job. `culprits`: the ranks to look at, where they
-    are sure.
+    `said`: what `mpips why` says of it, among more. `kind`: as what it sees the job. `culprits`: the ranks to look at;
+    none: these may differ.
     """
 
     does: str
@@ -70,8 +70,8 @@ CASES = {
                       servers=1),
     "another key": Case("kv.pushpull('v', gradient)", "must call the same: ranks 0, 2: push of key 'w' (allreduce",
                         kind="ended", culprits=(0, 1, 2)),
-    "another key, of a server": Case("kv.pushpull('v', gradient)", "use keys in the same order on all ranks", kind="ended",
-                                     servers=1, culprits=()),
+    "another key, of a server": Case("kv.pushpull('v', gradient)", "use keys in the same order on all ranks",
+                                     kind="ended", servers=1, culprits=()),
     "barrier": Case("time.sleep(99)", "ranks 0, 2 wait in barrier (program.py:",
                     "if step == 9: kv.barrier()"),
     "two stores": Case("pass", "a deadlock: rank 1 has begun call 11 of a communicator (program.py:18), which ranks",
@@ -83,17 +83,19 @@ CASES = {
                        "time.sleep(0.05 if kv.rank == 1 else 0.02)", kind="slow"),
     "another thread": Case("import threading; _ = threading.Thread(target=lambda: time.sleep(99)); _.start(); _.join()",
                            "0 % CPU; its other thread is at program.py:9, <lambda>"),
+    "no ptrace": Case("import ctypes; ctypes.CDLL(None).prctl(4, 0); time.sleep(99)",
+                      "rank 1, which is in Python code outside mpips (program.py:9, batch"),
     "another program": Case("os.execvp('sleep', ['sleep', '20'])", "has become another program by exec, `sleep 20`"),
 }  # fmt: skip
 
 
 @contextmanager
-def running(folder: Path, case: Case) -> Iterator[str]:
+def running(folder: Path, case: Case, **variables: str) -> Iterator[str]:
     """A job of three workers, from where one of them does what it does; its name."""
     (folder / "program.py").write_text(PROGRAM.format(**case._asdict()))
     words = [sys.executable, "-m", "launch.cli", "run", "-w", "3", "-s", str(case.servers), "program.py"]
-    job = subprocess.Popen(words, cwd=folder, env=outside(), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-                           stderr=subprocess.DEVNULL)  # fmt: skip
+    job = subprocess.Popen(words, cwd=folder, env={**outside(), **variables}, stdin=subprocess.PIPE,
+                           stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
     try:
         limit = time.monotonic() + 60
         while not (folder / "there").exists():
@@ -165,6 +167,13 @@ def test_what_a_program_has_raised_is_known_when_all_is_over(end: str, said: str
     with running(tmp_path, Case(end, "")) as name:
         found = wait_until_over(name)
     assert (found["kind"], found["culprits"]) == ("ended", [1]) and said in found["sentence"], found["sentence"]
+
+
+def test_a_job_without_pages_says_so(tmp_path: Path) -> None:
+    with running(tmp_path, CASES["loop"], MPIPS_RECORDER="0") as name:
+        done = subprocess.run([sys.executable, "-m", "launch.cli", "why", name], env=outside(), capture_output=True,
+                              text=True, timeout=60, check=False)  # fmt: skip
+    assert done.returncode == 2 and f"job {name} runs with MPIPS_RECORDER=0, so its ranks have no pages" in done.stderr
 
 
 def test_a_job_that_ends_well_leaves_nothing(tmp_path: Path) -> None:
