@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from collectives import arrays, log
@@ -23,6 +24,8 @@ from mpips.training.local import Local, LocalRounds
 from mpips.training.updates import averaged, workers_in_a_sum
 
 LOG = log.get("mpips.torch")
+TOKENS = "mpips/tokens"
+"""The key of their sum."""
 
 
 class LocalSGD:
@@ -37,6 +40,7 @@ class LocalSGD:
     delay       an exchange travels during so many inner steps; 0: `step` waits for it.
     keep        the share of its own parameters that a worker keeps when an exchange has come (0: none).
     compression of what is exchanged, as `kv.set_gradient_compression`, with error feedback.
+    by_tokens   each worker counts by its tokens since the last exchange, which it gives: `step(tokens=count)`.
     store       a store that is there already, in place of `kind` and options of `mpips.create`. A server serves within
                 this call, and leaves by SystemExit when the workers have closed.
 
@@ -47,8 +51,8 @@ class LocalSGD:
     def __init__(
         self, model: torch.nn.Module, inner: torch.optim.Optimizer, outer: str | Optimizer = "nesterov",
         every: int = 500, *, fragments: int = 1, delay: int = 0, keep: float = 0.0,
-        compression: dict[str, Any] | None = None, kind: str = "dist_sync", store: KVStore | None = None,
-        **options: Any,
+        compression: dict[str, Any] | None = None, by_tokens: bool = False, kind: str = "dist_sync",
+        store: KVStore | None = None, **options: Any,
     ) -> None:  # fmt: skip
         check_joined()
         rule = Local(every, outer, fragments, delay, keep)
@@ -56,6 +60,7 @@ class LocalSGD:
         for name, parameter in named:
             _check(name, parameter)
         self.inner, self._parameters, self._keys = inner, [p for _, p in named], [name for name, _ in named]
+        self._by_tokens = by_tokens
         self.store = store if store is not None else create(kind, **options)
         try:
             self._begin(rule, compression)
@@ -69,14 +74,16 @@ class LocalSGD:
         kv = self.store
         outer, refusal = attempt(lambda: self._outer(rule))
         words = {"every": rule.every, "outer": outer, "fragments": rule.fragments, "delay": rule.delay,
-                 "keep": rule.keep, "compression": compression}  # fmt: skip
+                 "keep": rule.keep, "compression": compression, "by_tokens": self._by_tokens}  # fmt: skip
         kv.settings.agree("LocalSGD", [(name, repr(word)) for name, word in words.items()], refusal, noun="argument")
         assert outer is not None
         kv.init(self._keys, self._views())
         kv.set_optimizer(outer, keys=self._keys)
         if compression is not None:
             kv.set_gradient_compression(compression)
-        self._rounds = LocalRounds(kv, self._keys, self._views(), rule)
+        if self._by_tokens:
+            kv.init(TOKENS, np.zeros(1, np.int64))
+        self._rounds = LocalRounds(kv, self._keys, self._views(), rule, TOKENS if self._by_tokens else "")
         kv.barrier()  # all have pulled what rank 0 gave before anybody pushes
         LOG.info("LocalSGD: %r on a %s store of %d parameters", rule, kv.type, len(self._keys))
 
@@ -84,6 +91,9 @@ class LocalSGD:
         if self.store.layout.survives:
             raise ValueError("LocalSGD does not go on after a death yet, and this store does: leave out the option "
                              "spares, and begin again from a checkpoint")  # fmt: skip
+        if self._by_tokens and self.store.layout.asynchronous:
+            raise ValueError(f"LocalSGD: by_tokens needs all workers in one sum, and a store of kind {self.store.type} "
+                             "takes each one's changes alone: take dist_sync, or leave by_tokens out")  # fmt: skip
         return averaged(rule.optimizer, workers_in_a_sum(self.store))
 
     @property
@@ -91,10 +101,17 @@ class LocalSGD:
         """Return how many inner steps this worker has made."""
         return self._rounds.steps
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make an inner step, and exchange what is due. Return the result of `closure`. Blocking where it is due."""
+    def step(self, closure: Callable[[], Any] | None = None, *, tokens: int | None = None) -> Any:
+        """Make an inner step, and exchange what is due. Return the result of `closure`. Blocking where it is due.
+
+        `tokens`: of this step on this worker, where they count (`by_tokens`).
+        """
+        if not self._by_tokens and tokens is not None:
+            raise of_caller(ValueError(f"LocalSGD.step: tokens={tokens}: make it with by_tokens=True, or give none"))
+        if self._by_tokens and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0):
+            raise of_caller(ValueError(f"LocalSGD.step: tokens={tokens!r}: give the step's tokens, an int, 0 or more"))
         loss = self.inner.step(closure) if closure is not None else self.inner.step()
-        self._rounds.step(self._views())
+        self._rounds.step(self._views(), tokens or 0)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -95,14 +95,19 @@ class Exchange:
         self._attract = Elastic2(alpha=rule.alpha if isinstance(rule, Elastic) else 1.0 - keep)
         self._whole = not self._elastic and keep == 0.0
 
-    def begin(self, parameters: Arrays, places: Sequence[int], wait: bool = True) -> Handle | None:
-        """Push what is to be said of the parameters in these places, and ask for the centre; blocking if `wait`."""
+    def begin(
+        self, parameters: Arrays, places: Sequence[int], wait: bool = True, share: float = 1.0
+    ) -> Handle | None:  # fmt: skip
+        """Push what is to be said of the parameters in these places, and ask for the centre; blocking if `wait`.
+        `share`: by how much a change counts."""
         for place in places:
             parameter, pushed = parameters[place], self._pushed[place]
             if self._elastic:
                 np.divide(parameter, self._members, out=pushed)  # a push sums over members, who are equal
             else:
                 np.subtract(self.centers[place], parameter, out=pushed)
+                if share != 1.0:
+                    np.multiply(pushed, share, out=pushed)
         keys, centers = [self._keys[place] for place in places], [self.centers[place] for place in places]
         said = [self._pushed[place] for place in places]
         if wait:
@@ -121,32 +126,49 @@ class Exchange:
 
 
 class LocalRounds:
-    """Count a worker's inner steps, and exchange each fragment when it is due. All workers make equally many."""
+    """Count a worker's inner steps, and exchange each fragment when it is due. All workers make equally many.
 
-    def __init__(self, kv: KVStore, keys: Sequence[str], parameters: Arrays, rule: Local) -> None:
-        self._rule, self.steps = rule, 0
+    `tokens`: an int64 key, of one element, in which workers sum how many tokens their changes are of; "": workers count
+    alike. For synchronous kinds.
+    """
+
+    def __init__(
+        self, kv: KVStore, keys: Sequence[str], parameters: Arrays, rule: Local, tokens: str = ""
+    ) -> None:  # fmt: skip
+        self._rule, self.steps, self._kv, self._key = rule, 0, kv, tokens
         self._exchange = Exchange(kv, keys, parameters, rule, 1)
         self.fragments = cut([array.size for array in parameters], rule.fragments)
         """Places of the parameters of each fragment."""
+        self._tokens = [0] * len(self.fragments)
+        """Of this worker, since each fragment's last exchange."""
         self._open: tuple[Sequence[int], int, Handle] | None = None
         """What is under way: places, the step at which it is taken, and its handle."""
         self.centers = self._exchange.centers
         kv.pull(list(keys), self.centers)
         self._exchange.take(parameters, range(len(parameters)))
 
-    def step(self, parameters: Arrays) -> None:
-        """An inner step has been made: take the centre that is due, and begin the exchange that is."""
+    def step(self, parameters: Arrays, tokens: int = 0) -> None:
+        """An inner step of so many tokens has been made: take the centre that is due; begin the exchange that is."""
         self.steps += 1
+        self._tokens = [count + tokens for count in self._tokens]
         if self._open is not None and self.steps >= self._open[1]:
             self.finish(parameters)
         for number, places in enumerate(self.fragments):
             if (self.steps - (number + 1) * self._rule.every // len(self.fragments)) % self._rule.every:
                 continue
-            handle = self._exchange.begin(parameters, places, wait=not self._rule.delay)
+            share = self._share(number) if self._key else 1.0
+            handle = self._exchange.begin(parameters, places, wait=not self._rule.delay, share=share)
             if handle is None:
                 self._exchange.take(parameters, places)
             else:
                 self._open = places, self.steps + self._rule.delay, handle
+
+    def _share(self, number: int) -> float:
+        """Return this worker's part of a fragment's tokens, times the workers: the store takes a mean. Blocking."""
+        total = np.array([self._tokens[number]])
+        self._tokens[number], mine = 0, self._tokens[number]
+        self._kv.pushpull(self._key, total)
+        return mine * self._kv.num_workers / int(total[0]) if total[0] else 1.0
 
     def finish(self, parameters: Arrays) -> None:
         """Wait for what is under way, and take it."""

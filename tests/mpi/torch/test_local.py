@@ -161,6 +161,31 @@ def test_an_asynchronous_store_takes_what_comes() -> None:
         trainer.close()
 
 
+@pytest.mark.parametrize("options", [{}, {"servers": 1}], ids=str)
+@pytest.mark.mpi(min_size=2)
+def test_changes_count_by_their_tokens(options: dict[str, Any]) -> None:
+    """One plain step apart is a step by the gradient's mean over all tokens."""
+    model, workers = network(), workers_of(options)
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    try:
+        trainer = mpips.torch.LocalSGD(model, inner, "average", 1, by_tokens=True, **options)
+    except SystemExit:
+        return
+    rank = trainer.store.rank
+    trainer.zero_grad()
+    loss_of(model, batch(1, rank=rank)).backward()
+    said = heard(trainer.step)
+    trainer.step(tokens=10 * rank)
+    trainer.close()
+    plain = network()
+    total = sum(10 * other for other in range(workers))
+    for other in range(workers):
+        (loss_of(plain, batch(1, rank=other)) * (10 * other / total if total else 1)).backward()
+    torch.optim.SGD(plain.parameters(), 0.1).step()
+    assert far(model, plain) < 1e-12
+    assert "tokens=None: give the step's tokens, an int" in said
+
+
 @pytest.mark.parametrize("more, sentence", [
     ({"every": 0}, "every=0: give an int, at least 1"),
     ({"every": 4, "fragments": 5}, "fragments=5 of every=4 steps"),
