@@ -53,7 +53,7 @@ class RemoteTables:
         for chosen, token in asked:
             answer = yield from self._link.answer(token)
             rows[chosen] = np.frombuffer(answer.data, out.dtype).reshape(-1, out.shape[1])
-        np.take(rows, places.reshape(-1), axis=0, out=out)
+        np.take(rows, places.reshape(-1), axis=0, out=out, mode="clip")  # NumPy would copy `out` to raise in time
 
     def stats(self, table: str) -> Task[list[frames.TableStats]]:
         """Return what each server holds of the table."""

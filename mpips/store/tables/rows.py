@@ -25,6 +25,8 @@ Positions = NDArray[np.int64]
 FIRST_SLOTS = 1 << 10
 MOVED_AT_ONCE = 1 << 15
 """Slots of an index that is growing which each call moves, at least."""
+BLOCK_BYTES = 1 << 18
+"""Of rows with their state, which are updated at a time."""
 MOST_ROWS = (1 << 32) - 2
 NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 """Linux's number, which Python names since 3.13."""
@@ -68,9 +70,13 @@ class TableRows:
     def update(self, ids: Ids, gradients: Array, step: int) -> None:
         """Update the rows of these ids, each once, by gradients (k, dim); those that are not there are made first.
         `step`: the update of the table, counted from 1, for schedules."""
-        if not len(ids):
-            return
-        at = self._positions(ids)
+        positions, step_rows = self._positions(ids), max(1, BLOCK_BYTES // self.row_bytes)
+        for start in range(0, len(ids), step_rows):
+            block = slice(start, start + step_rows)
+            self._update_block(positions[block], gradients[block], step)
+
+    def _update_block(self, at: Positions, gradients: Array, step: int) -> None:
+        """Update rows that lie at these positions, so few that what is made on the way stays in the cache."""
         counts = None
         if self._counts is not None:
             counts = self._counts[at] + 1
