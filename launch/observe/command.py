@@ -6,7 +6,7 @@ import importlib
 import json
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -127,24 +127,29 @@ def top(job: str | None, once: bool, with_json: bool, every: float) -> None:
 
     JOB is a name that this command shows, or a folder of pages; without it, the newest. Ctrl-C ends it.
     """
-    folder = find(job)
+    folder, terminal = find(job), console()
     if once or with_json:
         ranks = _gathered(folder, every)
         found = explain(folder.name, ranks, read_end(folder))
         if with_json:
             click.echo(json.dumps(as_json(folder.name, found, ranks), indent=1))
         else:
-            show_table(_table(folder.name, ranks, {}))
+            show_table(_table(folder.name, ranks, terminal.width))
             click.echo(found.sentence)
+        if job is None:
+            _tell_of_others(folder, "top")
         return
-    steps: dict[int, tuple[int, float]] = {}
-    with Live(console=console(), screen=False, auto_refresh=False) as live:
-        while True:
+    with Live(console=terminal, screen=False, auto_refresh=False) if terminal.is_terminal else nullcontext() as live:
+        lives = True
+        while lives:
             ranks = _gathered(folder, every)
-            table = _table(folder.name, ranks, steps)
-            live.update(Group(table, Text(explain(folder.name, ranks, read_end(folder)).sentence)), refresh=True)
-            if not any(one.lives for one in ranks):
-                return
+            table, found = _table(folder.name, ranks, terminal.width), explain(folder.name, ranks, read_end(folder))
+            if live is not None:
+                live.update(Group(table, Text(found.sentence)), refresh=True)
+            else:  # a table after the other, for what reads the pipe
+                show_table(table)
+                click.echo(f"{found.sentence}\n")
+            lives = any(one.lives for one in ranks)
 
 
 @command.command("page", cls=Interruptible)
@@ -209,25 +214,47 @@ def _gathered(folder: Path, seconds: float) -> list[Rank]:
     return ranks
 
 
-def _table(name: str, ranks: Sequence[Rank], steps: dict[int, tuple[int, float]]) -> Table:
-    """Return the table of a job. `steps`: of each rank, and when that was; brought up to date."""
+COLUMNS = ("rank", "state", "where", "step", "steps/s", "waits", "for", "CPU", "step age", "role", "MB", "pid", "host")
+"""Of the table, the most telling ones first: what a terminal is too narrow for is left out from the end."""
+ORDER = ("rank", "role", "host", "pid", "state", "step", "steps/s", "step age", "waits", "for", "CPU", "MB", "where")
+WORDS = ("role", "host", "state", "where", "for")
+WHERE_WIDTH = 30
+"""The least of the column that is cut where it is longer."""
+
+
+def _table(name: str, ranks: Sequence[Rank], width: int) -> Table:
+    """Return the table of a job, in lines of at most that width where that can be."""
+    rows = [_row(one) for one in ranks]
+    widths = {column: max(len(column), *(len(row[column]) for row in rows)) for column in ORDER}
+    widths["where"] = min(widths["where"], WHERE_WIDTH)
+    fitting = list(COLUMNS)
+    while len(fitting) > 3 and sum(widths[column] + 3 for column in fitting) > width:
+        fitting.pop()
     view = Table(title=f"job {name}")
-    for column in ("rank", "role", "host", "pid", "state", "step", "steps/s", "waits", "CPU", "MB", "where"):
-        view.add_column(column, justify="left" if column in ("role", "host", "state", "where") else "right")
-    now = time.monotonic()
-    for one in ranks:
-        before, at = steps.get(one.rank, (one.step, now))
-        rate = f"{(one.step - before) / (now - at):.1f}" if now > at and one.step >= 0 else ""
-        steps[one.rank] = one.step, now
-        state = "gone" if not one.lives else "stopped" if one.stopped else "waits" if one.waits else "runs"
-        where = one.waits[0].what if one.waits else str(one.user_frame or one.last_call)
-        style = "red" if state in ("gone", "stopped") else "yellow" if state == "waits" else ""
-        view.add_row(
-            str(one.rank), one.role, one.host, str(one.pid), state, str(one.step) if one.step >= 0 else "", rate,
-            f"{100 * one.waiting:.0f} %" if one.lives else "", f"{100 * one.cpu:.0f} %" if one.lives else "",
-            f"{one.memory_bytes / MEGA:.0f}" if one.lives else "", where, style=style,
-        )  # fmt: skip
+    shown = [column for column in ORDER if column in fitting]
+    for column in shown:
+        view.add_column(column, justify="left" if column in WORDS else "right", no_wrap=True, overflow="ellipsis")
+    for row in rows:
+        style = "red" if row["state"] in ("gone", "stopped") else "yellow" if row["state"] == "waits" else ""
+        view.add_row(*(row[column] for column in shown), style=style)
     return view
+
+
+def _row(one: Rank) -> dict[str, str]:
+    """Return the cells of a rank, by their columns."""
+    state = "gone" if not one.lives else "stopped" if one.stopped else "waits" if one.waits else "runs"
+    stepped = one.step >= 0
+    rate = f"{one.step_rate:.1f}" if one.step_rate >= 0 else f"<{1 / max(one.step_seconds, 1e-3):.1g}"
+    return {
+        "rank": str(one.rank), "role": one.role, "host": one.host, "pid": str(one.pid), "state": state,
+        "step": str(one.step) if stepped else "", "steps/s": rate if one.lives and stepped else "",
+        "step age": f"{one.step_seconds:.0f} s" if stepped else "",
+        "waits": f"{100 * one.waiting:.0f} %" if one.lives else "",
+        "for": ",".join(map(str, one.waits[0].late[:4])) if one.waits else "",
+        "CPU": f"{100 * one.cpu:.0f} %" if one.lives else "",
+        "MB": f"{one.memory_bytes / MEGA:.0f}" if one.lives else "",
+        "where": one.waits[0].what if one.waits else str(one.user_frame or one.last_call),
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

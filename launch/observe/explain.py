@@ -243,7 +243,9 @@ def as_json(name: str, found: Explanation, ranks: Sequence[Rank]) -> dict[str, A
             {
                 "rank": one.rank, "role": one.role, "host": one.host, "pid": one.pid, "alive": one.lives,
                 "stopped": one.stopped, "generation": one.generation, "step": one.step,
-                "step_seconds": round(one.step_seconds, 3), "waiting_share": round(one.waiting, 4),
+                "step_seconds": round(one.step_seconds, 3),
+                "steps_per_second": round(one.step_rate, 3) if one.step_rate >= 0 else None,
+                "waiting_share": round(one.waiting, 4),
                 "cpu_share": round(one.cpu, 4), "memory_bytes": one.memory_bytes, "last_call": one.last_call,
                 "at": str(one.user_frame or ""), "end": dict(one.end),
                 "waits": [

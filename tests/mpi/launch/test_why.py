@@ -169,6 +169,22 @@ def test_what_a_program_has_raised_is_known_when_all_is_over(end: str, said: str
     assert (found["kind"], found["culprits"]) == ("ended", [1]) and said in found["sentence"], found["sentence"]
 
 
+def test_top_in_a_pipe_shows_rates_in_lines_that_fit(tmp_path: Path) -> None:
+    case = Case("pass", "", "time.sleep(0.02); mpips.note(step=step)")
+    with running(tmp_path, case) as name, open(tmp_path / "top.txt", "w+", encoding="utf-8") as out:
+        words = [sys.executable, "-m", "launch.cli", "top", name]
+        table = subprocess.Popen(words, env={**outside(), "COLUMNS": "70"}, stdout=out)
+        once = subprocess.run([*words, "--json"], env=outside(), capture_output=True, text=True, timeout=60, check=True)
+        limit = time.monotonic() + 30
+        while (shown := (tmp_path / "top.txt").read_text()).count("steps/s") < 2 and time.monotonic() < limit:
+            time.sleep(0.2)
+        table.kill()
+        table.wait()
+    assert shown.count("steps/s") >= 2
+    assert all(len(line) <= 70 for line in shown.splitlines() if not line.startswith("job"))
+    assert all(1 < one["steps_per_second"] < 60 for one in json.loads(once.stdout)["ranks"])
+
+
 def test_a_job_without_pages_says_so(tmp_path: Path) -> None:
     with running(tmp_path, CASES["loop"], MPIPS_RECORDER="0") as name:
         done = subprocess.run([sys.executable, "-m", "launch.cli", "why", name], env=outside(), capture_output=True,
