@@ -170,11 +170,18 @@ def _job_folder(name: str) -> Path:
         here.mkdir(mode=0o700)
     except FileExistsError:
         return here
-    others = sorted((one for one in top.iterdir() if one != here), key=lambda one: one.stat().st_mtime)
+    others = sorted((one for one in top.iterdir() if one != here), key=modified)
     ended = [one for one in others if not any(lives(int(path.stem)) for path in one.glob(f"*{PAGE}"))]
     for one in ended[:-KEPT_JOBS]:
         shutil.rmtree(one, ignore_errors=True)
     return here
+
+
+def modified(path: Path) -> float:
+    """Return when a file was written last, in Unix time; 0 where another process has removed it meanwhile."""
+    with suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
 
 
 def forget_job(name: str) -> None:

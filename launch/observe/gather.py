@@ -161,7 +161,7 @@ def jobs(top: Path | None = None) -> list[Path]:
         found = [path for path in top.iterdir() if any(path.glob(f"*{own.PAGE}"))]
     except OSError:
         return []
-    return sorted(found, key=lambda path: (has_living(path), path.stat().st_mtime))
+    return sorted(found, key=lambda path: (has_living(path), own.modified(path)))
 
 
 def has_living(folder: Path) -> bool:
@@ -192,7 +192,7 @@ def _owns(pid: int, path: Path) -> bool:
     try:
         return str(path) in Path(f"/proc/{pid}/maps").read_text()
     except PermissionError:  # a container without ptrace, or a process that is not dumpable
-        return _has_begun(pid, path.stat().st_mtime)
+        return _has_begun(pid, own.modified(path))
     except OSError:
         return False
 

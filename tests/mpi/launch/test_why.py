@@ -16,7 +16,10 @@ from typing import Any, NamedTuple
 import pytest
 from mpi4py import MPI
 
+from launch import find
+from launch.mpirun import find_obstacle_to_survival
 from launch.observe.gather import jobs
+from launch.observe.live import History
 from tests.child import outside
 
 pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size != 1, reason="starts jobs of its own; once is enough")
@@ -40,6 +43,26 @@ for step in range(100_000):
     {beside}
     kv.pushpull("w", gradient)
 """
+SURVIVOR = """
+import time
+import numpy as np
+import mpips
+
+kv = mpips.create("dist_sync")
+step = kv.resumed
+while True:
+    try:
+        kv.init("w", np.ones(1000, np.float32))
+        while True:
+            kv.pushpull("w", np.zeros(1000, np.float32))
+            step += 1
+            mpips.note(step=step)
+            time.sleep(0.01)
+            if step == 9:
+                open("there", "w").close()
+    except mpips.StoreError:
+        step = kv.recover().step
+"""
 SECOND_STORE = "other = mpips.create('dist_sync'); other.init('w', np.ones(1000, np.float32))"
 
 
@@ -58,6 +81,7 @@ class Case(NamedTuple):
     kind: str = "stands"
     servers: int = 0
     culprits: tuple[int, ...] = (1,)
+    program: str = PROGRAM
 
 
 CASES = {
@@ -92,8 +116,9 @@ CASES = {
 @contextmanager
 def running(folder: Path, case: Case, **variables: str) -> Iterator[str]:
     """A job of three workers, from where one of them does what it does; its name."""
-    (folder / "program.py").write_text(PROGRAM.format(**case._asdict()))
-    words = [sys.executable, "-m", "launch.cli", "run", "-w", "3", "-s", str(case.servers), "program.py"]
+    (folder / "program.py").write_text(case.program.format(**case._asdict()))
+    spares = ["--spares", "1"] if case.program is SURVIVOR else []
+    words = [sys.executable, "-m", "launch.cli", "run", "-w", "3", "-s", str(case.servers), *spares, "program.py"]
     job = subprocess.Popen(words, cwd=folder, env={**outside(), **variables}, stdin=subprocess.PIPE,
                            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
     try:
@@ -167,6 +192,34 @@ def test_what_a_program_has_raised_is_known_when_all_is_over(end: str, said: str
     with running(tmp_path, Case(end, "")) as name:
         found = wait_until_over(name)
     assert (found["kind"], found["culprits"]) == ("ended", [1]) and said in found["sentence"], found["sentence"]
+
+
+def test_who_takes_a_place_is_told_and_counters_go_on(tmp_path: Path) -> None:
+    metrics = pytest.importorskip("launch.observe.metrics")
+    parse = pytest.importorskip("prometheus_client.parser").text_string_to_metric_families
+    if obstacle := find_obstacle_to_survival(find()):
+        pytest.skip(obstacle)
+
+    def counts() -> dict[tuple[str, str], float]:
+        text = metrics.write(tmp_path, name).read_text()
+        return {(one.name, one.labels["rank"]): one.value for family in parse(text) for one in family.samples}
+
+    with running(tmp_path, Case("", "", program=SURVIVOR)) as name:
+        (folder,) = [path for path in jobs() if path.name == name]
+        history = History(folder)
+        history.look()
+        before = counts()
+        os.kill(next(one["pid"] for one in why(name)["ranks"] if one["rank"] == 1), signal.SIGKILL)
+        limit = time.monotonic() + 30
+        while b"has become" not in history.shown() and time.monotonic() < limit:
+            history.look()
+        time.sleep(0.5)
+        found, after = why(name), counts()
+    assert b"rank 3, a spare, has become worker 1" in history.shown() and b"rank 1 is gone" in history.shown()
+    assert found["kind"] in ("runs", "slow") and 1 not in found["culprits"], found["sentence"]
+    assert ("mpips_rank_up", "1") in before and ("mpips_rank_up", "1") not in after
+    assert all(after[key] >= before[key] for key in before if key[0].endswith("_total") and key[1] in "02")
+    assert after["mpips_calls_total", "0"] > before["mpips_calls_total", "0"] and after["mpips_generation", "3"] == 1
 
 
 def test_top_in_a_pipe_shows_rates_in_lines_that_fit(tmp_path: Path) -> None:
