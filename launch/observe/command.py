@@ -21,7 +21,8 @@ from collectives.recorder.own import PAGE
 from collectives.terminal import Interruptible, Seconds, console, show_table
 from launch.observe.beside import parse_address
 from launch.observe.explain import as_json, explain
-from launch.observe.gather import Rank, gather, has_living, jobs, read_end
+from launch.observe.gather import Rank, has_living, jobs, read_end
+from launch.observe.hosts import WITHIN_SECONDS, Found, Watch
 
 MEGA = 1e6
 WHY = "why.json"
@@ -29,6 +30,8 @@ WHY = "why.json"
 MOST_NAMED = 8
 """Of the other jobs."""
 job_argument = click.argument("job", required=False)
+within_option = click.option("--within", type=Seconds(), default=WITHIN_SECONDS, show_default=True,
+                             help="For other hosts to answer.")  # fmt: skip
 json_option = click.option("--json", "with_json", is_flag=True, help="Print JSON.")
 
 
@@ -71,20 +74,22 @@ def command() -> None:
 @click.option("--dump", "into", type=click.Path(file_okay=False, path_type=Path), help="Write all that is known there.")
 @click.option("--format", "how", type=click.Choice(["json", "pytorch"]), default="json", show_default=True,
               help="Of --dump: files rank-N.json, or files rank_N for torchfrtrace.")
-def why(job: str | None, with_json: bool, seconds: float, into: Path | None, how: str) -> None:
+@within_option
+def why(job: str | None, with_json: bool, seconds: float, into: Path | None, how: str, within: float) -> None:
     """Say what JOB does, or why it stands, or has ended: who waits in what for whom, and what that rank does.
 
     JOB is the name that `mpips top` shows, or a folder of pages or of a dump; without it, the newest. Nothing is
-    stopped.
+    stopped. Ranks on other hosts are asked, too, where `mpips run` has started them.
     """
     folder = find(job)
     if (folder / WHY).is_file():
         text = (folder / WHY).read_text()
         click.echo(text if with_json else json.loads(text)["sentence"])
         return
-    ranks = _gathered(folder, seconds)
-    found = explain(folder.name, ranks, read_end(folder))
-    known = as_json(folder.name, found, ranks)
+    with Watch(folder, within) as watch:
+        ranks, unreached = _gathered(watch, folder, seconds)
+    found = explain(folder.name, ranks, read_end(folder), unreached)
+    known = as_json(folder.name, found, ranks, unreached)
     if into is not None:
         _dump(folder, into, how, known)
     click.echo(json.dumps(known, indent=1) if with_json else found.sentence)
@@ -105,7 +110,8 @@ def _tell_of_others(folder: Path, command: str) -> None:
 
 def _dump(folder: Path, into: Path, how: str, known: dict[str, Any]) -> None:
     """Write what is known of a job into a folder. UsageError where that cannot be."""
-    paths = [folder / f"{one['pid']}{PAGE}" for one in known["ranks"]]
+    pages = (folder / f"{one['pid']}{PAGE}" for one in known["ranks"])
+    paths = [path for path in pages if path.exists()]  # of other hosts' ranks there is no more than `known`
     try:
         if how == "pytorch":
             dump.write_for_pytorch([rank for path in paths if (rank := dump.read_rank(path)) is not None], into)
@@ -122,34 +128,38 @@ def _dump(folder: Path, into: Path, how: str, known: dict[str, Any]) -> None:
 @click.option("--once", is_flag=True, help="Show the table once, and leave.")
 @json_option
 @click.option("--every", type=Seconds(), default=1.0, show_default=True, help="Between two tables.")
-def top(job: str | None, once: bool, with_json: bool, every: float) -> None:
+@within_option
+def top(job: str | None, once: bool, with_json: bool, every: float, within: float) -> None:
     """Show the ranks of JOB: role, step, steps a second, share of time that they wait, processor, memory, last call.
 
     JOB is a name that this command shows, or a folder of pages; without it, the newest. Ctrl-C ends it.
     """
     folder, terminal = find(job), console()
-    if once or with_json:
-        ranks = _gathered(folder, every)
-        found = explain(folder.name, ranks, read_end(folder))
-        if with_json:
-            click.echo(json.dumps(as_json(folder.name, found, ranks), indent=1))
-        else:
-            show_table(_table(folder.name, ranks, terminal.width))
-            click.echo(found.sentence)
-        if job is None:
-            _tell_of_others(folder, "top")
-        return
-    with Live(console=terminal, screen=False, auto_refresh=False) if terminal.is_terminal else nullcontext() as live:
-        lives = True
-        while lives:
-            ranks = _gathered(folder, every)
-            table, found = _table(folder.name, ranks, terminal.width), explain(folder.name, ranks, read_end(folder))
-            if live is not None:
-                live.update(Group(table, Text(found.sentence)), refresh=True)
-            else:  # a table after the other, for what reads the pipe
-                show_table(table)
-                click.echo(f"{found.sentence}\n")
-            lives = any(one.lives for one in ranks)
+    with Watch(folder, within) as watch:
+        if once or with_json:
+            ranks, unreached = _gathered(watch, folder, every)
+            found = explain(folder.name, ranks, read_end(folder), unreached)
+            if with_json:
+                click.echo(json.dumps(as_json(folder.name, found, ranks, unreached), indent=1))
+            else:
+                show_table(_table(folder.name, ranks, terminal.width))
+                click.echo(found.sentence)
+            if job is None:
+                _tell_of_others(folder, "top")
+            return
+        shown = Live(console=terminal, screen=False, auto_refresh=False) if terminal.is_terminal else nullcontext()
+        with shown as live:
+            lives = True
+            while lives:
+                ranks, unreached = _gathered(watch, folder, every)
+                table = _table(folder.name, ranks, terminal.width)
+                found = explain(folder.name, ranks, read_end(folder), unreached)
+                if live is not None:
+                    live.update(Group(table, Text(found.sentence)), refresh=True)
+                else:  # a table after the other, for what reads the pipe
+                    show_table(table)
+                    click.echo(f"{found.sentence}\n")
+                lives = bool(unreached) or any(one.lives for one in ranks)
 
 
 @command.command("page", cls=Interruptible)
@@ -207,11 +217,14 @@ def _exporter() -> Any:
         raise click.UsageError(f"metrics need {error.name}: pip install 'mpips[metrics]'") from None
 
 
-def _gathered(folder: Path, seconds: float) -> list[Rank]:
-    ranks = gather(folder, seconds)
-    if not ranks:
+def _gathered(watch: Watch, folder: Path, seconds: float) -> Found:
+    found = watch.look(seconds)
+    if not found.ranks and found.unreached:
+        mute = (f"host {host} does not answer: {why}" for host, why in found.unreached.items())
+        raise click.UsageError("; ".join(mute))
+    if not found.ranks:
         raise click.UsageError(f"{folder} holds no page of a rank: it is no job's folder, or the job has ended well")
-    return ranks
+    return found
 
 
 COLUMNS = ("rank", "state", "where", "step", "steps/s", "waits", "for", "CPU", "step age", "role", "MB", "pid", "host")

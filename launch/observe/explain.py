@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -24,8 +23,21 @@ class Explanation(NamedTuple):
     culprits: tuple[int, ...]
 
 
-def explain(name: str, ranks: Sequence[Rank], end: Mapping[str, Any] | None = None) -> Explanation:
-    """Explain a job of this name by what its ranks, at least one, look like; `end`: what its launcher has written."""
+def explain(
+    name: str, ranks: Sequence[Rank], end: Mapping[str, Any] | None = None, unreached: Mapping[str, str] | None = None
+) -> Explanation:
+    """Explain a job of this name by what its ranks, at least one, look like.
+
+    `end`: what its launcher has written. `unreached`: its hosts of which nothing is known now, and why.
+    """
+    found = _explain(name, ranks, end, unreached or {})
+    mute = "".join(f" Host {host} does not answer: {why.rstrip('.')}." for host, why in (unreached or {}).items())
+    return found._replace(sentence=f"{found.sentence}{mute}")
+
+
+def _explain(
+    name: str, ranks: Sequence[Rank], end: Mapping[str, Any] | None, unreached: Mapping[str, str]
+) -> Explanation:
     missing = set(range(max(one.size for one in ranks))) - {one.rank for one in ranks}
     ranks = [one for one in ranks if not is_replaced(one, ranks)]
     size = max(one.size for one in ranks)
@@ -35,7 +47,7 @@ def explain(name: str, ranks: Sequence[Rank], end: Mapping[str, Any] | None = No
         return _ended(head, ranks, len(missing), end or {})
     waits = {one.rank: wait for one in ranks if one.lives and not one.stopped and (wait := _longest(one)) is not None}
     if waits:
-        return _stands(head, ranks, waits, missing)
+        return _stands(head, ranks, waits, missing, unreached)
     return _goes_on(head, ranks)
 
 
@@ -53,7 +65,9 @@ def _longest(rank: Rank) -> Wait | None:
 # ---- a job that stands
 
 
-def _stands(head: str, ranks: Sequence[Rank], waits: dict[int, Wait], missing: set[int]) -> Explanation:
+def _stands(
+    head: str, ranks: Sequence[Rank], waits: dict[int, Wait], missing: set[int], unreached: Mapping[str, str]
+) -> Explanation:
     seconds = max(wait.seconds for wait in waits.values())
     groups: dict[tuple[str, str], list[int]] = {}
     for rank, wait in waits.items():
@@ -70,14 +84,15 @@ def _stands(head: str, ranks: Sequence[Rank], waits: dict[int, Wait], missing: s
     if not culprits:
         ahead = _lanes_ahead(ranks, waits)
         if len({wait.what for wait in waits.values()}) == 1 and len(ahead) < 2:
-            why = "All ranks are in it, so what they wait for is under way between hosts, or a server does not answer"
+            why = _under_way(ranks)
         else:
             which = f": {'; '.join(_ahead(ranks, waits, lane) for lane in sorted(ahead))}" if len(ahead) > 1 else ""
             why = ("They have made different calls, and each waits for the others: a deadlock"
                    f"{which}. All ranks must make the same calls in the same order")  # fmt: skip
         return Explanation("stands", f"{begin}. {why}.", tuple(waits))
     known = {one.rank: one for one in ranks}
-    described = [_describe(number, known.get(number)) for number in culprits]
+    apart = len({one.host for one in ranks}) > 1 or bool(unreached)
+    described = [_describe(number, known.get(number), apart, unreached) for number in culprits]
     return Explanation("stands", f"{begin}, for {'; and for '.join(described)}.", tuple(culprits))
 
 
@@ -129,12 +144,26 @@ def _serves(rank: Rank) -> bool:
     return rank.role in ("server", "spare") and not rank.stopped
 
 
-def _describe(number: int, rank: Rank | None) -> str:
-    """Say what a rank does that others wait for."""
+def _under_way(ranks: Sequence[Rank]) -> str:
+    """Say what all ranks wait for, where all are in the same call."""
+    on: dict[str, list[int]] = {}
+    for one in ranks:
+        on.setdefault(one.host, []).append(one.rank)
+    if len(on) < 2:
+        return "All ranks are in it, so what they wait for is under way between hosts, or a server does not answer"
+    hosts = "; ".join(f"{host}, {name_ranks(members)}" for host, members in sorted(on.items()))
+    return f"All ranks are in it, and live: the network between their hosts is cut or slow ({hosts})"
+
+
+def _describe(number: int, rank: Rank | None, apart: bool = False, unreached: Mapping[str, str] | None = None) -> str:
+    """Say what a rank does that others wait for; `apart`: with its host."""
+    if rank is None and unreached:
+        named = " or ".join(sorted(unreached))
+        return f"rank {number}, of which nothing is known: it runs on host {named}, which does not answer"
     if rank is None:
         return f"rank {number}, which has no page on this machine: it runs on another host, or has not begun"
     role = f" ({rank.role})" if rank.role not in ("", "worker") else ""
-    who = f"rank {number}{role}, "
+    who = f"rank {number}{role}{f' on {rank.host}' if apart else ''}, "
     last = f"; the call that it began last is {rank.last_call}" if rank.last_call else ""
     if not rank.lives:
         said = rank.end.get("failed", "")
@@ -159,8 +188,7 @@ def _describe(number: int, rank: Rank | None) -> str:
 
 def _quoted(frame: Frame) -> str:
     """Return a line of the program with its text, where that can be read."""
-    line = linecache.getline(frame.path, frame.line).strip()
-    return f"{frame}: `{line}`" if line else str(frame)
+    return f"{frame}: `{frame.text}`" if frame.text else str(frame)
 
 
 # ---- a job that does not stand
@@ -170,7 +198,8 @@ def _goes_on(head: str, ranks: Sequence[Rank]) -> Explanation:
     workers = [one for one in ranks if one.lives and not _serves(one)]
     stopped = [one for one in ranks if one.lives and one.stopped]
     if stopped:
-        described = "; ".join(_describe(one.rank, one) for one in stopped)
+        apart = len({one.host for one in ranks}) > 1
+        described = "; ".join(_describe(one.rank, one, apart) for one in stopped)
         sentence = f"{head}: {described}. No other rank has waited for that as long as {STANDS_SECONDS:.0f} s yet."
         return Explanation("stands", sentence, tuple(one.rank for one in stopped))
     steps = [one.step for one in workers if one.step >= 0]
@@ -178,7 +207,9 @@ def _goes_on(head: str, ranks: Sequence[Rank]) -> Explanation:
     for one in workers:
         others = [other.waiting for other in workers if other is not one]
         if others and one.waiting < min(others) / 2 and min(others) > SLOW_SHARE:
-            slow = f"rank {one.rank} holds the others up: it waits {_percent([one.waiting])} of its time, they wait "
+            host = f" on {one.host}" if any(other.host != one.host for other in ranks) else ""
+            waits = f"it waits {_percent([one.waiting])} of its time, they wait "
+            slow = f"rank {one.rank}{host} holds the others up: {waits}"
             at = f", and is at {one.user_frame}" if one.user_frame is not None else ""
             return Explanation("slow", f"{head} goes on, {where}, and {slow}{_percent(others)}{at}.", (one.rank,))
     waiting = _percent([one.waiting for one in workers]) if workers else "0 %"
@@ -235,10 +266,13 @@ def _percent(shares: Iterable[float]) -> str:
     return f"{100 * low:.0f} %" if round(100 * low) == round(100 * high) else f"{100 * low:.0f} to {100 * high:.0f} %"
 
 
-def as_json(name: str, found: Explanation, ranks: Sequence[Rank]) -> dict[str, Any]:
+def as_json(
+    name: str, found: Explanation, ranks: Sequence[Rank], unreached: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Return what is known of a job, as it is printed as JSON."""
     return {
         "job": name, "kind": found.kind, "sentence": found.sentence, "culprits": list(found.culprits),
+        "unreached": dict(unreached or {}),
         "ranks": [
             {
                 "rank": one.rank, "role": one.role, "host": one.host, "pid": one.pid, "alive": one.lives,

@@ -7,10 +7,11 @@ where it is deep in a library or in an endless loop. Two looks some time apart t
 from __future__ import annotations
 
 import json
+import linecache
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +34,8 @@ class Frame(NamedTuple):
     path: str
     line: int
     function: str
+    text: str = ""
+    """The line itself, where it can be read on the rank's host."""
 
     @property
     def is_users(self) -> bool:
@@ -158,15 +161,15 @@ def jobs(top: Path | None = None) -> list[Path]:
     try:
         if not own.is_private(top):
             return []
-        found = [path for path in top.iterdir() if any(path.glob(f"*{own.PAGE}"))]
+        found = [path for path in top.iterdir() if any(path.glob(f"*{own.PAGE}")) or own.read_hosts(path)]
     except OSError:
         return []
     return sorted(found, key=lambda path: (has_living(path), own.modified(path)))
 
 
 def has_living(folder: Path) -> bool:
-    """Return whether a rank of the job lives."""
-    return any(_owns(int(path.stem), path) for path in folder.glob(f"*{own.PAGE}"))
+    """Return whether a rank of the job lives here, or its launcher, where its ranks are elsewhere."""
+    return own.is_launched_here(folder) or any(_owns(int(path.stem), path) for path in folder.glob(f"*{own.PAGE}"))
 
 
 def gather(folder: Path, seconds: float = 0.5, stacks: bool = True) -> list[Rank]:
@@ -181,8 +184,13 @@ def gather(folder: Path, seconds: float = 0.5, stacks: bool = True) -> list[Rank
         asked.ask({path: look for path, look in before.items() if look.state not in ("", "Z", "X", "T", "t")})
     time.sleep(seconds)
     ranks = [_rank(look, _look(path) or look, asked.take(path), int(path.stem)) for path, look in before.items()]
+    return join(ranks)
+
+
+def join(ranks: Iterable[Rank]) -> list[Rank]:
+    """Return one of each number, in their order: the living, else the newest."""
     newest: dict[int, Rank] = {}
-    for rank in sorted(ranks, key=lambda one: (one.lives, one.pid)):
+    for rank in sorted(ranks, key=lambda one: (one.lives, one.began, one.pid)):
         newest[rank.rank] = rank  # a spare that has taken a dead rank's place is there beside it
     return [newest[number] for number in sorted(newest)]
 
@@ -320,5 +328,7 @@ def _threads(text: str, main: int, folder: str) -> list[list[Frame]]:
         elif thread and (found := FRAME.match(line)):
             path = found.group(1)
             path = path if path.startswith("<") else os.path.join(folder, path)
-            stacks[thread].append(Frame(path, int(found.group(2)), found.group(3)))
+            frame = Frame(path, int(found.group(2)), found.group(3))
+            text = linecache.getline(path, frame.line).strip() if frame.is_users else ""
+            stacks[thread].append(frame._replace(text=text))
     return [*stacks.values()] if stacks[main] else []

@@ -26,7 +26,8 @@ import click
 
 from launch.observe.beside import parse_address, without_signals
 from launch.observe.explain import as_json, explain
-from launch.observe.gather import Rank, gather, read_end
+from launch.observe.gather import Rank, read_end
+from launch.observe.hosts import Watch
 
 LOOK_SECONDS = 1.0
 STACK_SECONDS = 5.0
@@ -43,7 +44,7 @@ class History:
     """Keep what `look` has seen of a job: samples of its speed and its notes, and events."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self._folder, self._watch = folder, Watch(folder)
         self._lock = threading.Lock()
         self._before: dict[int, Rank] = {}
         self._kind, self._asked, self._at = "", 0.0, 0.0
@@ -53,22 +54,26 @@ class History:
 
     def look(self) -> None:
         """Look at the job once. Blocking, for a moment."""
-        ranks = gather(self._folder, 0.2, stacks=False)
+        ranks, unreached = self._watch.look(0.2, stacks=False)
         if not ranks:
             return
-        found = explain(self._folder.name, ranks, read_end(self._folder))
+        found = explain(self._folder.name, ranks, read_end(self._folder), unreached)
         now = time.time()
         if found.kind == "stands" and now - self._asked > STACK_SECONDS:
             self._asked = now
-            ranks = gather(self._folder, 0.2)
-            found = explain(self._folder.name, ranks, read_end(self._folder))
+            ranks, unreached = self._watch.look(0.2)
+            found = explain(self._folder.name, ranks, read_end(self._folder), unreached)
         with self._lock:
             for text in self._changes(ranks, found.kind):
                 self._events.append({"time": now, "text": text})
             self._samples.append(self._sample(ranks, now))
             if found.kind != self._kind or found.kind != "stands" or any(one.stack for one in ranks):
-                self._shown = as_json(self._folder.name, found, ranks)
+                self._shown = as_json(self._folder.name, found, ranks, unreached)
             self._kind, self._before, self._at = found.kind, {one.rank: one for one in ranks}, now
+
+    def close(self) -> None:
+        """End the connections to other hosts."""
+        self._watch.close()
 
     def shown(self) -> bytes:
         """Return everything as JSON."""
@@ -167,6 +172,7 @@ def serving(address: str, folder: Path) -> Iterator[str]:
     def watch() -> None:
         while not ended.wait(LOOK_SECONDS):
             history.look()
+        history.close()
 
     with without_signals():
         for work in (server.serve_forever, watch):

@@ -104,9 +104,8 @@ def test_the_rank_whose_death_the_launcher_saw_is_to_blame() -> None:
     )
 
 
-def test_the_line_of_the_program_is_shown_where_it_can_be_read(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("import os\nbatch = os.read(0, 9)\n")
-    found = explain("1", waiting(stack=(Frame(str(tmp_path / "train.py"), 2, "load"),)))
+def test_the_line_of_the_program_is_shown_where_it_can_be_read() -> None:
+    found = explain("1", waiting(stack=(Frame("/home/u/train.py", 2, "load", "batch = os.read(0, 9)"),)))
     assert "(train.py:2, load: `batch = os.read(0, 9)`)" in found.sentence
 
 
@@ -187,3 +186,21 @@ def test_of_a_job_whose_program_has_raised_that_rank_is_to_blame() -> None:
 def test_ranks_that_ended_alike_are_one_sentence() -> None:
     found = explain("1", [rank(number, state="") for number in range(3)])
     assert "Ranks 0, 1, 2 (worker) ended without a word" in found.sentence
+
+
+@pytest.mark.parametrize(("host", "unreached", "said"), [
+    ("there", {}, "for rank 2 on there, which is stopped by a signal"),
+    (None, {"there": "no answer within 1.3 s"}, "for rank 2, of which nothing is known: it runs on host there, which "
+     "does not answer. Host there does not answer: no answer within 1.3 s."),
+])  # fmt: skip
+def test_the_host_of_the_late_rank_is_named(host: str | None, unreached: dict[str, str], said: str) -> None:
+    ranks = waiting(rank(2, host=host, state="T")) if host else waiting()[:2]
+    assert said in explain("1", ranks, None, unreached).sentence
+
+
+def test_a_call_that_all_are_in_hangs_between_hosts() -> None:
+    waits = (WAITS[0]._replace(late=()),)
+    found = explain("1", [rank(0, waits=waits, host="h0"), rank(1, waits=waits, host="h1"),
+                          rank(2, waits=waits, host="h1")])  # fmt: skip
+    assert found.sentence.endswith("All ranks are in it, and live: the network between their hosts is cut or slow "
+                                   "(h0, rank 0; h1, ranks 1, 2).")  # fmt: skip

@@ -17,6 +17,8 @@ import pytest
 
 from collectives.recorder import own
 from launch.observe import live
+from launch.observe.gather import gather
+from launch.observe.hosts import Found, Watch
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 Ranks = list[subprocess.Popen[str]]
@@ -50,9 +52,9 @@ def test_the_data_are_what_mpips_why_says_and_what_was_noted(job: Ranks, address
 
 
 def test_a_loss_that_is_no_number_is_null(monkeypatch: pytest.MonkeyPatch, job: Ranks) -> None:
-    seen = live.gather(own.folder() / "77", 0.0)
+    seen = gather(own.folder() / "77", 0.0)
     odd = [one._replace(notes={"loss": float("nan"), "accuracy": float("inf")}) for one in seen]
-    monkeypatch.setattr(live, "gather", lambda *words, **more: odd)
+    monkeypatch.setattr(Watch, "look", lambda *words, **more: Found(odd, {}))
     history = live.History(own.folder() / "77")
     history.look()
     found = json.loads(history.shown(), parse_constant=lambda word: pytest.fail(word))

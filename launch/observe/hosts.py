@@ -1,0 +1,180 @@
+"""Look at the ranks of a job on all its hosts: here, and elsewhere by the agent that has started them there.
+
+`mpips run` writes which hosts a job has, and how they are reached, beside the pages (`hosts.json`). On each other host
+the agent, which is ssh or what takes its place, starts this module as a program. That one looks at the pages there,
+when it is asked by a line, and answers by a line of JSON. It ends with the connection, and listens on no port. Clocks
+of hosts differ, so only lengths of time travel.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import msgspec
+
+from collectives.recorder import own
+from launch.observe.gather import Rank, gather, join
+
+WITHIN_SECONDS = 1.3
+"""Beyond the two looks, for another host to answer: the answer of `mpips why` comes within 2 s."""
+MODULE = "launch.observe.hosts"
+READ_BYTES = 1 << 16
+
+
+class Found(NamedTuple):
+    """Hold the ranks of a job, and why which hosts have not answered."""
+
+    ranks: list[Rank]
+    unreached: Mapping[str, str]
+
+
+class Watch:
+    """Look at a job again and again, by one connection to each of its other hosts. Closed by `close`, or as a block.
+
+    `within`: seconds for another host to answer, beyond those between the two looks.
+    """
+
+    def __init__(self, folder: Path, within: float = WITHIN_SECONDS) -> None:
+        self._folder, self._within, self._asked = folder, within, 0
+        self._lines: dict[str, _Line] = {}
+        known = own.read_hosts(folder)
+        here = socket.gethostname()
+        for name in known.get("names", ()):
+            if name not in (here, here.partition(".")[0], "localhost"):
+                self._lines[name] = _Line([*known["agent"], name, *_command(known, folder.name)])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.close()
+
+    def look(self, seconds: float = 0.5, stacks: bool = True) -> Found:
+        """Return all ranks, from two looks so far apart. Blocking, for `within` more at most where a host is mute."""
+        self._asked += 1
+        until = time.monotonic() + seconds + self._within
+        for line in self._lines.values():
+            line.ask(self._asked, seconds, stacks)
+        ranks = gather(self._folder, seconds, stacks)
+        unreached = self._wait(until)
+        for line in self._lines.values():
+            ranks += line.ranks
+        return Found(join(ranks), unreached)
+
+    def _wait(self, until: float) -> dict[str, str]:
+        """Wait for all answers, but not longer than until then; return the hosts without one, and the reasons."""
+        open_ = {line.output: line for line in self._lines.values() if not line.failed}
+        while open_ and (left := until - time.monotonic()) > 0:
+            for output in select.select([*open_], [], [], left)[0]:
+                if open_[output].hear(self._asked):
+                    del open_[output]
+        for line in open_.values():
+            line.give_up(f"no answer within {self._within:g} s")
+        return {name: line.failed for name, line in self._lines.items() if line.failed}
+
+    def close(self) -> None:
+        """End the connections."""
+        for line in self._lines.values():
+            line.close()
+
+
+class _Line:
+    """The connection to one host. `failed`: why it has not answered the last time."""
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        self._argv = argv
+        self._process: subprocess.Popen[bytes] | None = None
+        self._said = b""
+        self.ranks: list[Rank] = []
+        self.failed = ""
+
+    @property
+    def output(self) -> int:
+        assert self._process is not None and self._process.stdout is not None
+        return self._process.stdout.fileno()
+
+    def ask(self, number: int, seconds: float, stacks: bool) -> None:
+        """Send a question, where need be by a new connection."""
+        self.failed, self.ranks = "", []
+        try:
+            if self._process is None:
+                self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+                self._process = subprocess.Popen(self._argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                                 stderr=self._errors, start_new_session=True)  # fmt: skip
+            assert self._process.stdin is not None
+            self._process.stdin.write(b"%d %r %d\n" % (number, seconds, stacks))
+            self._process.stdin.flush()
+        except OSError as error:
+            self.give_up(f"{self._argv[0]}: {error.strerror}")
+
+    def hear(self, number: int) -> bool:
+        """Read what has come; return whether no more is to come for this question."""
+        data = os.read(self.output, READ_BYTES)
+        self._said += data
+        *lines, self._said = self._said.split(b"\n")
+        for line in lines:
+            with suppress(ValueError, msgspec.ValidationError):  # what a login shell prints is no answer
+                asked, ranks = msgspec.convert(json.loads(line), tuple[int, list[Rank]])
+                if asked == number:
+                    self.ranks = ranks
+                    return True
+        if not data:
+            self.give_up(self._last_word() or f"{self._argv[0]} has ended without a word")
+        return not data
+
+    def _last_word(self) -> str:
+        self._errors.seek(0)
+        words = self._errors.read().decode(errors="replace").strip().splitlines()
+        return words[-1].strip()[:200] if words else ""
+
+    def give_up(self, why: str) -> None:
+        """End the connection: it has failed, for that reason."""
+        self.close()
+        self.failed = why
+
+    def close(self) -> None:
+        """End the connection."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            for file in (self._process.stdin, self._process.stdout, self._errors):
+                with suppress(OSError):
+                    if file is not None:
+                        file.close()
+            self._process.wait()
+        self._process, self._said = None, b""
+
+
+def _command(known: Mapping[str, Any], job: str) -> list[str]:
+    """Return what the agent is to start on another host: a word for a shell there, but for srun, which has none."""
+    path = ["env", f"PYTHONPATH={known['path']}"] if known["path"] else []
+    words = [*path, known["python"], "-P", "-m", MODULE, job]
+    return words if known["agent"][0] == "srun" else [shlex.join(words)]
+
+
+def main(job: str) -> None:
+    """Answer questions about a job's ranks on this host, a line each, until there are no more."""
+    folder = own.folder() / job
+    for line in sys.stdin:
+        number, seconds, stacks = line.split()
+        ranks = gather(folder, float(seconds), bool(int(stacks))) if own.is_ours(folder) else []
+        sys.stdout.write(json.dumps([int(number), ranks]) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
