@@ -12,6 +12,7 @@ from mpi4py import MPI
 
 from collectives.errors import StallError, of_caller
 from collectives.fabric.failure import Making, able, deaths
+from collectives.recorder.own import Marks
 from mpips.ending.process import say_role
 from mpips.store import options as table
 from mpips.store import roles, world
@@ -261,6 +262,10 @@ def _all_alive(comm: MPI.Intracomm, options: Options | None) -> Iterator[None]:
         raise raised
 
 
+LANE = 5 << 61
+"""Of the recorder: what a spare does. Above the lanes that stores of workers have."""
+
+
 class _Spare:
     """This rank while it is a spare. Making it waits for worker 0 where the store saves itself."""
 
@@ -275,9 +280,12 @@ class _Spare:
     def wait(self) -> KVStore:
         """Return what a worker's `create` returns, once this rank has taken a worker's place; blocking. Where the
         store ends before, or when it has ended after this rank took a server's, it leaves by SystemExit(0)."""
-        layout, generation = self._layout, self._generation
-        with generation.failing("the wait of a spare"):
+        layout, generation, what = self._layout, self._generation, "the wait of a spare"
+        marks = Marks(LANE)
+        marks.word[0] = marks.new_token(what)
+        with generation.failing(what):
             became = wait_for_role(generation, self._member)
+        marks.close()
         self._stands_by = None
         if became is None:
             _rise()

@@ -1,0 +1,159 @@
+"""Kill a rank at a random moment, many times: does its page name the operation that it was in?
+
+    python -m examples.reproduce.store.killed [--kills 50]
+
+Roles in turn: worker, server, spare, member of a client. Each worker writes the number of its operation into memory
+of its own just before the call, and again after it; that is the truth, of which the recorder knows nothing. A worker's
+page is right where it names that operation. Where the kill came between the truth and the call, before the call has
+begun, that is the one before: such kills are counted apart. A server's page is right where it names a sum (key, round)
+that the workers' truth allows: no older than what a worker has already read, none that a worker has not yet pushed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from collectives.recorder import own, page
+
+ROLES = ("worker", "server", "spare", "client member")
+KEYS = {"w": 10, "b": 1000, "long": 300_000}
+MOST = 200_000
+WARM = 20
+"""Operations before a kill."""
+
+
+def operations() -> list[tuple[str, str]]:
+    """What every worker calls: (call, key)."""
+    chance, found = random.Random(7), []
+    while len(found) < MOST:
+        key = chance.choice(list(KEYS))
+        found += chance.choice([[("pushpull", key)], [("push", key), ("pull", key)], [("barrier", "")]])
+    return found
+
+
+def work(folder: Path, kind: str) -> None:
+    """Be a worker: call one operation after the other, until the end."""
+    import mpips
+
+    kv = mpips.create(kind)
+    arrays = {key: np.ones(size, np.float32) for key, size in KEYS.items()}
+    for key, array in arrays.items():
+        kv.init(key, array)
+    path = folder / f"{os.getpid()}.truth"
+    path.write_bytes(bytes(16))
+    with path.open("r+b") as file:
+        truth = memoryview(mmap.mmap(file.fileno(), 16)).cast("Q")
+    for number, (call, key) in enumerate(operations(), 1):
+        arguments = (key, arrays[key]) if key else ()
+        truth[0] = number
+        getattr(kv, call)(*arguments)
+        truth[1] = number
+
+
+def truths(folder: Path) -> dict[int, tuple[int, int]]:
+    """Of each worker, by its process: the operation that it has begun last, and the one that it has ended last."""
+    found = {int(path.stem): np.fromfile(path, np.uint64, 2).tolist() for path in folder.glob("*.truth")}
+    return {pid: (words[0], words[1]) for pid, words in found.items() if len(words) == 2}
+
+
+def sums(calls: Sequence[tuple[str, str]]) -> list[tuple[str, int]]:
+    """The (key, round) that these calls push, in their order."""
+    rounds: dict[str, int] = {}
+    found = []
+    for call, key in calls:
+        if call in ("push", "pushpull"):
+            rounds[key] = rounds.get(key, 0) + 1
+            found.append((key, rounds[key]))
+    return found
+
+
+def kill(role: str, folder: Path, chance: random.Random) -> tuple[str, str]:
+    """Run a job, kill a rank of this role in it; "right", "between" or "wrong", and what the page said."""
+    shape = ["-w", "4", "-c", "2", "-s", "1"] if role == ROLES[3] else \
+        ["-w", "2", "-s", "1", "--spares", "1"]  # fmt: skip
+    words = [sys.executable, "-m", "launch.cli", "run", *shape, "-m", "examples.reproduce.store.killed",
+             "--work", str(folder), "--kind", "mpi_sync" if role == ROLES[3] else "dist_sync"]  # fmt: skip
+    job = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    pages = own.folder() / str(job.pid)
+    try:
+        await_work(folder, 4 if role == ROLES[3] else 2, job)
+        time.sleep(chance.uniform(0.0, 0.5))
+        ranks = {int(path.stem): seen for path in pages.glob(f"*{own.PAGE}") if (seen := page.read(path))}
+        wanted = role if role in ("server", "spare") else "worker"
+        pid = chance.choice([pid for pid, seen in ranks.items() if seen.identity.get("role", "").startswith(wanted)])
+        os.kill(pid, signal.SIGKILL)
+        while (Path("/proc") / str(pid)).exists() and "Z" not in (Path("/proc") / str(pid) / "stat").read_text():
+            time.sleep(0.001)
+        last = page.read(pages / f"{pid}{own.PAGE}")
+        time.sleep(0.5)  # workers come to a stand
+        assert last is not None
+        lane = max((lane for lane in last.lanes if lane.text), key=lambda lane: lane.identity)
+        return judge(role, pid, lane, truths(folder)), f"{lane.text} ({lane.number})"
+    finally:
+        job.terminate()
+        try:
+            job.wait(30)
+        finally:
+            job.kill()
+
+
+def judge(role: str, pid: int, lane: page.Lane, truth: dict[int, tuple[int, int]]) -> str:
+    """Compare what a page says with the truth."""
+    calls = operations()
+    if role == "spare":
+        return "right" if lane.text == "the wait of a spare" else "wrong"
+    if role == "server":
+        least = max(len(sums(calls[:ended])) - (calls[ended - 1][0] == "push") for _, ended in truth.values() if ended)
+        most = min(len(sums(calls[:begun])) for begun, _ in truth.values())
+        allowed = [(f"sum of key {key!r}", round_) for key, round_ in sums(calls[: MOST // 10])[least - 1 : most]]
+        return "right" if (lane.text, lane.number) in allowed else "wrong"
+    number = truth[pid][0]
+    named = [f"{call} of key {key!r}" if key else call for call, key in calls[max(0, number - 2) : number]]
+    return "right" if lane.text == named[-1] else "between" if lane.text == named[0] else "wrong"
+
+
+def await_work(folder: Path, workers: int, job: subprocess.Popen[bytes]) -> None:
+    """Wait until all workers have made some operations."""
+    limit = time.monotonic() + 120
+    while len(now := truths(folder)) < workers or min(begun for begun, _ in now.values()) < WARM:
+        if job.poll() is not None or time.monotonic() > limit:
+            raise RuntimeError(f"the job has not begun to work: {now}")
+        time.sleep(0.01)
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--kills", type=int, default=50)
+    options.add_argument("--seed", type=int, default=1)
+    options.add_argument("--work", type=Path)
+    options.add_argument("--kind", default="dist_sync")
+    asked = options.parse_args()
+    if asked.work is not None:
+        work(asked.work, asked.kind)
+        return
+    chance = random.Random(asked.seed)
+    counts: dict[str, dict[str, int]] = {role: {"right": 0, "between": 0, "wrong": 0} for role in ROLES}
+    for number in range(asked.kills):
+        role = ROLES[number % len(ROLES)]
+        with tempfile.TemporaryDirectory() as folder:
+            verdict, said = kill(role, Path(folder), chance)
+        counts[role][verdict] += 1
+        print(f"{number + 1} {role}: {verdict}: {said}", flush=True)
+    print(json.dumps(counts))
+
+
+if __name__ == "__main__":
+    main()
