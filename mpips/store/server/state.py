@@ -43,6 +43,7 @@ from mpips.store.server.late import Late
 from mpips.store.server.reduce import Reduce
 from mpips.store.server.unit import Contribution, Replies, Reply, Unit, UnitMirror
 
+MASK = recorder.pages.TOKEN_MASK
 TURNS, SHORT_BYTES = 8, 1 << 14
 """What a server does before it listens again: turns of units of at most so many bytes, or one of a longer one."""
 PRIORITY = attrgetter("priority")
@@ -82,7 +83,10 @@ class ServerState(ABC):
         self._word = _marks().word
         """Where others see which unit this server summed, or let read, last."""
         self._begun: dict[int, tuple[Ring, int]] = {}
-        """Records of rounds that are being summed, by the unit's number."""
+        """Records of rounds that are being summed, by the unit's number,"""
+        self._least = recorder.LONG_BYTES
+        """of units of so many bytes."""
+        recorder.add_timeable(self)
         self._ranked = False  # whether any unit has a priority: to sort hundreds at every step takes as long as to sum
 
     # ---- events
@@ -197,7 +201,7 @@ class ServerState(ABC):
         waiting = []
         for worker, round_, rows in unit.pulls:
             if self._may_read(unit, worker, round_):
-                self._word[0] = unit.tokens[1]
+                self._word[0] = unit.token_of_pulls
                 unit.readers.append(worker)
                 replies.append(Reply("GRANT", worker, unit.number, round_, rows=rows))
             else:
@@ -212,12 +216,14 @@ class ServerState(ABC):
         if self._mirror is not None:
             self._mirror.changed(unit)
 
+    def set_timed(self, every: bool) -> None:
+        """Record the rounds of every unit from now on, or of long ones; see `recorder.own.trace`."""
+        self._least = 0 if every else recorder.LONG_BYTES
+
     def _begin(self, unit: Unit, number: int) -> None:
-        """Let others see that this round, or contribution, of a unit is being applied."""
-        self._word[0] = (number & recorder.pages.TOKEN_MASK) << 32 | unit.tokens[0]
-        if not unit.block and (recorder.is_traced or unit.stored.nbytes >= recorder.LONG_BYTES):
-            into = recorder.ring
-            self._begun[unit.number] = into, into.begin(unit.form, 0, number)
+        """Begin the record of a round, or of a contribution, that is being applied."""
+        into = recorder.ring
+        self._begun[unit.number] = into, into.begin(unit.form, 0, number)
 
     def _end(self, unit: Unit) -> None:
         begun = self._begun.pop(unit.number, None)
@@ -240,7 +246,7 @@ class ServerState(ABC):
         self.units[unit.number] = unit
         part = f", from element {unit.start}" if unit.start else ""
         name = f"of key {unit.key!r}{part}"
-        unit.tokens = _marks().new_token(f"sum {name}"), _marks().new_token(f"pull {name}")
+        unit.token, unit.token_of_pulls = _marks().new_token(f"sum {name}"), _marks().new_token(f"pull {name}")
         self._prepare(unit)
 
     def _prepare(self, unit: Unit) -> None:
@@ -323,6 +329,7 @@ class ServerState(ABC):
         """Drop every contribution that is left, as the generation is over. A unit with a round half applied
         goes back, or is torn (`Unit.give_up`)."""
         self.late.clear()
+        self._begun.clear()
         for unit in self.units.values():
             unit.abandon()
             self._forget(unit)
@@ -367,7 +374,9 @@ class SynchronousState(ServerState):
         if unit.block == unit.blocks:
             return True, self._end_round(unit)  # its mirror has it
         if not unit.block:
-            self._begin(unit, unit.round + 1)
+            self._word[0] = (unit.round + 1 & MASK) << 32 | unit.token
+            if unit.nbytes >= self._least and unit.number not in self._begun:
+                self._begin(unit, unit.round + 1)
         try:
             worked = self._sum(unit, [queue[0] for queue in unit.queues])
         except Exception as error:
@@ -483,7 +492,9 @@ class AsynchronousState(ServerState):
         if not source.ready(unit.block):
             return False, []
         if not unit.block:
-            self._begin(unit, unit.done[index] + 1)
+            self._word[0] = (unit.done[index] + 1 & MASK) << 32 | unit.token
+            if unit.nbytes >= self._least and unit.number not in self._begun:
+                self._begin(unit, unit.done[index] + 1)
         if unit.blocks == 1:  # in a longer unit's word its outboxes look for blocks that have been summed: none here
             unit.words[0] |= 1
         if unit.block == 0 and unit.undo is not None:

@@ -128,7 +128,8 @@ class Unit:
         self.holds: list[tuple[int, int]] = []  # (worker, pushes) that wait for so many to be in it
         self.opened: float | None = 0.0  # when the open round began to wait; None: since the next look at the clock
         self.warned = False
-        self.tokens = 0, 0  # by which others see that it is summed, or read
+        self.nbytes = stored.nbytes
+        self.token = self.token_of_pulls = 0  # by which others see that it is summed, or read
         self.form = b""  # of records of its rounds
         self.reset()
 
