@@ -84,7 +84,7 @@ def _stands(
     if not culprits:
         ahead = _lanes_ahead(ranks, waits)
         if len({wait.what for wait in waits.values()}) == 1 and len(ahead) < 2:
-            why = _under_way(ranks)
+            why = _under_way(ranks, len({wait.line for wait in waits.values()}) == 1)
         else:
             which = f": {'; '.join(_ahead(ranks, waits, lane) for lane in sorted(ahead))}" if len(ahead) > 1 else ""
             why = ("They have made different calls, and each waits for the others: a deadlock"
@@ -144,14 +144,18 @@ def _serves(rank: Rank) -> bool:
     return rank.role in ("server", "spare") and not rank.stopped
 
 
-def _under_way(ranks: Sequence[Rank]) -> str:
-    """Say what all ranks wait for, where all are in the same call."""
+def _under_way(ranks: Sequence[Rank], same_line: bool) -> str:
+    """Say what all ranks wait for, where all are in a call of the same name."""
     on: dict[str, list[int]] = {}
     for one in ranks:
         on.setdefault(one.host, []).append(one.rank)
     if len(on) < 2:
         return "All ranks are in it, so what they wait for is under way between hosts, or a server does not answer"
     hosts = "; ".join(f"{host}, {name_ranks(members)}" for host, members in sorted(on.items()))
+    if not same_line:
+        return ("All ranks live, and are in a call of the same name from different lines: of different stores or "
+                "communicators it is a deadlock, as all ranks must make the same calls in the same order; else the "
+                f"network between their hosts is cut or slow ({hosts})")  # fmt: skip
     return f"All ranks are in it, and live: the network between their hosts is cut or slow ({hosts})"
 
 
