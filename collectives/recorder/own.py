@@ -265,13 +265,15 @@ def _answer_signals(path: Path) -> None:
 def fails(sentence: str, own: bool = False) -> None:
     """Keep the page when the process ends: something has gone wrong, and this says what.
 
-    `own`: in this rank's program, and not because another rank has failed.
+    `own`: in this rank's program, and not because another rank has failed. What follows from it does not replace it.
     """
+    if not own and any(_failed):
+        return
     while len(pages.encode(sentence)) > LONGEST_BYTES:
         sentence = sentence[: len(sentence) * 9 // 10]
     page.write(pages.END, {"failed": sentence, "own": own, "at_ns": time.monotonic_ns()})
     page.words[pages.AT["failures"]] += 1
-    _failed.append(True)
+    _failed.append(own)
     _dump()
 
 
@@ -284,6 +286,7 @@ def _dump(*_: object) -> None:
 
 
 _failed: list[bool] = []
+"""Of each failure whether it is this rank's own."""
 
 
 def count_checkpoint() -> None:

@@ -149,6 +149,13 @@ own.fails('x')
     assert seen is not None and seen.notes == {"loss": 0.5, "accuracy": 0.25} and seen.head["step"] == 0
 
 
+def test_what_follows_from_an_own_failure_does_not_replace_it(tmp_path: Path) -> None:
+    run(tmp_path / "jobs", "own.fails('exit code 3', own=True); own.fails('rank 3 is needed')")
+    (path,) = (tmp_path / "jobs" / "job").glob("*.page")
+    seen = read(path)
+    assert seen is not None and (seen.end["failed"], seen.end["own"]) == ("exit code 3", True)
+
+
 def test_what_has_gone_well_again_leaves_no_page(tmp_path: Path) -> None:
     run(tmp_path / "jobs", "own.fails('the reason'); own.goes_well()")
     assert list((tmp_path / "jobs").iterdir()) == []
