@@ -84,7 +84,7 @@ class Timed:
     """A runner whose runs are recorded with their times (`recorder.ring`)."""
 
     def __init__(self, home: Communicator, call: Call, runner: Runner, line: str) -> None:
-        self._home, self._runner, self.holds = home, runner, runner.holds
+        self._home, self.runner, self.holds = home, runner, runner.holds
         operation, _, subject = call.described().partition(" of ")
         subject = f"{call.label}: {subject}" if call.label else subject
         lane = home.board.marks.identity
@@ -95,7 +95,7 @@ class Timed:
     def _fast(self) -> int:
         ring = recorder.ring
         sequence = ring.begin(self._form, self._home.next_number)
-        code = self._runner.fast()
+        code = self.runner.fast()
         if code == DONE:
             ring.end(sequence)
         else:
@@ -113,16 +113,16 @@ class Timed:
 
     def _recorded(self, ring: Ring, sequence: int) -> Iterator[None]:
         ring.start(sequence, self._home.next_number)
-        yield from self._runner.steps()
+        yield from self.runner.steps()
         ring.end(sequence)
 
     def rest(self) -> Iterator[None]:
         ring, sequence, self._sequence = self._ring, self._sequence, 0
-        yield from self._runner.rest()
+        yield from self.runner.rest()
         ring.end(sequence)
 
     def free(self) -> None:
-        self._runner.free()
+        self.runner.free()
 
 
 def make_runner(home: Communicator, call: Call, x: Flat, out: Flat, tags: Tags) -> Runner:

@@ -76,7 +76,8 @@ def test_vectors_that_cross_memory_have_the_same_bits(op):
         given = vector(comm.rank, CROSSING, "bfloat16", np.empty)
         x = given.copy()
         plan = collectives.plan("allreduce", x, comm, op=op)
-        assert plan.runner.way == "cross_memory" or not communicator(comm).board.memory.reachable
+        way = getattr(plan.runner, "runner", plan.runner).way  # behind one that records times
+        assert way == "cross_memory" or not communicator(comm).board.memory.reachable
         assert engine.settle(100)
         got = set()
         for serve in (False, True, comm.rank % 2 == 0):
