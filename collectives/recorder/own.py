@@ -277,6 +277,12 @@ def fails(sentence: str, own: bool = False) -> None:
     _dump()
 
 
+def exits(code: int) -> None:
+    """Say that the program has left with this code, where nothing has said why."""
+    if not _failed:
+        fails(f"exit code {code}", own=True)
+
+
 def _dump(*_: object) -> None:
     """Write this rank's page as JSON into the folder that the user has named, where he has."""
     folder = os.environ.get(DUMP_VARIABLE)

@@ -227,7 +227,7 @@ class StatusLine:
 
     def fails(self, code: int = 1) -> None:
         if os.getpid() == self._process:
-            recorder.fails(f"exit code {code}", own=True)
+            recorder.exits(code)
         self._say(b"%s %d\n" % (FAILING, code & 255))
 
     def _leave(self) -> None:
