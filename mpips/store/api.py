@@ -179,7 +179,7 @@ class KVStore(Uncopied):
         returned blocks until the file is there. ValueError where it cannot be written.
         """
         if self.settings.tables:
-            names = ", ".join(map(repr, list(self.settings.tables)[:4]))
+            names = ", ".join(map(repr, self.settings.tables[:4]))
             raise of_caller(ValueError(
                 f"save: it does not hold tables, and the store has {names}: save each into a file of its own by its "
                 "save(path)"

@@ -30,7 +30,6 @@ from mpips.store.worker import waiting
 from mpips.store.worker.interface import Backend, Saves, Written
 from mpips.store.worker.restored import Restored
 from mpips.store.worker.route import GIVEN, Operations
-from mpips.store.worker.table import Table
 
 LOG = log.get("mpips.store")
 
@@ -51,8 +50,8 @@ class Settings:
         generation.checks.append(self._check_waits)
         self.keys: dict[Name, Key] = {}
         self.operations = Operations(layout.rank, backend, self.engine, self.keys)
-        self.tables: dict[str, Table] = {}
-        """The tables of the present generation."""
+        self.tables: list[str] = []
+        """Names of the tables of the present generation."""
         self.groups = Groups()
         """The optimizers."""
         self.compressor: Compressor | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,9 +23,7 @@ from mpips.store.tables.initial import Ids, Uniform, key_of
 from mpips.store.transport import frames
 from mpips.store.worker import table_file
 from mpips.store.worker.route import GIVEN
-
-if TYPE_CHECKING:
-    from mpips.store.worker.settings import Settings
+from mpips.store.worker.settings import Settings
 
 Array = NDArray[Any]
 DTYPES = ("float32", "float64")
@@ -220,8 +218,8 @@ def make(
     settings.agree("table", items, refusal, noun="argument")
     assert card is not None and settings.backend.tables is not None
     settings.run(f"table {card.table!r}", settings.backend.tables.make(card))
-    table = settings.tables[card.table] = Table(settings, card)
-    return table
+    settings.tables.append(card.table)
+    return Table(settings, card)
 
 
 def _card(

@@ -7,7 +7,6 @@ The file (safetensors, with checksums) holds `ids`, `values`, and what the optim
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -19,10 +18,8 @@ from mpips.store.runtime.rendezvous import attempt
 from mpips.store.tables import row_optimizers
 from mpips.store.tables.rows import arrays_of
 from mpips.store.transport import frames
-
-if TYPE_CHECKING:
-    from mpips.store.worker.interface import Tables
-    from mpips.store.worker.settings import Settings
+from mpips.store.worker.interface import Tables
+from mpips.store.worker.settings import Settings
 
 WORD = "mpips.table"
 PIECE_BYTES = 1 << 22
