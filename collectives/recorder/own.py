@@ -422,7 +422,7 @@ class Timeable(Protocol):
 
 
 LONG_BYTES = 1 << 20
-"""From here on each call is timed, at about a microsecond: it takes a hundred of them."""
+"""From here on each call is timed, which takes about 3 us."""
 ring = page.ring
 """Where records go: into the page, or into what `trace` was given."""
 is_traced = False
