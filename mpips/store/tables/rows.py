@@ -1,8 +1,7 @@
 """The rows of one table on one server: values and optimizer state, one behind the other, found by an index of ids.
 
 Nothing stops for growth. Rows lie in address space that is reserved at once and takes memory only as rows are written.
-The index (open addressing, 4 bytes a slot, at most half full) grows into one of twice the size a piece at a time:
-meanwhile an id is looked for in both. Every call is vectorised: a step of it probes one slot of all ids.
+The index (`index`) grows a piece at a time.
 """
 
 from __future__ import annotations
@@ -17,17 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpips.store.keys.rows import sums_of_runs
-from mpips.store.tables.initial import Ids, first_rows, hashes_of
+from mpips.store.tables.index import MOST_ROWS, Index, Positions
+from mpips.store.tables.initial import Ids, first_rows
 from mpips.store.tables.row_optimizers import RowOptimizer
 
 Array = NDArray[Any]
-Positions = NDArray[np.int64]
-FIRST_SLOTS = 1 << 10
-MOVED_AT_ONCE = 1 << 15
-"""Slots of an index that is growing which each call moves, at least."""
 BLOCK_BYTES = 1 << 18
 """Of rows with their state, which are updated at a time."""
-MOST_ROWS = (1 << 32) - 2
 NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 """Linux's number, which Python names since 3.13."""
 
@@ -54,14 +49,12 @@ class TableRows:
         self._ids, self._values = self._arrays["ids"], self._arrays["values"]
         self._state = [self._arrays[name] for name in arrays if name.startswith("state")]
         self._counts = self._arrays.get("counts")
-        self._slots, self._growing = np.zeros(FIRST_SLOTS, np.uint32), np.zeros(0, np.uint32)
-        """The index, 1 + a row's position in each slot, and the one before it, of which `_moved` slots are moved."""
-        self._moved = 0
+        self._index = Index(self._ids)
 
     @property
     def nbytes(self) -> int:
         """Return the bytes of all rows, their state and the index."""
-        return self.count * self.row_bytes + self._slots.nbytes + self._growing.nbytes
+        return self.count * self.row_bytes + self._index.nbytes
 
     def pull(self, ids: Ids) -> Array:
         """Return the rows of these ids, each once, (k, dim); those that are not there are made."""
@@ -97,21 +90,15 @@ class TableRows:
         for name, values in arrays.items():
             self._arrays[name][at] = values
 
-    # ---- the index
-
     def _positions(self, ids: Ids) -> Positions:
         """Return where rows lie; those that are not there are made."""
-        hashes = hashes_of(ids)
-        found = self._found(self._slots, ids, hashes)
-        if len(self._growing):
-            left = np.flatnonzero(found < 0)
-            found[left] = self._found(self._growing, ids[left], hashes[left])
+        found = self._index.find(ids)
         missing = np.flatnonzero(found < 0)
         if len(missing):
-            found[missing] = self._add(ids[missing], hashes[missing])
+            found[missing] = self._add(ids[missing])
         return found
 
-    def _add(self, ids: Ids, hashes: NDArray[np.uint64]) -> Positions:
+    def _add(self, ids: Ids) -> Positions:
         """Make rows that are not there; where they lie."""
         count = self.count + len(ids)
         if count > self._capacity:
@@ -120,46 +107,9 @@ class TableRows:
         self._ids[self.count : count] = ids
         for piece, values in first_rows(self._key, self._bound, ids, self._dim, self._dtype):
             self._values[self.count : count][piece] = values
-        self._grow(count)
-        _insert(self._slots, hashes, positions)
+        self._index.insert(ids, positions)
         self.count = count
         return positions
-
-    def _grow(self, count: int) -> None:
-        """See that the index has room for so many rows, and go on with a move that is under way."""
-        if 2 * count > len(self._slots):
-            self._move(len(self._growing))
-            size = len(self._slots)
-            while size < 2 * count:
-                size *= 2
-            self._growing, self._slots, self._moved = self._slots, np.zeros(size, np.uint32), 0
-        # Twice the rows that are new would suffice to be through before the next growth.
-        self._move(self._moved + max(MOVED_AT_ONCE, 8 * (count - self.count)))
-
-    def _move(self, until: int) -> None:
-        """Move the slots of an index that grows, up to this one."""
-        if not len(self._growing):
-            return
-        marks = self._growing[self._moved : until]
-        positions = marks[marks != 0].astype(np.int64) - 1
-        _insert(self._slots, hashes_of(self._ids[positions]), positions)
-        self._moved = until
-        if until >= len(self._growing):
-            self._growing, self._moved = np.zeros(0, np.uint32), 0
-
-    def _found(self, slots: NDArray[np.uint32], ids: Ids, hashes: NDArray[np.uint64]) -> Positions:
-        """Return the position of each id in an index, -1 where it is not there."""
-        mask = len(slots) - 1
-        at, left = (hashes & np.uint64(mask)).astype(np.int64), np.arange(len(ids))
-        found = np.full(len(ids), -1)
-        while len(left):
-            held = slots[at].astype(np.int64) - 1
-            used = np.flatnonzero(held >= 0)
-            left, at, held = left[used], at[used], held[used]
-            same = self._ids[held] == ids[left]
-            found[left[same]] = held[same]
-            left, at = left[~same], (at[~same] + 1) & mask
-        return found
 
     def _reserved(self, dtype: np.dtype, shape: tuple[int, ...]) -> Array:
         """Return address space of zeros for all rows, which takes memory where it is written."""
@@ -169,17 +119,6 @@ class TableRows:
         except (OSError, ValueError) as error:
             raise MemoryError(f"no address space for rows of {dtype.name}{shape}: {error}") from error
         return np.frombuffer(memory, dtype).reshape(-1, *shape)
-
-
-def _insert(slots: NDArray[np.uint32], hashes: NDArray[np.uint64], positions: Positions) -> None:
-    """Put rows that are not there into an index. Of those that try one slot the last gets it; others go on."""
-    mask = len(slots) - 1
-    at, marks = (hashes & np.uint64(mask)).astype(np.int64), (positions + 1).astype(np.uint32)
-    while len(at):
-        empty = slots[at] == 0
-        slots[at[empty]] = marks[empty]
-        left = slots[at] != marks
-        at, marks = (at[left] + 1) & mask, marks[left]
 
 
 def merged(ids: Ids, gradients: Array) -> tuple[Ids, Array]:

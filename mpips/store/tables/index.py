@@ -1,0 +1,98 @@
+"""The index of a table's rows: where the row of each id lies. Open addressing, 4 bytes a slot, at most half full.
+
+It grows into one of twice the size a piece at a time, so nothing stops for that: meanwhile an id is looked for in both.
+Every call is vectorised: a step of it probes one slot of all ids.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpips.store.tables.initial import Ids, hashes_of
+
+Positions = NDArray[np.int64]
+Hashes = NDArray[np.uint64]
+Slots = NDArray[np.uint32]
+FIRST_SLOTS = 1 << 10
+MOVED_AT_ONCE = 1 << 15
+"""Slots of an index that is growing which each insertion moves, at least."""
+MOST_ROWS = (1 << 32) - 2
+
+
+class Index:
+    """Positions of rows by id. `ids`: the id of each position, which the owner writes before it inserts the row."""
+
+    def __init__(self, ids: Ids) -> None:
+        self._ids = ids
+        self._count = 0
+        self._slots, self._growing = np.zeros(FIRST_SLOTS, np.uint32), np.zeros(0, np.uint32)
+        """1 + a row's position in each slot, and the slots before these, of which `_moved` are moved."""
+        self._moved = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all slots."""
+        return self._slots.nbytes + self._growing.nbytes
+
+    def find(self, ids: Ids) -> Positions:
+        """Return the position of each id's row, -1 where there is none."""
+        hashes = hashes_of(ids)
+        found = self._found(self._slots, ids, hashes)
+        if len(self._growing):
+            left = np.flatnonzero(found < 0)
+            found[left] = self._found(self._growing, ids[left], hashes[left])
+        return found
+
+    def insert(self, ids: Ids, positions: Positions) -> None:
+        """Add rows that are not there, each once."""
+        self._count += len(ids)
+        self._grow(len(ids))
+        _insert(self._slots, hashes_of(ids), positions)
+
+    def _grow(self, added: int) -> None:
+        """See that there is room for all rows, of which so many come now, and go on with a move that is under way."""
+        if 2 * self._count > len(self._slots):
+            self._move(len(self._growing))
+            size = len(self._slots)
+            while size < 2 * self._count:
+                size *= 2
+            self._growing, self._slots, self._moved = self._slots, np.zeros(size, np.uint32), 0
+        # Twice the rows that are new would suffice to be through before the next growth.
+        self._move(self._moved + max(MOVED_AT_ONCE, 8 * added))
+
+    def _move(self, until: int) -> None:
+        """Move the slots of an index that grows, up to this one."""
+        if not len(self._growing):
+            return
+        marks = self._growing[self._moved : until]
+        positions = marks[marks != 0].astype(np.int64) - 1
+        _insert(self._slots, hashes_of(self._ids[positions]), positions)
+        self._moved = until
+        if until >= len(self._growing):
+            self._growing, self._moved = np.zeros(0, np.uint32), 0
+
+    def _found(self, slots: Slots, ids: Ids, hashes: Hashes) -> Positions:
+        """Return the position of each id in some slots, -1 where it is not there."""
+        mask = len(slots) - 1
+        at, left = (hashes & np.uint64(mask)).astype(np.int64), np.arange(len(ids))
+        found = np.full(len(ids), -1)
+        while len(left):
+            held = slots[at].astype(np.int64) - 1
+            used = np.flatnonzero(held >= 0)
+            left, at, held = left[used], at[used], held[used]
+            same = self._ids[held] == ids[left]
+            found[left[same]] = held[same]
+            left, at = left[~same], (at[~same] + 1) & mask
+        return found
+
+
+def _insert(slots: Slots, hashes: Hashes, positions: Positions) -> None:
+    """Put rows that are not there into slots. Of those that try one slot the last gets it; others go on."""
+    mask = len(slots) - 1
+    at, marks = (hashes & np.uint64(mask)).astype(np.int64), (positions + 1).astype(np.uint32)
+    while len(at):
+        empty = slots[at] == 0
+        slots[at[empty]] = marks[empty]
+        left = slots[at] != marks
+        at, marks = (at[left] + 1) & mask, marks[left]
