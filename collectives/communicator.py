@@ -41,6 +41,7 @@ from collectives.fabric.wait import NAP_AFTER_BETWEEN_NODES, Limits, drive, limi
 from collectives.machine import Quota, bound_cores, find_quota
 from collectives.network.control import Control
 from collectives.recorder import own as recorder
+from collectives.recorder import tracing
 from collectives.schedule.catalog import see_named
 from collectives.tuner import table
 from collectives.tuner.table import Table
@@ -84,7 +85,7 @@ class Communicator:
     def __init__(
         self, comm: MPI.Intracomm, known_table: Table | None = None, names: Sequence[int] | None = None
     ) -> None:
-        recorder.begin(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
+        tracing.begin(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
         self.comm = made(comm.Dup())
         self.names = range(comm.size) if names is None else names
         self.rank, self.size = comm.rank, comm.size

@@ -82,6 +82,10 @@ COMMANDS = {
         "launch.observe.command", "Serve a live page of a job for a browser.",
         ("mpips page", "mpips page 4711 --port 8080"), case="page",
     ),
+    "trace": Sub(
+        "launch.observe.command", "Write one timeline of all ranks of a running job.",
+        ("mpips trace --seconds 5", "mpips trace 4711 -o step.json"), case="trace",
+    ),
     "metrics": Sub(
         "launch.observe.command", "Export metrics of jobs for Prometheus.",
         ("mpips metrics --port 9477", "mpips metrics --dir /var/lib/node_exporter"), case="metrics",
@@ -266,7 +270,8 @@ bench = Commands(
     context_settings={"help_option_names": HELP},
 )
 _ORDER = (
-    "run", "doctor", "script", "train", "bench", "tune", "sim", "plan", "chaos", "lab", "why", "top", "page", "metrics",
+    "run", "doctor", "script", "train", "bench", "tune", "sim", "plan", "chaos", "lab", "why", "top", "page", "trace",
+    "metrics",
 )  # fmt: skip
 
 

@@ -15,8 +15,7 @@ import socket
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from typing import Any, NoReturn
@@ -26,11 +25,13 @@ import click
 
 from collectives import log
 from collectives.recorder import own as recorder
+from collectives.recorder import tracing
 from collectives.terminal import Interruptible, Whole
 from launch import restarts
 from launch.hosts import Host, place, read
 from launch.machine import check_room, check_surroundings, choose_loopback, choose_settings, this_machine, warn_of_crowd
 from launch.mpirun import Job, Launcher, LauncherError, Machine, build, check_spares, find, find_agent, program
+from launch.observe.options import OBSERVED, observe_options, observing
 from launch.running import process
 from mpips.store import world
 from mpips.store.checkpoint import folder as checkpoints
@@ -129,17 +130,6 @@ def save_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def metrics_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the options of metrics."""
-    for option in (
-        click.option("--page", metavar="[HOST:]PORT", help="Serve a live page of this host's ranks for a browser."),
-        click.option("--metrics-port", metavar="[HOST:]PORT", help="Serve this host's metrics for Prometheus."),
-        click.option("--metrics", metavar="DIR", help="Write this host's metrics there, for node_exporter."),
-    ):  # fmt: skip
-        command = option(command)
-    return command
-
-
 def log_options(command: Callable[..., None]) -> Callable[..., None]:
     """Return the options of the log."""
     for option in (
@@ -168,14 +158,13 @@ def log_options(command: Callable[..., None]) -> Callable[..., None]:
 )  # fmt: skip
 @save_options
 @log_options
-@metrics_options
+@observe_options
 @click.option("--dry-run", is_flag=True, help="Print the command and stop.")
 @script_argument
 def command(
     mpirun: str | None, interface: str | None, extra: Words, dry_run: bool, words: Words, ranks: int | None,
     workers: int | None, checkpoint: str | None, tries: int, variables: Words, log_level: str | None,
-    log_dir: str | None, log_format: str | None, metrics: str | None, metrics_port: str | None,
-    page: str | None, **asked: Any,
+    log_dir: str | None, log_format: str | None, **asked: Any,
 ) -> None:  # fmt: skip
     """Start SCRIPT.py ARGS as one MPI job of workers and servers.
 
@@ -184,6 +173,7 @@ def command(
     is the job's, or 2 where none is started.
     """
     begin_log(log_level, log_dir, log_format)
+    watched = {name: asked.pop(name) for name in OBSERVED}
     asked["workers"] = workers_of(ranks, workers, asked["servers"])
     saves = {"checkpoint": os.path.abspath(checkpoint) if checkpoint else checkpoint, "every": asked.pop("every")}
     try:
@@ -218,7 +208,7 @@ def command(
     check_script(words)
     _warn(job, machine)
     remote = bool(job.hosts) and job.ranks_here(os.environ) < job.ranks
-    with exporting(metrics, metrics_port), showing(page):
+    with observing(**watched):
         code = restarts.until_it_ends(start, start.fitting, options, tries, remote, launcher.flavour)
     if not code:
         recorder.forget_job(str(os.getpid()))
@@ -248,30 +238,6 @@ def begin_log(level: str | None, folder: str | None, form: str | None) -> None:
     except OSError as error:
         named = f"--log-dir {folder!r}" if folder else f"{log.FOLDER_VARIABLE}={where!r}"
         raise click.UsageError(f"{named} cannot be made: {error.strerror}") from None
-
-
-def exporting(folder: str | None, address: str | None) -> AbstractContextManager[None]:
-    """Return the block in which metrics of the job are exported, where they are asked for."""
-    if folder is None and address is None:
-        return nullcontext()
-    try:
-        from launch.observe.metrics import beside
-    except ModuleNotFoundError as error:
-        raise click.UsageError(f"--metrics needs {error.name}: pip install 'mpips[metrics]'") from None
-    return beside(folder, address, str(os.getpid()))
-
-
-@contextmanager
-def showing(address: str | None) -> Iterator[None]:
-    """Serve a live page of the job while the block runs, where it is asked for, and say where."""
-    if address is None:
-        yield
-        return
-    from launch.observe.live import serving
-
-    with serving(address, recorder.folder() / recorder.job_name({recorder.JOB: str(os.getpid())})) as shown:
-        click.echo(f"mpips: {shown}", err=True)
-        yield
 
 
 def merge_log() -> None:
@@ -347,6 +313,7 @@ class JobStarter:
         environment = choose_loopback(job, self.launcher, os.environ) | options.environment()
         environment |= {PREFIX + name.upper(): str(getattr(options, name)) for name in ROLES}
         environment |= {name: os.environ[name] for name in OF_PROCESSES if name in os.environ}
+        environment |= {name: os.environ[name] for name in (tracing.VARIABLE,) if name in os.environ}
         environment |= choose_settings(job.busiest, self.machine, os.environ)
         if hosts and "PYTHONPATH" in os.environ:
             environment["PYTHONPATH"] = os.environ["PYTHONPATH"]

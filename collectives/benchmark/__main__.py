@@ -22,12 +22,12 @@ from collectives import api
 from collectives.benchmark import report
 from collectives.benchmark.case import FLOOR_SHARE, GLOO_KINDS, MPI_NAME, OPS, Candidate, Case, why_no_gloo
 from collectives.benchmark.harness import measure, ping_pong
-from collectives.benchmark.report import BUS_FACTOR, OverlapRow, Row
+from collectives.benchmark.report import OverlapRow, Row
 from collectives.call import REDUCING, operation
 from collectives.machine import check_memory, count_local_ranks
 from collectives.plan import plan as compiled
 from collectives.schedule import catalog
-from collectives.schedule.model import parse
+from collectives.schedule.model import BUS_FACTOR, parse
 from collectives.terminal import (
     OutFile,
     Picture,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,19 +17,10 @@ from rich.table import Table
 from collectives import files
 from collectives.benchmark.harness import Timing
 from collectives.machine import usable_cores
+from collectives.schedule.model import BUS_FACTOR
 from collectives.terminal import show_bytes, show_table, write_json, write_text, writing
 
 FLOOR_BYTES = 1 << 20  # below, a call is no matter of bytes
-
-BUS_FACTOR: dict[str, Callable[[int], float]] = {
-    "allreduce": lambda p: 2 * (p - 1) / p,
-    "reduce_scatter": lambda p: (p - 1) / p,
-    "allgather": lambda p: (p - 1) / p,
-    "alltoall": lambda p: (p - 1) / p,
-    "broadcast": lambda p: 1.0,
-    "reduce": lambda p: 1.0,
-}
-"""busbw / algbw over p ranks, as nccl-tests define it (doc/PERFORMANCE.md there); `bytes` is the larger buffer."""
 
 
 @dataclass(frozen=True)

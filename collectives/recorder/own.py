@@ -99,6 +99,8 @@ class Place:
         self._step = step
         page.set("step", step + 1)
         page.set("step_ns", time.monotonic_ns())
+        if is_traced:
+            ring.end(ring.begin(form(0, "step"), step))
 
 
 page = Page()
@@ -163,6 +165,16 @@ def begin(rank: int, size: int) -> None:
         _answer_signals(here / f"{os.getpid()}{STACKS}")
         atexit.register(_end)
         os.register_at_fork(after_in_child=_forget)
+
+
+def beside(suffix: str) -> Path | None:
+    """Return where a file of this process with that suffix lies beside its page; None where it has no page."""
+    return _paths[0].with_suffix(suffix) if _paths else None
+
+
+def who() -> dict[str, Any]:
+    """Return what the page says of who this rank is."""
+    return dict(_identity)
 
 
 def _job_folder(name: str) -> Path:

@@ -32,6 +32,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 KINDS = ("allreduce", "reduce_scatter", "allgather", "broadcast", "reduce", "alltoall")
+BUS_FACTOR: dict[str, Callable[[int], float]] = {
+    "allreduce": lambda p: 2 * (p - 1) / p,
+    "reduce_scatter": lambda p: (p - 1) / p,
+    "allgather": lambda p: (p - 1) / p,
+    "alltoall": lambda p: (p - 1) / p,
+    "broadcast": lambda p: 1.0,
+    "reduce": lambda p: 1.0,
+}
+"""busbw / algbw over p ranks, as nccl-tests define it (doc/PERFORMANCE.md there); `bytes` is the larger buffer."""
 NOBODY = -1
 MOST_LANES = 1024  # more make no collective faster
 

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from collectives.recorder import dump, own
 from collectives.recorder.own import PAGE
-from collectives.terminal import Interruptible, Seconds, console, show_table
+from collectives.terminal import Interruptible, OutFile, Seconds, console, show_table, writing
 from launch.observe.beside import parse_address
 from launch.observe.explain import as_json, explain
 from launch.observe.gather import Rank, has_living, jobs, read_end
@@ -176,6 +176,22 @@ def page(job: str | None, port: str) -> None:
         click.echo(address)
         while True:
             time.sleep(3600)
+
+
+@command.command("trace", cls=Interruptible)
+@job_argument
+@click.option("--seconds", type=Seconds(), default=5.0, show_default=True, help="How long, from now.")
+@click.option("-o", "--output", type=OutFile(), default="trace.json", show_default=True, help="The file.")
+def trace(job: str | None, seconds: float, output: Path) -> None:
+    """Write one timeline of what all ranks of JOB on this host do from now on, for Perfetto and chrome://tracing.
+
+    JOB is the name that `mpips top` shows; without it, the newest. `mpips run --trace` does it for a whole job.
+    """
+    from launch.observe.trace import trace_running, write  # what it imports nobody else here needs
+
+    found = trace_running(find(job), seconds)
+    with writing(output):
+        write(output, found)
 
 
 @command.command("metrics", cls=Interruptible)

@@ -281,7 +281,7 @@ class _Stacks:
             number, file = look.seen.head["signal"], path.with_suffix(own.STACKS)
             with suppress(OSError):
                 size = file.stat().st_size
-                if number and _catches(int(path.stem), number):
+                if number and catches(int(path.stem), number):
                     self._from[path] = size, look.seen.head["thread"], time.monotonic()
                     os.kill(int(path.stem), number)
 
@@ -301,7 +301,7 @@ class _Stacks:
             time.sleep(0.02)
 
 
-def _catches(pid: int, number: int) -> bool:
+def catches(pid: int, number: int) -> bool:
     """Return whether a process still answers a signal: the program may have set it back, and would be ended by it."""
     caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)

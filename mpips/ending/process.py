@@ -36,6 +36,7 @@ from typing import Any, NoReturn
 
 from collectives.machine import find_peer
 from collectives.recorder import own as recorder
+from collectives.recorder import tracing
 from mpips.store.world import (
     FAILING,
     GOODBYE,
@@ -73,7 +74,7 @@ def when_started(call: Callable[[], None]) -> None:
 def open_page() -> None:
     """Let others of this user see what this rank does. Called when MPI has started."""
     world = sys.modules["mpi4py.MPI"].COMM_WORLD
-    recorder.begin(world.rank, world.size)
+    tracing.begin(world.rank, world.size)
 
 
 class _Importing(MetaPathFinder):

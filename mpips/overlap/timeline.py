@@ -12,7 +12,6 @@ A timeline is shown as a picture, and as a Chrome trace (chrome://tracing, Perfe
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -20,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from collectives import files
+from collectives.recorder import chrome
 from mpips.overlap.problem import Groups, JointPlan, Link, Problem, Profile, message_times, shown
 
 Kind = Literal["forward", "backward", "compute", "push", "pull"]
@@ -164,28 +164,17 @@ def draw(timelines: Mapping[str, Sequence[Task]], path: str | Path, title: str =
     files.write_picture(path, figure, dpi=110)
 
 
-def chrome(timelines: Mapping[str, Sequence[Task]], names: Sequence[str] = ()) -> dict[str, Any]:
-    """Trace events in microseconds; one process a timeline, one thread a lane. `names` are the layers', if known."""
-    events: list[dict[str, Any]] = []
+def save_chrome(timelines: Mapping[str, Sequence[Task]], path: str | Path, names: Sequence[str] = ()) -> None:
+    """Write a Chrome trace: one process a timeline, one row a lane. `names` are the layers', if known."""
+    events: list[chrome.Event] = []
     for pid, (title, tasks) in enumerate(timelines.items()):
         lanes = {lane: tid for tid, lane in enumerate(_lanes(tasks))}
-        events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": title}})
-        events += [{"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": lane}}
-                   for lane, tid in lanes.items()]
-        events += [_event(task, pid, lanes[task.lane], names) for task in tasks]
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def save_chrome(timelines: Mapping[str, Sequence[Task]], path: str | Path, names: Sequence[str] = ()) -> None:
-    files.write(path, json.dumps(chrome(timelines, names)).encode() + b"\n")
-
-
-def _event(task: Task, pid: int, tid: int, names: Sequence[str]) -> dict[str, Any]:
-    event = {"ph": "X", "name": f"{task.kind} {shown((task.first, task.last))}", "cat": task.kind, "pid": pid,
-             "tid": tid, "ts": task.start * 1e6, "dur": task.seconds * 1e6}
-    if names:
-        event["args"] = {"layers": list(names[task.first - 1 : task.last])}
-    return event
+        events += chrome.names(pid, title, {tid: lane for lane, tid in lanes.items()})
+        for task in tasks:
+            more: dict[str, Any] = {"layers": list(names[task.first - 1 : task.last])} if names else {}
+            name, at = f"{task.kind} {shown((task.first, task.last))}", (task.start * 1e9, task.end * 1e9)
+            events.append(chrome.bar(name, task.kind, pid, lanes[task.lane], *at, **more))
+    chrome.save(path, events)
 
 
 def _lanes(tasks: Sequence[Task]) -> list[str]:

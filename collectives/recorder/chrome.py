@@ -1,0 +1,74 @@
+"""Chrome's trace format, which Perfetto and chrome://tracing open: events as JSON, and the file that holds them.
+
+    X           a bar on a row; the bars of a row lie beside or inside each other, which `rows` sees to
+    s, t, f     a flow: an arrow through the bars that lie at these times, from `s` by way of `t` to `f`
+    M           names of processes and rows
+
+Times here are nanoseconds; the format has microseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from collectives import files
+
+Event = dict[str, Any]
+
+
+def bar(name: str, kind: str, pid: int, tid: int, begin: float, end: float, **more: Any) -> Event:
+    """Return a bar; `more`, where there is any, is shown when it is clicked."""
+    event: Event = {"ph": "X", "name": name, "cat": kind, "pid": pid, "tid": tid, "ts": begin / 1e3,
+                    "dur": (end - begin) / 1e3}  # fmt: skip
+    return event | {"args": more} if more else event
+
+
+def arrow(number: int, name: str, places: Sequence[tuple[int, int, float]]) -> list[Event]:
+    """Return a flow through bars: (pid, tid, a time inside the bar) of two or more, in their order."""
+    kinds = ["s", *"t" * (len(places) - 2), "f"]
+    return [
+        {"ph": kind, "id": number, "name": name, "cat": "flow", "pid": pid, "tid": tid, "ts": at / 1e3, "bp": "e"}
+        for kind, (pid, tid, at) in zip(kinds, places)
+    ]
+
+
+def names(pid: int, process: str, threads: Mapping[int, str]) -> list[Event]:
+    """Return the names of a process and of its rows, which are shown in the order of the numbers."""
+    events = [_meta(pid, None, "process_name", name=process), _meta(pid, None, "process_sort_index", sort_index=pid)]
+    for tid, thread in threads.items():
+        events += [_meta(pid, tid, "thread_name", name=thread), _meta(pid, tid, "thread_sort_index", sort_index=tid)]
+    return events
+
+
+def _meta(pid: int, tid: int | None, what: str, **args: Any) -> Event:
+    event: Event = {"ph": "M", "name": what, "pid": pid, "args": args}
+    return event if tid is None else event | {"tid": tid}
+
+
+def rows(spans: Sequence[tuple[float, float]]) -> list[int]:
+    """Return the row of each span, from 0: spans of a row lie apart, or one inside the other. Few rows serve."""
+    found, open_ends = [0] * len(spans), list[list[float]]()
+    for index in sorted(range(len(spans)), key=lambda one: (spans[one][0], -spans[one][1])):
+        begin, end = spans[index]
+        for row, ends in enumerate(open_ends):  # noqa: B007
+            while ends and ends[-1] <= begin:
+                ends.pop()
+            if not ends or end <= ends[-1]:
+                break
+        else:
+            row, ends = len(open_ends), []
+            open_ends.append(ends)
+        ends.append(end)
+        found[index] = row
+    return found
+
+
+def save(path: str | os.PathLike[str], events: Iterable[Event], about: Mapping[str, Any] | None = None) -> None:
+    """Write a trace; `about` is data of the whole. OSError as of files."""
+    whole: dict[str, Any] = {"traceEvents": list(events), "displayTimeUnit": "ms"}
+    if about:
+        whole["otherData"] = about
+    files.write(path, json.dumps(whole).encode() + b"\n")

@@ -1,0 +1,74 @@
+"""Options of `mpips run` by which others see what the job does: metrics, a live page, a timeline, a last table."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+
+import click
+
+from collectives.recorder import own as recorder
+from collectives.terminal import OutFile
+
+OBSERVED = ("trace", "summary", "summary_json", "metrics", "metrics_port", "page")
+
+
+def observe_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Return the options by which others see what a job does; `observing` takes their values."""
+    for option in (
+        click.option("--summary-json", type=OutFile(), help="Write that table as JSON."),
+        click.option("--summary", is_flag=True,
+                     help="Show at the end what calls took, and which rank made others wait."),
+        click.option("--trace", type=OutFile(), metavar="FILE",
+                     help="Write one timeline of all ranks, for Perfetto and chrome://tracing."),
+        click.option("--page", metavar="[HOST:]PORT", help="Serve a live page of this host's ranks for a browser."),
+        click.option("--metrics-port", metavar="[HOST:]PORT", help="Serve this host's metrics for Prometheus."),
+        click.option("--metrics", metavar="DIR", help="Write this host's metrics there, for node_exporter."),
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
+@contextmanager
+def observing(
+    trace: Path | None, summary: bool, summary_json: Path | None, metrics: str | None, metrics_port: str | None,
+    page: str | None,
+) -> Iterator[None]:  # fmt: skip
+    """Show others the job that the block runs, by what is asked for."""
+    folder = recorder.folder() / recorder.job_name({recorder.JOB: str(os.getpid())})
+    with _exporting(metrics, metrics_port), _showing(page, folder), _tracing(folder, trace, summary, summary_json):
+        yield
+
+
+def _tracing(folder: Path, trace: Path | None, summary: bool, as_json: Path | None) -> AbstractContextManager[None]:
+    if not (trace or summary or as_json):
+        return nullcontext()
+    from launch.observe.trace import tracing_job  # only where it is needed
+
+    return tracing_job(folder, trace, summary, as_json)
+
+
+def _exporting(folder: str | None, address: str | None) -> AbstractContextManager[None]:
+    """Return the block in which metrics of the job are exported, where they are asked for."""
+    if folder is None and address is None:
+        return nullcontext()
+    try:
+        from launch.observe.metrics import beside
+    except ModuleNotFoundError as error:
+        raise click.UsageError(f"--metrics needs {error.name}: pip install 'mpips[metrics]'") from None
+    return beside(folder, address, str(os.getpid()))
+
+
+@contextmanager
+def _showing(address: str | None, folder: Path) -> Iterator[None]:
+    """Serve a live page of the job while the block runs, where it is asked for, and say where."""
+    if address is None:
+        yield
+        return
+    from launch.observe.live import serving
+
+    with serving(address, folder) as shown:
+        click.echo(f"mpips: {shown}", err=True)
+        yield

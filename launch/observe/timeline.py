@@ -1,0 +1,166 @@
+"""One timeline of all ranks, from what each has recorded: rows of calls, of compute and of steps, and who fed whom.
+
+Each rank is a process of the trace. Calls of a thread lie on its row; those that run beside the program have rows of
+their own. What lies between the calls of a worker's main thread is *compute*. An arrow goes from a push to the sum on
+each server that has it, and on to the pull that may have read it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from collectives.recorder import chrome
+from collectives.recorder.ring import Record
+from collectives.recorder.tracing import RankTrace
+from launch.observe.clocks import Clock
+
+LEAST_COMPUTE_NS = 5_000
+"""Shorter gaps between two calls are left white: there are many, and nothing is computed in them."""
+SUMS, PUSHES, PULLS = ("sum", "update"), ("push", "pushpull"), ("pull", "pushpull")
+STEP = "step"
+
+
+class Placed(NamedTuple):
+    """A call where the trace has it: its process and row, and its times by the reference clock."""
+
+    record: Record
+    pid: int
+    tid: int
+    begin: int
+    end: int
+
+
+def merge(traces: Sequence[RankTrace], clocks: Mapping[str, Clock]) -> tuple[list[chrome.Event], dict[str, Any]]:
+    """Return the events of a trace, and what is to be said of it. `clocks`: by name, one for each that is not rank 0's.
+
+    Processes of one rank, as before and after a restart, are one process of the trace.
+    """
+    times = [(clocks.get(one.who["clock"], Clock()), one) for one in traces if one.records]
+    if not times:
+        return [], {"ranks": _about(traces, clocks)}
+    first = min(clock.to_reference(record.made_ns) for clock, one in times for record in one.records)
+    last = max(clock.to_reference(max(record[3:6])) for clock, one in times for record in one.records)
+    events: list[chrome.Event] = []
+    placed: list[Placed] = []
+    tids: dict[int, dict[int, str]] = defaultdict(dict)
+    for clock, one in times:
+        found = _Rank(one, clock, first, last, tids[one.rank])
+        events += found.events
+        placed += found.placed
+    for _, one in times:
+        who = one.who
+        process = f"rank {one.rank} ({who.get('role') or 'worker'}) on {who.get('host', '')}"
+        events += chrome.names(one.rank, process, tids[one.rank])
+    number = 0
+    for number, (name, places) in enumerate(flows(placed), 1):
+        events += chrome.arrow(number, name, places)
+    return events, {"flows": number, "seconds": (last - first) / 1e9, "ranks": _about(traces, clocks)}
+
+
+def _about(traces: Sequence[RankTrace], clocks: Mapping[str, Clock]) -> list[dict[str, Any]]:
+    return [
+        {
+            "rank": one.rank, "role": one.who.get("role", ""), "host": one.who.get("host", ""), "pid": one.who["pid"],
+            "records": len(one.records), "overwritten": one.overwritten,
+            "clock_error_ns": clocks.get(one.who["clock"], Clock()).error_ns,
+        }
+        for one in traces
+    ]  # fmt: skip
+
+
+class _Rank:
+    """Places the records of one process. `tids`: the rows that its rank has so far, and their names."""
+
+    def __init__(self, trace: RankTrace, clock: Clock, first: int, last: int, tids: dict[int, str]) -> None:
+        self.events: list[chrome.Event] = []
+        self.placed: list[Placed] = []
+        self._trace, self._tids = trace, tids
+        groups: dict[tuple[bool, int], list[tuple[Record, int, int]]] = defaultdict(list)
+        steps = []
+        for record in trace.records:
+            begin = clock.to_reference(record.begun_ns or record.made_ns) - first
+            end = clock.to_reference(record.ended_ns) - first if record.ended_ns else last - first
+            if record.operation == STEP:
+                steps.append((record.number, begin))
+                continue
+            beside = record.begun_ns != record.made_ns
+            groups[beside, record.thread].append((record, begin, max(begin, end)))
+        self._add_steps(steps, min(one[1] for group in groups.values() for one in group) if groups else 0)
+        main = trace.who.get("thread")
+        for number, (beside, thread) in enumerate(sorted(groups, key=lambda one: (one[1] != main, one[0]))):
+            name = "main" if thread == main else f"thread {number + 1}"
+            calls = groups[beside, thread]
+            row = self._add_calls(f"{name}, beside compute" if beside else name, calls)
+            if thread == main and not beside and trace.who.get("role") != "server":
+                self._add_compute(row, calls)
+
+    def _row(self, name: str) -> int:
+        tid = len(self._tids) + 1
+        self._tids[tid] = name
+        return tid
+
+    def _add_steps(self, marks: Sequence[tuple[int, int]], begin: int) -> None:
+        row = self._row("steps") if marks else 0
+        for number, end in marks:
+            if end > begin:
+                self.events.append(chrome.bar(f"step {number}", "step", self._trace.rank, row, begin, end))
+            begin = max(begin, end)
+
+    def _add_calls(self, name: str, calls: Sequence[tuple[Record, int, int]]) -> int:
+        """Place the calls of a thread; return its first row."""
+        rows = chrome.rows([(begin, end) for _, begin, end in calls])
+        tids = [self._row(name if not row else f"{name} ({row + 1})") for row in range(max(rows) + 1)]
+        for (record, begin, end), row in zip(calls, rows):
+            one = Placed(record, self._trace.rank, tids[row], begin, end)
+            self.placed.append(one)
+            more = {"bytes": record.nbytes, "dtype": record.dtype, "number": record.number, "round": record.round,
+                    "line": record.line, "part": max(record.part, 0)}  # fmt: skip
+            title = f"{record.operation} {record.subject}".strip() + ("" if record.ended_ns else " (not over)")
+            shown = {key: value for key, value in more.items() if value}
+            self.events.append(chrome.bar(title, record.operation, one.pid, one.tid, begin, end, **shown))
+        return tids[0]
+
+    def _add_compute(self, row: int, calls: Sequence[tuple[Record, int, int]]) -> None:
+        """Fill the gaps between the calls of the main thread."""
+        reached = calls[0][1]
+        for _, begin, end in sorted(calls, key=lambda one: one[1]):
+            if begin - reached >= LEAST_COMPUTE_NS:
+                self.events.append(chrome.bar("compute", "compute", self._trace.rank, row, reached, begin))
+            reached = max(reached, end)
+
+
+def flows(placed: Sequence[Placed]) -> Iterator[tuple[str, list[tuple[int, int, float]]]]:
+    """Yield the name and the places of each arrow: a worker's push, a server's sum, this worker's pull of that round.
+
+    After a recovery a round is gone through again: what is nearest in time belongs together.
+    """
+    pushes: dict[tuple[str, int], list[Placed]] = defaultdict(list)
+    pulls: dict[tuple[str, int], list[Placed]] = defaultdict(list)
+    for one in placed:
+        key = one.record.subject, one.record.round
+        if one.record.operation in PUSHES:
+            pushes[key].append(one)
+        if one.record.operation in PULLS:
+            pulls[key].append(one)
+    for total in placed:
+        if total.record.operation not in SUMS:
+            continue
+        key = total.record.subject, total.record.round
+        readers = _nearest([one for one in pulls[key] if one.end >= total.begin], total.begin)
+        for pid, push in _nearest(pushes[key], total.begin, last=True).items():
+            summed = min(max(push.begin, total.begin), total.end)
+            places = [(push, push.begin), (total, summed)]
+            if pid in readers:
+                places.append((readers[pid], readers[pid].end - 1))
+            yield f"round {key[1]} of {key[0]}", [(one.pid, one.tid, at) for one, at in places]
+
+
+def _nearest(calls: Sequence[Placed], at: int, last: bool = False) -> dict[int, Placed]:
+    """Return of each rank one call: the last that has begun by then, or the first."""
+    found: dict[int, Placed] = {}
+    for one in sorted(calls, key=lambda call: call.begin, reverse=not last):
+        if not last or one.begin <= at or one.pid not in found:
+            found[one.pid] = one
+    return found
