@@ -1,0 +1,155 @@
+"""`mpips run --trace` and `--summary`, and `mpips trace`, of jobs that go well, lose a rank, or run on."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mpi4py import MPI
+
+from launch.observe.clocks import Clock, measure
+from tests.child import outside
+from tests.mpi.sizes import JOB_LIMIT, only_on
+
+STEPS, WORKERS, SERVERS = 50, 4, 2
+PROGRAM = """
+import os, signal, sys, time
+import numpy as np
+import mpips
+
+kv = mpips.create("dist_sync")
+gradient, out = np.ones(1000, np.float32), np.zeros(1000, np.float32)
+kv.init(["w", "b"], [gradient, gradient])
+for step in range({steps}):
+    if kv.rank == 1:
+        {beside}
+    kv.push("w", gradient)
+    kv.pull("w", out)
+    kv.pushpull("b", gradient, out)
+    mpips.note(step=step)
+    if step == 9 and kv.rank == 0:
+        open("there", "w").close()
+"""
+
+
+def start(folder: Path, words: Sequence[str], beside: str = "pass", steps: int = STEPS) -> subprocess.Popen[str]:
+    (folder / "program.py").write_text(PROGRAM.format(steps=steps, beside=beside))
+    job = [sys.executable, "-m", "launch.cli", "run", "-w", str(WORKERS), "-s", str(SERVERS), *words, "program.py"]
+    return subprocess.Popen(
+        job, cwd=folder, env=outside(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )  # fmt: skip
+
+
+def flows(trace: dict[str, Any]) -> list[list[str]]:
+    """See that the bars of a row do not cross, and that each arrow goes from bar to bar, forward in time but for the
+    clocks' errors. Returns the kinds of bars that each arrow joins."""
+    rows, arrows = defaultdict(list), defaultdict(list)
+    for event in trace["traceEvents"]:
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            rows[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"], event["cat"]))
+        elif event["ph"] in "stf":
+            arrows[event["id"]].append(event)
+    for bars in rows.values():
+        open_ends: list[float] = []
+        for begin, end, _ in sorted(bars, key=lambda bar: (bar[0], -bar[1])):
+            while open_ends and open_ends[-1] <= begin + 1e-3:
+                open_ends.pop()
+            assert not open_ends or end <= open_ends[-1] + 1e-3
+            open_ends.append(end)
+    errors = {one["rank"]: one["clock_error_ns"] / 1e3 for one in trace["otherData"]["ranks"]}
+    joined = []
+    for events in arrows.values():
+        assert [event["ph"] for event in events] == ["s", *"t" * (len(events) - 2), "f"]
+        bars = []
+        for event in events:
+            at, row = event["ts"], rows[event["pid"], event["tid"]]
+            around = [bar for bar in row if bar[0] - 1e-3 <= at <= bar[1] + 1e-3 and bar[2] != "compute"]
+            bars.append(min(around, key=lambda bar: bar[1] - bar[0]))  # IndexError: the arrow ends nowhere
+        slack = 1e-3 + max(errors[event["pid"]] for event in events) * 2
+        assert bars[0][0] <= bars[1][0] + slack, "the sum has begun before its push"
+        assert bars[1][0] <= bars[-1][1] + slack, "the pull has ended before its sum began"
+        joined.append([bar[2] for bar in bars])
+    return joined
+
+
+@only_on(1)
+def test_every_push_leads_to_its_sum_and_pull(tmp_path: Path) -> None:
+    job = start(tmp_path, ["--trace", "t.json", "--summary", "--summary-json", "s.json"], "time.sleep(0.002)")
+    said = job.communicate(timeout=JOB_LIMIT)[0]
+    assert job.returncode == 0, said
+    trace = json.loads((tmp_path / "t.json").read_text())
+    joined = flows(trace)
+    shards = sum(event["ph"] == "X" and event["cat"] == "sum" for event in trace["traceEvents"]) // STEPS
+    assert shards >= 2
+    assert len(joined) == shards * WORKERS * STEPS
+    assert {tuple(kinds) for kinds in joined} == {("push", "sum", "pull"), ("pushpull", "sum", "pushpull")}
+    assert all(not one["overwritten"] for one in trace["otherData"]["ranks"])
+    names = [event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"]
+    assert [name.rpartition(" on ")[0] for name in names] == [
+        *(f"rank {rank} (worker)" for rank in range(4)), "rank 4 (server)", "rank 5 (server)"
+    ]  # fmt: skip
+    steps = [event for event in trace["traceEvents"] if event["ph"] == "X" and event["cat"] == "step"]
+    assert {(event["pid"], event["name"]) for event in steps} == {(r, f"step {s}") for r in range(4) for s in range(50)}
+    summary = json.loads((tmp_path / "s.json").read_text())
+    calls = {(line["operation"], line["nbytes"]): line["calls"] for line in summary["calls"]}
+    assert calls["push", 4000] == calls["pushpull", 4000] == WORKERS * STEPS
+    scores = {one["rank"]: one["straggles"] for one in summary["ranks"]}
+    assert max(scores, key=scores.__getitem__) == 1, "rank 1 sleeps in each step"
+    assert "straggler" in said
+
+
+@only_on(1)
+def test_killed_rank_is_in_the_trace(tmp_path: Path) -> None:
+    job = start(tmp_path, ["--trace", "t.json"], "step == 30 and os.kill(os.getpid(), signal.SIGKILL)")
+    said = job.communicate(timeout=JOB_LIMIT)[0]
+    assert job.returncode, said
+    trace = json.loads((tmp_path / "t.json").read_text())
+    mine = [event for event in trace["traceEvents"] if event["ph"] == "X" and event["pid"] == 1]
+    assert sum(event["cat"] == "push" for event in mine) == 30
+    assert len([one for one in flows(trace) if one[0] == "push"]) >= 4 * 30
+
+
+@only_on(1)
+def test_running_job_is_traced_for_seconds(tmp_path: Path) -> None:
+    job = start(tmp_path, [], "time.sleep(0.01)", steps=100_000)
+    try:
+        limit = time.monotonic() + 60
+        while not (tmp_path / "there").exists():
+            assert job.poll() is None and time.monotonic() < limit
+            time.sleep(0.05)
+        words = [sys.executable, "-m", "launch.cli", "trace", str(job.pid), "--seconds", "1", "-o", "t.json"]
+        for _ in range(2):  # it can be asked for again
+            subprocess.run(words, cwd=tmp_path, env=outside(), check=True, timeout=60)
+            trace = json.loads((tmp_path / "t.json").read_text())
+            assert 0.5 < trace["otherData"]["seconds"] < 2
+            assert {one["rank"] for one in trace["otherData"]["ranks"]} == set(range(6))
+            assert len(flows(trace)) > 50
+    finally:
+        job.send_signal(signal.SIGINT)
+        try:
+            job.communicate(timeout=20)
+        finally:
+            job.kill()
+
+
+def test_shifted_clocks_are_found() -> None:
+    comm = MPI.COMM_WORLD
+    shift = 10**12 * comm.rank
+
+    def shifted() -> int:
+        return time.monotonic_ns() + shift
+
+    before = measure(comm, shifted)
+    comm.Barrier()
+    now = time.monotonic_ns()
+    clock = Clock([before, measure(comm, shifted)])
+    assert abs(clock.to_reference(now + shift) - now) <= clock.error_ns
+    assert clock.error_ns < 10**9
