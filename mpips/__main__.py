@@ -18,7 +18,8 @@ from mpips.ending.uncaught import INTERRUPTED, end, end_unstarted
 from mpips.store.world import ENCODED, launched_as
 
 COMMANDS = (
-    "run", "doctor", "script", "train", "bench", "tune", "sim", "plan", "chaos", "lab", "why", "top", "page", "metrics",
+    "run", "doctor", "script", "train", "bench", "tune", "sim", "plan", "chaos", "lab", "why", "top", "page", "trace",
+    "metrics",
 )  # fmt: skip
 """Words of the `mpips` command, which are no scripts."""
 OURS = ("mpips", "collectives", "launch")

@@ -40,7 +40,7 @@ _begun = False
 
 
 class RankTrace(NamedTuple):
-    """What one process has recorded. `who`: as its page says, with `pid`, `thread` (the main one) and `clock`.
+    """Hold what one process has recorded. `who`: as its page says, with `pid`, `thread` (the main one) and `clock`.
 
     `overwritten`: older records that newer ones have replaced.
     """

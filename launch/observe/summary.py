@@ -33,7 +33,7 @@ class Line(NamedTuple):
 
 
 class Score(NamedTuple):
-    """How much one rank made each of the others wait, as seconds and as a share of the time; and its own waiting."""
+    """Say how much one rank made each of the others wait, as seconds and as a share of the time; and its own waiting."""
 
     rank: int
     calls: int

@@ -24,8 +24,8 @@ ALLOWED = {
     "mpips": ("collectives",),
     "launch": (
         "mpips.store.options", "mpips.store.world", "mpips.store.checkpoint.folder", "collectives.simulator.topology",
-        "collectives.errors", "collectives.log", "collectives.machine", "collectives.recorder", "collectives.terminal",
-        "collectives.fabric.process_memory", "collectives.kernels.engine",
+        "collectives.errors", "collectives.files", "collectives.log", "collectives.machine", "collectives.recorder",
+        "collectives.terminal", "collectives.fabric.process_memory", "collectives.kernels.engine", "collectives.schedule.model",
     ),
 }
 
