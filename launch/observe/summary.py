@@ -33,7 +33,7 @@ class Line(NamedTuple):
 
 
 class Score(NamedTuple):
-    """Say how much one rank made each of the others wait, as seconds and as a share of the time; and its own waiting."""
+    """Say how long one rank made each other one wait, in seconds and as a share of the time, and its own waiting."""
 
     rank: int
     calls: int

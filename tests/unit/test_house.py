@@ -25,7 +25,8 @@ ALLOWED = {
     "launch": (
         "mpips.store.options", "mpips.store.world", "mpips.store.checkpoint.folder", "collectives.simulator.topology",
         "collectives.errors", "collectives.files", "collectives.log", "collectives.machine", "collectives.recorder",
-        "collectives.terminal", "collectives.fabric.process_memory", "collectives.kernels.engine", "collectives.schedule.model",
+        "collectives.terminal", "collectives.fabric.process_memory", "collectives.kernels.engine",
+        "collectives.schedule.model",
     ),
 }
 
