@@ -240,9 +240,10 @@ class Settings:
         self.operations.run(names, kept(task, results), 0, what)
         return results[0]
 
-    def start(self, what: str, task: Task[Any]) -> Handle:
-        """Run a task beside the training. Only the end of the store waits for it."""
-        return self.engine.submit([("beside", what)], self.operations.hearing(task), 0, what, detached=True)
+    def start(self, what: str, task: Task[Any], detached: bool = True) -> Handle:
+        """Run a task beside the training, in turn with others of that name. `detached`: only the end of the store waits
+        for it."""
+        return self.engine.submit([("beside", what)], self.operations.hearing(task), 0, what, detached)
 
     # ---- inside
 

@@ -18,6 +18,7 @@ from collectives import arrays
 from collectives.errors import of_caller
 from collectives.fabric.tasks import Task
 from mpips.store.runtime import rendezvous
+from mpips.store.runtime.engine import Handle
 from mpips.store.tables import row_optimizers
 from mpips.store.tables.initial import Ids, Uniform, key_of
 from mpips.store.transport import frames
@@ -32,7 +33,7 @@ MOST_BYTES = 1 << 30
 
 
 class Table:
-    """One table, on one worker; made by `KVStore.table`. Its calls block.
+    """One table, on one worker; made by `KVStore.table`. Its calls block, but for `ipull`.
 
     Ids are int64 of any values and any shape, repeats allowed. Gradients and rows have the shape of the ids, and `dim`
     behind it, and are C-contiguous. In a synchronous store every worker pushes equally often; of what one pushes, other
@@ -44,6 +45,8 @@ class Table:
         self._settings, self._card, self._generation = settings, card, settings.generation.number
         self.name, self.dim, self.dtype = card.table, card.dim, np.dtype(card.dtype)
         self._pushes = 0
+        self._last: Handle | None = None
+        """The last `ipull`, which the next call waits for."""
 
     def push(self, ids: object, gradients: object) -> None:
         """Contribute to the table's next update; return when the arrays may be overwritten.
@@ -73,6 +76,19 @@ class Table:
         self._pull("pull", where, rows)
         return target
 
+    def ipull(self, ids: object, out: object = None) -> Handle:
+        """`pull` that returns a handle at once; its `wait()` returns the rows.
+
+        `ids` and `out` stay as they are until then. Calls of one table run in program order: the next one waits for it.
+        """
+        self._check_there("ipull")
+        with GIVEN:
+            where, shape = self._ids_of("ipull", ids)
+            target, rows = self._target_of("ipull", out, shape)
+        task = self._read("ipull", where, rows, target)
+        self._last = self._settings.start(f"ipull of table {self.name!r}", task, detached=False)
+        return self._last
+
     def pushpull(self, ids: object, gradients: object, out: object = None) -> Any:
         """Push gradients of these ids, and return their rows after that, as `pull` does."""
         where, flat = self._see_push("pushpull", ids, gradients)
@@ -81,6 +97,22 @@ class Table:
         self._push("pushpull", where, flat)
         self._pull("pushpull", where, rows)
         return target
+
+    @property
+    def pushes(self) -> int:
+        """Return how often this worker has pushed."""
+        return self._pushes
+
+    @property
+    def contributors(self) -> int:
+        """Return how many workers' gradients one update sums: in asynchronous kinds 1."""
+        layout = self._settings.layout
+        return 1 if layout.asynchronous else layout.num_workers
+
+    @property
+    def synchronous(self) -> bool:
+        """Return whether an update waits for a push by every worker."""
+        return not self._settings.layout.asynchronous
 
     @property
     def rows(self) -> int:
@@ -128,7 +160,17 @@ class Table:
         assert tables is not None
         self._run(what, tables.pull(self.name, self._pushes, ids, out))
 
+    def _read(self, what: str, ids: Ids, out: Array, target: object) -> Task[object]:
+        """Pull, and return what `out` is the memory of."""
+        tables = self._settings.backend.tables
+        assert tables is not None
+        yield from tables.pull(self.name, self._pushes, ids, out)
+        return target
+
     def _run(self, what: str, task: Task[None]) -> None:
+        if self._last is not None:
+            last, self._last = self._last, None
+            last.wait()
         self._settings.run(f"{what} of table {self.name!r}", task)
 
     # ---- arguments

@@ -86,6 +86,32 @@ def test_all_kinds_add_up_whole_numbers(kind: str, options: dict[str, Any]) -> N
     run(kind, body, **options)
 
 
+@either_mpi
+@pytest.mark.parametrize("kind, options", [
+    ("dist_sync", {"servers": 1}), ("dist_sync", {"servers": 2, "shared_memory": False}),
+    ("mpi_sync", {"servers": 1, "clients": 1}),
+])  # fmt: skip
+def test_ipull_reads_what_pull_would_have_read(kind: str, options: dict[str, Any]) -> None:
+    need(**options)
+
+    def body(kv: mpips.KVStore) -> None:
+        table = kv.table("t", 2, init=mpips.uniform(0), learning_rate=1.0)
+        ids, ones, out = np.array([3, -1, 3]), -np.ones((3, 2), np.float32), np.empty((3, 2), np.float32)
+        for step in range(1, 6):
+            table.push(ids, ones)
+            handles = table.ipull(ids), table.ipull(ids[::-1], out)
+            if step % 2:  # the push waits for both, wherever the others are
+                table.push(ids, ones * 0)
+            rows = handles[0].wait()
+            assert handles[1].wait() is out
+            assert (rows[:, 0] == kv.num_workers * step * np.array([2, 1, 2])).all()
+            assert (out == rows).all()
+        assert "int64" in failure(lambda: table.ipull(np.zeros(1)))
+        assert (table.pushes, table.contributors, table.synchronous) == (8, kv.num_workers, True)
+
+    run(kind, body, **options)
+
+
 def test_workers_in_a_stale_store_stay_together() -> None:
     need(workers=2, servers=1)
 
