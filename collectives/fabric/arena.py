@@ -317,22 +317,79 @@ def segment(region: Region) -> NDArray[np.uint8]:
 
 
 def _open(region: Region) -> NDArray[np.uint8]:
+    fd = _descriptor(region)
+    try:
+        nbytes = os.fstat(fd).st_size
+        return np.frombuffer(_map(fd, nbytes), np.uint8)
+    except OSError as error:
+        size = f"{nbytes / 2**30:.1f} GiB of memory of process {region.pid}"
+        cure = f"give the job fewer ranks on a node{_limit_of_addresses()}"
+        raise CollectiveError(f"cannot map {size} ({error.strerror}): {cure}") from error
+    finally:
+        os.close(fd)
+
+
+def _descriptor(region: Region) -> int:
+    """Return a descriptor of the file that a region lies in."""
     path = f"/proc/{region.pid}/fd/{region.fd}"
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise CollectiveError(f"cannot map memory of process {region.pid} ({path}): {error.strerror}") from error
-    try:
-        status = os.fstat(fd)
-        if status.st_ino != region.inode:
-            raise CollectiveError(f"cannot map memory of process {region.pid}: {path} is another file by now")
-        return np.frombuffer(_map(fd, status.st_size), np.uint8)
-    except OSError as error:
-        size = f"{status.st_size / 2**30:.1f} GiB of memory of process {region.pid}"
-        cure = f"give the job fewer ranks on a node{_limit_of_addresses()}"
-        raise CollectiveError(f"cannot map {size} ({error.strerror}): {cure}") from error
-    finally:
+    if os.fstat(fd).st_ino != region.inode:
         os.close(fd)
+        raise CollectiveError(f"cannot map memory of process {region.pid}: {path} is another file by now")
+    return fd
+
+
+class SparseFile:
+    """Arrays that grow, in one file of this process's memory: they take memory where they are written, no array moves.
+
+    Each array is mapped by itself, so the file may be far longer than the node's memory. Who has it open reaches all
+    arrays by their offsets, also when this process has ended: `opened` opens that of another process of the node.
+    """
+
+    def __init__(self, fd: int | None = None) -> None:
+        """`fd`: of a file that is there, which is taken over; None: a new one."""
+        try:
+            self._fd = os.memfd_create("collectives", os.MFD_CLOEXEC) if fd is None else fd
+        except OSError as error:
+            raise _no_memory(0, error) from error
+        weakref.finalize(self, os.close, self._fd)
+        self._inode = os.fstat(self._fd).st_ino
+
+    @classmethod
+    def opened(cls, region: Region) -> SparseFile:
+        """Open the file of another process. CollectiveError where it cannot be reached, as `attach`."""
+        return cls(_descriptor(region))
+
+    @property
+    def region(self) -> Region:
+        """Return where others find the file; its offset and bytes say nothing."""
+        return Region(os.getpid(), self._fd, self._inode, 0, 0)
+
+    def zeros(self, shape: tuple[int, ...], dtype: DTypeLike) -> tuple[NDArray[Any], int]:
+        """Return a new array of zeros, and its offset in the file. Its memory goes with it, for all. MemoryError where
+        there are no addresses for it."""
+        offset = os.fstat(self._fd).st_size
+        nbytes = max(1, -(-math.prod(shape) * np.dtype(dtype).itemsize // mmap.PAGESIZE)) * mmap.PAGESIZE
+        try:
+            os.ftruncate(self._fd, offset + nbytes)
+            array = self.view(offset, shape, dtype)
+        except (OSError, OverflowError) as error:
+            why = getattr(error, "strerror", None) or str(error)
+            cure = f"make fewer or smaller arrays{_limit_of_addresses()}"
+            said = f"no addresses for an array of {nbytes} bytes that grows ({why}): {cure}"
+            raise of_caller(MemoryError(said)) from error
+        mapping = array.base
+        assert isinstance(mapping, mmap.mmap)
+        weakref.finalize(array, mapping.madvise, _MADV_REMOVE).atexit = False
+        return array, offset
+
+    def view(self, offset: int, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+        """Return an array that is there, by its offset. OSError where there are no addresses for it."""
+        nbytes = max(1, math.prod(shape) * np.dtype(dtype).itemsize)
+        return np.ndarray(shape, dtype, buffer=mmap.mmap(self._fd, nbytes, offset=offset))
 
 
 def _map(fd: int, size: int) -> mmap.mmap:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from collectives.errors import CollectiveError, MismatchError
+from collectives.fabric.arena import SparseFile
 from mpips.store.tables import row_optimizers
 from mpips.store.tables.initial import Ids
 from mpips.store.tables.rows import Array, TableRows, arrays_of, summed
@@ -49,7 +50,7 @@ class ServerTables:
     """All tables of one server in one generation. `staleness`: None where rounds are synchronous; -1: any."""
 
     def __init__(self, workers: int, staleness: int | None = None) -> None:
-        self._workers, self._staleness = workers, staleness
+        self._workers, self._staleness, self._file = workers, staleness, SparseFile()
         self._tables: dict[str, _Table] = {}
         self._gone: set[int] = set()
 
@@ -60,7 +61,7 @@ class ServerTables:
         has left is waited for. CollectiveError where rows cannot be updated."""
         match request:
             case frames.MakeTable():
-                self._tables[request.table] = _Table(request, self._workers, self._staleness)
+                self._tables[request.table] = _Table(request, self._workers, self._staleness, self._file)
                 return [(asker, frames.RequestDone())]
             case frames.GetTableStats():
                 table = self._tables[request.table]
@@ -91,8 +92,8 @@ class ServerTables:
 class _Table:
     """One table on one server: its rows, and what waits."""
 
-    def __init__(self, card: frames.MakeTable, workers: int, staleness: int | None) -> None:
-        self._card, self._staleness = card, staleness
+    def __init__(self, card: frames.MakeTable, workers: int, staleness: int | None, file: SparseFile) -> None:
+        self._card, self._staleness, self._file = card, staleness, file
         self._optimizer = row_optimizers.decode(card.optimizer, card.numbers)
         self.reset(0)
         self._done = [0] * workers
@@ -105,7 +106,7 @@ class _Table:
     def reset(self, updates: int) -> None:
         """Begin without rows, after so many updates."""
         card = self._card
-        self.rows = TableRows(card.dim, np.dtype(card.dtype), card.key, card.bound, self._optimizer)
+        self.rows = TableRows(card.dim, np.dtype(card.dtype), card.key, card.bound, self._optimizer, self._file)
         self.updates = updates
 
     def put(self, arrays: Mapping[str, bytes]) -> None:

@@ -1,13 +1,17 @@
 """The rows of one table on one server: values and optimizer state, one behind the other, found by an index of ids.
 
-Nothing stops for growth. Rows lie in address space that is reserved at once and takes memory only as rows are written.
+Nothing stops for growth. Rows lie in a sparse file of the server's memory (`arena.SparseFile`), each array in addresses
+that are reserved at once and take memory only as rows are written. They never move. Another process of the node reads
+them in place, also when the server has ended: it opens the file by its region while the server lives, and takes
+`view(offset, shape, dtype)` of an array by its offset in `TableRows.places`. Of `words` there, `words[ROWS]` says how
+many rows there are; it is written behind them.
+
 The index (`index`) grows a piece at a time.
 """
 
 from __future__ import annotations
 
 import math
-import mmap
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.fabric.arena import SparseFile
 from mpips.store.keys.rows import sums_of_runs
 from mpips.store.tables.index import MOST_ROWS, Index, Positions
 from mpips.store.tables.initial import Ids, first_rows
@@ -23,8 +28,9 @@ from mpips.store.tables.row_optimizers import RowOptimizer
 Array = NDArray[Any]
 BLOCK_BYTES = 1 << 18
 """Of rows with their state, which are updated at a time."""
-NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
-"""Linux's number, which Python names since 3.13."""
+WORDS = 8
+ROWS = 0
+"""Of a table's words: how many rows there are."""
 
 
 def arrays_of(dim: int, dtype: np.dtype, optimizer: RowOptimizer) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
@@ -35,21 +41,34 @@ def arrays_of(dim: int, dtype: np.dtype, optimizer: RowOptimizer) -> dict[str, t
 
 
 class TableRows:
-    """Rows of `dim` values of a dtype, made when first asked for. `key`, `bound`: of their first values."""
+    """Rows of `dim` values of a dtype, made when first asked for. `key`, `bound`: of their first values. `file`: where
+    they lie; None: in one of their own."""
 
-    def __init__(self, dim: int, dtype: np.dtype, key: int, bound: float, optimizer: RowOptimizer) -> None:
+    def __init__(
+        self, dim: int, dtype: np.dtype, key: int, bound: float, optimizer: RowOptimizer,
+        file: SparseFile | None = None,
+    ) -> None:  # fmt: skip
         self._dim, self._dtype, self._key, self._bound, self._optimizer = dim, dtype, key, bound, optimizer
-        self.count = 0
-        """How many rows there are."""
+        self._file = SparseFile() if file is None else file
+        self.places: dict[str, int] = {}
+        """Offsets in the file: of each array, and of `words`."""
         arrays = arrays_of(dim, dtype, optimizer)
         self.row_bytes = sum(kind.itemsize * math.prod(shape) for kind, shape in arrays.values())
         """Bytes of a row with its id and state, without its share of the index: 8 to 16, 24 while that grows."""
         self._capacity = min(MOST_ROWS, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // self.row_bytes)
-        self._arrays = {name: self._reserved(*array) for name, array in arrays.items()}
+        self._arrays = {
+            name: self._reserved(name, (self._capacity, *shape), dtype) for name, (dtype, shape) in arrays.items()
+        }
+        self._words = memoryview(self._reserved("words", (WORDS,), np.dtype(np.uint64)))  # type: ignore[arg-type]
         self._ids, self._values = self._arrays["ids"], self._arrays["values"]
         self._state = [self._arrays[name] for name in arrays if name.startswith("state")]
         self._counts = self._arrays.get("counts")
         self._index = Index(self._ids)
+
+    @property
+    def count(self) -> int:
+        """Return how many rows there are."""
+        return int(self._words[ROWS])
 
     @property
     def nbytes(self) -> int:
@@ -108,17 +127,13 @@ class TableRows:
         for piece, values in first_rows(self._key, self._bound, ids, self._dim, self._dtype):
             self._values[self.count : count][piece] = values
         self._index.insert(ids, positions)
-        self.count = count
+        self._words[ROWS] = count
         return positions
 
-    def _reserved(self, dtype: np.dtype, shape: tuple[int, ...]) -> Array:
-        """Return address space of zeros for all rows, which takes memory where it is written."""
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
-        try:
-            memory = mmap.mmap(-1, self._capacity * math.prod(shape) * dtype.itemsize, flags=flags)
-        except (OSError, ValueError) as error:
-            raise MemoryError(f"no address space for rows of {dtype.name}{shape}: {error}") from error
-        return np.frombuffer(memory, dtype).reshape(-1, *shape)
+    def _reserved(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+        """Return zeros in the file, which take memory where they are written."""
+        array, self.places[name] = self._file.zeros(shape, dtype)
+        return array
 
 
 def merged(ids: Ids, gradients: Array) -> tuple[Ids, Array]:

@@ -216,3 +216,29 @@ def test_arrays_may_all_lie_in_one_segment_as_large_as_the_memory(monkeypatch):
     assert before[:3] != first[:3] == second[:3]
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert arena.segment(first).nbytes >= memory
+
+
+def _write(told):
+    file = arena.SparseFile()
+    file.zeros((3,), np.int8)
+    rows, offset = file.zeros((1 << 40, 2), np.float64)
+    rows[1 << 39] = 7
+    told.send((tuple(file.region), offset))
+    told.recv()
+
+
+def test_a_sparse_file_is_there_when_its_process_was_killed():
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    child = context.Process(target=_write, args=(there,))
+    child.start()
+    region, offset = here.recv()
+    file = arena.SparseFile.opened(arena.Region(*region))
+    child.kill()
+    child.join(60)
+    rows = file.view(offset, (1 << 40, 2), np.float64)
+    assert rows[1 << 39].tolist() == [7, 7] and not rows[(1 << 39) + 1].any()
+    with pytest.raises(CollectiveError, match="cannot map memory"):
+        arena.SparseFile.opened(arena.Region(*region))
+    with pytest.raises(MemoryError, match="make fewer or smaller arrays"):
+        file.zeros((1 << 60,), np.float64)
