@@ -127,9 +127,9 @@ class KVStore(Uncopied):
 
     def table(
         self, name: str, dim: int, dtype: object = "float32", init: Uniform = DEFAULT_INIT, optimizer: str = "sgd",
-        seed: int = 0, **options: Any,
+        seed: int = 0, evict: int | None = None, limit: int | None = None, **options: Any,
     ) -> Table:  # fmt: skip
-        """Make an embedding table, whose rows servers make when they are first asked for. Collective over all workers.
+        """Make an embedding table, whose rows servers make when they are first pushed to. Collective over all workers.
 
         All give the same. Rows are spread over the servers by a hash of their ids. A first value depends on seed, table
         name and id alone. Every worker is a contributor by itself, also in `mpi_*` kinds.
@@ -142,6 +142,9 @@ class KVStore(Uncopied):
             optimizer: "sgd", "adagrad", "row_adagrad" (one accumulator for each row) or "adam" (corrected by each row's
                 own number of updates).
             seed: Any int.
+            evict: Rows that no update has named for so many updates are dropped. None: none.
+            limit: The table holds at most so many rows after each update: those longest not named are dropped. Each
+                server holds its share. None: any number.
             options: The optimizer's numbers, such as `learning_rate`, which may be a schedule; it counts updates of the
                 table.
 
@@ -150,7 +153,7 @@ class KVStore(Uncopied):
                 that it saves itself in. Nothing has changed.
         """
         with self._route.marked("table"):
-            return make_table(self.settings, name, dim, dtype, init, optimizer, seed, options)
+            return make_table(self.settings, name, dim, dtype, init, optimizer, seed, (evict, limit), options)
 
     def recut(self, keys: Sequence[Name], new: Mapping[Name, int]) -> None:
         """Cut the elements of `keys`, one behind the other, anew into 1-D keys `new` of so many elements.

@@ -135,7 +135,9 @@ class Server(Member[None]):
         rest = remote, late, self._reduce, groups, self._mirror, compressor
         state = AsynchronousState(options.staleness, *rest) if layout.asynchronous else SynchronousState(*rest)
         staleness = options.staleness if layout.asynchronous else None
-        tables = ServerTables(layout.num_workers, staleness)
+        tables = ServerTables(
+            layout.num_workers, staleness, layout.rank - layout.num_workers, layout.num_servers
+        )
         return Serving(state, Requests(state, f"server rank {layout.rank}", self._units, number, tables))
 
     def begin(self) -> None:

@@ -47,10 +47,13 @@ class _Pull(NamedTuple):
 
 
 class ServerTables:
-    """All tables of one server in one generation. `staleness`: None where rounds are synchronous; -1: any."""
+    """All tables of one server in one generation. `staleness`: None where rounds are synchronous; -1: any.
 
-    def __init__(self, workers: int, staleness: int | None = None) -> None:
-        self._workers, self._staleness, self._file = workers, staleness, SparseFile()
+    `server`: which of `servers` it is, from 0; a table's `limit` is spread over them."""
+
+    def __init__(self, workers: int, staleness: int | None = None, server: int = 0, servers: int = 1) -> None:
+        self._workers, self._staleness, self._server, self._servers = workers, staleness, server, servers
+        self._file = SparseFile()
         self._tables: dict[str, _Table] = {}
         self._gone: set[int] = set()
 
@@ -61,11 +64,13 @@ class ServerTables:
         has left is waited for. CollectiveError where rows cannot be updated."""
         match request:
             case frames.MakeTable():
-                self._tables[request.table] = _Table(request, self._workers, self._staleness, self._file)
+                limit = (request.limit + self._servers - 1 - self._server) // self._servers
+                self._tables[request.table] = _Table(request, self._workers, self._staleness, limit, self._file)
                 return [(asker, frames.RequestDone())]
             case frames.GetTableStats():
-                table = self._tables[request.table]
-                return [(asker, frames.TableStats(table.rows.count, table.rows.nbytes, table.updates))]
+                table, rows = self._tables[request.table], self._tables[request.table].rows
+                stats = frames.TableStats(rows.count, rows.positions.top, rows.nbytes, table.updates, rows.evicted)
+                return [(asker, stats)]
             case frames.ReadTable():
                 rows = self._tables[request.table].rows
                 return [(asker, frames.Bytes(rows.read(request.array, request.start, request.stop).tobytes()))]
@@ -92,8 +97,10 @@ class ServerTables:
 class _Table:
     """One table on one server: its rows, and what waits."""
 
-    def __init__(self, card: frames.MakeTable, workers: int, staleness: int | None, file: SparseFile) -> None:
-        self._card, self._staleness, self._file = card, staleness, file
+    def __init__(
+        self, card: frames.MakeTable, workers: int, staleness: int | None, limit: int, file: SparseFile
+    ) -> None:
+        self._card, self._staleness, self._limit, self._file = card, staleness, limit, file
         self._optimizer = row_optimizers.decode(card.optimizer, card.numbers)
         self.reset(0)
         self._done = [0] * workers
@@ -106,7 +113,8 @@ class _Table:
     def reset(self, updates: int) -> None:
         """Begin without rows, after so many updates."""
         card = self._card
-        self.rows = TableRows(card.dim, np.dtype(card.dtype), card.key, card.bound, self._optimizer, self._file)
+        kind, life = np.dtype(card.dtype), (card.evict, self._limit)
+        self.rows = TableRows(card.dim, kind, card.key, card.bound, self._optimizer, *life, self._file)
         self.updates = updates
 
     def put(self, arrays: Mapping[str, bytes]) -> None:

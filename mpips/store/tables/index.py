@@ -50,6 +50,22 @@ class Index:
         self._grow(len(ids))
         _insert(self._slots, hashes_of(ids), positions)
 
+    def remove(self, ids: Ids, positions: Positions) -> None:
+        """Remove rows that are there, each once. Their ids still stand at their positions."""
+        self._count -= len(ids)
+        hashes, marks = hashes_of(ids), (positions + 1).astype(np.uint32)
+        if len(self._growing):
+            # What stood behind them moves at once, so that no gap parts it from where it is looked for.
+            where, left = _cut(self._growing, _slots_of(self._growing, hashes, marks))
+            self._put_back(left[(where >= self._moved) & ~np.isin(left, marks)])
+        _, left = _cut(self._slots, _slots_of(self._slots, hashes, marks))
+        self._put_back(left[~np.isin(left, marks)])
+
+    def _put_back(self, marks: Slots) -> None:
+        """Insert rows that are counted already."""
+        positions = marks.astype(np.int64) - 1
+        _insert(self._slots, hashes_of(self._ids[positions]), positions)
+
     def _grow(self, added: int) -> None:
         """See that there is room for all rows, of which so many come now, and go on with a move that is under way."""
         if 2 * self._count > len(self._slots):
@@ -96,3 +112,28 @@ def _insert(slots: Slots, hashes: Hashes, positions: Positions) -> None:
         slots[at[empty]] = marks[empty]
         left = slots[at] != marks
         at, marks = (at[left] + 1) & mask, marks[left]
+
+
+def _slots_of(slots: Slots, hashes: Hashes, marks: Slots) -> Positions:
+    """Return the slots where these marks stand; those that stand nowhere are left out."""
+    mask = len(slots) - 1
+    at, found = (hashes & np.uint64(mask)).astype(np.int64), []
+    while len(at):
+        held = slots[at]
+        found.append(at[held == marks])
+        further = (held != marks) & (held != 0)
+        at, marks = (at[further] + 1) & mask, marks[further]
+    return np.concatenate(found) if found else np.zeros(0, np.int64)
+
+
+def _cut(slots: Slots, at: Positions) -> tuple[Positions, Slots]:
+    """Empty these slots and all behind them up to an empty one. Return which were emptied, and what stood there."""
+    mask, runs = len(slots) - 1, [at]
+    while len(at):
+        at = (at + 1) & mask
+        at = at[slots[at] != 0]
+        runs.append(at)
+    where = np.unique(np.concatenate(runs))
+    marks = slots[where]
+    slots[where] = 0
+    return where, marks

@@ -3,7 +3,7 @@
     value(seed, table, id, column) = a + (b - a) * mix(mix(id ^ key) + (column + 1) * golden ratio) / 2^64
 
 The key is a hash of seed and table name. So a row begins alike whenever, in whatever order, on whatever server it is
-first asked for. All is exact: integers modulo 2^64, then one conversion to float64.
+first needed. All is exact: integers modulo 2^64, then one conversion to float64.
 """
 
 from __future__ import annotations

@@ -1,12 +1,15 @@
 """The rows of one table on one server: values and optimizer state, one behind the other, found by an index of ids.
 
-Nothing stops for growth. Rows lie in a sparse file of the server's memory (`arena.SparseFile`), each array in addresses
-that are reserved at once and take memory only as rows are written. They never move. Another process of the node reads
-them in place, also when the server has ended: it opens the file by its region while the server lives, and takes
-`view(offset, shape, dtype)` of an array by its offset in `TableRows.places`. Of `words` there, `words[ROWS]` says how
-many rows there are; it is written behind them.
+A row is made when it is first updated; until then a pull gives its first values.
 
-The index (`index`) grows a piece at a time.
+Nothing stops for growth. Rows lie in a sparse file of the server's memory (`arena.SparseFile`), each array in addresses
+that are reserved at once and take memory only as rows are written. They never move. Rows that nobody has named for long
+may be dropped, and others take their positions (`places`).
+
+Another process of the node reads rows in place, also when the server has ended: it opens the file by its region while
+the server lives, and takes `view(offset, shape, dtype)` of an array by its offset in `TableRows.places`. Of `words`
+there, `words[ROWS]` says how many positions were given out; it is written behind the rows. No row lies where `touched`
+is `places.FREE`.
 """
 
 from __future__ import annotations
@@ -21,8 +24,9 @@ from numpy.typing import NDArray
 
 from collectives.fabric.arena import SparseFile
 from mpips.store.keys.rows import sums_of_runs
-from mpips.store.tables.index import MOST_ROWS, Index, Positions
+from mpips.store.tables.index import MOST_ROWS, Positions
 from mpips.store.tables.initial import Ids, first_rows
+from mpips.store.tables.places import Places
 from mpips.store.tables.row_optimizers import RowOptimizer
 
 Array = NDArray[Any]
@@ -30,23 +34,24 @@ BLOCK_BYTES = 1 << 18
 """Of rows with their state, which are updated at a time."""
 WORDS = 8
 ROWS = 0
-"""Of a table's words: how many rows there are."""
+"""Of a table's words: how many positions of rows were given out."""
 
 
 def arrays_of(dim: int, dtype: np.dtype, optimizer: RowOptimizer) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
     """Return the arrays of a table by name: of each the dtype, and the shape of what it holds of one row."""
     state = {f"state{number}": (dtype, (width,)) for number, width in enumerate(optimizer.widths(dim))}
     counts = {"counts": (np.dtype(np.int32), ())} if optimizer.counts_rows else {}
-    return {"ids": (np.dtype(np.int64), ()), "values": (dtype, (dim,)), **state, **counts}
+    ages = {"touched": (np.dtype(np.int32), ())}
+    return {"ids": (np.dtype(np.int64), ()), "values": (dtype, (dim,)), **state, **counts, **ages}
 
 
 class TableRows:
-    """Rows of `dim` values of a dtype, made when first asked for. `key`, `bound`: of their first values. `file`: where
-    they lie; None: in one of their own."""
+    """Rows of `dim` values of a dtype. `key`, `bound`: of their first values. `evict`, `limit`: which rows are dropped
+    (`places`); 0: none. `file`: where they lie; None: in one of their own."""
 
     def __init__(
-        self, dim: int, dtype: np.dtype, key: int, bound: float, optimizer: RowOptimizer,
-        file: SparseFile | None = None,
+        self, dim: int, dtype: np.dtype, key: int, bound: float, optimizer: RowOptimizer, evict: int = 0,
+        limit: int = 0, file: SparseFile | None = None,
     ) -> None:  # fmt: skip
         self._dim, self._dtype, self._key, self._bound, self._optimizer = dim, dtype, key, bound, optimizer
         self._file = SparseFile() if file is None else file
@@ -60,32 +65,48 @@ class TableRows:
             name: self._reserved(name, (self._capacity, *shape), dtype) for name, (dtype, shape) in arrays.items()
         }
         self._words = memoryview(self._reserved("words", (WORDS,), np.dtype(np.uint64)))  # type: ignore[arg-type]
-        self._ids, self._values = self._arrays["ids"], self._arrays["values"]
+        self._values = self._arrays["values"]
         self._state = [self._arrays[name] for name in arrays if name.startswith("state")]
         self._counts = self._arrays.get("counts")
-        self._index = Index(self._ids)
+        self.positions = Places(self._arrays["ids"], self._arrays["touched"], evict, limit)
+        self.evicted = 0
+        """How many rows were dropped."""
+        self._put = False
+        """Rows were put since the last update."""
 
     @property
     def count(self) -> int:
         """Return how many rows there are."""
-        return int(self._words[ROWS])
+        return self.positions.count
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all rows, their state and the index."""
-        return self.count * self.row_bytes + self._index.nbytes
+        """Return the bytes of all rows that there were at a time, their state and the index."""
+        return self.positions.top * self.row_bytes + self.positions.nbytes
 
     def pull(self, ids: Ids) -> Array:
-        """Return the rows of these ids, each once, (k, dim); those that are not there are made."""
-        return self._values[self._positions(ids)]
+        """Return the rows of these ids, each once, (k, dim); of those that are not there the first values."""
+        found = self.positions.find(ids)
+        missing = np.flatnonzero(found < 0)
+        found[missing] = 0
+        rows = self._values[found]
+        for piece, values in first_rows(self._key, self._bound, ids[missing], self._dim, self._dtype):
+            rows[missing[piece]] = values
+        return rows
 
     def update(self, ids: Ids, gradients: Array, step: int) -> None:
-        """Update the rows of these ids, each once, by gradients (k, dim); those that are not there are made first.
-        `step`: the update of the table, counted from 1, for schedules."""
+        """Update the rows of these ids, ascending, each once, by gradients (k, dim); make those that are not there.
+
+        `step`: the update of the table, counted from 1, for schedules and ages. MemoryError: nothing has changed."""
+        if self._put:
+            self.positions.see_touched()
+            self._put = False
         positions, step_rows = self._positions(ids), max(1, BLOCK_BYTES // self.row_bytes)
         for start in range(0, len(ids), step_rows):
             block = slice(start, start + step_rows)
             self._update_block(positions[block], gradients[block], step)
+        self.positions.touch(positions, step)
+        self.evicted += len(self.positions.drop(step))
 
     def _update_block(self, at: Positions, gradients: Array, step: int) -> None:
         """Update rows that lie at these positions, so few that what is made on the way stays in the cache."""
@@ -100,34 +121,33 @@ class TableRows:
             array[at] = new
 
     def read(self, array: str, start: int, stop: int) -> Array:
-        """Return rows [start, stop) of one of the arrays (`arrays_of`), as they lie here."""
-        return self._arrays[array][start : min(stop, self.count)]
+        """Return of one of the arrays (`arrays_of`) the rows that lie at positions [start, stop)."""
+        return self._arrays[array][self.positions.lying(start, stop)]
 
     def put(self, arrays: Mapping[str, Array]) -> None:
         """Set rows, of all arrays by name; ids are each there once."""
+        self._put = True
         at = self._positions(arrays["ids"])
         for name, values in arrays.items():
             self._arrays[name][at] = values
 
     def _positions(self, ids: Ids) -> Positions:
         """Return where rows lie; those that are not there are made."""
-        found = self._index.find(ids)
+        found = self.positions.find(ids)
         missing = np.flatnonzero(found < 0)
         if len(missing):
+            self.positions.see_room(len(missing))
             found[missing] = self._add(ids[missing])
         return found
 
     def _add(self, ids: Ids) -> Positions:
         """Make rows that are not there; where they lie."""
-        count = self.count + len(ids)
-        if count > self._capacity:
-            raise MemoryError(f"{count} rows of {self.row_bytes} bytes are more than this machine's memory holds")
-        positions = np.arange(self.count, count)
-        self._ids[self.count : count] = ids
+        positions, again = self.positions.add(ids)
+        for array in self._state if self._counts is None else (*self._state, self._counts):
+            array[again] = 0
         for piece, values in first_rows(self._key, self._bound, ids, self._dim, self._dtype):
-            self._values[self.count : count][piece] = values
-        self._index.insert(ids, positions)
-        self._words[ROWS] = count
+            self._values[positions[piece]] = values
+        self._words[ROWS] = self.positions.top
         return positions
 
     def _reserved(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> Array:

@@ -253,7 +253,10 @@ class DropSnapshot(msgspec.Struct, tag=True):
 
 
 class MakeTable(msgspec.Struct, tag=True):
-    """A new table: rows of `dim` values of a dtype, their first values, and their optimizer by name and numbers."""
+    """A new table: rows of `dim` values of a dtype, their first values, and their optimizer by name and numbers.
+
+    Rows that no update has named for `evict` updates are dropped, and those longest not named where all servers
+    together have more than `limit`; 0: none."""
 
     table: str
     dim: int
@@ -262,6 +265,8 @@ class MakeTable(msgspec.Struct, tag=True):
     bound: float
     optimizer: str
     numbers: bytes
+    evict: int = 0
+    limit: int = 0
 
 
 class PushRows(msgspec.Struct, tag=True):
@@ -282,7 +287,7 @@ class PullRows(msgspec.Struct, tag=True):
 
 
 class ReadTable(msgspec.Struct, tag=True):
-    """Ask for rows [start, stop), as they lie on this server, of one array of a table: answered with Bytes."""
+    """Ask for those rows of one array of a table that lie at [start, stop) on this server: answered with Bytes."""
 
     table: str
     array: str
@@ -311,11 +316,14 @@ class GetTableStats(msgspec.Struct, tag=True):
 
 
 class TableStats(msgspec.Struct, tag=True):
-    """A table on one server: its rows, the bytes that they take with state and index, and the updates made."""
+    """A table on one server: its rows, which lie before position `top`, the bytes that they take with state and index,
+    the updates made, and the rows dropped."""
 
     rows: int
+    top: int
     nbytes: int
     updates: int
+    evicted: int
 
 
 class RequestDone(msgspec.Struct, tag=True):

@@ -1,4 +1,4 @@
-"""`Table`: rows of an embedding table, which servers make when they are first asked for. Checks of its arguments.
+"""`Table`: rows of an embedding table, which servers make when they are first pushed to. Checks of its arguments.
 
     table = kv.table("users", dim=32, init=mpips.uniform(0.05), optimizer="row_adagrad", learning_rate=0.05)
     rows = table.pull(ids)
@@ -30,6 +30,8 @@ Array = NDArray[Any]
 DTYPES = ("float32", "float64")
 MOST_BYTES = 1 << 30
 """Of the rows of one call: they travel to a server as one message."""
+MOST_COUNT = 1 << 31
+"""Updates that a table counts, and rows that `limit` may allow."""
 
 
 class Table:
@@ -62,7 +64,7 @@ class Table:
         self._push("push", where, flat)
 
     def pull(self, ids: object, out: object = None) -> Any:
-        """Return the rows of these ids after this worker's pushes; rows that are not there are made.
+        """Return the rows of these ids after this worker's pushes; of ids that no row has, the first values.
 
         Args:
             ids: int64, any shape.
@@ -120,14 +122,15 @@ class Table:
         return self.stats()["rows"]
 
     def stats(self) -> dict[str, int]:
-        """Return `rows`, `bytes` (rows, optimizer state and index, on all servers), and `updates` of the table."""
+        """Return numbers of all servers: `rows`, `bytes` (with optimizer state and index), `evicted` rows; and the
+        table's `updates`."""
         self._check_there("stats")
         tables = self._settings.backend.tables
         assert tables is not None
         parts: list[frames.TableStats] = self._settings.run(f"stats of table {self.name!r}", tables.stats(self.name))
         return {
             "rows": sum(part.rows for part in parts), "bytes": sum(part.nbytes for part in parts),
-            "updates": max(part.updates for part in parts),
+            "updates": max(part.updates for part in parts), "evicted": sum(part.evicted for part in parts),
         }  # fmt: skip
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -247,15 +250,16 @@ class Table:
 
 def make(
     settings: Settings, name: object, dim: object, dtype: object, init: object, optimizer: object, seed: object,
-    options: dict[str, Any],
+    life: tuple[object, object], options: dict[str, Any],
 ) -> Table:  # fmt: skip
-    """Make a table. Collective over the workers; see `KVStore.table`."""
-    card, refusal = rendezvous.attempt(lambda: _card(settings, name, dim, dtype, init, optimizer, seed, options))
+    """Make a table. Collective over the workers; see `KVStore.table`. `life`: `evict` and `limit`."""
+    card, refusal = rendezvous.attempt(lambda: _card(settings, name, dim, dtype, init, optimizer, seed, life, options))
     items = []
     if card is not None:
         chosen = row_optimizers.decode(card.optimizer, card.numbers)
         items = [("name", repr(name)), ("dim", str(card.dim)), ("dtype", card.dtype), ("init", repr(init)),
-                 ("seed", repr(seed)), ("optimizer", repr(chosen))]  # fmt: skip
+                 ("seed", repr(seed)), ("optimizer", repr(chosen)), ("evict", str(card.evict)),
+                 ("limit", str(card.limit))]  # fmt: skip
     settings.finish()
     settings.agree("table", items, refusal, noun="argument")
     assert card is not None and settings.backend.tables is not None
@@ -266,7 +270,7 @@ def make(
 
 def _card(
     settings: Settings, name: object, dim: object, dtype: object, init: object, optimizer: object, seed: object,
-    options: dict[str, Any],
+    life: tuple[object, object], options: dict[str, Any],
 ) -> frames.MakeTable:  # fmt: skip
     """Return a new table as servers are told of it; ValueError or TypeError where it cannot be."""
     if not isinstance(name, str):
@@ -284,8 +288,12 @@ def _card(
         raise ValueError(f"table {name!r}: dim={width}: give at least 1 and at most {MOST_BYTES // 8}")
     if not isinstance(init, Uniform):
         raise ValueError(f"table {name!r}: init={init!r}: give mpips.uniform(bound); uniform(0) are zeros")
+    evict, limit = life
     chosen, numbers = row_optimizers.encode(row_optimizers.create(optimizer, options))
-    return frames.MakeTable(name, width, word, key_of(_whole(name, "seed", seed), name), init.bound, chosen, numbers)
+    return frames.MakeTable(
+        name, width, word, key_of(_whole(name, "seed", seed), name), init.bound, chosen, numbers,
+        _at_least(name, "evict", evict, 1), _at_least(name, "limit", limit, settings.layout.num_servers),
+    )  # fmt: skip
 
 
 def _see_store(settings: Settings, name: str) -> None:
@@ -306,3 +314,13 @@ def _whole(name: str, word: str, given: Any) -> int:
         return operator.index(given)
     except TypeError:
         raise TypeError(f"table {name!r}: {word}={given!r} is no whole number: give one") from None
+
+
+def _at_least(name: str, word: str, given: object, least: int) -> int:
+    """Return a whole number, 0 for None."""
+    if given is None:
+        return 0
+    number = _whole(name, word, given)
+    if not least <= number < MOST_COUNT:
+        raise ValueError(f"table {name!r}: {word}={number}: give at least {least} and less than 2**31, or None")
+    return number

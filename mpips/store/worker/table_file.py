@@ -7,6 +7,7 @@ The file (safetensors, with checksums) holds `ids`, `values`, and what the optim
 from __future__ import annotations
 
 import contextlib
+import math
 
 import msgspec
 import numpy as np
@@ -89,14 +90,12 @@ def _written(tables: Tables, card: frames.MakeTable, writer: Writer | None) -> T
     places = {name: Tensor(dtype, (count, *shape)) for name, (dtype, shape) in kinds.items()}
     writer.begin(places, {WORD: msgspec.json.encode(header).decode()})
     for name, (dtype, shape) in kinds.items():
-        width, written = int(np.prod(shape, dtype=int)), 0
-        step = max(1, PIECE_BYTES // (dtype.itemsize * width))
+        step, written = max(1, PIECE_BYTES // (dtype.itemsize * math.prod(shape))), 0
         for server, part in enumerate(stats):
-            for start in range(0, part.rows, step):
-                stop = min(start + step, part.rows)
-                data = yield from tables.read(card.table, server, name, start, stop)
-                writer.write(name, written, np.frombuffer(data, dtype))
-                written += (stop - start) * width
+            for start in range(0, part.top, step):
+                data = np.frombuffer((yield from tables.read(card.table, server, name, start, start + step)), dtype)
+                writer.write(name, written, data)
+                written += data.size
     try:
         writer.finish()
     except OSError as error:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpips.store.tables.initial import first_rows, key_of
+from mpips.store.tables.initial import first_rows, key_of, owners_of
 
 
 def sgd(row: Any, gradient: Any, state: dict[str, Any], step: int) -> Any:
@@ -42,9 +42,17 @@ UPDATES: dict[str, Callable[..., Any]] = {
 
 
 class ReferenceTable:
-    """Rows in a dictionary, all with learning rate 0.1; gradients are summed from zero, from first to last."""
+    """Rows in a dictionary, all with learning rate 0.1; gradients are summed from zero, from first to last.
 
-    def __init__(self, name: str, dim: int, dtype: Any, bound: float, optimizer: str, seed: int = 0) -> None:
+    `evict`, `limit`: of rows, as `KVStore.table` says; 0: none. `servers`: how many share the limit."""
+
+    def __init__(
+        self, name: str, dim: int, dtype: Any, bound: float, optimizer: str, seed: int = 0, evict: int = 0,
+        limit: int = 0, servers: int = 1,
+    ) -> None:  # fmt: skip
+        self._evict, self._limit, self._servers = evict, limit, servers
+        self.touched: dict[int, int] = {}
+        self.evicted: list[int] = []
         self.dim, self.dtype, self._bound = dim, np.dtype(dtype), bound
         self._key, self._update = key_of(seed, name), UPDATES[optimizer]
         self.rows: dict[int, Any] = {}
@@ -68,9 +76,25 @@ class ReferenceTable:
         for one, gradient in total.items():
             state = self._state.setdefault(one, {})
             self.rows[one] = self._update(self._row(one), gradient, state, self._step)
+            self.touched[one] = self._step
+        self._drop()
+
+    def _drop(self) -> None:
+        due = {one for one, step in self.touched.items() if self._evict and step <= self._step - self._evict}
+        for server in range(self._servers if self._limit else 0):
+            share = self._limit // self._servers + (server < self._limit % self._servers)
+            here = [one for one in self.rows if one not in due and self._owner(one) == server]
+            here.sort(key=lambda one: (self.touched[one], one))
+            due.update(here[: max(0, len(here) - share)])
+        for one in due:
+            del self.rows[one], self._state[one], self.touched[one]
+        self.evicted += due
+
+    def _owner(self, one: int) -> int:
+        return int(owners_of(np.array([one], np.int64), self._servers)[0])
 
     def _row(self, one: int) -> Any:
-        if one not in self.rows:
-            ((_, rows),) = first_rows(self._key, self._bound, np.array([one], np.int64), self.dim, self.dtype)
-            self.rows[one] = rows[0]
-        return self.rows[one]
+        if one in self.rows:
+            return self.rows[one]
+        ((_, rows),) = first_rows(self._key, self._bound, np.array([one], np.int64), self.dim, self.dtype)
+        return rows[0]

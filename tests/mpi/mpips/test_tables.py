@@ -54,8 +54,6 @@ def test_a_table_equals_a_serial_dictionary(options: dict[str, Any], optimizer: 
                 assert out.tobytes() == expected.pull(batches[kv.rank][0]).tobytes()
                 out = table.pull(wanted)
             assert out.tobytes() == expected.pull(wanted).tobytes(), repeat
-            for ids in every:  # rows that are only read are made, too
-                expected.pull(ids)
         kv.barrier()
         assert table.rows == len(expected.rows)
         assert table.stats()["updates"] == 5
@@ -145,11 +143,37 @@ def test_many_rows_are_found_again() -> None:
         table = kv.table("t", 2, optimizer="sgd", learning_rate=1.0)
         ids = np.arange(40_000) * 7919 - 10**9
         first = np.concatenate([table.pull(part) for part in np.array_split(ids, 13)])
+        assert table.rows == 0
+        kv.barrier()
+        for part in np.array_split(ids, 13):
+            table.push(part, np.zeros((len(part), 2), np.float32))
         assert table.pull(ids).tobytes() == first.tobytes()
         assert table.rows == len(ids)
-        assert table.stats()["bytes"] <= (2 * 4 + 8 + 24) * len(ids) + 16384
+        assert table.stats()["bytes"] <= (2 * 4 + 8 + 4 + 24) * len(ids) + 16384
 
     run("dist_sync", body, servers=1)
+
+
+@either_mpi
+@pytest.mark.parametrize("options", SERVERS)
+@pytest.mark.parametrize("life", [{"evict": 2}, {"limit": 11}, {"evict": 3, "limit": 20}])
+def test_rows_are_dropped_as_a_dictionary_drops_them(options: dict[str, Any], life: dict[str, int]) -> None:
+    need(**options)
+
+    def body(kv: mpips.KVStore) -> None:
+        table = kv.table("users", 3, "float64", mpips.uniform(0.5), "adam", **life, **SMALL_RATE)
+        expected = ReferenceTable("users", 3, "float64", 0.5, "adam", **life, servers=options["servers"])
+        for repeat in range(9):
+            batches = [batch(repeat, worker, 3, "float64") for worker in range(kv.num_workers)]
+            expected.push(batches)
+            table.push(*batches[kv.rank])
+            wanted = np.concatenate([ids.reshape(-1) for ids, _ in batches] + [np.arange(-20, 20)])
+            assert table.pull(wanted).tobytes() == expected.pull(wanted).tobytes(), repeat
+            stats = table.stats()
+            assert (stats["rows"], stats["evicted"]) == (len(expected.rows), len(expected.evicted))
+            kv.barrier()
+
+    run("dist_sync", body, **options)
 
 
 def test_a_schedule_counts_updates_of_the_table() -> None:
@@ -187,6 +211,8 @@ def test_bad_arguments_lose_nothing() -> None:
             "unknown optimizer 'rprop' of a table: the known ones are sgd,":
                 lambda: kv.table("u", 3, optimizer="rprop"),
             "RowSGD has no option momentum": lambda: kv.table("u", 3, momentum=0.9),
+            "evict=0: give at least 1 and less than 2**31": lambda: kv.table("u", 3, evict=0),
+            "limit=1.5 is no whole number": lambda: kv.table("u", 3, limit=1.5),  # type: ignore[arg-type]
             "give mpips.uniform(bound)": lambda: kv.table("u", 3, init="ones"),  # type: ignore[arg-type]
             "a table holds float32 or float64": lambda: kv.table("u", 3, "int8"),
             "it does not hold tables, and the store has 't'": lambda: kv.save("never-written"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mpips.store.tables.initial import first_rows, key_of, owners_of, uniform
 from mpips.store.tables.row_optimizers import ROW_OPTIMIZERS, create
-from mpips.store.tables.rows import TableRows, merged, summed
+from mpips.store.tables.rows import TableRows, arrays_of, merged, summed
 from tests.mpi.mpips.reference_table import ReferenceTable
 
 IDS = st.integers(-(2**63), 2**63 - 1) | st.integers(-9, 9)
@@ -87,6 +87,57 @@ def test_rounds_equal_a_serial_dictionary(rounds: list[list[list[int]]], optimiz
     assert table.count == len(expected.rows)
 
 
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.lists(IDS, max_size=12), min_size=1, max_size=25), st.sampled_from([0, 1, 2, 5]),
+       st.sampled_from([0, 1, 4, 9]), st.integers(0, 24), st.integers(0, 24))  # fmt: skip
+def test_rows_are_dropped_as_a_dictionary_drops_them(
+    rounds: list[list[int]], evict: int, limit: int, moved_at: int, restored_at: int
+) -> None:
+    key, random, optimizer = key_of(0, "t"), np.random.default_rng(3), create("adam", {"learning_rate": 0.1})
+
+    def made() -> TableRows:
+        return TableRows(2, np.dtype(np.float32), key, 0.5, optimizer, evict, limit)
+
+    table, expected = made(), ReferenceTable("t", 2, np.float32, 0.5, "adam", evict=evict, limit=limit)
+    for step, ids in enumerate(rounds):
+        push = np.array(ids, np.int64), random.standard_normal((len(ids), 2)).astype(np.float32)
+        expected.push([push])
+        table.update(*merged(*push), step + 1)
+        every = np.unique(np.array([one for part in rounds for one in part], np.int64))
+        assert table.pull(every).tobytes() == expected.pull(every).tobytes()
+        assert (table.count, table.evicted) == (len(expected.rows), len(expected.evicted))
+        if step == restored_at:  # as where another process takes over the arrays
+            table.positions.restore(table.positions.top)
+        if step == moved_at:  # as a file that was saved moves them
+            table, before = made(), table
+            parts = {name: before.read(name, 0, 10**6) for name in arrays_of(2, np.dtype(np.float32), optimizer)}
+            table.put({name: array[::-1] for name, array in parts.items()})
+            table.evicted = before.evicted
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([(1, 0), (3, 0), (0, 700), (0, 5000), (4, 3000)]))
+def test_many_rows_come_and_go(seed: int, life: tuple[int, int]) -> None:
+    random, (evict, limit) = np.random.default_rng(seed), life
+    table = TableRows(1, np.dtype(np.float64), 5, 0.0, create("sgd", {"learning_rate": 1.0}), evict, limit)
+    alive: dict[int, list[int]] = {}  # of each id the update that named it last, and how many have
+    most = 0
+    for step in range(1, 40):
+        ids = np.unique(random.zipf(1.2, int(random.integers(0, 4000))) % 20_000 - 7)
+        table.update(ids, -np.ones((len(ids), 1)), step)
+        for one in ids.tolist():
+            alive[one] = [step, alive.get(one, [0, 0])[1] + 1]
+        most = max(most, len(alive))
+        order = sorted(alive, key=lambda one: (alive[one][0], one))
+        order = [one for one in order if not (evict and alive[one][0] <= step - evict)]
+        alive = {one: alive[one] for one in (order[-limit:] if limit else order)}
+        assert table.count == len(alive)
+        assert table.pull(np.arange(-7, 20_000))[:, 0].sum() == sum(count for _, count in alive.values())
+    every = np.array(sorted(alive), np.int64)
+    assert table.pull(every)[:, 0].tolist() == [alive[one][1] for one in every.tolist()]
+    assert table.nbytes <= (table.row_bytes + 24 + 12 + 8) * most + 100_000  # dropped rows' memory is used again
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=12), st.integers(0, 2**32), st.booleans())
 def test_the_index_finds_every_row_while_it_grows(sizes: list[int], seed: int, dense: bool) -> None:
@@ -96,6 +147,7 @@ def test_the_index_finds_every_row_while_it_grows(sizes: list[int], seed: int, d
     for size in sizes:
         ids = np.unique(random.integers(0, 9000, size) if dense else random.integers(-(2**63), 2**63 - 1, size))
         assert (table.pull(ids) == rows_of(ids, 1, np.float64, 5)).all()
+        table.update(ids, np.zeros((len(ids), 1)), 1)
         seen.update(ids.tolist())
         every = np.array(sorted(seen))
         assert (table.pull(every) == rows_of(every, 1, np.float64, 5)).all()
