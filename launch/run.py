@@ -208,7 +208,7 @@ def command(
     check_script(words)
     _warn(job, machine)
     remote = bool(job.hosts) and job.ranks_here(os.environ) < job.ranks
-    with observing(**watched):
+    with observing(**watched, several=remote):
         code = restarts.until_it_ends(start, start.fitting, options, tries, remote, launcher.flavour)
     if not code:
         recorder.forget_job(str(os.getpid()))

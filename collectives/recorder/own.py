@@ -338,11 +338,16 @@ def _end() -> None:
     for path in _paths:
         with suppress(OSError):
             path.unlink()
-    with suppress(OSError, IndexError):
-        here = _paths[0].parent
+    with suppress(IndexError):
+        leave(_paths[0].parent)
+
+
+def leave(here: Path) -> None:
+    """Remove the folder of a job in which nothing of its ranks is left; whoever is the last does."""
+    with suppress(OSError):
         if not any(here.glob(f"*{PAGE}")) and not is_launched_here(here):
             (here / HOSTS_FILE).unlink(missing_ok=True)
-        here.rmdir()  # by whoever is the last
+        here.rmdir()
 
 
 def _forget() -> None:

@@ -15,8 +15,10 @@ import json
 import mmap
 import os
 import signal
+import socket
 import threading
 import time
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -130,33 +132,39 @@ def _describe(path: Path) -> None:
 
 def clock() -> str:
     """Return a name of the monotonic clock here, which all processes have that read the same one."""
-    space = 0
+    boot = offset = ""
     with suppress(OSError):
-        space = os.stat("/proc/self/ns/time").st_ino
-    with suppress(OSError):
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}.{space}"
-    return str(space)
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    with suppress(OSError):  # of a time namespace
+        offset = ".".join(Path("/proc/self/timens_offsets").read_text().splitlines()[0].split()[1:])
+    return f"{boot or socket.gethostname()}.{offset or '0.0'}"
 
 
-def read_traces(folder: Path) -> list[RankTrace]:
-    """Return what the processes of a job have recorded on this host, by rank, also those that were killed."""
-    found = []
+def read_raw(folder: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """Yield who each process of a job on this host is, and its ring, also of those that were killed."""
     for path in sorted(folder.glob(f"*{SUFFIX}")):
         with suppress(OSError, ValueError):
             with open(path, "rb") as file:
                 who = json.loads(file.read(HEAD_BYTES).rstrip(b"\0"))
+                data = file.read()
             with suppress(OSError):
                 if (page := read(path.with_suffix(own.PAGE))) is not None:
                     who = {**who, **page.identity}
-            records = ring.read_file(path, HEAD_BYTES)
-            last = records[-1].sequence if records else 0
-            slots = (path.stat().st_size - HEAD_BYTES) // RECORD_BYTES
-            found.append(RankTrace(who, records, max(0, last - slots)))
+            yield who, data
+
+
+def parse(raw: Iterable[tuple[dict[str, Any], bytes]]) -> list[RankTrace]:
+    """Return what processes have recorded, by rank."""
+    found = []
+    for who, data in raw:
+        records = ring.read(data)
+        last = records[-1].sequence if records else 0
+        found.append(RankTrace(who, records, max(0, last - (len(data) - ring.HEAD_BYTES) // RECORD_BYTES)))
     return sorted(found, key=lambda one: (one.rank, one.who["pid"]))
 
 
 def forget(folder: Path) -> None:
-    """Remove what `read_traces` reads: it takes memory."""
+    """Remove what `read_raw` reads: it takes memory."""
     for path in folder.glob(f"*{SUFFIX}"):
         with suppress(OSError):
             path.unlink()

@@ -1,8 +1,8 @@
 """Clocks of several hosts: what to add to one's time to have another's, measured by exchanges, and how far it may err.
 
 A host asks another for its time and halves the way: the answer was made between question and receipt, so the error is
-half of that time at most. Of many exchanges the quickest counts. Measured twice, before and after, the offset between
-is a straight line; what it has changed by is added to the error.
+half of that time at most. Of many exchanges the quickest counts. Between two measurements the offset is a straight
+line, and what it has changed by is added to the error.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from typing import NamedTuple
 
 EXCHANGES = 100
-TAG = 77
+LONGEST_SECONDS = 0.5
+"""Of all exchanges: on a slow link there are fewer."""
+MOST_DRIFT = 500e-6
+"""Of one clock against another: what Linux lets NTP correct one by."""
 
 
 class Offset(NamedTuple):
@@ -32,38 +33,38 @@ class Clock:
     """One clock beside the reference, from offsets measured at one or more times. None at all: it is the reference."""
 
     def __init__(self, offsets: Sequence[Offset] = ()) -> None:
-        self._offsets = sorted(offsets)
-        found = [one.offset_ns for one in offsets] or [0]
-        drift = max(found) - min(found)
-        self.error_ns = max((one.error_ns for one in offsets), default=0) + drift
-        """At most, of any time between two measurements."""
+        self.offsets = sorted(offsets)
 
     def to_reference(self, at_ns: int) -> int:
         """Return a time of this clock as the reference has it."""
-        if not self._offsets:
+        if not self.offsets:
             return at_ns
-        place = bisect_left(self._offsets, (at_ns,))
-        if place in (0, len(self._offsets)):
-            return at_ns + self._offsets[min(place, len(self._offsets) - 1)].offset_ns
-        before, after = self._offsets[place - 1], self._offsets[place]
+        place = bisect_left(self.offsets, (at_ns,))
+        if place in (0, len(self.offsets)):
+            return at_ns + self.offsets[min(place, len(self.offsets) - 1)].offset_ns
+        before, after = self.offsets[place - 1], self.offsets[place]
         share = (at_ns - before.at_ns) / (after.at_ns - before.at_ns)
         return at_ns + before.offset_ns + round(share * (after.offset_ns - before.offset_ns))
 
+    def error_ns(self, first_ns: int, last_ns: int) -> int:
+        """Return by how much the times of this clock from `first_ns` to `last_ns` may be wrong, at most."""
+        if not self.offsets:
+            return 0
+        between = [
+            max(one.error_ns, other.error_ns) + abs(one.offset_ns - other.offset_ns)
+            for one, other in pairwise(self.offsets)
+        ]
+        beyond = max(self.offsets[0].at_ns - first_ns, last_ns - self.offsets[-1].at_ns, 0)
+        return max(between, default=self.offsets[0].error_ns) + round(beyond * MOST_DRIFT)
 
-def measure(comm: MPI.Intracomm, clock: Callable[[], int] = time.monotonic_ns) -> Offset:
-    """Return the offset of this rank's clock to rank 0's. Collective, blocking."""
-    if comm.rank:
-        for _ in range(EXCHANGES):
-            comm.recv(source=0, tag=TAG)
-            comm.send(clock(), 0, TAG)
-        return Offset(*comm.recv(source=0, tag=TAG))
-    for other in range(1, comm.size):
-        found = []
-        for _ in range(EXCHANGES):
-            asked = clock()
-            comm.send(None, other, TAG)
-            theirs = comm.recv(source=other, tag=TAG)
-            heard = clock()
-            found.append(Offset(theirs, (asked + heard) // 2 - theirs, (heard - asked + 1) // 2))
-        comm.send(tuple(min(found, key=attrgetter("error_ns"))), other, TAG)
-    return Offset(clock(), 0, 0)
+
+def measure(ask: Callable[[], int], clock: Callable[[], int] = time.monotonic_ns) -> Offset:
+    """Return the offset of another clock to this one. `ask` returns the other's time; blocking, for about a second."""
+    found: list[Offset] = []
+    begun = clock()
+    while len(found) < EXCHANGES and clock() - begun < LONGEST_SECONDS * 1e9:
+        asked = clock()
+        theirs = ask()
+        heard = clock()
+        found.append(Offset(theirs, (asked + heard) // 2 - theirs, (heard - asked + 1) // 2))
+    return min(found, key=attrgetter("error_ns"))

@@ -183,9 +183,10 @@ def page(job: str | None, port: str) -> None:
 @click.option("--seconds", type=Seconds(), default=5.0, show_default=True, help="How long, from now.")
 @click.option("-o", "--output", type=OutFile(), default="trace.json", show_default=True, help="The file.")
 def trace(job: str | None, seconds: float, output: Path) -> None:
-    """Write one timeline of what all ranks of JOB on this host do from now on, for Perfetto and chrome://tracing.
+    """Write one timeline of what all ranks of JOB do from now on, for Perfetto and chrome://tracing.
 
-    JOB is the name that `mpips top` shows; without it, the newest. `mpips run --trace` does it for a whole job.
+    JOB is the name that `mpips top` shows; without it, the newest. `mpips run --trace` does it for a whole job. Ranks
+    on other hosts are in it, too, where `mpips run` has started them.
     """
     from launch.observe.trace import trace_running, write  # what it imports nobody else here needs
 

@@ -1,9 +1,9 @@
 """Look at the ranks of a job on all its hosts: here, and elsewhere by the agent that has started them there.
 
 `mpips run` writes which hosts a job has, and how they are reached, beside the pages (`hosts.json`). On each other host
-the agent, which is ssh or what takes its place, starts this module as a program. That one looks at the pages there,
-when it is asked by a line, and answers by a line of JSON. It ends with the connection, and listens on no port. Clocks
-of hosts differ, so only lengths of time travel.
+the agent, which is ssh or what takes its place, starts a module as a program, such as this one. That one looks at the
+pages there, when it is asked by a line, and answers by a line of JSON. It ends with the connection, and listens on no
+port. Clocks of hosts differ, so only lengths of time travel.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import msgspec
 
@@ -33,6 +33,7 @@ WITHIN_SECONDS = 1.3
 """Beyond the two looks, for another host to answer: the answer of `mpips why` comes within 2 s."""
 MODULE = "launch.observe.hosts"
 READ_BYTES = 1 << 16
+T = TypeVar("T")
 
 
 class Found(NamedTuple):
@@ -50,12 +51,7 @@ class Watch:
 
     def __init__(self, folder: Path, within: float = WITHIN_SECONDS) -> None:
         self._folder, self._within, self._asked = folder, within, 0
-        self._lines: dict[str, _Line] = {}
-        known = own.read_hosts(folder)
-        here = socket.gethostname()
-        for name in known.get("names", ()):
-            if name not in (here, here.partition(".")[0], "localhost"):
-                self._lines[name] = _Line([*known["agent"], name, *_command(known, folder.name)])
+        self._lines = connect(folder, MODULE, list[Rank])
 
     def __enter__(self) -> Self:
         return self
@@ -68,23 +64,12 @@ class Watch:
         self._asked += 1
         until = time.monotonic() + seconds + self._within
         for line in self._lines.values():
-            line.ask(self._asked, seconds, stacks)
+            line.ask(self._asked, f"{seconds!r} {stacks:d}")
         ranks = gather(self._folder, seconds, stacks)
-        unreached = self._wait(until)
+        wait(self._lines.values(), until, self._within)
         for line in self._lines.values():
-            ranks += line.ranks
-        return Found(join(ranks), unreached)
-
-    def _wait(self, until: float) -> dict[str, str]:
-        """Wait for all answers, but not longer than until then; return the hosts without one, and the reasons."""
-        open_ = {line.output: line for line in self._lines.values() if not line.failed}
-        while open_ and (left := until - time.monotonic()) > 0:
-            for output in select.select([*open_], [], [], left)[0]:
-                if open_[output].hear(self._asked):
-                    del open_[output]
-        for line in open_.values():
-            line.give_up(f"no answer within {self._within:g} s")
-        return {name: line.failed for name, line in self._lines.items() if line.failed}
+            ranks += line.answer or ()
+        return Found(join(ranks), {name: line.failed for name, line in self._lines.items() if line.failed})
 
     def close(self) -> None:
         """End the connections."""
@@ -92,14 +77,33 @@ class Watch:
             line.close()
 
 
-class _Line:
-    """The connection to one host. `failed`: why it has not answered the last time."""
+def connect(folder: Path, module: str, kind: type[T]) -> dict[str, Line[T]]:
+    """Return a line to each other host of a job, on which a module answers by what is of that kind. Sends nothing."""
+    known = own.read_hosts(folder)
+    here = socket.gethostname()
+    others = [name for name in known.get("names", ()) if name not in (here, here.partition(".")[0], "localhost")]
+    return {name: Line([*known["agent"], name, *_command(known, module, folder.name)], kind) for name in others}
 
-    def __init__(self, argv: Sequence[str]) -> None:
-        self._argv = argv
+
+def wait(lines: Iterable[Line[T]], until: float, within: float) -> None:
+    """Wait for the answers of all, but not longer than until then; `within` is what to say of those without one."""
+    open_ = {line.output: line for line in lines if not line.failed}
+    while open_ and (left := until - time.monotonic()) > 0:
+        for output in select.select([*open_], [], [], left)[0]:
+            if open_[output].hear():
+                del open_[output]
+    for line in open_.values():
+        line.give_up(f"no answer within {within:g} s")
+
+
+class Line(Generic[T]):
+    """The connection to one host. `answer`: the last one; `failed`: why there is none."""
+
+    def __init__(self, argv: Sequence[str], kind: type[T]) -> None:
+        self._argv, self._form = argv, tuple[int, kind]  # type: ignore[valid-type]
         self._process: subprocess.Popen[bytes] | None = None
-        self._said = b""
-        self.ranks: list[Rank] = []
+        self._said, self._asked = bytearray(), 0
+        self.answer: T | None = None
         self.failed = ""
 
     @property
@@ -107,31 +111,32 @@ class _Line:
         assert self._process is not None and self._process.stdout is not None
         return self._process.stdout.fileno()
 
-    def ask(self, number: int, seconds: float, stacks: bool) -> None:
-        """Send a question, where need be by a new connection."""
-        self.failed, self.ranks = "", []
+    def ask(self, number: int, words: str) -> None:
+        """Send a question, where need be by a new connection. `number`: it has not been asked by before."""
+        self.failed, self.answer, self._asked = "", None, number
         try:
             if self._process is None:
                 self._errors = tempfile.TemporaryFile()  # noqa: SIM115
                 self._process = subprocess.Popen(self._argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                                  stderr=self._errors, start_new_session=True)  # fmt: skip
             assert self._process.stdin is not None
-            self._process.stdin.write(b"%d %r %d\n" % (number, seconds, stacks))
+            self._process.stdin.write(b"%d %s\n" % (number, words.encode()))
             self._process.stdin.flush()
         except OSError as error:
             self.give_up(f"{self._argv[0]}: {error.strerror}")
 
-    def hear(self, number: int) -> bool:
-        """Read what has come; return whether no more is to come for this question."""
+    def hear(self) -> bool:
+        """Read what has come; return whether no more is to come for the last question."""
         data = os.read(self.output, READ_BYTES)
         self._said += data
-        *lines, self._said = self._said.split(b"\n")
-        for line in lines:
-            with suppress(ValueError, msgspec.ValidationError):  # what a login shell prints is no answer
-                asked, ranks = msgspec.convert(json.loads(line), tuple[int, list[Rank]])
-                if asked == number:
-                    self.ranks = ranks
-                    return True
+        if b"\n" in data:
+            *lines, self._said = self._said.split(b"\n")
+            for line in lines:
+                with suppress(ValueError, msgspec.ValidationError):  # what a login shell prints is no answer
+                    asked, answer = msgspec.convert(json.loads(line), self._form)
+                    if asked == self._asked:
+                        self.answer = answer
+                        return True
         if not data:
             self.give_up(self._last_word() or f"{self._argv[0]} has ended without a word")
         return not data
@@ -156,13 +161,13 @@ class _Line:
                     if file is not None:
                         file.close()
             self._process.wait()
-        self._process, self._said = None, b""
+        self._process, self._said = None, bytearray()
 
 
-def _command(known: Mapping[str, Any], job: str) -> list[str]:
+def _command(known: Mapping[str, Any], module: str, job: str) -> list[str]:
     """Return what the agent is to start on another host: a word for a shell there, but for srun, which has none."""
     path = ["env", f"PYTHONPATH={known['path']}"] if known["path"] else []
-    words = [*path, known["python"], "-P", "-m", MODULE, job]
+    words = [*path, known["python"], "-P", "-m", module, job]
     return words if known["agent"][0] == "srun" else [shlex.join(words)]
 
 

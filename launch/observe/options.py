@@ -34,20 +34,23 @@ def observe_options(command: Callable[..., None]) -> Callable[..., None]:
 @contextmanager
 def observing(
     trace: Path | None, summary: bool, summary_json: Path | None, metrics: str | None, metrics_port: str | None,
-    page: str | None,
+    page: str | None, several: bool,
 ) -> Iterator[None]:  # fmt: skip
-    """Show others the job that the block runs, by what is asked for."""
+    """Show others the job that the block runs, by what is asked for. `several`: it has ranks on other hosts."""
     folder = recorder.folder() / recorder.job_name({recorder.JOB: str(os.getpid())})
-    with _exporting(metrics, metrics_port), _showing(page, folder), _tracing(folder, trace, summary, summary_json):
+    traced = _tracing(folder, several, trace, summary, summary_json)
+    with _exporting(metrics, metrics_port), _showing(page, folder), traced:
         yield
 
 
-def _tracing(folder: Path, trace: Path | None, summary: bool, as_json: Path | None) -> AbstractContextManager[None]:
+def _tracing(
+    folder: Path, several: bool, trace: Path | None, summary: bool, as_json: Path | None
+) -> AbstractContextManager[None]:
     if not (trace or summary or as_json):
         return nullcontext()
     from launch.observe.trace import tracing_job  # only where it is needed
 
-    return tracing_job(folder, trace, summary, as_json)
+    return tracing_job(folder, several, trace, summary, as_json)
 
 
 def _exporting(folder: str | None, address: str | None) -> AbstractContextManager[None]:

@@ -39,7 +39,7 @@ def merge(traces: Sequence[RankTrace], clocks: Mapping[str, Clock]) -> tuple[lis
     """
     times = [(clocks.get(one.who["clock"], Clock()), one) for one in traces if one.records]
     if not times:
-        return [], {"ranks": _about(traces, clocks)}
+        return [], _about(traces, clocks)
     first = min(clock.to_reference(record.made_ns) for clock, one in times for record in one.records)
     last = max(clock.to_reference(max(record[3:6])) for clock, one in times for record in one.records)
     events: list[chrome.Event] = []
@@ -53,21 +53,35 @@ def merge(traces: Sequence[RankTrace], clocks: Mapping[str, Clock]) -> tuple[lis
         who = one.who
         process = f"rank {one.rank} ({who.get('role') or 'worker'}) on {who.get('host', '')}"
         events += chrome.names(one.rank, process, tids[one.rank])
-    number = 0
-    for number, (name, places) in enumerate(flows(placed), 1):
+    about = _about(traces, clocks)
+    for number, (name, places) in enumerate(flows(placed, about["clock_error_ns"]), 1):
         events += chrome.arrow(number, name, places)
-    return events, {"flows": number, "seconds": (last - first) / 1e9, "ranks": _about(traces, clocks)}
+        about["flows"] = number
+    return events, about | {"seconds": (last - first) / 1e9}
 
 
-def _about(traces: Sequence[RankTrace], clocks: Mapping[str, Clock]) -> list[dict[str, Any]]:
-    return [
+def _about(traces: Sequence[RankTrace], clocks: Mapping[str, Clock]) -> dict[str, Any]:
+    """Return what is to be said of a trace beside its events. `clock_error_ns`: of the times of two ranks, at most."""
+    ranks = [
         {
             "rank": one.rank, "role": one.who.get("role", ""), "host": one.who.get("host", ""), "pid": one.who["pid"],
-            "records": len(one.records), "overwritten": one.overwritten,
-            "clock_error_ns": clocks.get(one.who["clock"], Clock()).error_ns,
+            "records": len(one.records), "overwritten": one.overwritten, "clock_error_ns": _error(one, clocks),
         }
         for one in traces
     ]  # fmt: skip
+    of_clocks: dict[str, int] = defaultdict(int)
+    for one in traces:
+        of_clocks[one.who["clock"]] = max(of_clocks[one.who["clock"]], _error(one, clocks))
+    worst = sum(sorted(of_clocks.values())[-2:]) if len(of_clocks) > 1 else 0
+    return {"flows": 0, "clock_error_ns": worst, "ranks": ranks}
+
+
+def _error(one: RankTrace, clocks: Mapping[str, Clock]) -> int:
+    """Return by how much the times of a rank may differ from the reference's."""
+    if not one.records or one.who["clock"] not in clocks:
+        return 0
+    first, last = one.records[0].made_ns, max(max(record[3:6]) for record in one.records)
+    return clocks[one.who["clock"]].error_ns(first, last)
 
 
 class _Rank:
@@ -131,10 +145,11 @@ class _Rank:
             reached = max(reached, end)
 
 
-def flows(placed: Sequence[Placed]) -> Iterator[tuple[str, list[tuple[int, int, float]]]]:
+def flows(placed: Sequence[Placed], error_ns: int) -> Iterator[tuple[str, list[tuple[int, int, float]]]]:
     """Yield the name and the places of each arrow: a worker's push, a server's sum, this worker's pull of that round.
 
-    After a recovery a round is gone through again: what is nearest in time belongs together.
+    After a recovery a round is gone through again: what is nearest in time belongs together. `error_ns`: of times that
+    two clocks have shown.
     """
     pushes: dict[tuple[str, int], list[Placed]] = defaultdict(list)
     pulls: dict[tuple[str, int], list[Placed]] = defaultdict(list)
@@ -148,7 +163,7 @@ def flows(placed: Sequence[Placed]) -> Iterator[tuple[str, list[tuple[int, int, 
         if total.record.operation not in SUMS:
             continue
         key = total.record.subject, total.record.round
-        readers = _nearest([one for one in pulls[key] if one.end >= total.begin], total.begin)
+        readers = _nearest([one for one in pulls[key] if one.end + error_ns >= total.begin], total.begin)
         for pid, push in _nearest(pushes[key], total.begin, last=True).items():
             summed = min(max(push.begin, total.begin), total.end)
             places = [(push, push.begin), (total, summed)]

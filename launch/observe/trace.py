@@ -1,96 +1,219 @@
 """Trace a job from outside: as long as it runs (`mpips run --trace`, `--summary`), or for some seconds (`mpips trace`).
 
 Ranks write into files in the memory of their host (`collectives.recorder.tracing`). They are read when the time is
-over, also those of ranks that were killed, and removed.
+over, also those of ranks that were killed, and removed. Other hosts are asked by the job's agent: for their time, again
+and again, and at the end for what their ranks have written.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import socket
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self, cast
 
 import click
 
-from collectives import files
 from collectives.recorder import chrome, own, ring, tracing
 from collectives.recorder.tracing import RankTrace
 from collectives.terminal import show_table, write_json, writing
-from launch.observe import summary
-from launch.observe.gather import catches
+from launch.observe import clocks, summary, traced
+from launch.observe.beside import without_signals
+from launch.observe.clocks import Clock, Offset
+from launch.observe.hosts import Line, connect, wait
 from launch.observe.timeline import merge
+
+MODULE = "launch.observe.traced"
+WITHIN_SECONDS, READ_SECONDS = 10.0, 120.0
+"""For another host to answer; and with what its ranks have written."""
+AGAIN_SECONDS = 30.0
+"""Between two measurements of clocks."""
+LOOK_SECONDS = 0.1
+"""Between two looks for the hosts of a job that begins."""
+
+
+class Traced(NamedTuple):
+    """Hold what the ranks of a job have recorded. `clocks`: by name, those that are not this host's. `left_out`: by
+    host or rank, why it is not there."""
+
+    traces: list[RankTrace]
+    clocks: Mapping[str, Clock]
+    left_out: Mapping[str, str]
+
+
+class OtherHosts:
+    """The other hosts of a job that is traced, by a connection to each: what their clocks show, what is there."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._number = folder, 0
+        self._lines: dict[str, Line[Any]] = {}
+        self._offsets: dict[str, list[Offset]] = {}
+        self._mute: dict[str, str] = {}
+        self._refused: dict[str, str] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: type[BaseException] | BaseException | TracebackType | None) -> None:
+        for line in self._lines.values():
+            line.close()
+
+    def find(self) -> bool:
+        """Look which hosts the job is on by now; return whether there are others."""
+        for name, line in connect(self._folder, MODULE, Any).items():
+            self._lines.setdefault(name, line)
+        return bool(self._lines)
+
+    def measure(self) -> None:
+        """Measure the clock of each of them. Blocking, for `WITHIN_SECONDS` at most for a host that is mute."""
+        for name, line in self._lines.items():
+            for _ in range(2):  # a connection may have been cut meanwhile
+                with suppress(ConnectionError):
+                    self._measure(line)
+                    self._mute.pop(name, None)
+                    break
+            else:
+                self._mute[name] = line.failed
+
+    def _measure(self, line: Line[Any]) -> None:
+        clock, _ = self._time_of(line)
+        if clock != tracing.clock():
+            self._offsets.setdefault(clock, []).append(clocks.measure(lambda: self._time_of(line)[1]))
+
+    def _time_of(self, line: Line[Any]) -> tuple[str, int]:
+        self._ask([line], "time", WITHIN_SECONDS)
+        if line.failed:
+            raise ConnectionError(line.failed)
+        name, now = cast(tuple[str, int], line.answer)
+        return name, now
+
+    def trace(self, seconds: float) -> str:
+        """Have all ranks traced for so many seconds, here, too. Blocking; return why none is here."""
+        self._number += 1
+        for line in self._lines.values():
+            line.ask(self._number, f"trace {seconds!r}")
+        until = time.monotonic() + seconds + WITHIN_SECONDS
+        why = traced.trace_ranks(self._folder, seconds)
+        if why:
+            time.sleep(seconds if self._lines else 0.0)
+        wait(self._lines.values(), until, WITHIN_SECONDS)
+        for name, line in self._lines.items():
+            if said := line.failed or str(line.answer):
+                self._refused[name] = said
+        return why
+
+    def read(self, here: bool = True) -> Traced:
+        """Read what ranks have recorded, and remove it: there, and `here`. Hosts that are left out are not asked."""
+        raw = list(tracing.read_raw(self._folder)) if here else []
+        if here:
+            tracing.forget(self._folder)
+            own.leave(self._folder)
+        missing = {**self._mute, **self._refused}
+        asked = {name: line for name, line in self._lines.items() if name not in missing}
+        self._ask(asked.values(), "read", READ_SECONDS)
+        for name, line in asked.items():
+            raw += ((who, traced.unpack(text)) for who, text in line.answer or ())
+            if line.failed:
+                missing[name] = line.failed
+        known = {name: Clock(offsets) for name, offsets in self._offsets.items()}
+        found, left_out = [], {f"host {name}": why for name, why in missing.items()}
+        for one in tracing.parse(raw):
+            if one.who["clock"] in (*known, tracing.clock()):
+                found.append(one)
+            else:
+                left_out[f"rank {one.rank}"] = f"the clock that it reads on {one.who.get('host', '')} is not known"
+        return Traced(found, known, left_out)
+
+    def _ask(self, lines: Iterable[Line[Any]], words: str, within: float) -> None:
+        self._number += 1
+        lines = list(lines)
+        for line in lines:
+            line.ask(self._number, words)
+        wait(lines, time.monotonic() + within, within)
 
 
 @contextmanager
-def tracing_job(folder: Path, trace: Path | None, with_summary: bool, summary_json: Path | None) -> Iterator[None]:
-    """Trace the job that the block runs, and write what is asked for when it has ended, however."""
+def tracing_job(
+    folder: Path, several: bool, trace: Path | None, with_summary: bool, summary_json: Path | None
+) -> Iterator[None]:
+    """Trace the job that the block runs, and write what is asked for when it has ended, however.
+
+    `several`: it has ranks on other hosts.
+    """
     os.environ[tracing.VARIABLE] = str(tracing.RING_BYTES)
-    try:
-        yield
-    finally:
-        del os.environ[tracing.VARIABLE]
-        found = tracing.read_traces(folder)
-        tracing.forget(folder)
-        with suppress(OSError):
-            folder.rmdir()  # where all ranks have ended well
-        if trace:
-            with writing(trace):
-                write(trace, found)
-        if with_summary or summary_json:
-            made = summary.summarize(found)
-            if with_summary:
-                for table in summary.tables(made):
-                    show_table(table)
-                click.echo(_left_out(found), nl=False)
-            if summary_json:
-                write_json(summary_json, summary.as_json(made))
+    ended = threading.Event()
+    with OtherHosts(folder) as others:
+        thread = threading.Thread(target=_measure_regularly, args=(others, ended), daemon=True)
+        if several:
+            with without_signals():
+                thread.start()
+        try:
+            yield
+        finally:
+            del os.environ[tracing.VARIABLE]
+            ended.set()
+            if several:
+                thread.join()
+                others.measure()
+            found = others.read()
+            if trace:
+                with writing(trace):
+                    write(trace, found)
+            if with_summary or summary_json:
+                made = summary.summarize(found.traces)
+                if with_summary:
+                    for table in summary.tables(made):
+                        show_table(table)
+                    click.echo(_lost(found), nl=False)
+                if summary_json:
+                    write_json(summary_json, summary.as_json(made))
 
 
-def trace_running(folder: Path, seconds: float) -> list[RankTrace]:
+def _measure_regularly(others: OtherHosts, ended: threading.Event) -> None:
+    while not others.find() and not ended.wait(LOOK_SECONDS):
+        pass
+    while not ended.is_set():
+        others.measure()
+        ended.wait(AGAIN_SECONDS)
+        others.find()
+
+
+def trace_running(folder: Path, seconds: float) -> Traced:
     """Return what the ranks of a running job do in so many seconds from now. Blocking; ClickException for nothing."""
-    pids = [int(path.stem) for path in folder.glob(f"*{own.PAGE}")]
-    asked = [pid for pid in pids if own.lives(pid) and _hears(pid)]
-    if any(folder.glob(f"*{tracing.SUFFIX}")):
-        raise click.ClickException(f"job {folder.name} is traced already: wait for the other `mpips trace`, or the job")
-    if not asked:
-        raise click.ClickException(f"no rank of job {folder.name} lives here that can be traced")
-    until = time.monotonic_ns() + round(seconds * 1e9)
-    request = folder / tracing.REQUEST
-    files.write(request, json.dumps({"bytes": tracing.RING_BYTES, "until_ns": until}).encode())
-    try:
-        for pid in asked:
-            with suppress(OSError):
-                os.kill(pid, tracing.SIGNAL)
-        time.sleep(seconds)
-        return tracing.read_traces(folder)
-    finally:
-        request.unlink()
-        tracing.forget(folder)
+    with OtherHosts(folder) as others:
+        others.find()
+        others.measure()
+        why = others.trace(seconds)
+        others.measure()
+        found = others.read(here=not why)
+    if not found.traces:
+        raise click.ClickException("; ".join([why, *(f"{one}: {other}" for one, other in found.left_out.items())]))
+    return found
 
 
-def _hears(pid: int) -> bool:
-    with suppress(OSError):
-        return catches(pid, tracing.SIGNAL)
-    return False
-
-
-def write(path: Path, found: Sequence[RankTrace]) -> None:
+def write(path: Path, found: Traced) -> None:
     """Write one timeline of all, and say what is in it. OSError as of files."""
-    events, about = merge(found, {})
+    events, about = merge(found.traces, found.clocks)
+    about |= {"reference_clock": socket.gethostname(), "left_out": found.left_out}
     chrome.save(path, events, about)
-    records = sum(len(one.records) for one in found)
-    click.echo(f"mpips: {path}: {records} calls of {len(found)} ranks, {about.get('flows', 0)} arrows; open it in "
-               f"https://ui.perfetto.dev or chrome://tracing\n{_left_out(found)}", err=True, nl=False)  # fmt: skip
+    records, ranks = sum(len(one.records) for one in found.traces), len(found.traces)
+    agreed = f", clocks agree to {about['clock_error_ns'] / 1e3:.0f} us" if found.clocks else ""
+    click.echo(f"mpips: {path}: {records} calls of {ranks} ranks, {about['flows']} arrows{agreed}; open it in "
+               f"https://ui.perfetto.dev or chrome://tracing\n{_lost(found)}", err=True, nl=False)  # fmt: skip
 
 
-def _left_out(found: Sequence[RankTrace]) -> str:
-    """Return what to say of records that are lost; "" for none."""
-    lost = {one.rank: one.overwritten for one in found if one.overwritten}
-    if not lost:
-        return ""
-    ranks = ", ".join(f"{count} of rank {rank}" for rank, count in lost.items())
-    room = tracing.RING_BYTES // ring.RECORD_BYTES
-    return f"mpips: the last calls alone are there: of {room} that a rank keeps at most, newer ones replaced {ranks}\n"
+def _lost(found: Traced) -> str:
+    """Return what to say of ranks and records that are not there; "" for none."""
+    said = [f"mpips: {one} is left out: {why}\n" for one, why in found.left_out.items()]
+    lost = {one.rank: one.overwritten for one in found.traces if one.overwritten}
+    if lost:
+        ranks = ", ".join(f"{count} of rank {rank}" for rank, count in lost.items())
+        room = tracing.RING_BYTES // ring.RECORD_BYTES
+        said.append(f"mpips: the last calls alone are there: of {room} that a rank keeps at most, newer ones replaced "
+                    f"{ranks}\n")  # fmt: skip
+    return "".join(said)

@@ -7,16 +7,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from mpi4py import MPI
-
-from launch.observe.clocks import Clock, measure
 from tests.child import outside
 from tests.mpi.sizes import JOB_LIMIT, only_on
+from tests.timeline import read_flows
 
 STEPS, WORKERS, SERVERS = 50, 4, 2
 PROGRAM = """
@@ -47,46 +43,13 @@ def start(folder: Path, words: Sequence[str], beside: str = "pass", steps: int =
     )  # fmt: skip
 
 
-def flows(trace: dict[str, Any]) -> list[list[str]]:
-    """See that the bars of a row do not cross, and that each arrow goes from bar to bar, forward in time but for the
-    clocks' errors. Returns the kinds of bars that each arrow joins."""
-    rows, arrows = defaultdict(list), defaultdict(list)
-    for event in trace["traceEvents"]:
-        if event["ph"] == "X":
-            assert event["dur"] >= 0
-            rows[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"], event["cat"]))
-        elif event["ph"] in "stf":
-            arrows[event["id"]].append(event)
-    for bars in rows.values():
-        open_ends: list[float] = []
-        for begin, end, _ in sorted(bars, key=lambda bar: (bar[0], -bar[1])):
-            while open_ends and open_ends[-1] <= begin + 1e-3:
-                open_ends.pop()
-            assert not open_ends or end <= open_ends[-1] + 1e-3
-            open_ends.append(end)
-    errors = {one["rank"]: one["clock_error_ns"] / 1e3 for one in trace["otherData"]["ranks"]}
-    joined = []
-    for events in arrows.values():
-        assert [event["ph"] for event in events] == ["s", *"t" * (len(events) - 2), "f"]
-        bars = []
-        for event in events:
-            at, row = event["ts"], rows[event["pid"], event["tid"]]
-            around = [bar for bar in row if bar[0] - 1e-3 <= at <= bar[1] + 1e-3 and bar[2] != "compute"]
-            bars.append(min(around, key=lambda bar: bar[1] - bar[0]))  # IndexError: the arrow ends nowhere
-        slack = 1e-3 + max(errors[event["pid"]] for event in events) * 2
-        assert bars[0][0] <= bars[1][0] + slack, "the sum has begun before its push"
-        assert bars[1][0] <= bars[-1][1] + slack, "the pull has ended before its sum began"
-        joined.append([bar[2] for bar in bars])
-    return joined
-
-
 @only_on(1)
 def test_every_push_leads_to_its_sum_and_pull(tmp_path: Path) -> None:
     job = start(tmp_path, ["--trace", "t.json", "--summary", "--summary-json", "s.json"], "time.sleep(0.002)")
     said = job.communicate(timeout=JOB_LIMIT)[0]
     assert job.returncode == 0, said
     trace = json.loads((tmp_path / "t.json").read_text())
-    joined = flows(trace)
+    joined = read_flows(trace)
     shards = sum(event["ph"] == "X" and event["cat"] == "sum" for event in trace["traceEvents"]) // STEPS
     assert shards >= 2
     assert len(joined) == shards * WORKERS * STEPS
@@ -114,7 +77,7 @@ def test_killed_rank_is_in_the_trace(tmp_path: Path) -> None:
     trace = json.loads((tmp_path / "t.json").read_text())
     mine = [event for event in trace["traceEvents"] if event["ph"] == "X" and event["pid"] == 1]
     assert sum(event["cat"] == "push" for event in mine) == 30
-    assert len([one for one in flows(trace) if one[0] == "push"]) >= 4 * 30
+    assert len([one for one in read_flows(trace) if one[0] == "push"]) >= 4 * 30
 
 
 @only_on(1)
@@ -131,25 +94,10 @@ def test_running_job_is_traced_for_seconds(tmp_path: Path) -> None:
             trace = json.loads((tmp_path / "t.json").read_text())
             assert 0.5 < trace["otherData"]["seconds"] < 2
             assert {one["rank"] for one in trace["otherData"]["ranks"]} == set(range(6))
-            assert len(flows(trace)) > 50
+            assert len(read_flows(trace)) > 50
     finally:
         job.send_signal(signal.SIGINT)
         try:
             job.communicate(timeout=20)
         finally:
             job.kill()
-
-
-def test_shifted_clocks_are_found() -> None:
-    comm = MPI.COMM_WORLD
-    shift = 10**12 * comm.rank
-
-    def shifted() -> int:
-        return time.monotonic_ns() + shift
-
-    before = measure(comm, shifted)
-    comm.Barrier()
-    now = time.monotonic_ns()
-    clock = Clock([before, measure(comm, shifted)])
-    assert abs(clock.to_reference(now + shift) - now) <= clock.error_ns
-    assert clock.error_ns < 10**9
