@@ -1,0 +1,260 @@
+"""Rows a second of an embedding table, beside PyTorch's `Embedding(sparse=True)` under gloo DDP on the same ranks.
+
+    mpips run -w 2 -s 1 -m examples.reproduce.store.tables [--dims 32] [--ids zipf1.05,uniform] [--json FILE]
+
+All contenders take turns in one job, on the same ids; both train by Adagrad. A row counts each time it is asked for, on
+each worker; the slowest worker's time counts, and the median over the rounds. The first column of each contender is a
+lookup, the second gradients until the rows are updated, the third one after the other, as a training step does.
+
+The bound is what memory allows: bytes that any way has to move (ids; rows written to the worker, each distinct one read
+from the table; gradients read, each distinct row with its state read and written), over the bytes that all workers
+together copy in a second. Without PyTorch gloo is left out.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import numpy as np
+from mpi4py import MPI
+from numpy.typing import NDArray
+from rich.table import Table
+
+import mpips
+from collectives.kernels import engine
+from collectives.terminal import OutFile, RankedCommand, show_table, split_words, write_text
+
+LEAST_IDS = 1 << 15
+"""Of one sample: small batches are called several times."""
+BATCHES = 4
+"""Different ones, which follow each other."""
+COPIED = 1 << 26
+SETTLE_SECONDS = 60.0
+QUIET_SECONDS = 0.02
+"""Between contenders, after which a server sleeps."""
+Ids = list[NDArray[np.int64]]
+Sample = dict[str, float]
+
+
+class Row(NamedTuple):
+    """Million rows a second of one case, of the table, of gloo (0 where it did not run), and what memory allows."""
+
+    workers: int
+    servers: int
+    dim: int
+    ids: str
+    batch: int
+    distinct: float
+    """Of the ids of one worker's batch."""
+    pull: float
+    push: float
+    step: float
+    gloo_pull: float
+    gloo_push: float
+    gloo_step: float
+    over_gloo: float
+    """Steps a second over gloo's."""
+    pull_bound: float
+    push_bound: float
+    share_of_pull_bound: float
+    share_of_push_bound: float
+
+
+def drawn(kind: str, rows: int, batch: int, rank: int) -> Ids:
+    """Return batches of ids below `rows`: of `zipfS` the k-th most frequent has a probability in proportion to k^-S."""
+    random = np.random.default_rng(1 + rank)
+    if kind == "uniform":
+        return [random.integers(0, rows, batch) for _ in range(BATCHES)]
+    weights = np.cumsum(np.arange(1, rows + 1, dtype=np.float64) ** -float(kind.removeprefix("zipf")))
+    places = np.random.default_rng(0).permutation(rows)  # frequent ids are not neighbours
+    return [places[np.searchsorted(weights, random.random(batch) * weights[-1])] for _ in range(BATCHES)]
+
+
+def copied_bytes(comm: MPI.Comm) -> float:
+    """Return the bytes a second, read and written, that all workers copy at once. Collective."""
+    source, target = np.ones(COPIED, np.uint8), np.ones(COPIED, np.uint8)
+    best = 0.0
+    for _ in range(5):
+        comm.Barrier()
+        begun = time.perf_counter()
+        for _ in range(4):
+            np.copyto(target, source)
+        best = max(best, 8 * COPIED * comm.size / comm.allreduce(time.perf_counter() - begun, MPI.MAX))
+    return best
+
+
+class OurTable:
+    """A table of mpips."""
+
+    def __init__(self, kv: mpips.KVStore, rows: int, dim: int) -> None:
+        self._table = kv.table(f"dim {dim}", dim, init=mpips.uniform(0.05), optimizer="adagrad", learning_rate=0.01)
+        if kv.rank == 0:
+            for start in range(0, rows, 1 << 17):
+                self._table.pull(np.arange(start, min(rows, start + (1 << 17))))
+
+    def sample(self, batches: Ids, calls: int, gradients: Any, out: Any, comm: MPI.Comm) -> Sample:
+        """Return the seconds of so many pulls, pushes and steps."""
+        one, table = batches[0][:1], self._table
+
+        def pushes() -> None:
+            for call in range(calls):
+                table.push(batches[call % BATCHES], gradients)
+            table.pull(one)  # the last round is complete
+
+        def steps() -> None:
+            for call in range(calls):
+                table.pull(batches[call % BATCHES], out)
+                table.push(batches[call % BATCHES], gradients)
+            table.pull(one)
+
+        return {
+            "pull": seconds(comm, lambda: [table.pull(batches[call % BATCHES], out) for call in range(calls)]),
+            "push": seconds(comm, pushes), "step": seconds(comm, steps),
+        }  # fmt: skip
+
+
+def seconds(comm: MPI.Comm, do: Callable[[], object]) -> float:
+    comm.Barrier()
+    begun = time.perf_counter()
+    do()
+    return time.perf_counter() - begun
+
+
+class GlooTable:
+    """PyTorch's embedding with sparse gradients, one copy on each worker, kept alike by gloo."""
+
+    def __init__(self, group: Any, rows: int, dim: int) -> None:
+        import torch
+        from torch.nn.parallel import DistributedDataParallel
+
+        self._model = DistributedDataParallel(torch.nn.Embedding(rows, dim, sparse=True), process_group=group)
+        self._optimizer = torch.optim.Adagrad(self._model.parameters(), lr=0.01)
+
+    def sample(self, batches: Ids, calls: int, gradients: Any, out: Any, comm: MPI.Comm) -> Sample:
+        """Return the seconds of so many lookups, of gradients, and of both together."""
+        import torch
+
+        slopes, words = torch.from_numpy(gradients), [torch.from_numpy(ids) for ids in batches]
+        forward, begun = 0.0, time.perf_counter()
+        comm.Barrier()
+        for call in range(calls):
+            before = time.perf_counter()
+            rows = self._model(words[call % BATCHES])
+            forward += time.perf_counter() - before
+            rows.backward(slopes)
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        whole = time.perf_counter() - begun
+        return {"pull": forward, "push": whole - forward, "step": whole}
+
+
+def gloo_group(comm: MPI.Comm) -> Any:
+    """Return PyTorch's group of the workers; None where PyTorch is not there. Collective."""
+    if importlib.util.find_spec("torch") is None:
+        return None
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // comm.size))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True) if comm.rank == 0 else None
+    port = comm.bcast(store.port if store else 0)
+    store = store or dist.TCPStore("127.0.0.1", port)
+    dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
+    return dist.group.WORLD
+
+
+def measure(
+    comm: MPI.Comm, servers: int, contenders: dict[str, Any], dim: int, kind: str, batch: int, rows: int, rounds: int,
+    bandwidth: float,
+) -> Row:  # fmt: skip
+    """Let the contenders take turns on one case. Collective."""
+    batches, calls = drawn(kind, rows, batch, comm.rank), max(1, LEAST_IDS // batch)
+    gradients = np.random.default_rng(comm.rank).standard_normal((batch, dim), np.float32)
+    out = np.zeros((batch, dim), np.float32)
+    found: dict[str, list[Sample]] = {name: [] for name in contenders}
+    for round_ in range(rounds + 1):
+        for name, contender in contenders.items():
+            comm.Barrier()
+            time.sleep(QUIET_SECONDS)
+            sample = contender.sample(batches, calls, gradients, out, comm)
+            if round_:
+                found[name].append({word: comm.allreduce(took, MPI.MAX) for word, took in sample.items()})
+            else:
+                engine.settle(SETTLE_SECONDS)
+    rate = {
+        (name, word): calls * batch * comm.size / statistics.median(sample[word] for sample in samples) / 1e6
+        for name, samples in found.items() for word in samples[0]
+    }  # fmt: skip
+    distinct = len(np.unique(batches[0])) / batch
+    every = len(np.unique(np.concatenate(comm.allgather(batches[0])))) / (batch * comm.size)
+    row = 4 * dim
+    pull_bound = bandwidth / (8 + row + distinct * row) / 1e6
+    push_bound = bandwidth / (8 + row + every * 4 * row) / 1e6
+    ours, gloo = ([rate.get((name, word), 0.0) for word in ("pull", "push", "step")] for name in ("table", "gloo"))
+    over = ours[2] / gloo[2] if gloo[2] else 0.0
+    return Row(comm.size, servers, dim, kind, batch, distinct, *ours, *gloo, over, pull_bound, push_bound,
+               ours[0] / pull_bound, ours[1] / push_bound)  # fmt: skip
+
+
+def table_of(rows: list[Row], title: str) -> Table:
+    columns = {
+        "dim": "dim", "ids": "ids", "batch": "batch", "distinct": "distinct", "pull": "pull", "push": "push",
+        "step": "step", "gloo_pull": "gloo: lookup", "gloo_push": "gradients", "gloo_step": "step",
+        "over_gloo": "x gloo", "pull_bound": "bound: pull", "push_bound": "push", "share_of_pull_bound": "share: pull",
+        "share_of_push_bound": "push",
+    }  # fmt: skip
+    shown = Table(*columns.values(), title=title)
+    for row in rows:
+        values = [getattr(row, name) for name in columns]
+        shown.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in values))
+    return shown
+
+
+@click.command(cls=RankedCommand)
+@click.option("--dims", default="8,32,128", show_default=True, callback=lambda _, __, text: split_words(text))
+@click.option("--ids", "kinds", default="zipf1.05,uniform", show_default=True,
+              callback=lambda _, __, text: split_words(text), help="uniform, or zipf and its exponent.")
+@click.option("--batches", default="1024,16384,262144", show_default=True,
+              callback=lambda _, __, text: split_words(text), help="Ids a worker gives at a time.")  # fmt: skip
+@click.option("--rows", default=1 << 20, show_default=True, type=click.IntRange(1), help="Of the table; all are there.")
+@click.option("--rounds", default=5, show_default=True, type=click.IntRange(1))
+@click.option("--gloo/--no-gloo", default=True, help="Let gloo take turns, where PyTorch is there.")
+@click.option("--json", "json_path", type=OutFile(), help="Write the rows there.")
+def main(
+    dims: list[str], kinds: list[str], batches: list[str], rows: int, rounds: int, gloo: bool, json_path: Path | None
+) -> None:
+    """Time a table of embeddings; a rank of `mpips run`."""
+    with mpips.create("dist_sync") as kv:
+        comm = kv.layout.workers
+        servers = kv.layout.num_servers
+        group = gloo_group(comm) if gloo else None
+        bandwidth, found = copied_bytes(comm), []
+        for dim in map(int, dims):
+            contenders: dict[str, Any] = {"table": OurTable(kv, rows, dim)}
+            if group is not None:
+                contenders["gloo"] = GlooTable(group, rows, dim)
+            for kind in kinds:
+                for batch in map(int, batches):
+                    found.append(measure(comm, servers, contenders, dim, kind, batch, rows, rounds, bandwidth))
+                    if comm.rank == 0:
+                        click.echo("  ".join(f"{value:.3g}" if isinstance(value, float) else str(value)
+                                             for value in found[-1]))  # fmt: skip
+        if comm.rank == 0:
+            title = f"million rows a second: {servers} servers, {comm.size} workers, {bandwidth / 1e9:.1f} GB/s copied"
+            show_table(table_of(found, title))
+            if json_path:
+                write_text(json_path, json.dumps([row._asdict() for row in found], indent=1))
+        if group is not None:
+            group.barrier().wait()
+
+
+if __name__ == "__main__":
+    main()
