@@ -198,8 +198,32 @@ def sum_of_128(typingctx: Any, array: Any, start: Any) -> Any:
     return array.dtype(array, types.intp), code
 
 
+@njit(inline="always")
+def mixed64(word: Any) -> Any:
+    """Return a hash of a uint64, one to one (SplitMix64's finalizer)."""
+    word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return word ^ (word >> np.uint64(31))
+
+
+@intrinsic
+def prefetch(typingctx: Any, array: Any, index: Any) -> Any:
+    """Let the processor fetch the cache line of an element, which may lie anywhere."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = make_array(array)(context, builder, args[0]).data
+        pointer = builder.gep(data, [args[1]])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], llvmlite.ir.FunctionType(
+            llvmlite.ir.VoidType(), [pointer.type, _INT32, _INT32, _INT32]))  # fmt: skip
+        builder.call(function, [pointer, _INT32(0), _INT32(3), _INT32(1)])
+        return context.get_dummy_value()
+
+    return types.none(array, types.intp), code
+
+
 CONVERSIONS: dict[str, Any] = {
     "widen_float16": widen_float16, "narrow_float16": narrow_float16, "widen_bfloat16": widen_bfloat16,
     "narrow_bfloat16": narrow_bfloat16, "float_of": float_of, "bits_of": bits_of, "sum_of_128": sum_of_128,
+    "mixed64": mixed64, "prefetch": prefetch,
 }  # fmt: skip
 """Functions that a kernel's text may call."""

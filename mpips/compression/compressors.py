@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from collectives.errors import CollectiveError
+from collectives.kernels.function import Compiled
 from mpips.compression import kernels
 from mpips.compression.kernels import BLOCK
 
@@ -26,7 +27,7 @@ from mpips.compression.kernels import BLOCK
 class Compressor:
     """Base of all compressors: sizes and error feedback. A class of your own gives `max_bytes`, `fill` and `read`."""
 
-    _kernels: ClassVar[tuple[kernels.Compiled, ...]] = ()
+    _kernels: ClassVar[tuple[Compiled, ...]] = ()
 
     def max_bytes(self, n: int) -> int:
         """Return the bytes of the payload for n elements."""

@@ -1,19 +1,16 @@
 """Pack and unpack gradients in one pass by compiled kernels, to the bits of NumPy's passes in `compressors`.
 
-A kernel is a function below: `collectives.kernels.engine` compiles its text for the dtype of its first array. An array
-of 16-bit numbers comes as uint16; `widen` and `narrow` convert its elements. Calling one returns 0 where it cannot run.
-A kernel that returns 0 itself has met what no payload can hold, and has changed nothing but its scratch.
+A kernel (`collectives.kernels.function`) that returns 0 itself has met what no payload can hold, and has changed
+nothing but its scratch.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from collectives.kernels import engine
+from collectives.kernels.function import WIDE, compiled, narrow, widen
 
 if TYPE_CHECKING:
     from collectives.kernels.compiler import narrow_float16, sum_of_128, widen_float16
@@ -23,52 +20,7 @@ BLOCK = 32 * 1024
 """Elements that NumPy handles at a time, a multiple of 8 (bits of a payload byte): temporaries stay in cache."""
 TILE = 1024
 """Elements handled at a time, a multiple of 8: one loop is vectorized over elements, one over bytes of a bit plane."""
-WIDE = {"float16": "float32", "bfloat16": "float32", "float32": "float32", "float64": "float64"}
-"""Dtypes of gradients that kernels know, and their residuals'."""
-
-
-class Compiled:
-    """One function below, compiled for each dtype of its first array."""
-
-    def __init__(self, function: Callable[..., Any], types: str, dtypes: tuple[str, ...]) -> None:
-        self._name, self._types, self._dtypes = function.__name__, types, dtypes
-        try:
-            text = inspect.getsource(function)
-        except OSError:  # an installation without sources
-            text, self._dtypes = "", ()
-        text = text[text.find("def ") :].replace(f"def {self._name}(", "def kernel(", 1)
-        self._text = text.replace("TILE", str(TILE)).replace("BLOCK", str(BLOCK))
-        self._kernels: dict[np.dtype, engine.Kernel | None] = {}
-
-    def prepare(self, dtype: np.dtype) -> engine.Kernel | None:
-        """Ask for the kernel of this dtype, so that it is there in time; None where there is none."""
-        if dtype not in self._kernels:
-            name = dtype.name if dtype.isnative else ""
-            self._kernels[dtype] = self._kernel(name) if name in self._dtypes else None
-        return self._kernels[dtype]
-
-    def _kernel(self, dtype: str) -> engine.Kernel:
-        text, stored = self._text, "uint16" if "16" in dtype else dtype
-        for word in ("widen", "narrow"):
-            text = text.replace(f"{word}(", f"{word}_{dtype}(" if "16" in dtype else "(")
-        types = self._types.replace("stored", stored).replace("wide", WIDE[dtype]).split(", ")
-        return engine.kernel(f"{self._name} of {dtype}", text, types)
-
-    def __call__(self, array: np.ndarray, *rest: np.ndarray | int) -> int:
-        """Return what the kernel does; 0 where it is not there, or not for such arrays."""
-        kernel = self.prepare(array.dtype)
-        if kernel is None or (call := kernel.call_for(array.size)) is None:
-            return 0
-        try:
-            return int(call(array.view(np.uint16) if array.itemsize == 2 else array, *rest))
-        except TypeError:  # before it runs: arrays that are not aligned or contiguous, or of other dtypes
-            return 0
-
-
-def compiled(types: str, dtypes: tuple[str, ...] = tuple(WIDE)) -> Callable[[Callable[..., Any]], Compiled]:
-    """Make a kernel of a function; a decorator. In `types` the first array's elements are `stored`, and reckoned with
-    as `wide`."""
-    return lambda function: Compiled(function, types, dtypes)
+CONSTANTS = {"TILE": TILE, "BLOCK": BLOCK}
 
 
 def wide(values: np.ndarray) -> np.ndarray:
@@ -76,15 +28,7 @@ def wide(values: np.ndarray) -> np.ndarray:
     return values.astype(WIDE.get(values.dtype.name, values.dtype), copy=False)
 
 
-def widen(x: Any) -> Any:
-    """Stand for a conversion from the dtype of a kernel's first array."""
-
-
-def narrow(x: Any) -> Any:
-    """Stand for a conversion to the dtype of a kernel's first array."""
-
-
-@compiled("const stored[], const wide[]")
+@compiled("const stored[], const wide[]", constants=CONSTANTS)
 def fit(gradient: Array, residual: Array) -> bool:
     """Return whether a payload can hold all sums: finite float32."""
     bad = False
@@ -95,7 +39,7 @@ def fit(gradient: Array, residual: Array) -> bool:
     return not bad
 
 
-@compiled("const stored[], wide[], uint8[], uint8[], const wide[]")
+@compiled("const stored[], wide[], uint8[], uint8[], const wide[]", constants=CONSTANTS)
 def two_bits(gradient: Array, residual: Array, up: Array, down: Array, values: Array) -> int:
     """Write the planes of elements >= values[1] and <= values[2]; take values[1], values[2] or values[0] off."""
     nothing, most, least = values[0], values[1], values[2]
@@ -117,7 +61,7 @@ def two_bits(gradient: Array, residual: Array, up: Array, down: Array, values: A
     return 1
 
 
-@compiled("stored[], const uint8[], const uint8[], const wide[], int64")
+@compiled("stored[], const uint8[], const uint8[], const wide[], int64", constants=CONSTANTS)
 def planes(out: Array, up: Array, down: Array, values: Array, add: int) -> int:
     """Add values[up bit + 2 * down bit] to every element of `out`, or write it there."""
     neither, first, second, both = values[0], values[1], values[2], values[3]
@@ -140,7 +84,7 @@ def planes(out: Array, up: Array, down: Array, values: Array, add: int) -> int:
     return 1
 
 
-@compiled("const stored[], const wide[], uint8[], wide[], float64[]")
+@compiled("const stored[], const wide[], uint8[], wide[], float64[]", constants=CONSTANTS)
 def signs(gradient: Array, residual: Array, plane: Array, rest: Array, total: Array) -> bool:
     """Write the plane of sums >= 0, their number, and the total of each sign in all whole blocks.
 
@@ -187,7 +131,7 @@ def signs(gradient: Array, residual: Array, plane: Array, rest: Array, total: Ar
     return not bad
 
 
-@compiled("const stored[], wide[], const wide[]")
+@compiled("const stored[], wide[], const wide[]", constants=CONSTANTS)
 def take_means(gradient: Array, residual: Array, values: Array) -> int:
     """Add the gradient to the residual; take values[1] off where that is >= 0, else values[0]."""
     below, above = values[0], values[1]
@@ -197,7 +141,7 @@ def take_means(gradient: Array, residual: Array, values: Array) -> int:
     return 1
 
 
-@compiled("const stored[], float32[], uint16[]", ("float16", "bfloat16", "float32"))
+@compiled("const stored[], float32[], uint16[]", ("float16", "bfloat16", "float32"), CONSTANTS)
 def halves(gradient: Array, residual: Array, payload: Array) -> int:
     """Write all sums as float16, at most 65504 in size; take that off."""
     for i in range(residual.size):
@@ -208,7 +152,7 @@ def halves(gradient: Array, residual: Array, payload: Array) -> int:
     return 1
 
 
-@compiled("stored[], const uint16[], int64", ("float16", "float32", "float64"))
+@compiled("stored[], const uint16[], int64", ("float16", "float32", "float64"), CONSTANTS)
 def add_halves(out: Array, payload: Array, add: int) -> int:
     """Add float16 to `out`, or write them there."""
     if add:
@@ -220,7 +164,7 @@ def add_halves(out: Array, payload: Array, add: int) -> int:
     return 1
 
 
-@compiled("const stored[], const wide[], wide[]")
+@compiled("const stored[], const wide[], wide[]", constants=CONSTANTS)
 def sample(gradient: Array, residual: Array, sizes: Array) -> int:
     """Write the sizes of sums here and there: one of each stretch, at a place that looks random."""
     stretch = residual.size // sizes.size
@@ -232,7 +176,7 @@ def sample(gradient: Array, residual: Array, sizes: Array) -> int:
     return 1
 
 
-@compiled("const stored[], const wide[], wide[], uint32[], wide[]")
+@compiled("const stored[], const wide[], wide[], uint32[], wide[]", constants=CONSTANTS)
 def candidates(gradient: Array, residual: Array, least: Array, places: Array, sums: Array) -> int:
     """Write places and sums of that size or more while there is room for TILE more; return their number plus 1."""
     bound, found, bad = least[0], 0, False
@@ -260,7 +204,7 @@ def candidates(gradient: Array, residual: Array, least: Array, places: Array, su
     return 0 if bad else found + 1
 
 
-@compiled("stored[], const uint32[], const float32[], int64")
+@compiled("stored[], const uint32[], const float32[], int64", constants=CONSTANTS)
 def scatter(out: Array, places: Array, values: Array, add: int) -> int:
     """Add values at places, or write them and zeros elsewhere, if the places ascend and are all in `out`."""
     before = np.int64(-1)

@@ -1,0 +1,216 @@
+"""Compiled loops of tables: merge ids, find and make rows, add gradients. NumPy gives the same bits without them.
+
+Rows are given flat: row p of an array `values` is values[p * dim : (p + 1) * dim].
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from collectives.kernels.function import compiled
+
+if TYPE_CHECKING:
+    from collectives.kernels.compiler import mixed64, prefetch
+
+Array = np.ndarray
+FLOATS = ("float32", "float64")
+IDS = ("int64",)
+CONSTANTS = {"GOLDEN": 0x9E3779B97F4A7C15, "AHEAD": 12}
+GOLDEN, AHEAD = CONSTANTS["GOLDEN"], CONSTANTS["AHEAD"]
+"""That of `initial`; how many rows ahead memory is asked for."""
+
+
+@compiled("const int64[], int32[], int64[], int64[], int32[], int64[]", IDS, CONSTANTS)
+def merge(ids: Array, slots: Array, distinct: Array, places: Array, owners: Array, counts: Array) -> int:
+    """Write each id once, as they come, and its server; of each given id the place there; how many each server has.
+
+    `slots`: scratch, a power of two, more than there are ids. Return how many ids are distinct.
+    """
+    mask, servers, count = np.uint64(slots.size - 1), np.uint64(counts.size), 0
+    slots[:] = 0
+    counts[:] = 0
+    for i in range(ids.size):
+        word = mixed64(np.uint64(ids[i]) + np.uint64(GOLDEN))
+        at = word & mask
+        while True:
+            place = slots[at] - 1
+            if place < 0:
+                place = count
+                slots[at] = count + 1
+                distinct[count] = ids[i]
+                owner = ((word >> np.uint64(32)) * servers) >> np.uint64(32)
+                owners[count] = owner
+                counts[owner] += 1
+                count += 1
+                break
+            if distinct[place] == ids[i]:
+                break
+            at = (at + np.uint64(1)) & mask
+        places[i] = place
+    return count
+
+
+@compiled("const int64[], const int32[], int64[], int64[], int64[], int64[]", IDS, CONSTANTS)
+def deal(distinct: Array, owners: Array, next_row: Array, next_word: Array, words: Array, rows: Array) -> int:
+    """Give each id the next row of its server, and write it into the next of that server's words."""
+    for i in range(distinct.size):
+        owner = owners[i]
+        rows[i] = next_row[owner]
+        words[next_word[owner]] = distinct[i]
+        next_row[owner] += 1
+        next_word[owner] += 1
+    return 1
+
+
+@compiled("stored[], const stored[], const int64[], uint8[], int64", FLOATS, CONSTANTS)
+def add_rows(total: Array, gradients: Array, rows: Array, begun: Array, dim: int) -> int:
+    """Add gradients to rows of `total`, in the order they stand; the first of a row not `begun` yet becomes it."""
+    for i in range(rows.size):
+        ahead = rows[min(i + AHEAD, rows.size - 1)] * dim
+        prefetch(total, ahead)
+        row = rows[i]
+        t_, g_ = total[row * dim : (row + 1) * dim], gradients[i * dim : (i + 1) * dim]
+        if begun[row]:
+            for k in range(g_.size):
+                t_[k] += g_[k]
+        else:
+            begun[row] = 1
+            for k in range(g_.size):
+                t_[k] = g_[k]
+    return 1
+
+
+@compiled("const stored[], const int64[], stored[], int64", FLOATS, CONSTANTS)
+def take_rows(values: Array, rows: Array, out: Array, dim: int) -> int:
+    """Write rows into `out`, one behind the other."""
+    for i in range(rows.size):
+        ahead = rows[min(i + AHEAD, rows.size - 1)] * dim
+        for k in range(0, dim, 16):
+            prefetch(values, ahead + k)
+        v_, o_ = values[rows[i] * dim : (rows[i] + 1) * dim], out[i * dim : (i + 1) * dim]
+        for k in range(o_.size):
+            o_[k] = v_[k]
+    return 1
+
+
+@compiled("const int64[], const uint32[], const int64[], int64[]", IDS, CONSTANTS)
+def find(ids: Array, slots: Array, held: Array, found: Array) -> int:
+    """Write the position of each id, -1 where it is not there; `held`: the id of each position. Return 1 + how many
+    are not there."""
+    mask, missing = np.uint64(slots.size - 1), 0
+    for start in range(0, ids.size, 64):
+        stop = min(start + 64, ids.size)
+        for i in range(start, stop):
+            at = mixed64(np.uint64(ids[i]) + np.uint64(GOLDEN)) & mask
+            found[i] = at
+            prefetch(slots, np.int64(at))
+        for i in range(start, stop):
+            prefetch(held, np.int64(slots[found[i]]) - 1)
+        for i in range(start, stop):
+            at, position = np.uint64(found[i]), np.int64(-1)
+            while slots[at]:
+                if held[np.int64(slots[at]) - 1] == ids[i]:
+                    position = np.int64(slots[at]) - 1
+                    break
+                at = (at + np.uint64(1)) & mask
+            found[i] = position
+            missing += position < 0
+    return missing + 1
+
+
+@compiled("const int64[], uint32[], const int64[]", IDS, CONSTANTS)
+def insert(ids: Array, slots: Array, positions: Array) -> int:
+    """Add positions of ids that are not there."""
+    mask = np.uint64(slots.size - 1)
+    for i in range(ids.size):
+        at = mixed64(np.uint64(ids[i]) + np.uint64(GOLDEN)) & mask
+        while slots[at]:
+            at = (at + np.uint64(1)) & mask
+        slots[at] = positions[i] + 1
+    return 1
+
+
+@compiled("stored[], const int64[], uint64[], const float64[]", FLOATS, CONSTANTS)
+def first_values(values: Array, ids: Array, key: Array, spread: Array) -> int:
+    """Write the first values of these ids' rows. `key`: one number; `spread`: a step, and the bound."""
+    dim = values.size // ids.size
+    for i in range(ids.size):
+        stream = mixed64(np.uint64(ids[i]) ^ key[0])
+        v_ = values[i * dim : (i + 1) * dim]
+        for k in range(v_.size):
+            word = mixed64(stream + np.uint64(k + 1) * np.uint64(GOLDEN)) >> np.uint64(11)
+            v_[k] = np.float64(np.int64(word)) * spread[0] - spread[1]
+    return 1
+
+
+@compiled("stored[], const stored[], const int64[], const stored[], int64", FLOATS, CONSTANTS)
+def sgd(values: Array, gradients: Array, rows: Array, numbers: Array, dim: int) -> int:
+    """Update rows by `RowSGD`. `numbers`: the learning rate."""
+    rate = numbers[0]
+    for i in range(rows.size):
+        ahead = rows[min(i + AHEAD, rows.size - 1)] * dim
+        for k in range(0, dim, 16):
+            prefetch(values, ahead + k)
+        w_, g_ = values[rows[i] * dim : (rows[i] + 1) * dim], gradients[i * dim : (i + 1) * dim]
+        for k in range(g_.size):
+            w_[k] -= g_[k] * rate
+    return 1
+
+
+@compiled("stored[], stored[], const stored[], const int64[], const stored[], int64", FLOATS, CONSTANTS)
+def adagrad(values: Array, sums: Array, gradients: Array, rows: Array, numbers: Array, dim: int) -> int:
+    """Update rows by `Adagrad`. `numbers`: learning rate and epsilon."""
+    rate, epsilon = numbers[0], numbers[1]
+    for i in range(rows.size):
+        ahead = rows[min(i + AHEAD, rows.size - 1)] * dim
+        for k in range(0, dim, 16):
+            prefetch(values, ahead + k)
+            prefetch(sums, ahead + k)
+        start, stop = rows[i] * dim, (rows[i] + 1) * dim
+        w_, s_, g_ = values[start:stop], sums[start:stop], gradients[i * dim : (i + 1) * dim]
+        for k in range(g_.size):
+            total = s_[k] + g_[k] * g_[k]
+            s_[k] = total
+            below = np.sqrt(total) + epsilon
+            w_[k] -= g_[k] * rate / (below if below != 0 else np.float32(1))
+    return 1
+
+
+@compiled("stored[], stored[], const stored[], const int64[], const stored[], int64", FLOATS, CONSTANTS)
+def row_adagrad(values: Array, sums: Array, gradients: Array, rows: Array, numbers: Array, dim: int) -> int:
+    """Update rows of at most 128 values by `RowAdagrad`. `numbers`: learning rate and epsilon.
+
+    Squares are summed in NumPy's order: eight columns, then of neighbours, then the rest one by one.
+    """
+    rate, epsilon = numbers[0], numbers[1]
+    squares, eight = np.empty(dim, values.dtype), np.empty(8, values.dtype)
+    whole = dim // 8 * 8
+    for i in range(rows.size):
+        ahead = rows[min(i + AHEAD, rows.size - 1)]
+        prefetch(sums, ahead)
+        for k in range(0, dim, 16):
+            prefetch(values, ahead * dim + k)
+        w_, g_ = values[rows[i] * dim : (rows[i] + 1) * dim], gradients[i * dim : (i + 1) * dim]
+        for k in range(g_.size):
+            squares[k] = g_[k] * g_[k]
+        if whole:
+            for k in range(8):
+                eight[k] = squares[k]
+            for start in range(8, whole, 8):
+                for k in range(8):
+                    eight[k] += squares[start + k]
+            total = ((eight[0] + eight[1]) + (eight[2] + eight[3])) + ((eight[4] + eight[5]) + (eight[6] + eight[7]))
+        else:
+            total = squares[0]
+        for k in range(max(whole, 1), dim):
+            total += squares[k]
+        total = sums[rows[i]] + total / values.dtype.type(dim)
+        sums[rows[i]] = total
+        below = np.sqrt(total) + epsilon
+        if below == 0:
+            below = values.dtype.type(1)
+        for k in range(g_.size):
+            w_[k] -= g_[k] * rate / below
+    return 1
