@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
@@ -104,9 +105,9 @@ class Link:
 
     def _hear(self, line: Line, frame: Frame) -> None:
         if frame.op == Op.ANSWER:
-            self._answers[frame.token] = line.body(frame), bool(frame.flags)
+            self._answers[frame.token] = line.body(frame).tobytes(), bool(frame.flags)
         elif frame.op == Op.WARNING:
-            warn(line.body(frame).decode())
+            warn(line.body(frame).tobytes().decode())
         elif (shard := self._shards.get(frame.unit)) is None:
             return  # forgotten
         elif frame.op == Op.CONSUMED:
@@ -123,8 +124,14 @@ class Link:
 
     def order(self, server: int, request: frames.Request) -> int:
         """Tell one server something typed; the token for its `answer`."""
+        return self.order_with(server, frames.encode(request), 0)
+
+    def order_with(self, server: int, body: bytes | NDArray[np.uint8], rows: int) -> int:
+        """Tell one server something typed, with so many bytes of rows in front of it; the token for its `answer`.
+
+        An array in memory that the node shares is not copied."""
         self._tokens += 1
-        self.lines[server].post_body(frames.encode(request), Op.CONTROL, token=self._tokens)
+        self.lines[server].post_body(body, Op.CONTROL, token=self._tokens, aux=rows)
         return self._tokens
 
     def answer(self, token: int) -> Task[Any]:

@@ -190,6 +190,7 @@ class RemoteStore(Member[Recovered]):
         old = self._last_kept.before(self.generation.number, now)
         mine = super().take_inventory(known)
         self._link.renew(self.connection.lines)
+        self.tables.renew()
         mine.local, mine.shared_cores = self._link.all_local, self._cores_shared
         if former_rank(self.layout) >= 0:
             mine.keys, mine.changes = [KeyCard.of(key) for key in old.keys], old.changes

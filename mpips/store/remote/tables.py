@@ -5,21 +5,59 @@ Each worker speaks to the servers by itself, in `mpi_*` kinds, too: members of a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.fabric import arena
 from collectives.fabric.tasks import Task
 from mpips.store.remote.link import Link
 from mpips.store.remote.setup import Setup
 from mpips.store.roles import Layout
 from mpips.store.tables.initial import Ids, owners_of
-from mpips.store.tables.rows import merged
+from mpips.store.tables.merge import Distinct, deal, distinct, sum_into
 from mpips.store.transport import frames
 
 Array = NDArray[Any]
+Payload = NDArray[np.uint8]
+
+
+class _Block:
+    """Memory of one push or pull: of each server its rows, then its ids, then the words of its request."""
+
+    def __init__(self, found: Distinct, dim: int, dtype: np.dtype, requests: Sequence[frames.TableRequest]) -> None:
+        self.counts = found.counts
+        words, row_bytes = list(map(frames.encode, requests)), dim * dtype.itemsize
+        ids_at = [frames.ids_at(count, row_bytes) for count in self.counts]
+        self._words_at = [at + 8 * count for at, count in zip(ids_at, self.counts)]
+        unit = math.lcm(row_bytes, 8)
+        sizes = [-(-(at + len(data)) // unit) * unit for at, data in zip(self._words_at, words)]
+        *starts, total = [0, *itertools.accumulate(sizes)]
+        self.memory: Payload = arena.empty(total, np.uint8)
+        """All of it."""
+        self.rows: Array = self.memory.view(dtype).reshape(-1, dim)
+        """All of it as rows."""
+        self._first_rows, self._ids_at = [start // row_bytes for start in starts], ids_at
+        self._bodies = []
+        for start, at, data in zip(starts, self._words_at, words):
+            self._bodies.append(self.memory[start : start + at + len(data)])
+            self._bodies[-1][at:] = np.frombuffer(data, np.uint8)
+        first_ids = [(start + at) // 8 for start, at in zip(starts, ids_at)]
+        self.places = deal(found, self._first_rows, first_ids, self.memory.view(np.int64))
+        """Of each given id the row here."""
+
+    def rows_of(self, server: int) -> Array:
+        """Return the rows of a server's ids."""
+        return self.rows[self._first_rows[server] :][: self.counts[server]]
+
+    def body(self, server: int, with_rows: bool = True) -> tuple[Payload, int]:
+        """Return what is sent to a server, and how many bytes of that are in front of the request."""
+        skipped = 0 if with_rows else self._ids_at[server]
+        return self._bodies[server][skipped:], self._words_at[server] - skipped
 
 
 class RemoteTables:
@@ -27,6 +65,15 @@ class RemoteTables:
 
     def __init__(self, layout: Layout, link: Link, setup: Setup) -> None:
         self._link, self._setup, self._servers = link, setup, layout.num_servers
+        self._pushes: dict[str, list[Payload]] = {}
+        """Memory that servers of this node may still read: the last push of each table, and those under way."""
+        self._pulls: dict[int, Payload] = {}
+        """Memory that servers may still write: of pulls under way, and of those that an error has ended."""
+
+    def renew(self) -> None:
+        """Begin anew, in the next generation: servers have let go of this worker's memory."""
+        self._pushes.clear()
+        self._pulls.clear()
 
     def make(self, card: frames.MakeTable) -> Task[None]:
         """Make a table on all servers. Collective; ValueError on all workers where a server cannot."""
@@ -34,26 +81,33 @@ class RemoteTables:
 
     def push(self, table: str, ids: Ids, gradients: Array) -> Task[None]:
         """Contribute to the table's next round, on every server; over when the servers have it."""
-        ids, gradients = merged(ids, gradients)
-        tokens = []
-        for server, chosen in enumerate(self._spread(ids)):
-            request = frames.PushRows(table, ids[chosen].tobytes(), gradients[chosen].tobytes())
-            tokens.append(self._link.order(server, request))
+        found = distinct(ids, self._servers)
+        requests = [frames.PushRows(table, count) for count in found.counts]
+        block = _Block(found, gradients.shape[1], gradients.dtype, requests)
+        sum_into(block.rows, gradients, block.places)
+        pushes = self._pushes.setdefault(table, [])
+        pushes.append(block.memory)
+        tokens = [self._link.order_with(server, *block.body(server)) for server in range(self._servers)]
         for token in tokens:
             yield from self._link.answer(token)
+        del pushes[:-1]  # those have been applied
 
     def pull(self, table: str, round_: int, ids: Ids, out: Array) -> Task[None]:
         """Write the rows of `ids` into `out`, after so many of this worker's pushes."""
-        wanted, places = np.unique(ids, return_inverse=True)
-        rows = np.empty((len(wanted), out.shape[1]), out.dtype)
+        found, local = distinct(ids, self._servers), [line.local for line in self._link.lines]
+        requests = [frames.PullRows(table, round_, count, near) for count, near in zip(found.counts, local)]
+        block = _Block(found, out.shape[1], out.dtype, requests)
+        self._pulls[id(block.memory)] = block.memory
         asked = [
-            (chosen, self._link.order(server, frames.PullRows(table, round_, wanted[chosen].tobytes())))
-            for server, chosen in enumerate(self._spread(wanted)) if len(chosen)
+            (server, self._link.order_with(server, *block.body(server, local[server])))
+            for server, count in enumerate(block.counts) if count
         ]  # fmt: skip
-        for chosen, token in asked:
+        for server, token in asked:
             answer = yield from self._link.answer(token)
-            rows[chosen] = np.frombuffer(answer.data, out.dtype).reshape(-1, out.shape[1])
-        np.take(rows, places.reshape(-1), axis=0, out=out, mode="clip")  # NumPy would copy `out` to raise in time
+            if not local[server]:
+                block.rows_of(server)[...] = np.frombuffer(answer.data, out.dtype).reshape(-1, out.shape[1])
+        del self._pulls[id(block.memory)]
+        np.take(block.rows, block.places, axis=0, out=out, mode="clip")  # NumPy would copy `out` to raise in time
 
     def stats(self, table: str) -> Task[list[frames.TableStats]]:
         """Return what each server holds of the table."""

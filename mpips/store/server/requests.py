@@ -53,9 +53,10 @@ class Requests:
 
     def hear(self, worker: int, line: Line, frame: Frame) -> bool:
         """Answer a request, or keep it for `answer_all`; return whether there are other units now."""
-        request = frames.decode_request(line.body(frame))
+        body = line.body(frame)
+        request = frames.decode_request(body[frame.aux :].data)
         if isinstance(request, frames.TableRequest):
-            self._hear_of_table(worker, line, frame.token, request)
+            self._hear_of_table(worker, line, frame.token, request, body[: frame.aux])
             return False
         if isinstance(request, frames.Forget | frames.SetTorn):
             at_once = self._state.idle(request.units)
@@ -66,10 +67,12 @@ class Requests:
         self.waiting.append((worker, line, frame.token, request))
         return False
 
-    def _hear_of_table(self, worker: int, line: Line, token: int, request: frames.TableRequest) -> None:
+    def _hear_of_table(
+        self, worker: int, line: Line, token: int, request: frames.TableRequest, payload: np.ndarray
+    ) -> None:
         """Let the tables have a request, and say what they answer by now, to whomever it is."""
         try:
-            answers = self.tables.hear(worker, (line, token), request)
+            answers = self.tables.hear(worker, (line, token), request, payload)
         except REFUSALS as error:
             if isinstance(error, CollectiveError):
                 raise

@@ -15,17 +15,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from collectives.errors import CollectiveError, MismatchError
 from collectives.fabric.arena import SparseFile
 from mpips.store.tables import row_optimizers
 from mpips.store.tables.initial import Ids
-from mpips.store.tables.rows import Array, TableRows, arrays_of, summed
+from mpips.store.tables.merge import summed
+from mpips.store.tables.rows import Array, TableRows, arrays_of
 from mpips.store.transport import frames
 from mpips.store.transport.lines import Line
 
 Asker = tuple[Line, int]
 """Who has asked: the line of a worker, and the token of its request."""
+Payload = NDArray[np.uint8]
+NOTHING = np.zeros(0, np.uint8)
 TableAnswers = Sequence[tuple[Asker, frames.Answer]]
 
 
@@ -44,6 +48,8 @@ class _Pull(NamedTuple):
     round: int
     asker: Asker
     ids: Ids
+    out: Array | None
+    """Where the rows go; None: into the answer."""
 
 
 class ServerTables:
@@ -57,8 +63,9 @@ class ServerTables:
         self._tables: dict[str, _Table] = {}
         self._gone: set[int] = set()
 
-    def hear(self, worker: int, asker: Asker, request: frames.TableRequest) -> TableAnswers:
-        """Take a worker's request; return what can be answered by now, to whomever it is.
+    def hear(self, worker: int, asker: Asker, request: frames.TableRequest, payload: Payload = NOTHING) -> TableAnswers:
+        """Take a worker's request; return what can be answered by now, to whomever it is. `payload`: rows and ids of a
+        push or a pull, which lie where the worker has them.
 
         ValueError or MemoryError where a table cannot be made: nothing has changed. MismatchError where a worker that
         has left is waited for. CollectiveError where rows cannot be updated."""
@@ -82,11 +89,11 @@ class ServerTables:
                 return [(asker, frames.RequestDone())]
             case frames.PushRows():
                 table = self._tables[request.table]
-                return table.push(worker, asker, _ids(request.ids), table.gradients(request.gradients), self._gone)
+                return table.push(worker, _Push(asker, *table.parts(payload, request.count)), self._gone)
             case frames.PullRows():
-                return self._tables[request.table].pull(
-                    _Pull(worker, request.round, asker, _ids(request.ids)), self._gone
-                )
+                table = self._tables[request.table]
+                ids, out = table.parts(payload, request.count) if request.shared else (payload.view(np.int64), None)
+                return table.pull(_Pull(worker, request.round, asker, ids, out), self._gone)
 
     def left(self, worker: int) -> TableAnswers:
         """A worker has left: return what can be answered without it. MismatchError where a round waits for it."""
@@ -124,16 +131,19 @@ class _Table:
             {name: np.frombuffer(arrays[name], dtype).reshape(-1, *shape) for name, (dtype, shape) in kinds.items()}
         )
 
-    def gradients(self, data: bytes) -> Array:
-        """Return gradients that were sent, (k, dim)."""
-        return np.frombuffer(data, self._card.dtype).reshape(-1, self._card.dim)
+    def parts(self, payload: Payload, count: int) -> tuple[Ids, Array]:
+        """Return so many ids, and their rows, (count, dim), as they lie in a payload."""
+        dtype, dim = np.dtype(self._card.dtype), self._card.dim
+        row_bytes = dtype.itemsize * dim
+        rows = payload[: count * row_bytes].view(dtype).reshape(count, dim)
+        return frames.ids_in(payload, count, row_bytes), rows
 
-    def push(self, worker: int, asker: Asker, ids: Ids, gradients: Array, gone: set[int]) -> TableAnswers:
+    def push(self, worker: int, push: _Push, gone: set[int]) -> TableAnswers:
         """Take a push; return what is answered by now."""
         queue = self._queues[worker]
-        queue.append(_Push(asker, ids, gradients))
+        queue.append(push)
         self._arrivals.append(worker)
-        there: TableAnswers = [(asker, frames.RequestDone())] if len(queue) == 1 else []
+        there: TableAnswers = [(push.asker, frames.RequestDone())] if len(queue) == 1 else []
         return [*there, *self.go_on(gone)]
 
     def pull(self, pull: _Pull, gone: set[int]) -> TableAnswers:
@@ -153,7 +163,7 @@ class _Table:
         waiting = []
         for pull in self._pulls:
             if self._done[pull.worker] >= pull.round and not self._too_far(pull.round, gone):
-                answers.append((pull.asker, frames.Bytes(self._read(pull.ids))))
+                answers.append((pull.asker, self._read(pull)))
             else:
                 waiting.append(pull)
         self._pulls = waiting
@@ -186,9 +196,10 @@ class _Table:
         except Exception as error:
             raise CollectiveError(f"table {self._card.table!r}: update {self.updates} failed: {error}") from error
 
-    def _read(self, ids: Ids) -> bytes:
+    def _read(self, pull: _Pull) -> frames.Answer:
         try:
-            return self.rows.pull(ids).tobytes()
+            rows = self.rows.pull(pull.ids, pull.out)
+            return frames.RequestDone() if pull.out is not None else frames.Bytes(rows.tobytes())
         except Exception as error:
             raise CollectiveError(f"table {self._card.table!r}: rows cannot be made: {error}") from error
 
@@ -197,7 +208,3 @@ class _Table:
             if not self._queues[worker]:
                 round_ = f"table {self._card.table!r}: round {self.updates + 1}"
                 raise MismatchError(f"{round_} needs rank {worker}, which has left the store")
-
-
-def _ids(data: bytes) -> Ids:
-    return np.frombuffer(data, np.int64)

@@ -1,7 +1,7 @@
 """The index of a table's rows: where the row of each id lies. Open addressing, 4 bytes a slot, at most half full.
 
 It grows into one of twice the size a piece at a time, so nothing stops for that: meanwhile an id is looked for in both.
-Every call is vectorised: a step of it probes one slot of all ids.
+Without a compiled loop a step of a call probes one slot of all ids.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from mpips.store.tables import kernels
 from mpips.store.tables.initial import Ids, hashes_of
 
 Positions = NDArray[np.int64]
@@ -37,18 +38,17 @@ class Index:
 
     def find(self, ids: Ids) -> Positions:
         """Return the position of each id's row, -1 where there is none."""
-        hashes = hashes_of(ids)
-        found = self._found(self._slots, ids, hashes)
+        found = self._found(self._slots, ids)
         if len(self._growing):
             left = np.flatnonzero(found < 0)
-            found[left] = self._found(self._growing, ids[left], hashes[left])
+            found[left] = self._found(self._growing, ids[left])
         return found
 
     def insert(self, ids: Ids, positions: Positions) -> None:
         """Add rows that are not there, each once."""
         self._count += len(ids)
         self._grow(len(ids))
-        _insert(self._slots, hashes_of(ids), positions)
+        _insert(self._slots, ids, positions)
 
     def remove(self, ids: Ids, positions: Positions) -> None:
         """Remove rows that are there, each once. Their ids still stand at their positions."""
@@ -64,7 +64,7 @@ class Index:
     def _put_back(self, marks: Slots) -> None:
         """Insert rows that are counted already."""
         positions = marks.astype(np.int64) - 1
-        _insert(self._slots, hashes_of(self._ids[positions]), positions)
+        _insert(self._slots, self._ids[positions], positions)
 
     def _grow(self, added: int) -> None:
         """See that there is room for all rows, of which so many come now, and go on with a move that is under way."""
@@ -83,16 +83,19 @@ class Index:
             return
         marks = self._growing[self._moved : until]
         positions = marks[marks != 0].astype(np.int64) - 1
-        _insert(self._slots, hashes_of(self._ids[positions]), positions)
+        _insert(self._slots, self._ids[positions], positions)
         self._moved = until
         if until >= len(self._growing):
             self._growing, self._moved = np.zeros(0, np.uint32), 0
 
-    def _found(self, slots: Slots, ids: Ids, hashes: Hashes) -> Positions:
+    def _found(self, slots: Slots, ids: Ids) -> Positions:
         """Return the position of each id in some slots, -1 where it is not there."""
+        found = np.empty(len(ids), np.int64)
+        if kernels.find(ids, slots, self._ids, found):
+            return found
         mask = len(slots) - 1
-        at, left = (hashes & np.uint64(mask)).astype(np.int64), np.arange(len(ids))
-        found = np.full(len(ids), -1)
+        at, left = (hashes_of(ids) & np.uint64(mask)).astype(np.int64), np.arange(len(ids))
+        found[...] = -1
         while len(left):
             held = slots[at].astype(np.int64) - 1
             used = np.flatnonzero(held >= 0)
@@ -103,10 +106,12 @@ class Index:
         return found
 
 
-def _insert(slots: Slots, hashes: Hashes, positions: Positions) -> None:
+def _insert(slots: Slots, ids: Ids, positions: Positions) -> None:
     """Put rows that are not there into slots. Of those that try one slot the last gets it; others go on."""
+    if kernels.insert(ids, slots, positions):
+        return
     mask = len(slots) - 1
-    at, marks = (hashes & np.uint64(mask)).astype(np.int64), (positions + 1).astype(np.uint32)
+    at, marks = (hashes_of(ids) & np.uint64(mask)).astype(np.int64), (positions + 1).astype(np.uint32)
     while len(at):
         empty = slots[at] == 0
         slots[at[empty]] = marks[empty]

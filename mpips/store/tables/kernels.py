@@ -18,6 +18,8 @@ Array = np.ndarray
 FLOATS = ("float32", "float64")
 IDS = ("int64",)
 CONSTANTS = {"GOLDEN": 0x9E3779B97F4A7C15, "AHEAD": 12}
+PAIRWISE = 128
+"""NumPy sums longer rows in parts."""
 GOLDEN, AHEAD = CONSTANTS["GOLDEN"], CONSTANTS["AHEAD"]
 """That of `initial`; how many rows ahead memory is asked for."""
 
@@ -82,19 +84,6 @@ def add_rows(total: Array, gradients: Array, rows: Array, begun: Array, dim: int
     return 1
 
 
-@compiled("const stored[], const int64[], stored[], int64", FLOATS, CONSTANTS)
-def take_rows(values: Array, rows: Array, out: Array, dim: int) -> int:
-    """Write rows into `out`, one behind the other."""
-    for i in range(rows.size):
-        ahead = rows[min(i + AHEAD, rows.size - 1)] * dim
-        for k in range(0, dim, 16):
-            prefetch(values, ahead + k)
-        v_, o_ = values[rows[i] * dim : (rows[i] + 1) * dim], out[i * dim : (i + 1) * dim]
-        for k in range(o_.size):
-            o_[k] = v_[k]
-    return 1
-
-
 @compiled("const int64[], const uint32[], const int64[], int64[]", IDS, CONSTANTS)
 def find(ids: Array, slots: Array, held: Array, found: Array) -> int:
     """Write the position of each id, -1 where it is not there; `held`: the id of each position. Return 1 + how many
@@ -109,11 +98,12 @@ def find(ids: Array, slots: Array, held: Array, found: Array) -> int:
         for i in range(start, stop):
             prefetch(held, np.int64(slots[found[i]]) - 1)
         for i in range(start, stop):
-            at, position = np.uint64(found[i]), np.int64(-1)
+            at, position = np.uint64(found[i]), -1
             while slots[at]:
-                if held[np.int64(slots[at]) - 1] == ids[i]:
-                    position = np.int64(slots[at]) - 1
+                position = int(slots[at]) - 1
+                if held[position] == ids[i]:
                     break
+                position = -1
                 at = (at + np.uint64(1)) & mask
             found[i] = position
             missing += position < 0
@@ -132,13 +122,12 @@ def insert(ids: Array, slots: Array, positions: Array) -> int:
     return 1
 
 
-@compiled("stored[], const int64[], uint64[], const float64[]", FLOATS, CONSTANTS)
-def first_values(values: Array, ids: Array, key: Array, spread: Array) -> int:
-    """Write the first values of these ids' rows. `key`: one number; `spread`: a step, and the bound."""
-    dim = values.size // ids.size
+@compiled("stored[], const int64[], const int64[], const uint64[], const float64[], int64", FLOATS, CONSTANTS)
+def first_values(values: Array, ids: Array, rows: Array, key: Array, spread: Array, dim: int) -> int:
+    """Write the first values of these ids into their rows. `key`: one number; `spread`: a step, and the bound."""
     for i in range(ids.size):
         stream = mixed64(np.uint64(ids[i]) ^ key[0])
-        v_ = values[i * dim : (i + 1) * dim]
+        v_ = values[rows[i] * dim : (rows[i] + 1) * dim]
         for k in range(v_.size):
             word = mixed64(stream + np.uint64(k + 1) * np.uint64(GOLDEN)) >> np.uint64(11)
             v_[k] = np.float64(np.int64(word)) * spread[0] - spread[1]
@@ -213,4 +202,31 @@ def row_adagrad(values: Array, sums: Array, gradients: Array, rows: Array, numbe
             below = values.dtype.type(1)
         for k in range(g_.size):
             w_[k] -= g_[k] * rate / below
+    return 1
+
+
+@compiled(
+    "stored[], stored[], stored[], const stored[], const int64[], stored[], stored[], stored[], int64", FLOATS, CONSTANTS
+)
+def adam(
+    values: Array, firsts: Array, seconds: Array, gradients: Array, rows: Array, corrections1: Array,
+    corrections2: Array, numbers: Array, dim: int,
+) -> int:  # fmt: skip
+    """Update rows by `RowAdam`. `numbers`: beta1, 1 - beta1, beta2, 1 - beta2, learning rate and epsilon."""
+    beta1, share1, beta2, share2 = numbers[0], numbers[1], numbers[2], numbers[3]
+    rate, epsilon = numbers[4], numbers[5]
+    for i in range(rows.size):
+        ahead = rows[min(i + AHEAD, rows.size - 1)] * dim
+        for k in range(0, dim, 16):
+            prefetch(values, ahead + k)
+            prefetch(firsts, ahead + k)
+            prefetch(seconds, ahead + k)
+        start, stop, correction1, correction2 = rows[i] * dim, (rows[i] + 1) * dim, corrections1[i], corrections2[i]
+        w_, m_, v_, g_ = values[start:stop], firsts[start:stop], seconds[start:stop], gradients[i * dim : (i + 1) * dim]
+        for k in range(g_.size):
+            first = m_[k] * beta1 + g_[k] * share1
+            second = v_[k] * beta2 + g_[k] * g_[k] * share2
+            m_[k], v_[k] = first, second
+            below = np.sqrt(second / correction2) + epsilon
+            w_[k] -= first / correction1 * rate / (below if below != 0 else np.float32(1))
     return 1

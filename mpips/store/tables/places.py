@@ -71,10 +71,10 @@ class Places:
         return positions, again
 
     def touch(self, positions: Positions, update: int) -> None:
-        """Note that an update, a later one than before, names these rows, whose ids ascend."""
+        """Note that an update, a later one than before, names these rows."""
         self._touched[positions] = update
         if self._order is not None:
-            self._order.append(positions, update, self.count)
+            self._order.append(positions[np.argsort(self._ids[positions])], update, self.count)
 
     def drop(self, update: int) -> Ids:
         """Drop the rows that are due after this update, which has been noted; return their ids."""

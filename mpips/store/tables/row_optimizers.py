@@ -16,8 +16,13 @@ from numpy.typing import NDArray
 
 from mpips.optimizers.base import Number, at, check, known
 from mpips.optimizers.registry import decode_numbers, encode_numbers
+from mpips.store.tables import kernels
+from mpips.store.tables.index import Positions
 
 Array = NDArray[Any]
+MOST_POWERS = 1 << 20
+_POWERS: dict[float, Array] = {}
+"""Of each beta 1 - beta^t, for t from 0 on; fewer than MOST_POWERS."""
 
 
 class RowOptimizer(Protocol):
@@ -32,6 +37,13 @@ class RowOptimizer(Protocol):
     def update(self, rows: Array, gradients: Array, state: Sequence[Array], counts: Array | None, step: int) -> None:
         """Update rows (k, dim) and their state (k, width) in place. `counts`: of each row the number of this update,
         counted from 1, int32 (k,). `step`: that of the table."""
+
+    def update_at(
+        self, places: Positions, values: Array, gradients: Array, state: Sequence[Array], counts: Array | None,
+        step: int,
+    ) -> bool:  # fmt: skip
+        """Update rows that lie at these positions of a table's arrays, by a compiled loop, to the bits of `update`;
+        False where there is none, and nothing has changed."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +61,13 @@ class RowSGD:
 
     def update(self, rows: Array, gradients: Array, state: Sequence[Array], counts: Array | None, step: int) -> None:
         rows -= gradients * rows.dtype.type(at(self.learning_rate, step))
+
+    def update_at(
+        self, places: Positions, values: Array, gradients: Array, state: Sequence[Array], counts: Array | None,
+        step: int,
+    ) -> bool:  # fmt: skip
+        numbers = np.array([at(self.learning_rate, step)], values.dtype)
+        return bool(kernels.sgd(*_flat(values, gradients), places, numbers, values.shape[1]))
 
 
 @dataclass(frozen=True)
@@ -75,6 +94,13 @@ class Adagrad:
         # Where nothing was ever pushed but zeros, and epsilon is 0, the row stays.
         rows -= gradients * number(at(self.learning_rate, step)) / np.where(below == 0, number(1), below)
 
+    def update_at(
+        self, places: Positions, values: Array, gradients: Array, state: Sequence[Array], counts: Array | None,
+        step: int,
+    ) -> bool:  # fmt: skip
+        numbers, dim = np.array([at(self.learning_rate, step), self.epsilon], values.dtype), values.shape[1]
+        return bool(kernels.adagrad(*_flat(values, state[0], gradients), places, numbers, dim))
+
     def _squares(self, gradients: Array) -> Array:
         """Return what is added to the accumulator."""
         return gradients * gradients
@@ -86,6 +112,15 @@ class RowAdagrad(Adagrad):
 
     def widths(self, dim: int) -> Sequence[int]:
         return (1,)
+
+    def update_at(
+        self, places: Positions, values: Array, gradients: Array, state: Sequence[Array], counts: Array | None,
+        step: int,
+    ) -> bool:  # fmt: skip
+        numbers, dim = np.array([at(self.learning_rate, step), self.epsilon], values.dtype), values.shape[1]
+        if dim > kernels.PAIRWISE:
+            return False
+        return bool(kernels.row_adagrad(*_flat(values, state[0], gradients), places, numbers, dim))
 
     def _squares(self, gradients: Array) -> Array:
         squares = gradients * gradients
@@ -120,13 +155,41 @@ class RowAdam:
         (first, second), number = state, rows.dtype.type
         first[...] = first * number(self.beta1) + gradients * number(1 - self.beta1)
         second[...] = second * number(self.beta2) + gradients * gradients * number(1 - self.beta2)
-        # Python's own powers, of each count once: NumPy's vectors of powers need not agree in the last bit.
-        known_counts, which = np.unique(counts, return_inverse=True)
-        ones = [[1 - beta ** int(count) for count in known_counts] for beta in (self.beta1, self.beta2)]
-        correct1, correct2 = (np.array(one, rows.dtype)[which][:, None] for one in ones)
+        correct1, correct2 = (one[:, None] for one in self._corrections(counts, rows.dtype))
         below = np.sqrt(second / correct2) + number(self.epsilon)
         rate = number(at(self.learning_rate, step))
         rows -= first / correct1 * rate / np.where(below == 0, number(1), below)
+
+    def update_at(
+        self, places: Positions, values: Array, gradients: Array, state: Sequence[Array], counts: Array | None,
+        step: int,
+    ) -> bool:  # fmt: skip
+        assert counts is not None
+        betas = self.beta1, 1 - self.beta1, self.beta2, 1 - self.beta2
+        numbers = np.array([*betas, at(self.learning_rate, step), self.epsilon], values.dtype)
+        flat, corrections = _flat(values, *state, gradients), self._corrections(counts, values.dtype)
+        return bool(kernels.adam(*flat, places, *corrections, numbers, values.shape[1]))
+
+    def _corrections(self, counts: Array, dtype: np.dtype) -> list[Array]:
+        """Return 1 - beta1^t and 1 - beta2^t of each count t."""
+        return [_one_minus_powers(beta, counts).astype(dtype) for beta in (self.beta1, self.beta2)]
+
+
+def _one_minus_powers(beta: float, counts: Array) -> Array:
+    """Return 1 - beta^t of each count t, by Python's own powers: NumPy's vectors need not agree in the last bit."""
+    most = int(counts.max(initial=0))
+    if most >= MOST_POWERS:
+        some, which = np.unique(counts, return_inverse=True)
+        return np.array([1 - beta ** int(count) for count in some])[which]
+    have = _POWERS.get(beta, np.zeros(0))
+    if most >= len(have):
+        more = range(len(have), max(most + 1, 2 * len(have)))
+        have = _POWERS[beta] = np.concatenate([have, [1 - beta**count for count in more]])
+    return have[counts]
+
+
+def _flat(*arrays: Array) -> list[Array]:
+    return [array.reshape(-1) for array in arrays]
 
 
 ROW_OPTIMIZERS: dict[str, type] = {"sgd": RowSGD, "adagrad": Adagrad, "row_adagrad": RowAdagrad, "adam": RowAdam}

@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from collectives.fabric.arena import SparseFile
-from mpips.store.keys.rows import sums_of_runs
+from mpips.store.tables import kernels
 from mpips.store.tables.index import MOST_ROWS, Positions
 from mpips.store.tables.initial import Ids, first_rows
 from mpips.store.tables.places import Places
@@ -84,41 +84,44 @@ class TableRows:
         """Return the bytes of all rows that there were at a time, their state and the index."""
         return self.positions.top * self.row_bytes + self.positions.nbytes
 
-    def pull(self, ids: Ids) -> Array:
-        """Return the rows of these ids, each once, (k, dim); of those that are not there the first values."""
+    def pull(self, ids: Ids, out: Array | None = None) -> Array:
+        """Return the rows of these ids, each once, (k, dim), in `out` if given; of those that are not there the first
+        values."""
         found = self.positions.find(ids)
         missing = np.flatnonzero(found < 0)
         found[missing] = 0
-        rows = self._values[found]
-        for piece, values in first_rows(self._key, self._bound, ids[missing], self._dim, self._dtype):
-            rows[missing[piece]] = values
+        rows = np.take(self._values, found, axis=0, out=out, mode="clip")  # NumPy would copy `out` to raise in time
+        self._write_first_values(rows, missing, ids[missing])
         return rows
 
     def update(self, ids: Ids, gradients: Array, step: int) -> None:
-        """Update the rows of these ids, ascending, each once, by gradients (k, dim); make those that are not there.
+        """Update the rows of these ids, each once, by gradients (k, dim); make those that are not there.
 
         `step`: the update of the table, counted from 1, for schedules and ages. MemoryError: nothing has changed."""
         if self._put:
             self.positions.see_touched()
             self._put = False
-        positions, step_rows = self._positions(ids), max(1, BLOCK_BYTES // self.row_bytes)
-        for start in range(0, len(ids), step_rows):
-            block = slice(start, start + step_rows)
-            self._update_block(positions[block], gradients[block], step)
-        self.positions.touch(positions, step)
-        self.evicted += len(self.positions.drop(step))
-
-    def _update_block(self, at: Positions, gradients: Array, step: int) -> None:
-        """Update rows that lie at these positions, so few that what is made on the way stays in the cache."""
+        at = self._positions(ids)
         counts = None
         if self._counts is not None:
             counts = self._counts[at] + 1
             self._counts[at] = counts
-        values, state = self._values[at], [array[at] for array in self._state]
-        self._optimizer.update(values, gradients, state, counts, step)
-        self._values[at] = values
-        for array, new in zip(self._state, state, strict=True):
-            array[at] = new
+        if not self._optimizer.update_at(at, self._values, gradients, self._state, counts, step):
+            self._update_blocks(at, gradients, counts, step)
+        self.positions.touch(at, step)
+        self.evicted += len(self.positions.drop(step))
+
+    def _update_blocks(self, at: Positions, gradients: Array, counts: Array | None, step: int) -> None:
+        """Update rows that lie at these positions, so few at a time that what is made on the way stays in the cache."""
+        step_rows = max(1, BLOCK_BYTES // self.row_bytes)
+        for start in range(0, len(at), step_rows):
+            block = slice(start, start + step_rows)
+            some = at[block]
+            values, state = self._values[some], [array[some] for array in self._state]
+            self._optimizer.update(values, gradients[block], state, None if counts is None else counts[block], step)
+            self._values[some] = values
+            for array, new in zip(self._state, state, strict=True):
+                array[some] = new
 
     def read(self, array: str, start: int, stop: int) -> Array:
         """Return of one of the arrays (`arrays_of`) the rows that lie at positions [start, stop)."""
@@ -145,38 +148,21 @@ class TableRows:
         positions, again = self.positions.add(ids)
         for array in self._state if self._counts is None else (*self._state, self._counts):
             array[again] = 0
-        for piece, values in first_rows(self._key, self._bound, ids, self._dim, self._dtype):
-            self._values[positions[piece]] = values
+        self._write_first_values(self._values, positions, ids)
         self._words[ROWS] = self.positions.top
         return positions
+
+    def _write_first_values(self, rows: Array, at: Positions, ids: Ids) -> None:
+        """Write the first values of these ids' rows into some rows."""
+        spread = np.array([2 * self._bound / (1 << 53), self._bound])
+        if not len(ids) or kernels.first_values(
+            rows.reshape(-1), ids, at, np.array([self._key], np.uint64), spread, self._dim
+        ):  # fmt: skip
+            return
+        for piece, values in first_rows(self._key, self._bound, ids, self._dim, self._dtype):
+            rows[at[piece]] = values
 
     def _reserved(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         """Return zeros in the file, which take memory where they are written."""
         array, self.places[name] = self._file.zeros(shape, dtype)
         return array
-
-
-def merged(ids: Ids, gradients: Array) -> tuple[Ids, Array]:
-    """Return ids ascending, each once, and the sums of their gradients, each added in the order they stand."""
-    if np.all(ids[1:] > ids[:-1]):
-        return ids, gradients
-    order = np.argsort(ids, kind="stable")
-    ordered = ids[order]
-    starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
-    return ordered[starts], sums_of_runs(gradients, order, starts)
-
-
-def summed(parts: Sequence[tuple[Ids, Array]]) -> tuple[Ids, Array]:
-    """Return the sum of gradients of rows: (ids, ascending, each once; gradients). They are added from first to last.
-
-    In each part an id stands once.
-    """
-    if len(parts) == 1:
-        return parts[0]
-    ids, places = np.unique(np.concatenate([part[0] for part in parts]), return_inverse=True)
-    total = np.zeros((len(ids), parts[0][1].shape[1]), parts[0][1].dtype)
-    start = 0
-    for part, gradients in parts:
-        total[places[start : start + len(part)]] += gradients
-        start += len(part)
-    return ids, total

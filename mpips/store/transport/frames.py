@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from collectives.fabric.arena import Region
 
@@ -40,7 +41,7 @@ class Op(IntEnum):
     SET = 5
     """The first value of a unit, from another node: `aux` messages follow, of `nbytes` each but for the last."""
     CONTROL = 6
-    """A typed body; the server answers with ANSWER."""
+    """A typed body, and `aux` bytes of rows and ids in front of it; the server answers with ANSWER."""
     BYE = 7
     """The worker has finished; a server of another node answers with the same."""
     PULL_ROWS = 8
@@ -270,20 +271,21 @@ class MakeTable(msgspec.Struct, tag=True):
 
 
 class PushRows(msgspec.Struct, tag=True):
-    """A worker's contribution to the next round of a table: ids (int64), each once, and their gradients. Answered once
-    the one before it has been applied."""
+    """A worker's contribution to the next round of a table: gradients of so many ids, each once, then the ids. Answered
+    once the one before it has been applied: then the worker may overwrite that."""
 
     table: str
-    ids: bytes
-    gradients: bytes
+    count: int
 
 
 class PullRows(msgspec.Struct, tag=True):
-    """Ask for rows of a table, after `round` of the worker's own pushes: ids (int64), each once. Answer: Bytes."""
+    """Ask for rows of so many ids, each once, after `round` of the worker's own pushes. `shared`: in front of the ids
+    there is room, where the server writes the rows before it answers; else they are the answer, Bytes."""
 
     table: str
     round: int
-    ids: bytes
+    count: int
+    shared: bool
 
 
 class ReadTable(msgspec.Struct, tag=True):
@@ -346,6 +348,16 @@ Change = SetOptimizer | UpdateOptimizer | SetCompression
 encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(Request).decode
 decode_answer = msgspec.msgpack.Decoder(Answer).decode
+
+
+def ids_in(payload: NDArray[np.uint8], count: int, row_bytes: int) -> NDArray[np.int64]:
+    """Return so many ids that stand behind their rows."""
+    return payload[ids_at(count, row_bytes) :][: 8 * count].view(np.int64)
+
+
+def ids_at(count: int, row_bytes: int) -> int:
+    """Return how many bytes behind the beginning of so many rows their ids stand."""
+    return -(-count * row_bytes // 8) * 8
 
 
 def arrange(cards: Sequence[UnitCard], itemsizes: Sequence[int]) -> tuple[list[int], int]:

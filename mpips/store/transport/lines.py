@@ -135,13 +135,15 @@ class SharedLine:
         if self._backlog or not self._out.repost(frame, round_):
             self._queue(Frame.of(frame)._replace(round=round_), None)
 
-    def post_body(self, body: bytes, op: int, unit: int = 0, round_: int = 0, token: int = 0, flags: int = 0) -> None:
-        """Send a frame with a body."""
-        memory = arena.empty(max(len(body), 1), np.uint8)
-        memory[: len(body)] = np.frombuffer(body, np.uint8)
-        region = arena.locate(memory[: len(body)])
+    def post_body(
+        self, body: bytes | NDArray[np.uint8], op: int, unit: int = 0, round_: int = 0, token: int = 0, flags: int = 0,
+        aux: int = 0,
+    ) -> None:  # fmt: skip
+        """Send a frame with a body. It is copied, but for an array in memory that the node shares."""
+        memory = body if isinstance(body, np.ndarray) else _shared(body)
+        region = arena.locate(memory)
         assert region is not None
-        self._queue((op, flags, 0, 0, unit, 0, *region, token, round_), memory)
+        self._queue((op, flags, 0, 0, unit, aux, *region, token, round_), memory)
 
     def _queue(self, fields: tuple[int, ...], body: NDArray[Any] | None) -> None:
         self._backlog.append((fields, body))
@@ -171,13 +173,21 @@ class SharedLine:
         """Yield the frames that have come, packed, in order."""
         return self._in.read()
 
-    def body(self, frame: Frame) -> bytes:
-        """Return the body of a frame that has been read; to be asked for before the next frame is read."""
-        return arena.attach(Region(*frame.region)).tobytes()
+    def body(self, frame: Frame) -> NDArray[np.uint8]:
+        """Return the body of a frame that has been read, where its sender has it: until the next frame is read, unless
+        the sender keeps it."""
+        return arena.attach(Region(*frame.region))
 
     def stopped(self) -> bool:
         """Return whether the server at the other end reads no more of this worker's memory: its generation is over."""
         return self._in.rings.stopped() or self._gone()
+
+
+def _shared(data: bytes) -> NDArray[np.uint8]:
+    """Return a copy in memory that the node shares."""
+    memory = arena.empty(max(len(data), 1), np.uint8)[: len(data)]
+    memory[...] = np.frombuffer(data, np.uint8)
+    return memory
 
 
 class MessageLine:
@@ -205,12 +215,15 @@ class MessageLine:
         """Send a packed frame with another round."""
         self._send(frame[:ROUND_AT] + ROUND.pack(round_), TAG_FRAME)
 
-    def post_body(self, body: bytes, op: int, unit: int = 0, round_: int = 0, token: int = 0, flags: int = 0) -> None:
-        """Send a frame, then its body."""
-        self.post(op, unit, round_, (0, 0, 0, 0, len(body)), token=token, flags=flags)
+    def post_body(
+        self, body: bytes | NDArray[np.uint8], op: int, unit: int = 0, round_: int = 0, token: int = 0, flags: int = 0,
+        aux: int = 0,
+    ) -> None:  # fmt: skip
+        """Send a frame, then its body, which has to stay as it is until there is an answer."""
+        self.post(op, unit, round_, (0, 0, 0, 0, len(body)), aux=aux, token=token, flags=flags)
         self._send(body, TAG_BODY)
 
-    def _send(self, data: bytes, tag: int) -> None:
+    def _send(self, data: bytes | NDArray[np.uint8], tag: int) -> None:
         if len(self._sends) > SENT:
             self._sends = [request for request in self._sends if not request.Test()]
         self._sends.append(send(self.comm, data, self.peer, tag))
@@ -246,9 +259,9 @@ class MessageLine:
             self._request = self.comm.Irecv(self._body, self.peer, TAG_BODY)
         return bytes(data)
 
-    def body(self, frame: Frame) -> bytes:
+    def body(self, frame: Frame) -> NDArray[np.uint8]:
         """Return the body of the frame that was read last."""
-        return bytes(self._body)
+        return np.frombuffer(self._body, np.uint8)
 
     def stopped(self) -> bool:
         """Return True: a server of another node reads no memory of this one."""

@@ -26,7 +26,7 @@ class Line:
         self.asked, self.answers = b"", []
 
     def body(self, frame):
-        return self.asked
+        return np.frombuffer(self.asked, np.uint8)
 
     def post_body(self, body, op, unit=0, round_=0, token=0, flags=0):
         assert op == Op.ANSWER

@@ -21,10 +21,11 @@ class Workers:
         self.said: dict[Any, Any] = {}
         self.ask(0, frames.MakeTable("t", 1, "float32", 1, 0.0, "sgd", encode_numbers({"learning_rate": 1.0})))
 
-    def ask(self, worker: int, request: frames.TableRequest) -> Any:
+    def ask(self, worker: int, request: frames.TableRequest, *arrays: np.ndarray) -> Any:
         asker: Any = (worker, self.asked[worker])
         self.asked[worker] += 1
-        self.hear(self.tables.hear(worker, asker, request))
+        payload = np.frombuffer(b"".join(array.tobytes() for array in arrays), np.uint8)
+        self.hear(self.tables.hear(worker, asker, request, payload))
         return asker
 
     def hear(self, answers: Any) -> None:
@@ -33,11 +34,11 @@ class Workers:
             self.said[who] = answer
 
     def push(self, worker: int, value: float) -> Any:
-        ids, gradients = np.array([9], np.int64), np.array([-value], np.float32)
-        return self.ask(worker, frames.PushRows("t", ids.tobytes(), gradients.tobytes()))
+        gradients = np.array([-value, 0], np.float32)  # ids begin at a multiple of 8 bytes
+        return self.ask(worker, frames.PushRows("t", 1), gradients, np.array([9], np.int64))
 
     def pull(self, worker: int, round_: int) -> Any:
-        return self.ask(worker, frames.PullRows("t", round_, np.array([9], np.int64).tobytes()))
+        return self.ask(worker, frames.PullRows("t", round_, 1, False), np.array([9], np.int64))
 
     def value(self, asker: Any) -> float:
         return float(np.frombuffer(self.said[asker].data, np.float32)[0])

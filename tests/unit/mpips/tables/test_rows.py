@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpips.store.tables.initial import first_rows, key_of, owners_of, uniform
+from mpips.store.tables.merge import deal, distinct, sum_into, summed
 from mpips.store.tables.row_optimizers import ROW_OPTIMIZERS, create
-from mpips.store.tables.rows import TableRows, arrays_of, merged, summed
+from mpips.store.tables.rows import TableRows, arrays_of
 from tests.mpi.mpips.reference_table import ReferenceTable
 
 IDS = st.integers(-(2**63), 2**63 - 1) | st.integers(-9, 9)
@@ -67,6 +68,13 @@ def test_first_values_are_spread_evenly(ids: np.ndarray) -> None:
 def test_owners_share_rows_evenly(ids: np.ndarray) -> None:
     counts = np.bincount(owners_of(ids, 3), minlength=3)
     assert abs(counts / 30_000 - 1).max() < 0.03
+
+
+def merged(ids: np.ndarray, gradients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    found = distinct(ids)
+    once, total = np.empty(len(found.ids), np.int64), np.empty((len(found.ids), gradients.shape[1]), gradients.dtype)
+    sum_into(total, gradients, deal(found, [0], [0], once))
+    return once, total
 
 
 @settings(max_examples=60, deadline=None)

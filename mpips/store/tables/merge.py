@@ -1,0 +1,93 @@
+"""Merge ids that stand several times, deal them out to servers, and add up gradients: on workers, and of workers.
+
+Sums are exact in their order: the first gradient of a row, and the others added as they stand. Compiled loops find
+repeated ids by a hash table; without them NumPy sorts. The bits of a row are the same, the order of ids is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpips.store.keys.rows import sums_of_runs
+from mpips.store.tables import kernels
+from mpips.store.tables.initial import Ids, owners_of
+
+Array = NDArray[Any]
+Places = NDArray[np.int64]
+
+
+class Distinct(NamedTuple):
+    """Hold ids each once, with their servers, of each given id the place among them, and how many each server has."""
+
+    ids: Ids
+    owners: NDArray[np.int32]
+    places: Places
+    counts: list[int]
+
+
+def distinct(ids: Ids, servers: int = 1) -> Distinct:
+    """Return what ids there are."""
+    count = len(ids)
+    slots = np.empty(1 << (2 * count).bit_length(), np.int32)
+    once, places, owners = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.int32)
+    counts = np.empty(servers, np.int64)
+    if found := kernels.merge(ids, slots, once, places, owners, counts):
+        return Distinct(once[:found], owners[:found], places, counts.tolist())
+    once, places = np.unique(ids, return_inverse=True)
+    owners = owners_of(once, servers).astype(np.int32)
+    return Distinct(once, owners, places.reshape(-1), np.bincount(owners, minlength=servers).tolist())
+
+
+def deal(found: Distinct, first_rows: Sequence[int], first_words: Sequence[int], words: Ids) -> Places:
+    """Give ids rows, those of a server behind each other from its first row on, and write them into `words`, from its
+    first word on. Return the row of each id that was given."""
+    if len(found.counts) == 1:
+        words[first_words[0] :][: len(found.ids)] = found.ids
+        return found.places + first_rows[0] if first_rows[0] else found.places
+    rows = np.empty(len(found.ids), np.int64)
+    next_row, next_word = np.array(first_rows, np.int64), np.array(first_words, np.int64)
+    if not kernels.deal(found.ids, found.owners, next_row, next_word, words, rows):
+        for server, count in enumerate(found.counts):
+            chosen = np.flatnonzero(found.owners == server)
+            rows[chosen] = first_rows[server] + np.arange(count)
+            words[first_words[server] :][:count] = found.ids[chosen]
+    return rows[found.places]
+
+
+def sum_into(total: Array, gradients: Array, rows: Places) -> None:
+    """Set rows of `total` to the sums of gradients (k, dim), each added in the order they stand; `rows`: of each."""
+    begun = np.zeros(len(total), np.uint8)
+    if not len(rows) or kernels.add_rows(
+        total.reshape(-1), gradients.reshape(-1), rows, begun, total.shape[1]
+    ):  # fmt: skip
+        return
+    order = np.argsort(rows, kind="stable")
+    ordered = rows[order]
+    starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
+    total[ordered[starts]] = sums_of_runs(gradients, order, starts)
+
+
+def summed(parts: Sequence[tuple[Ids, Array]]) -> tuple[Ids, Array]:
+    """Return the sum of gradients of rows: (ids, each once; gradients). They are added from first to last.
+
+    In each part an id stands once.
+    """
+    parts = [part for part in parts if len(part[0])] or parts[:1]
+    if len(parts) == 1:
+        return parts[0]
+    found = distinct(np.concatenate([part[0] for part in parts]))
+    dim, start = parts[0][1].shape[1], 0
+    total, begun = np.empty((len(found.ids), dim), parts[0][1].dtype), np.zeros(len(found.ids), np.uint8)
+    for ids, gradients in parts:
+        rows = found.places[start : start + len(ids)]
+        if not kernels.add_rows(total.reshape(-1), gradients.reshape(-1), rows, begun, dim):
+            again = begun[rows] != 0
+            total[rows[~again]] = gradients[~again]
+            total[rows[again]] += gradients[again]
+            begun[rows] = 1
+        start += len(ids)
+    return found.ids, total

@@ -1,0 +1,53 @@
+"""Compiled loops give tables the bits that NumPy gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from collectives.kernels import engine
+from mpips.store.tables import merge
+from mpips.store.tables.initial import owners_of
+from mpips.store.tables.row_optimizers import ROW_OPTIMIZERS, create
+from mpips.store.tables.rows import TableRows
+
+pytest.importorskip("numba")
+if engine.status().engine != "numba":
+    pytest.skip(engine.status().reason, allow_module_level=True)
+
+WIDE = range(-(2**63), 2**63, 2**55)
+
+
+def rounds(optimizer: str, dim: int, dtype: Any) -> Iterator[bytes]:
+    """Rows after each of some rounds of three workers with repeated ids, as server 0 of 2 sees them."""
+    table = TableRows(dim, np.dtype(dtype), 7, 0.5, create(optimizer, {"learning_rate": 0.1}))
+    random = np.random.default_rng(5)
+    for step in range(1, 5):
+        parts = []
+        for _ in range(3):
+            ids = np.concatenate([random.integers(-200, 200, 300), random.choice(WIDE, 50)])
+            gradients = random.standard_normal((len(ids), dim)).astype(dtype)
+            gradients[::7] = -0.0
+            found = merge.distinct(ids, 2)
+            first = found.counts[0]
+            rows, words = np.zeros((len(found.ids) + 3, dim), dtype), np.zeros(len(found.ids) + 4, np.int64)
+            places = merge.deal(found, [0, first + 3], [0, first + 4], words)
+            merge.sum_into(rows, gradients, places)
+            assert sorted(words[:first].tolist()) == sorted(set(ids[owners_of(ids, 2) == 0].tolist()))
+            parts.append((words[:first], rows[:first]))
+        table.update(*merge.summed(parts), step)
+        yield table.pull(np.concatenate([np.arange(-210, 210), np.array(WIDE)])).tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dim", [1, 3, 8, 33, 128, 130])
+@pytest.mark.parametrize("optimizer", sorted(ROW_OPTIMIZERS))
+def test_tables_have_the_bits_of_numpy(optimizer: str, dim: int, dtype: str) -> None:
+    with engine.numpy_only():
+        expected = list(rounds(optimizer, dim, dtype))
+    list(rounds(optimizer, dim, dtype))
+    assert engine.settle(200)
+    assert list(rounds(optimizer, dim, dtype)) == expected
