@@ -205,9 +205,8 @@ def row_adagrad(values: Array, sums: Array, gradients: Array, rows: Array, numbe
     return 1
 
 
-@compiled(
-    "stored[], stored[], stored[], const stored[], const int64[], stored[], stored[], stored[], int64", FLOATS, CONSTANTS
-)
+@compiled("stored[], stored[], stored[], const stored[], const int64[], stored[], stored[], stored[], int64", FLOATS,
+          CONSTANTS)  # fmt: skip
 def adam(
     values: Array, firsts: Array, seconds: Array, gradients: Array, rows: Array, corrections1: Array,
     corrections2: Array, numbers: Array, dim: int,

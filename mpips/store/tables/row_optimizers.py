@@ -42,8 +42,9 @@ class RowOptimizer(Protocol):
         self, places: Positions, values: Array, gradients: Array, state: Sequence[Array], counts: Array | None,
         step: int,
     ) -> bool:  # fmt: skip
-        """Update rows that lie at these positions of a table's arrays, by a compiled loop, to the bits of `update`;
-        False where there is none, and nothing has changed."""
+        """Update rows that lie at these positions of a table's arrays, by a compiled loop, to the bits of `update`.
+
+        False: there is no such loop now, and nothing has changed."""
 
 
 @dataclass(frozen=True)

@@ -318,7 +318,7 @@ class GetTableStats(msgspec.Struct, tag=True):
 
 
 class TableStats(msgspec.Struct, tag=True):
-    """A table on one server: its rows, which lie before position `top`, the bytes that they take with state and index,
+    """A table on one server. Its rows, which lie before position `top`, the bytes that they take with state and index,
     the updates made, and the rows dropped."""
 
     rows: int

@@ -174,8 +174,9 @@ class SharedLine:
         return self._in.read()
 
     def body(self, frame: Frame) -> NDArray[np.uint8]:
-        """Return the body of a frame that has been read, where its sender has it: until the next frame is read, unless
-        the sender keeps it."""
+        """Return the body of a frame that has been read, where its sender has it.
+
+        It stays until the next frame is read, and longer where the sender keeps it."""
         return arena.attach(Region(*frame.region))
 
     def stopped(self) -> bool:
