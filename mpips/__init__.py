@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mpips.store.keys.rows import RowSparse
     from mpips.store.options import OptionError, Options
     from mpips.store.runtime.errors import StoreError, StoreMismatchError, StoreStallError
+    from mpips.store.tables.admission import chance, seen
     from mpips.store.tables.initial import uniform
     from mpips.store.worker.table import Table
     from mpips.training.local import Elastic
@@ -51,14 +52,15 @@ _HOMES = {
     "MismatchError": "collectives.errors", "StallError": "collectives.errors",
     "StoreError": "mpips.store.runtime.errors", "StoreMismatchError": "mpips.store.runtime.errors",
     "StoreStallError": "mpips.store.runtime.errors", "Table": "mpips.store.worker.table",
-    "uniform": "mpips.store.tables.initial",
+    "uniform": "mpips.store.tables.initial", "seen": "mpips.store.tables.admission",
+    "chance": "mpips.store.tables.admission",
 }  # fmt: skip
 _PACKAGES = ("chaos", "compression", "optimizers", "training")
 
 __all__ = [
     "CollectiveError", "Elastic", "StoreError", "StoreMismatchError", "StoreStallError", "KVStore", "MismatchError",
-    "Model", "OptionError", "Options", "Rounds", "RowSparse", "StallError", "Table", "Trainer", "chaos", "compression",
-    "create", "empty", "note", "optimizers", "training", "uniform",
+    "Model", "OptionError", "Options", "Rounds", "RowSparse", "StallError", "Table", "Trainer", "chance", "chaos",
+    "compression", "create", "empty", "note", "optimizers", "seen", "training", "uniform",
 ]  # fmt: skip
 
 

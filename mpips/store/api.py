@@ -17,6 +17,7 @@ from mpips.store.runtime import rendezvous
 from mpips.store.runtime.engine import Handle
 from mpips.store.runtime.errors import Step, StoreError, at_exit, in_order, skip_at_exit
 from mpips.store.runtime.generation import NEVER
+from mpips.store.tables.admission import Chance, Seen
 from mpips.store.tables.initial import Uniform, uniform
 from mpips.store.worker import waiting
 from mpips.store.worker.interface import Recovered
@@ -127,7 +128,8 @@ class KVStore(Uncopied):
 
     def table(
         self, name: str, dim: int, dtype: object = "float32", init: Uniform = DEFAULT_INIT, optimizer: str = "sgd",
-        seed: int = 0, evict: int | None = None, limit: int | None = None, **options: Any,
+        seed: int = 0, admit: Seen | Chance | None = None, evict: int | None = None, limit: int | None = None,
+        **options: Any,
     ) -> Table:  # fmt: skip
         """Make an embedding table, whose rows servers make when they are first pushed to. Collective over all workers.
 
@@ -142,6 +144,8 @@ class KVStore(Uncopied):
             optimizer: "sgd", "adagrad", "row_adagrad" (one accumulator for each row) or "adam" (corrected by each row's
                 own number of updates).
             seed: Any int.
+            admit: Which ids get a row: `mpips.seen(times)` or `mpips.chance(probability)`. Gradients of others are
+                dropped, and a pull gives their first values. None: all.
             evict: Rows that no update has named for so many updates are dropped. None: none.
             limit: The table holds at most so many rows after each update: those longest not named are dropped. Each
                 server holds its share. None: any number.
@@ -153,7 +157,7 @@ class KVStore(Uncopied):
                 that it saves itself in. Nothing has changed.
         """
         with self._route.marked("table"):
-            return make_table(self.settings, name, dim, dtype, init, optimizer, seed, (evict, limit), options)
+            return make_table(self.settings, name, dim, dtype, init, optimizer, seed, (admit, evict, limit), options)
 
     def recut(self, keys: Sequence[Name], new: Mapping[Name, int]) -> None:
         """Cut the elements of `keys`, one behind the other, anew into 1-D keys `new` of so many elements.

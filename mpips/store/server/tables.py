@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from collectives.errors import CollectiveError, MismatchError
 from collectives.fabric.arena import SparseFile
-from mpips.store.tables import row_optimizers
+from mpips.store.tables import admission, row_optimizers
 from mpips.store.tables.initial import Ids
 from mpips.store.tables.merge import summed
 from mpips.store.tables.rows import Array, TableRows, arrays_of
@@ -72,11 +72,16 @@ class ServerTables:
         match request:
             case frames.MakeTable():
                 limit = (request.limit + self._servers - 1 - self._server) // self._servers
-                self._tables[request.table] = _Table(request, self._workers, self._staleness, limit, self._file)
+                counts = self._tables[request.table + admission.COUNTS] if request.seen else None
+                self._tables[request.table] = _Table(
+                    request, self._workers, self._staleness, limit, counts, self._file
+                )
                 return [(asker, frames.RequestDone())]
             case frames.GetTableStats():
                 table, rows = self._tables[request.table], self._tables[request.table].rows
-                stats = frames.TableStats(rows.count, rows.positions.top, rows.nbytes, table.updates, rows.evicted)
+                stats = frames.TableStats(
+                    rows.count, rows.positions.top, rows.nbytes, table.updates, rows.evicted, table.refused
+                )
                 return [(asker, stats)]
             case frames.ReadTable():
                 rows = self._tables[request.table].rows
@@ -102,12 +107,15 @@ class ServerTables:
 
 
 class _Table:
-    """One table on one server: its rows, and what waits."""
+    """One table on one server: its rows, and what waits. `counts`: of ids that have no row yet."""
 
     def __init__(
-        self, card: frames.MakeTable, workers: int, staleness: int | None, limit: int, file: SparseFile
-    ) -> None:
-        self._card, self._staleness, self._limit, self._file = card, staleness, limit, file
+        self, card: frames.MakeTable, workers: int, staleness: int | None, limit: int, counts: _Table | None,
+        file: SparseFile,
+    ) -> None:  # fmt: skip
+        self._card, self._staleness, self._limit, self._counts, self._file = card, staleness, limit, counts, file
+        self.refused = 0
+        """How many gradients were of ids that got no row."""
         self._optimizer = row_optimizers.decode(card.optimizer, card.numbers)
         self.reset(0)
         self._done = [0] * workers
@@ -123,6 +131,8 @@ class _Table:
         kind, life = np.dtype(card.dtype), (card.evict, self._limit)
         self.rows = TableRows(card.dim, kind, card.key, card.bound, self._optimizer, *life, self._file)
         self.updates = updates
+        if self._counts is not None:
+            self._counts.reset(updates)
 
     def put(self, arrays: Mapping[str, bytes]) -> None:
         """Set rows that were sent."""
@@ -192,9 +202,23 @@ class _Table:
         ids, gradients = summed([(push.ids, push.gradients) for push in pushes])
         self.updates += 1
         try:
+            if self._counts is not None or self._card.chance < 1:
+                admitted = self._admitted(ids)
+                self.refused += len(ids) - len(admitted)
+                ids, gradients = ids[admitted], gradients[admitted]
             self.rows.update(ids, gradients, self.updates)
         except Exception as error:
             raise CollectiveError(f"table {self._card.table!r}: update {self.updates} failed: {error}") from error
+
+    def _admitted(self, ids: Ids) -> NDArray[np.int64]:
+        """Return the places of ids that have a row, or get one now."""
+        there = self.rows.positions.find(ids) >= 0
+        new = np.flatnonzero(~there)
+        if self._counts is not None:
+            there[new] = admission.often_named(self._counts.rows, ids[new], self.updates, self._card.seen)
+        else:
+            there[new] = admission.lucky(self._card.key, ids[new], self.updates, self._card.chance)
+        return np.flatnonzero(there)
 
     def _read(self, pull: _Pull) -> frames.Answer:
         try:

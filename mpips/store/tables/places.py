@@ -74,7 +74,7 @@ class Places:
         """Note that an update, a later one than before, names these rows."""
         self._touched[positions] = update
         if self._order is not None:
-            self._order.append(positions[np.argsort(self._ids[positions])], update, self.count)
+            self._order.append(positions, update, self.count)
 
     def drop(self, update: int) -> Ids:
         """Drop the rows that are due after this update, which has been noted; return their ids."""
@@ -125,6 +125,8 @@ class Order:
         self._ids, self._touched = ids, touched
         self._named: OrderedDict[int, NDArray[np.uint32]] = OrderedDict()
         """Positions by the update that has named them. Those count that no later one has named."""
+        self._sorted = FREE
+        """The update whose positions stand in the order of their ids."""
         self._entries = 0
         self._uncleared: list[int] = []
         """Updates whose entries are still to be looked through, the next one last."""
@@ -161,6 +163,8 @@ class Order:
         while count > 0:
             first = next(iter(self._named))
             counting = self._counting(first)
+            if count < len(counting) and self._sorted != first:
+                counting, self._sorted = counting[np.argsort(self._ids[counting])], first
             found.append(counting[:count].astype(np.int64))
             self._put(first, counting[count:])
             count -= len(found[-1])
@@ -170,12 +174,12 @@ class Order:
         """Begin anew with the rows before this position."""
         positions = np.flatnonzero(self._touched[:top] != FREE)
         touched = self._touched[positions]
-        order = np.lexsort((self._ids[positions], touched))
+        order = np.argsort(touched, kind="stable")
         entries, touched = positions[order].astype(np.uint32), touched[order]
         starts = np.flatnonzero(touched[1:] != touched[:-1]) + 1
         parts: list[NDArray[np.uint32]] = np.split(entries, starts) if len(entries) else []
         self._named = OrderedDict((int(self._touched[part[0]]), part) for part in parts)
-        self._entries, self._uncleared = len(positions), []
+        self._entries, self._uncleared, self._sorted = len(positions), [], FREE
 
     def _counting(self, update: int) -> NDArray[np.uint32]:
         """Return the rows that this update has named, and no later one."""

@@ -123,6 +123,10 @@ class TableRows:
             for array, new in zip(self._state, state, strict=True):
                 array[some] = new
 
+    def remove(self, ids: Ids) -> None:
+        """Drop the rows of these ids, each once, which are there."""
+        self.positions.remove(self.positions.find(ids))
+
     def read(self, array: str, start: int, stop: int) -> Array:
         """Return of one of the arrays (`arrays_of`) the rows that lie at positions [start, stop)."""
         return self._arrays[array][self.positions.lying(start, stop)]

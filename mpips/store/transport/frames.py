@@ -257,7 +257,8 @@ class MakeTable(msgspec.Struct, tag=True):
     """A new table: rows of `dim` values of a dtype, their first values, and their optimizer by name and numbers.
 
     Rows that no update has named for `evict` updates are dropped, and those longest not named where all servers
-    together have more than `limit`; 0: none."""
+    together have more than `limit`; 0: none. An id gets a row with the update that is the `seen`-th to name it, or by
+    `chance`; `seen` above 0: the table of counts has been made."""
 
     table: str
     dim: int
@@ -268,6 +269,8 @@ class MakeTable(msgspec.Struct, tag=True):
     numbers: bytes
     evict: int = 0
     limit: int = 0
+    seen: int = 0
+    chance: float = 1.0
 
 
 class PushRows(msgspec.Struct, tag=True):
@@ -318,14 +321,16 @@ class GetTableStats(msgspec.Struct, tag=True):
 
 
 class TableStats(msgspec.Struct, tag=True):
-    """A table on one server. Its rows, which lie before position `top`, the bytes that they take with state and index,
-    the updates made, and the rows dropped."""
+    """A table on one server: rows, the position before which they lie, and their bytes with state and index.
+
+    Then updates made, rows dropped, and gradients of ids that got no row."""
 
     rows: int
     top: int
     nbytes: int
     updates: int
     evicted: int
+    refused: int
 
 
 class RequestDone(msgspec.Struct, tag=True):

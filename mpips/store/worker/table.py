@@ -20,6 +20,7 @@ from collectives.fabric.tasks import Task
 from mpips.store.runtime import rendezvous
 from mpips.store.runtime.engine import Handle
 from mpips.store.tables import row_optimizers
+from mpips.store.tables.admission import COUNTS, Chance, Seen
 from mpips.store.tables.initial import Ids, Uniform, key_of
 from mpips.store.transport import frames
 from mpips.store.worker import table_file
@@ -122,15 +123,17 @@ class Table:
         return self.stats()["rows"]
 
     def stats(self) -> dict[str, int]:
-        """Return numbers of all servers: `rows`, `bytes` (with optimizer state and index), `evicted` rows; and the
-        table's `updates`."""
+        """Return numbers of all servers: `rows`, their `bytes` with optimizer state, index and counts, and `updates`.
+
+        `evicted`: rows that were dropped. `refused`: gradients of ids that `admit` gave no row, and which were dropped.
+        `counted`: ids without a row whose updates are counted."""
         self._check_there("stats")
-        tables = self._settings.backend.tables
-        assert tables is not None
-        parts: list[frames.TableStats] = self._settings.run(f"stats of table {self.name!r}", tables.stats(self.name))
+        parts = self._stats(self.name)
+        counts = self._stats(self.name + COUNTS) if self._card.seen else []
         return {
-            "rows": sum(part.rows for part in parts), "bytes": sum(part.nbytes for part in parts),
+            "rows": sum(part.rows for part in parts), "bytes": sum(part.nbytes for part in (*parts, *counts)),
             "updates": max(part.updates for part in parts), "evicted": sum(part.evicted for part in parts),
+            "refused": sum(part.refused for part in parts), "counted": sum(part.rows for part in counts),
         }  # fmt: skip
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -151,6 +154,11 @@ class Table:
         table_file.load(self._settings, self._card, self._pushes, path)
 
     # ---- calls
+
+    def _stats(self, table: str) -> list[frames.TableStats]:
+        tables = self._settings.backend.tables
+        assert tables is not None
+        return self._settings.run(f"stats of table {table!r}", tables.stats(table))
 
     def _push(self, what: str, ids: Ids, gradients: Array) -> None:
         tables = self._settings.backend.tables
@@ -250,36 +258,42 @@ class Table:
 
 def make(
     settings: Settings, name: object, dim: object, dtype: object, init: object, optimizer: object, seed: object,
-    life: tuple[object, object], options: dict[str, Any],
+    life: tuple[object, object, object], options: dict[str, Any],
 ) -> Table:  # fmt: skip
-    """Make a table. Collective over the workers; see `KVStore.table`. `life`: `evict` and `limit`."""
+    """Make a table. Collective over the workers; see `KVStore.table`. `life`: `admit`, `evict` and `limit`."""
     card, refusal = rendezvous.attempt(lambda: _card(settings, name, dim, dtype, init, optimizer, seed, life, options))
     items = []
     if card is not None:
         chosen = row_optimizers.decode(card.optimizer, card.numbers)
         items = [("name", repr(name)), ("dim", str(card.dim)), ("dtype", card.dtype), ("init", repr(init)),
                  ("seed", repr(seed)), ("optimizer", repr(chosen)), ("evict", str(card.evict)),
-                 ("limit", str(card.limit))]  # fmt: skip
+                 ("limit", str(card.limit)), ("admit", repr(life[0]))]  # fmt: skip
     settings.finish()
     settings.agree("table", items, refusal, noun="argument")
     assert card is not None and settings.backend.tables is not None
-    settings.run(f"table {card.table!r}", settings.backend.tables.make(card))
-    settings.tables.append(card.table)
+    cards = [_card_of_counts(card, life[0]), card] if isinstance(life[0], Seen) else [card]
+    for one in cards:
+        settings.run(f"table {one.table!r}", settings.backend.tables.make(one))
+    settings.tables += [one.table for one in cards]
     return Table(settings, card)
 
 
 def _card(
     settings: Settings, name: object, dim: object, dtype: object, init: object, optimizer: object, seed: object,
-    life: tuple[object, object], options: dict[str, Any],
+    life: tuple[object, object, object], options: dict[str, Any],
 ) -> frames.MakeTable:  # fmt: skip
     """Return a new table as servers are told of it; ValueError or TypeError where it cannot be."""
     if not isinstance(name, str):
         raise TypeError(f"table: the name {name!r} is no str: give one")
     _see_store(settings, name)
-    if name in settings.keys:
-        raise ValueError(f"table: a key has the name {name!r}: choose another")
-    if name in settings.tables:
-        raise ValueError(f"table: {name!r} was already made; a table is made once")
+    admit, evict, limit = life
+    if not (admit is None or isinstance(admit, (Seen, Chance))):
+        raise ValueError(f"table {name!r}: admit={admit!r}: give mpips.seen(times), mpips.chance(probability) or None")
+    for one in (name, name + COUNTS) if isinstance(admit, Seen) else (name,):
+        if one in settings.keys:
+            raise ValueError(f"table: a key has the name {one!r}: choose another")
+        if one in settings.tables:
+            raise ValueError(f"table: {one!r} was already made; a table is made once")
     word = np.dtype(dtype).name  # type: ignore[call-overload]
     if word not in DTYPES:
         raise ValueError(f"table {name!r}: dtype={word}, and a table holds {' or '.join(DTYPES)}")
@@ -288,12 +302,23 @@ def _card(
         raise ValueError(f"table {name!r}: dim={width}: give at least 1 and at most {MOST_BYTES // 8}")
     if not isinstance(init, Uniform):
         raise ValueError(f"table {name!r}: init={init!r}: give mpips.uniform(bound); uniform(0) are zeros")
-    evict, limit = life
+    if isinstance(admit, Seen):
+        _at_least(name, "remember", admit.remember, settings.layout.num_servers)
     chosen, numbers = row_optimizers.encode(row_optimizers.create(optimizer, options))
     return frames.MakeTable(
         name, width, word, key_of(_whole(name, "seed", seed), name), init.bound, chosen, numbers,
         _at_least(name, "evict", evict, 1), _at_least(name, "limit", limit, settings.layout.num_servers),
+        seen=admit.times if isinstance(admit, Seen) else 0,
+        chance=admit.probability if isinstance(admit, Chance) else 1.0,
     )  # fmt: skip
+
+
+def _card_of_counts(card: frames.MakeTable, admit: Seen) -> frames.MakeTable:
+    """Return the table that counts how many updates have named ids which have no row yet."""
+    chosen, numbers = row_optimizers.encode(row_optimizers.create("sgd", {"learning_rate": 1.0}))
+    return frames.MakeTable(
+        card.table + COUNTS, 1, "float32", card.key, 0.0, chosen, numbers, card.evict, admit.remember
+    )
 
 
 def _see_store(settings: Settings, name: str) -> None:

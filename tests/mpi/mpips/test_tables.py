@@ -18,6 +18,10 @@ SERVERS = [
     {"servers": servers, "shared_memory": shared} for servers, shared in itertools.product((1, 2, 3), (True, False))
 ]
 EDGES = np.array([0, -1, 1, 2**63 - 1, -(2**63), 2**62, -(2**40)], np.int64)
+LIVES: list[dict[str, Any]] = [
+    {"evict": 2}, {"limit": 11}, {"admit": mpips.seen(2), "evict": 3, "limit": 20}, {"admit": mpips.seen(3, 15)},
+    {"admit": mpips.chance(0.4), "limit": 25},
+]  # fmt: skip
 SMALL_RATE = {"learning_rate": 0.1}
 
 
@@ -156,8 +160,8 @@ def test_many_rows_are_found_again() -> None:
 
 @either_mpi
 @pytest.mark.parametrize("options", SERVERS)
-@pytest.mark.parametrize("life", [{"evict": 2}, {"limit": 11}, {"evict": 3, "limit": 20}])
-def test_rows_are_dropped_as_a_dictionary_drops_them(options: dict[str, Any], life: dict[str, int]) -> None:
+@pytest.mark.parametrize("life", LIVES)
+def test_rows_come_and_go_as_in_a_dictionary(options: dict[str, Any], life: dict[str, Any]) -> None:
     need(**options)
 
     def body(kv: mpips.KVStore) -> None:
@@ -171,6 +175,7 @@ def test_rows_are_dropped_as_a_dictionary_drops_them(options: dict[str, Any], li
             assert table.pull(wanted).tobytes() == expected.pull(wanted).tobytes(), repeat
             stats = table.stats()
             assert (stats["rows"], stats["evicted"]) == (len(expected.rows), len(expected.evicted))
+            assert (stats["refused"], stats["counted"]) == (expected.refused, len(expected.counts))
             kv.barrier()
 
     run("dist_sync", body, **options)
@@ -212,6 +217,10 @@ def test_bad_arguments_lose_nothing() -> None:
                 lambda: kv.table("u", 3, optimizer="rprop"),
             "RowSGD has no option momentum": lambda: kv.table("u", 3, momentum=0.9),
             "evict=0: give at least 1 and less than 2**31": lambda: kv.table("u", 3, evict=0),
+            "admit=3: give mpips.seen(times), mpips.chance(probability) or None":
+                lambda: kv.table("u", 3, admit=3),  # type: ignore[arg-type]
+            "seen(times=0): give a whole number from 1 on": lambda: mpips.seen(0),
+            "chance(probability=1.5): give a number above 0 and up to 1": lambda: mpips.chance(1.5),
             "limit=1.5 is no whole number": lambda: kv.table("u", 3, limit=1.5),  # type: ignore[arg-type]
             "give mpips.uniform(bound)": lambda: kv.table("u", 3, init="ones"),  # type: ignore[arg-type]
             "a table holds float32 or float64": lambda: kv.table("u", 3, "int8"),

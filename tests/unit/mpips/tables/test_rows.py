@@ -13,7 +13,7 @@ from mpips.store.tables.initial import first_rows, key_of, owners_of, uniform
 from mpips.store.tables.merge import deal, distinct, sum_into, summed
 from mpips.store.tables.row_optimizers import ROW_OPTIMIZERS, create
 from mpips.store.tables.rows import TableRows, arrays_of
-from tests.mpi.mpips.reference_table import ReferenceTable
+from tests.mpi.mpips.reference_table import ReferenceTable, plainly_mixed
 
 IDS = st.integers(-(2**63), 2**63 - 1) | st.integers(-9, 9)
 
@@ -43,14 +43,6 @@ def test_first_values_stay_as_they_are() -> None:
             word = plainly_mixed((stream + column * 0x9E3779B97F4A7C15) & mask)
             again.append((word >> 11) * (1.0 / 2**53) - 0.5)
     assert found.tolist() == again
-
-
-def plainly_mixed(word: int) -> int:
-    """SplitMix64's finalizer, in Python's whole numbers."""
-    mask = 2**64 - 1
-    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & mask
-    word = (word ^ (word >> 27)) * 0x94D049BB133111EB & mask
-    return word ^ (word >> 31)
 
 
 @pytest.mark.parametrize("ids", [np.arange(100_000), np.arange(100_000) << 40, -np.arange(100_000) * 64])
