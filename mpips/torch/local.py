@@ -2,27 +2,31 @@
 
     inner = torch.optim.AdamW(model.parameters(), 1e-3)
     trainer = mpips.torch.LocalSGD(model, inner, every=500, kind="dist_sync", servers=1)
-    loss.backward(); trainer.step(); trainer.zero_grad()
+    while trainer.steps < steps:
+        trainer.zero_grad(); loss.backward(); trainer.step()
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from collectives import arrays, log
-from collectives.errors import of_caller
+from collectives.errors import MismatchError, of_caller
 from mpips.optimizers.base import Optimizer
 from mpips.store.api import KVStore
 from mpips.store.create import create
+from mpips.store.runtime.errors import LostError, StoreError
 from mpips.store.runtime.rendezvous import attempt
 from mpips.torch.backend import check_joined
+from mpips.torch.state import load_bytes, store_bytes
 from mpips.training.local import Local, LocalRounds
-from mpips.training.updates import averaged, workers_in_a_sum
+from mpips.training.updates import averaged, begins, workers_in_a_sum
 
+T = TypeVar("T")
 LOG = log.get("mpips.torch")
 TOKENS = "mpips/tokens"
 """The key of their sum."""
@@ -46,6 +50,9 @@ class LocalSGD:
 
     Synchronous kinds wait for all workers, which call `step` equally often. In an asynchronous kind the outer optimizer
     takes what each worker (each client) has changed when it comes. Making it is collective, and blocks.
+
+    Where the store survives deaths (`spares`), `step` goes on after one. A worker that takes a dead one's place begins
+    with the outer parameters, at the step of the others (`steps`), and with a new inner optimizer.
     """
 
     def __init__(
@@ -62,6 +69,7 @@ class LocalSGD:
         self.inner, self._parameters, self._keys = inner, [p for _, p in named], [name for name, _ in named]
         self._by_tokens = by_tokens
         self.store = store if store is not None else create(kind, **options)
+        self._joins = self.store.layout.survives and self.store.settings.fresh
         try:
             self._begin(rule, compression)
         except Exception:
@@ -75,43 +83,58 @@ class LocalSGD:
         outer, refusal = attempt(lambda: self._outer(rule))
         words = {"every": rule.every, "outer": outer, "fragments": rule.fragments, "delay": rule.delay,
                  "keep": rule.keep, "compression": compression, "by_tokens": self._by_tokens}  # fmt: skip
-        kv.settings.agree("LocalSGD", [(name, repr(word)) for name, word in words.items()], refusal, noun="argument")
+        if not self._joins:
+            said = [(name, repr(word)) for name, word in words.items()]
+            kv.settings.agree("LocalSGD", said, refusal, noun="argument")
+        elif refusal is not None:
+            raise refusal
         assert outer is not None
-        kv.init(self._keys, self._views())
-        kv.set_optimizer(outer, keys=self._keys)
-        if compression is not None:
-            kv.set_gradient_compression(compression)
-        if self._by_tokens:
-            kv.init(TOKENS, np.zeros(1, np.int64))
-        self._rounds = LocalRounds(kv, self._keys, self._views(), rule, TOKENS if self._by_tokens else "")
-        kv.barrier()  # all have pulled what rank 0 gave before anybody pushes
+        if begins(kv, self._keys, self._views()):
+            kv.set_optimizer(outer, keys=self._keys)
+            if compression is not None:
+                kv.set_gradient_compression(compression)
+            if self._by_tokens:
+                kv.init(TOKENS, np.zeros(1, np.int64))
+        self._rounds = LocalRounds(
+            kv, self._keys, self._views(), rule, TOKENS if self._by_tokens else "", joins=self._joins
+        )
         LOG.info("LocalSGD: %r on a %s store of %d parameters", rule, kv.type, len(self._keys))
+        if self._joins:
+            self._through(lambda: self._rounds.rejoin(self._views()))
+            return
+        self._rounds.begin_at((kv.resumed or 0) * rule.every)
+        kv.barrier()  # all have pulled what rank 0 gave before anybody pushes
 
     def _outer(self, rule: Local) -> Optimizer:
-        if self.store.layout.survives:
-            raise ValueError("LocalSGD does not go on after a death yet, and this store does: leave out the option "
-                             "spares, and begin again from a checkpoint")  # fmt: skip
-        if self._by_tokens and self.store.layout.asynchronous:
+        layout = self.store.layout
+        if layout.survives and layout.asynchronous and len(layout.clients) < layout.num_workers:
+            raise ValueError(f"LocalSGD: with spares each client of an asynchronous store has one worker, and this "
+                             f"{layout.kind} store has {layout.num_workers} in {len(layout.clients)} clients: take "
+                             "dist_async, or leave spares out")  # fmt: skip
+        if self._by_tokens and layout.asynchronous:
             raise ValueError(f"LocalSGD: by_tokens needs all workers in one sum, and a store of kind {self.store.type} "
                              "takes each one's changes alone: take dist_sync, or leave by_tokens out")  # fmt: skip
         return averaged(rule.optimizer, workers_in_a_sum(self.store))
 
     @property
     def steps(self) -> int:
-        """Return how many inner steps this worker has made."""
+        """Return how many inner steps have been made. It may leave some out after a death (`step`)."""
         return self._rounds.steps
 
     def step(self, closure: Callable[[], Any] | None = None, *, tokens: int | None = None) -> Any:
         """Make an inner step, and exchange what is due. Return the result of `closure`. Blocking where it is due.
 
         `tokens`: of this step on this worker, where they count (`by_tokens`).
+
+        After a death, where the store survives it, all go on from the step of the worker that is furthest: let a loop
+        count by `steps`.
         """
         if not self._by_tokens and tokens is not None:
             raise of_caller(ValueError(f"LocalSGD.step: tokens={tokens}: make it with by_tokens=True, or give none"))
         if self._by_tokens and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0):
             raise of_caller(ValueError(f"LocalSGD.step: tokens={tokens!r}: give the step's tokens, an int, 0 or more"))
         loss = self.inner.step(closure) if closure is not None else self.inner.step()
-        self._rounds.step(self._views(), tokens or 0)
+        self._through(lambda: self._rounds.step(self._views(), tokens or 0), again=False)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -121,17 +144,83 @@ class LocalSGD:
     def share(self) -> None:
         """Give the model the outer parameters, which all workers have in common: to measure or to save it. All call.
 
-        What inner steps have changed since the last exchange is dropped: call it at a multiple of `every`.
+        What inner steps have changed since the last exchange is dropped: call it at a multiple of `every`. In an
+        asynchronous store that survives deaths nobody waits: each takes those that it has seen last.
         """
-        self._rounds.finish(self._views())
-        self.store.barrier()
-        self.store.pull(self._keys, self._views())
-        self.store.barrier()
+        self._through(lambda: self._rounds.share(self._views()))
+        if self.store.layout.asynchronous and not self.store.layout.survives:
+            self.store.barrier()
+            self.store.pull(self._keys, self._views())
+            self.store.barrier()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this worker needs to go on, beside the model's own `state_dict()`: `torch.save` writes both.
+
+        It waits for what is under way. The outer optimizer's part is the tensor "store", equal on all workers. All call
+        it after the same step; blocking.
+
+        Raises:
+            RuntimeError: A process has died meanwhile. Training goes on: call it again after another step.
+        """
+        self._through(lambda: self._rounds.finish(self._views()))
+        died = "state_dict: a process has died meanwhile: call it again after the next step"
+        data = self._through(lambda: store_bytes(self.store), again=RuntimeError(died))
+        assert data is not None
+        return {
+            "inner": self.inner.state_dict(), "steps": self.steps, "since": list(self._rounds.since),
+            "centers": [torch.from_numpy(center.copy()) for center in map(arrays.host, self._rounds.centers)],
+            "store": torch.from_numpy(np.frombuffer(data, np.uint8).copy()),
+        }  # fmt: skip
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` gave; the model loads its own. With the same number of workers training goes on with
+        the same bits. Any number of servers, and of workers, of which each loads one's state. All call; blocking."""
+        centers = [center.numpy() for center in state_dict["centers"]]
+        shapes = [[center.shape for center in found] for found in (centers, self._rounds.centers)]
+        if shapes[0] != shapes[1]:
+            raise of_caller(ValueError(f"load_state_dict: parameters are {shapes[0]} there and {shapes[1]} here: give "
+                                       "the model that it was saved with"))  # fmt: skip
+        self.inner.load_state_dict(state_dict["inner"])
+        load_bytes(self.store, state_dict["store"].numpy().tobytes())
+        for mine, center in zip(self._rounds.centers, centers):
+            mine[...] = center
+        self._rounds.begin_at(state_dict["steps"], state_dict["since"])
 
     def close(self) -> None:
-        """Wait for what is under way, and close the store: its servers leave."""
-        self._rounds.finish(self._views())
+        """Wait for what is under way, and close the store: its servers leave. All call."""
+        self._through(lambda: self._rounds.finish(self._views()))
+        if self.store.layout.survives:
+            self._through(self.store.barrier)
         self.store.close()
+
+    def _through(self, call: Callable[[], T], again: bool | Exception = True) -> T | None:
+        """Return what `call` returns. Where a death breaks it off, all meet anew; then it is called again, or left, or
+        an error is raised."""
+        while True:
+            try:
+                return call()
+            except StoreError as error:
+                self._recover(error)
+            if isinstance(again, Exception):
+                raise again
+            if not again:
+                return None
+
+    def _recover(self, error: StoreError) -> None:
+        """Begin the next generation, and exchange what was under way; raise `error` where nobody has died."""
+        while True:
+            if not self.store.layout.survives or isinstance(error, (MismatchError, LostError)):
+                raise error
+            rounds = self.store.recover()
+            if not self.store.layout.changed:
+                raise error
+            if torn := [key for key in self._keys if key in rounds.torn or key not in rounds]:
+                raise StoreError(f"LocalSGD: key {torn[0]!r} is not whole after a death: go on from a checkpoint")
+            try:
+                self._rounds.rejoin(self._views())
+                return
+            except StoreError as other:
+                error = other
 
     def _views(self) -> list[Any]:
         """The memory of the parameters, as NumPy sees it."""

@@ -1,9 +1,15 @@
-"""Broadcast parameters, and an optimizer's state, from one rank to all; as Horovod's calls of the same names."""
+"""Broadcast parameters, and an optimizer's state, from one rank to all; as Horovod's calls of the same names.
+
+`store_bytes` and `load_bytes` do so with the file of a store.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -13,6 +19,9 @@ from torch import Tensor
 
 import collectives
 from mpips.torch.tensors import bytes_of
+
+if TYPE_CHECKING:
+    from mpips.store.api import KVStore
 
 
 def broadcast_parameters(
@@ -83,6 +92,45 @@ def broadcast_bytes(data: bytes, root: int, comm: MPI.Comm | None) -> bytes:
         buffer[:] = np.frombuffer(data, np.uint8)
     collectives.broadcast(buffer, comm, root)
     return buffer.tobytes()
+
+
+# ---- a store's state as bytes
+
+
+@contextmanager
+def worker_collectives(store: KVStore, what: str, comm: MPI.Intracomm | None = None) -> Iterator[MPI.Intracomm]:
+    """Yield the communicator of the workers, or a smaller one; where a collective within fails, the generation ends."""
+    ranks, generation = comm or store.layout.workers, store.settings.generation
+    assert ranks is not None
+    with generation.failing(what):
+        generation.within(ranks)
+        yield ranks
+
+
+def store_bytes(store: KVStore) -> bytes:
+    """Return the file that `store.save` writes, on all workers. Collective over them, blocking."""
+    with _shared_file(store) as path:
+        store.save(path)
+        data = path.read_bytes() if store.rank == 0 else b""
+    with worker_collectives(store, "state_dict") as workers:
+        return broadcast_bytes(data, 0, workers)
+
+
+def load_bytes(store: KVStore, data: bytes) -> None:
+    """Let `store.load` read such a file, of rank 0. Collective over the workers, blocking."""
+    with _shared_file(store) as path:
+        if store.rank == 0:
+            path.write_bytes(data)
+        store.load(path)
+
+
+@contextmanager
+def _shared_file(store: KVStore) -> Iterator[Path]:
+    """Yield the path of a file, the same on all workers; it lies on worker 0's machine, and is gone afterwards."""
+    with tempfile.TemporaryDirectory() as folder:
+        with worker_collectives(store, "a file for all workers") as workers:
+            path = broadcast_bytes(folder.encode(), 0, workers).decode()
+        yield Path(path, "store.safetensors")
 
 
 # ---- a state as one message; its tensors follow by themselves

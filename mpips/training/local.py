@@ -17,16 +17,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
+from collectives import log
 from mpips.optimizers.base import Optimizer
 from mpips.optimizers.elastic import INTERVAL, Elastic1, Elastic2
 from mpips.optimizers.sgd import SGD
+from mpips.store.runtime.errors import LostError
 
 if TYPE_CHECKING:
     from mpips.store.api import KVStore
     from mpips.store.runtime.engine import Handle
 
+LOG = log.get("mpips.training")
 OUTER = {"nesterov": SGD(0.7, momentum=0.9, nesterov=True), "average": SGD(1.0)}
 """Outer optimizers by name: DiLoCo's, and local SGD's, which takes the mean of all workers' parameters."""
 Arrays = Sequence[np.ndarray]
@@ -95,25 +99,37 @@ class Exchange:
         self._attract = Elastic2(alpha=rule.alpha if isinstance(rule, Elastic) else 1.0 - keep)
         self._whole = not self._elastic and keep == 0.0
 
-    def begin(
-        self, parameters: Arrays, places: Sequence[int], wait: bool = True, share: float = 1.0
-    ) -> Handle | None:  # fmt: skip
-        """Push what is to be said of the parameters in these places, and ask for the centre; blocking if `wait`.
-        `share`: by how much a change counts."""
+    def measure(self, parameters: Arrays, places: Sequence[int]) -> None:
+        """Write down what is to be said of the parameters in these places."""
         for place in places:
             parameter, pushed = parameters[place], self._pushed[place]
             if self._elastic:
                 np.divide(parameter, self._members, out=pushed)  # a push sums over members, who are equal
             else:
                 np.subtract(self.centers[place], parameter, out=pushed)
-                if share != 1.0:
-                    np.multiply(pushed, share, out=pushed)
+
+    def weigh(self, places: Sequence[int], factor: float) -> None:
+        """Let what is written down count by a factor; 0: not at all."""
+        for place in places if factor != 1.0 else ():
+            np.multiply(self._pushed[place], factor, out=self._pushed[place])
+
+    def send(self, places: Sequence[int], wait: bool = True) -> Handle | None:
+        """Push what is written down, and ask for the centre; blocking if `wait`."""
         keys, centers = [self._keys[place] for place in places], [self.centers[place] for place in places]
         said = [self._pushed[place] for place in places]
         if wait:
             self._kv.pushpull(keys, said, out=centers)
             return None
         return self._kv.ipushpull(keys, said, out=centers)
+
+    def pull(self, places: Sequence[int]) -> None:
+        """Ask for the centre alone; blocking."""
+        self._kv.pull([self._keys[place] for place in places], [self.centers[place] for place in places])
+
+    def forget(self) -> None:
+        """Have nothing to say of any parameter."""
+        for pushed in self._pushed:
+            pushed[...] = 0
 
     def take(self, parameters: Arrays, places: Sequence[int]) -> None:
         """Move parameters towards the centre, which has come."""
@@ -129,54 +145,191 @@ class LocalRounds:
     """Count a worker's inner steps, and exchange each fragment when it is due. All workers make equally many.
 
     `tokens`: an int64 key, of one element, in which workers sum how many tokens their changes are of; "": workers count
-    alike. For synchronous kinds.
+    alike. For synchronous kinds. `joins`: this worker has taken a dead one's place, and has nothing before `rejoin`.
     """
 
     def __init__(
-        self, kv: KVStore, keys: Sequence[str], parameters: Arrays, rule: Local, tokens: str = ""
+        self, kv: KVStore, keys: Sequence[str], parameters: Arrays, rule: Local, tokens: str = "", joins: bool = False
     ) -> None:  # fmt: skip
-        self._rule, self.steps, self._kv, self._key = rule, 0, kv, tokens
+        self._rule, self._kv, self._key, self._keys, self._joins = rule, kv, tokens, list(keys), joins
         self._exchange = Exchange(kv, keys, parameters, rule, 1)
         self.fragments = cut([array.size for array in parameters], rule.fragments)
         """Places of the parameters of each fragment."""
-        self._tokens = [0] * len(self.fragments)
-        """Of this worker, since each fragment's last exchange."""
-        self._open: tuple[Sequence[int], int, Handle] | None = None
-        """What is under way: places, the step at which it is taken, and its handle."""
+        self._goals = [0] * len(keys)
+        """The round of each key that this worker's last push makes."""
+        self._counts = [0] * len(self.fragments)
+        """By how much each fragment's last exchange counts: tokens, or inner steps."""
+        self._shares = [1.0] * len(self.fragments)
+        """The factors in what was pushed then."""
+        self._open: tuple[int, int, Handle | None] | None = None
+        """What is under way: a fragment, the step at which it is taken, and its handle."""
         self.centers = self._exchange.centers
-        kv.pull(list(keys), self.centers)
-        self._exchange.take(parameters, range(len(parameters)))
+        self.begin_at(0)
+        if not joins:
+            self._exchange.pull(range(len(keys)))
+            self.share(parameters)
+
+    def begin_at(self, steps: int, since: Sequence[int] = ()) -> None:
+        """Go on as behind so many inner steps. `since`: of each fragment the tokens since its last exchange."""
+        self.steps = steps
+        self._begun = [max(steps - self._after(number, steps), 0) for number in range(len(self.fragments))]
+        """The step at which each fragment's last exchange began."""
+        self.since = list(since) or [steps - begun for begun in self._begun]
+        """Tokens, or inner steps, since then."""
+
+    def _after(self, number: int, steps: int) -> int:
+        """Return how many steps a fragment's exchange was due ago."""
+        return (steps - (number + 1) * self._rule.every // len(self.fragments)) % self._rule.every
 
     def step(self, parameters: Arrays, tokens: int = 0) -> None:
         """An inner step of so many tokens has been made: take the centre that is due; begin the exchange that is."""
         self.steps += 1
-        self._tokens = [count + tokens for count in self._tokens]
-        if self._open is not None and self.steps >= self._open[1]:
+        self.since = [count + (tokens if self._key else 1) for count in self.since]
+        if self._open is not None and self._open[2] is None:  # it was broken off, and nobody has made it since
+            self._open = None
+        elif self._open is not None and self.steps >= self._open[1]:
             self.finish(parameters)
         for number, places in enumerate(self.fragments):
-            if (self.steps - (number + 1) * self._rule.every // len(self.fragments)) % self._rule.every:
+            if self._after(number, self.steps):
                 continue
-            share = self._share(number) if self._key else 1.0
-            handle = self._exchange.begin(parameters, places, wait=not self._rule.delay, share=share)
+            self._measure(number, parameters)
+            if self._key:
+                self._weigh(number, self._sum_of_tokens(number))
+            handle = self._exchange.send(places, wait=not self._rule.delay)
             if handle is None:
-                self._exchange.take(parameters, places)
+                self.finish(parameters)
             else:
-                self._open = places, self.steps + self._rule.delay, handle
+                self._open = number, self.steps + self._rule.delay, handle
 
-    def _share(self, number: int) -> float:
-        """Return this worker's part of a fragment's tokens, times the workers: the store takes a mean. Blocking."""
-        total = np.array([self._tokens[number]])
-        self._tokens[number], mine = 0, self._tokens[number]
+    def _measure(self, number: int, parameters: Arrays) -> None:
+        """Begin a fragment's exchange: from now on it is made, whatever happens."""
+        places = self.fragments[number]
+        self._exchange.measure(parameters, places)
+        for place in places:
+            self._goals[place] = self._round(place) + 1
+        self._begun[number], self._shares[number] = self.steps, 1.0
+        self._counts[number], self.since[number] = self.since[number], 0
+        self._open = number, self.steps + self._rule.delay, None
+
+    def _sum_of_tokens(self, number: int) -> int:
+        """Return how many tokens all workers' changes of a fragment are of. Blocking."""
+        total = np.array([self._counts[number]])
         self._kv.pushpull(self._key, total)
-        return mine * self._kv.num_workers / int(total[0]) if total[0] else 1.0
+        return int(total[0])
+
+    def _weigh(self, number: int, total: int) -> None:
+        """Let a worker's changes of a fragment count by its part of a total, times the workers: the store takes a mean.
+        """
+        share = self._counts[number] * self._kv.num_workers / total if total else 1.0
+        before, self._shares[number] = self._shares[number], share
+        self._exchange.weigh(self.fragments[number], share / before if share and before else 0.0)
 
     def finish(self, parameters: Arrays) -> None:
         """Wait for what is under way, and take it."""
         if self._open is not None:
-            places, _, handle = self._open
+            number, due, handle = self._open
+            self._open = number, due, None
+            if handle is not None:
+                handle.wait()
+            self._exchange.take(parameters, self.fragments[number])
             self._open = None
-            handle.wait()
-            self._exchange.take(parameters, places)
+
+    def share(self, parameters: Arrays) -> None:
+        """Take the centre as this worker has seen it last: the same on all, where the store is synchronous."""
+        self.finish(parameters)
+        for parameter, center in zip(parameters, self.centers):
+            parameter[...] = center
+
+    # ---- after a death
+
+    def rejoin(self, parameters: Arrays) -> None:
+        """Go on after `kv.recover()`: what was under way is exchanged. Collective over all workers, blocking.
+
+        In a synchronous store all go on from the step of the one that is furthest, which is in an exchange. Each counts
+        in it by the inner steps (or tokens) that it has made since the last one: who has just joined counts for
+        nothing. An exchange that the recovery has undone is made again, too, with the same changes.
+        """
+        kv, synchronous = self._kv, not self._kv.layout.asynchronous
+        mine = Standing(self.steps, self._goals, self._begun, self._counts, self.since, self._joins)
+        told = kv.settings.agree("local training: all meet anew", data=msgspec.msgpack.encode(mine))
+        words = [msgspec.msgpack.decode(data, type=Standing) for data in told]
+        there = [word for word in words if not word.joins]
+        if not there:
+            raise LostError("local training: no worker is left that knows its step: go on from a checkpoint")
+        if synchronous:
+            self._see_workers()
+        due = [] if self._open is None else [self._open[0]]
+        numbers = range(len(self.fragments)) if synchronous or self._joins else due
+        if numbers:
+            self._exchange.pull([place for number in numbers for place in self.fragments[number]])
+        if due and not self._unmade(due[0]):  # it is complete, and did not come through
+            self._exchange.take(parameters, self.fragments[due.pop()])
+        ahead = max(there, key=steps_of) if synchronous else min(there, key=steps_of)
+        if self._joins or (synchronous and self.steps < ahead.steps):
+            due += self._catch_up(parameters, ahead, synchronous)
+        for number in sorted(range(len(self.fragments)), key=self._begun.__getitem__):
+            if again := self._unmade(number):
+                if synchronous:
+                    self._weigh(number, sum(word.counted(number, ahead) for word in words))
+                self._exchange.send(again)
+        for number in due:
+            self._exchange.take(parameters, self.fragments[number])
+        self._open = None
+        if self._joins:
+            self._joins = False
+            self.share(parameters)
+
+    def _catch_up(self, parameters: Arrays, ahead: Standing, synchronous: bool) -> list[int]:
+        """Come to the step of the worker that is ahead; return the fragments whose exchange begins by that."""
+        LOG.warning("local training: this worker goes on at step %d%s", ahead.steps,
+                    ", from the outer parameters" if self._joins else f", and leaves out {ahead.steps - self.steps}")
+        before, self.steps = self._begun, ahead.steps
+        begins = [] if self._joins else [n for n, begun in enumerate(before) if begun < ahead.begun[n]]
+        for number in begins:
+            self._measure(number, parameters)
+        self._begun = list(ahead.begun)
+        self._goals = list(ahead.goals) if synchronous else [self._round(place) for place in range(len(self._keys))]
+        if self._joins:
+            self._exchange.forget()
+            self._counts, self.since = [0] * len(self.fragments), [0] * len(self.fragments)
+            self._shares = [1.0] * len(self.fragments)
+        return begins
+
+    def _unmade(self, number: int) -> list[int]:
+        """Return the places of a fragment whose last exchange the store has not."""
+        return [place for place in self.fragments[number] if self._goals[place] > self._round(place)]
+
+    def _round(self, place: int) -> int:
+        return self._kv.settings.keys[self._keys[place]].round
+
+    def _see_workers(self) -> None:
+        """Let the outer optimizer take the mean over the workers that are here. Collective."""
+        optimizer, now = self._rule.optimizer, self._kv.settings.groups.of(self._keys[0])
+        rescale = optimizer.rescale / self._kv.num_workers  # type: ignore[attr-defined]
+        if now.rescale != rescale:  # type: ignore[union-attr]
+            self._kv.update_optimizer(self._keys, rescale=rescale)
+
+
+class Standing(msgspec.Struct, array_like=True, frozen=True):
+    """Tell the others, when all meet after a death, where a worker stands; fields as in `LocalRounds`."""
+
+    steps: int
+    goals: list[int]
+    begun: list[int]
+    counts: list[int]
+    since: list[int]
+    joins: bool
+
+    def counted(self, number: int, ahead: Standing) -> int:
+        """Return by how much this worker counts in the exchange of a fragment in which the one `ahead` is."""
+        if self.joins:
+            return 0
+        return self.counts[number] if self.begun[number] == ahead.begun[number] else self.since[number]
+
+
+def steps_of(standing: Standing) -> int:
+    """Return how many inner steps a worker has made."""
+    return standing.steps
 
 
 def cut(sizes: Sequence[int], parts: int) -> list[list[int]]:

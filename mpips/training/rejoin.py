@@ -37,7 +37,9 @@ class SurvivingFit:
     def __init__(self, job: Job, blocking: Blocking, source: Source, words: Items, grow: bool = False) -> None:
         self._kv, self._blocking, self._source, self._words = job.kv, blocking, source, words
         self._grow = grow
-        self._synchronous = not job.kv.layout.asynchronous
+        self._asynchronous = job.kv.layout.asynchronous
+        self._synchronous = not (self._asynchronous or blocking.update.apart)
+        """Whether each step is an exchange of all workers."""
         self._marks: list[Mark] = []
         self._ahead: Mark | None = None
         self._rows: list[Row] = []
@@ -147,8 +149,11 @@ class SurvivingFit:
         words = [msgspec.msgpack.decode(data, type=Word) if data else None for data in told]
         group = self._group()
         stored = not self._blocking.update.owners()
-        moment = agreed(words, group, stored, not self._synchronous)
-        word = words[kv.rank] or words[moment.source]
+        apart = not (self._synchronous or self._asynchronous)
+        moment = agreed(words, furthest_of(words) if apart else group, stored, not self._synchronous)
+        word = words[kv.rank]
+        if word is None or word.last(moment.step) is None:
+            word = words[moment.source]
         assert word is not None
         mark = word.at(moment.step, moment.place)
         # `error` would only come again where no death has made it: the same on all workers.
@@ -206,7 +211,7 @@ class SurvivingFit:
                 collectives.broadcast(array, update.group, root=root, label=f"fit: {name} of a worker that has it")
         elif update.owners() and self._synchronous:
             raise LostError("fit: no worker is left that has the optimizer's state: go on from a checkpoint")
-        update.restore(arrays, from_data(mark.optimizer))
+        update.rejoin(arrays, from_data(mark.optimizer))
         self._whole = True
 
     def _group(self) -> range:
@@ -339,12 +344,14 @@ def agreed(words: Sequence[Word | None], group: Sequence[int], stored: bool, asy
     """Return the moment that a group of workers goes back to: all of a synchronous store, a client of another.
 
     Where the store updates (`stored`) it is the step that the store stands at; where workers update alike, the step of
-    the one that is furthest; in an asynchronous store the last step that all of the group have contributed to.
+    the one that is furthest; in an asynchronous store the last step that all of the group have contributed to, and of a
+    group that is new that of the slowest worker.
     LostError where nobody knows, or one does not remember that step.
     """
-    here = [rank for rank in group if words[rank] is not None] or [
-        rank for rank, word in enumerate(words) if word is not None
-    ][:1]
+    here = [rank for rank in group if words[rank] is not None]
+    if not here:
+        left = [(word.furthest, rank) for rank, word in enumerate(words) if word is not None]
+        here = [rank for _, rank in sorted(left)[:1]]
     told = [word for rank in here if (word := words[rank]) is not None]
     if not told:
         raise LostError("fit: no worker is left that knows where the training was: go on from a checkpoint")
@@ -366,6 +373,13 @@ def agreed(words: Sequence[Word | None], group: Sequence[int], stored: bool, asy
                             f"but its last {KEPT}, up to {word.done}: go on from a checkpoint")
         places.append(place)
     return Agreed(step, min(places), here[0])
+
+
+def furthest_of(words: Sequence[Word | None]) -> list[int]:
+    """Return the worker that has come furthest, the lowest of several: where workers of a synchronous store train apart
+    all go on from its step. Nobody, where none knows it."""
+    steps = [(word.furthest, -rank) for rank, word in enumerate(words) if word is not None]
+    return [-rank for _, rank in sorted(steps)[-1:]]
 
 
 def rows_of(words: Sequence[Word | None], numbered: int, workers: int) -> list[int]:

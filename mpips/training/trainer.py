@@ -285,9 +285,10 @@ def _see_local(kv: KVStore, local: Local, elastic: Elastic | None, overlap: str 
     if local.delay:
         raise ValueError(f"local: delay={local.delay} is for mpips.torch.LocalSGD, as a checkpoint of a Trainer holds "
                          "nothing that is under way: give delay=0")
-    if kv.layout.survives:
-        raise ValueError("local does not go on after a death yet, and this store does: leave local out, or the option "
-                         "spares")
+    if kv.layout.survives and len(kv.layout.clients) < kv.num_workers:
+        raise ValueError(f"local: with spares each client has one worker, and this {kv.type} store has "
+                         f"{kv.num_workers} in {len(kv.layout.clients)} clients: take dist_sync or dist_async, or "
+                         "leave spares out")  # fmt: skip
     if kv.num_workers > 1 and len(kv.layout.clients) == 1:
         raise ValueError(f"local: all {kv.num_workers} workers of this {kv.type} store are in one client, which sum in "
                          "each step: take dist_sync, or several clients")  # fmt: skip

@@ -129,6 +129,8 @@ class Gradients:
     """
 
     name = "none"
+    apart = False
+    """Whether workers train by themselves between two exchanges."""
     optimizer = None
     """The optimizer of every worker, with the numbers of now; None where the store has it."""
 
@@ -177,7 +179,7 @@ class Gradients:
         return {}
 
     def restore(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer | None) -> None:
-        """Take arrays and parameters back, after `kv.load` or a death; `rescale` is that of the workers that are here.
+        """Take arrays and parameters back, after `kv.load`; `rescale` is that of the workers that are here.
 
         `optimizer`: the numbers of then; None: as they are. All workers call.
         """
@@ -187,6 +189,9 @@ class Gradients:
         if numbers := {name: number for name, number in pairs.items() if getattr(now, name) != number}:
             self._kv.update_optimizer(self.keys, **numbers)
         self._pull()
+
+    rejoin = restore
+    """Take them back after a death. `arrays`: None, where nobody of the group is left that has them."""
 
     def _pull(self) -> None:
         """Pull the store's parameters on all workers, before any of them pushes again."""
@@ -200,6 +205,7 @@ class OnWorkers:
     of `Gradients`."""
 
     name: str
+    apart = False
 
     def __init__(self, model: Model, kv: KVStore, optimizer: Optimizer, clip_norm: float | None) -> None:
         self._model, self._kv, self.keys, self._clip = model, kv, own_keys(model, kv), clip_norm
@@ -257,6 +263,10 @@ class OnWorkers:
             if name != "step":
                 array[...] = arrays[name]
 
+    def rejoin(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer | None) -> None:
+        """Take them back after a death."""
+        self.restore(arrays, optimizer)
+
 
 class Summed(OnWorkers):
     """The store sums gradients; every worker clips their mean by its global norm, and updates alike.
@@ -309,7 +319,8 @@ class ElasticAveraging(OnWorkers):
         workers = self.group.Get_size()
         if self._updater.step % self._elastic.interval == 0:
             places = range(len(self.keys))
-            self._exchange.begin(self._model.parameters, places)
+            self._exchange.measure(self._model.parameters, places)
+            self._exchange.send(places)
             self._exchange.take(self._model.parameters, places)
         for gradient in self._model.gradients:
             collectives.allreduce(gradient, self.group)
@@ -337,14 +348,16 @@ class LocalTraining(OnWorkers):
     """
 
     name = "none, local"
+    apart = True
 
     def __init__(
         self, model: Model, kv: KVStore, optimizer: Optimizer, local: Local, clip_norm: float | None = None
     ) -> None:
         self._local = local
         super().__init__(model, kv, optimizer, clip_norm)
-        self._rounds = LocalRounds(kv, self.keys, model.parameters, local)
-        if kv.layout.asynchronous:
+        joins = bool(kv.settings.fresh)
+        self._rounds = LocalRounds(kv, self.keys, model.parameters, local, joins=joins)
+        if kv.layout.asynchronous and not joins:
             kv.barrier()  # all have pulled what rank 0 gave before anybody pushes
 
     def _prepare(self) -> None:
@@ -370,14 +383,23 @@ class LocalTraining(OnWorkers):
         return [client.start for client in self._kv.layout.clients]
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return also the centre of the last exchange, from which changes are counted."""
-        centers = zip(self.keys, self._rounds.centers)
-        return {**super().arrays(), **{f"center/{key}": center for key, center in centers}}
+        """Return also the centre of the last exchange, from which changes are counted, and the steps until now."""
+        centers = {f"center/{key}": center for key, center in zip(self.keys, self._rounds.centers)}
+        return {**super().arrays(), **centers, "steps": np.array([self._rounds.steps], np.int64)}
 
     def restore(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer | None) -> None:
         """Write arrays back, and go on counting from their step."""
         super().restore(arrays, optimizer)
-        self._rounds.steps = self._updater.step
+        assert arrays is not None
+        self._rounds.begin_at(int(arrays["steps"][0]))
+
+    def rejoin(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer | None) -> None:
+        """Go on with what this worker has; without arrays, from the outer parameters, with a new inner optimizer."""
+        assert optimizer is not None
+        if arrays is None:
+            self._updater = self._new_updater()
+        self._updater.optimizer = rescaled(optimizer, averaged(self._optimizer, self.group.Get_size()))
+        self._rounds.rejoin(self._model.parameters)
 
 
 Update = Gradients | OnWorkers

@@ -24,7 +24,8 @@ import collectives
 from collectives.errors import CollectiveError, of_caller
 from mpips.store.runtime.rendezvous import call_of
 from mpips.torch.lockstep import CHECK_STEPS, Items, digest, gather_difference, gather_rows
-from mpips.torch.optimizer.exchange import AgreedStep, group_numbers, warn_soon, worker_collectives
+from mpips.torch.optimizer.exchange import AgreedStep, group_numbers, warn_soon
+from mpips.torch.state import worker_collectives
 from mpips.torch.tensors import bytes_of
 
 if TYPE_CHECKING:

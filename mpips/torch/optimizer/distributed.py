@@ -9,10 +9,8 @@ A step: the workers agree (`consensus`), exchange gradients (`exchange`), and go
 from __future__ import annotations
 
 import inspect
-import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -27,9 +25,9 @@ from mpips.store.api import KVStore
 from mpips.store.create import create
 from mpips.torch.backend import check_joined
 from mpips.torch.optimizer.consensus import UNKNOWN, Brought, Consensus
-from mpips.torch.optimizer.exchange import ServerExchange, check_elastic, choose_exchange, worker_collectives
+from mpips.torch.optimizer.exchange import ServerExchange, check_elastic, choose_exchange
 from mpips.torch.optimizer.rejoin import SurvivingSteps
-from mpips.torch.state import broadcast_bytes, broadcast_tensors
+from mpips.torch.state import broadcast_tensors, load_bytes, store_bytes, worker_collectives
 from mpips.torch.tensors import uncompiled
 
 if TYPE_CHECKING:
@@ -162,14 +160,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not self._in_store():
             return state
 
-        def store_bytes() -> bytes:
-            with _shared_file(self.store) as path:
-                self.store.save(path)
-                data = path.read_bytes() if self.store.rank == 0 else b""
-            with worker_collectives(self.store, "state_dict") as workers:
-                return broadcast_bytes(data, 0, workers)
-
-        data = None if self._survival.new else self._survival.call("state_dict", store_bytes)
+        data = None if self._survival.new else self._survival.call("state_dict", lambda: store_bytes(self.store))
         if data is None:
             raise RuntimeError("state_dict: a process has died, and the other workers have theirs already: call it "
                                "again after the next step")  # fmt: skip
@@ -195,10 +186,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         def load() -> None:
             if data is None:
                 return
-            with _shared_file(self.store) as path:
-                if self.store.rank == 0:
-                    path.write_bytes(data.numpy().tobytes())
-                self.store.load(path)
+            load_bytes(self.store, data.numpy().tobytes())
             if self.on_servers:  # else the model has its parameters, and the store the centre
                 self._take_over()
 
@@ -333,12 +321,3 @@ def _name_keys(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tens
             raise TypeError(f"parameter {name!r} is of type {parameter.dtype}, which no store keeps: let the model "
                             "have torch.view_as_real of it, or use mpips.torch.DataParallel")  # fmt: skip
     return names
-
-
-@contextmanager
-def _shared_file(store: KVStore) -> Iterator[Path]:
-    """Yield the path of a file, the same on all workers; it lies on worker 0's machine, and is gone afterwards."""
-    with tempfile.TemporaryDirectory() as folder:
-        with worker_collectives(store, "a file for all workers") as workers:
-            path = broadcast_bytes(folder.encode(), 0, workers).decode()
-        yield Path(path, "store.safetensors")

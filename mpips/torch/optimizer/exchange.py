@@ -22,7 +22,7 @@ from mpips.optimizers import SGD, AdaGrad, Adam, AdamW, Optimizer, RMSProp
 from mpips.optimizers.elastic import Elastic1
 from mpips.store.keys import arguments
 from mpips.store.keys.rows import EmptyPush
-from mpips.torch.state import broadcast_state, broadcast_tensors
+from mpips.torch.state import broadcast_state, broadcast_tensors, worker_collectives
 
 if TYPE_CHECKING:
     from mpips.store.api import KVStore
@@ -406,16 +406,6 @@ def gradient_share(layout: Layout, passes: int) -> float:
     """Return the factor that makes the mean of one update of a sum of gradients, each of `passes` backward passes."""
     workers, clients = layout.num_workers, len(layout.clients)
     return 1.0 / ((workers / clients if layout.asynchronous else workers) * passes)
-
-
-@contextmanager
-def worker_collectives(store: KVStore, what: str, comm: MPI.Intracomm | None = None) -> Iterator[MPI.Intracomm]:
-    """Yield the communicator of the workers, or a smaller one; where a collective within fails, the generation ends."""
-    ranks, generation = comm or store.layout.workers, store.settings.generation
-    assert ranks is not None
-    with generation.failing(what):
-        generation.within(ranks)
-        yield ranks
 
 
 @contextmanager

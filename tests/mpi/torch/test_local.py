@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -202,3 +203,30 @@ def test_wrong_arguments_are_refused(more: dict[str, Any], sentence: str) -> Non
 def test_arguments_that_differ_are_named() -> None:
     said = heard(lambda: local({}, every=4 + (WORLD.rank == 0)))
     assert "every" in said and "4" in said and "5" in said, said
+
+
+@pytest.mark.parametrize("options, more", [({"servers": 1}, {}), ({}, {"fragments": 2, "delay": 1})], ids=str)
+@pytest.mark.mpi(min_size=2)
+def test_a_state_goes_on_with_the_same_bits(options: dict[str, Any], more: dict[str, Any]) -> None:
+    done = local(options, steps=STEPS, every=4, **more)
+    if done is not None:
+        trainer, whole = done
+        trainer.close()
+    done = local(options, steps=7, every=4, **more)
+    saved = []
+    if done is not None:
+        trainer, model = done
+        saved = [copy.deepcopy(trainer.state_dict()), copy.deepcopy(model.state_dict())]
+        trainer.close()
+    done = local(options, steps=0, every=4, **more)
+    if done is not None:
+        trainer, model = done
+        model.load_state_dict(saved[1])
+        trainer.load_state_dict(saved[0])
+        rank = trainer.store.rank
+        for step in range(trainer.steps + 1, STEPS + 1):
+            trainer.zero_grad()
+            loss_of(model, batch(step, rank=rank)).backward()
+            trainer.step()
+        trainer.close()
+        assert far(model, whole) == 0

@@ -25,7 +25,7 @@ from mpi4py import MPI
 
 import mpips
 from collectives import CollectiveError
-from mpips.training import Callback, Checkpoint, EarlyStop, Elastic, LearningRate, Trainer
+from mpips.training import Callback, Checkpoint, EarlyStop, Elastic, LearningRate, Local, Trainer
 from tests import child
 from tests.choice import first
 from tests.mpi.mpips.training.support import Line, data, uneven
@@ -39,7 +39,7 @@ EPOCHS, BATCH = 3, 2
 OPTIONS: dict[str, dict[str, Any]] = {
     "sgd": {"momentum": 0.9}, "adam": {"optimizer": "adam"}, "clipped": {"optimizer": "adam", "clip_norm": 0.5},
     "accumulated": {"momentum": 0.9, "accumulate": 2}, "uneven": {"momentum": 0.9},
-    "elastic": {"elastic": Elastic(alpha=0.3, interval=2)},
+    "elastic": {"elastic": Elastic(alpha=0.3, interval=2)}, "local": {"local": Local(3, "average")},
 }  # fmt: skip
 ENDS: list[dict[str, Any]] = [{}, {"batches": (1, 5, 9)}, {"step": 4}, {"epoch": 1}, {"epoch": EPOCHS}]
 """How epochs end: in these batches of one worker, in a callback after a step, or after an epoch."""
@@ -245,6 +245,27 @@ def test_asynchronous_workers_go_on(roles, kind, what, deaths, tmp_path):
     job(roles, "dies", kind, what, str(tmp_path / "killed"), deaths)
     found = results(tmp_path / "killed")
     assert len(found) == found[0]["workers"] and all(len(one["history"]) == EPOCHS for one in found)
+
+
+@only_on(1)
+@survivors
+@first(2, **{"roles, kind, deaths, same": [
+    ("-s 2 -w 2 --spares 1", "dist_sync", "3:t0.1", True), ("-s 1 -w 3 --spares 1", "dist_sync", "1:b5", False),
+    ("-w 3 --spares 0", "dist_sync", "2:b8", False), ("-s 1 -w 3 --spares 1", "dist_async", "0:b7", False),
+]})  # fmt: skip
+def test_workers_that_train_apart_go_on(roles, kind, deaths, same, tmp_path):
+    """A dead server changes no bit. A dead worker's changes since the last exchange are lost."""
+    for name, when in (("whole", ""), ("killed", deaths)):
+        job(roles, "dies", kind, "local", str(tmp_path / name), when)
+    found, whole = results(tmp_path / "killed"), results(tmp_path / "whole")
+    assert len(found) == found[0]["workers"] and all(one["epoch"] for one in found)
+    if same:
+        see_equal(found, whole)
+    losses, undisturbed = (
+        [float.fromhex(one["history"][-1].split()[2]) for one in ones] for ones in (found, whole)
+    )
+    assert all(len(one["history"]) == EPOCHS for one in found)
+    assert max(losses) < 2 * max(undisturbed), (losses, undisturbed)
 
 
 @only_on(1)

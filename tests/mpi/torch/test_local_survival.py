@@ -1,0 +1,119 @@
+"""LocalSGD while processes are killed: the bits of a serial run in which the dead count for nothing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from launch import find
+from mpips.training.local import OUTER
+from tests import child
+from tests.mpi.sizes import JOB_LIMIT, only_on
+from tests.mpi.torch.apart import ADAMW, loss_of
+from tests.mpi.torch.support import network
+
+ROOT = Path(__file__).resolve().parents[3]
+LAUNCHER = find(python=sys.executable)
+needs_ulfm = pytest.mark.skipif(LAUNCHER.flavour == "mpich", reason="a death ends every job of this MPI")
+STEPS, EVERY = 16, 4
+
+
+def job(folder: Path, roles: str, **plan: Any) -> list[dict[str, Any]]:
+    """Return what the workers of `tests.mpi.torch.apart` say at the end, by rank."""
+    start = [sys.executable, "-m", "launch.cli", "run", *roles.split()]
+    said = BytesIO()
+    plan = {"steps": STEPS, **plan, "local": {"every": EVERY, **plan.get("local", {})}}
+    code = child.run([*start, "-m", "tests.mpi.torch.apart", json.dumps(plan), str(folder)], JOB_LIMIT, ROOT, said)
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("worker-*.json"))]
+    assert found and not code, said.getvalue().decode(errors="replace")[-3000:]
+    return found
+
+
+def serial(workers: int, dies: tuple[int, int], spare: bool, steps: int = STEPS) -> list[str]:
+    """Local SGD in one process. `dies`: a worker, and its last inner step; a spare goes on from the next exchange."""
+    models = [network() for _ in range(workers)]
+    inners = [torch.optim.AdamW(model.parameters(), **ADAMW) for model in models]
+    views = [[p.detach().numpy() for p in model.parameters()] for model in models]
+    centers = [view.copy() for view in views[0]]
+    states = [OUTER["nesterov"].init(center.reshape(-1)) for center in centers]
+    here = list(range(workers))
+    for step in range(1, steps + 1):
+        if step == dies[1]:
+            here.remove(dies[0])
+        for rank in here:
+            inners[rank].zero_grad()
+            loss_of(models[rank], step, rank if spare else here.index(rank)).backward()
+            inners[rank].step()
+        if step % EVERY:
+            continue
+        lost = workers - len(here) if spare else 0
+        outer = replace(OUTER["nesterov"], rescale=1 / (len(here) + lost))
+        for place, center in enumerate(centers):
+            changes = [(center - views[rank][place]) * ((len(here) + lost) / len(here)) for rank in here]
+            total = sum(changes[1:], changes[0])
+            outer.update(center.reshape(-1), total.reshape(-1), states[place], step // EVERY)
+        if lost:
+            inners[dies[0]] = torch.optim.AdamW(models[dies[0]].parameters(), **ADAMW)
+            here = list(range(workers))
+        for rank in here:
+            for mine, center in zip(views[rank], centers):
+                mine[...] = center
+    return [center.tobytes().hex() for center in centers]
+
+
+@only_on(1)
+@needs_ulfm
+@pytest.mark.parametrize("servers", [0, 1])
+def test_a_dead_worker_counts_for_nothing_and_a_spare_goes_on(tmp_path: Path, servers: int) -> None:
+    found = job(tmp_path, f"-w 3 -s {servers} --spares 1", kills=[[1, 6, -1]])
+    expected = serial(3, (1, 6), True)
+    assert [one["values"] for one in found] == [expected] * 3
+    assert [one["began"] for one in found] == [0, 8, 0]
+
+
+@only_on(1)
+@needs_ulfm
+def test_fewer_workers_go_on_by_their_own_mean(tmp_path: Path) -> None:
+    found = job(tmp_path, "-w 3 -s 1 --spares 0", kills=[[2, 6, -1]])
+    assert [one["values"] for one in found] == [serial(3, (2, 6), False)] * 2
+
+
+@only_on(1)
+@needs_ulfm
+@pytest.mark.parametrize("local", [{}, {"fragments": 2, "delay": 1}], ids=str)
+def test_a_dead_server_changes_no_bit(tmp_path: Path, local: dict[str, Any]) -> None:
+    calm, deaths = tmp_path / "calm", tmp_path / "deaths"
+    for folder in (calm, deaths):
+        folder.mkdir()
+    expected = job(calm, "-w 2 -s 2", local=local)
+    found = job(deaths, "-w 2 -s 2 --spares 1", local=local, kills=[[3, 7, 0.5]])
+    assert [one["values"] for one in found] == [one["values"] for one in expected]
+    assert all(one["generation"] for one in found)
+
+
+@only_on(1)
+@needs_ulfm
+@pytest.mark.parametrize("kind, local", [
+    ("dist_sync", {"fragments": 2, "delay": 1, "keep": 0.25}), ("mpi_sync", {"by_tokens": True}),
+    ("dist_async", {"outer": "average", "staleness": 1}),
+], ids=str)  # fmt: skip
+def test_training_goes_on_after_two_deaths(tmp_path: Path, kind: str, local: dict[str, Any]) -> None:
+    found = job(tmp_path, "-w 3 -s 1 --spares 1", kind=kind, local=local, steps=40, kills=[[1, 6, 0.3], [2, 13, -1]])
+    assert [one["workers"] for one in found] == [2, 2] and all(one["generation"] == 2 for one in found)
+    models = [network(), network()]
+    for one, model in zip(found, models):
+        for parameter, data in zip(model.parameters(), one["values"]):
+            parameter.data.copy_(torch.from_numpy(np.frombuffer(bytes.fromhex(data)).copy()).view_as(parameter))
+    first, learnt = (
+        sum(loss_of(model, step, 0).item() for step in range(100, 120)) for model in (network(), models[0])
+    )
+    assert learnt < 0.5 * first
+    assert kind == "dist_async" or found[0]["values"] == found[1]["values"]
