@@ -153,11 +153,12 @@ class KVStore(Uncopied):
                 table.
 
         Raises:
-            ValueError: An argument is bad or differs between workers, or the store has no servers, spares, or a folder
-                that it saves itself in. Nothing has changed.
+            ValueError: An argument is bad or differs between workers, or the store has no servers, or spares. Nothing
+                has changed.
         """
         with self._route.marked("table"):
-            return make_table(self.settings, name, dim, dtype, init, optimizer, seed, (admit, evict, limit), options)
+            life = admit, evict, limit
+            return make_table(self.settings, self._route, name, dim, dtype, init, optimizer, seed, life, options)
 
     def recut(self, keys: Sequence[Name], new: Mapping[Name, int]) -> None:
         """Cut the elements of `keys`, one behind the other, anew into 1-D keys `new` of so many elements.
@@ -180,17 +181,11 @@ class KVStore(Uncopied):
             self.settings.barrier()
 
     def save(self, path: str | os.PathLike[str], wait: bool = True) -> Saving | None:
-        """Write one checkpoint file: values, optimizers and their state, residuals of compression, after one round.
+        """Write one checkpoint file: keys, tables, optimizers and their state, residuals of compression, after a round.
 
         A kill at any moment leaves the old file or the new one. `wait=False`: training goes on; `wait()` of what is
         returned blocks until the file is there. ValueError where it cannot be written.
         """
-        if self.settings.tables:
-            names = ", ".join(map(repr, self.settings.tables[:4]))
-            raise of_caller(ValueError(
-                f"save: it does not hold tables, and the store has {names}: save each into a file of its own by its "
-                "save(path)"
-            ))  # fmt: skip
         with self._route.marked("save"):
             saving = save(self.settings, path, wait)
         self._route.write(saving)
@@ -199,7 +194,7 @@ class KVStore(Uncopied):
     def load(self, path: str | os.PathLike[str]) -> None:
         """Read back what `save` wrote, with any number of servers, clients and workers. Rank 0 reads.
 
-        Keys that the store does not have are made. ValueError where the file does not fit the keys that it has.
+        Keys and tables that the store does not have are made. ValueError where the file does not fit those that it has.
         """
         with self._route.marked("load"):
             load(self.settings, path)
@@ -430,7 +425,7 @@ class Generations:
         try:
             with store.operations.guard("close"):
                 store.settle()
-                return rendezvous.agree(store.generation, waiting.CLOSE, data=waiting.pushes_of(store.keys))
+                return rendezvous.agree(store.generation, waiting.CLOSE, data=waiting.pushes_of(store.pushed))
         except (CollectiveError, ValueError):  # the others do something else, and hear of this
             return ()
 
@@ -445,7 +440,7 @@ class Generations:
             return ()
         store.settle()  # what is complete then stays
         pushed = {name: key.round for name, key in store.keys.items()}
-        told = waiting.pushes_of(store.keys)
+        told = waiting.pushes_of(store.pushed)
         while True:
             try:
                 with store.operations.guard("close"):
@@ -473,7 +468,7 @@ class Generations:
         ahead = store.layout.options.staleness if store.layout.asynchronous else 0
         now = () if store.regular is None or store.layout.num_servers else store.regular.pushing
         pushing = now if isinstance(now, (list, tuple)) else (now,)
-        if ahead >= 0 and (why := waiting.waits_for_closed(store.generation.words(), store.keys, ahead, pushing)):
+        if ahead >= 0 and (why := waiting.waits_for_closed(store.generation.words(), store.pushed, ahead, pushing)):
             raise CollectiveError(why)
 
     def _leave(self) -> None:

@@ -27,10 +27,14 @@ from numpy.typing import NDArray
 from collectives.errors import warn
 from collectives.files import NewFile
 from mpips.store.options import MOST
+from mpips.store.tables import row_optimizers
+from mpips.store.tables.rows import arrays_of
+from mpips.store.transport.frames import MakeTable
 
 STORE = "mpips.store"
 """The word of the metadata that has the header."""
-VERSION = 1
+VERSION = 2
+"""Since there are tables; a file without any has version 1."""
 
 
 class Record(msgspec.Struct):
@@ -58,6 +62,20 @@ class Record(msgspec.Struct):
         return np.dtype(self.dtype).kind not in "iub"
 
 
+class TableRecord(msgspec.Struct):
+    """One table, as the header tells of it: how servers are told of it, its rows, and the updates made."""
+
+    card: MakeTable
+    rows: int
+    updates: int
+
+    def tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        """Return what the file holds of it, with its names. ValueError where its optimizer is unknown here."""
+        optimizer = row_optimizers.decode(self.card.optimizer, self.card.numbers)
+        for name, (dtype, shape) in arrays_of(self.card.dim, np.dtype(self.card.dtype), optimizer).items():
+            yield prefix + name, Tensor(dtype, (self.rows, *shape))
+
+
 class Header(msgspec.Struct):
     """The header of a file, beside its tensors."""
 
@@ -72,6 +90,7 @@ class Header(msgspec.Struct):
     compression: dict[str, Any] | None
     residuals: int
     """How many workers or clients compressed their pushes; 0: none."""
+    tables: list[TableRecord] = []
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Return all that the file holds, with its names."""
@@ -81,6 +100,8 @@ class Header(msgspec.Struct):
                 yield state_name(record.key, slot), Tensor(np.dtype(dtype), (record.size,))
             for group in range(self.residuals if record.floats else 0):
                 yield residual_name(record.key, group), Tensor(residual_dtype(record.dtype), (record.size,))
+        for table in self.tables:
+            yield from table.tensors(table_prefix(table.card.table))
 
 
 def value_name(key: int | str) -> str:
@@ -96,6 +117,11 @@ def state_name(key: int | str, slot: int) -> str:
 def residual_name(key: int | str, group: int) -> str:
     """Return the tensor of what one worker's or client's compression kept back of a key."""
     return f"residual{group}/{key}"
+
+
+def table_prefix(table: str) -> str:
+    """Return how the names of a table's tensors begin."""
+    return f"table/{table}/"
 
 
 def residual_dtype(dtype: str) -> np.dtype:
@@ -151,13 +177,13 @@ class Reader:
     def __exit__(self, *error: object) -> None:
         self._file.close()
 
-    def get(self, name: str) -> Array:
-        """Return a tensor, writable. ValueError where the disk does not give it."""
-        return self._file.get(name)
+    def get(self, name: str, rows: slice | None = None) -> Array:
+        """Return a tensor, writable, or these rows of it. ValueError where the disk does not give it."""
+        return self._file.get(name, rows)
 
     def _see_header(self) -> None:
-        if self.header.version != VERSION:
-            version = f"has version {self.header.version}, this program reads version {VERSION}"
+        if not 1 <= self.header.version <= VERSION:
+            version = f"has version {self.header.version}, this program reads versions up to {VERSION}"
             raise ValueError(f"{self.path} {version}: use a newer one")
         seen = set()
         for record in self.header.records:
@@ -170,10 +196,27 @@ class Reader:
             for name, number in (("step", record.step), ("round", record.round)):
                 if not 0 <= number <= MOST:
                     raise ValueError(f"{self.path}: key {record.key!r} has {name} {number}: give one in [0, 2**63)")
+        for table in self.header.tables:
+            self._see_table(table)
+            if table.card.table in seen:
+                raise ValueError(f"{self.path} names {table.card.table!r} twice: save it anew")
+            seen.add(table.card.table)
         if not 0 <= self.header.residuals <= MOST:
             raise ValueError(f"{self.path} has {self.header.residuals} residuals: give a number in [0, 2**63)")
         if self.header.residuals and self.header.compression is None:
             raise ValueError(f"{self.path} has residuals, and no compression that kept them back: save it anew")
+
+    def _see_table(self, table: TableRecord) -> None:
+        name, card = f"{self.path}: table {table.card.table!r}", table.card
+        if card.dtype not in ("float32", "float64"):
+            raise ValueError(f"{name} is of {card.dtype}, and a table holds float32 or float64: save it anew")
+        for word, number, least in (("dim", card.dim, 1), ("updates", table.updates, 0), ("rows", table.rows, 0)):
+            if not least <= number <= MOST:
+                raise ValueError(f"{name} has {word} {number}: give one in [{least}, 2**63)")
+        try:
+            list(table.tensors(""))
+        except (ValueError, TypeError, msgspec.MsgspecError) as error:
+            raise ValueError(f"{name}: {error}") from error
 
     def _see_tensors(self) -> None:
         for name, promised in self.header.tensors():
@@ -277,6 +320,10 @@ class Writer:
             data = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
             self._sums[name] = zlib.crc32(data, self._sums[name])
             self._put(data, place + start * tensor.dtype.itemsize)
+
+    def append(self, name: str, values: Array) -> None:
+        """Write the next elements of a tensor."""
+        self.write(name, self._written[name], values)
 
     def finish(self) -> None:
         """Put the file in place, where it stays whatever happens to the machine. Blocks until the disk has it."""

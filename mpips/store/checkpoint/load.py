@@ -28,14 +28,17 @@ from mpips.optimizers.base import Optimizer, initial
 from mpips.optimizers.registry import as_data, from_data
 from mpips.optimizers.schedules import Groups
 from mpips.store.checkpoint import file
+from mpips.store.checkpoint import tables as of_tables
 from mpips.store.checkpoint.file import (
     Header,
     Reader,
     Record,
+    TableRecord,
     file_name,
     residual_dtype,
     residual_name,
     state_name,
+    table_prefix,
     value_name,
 )
 from mpips.store.checkpoint.save import from_worker, senders
@@ -44,7 +47,7 @@ from mpips.store.keys.key import Key, Name
 from mpips.store.options import MOST
 from mpips.store.roles import Layout
 from mpips.store.runtime.rendezvous import attempt
-from mpips.store.worker.interface import States, Stored
+from mpips.store.worker.interface import KnownTable, States, Stored
 from mpips.store.worker.settings import Settings
 
 Array = NDArray[Any]
@@ -62,7 +65,7 @@ def load(store: Settings, path: str | os.PathLike[str]) -> None:
         told = store.settled("load", [("path", name or "")], refusal or unfit, noun="argument", data=mine)
         header = msgspec.msgpack.decode(told[0], type=Header)
         store.run("load", _loaded(store, reader, header))
-        LOG.info("checkpoint %s is loaded, %d keys", name, len(header.records))
+        LOG.info("checkpoint %s is loaded, %d keys, %d tables", name, len(header.records), len(header.tables))
 
 
 def _opened(store: Settings, path: str, stack: contextlib.ExitStack) -> Reader | None:
@@ -71,6 +74,7 @@ def _opened(store: Settings, path: str, stack: contextlib.ExitStack) -> Reader |
         return None
     reader = stack.enter_context(Reader(path))
     _see_keys(store, reader.path, reader.header)
+    _see_tables(store, reader.path, reader.header)
     groups = _used(store, _groups(reader.header))  # an optimizer of the user's must be registered
     for record in reader.header.records:
         _see_state(reader.path, record, groups.of(record.key))
@@ -92,6 +96,21 @@ def _see_keys(store: Settings, path: str, header: Header) -> None:
     kinds = {type(name).__name__ for name in (*records, *store.keys)}
     if len(kinds) > 1:
         raise ValueError(f"{path} has keys of type {' and '.join(sorted(kinds))}, beside those of the store")
+
+
+def _see_tables(store: Settings, path: str, header: Header) -> None:
+    """The tables of the store are in the file, and of the same kind; else ValueError."""
+    records = {record.card.table: record for record in header.tables}
+    if records and store.backend.tables is None:
+        raise ValueError(f"{path} has table {next(iter(records))!r}, whose rows are made on servers: load it into a "
+                         "store with servers=1 or more")  # fmt: skip
+    for table in store.tables.values():
+        if table.name not in records:
+            raise ValueError(f"{path} has no table {table.name!r}, which the store has: save it too, by kv.save")
+        of_tables.see_fit("load", path, records[table.name], table)
+    names = {record.key for record in header.records}
+    if twice := next((name for name in (*records, *store.tables) if name in names or name in store.keys), None):
+        raise ValueError(f"{path} and the store use the name {twice!r} for a key and for a table: choose another")
 
 
 def _see_state(path: str, record: Record, optimizer: Optimizer | None) -> None:
@@ -136,6 +155,27 @@ def _loaded(store: Settings, reader: Reader | None, header: Header) -> Task[None
         if header.residuals:
             floats = [record for record in records if record.floats]
             yield from _residuals_loaded(store, reader, header, floats)
+    yield from _tables_loaded(store, reader, header.tables)
+
+
+def _tables_loaded(store: Settings, reader: Reader | None, records: Sequence[TableRecord]) -> Task[None]:
+    """Make tables that are not there, and give all their rows. Collective."""
+    tables = store.backend.tables
+    if tables is None or not records:
+        return
+    for record in records:
+        if record.card.table not in store.tables:
+            yield from tables.make(record.card)
+            store.tables[record.card.table] = KnownTable(record.card)
+            store.restored.offer([record.card.table])
+
+    def rows() -> Task[bytes]:
+        assert reader is not None
+        for record in reversed(records):  # counts stand before their table, which forgets them when it begins anew
+            yield from of_tables.restore(tables, record, reader, table_prefix(record.card.table))
+        return b""
+
+    yield from tables.at_rank_0(rows, "load")
 
 
 def _use(store: Settings, groups: Groups, compressor: Compressor | None) -> Task[None]:

@@ -65,7 +65,7 @@ def resume(store: Settings) -> tuple[int, Restored]:
             continue
         if store.layout.rank == 0:
             print(f"mpips: the store goes on from step {step}, saved in {folder}", file=sys.stderr, flush=True)
-        return step, Restored(path, store.keys, store.groups, store.compressor, saved=True, strict=True)
+        return step, Restored(path, store.pushed, store.groups, store.compressor, saved=True, strict=True)
     if failure is not None:
         raise failure
     return 0, Restored()
@@ -105,7 +105,7 @@ class RegularSaves:
         self._store, self._step = store, step
         self.pushing: Any = ()
         self._counts: dict[Name, int] = {}
-        """How often this worker has pushed each key."""
+        """How often this worker has pushed each key and table."""
         self._most = 0
         """The steps that this worker has begun."""
         self._next: float = self._after(step)
@@ -187,14 +187,15 @@ class RegularSaves:
 
     def _are_equal(self) -> bool:
         """Return whether all keys that have been pushed were pushed equally often."""
-        pushed = {name: count for name in self._store.keys if (count := self._counts.get(name, 0))}
+        pushed = {name: count for name in self._store.pushed if (count := self._counts.get(name, 0))}
         few = min(pushed, key=pushed.__getitem__, default=None)
         if few is None or pushed[few] == self._most:
             return True
         if not self._warned and self._store.layout.rank == 0:
             self._warned = True
+            name = f"{self._store.pushed[few].noun} {few!r}"
             warn(
-                f"the store is not saved: key {few!r} was pushed {pushed[few]} times, others {self._most} times; push "
-                "every key once a step, or save by kv.save"
+                f"the store is not saved: {name} was pushed {pushed[few]} times, others {self._most} times; push every "
+                "key and table once a step, or save by kv.save"
             )
         return False

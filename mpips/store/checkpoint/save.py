@@ -30,28 +30,32 @@ from collectives.recorder.ring import Ring
 from mpips.compression.registry import options
 from mpips.optimizers.registry import as_data
 from mpips.store.checkpoint import folder as files
+from mpips.store.checkpoint import tables as of_tables
 from mpips.store.checkpoint.file import (
     HOLDS,
     NAMES,
     VERSION,
     Header,
     Record,
+    TableRecord,
     Writer,
     file_name,
     metadata,
     residual_dtype,
     residual_name,
     state_name,
+    table_prefix,
     value_name,
     why,
 )
+from mpips.store.checkpoint.tables import RowsPiece
 from mpips.store.keys.arguments import packed, runs, unpack
 from mpips.store.keys.key import Key, Name, label
 from mpips.store.roles import Layout
 from mpips.store.runtime.engine import Handle
 from mpips.store.runtime.errors import StoreError
 from mpips.store.runtime.rendezvous import attempt
-from mpips.store.worker.interface import Snapshot, Stored
+from mpips.store.worker.interface import FrozenRows, Snapshot, Stored
 from mpips.store.worker.settings import Settings
 
 Array = NDArray[Any]
@@ -69,18 +73,18 @@ def save(store: Settings, path: str | os.PathLike[str], wait: bool) -> Saving | 
             stack.callback(writer.abandon)
         keys = list(store.keys.values())
         store.settled("save", [("path", name or "")], refusal or unfit, noun="argument")
-        snapshot, refusal = store.run("save", _frozen(store, keys, writer))
+        content, refusal = store.run("save", _frozen(store, keys, writer))
         if refusal is not None:
-            store.run("save", snapshot.release())
+            store.run("save", content.release())
         elif wait and writer is not None:
             begun = _log_begun(name, keys)
-            failure = store.run("save", written(snapshot, keys, writer))
+            failure = store.run("save", written(content, writer))
             _log_end(name, begun, failure)
             refusal = ValueError(f"{name} cannot be written: {failure}") if failure else None
         store.agree("save", refusal=refusal)  # until now nobody has pushed: it is one round everywhere
         if wait:
             return None
-        store.saving = saving = Saving(store, snapshot, keys, writer)
+        store.saving = saving = Saving(store, content, writer)
         stack.pop_all()
         return saving
 
@@ -93,12 +97,13 @@ def save_alone(store: Settings, path: str) -> Saving:
         stack.callback(writer.abandon)
         store.settle()
         snapshot = store.run("save", store.backend.stored.snapshot(keys, alone=True))
+        content = store.run("save", _content(store, keys, snapshot))
         try:
-            _begun(_header(store, keys, snapshot, 0), writer)
+            _begun(_header(store, content, 0), writer)
         except ValueError:
-            store.run("save", snapshot.release())
+            store.run("save", content.release())
             raise
-        store.saving = saving = Saving(store, snapshot, keys, writer)
+        store.saving = saving = Saving(store, content, writer)
         stack.pop_all()
     return saving
 
@@ -111,14 +116,39 @@ def _opened(path: str) -> Writer:
         raise ValueError(f"{path} cannot be written: {why(error)}") from error
 
 
+class Content(NamedTuple):
+    """Keep what a store holds at one moment. `frozen`: its tables, with what the file says of them; on worker 0."""
+
+    keys: Sequence[Key]
+    snapshot: Snapshot
+    frozen: FrozenRows | None
+    tables: Sequence[TableRecord]
+
+    def release(self) -> Task[None]:
+        """Let the servers forget it."""
+        yield from self.snapshot.release()
+        if self.frozen is not None:
+            yield from self.frozen.release()
+
+
+def _content(store: Settings, keys: Sequence[Key], snapshot: Snapshot) -> Task[Content]:
+    """Return keys as they are frozen, with the tables as they are now."""
+    tables = store.backend.tables
+    if tables is None or not store.tables or store.layout.rank:
+        return Content(keys, snapshot, None, [])
+    frozen = yield from tables.freeze(list(store.tables))
+    return Content(keys, snapshot, frozen, [of_tables.record_of(table, frozen) for table in store.tables.values()])
+
+
 def _frozen(
     store: Settings, keys: Sequence[Key], writer: Writer | None
-) -> Task[tuple[Snapshot, BaseException | None]]:
+) -> Task[tuple[Content, BaseException | None]]:
     """Return a snapshot of the store; its header, and what compression kept back, are in the file, or why they cannot
     be."""
     snapshot = yield from store.backend.stored.snapshot(keys)
+    content = yield from _content(store, keys, snapshot)
     groups = 0 if store.compressor is None else len(senders(store.layout))
-    _, refusal = attempt(lambda: _begun(_header(store, keys, snapshot, groups), writer) if writer is not None else None)
+    _, refusal = attempt(lambda: _begun(_header(store, content, groups), writer) if writer is not None else None)
     floats = [key for key in keys if groups and key.floats]
     for run in runs(key.nbytes for key in floats):
         kept = yield from gathered(store.layout, store.backend.stored, floats[run])
@@ -127,7 +157,7 @@ def _frozen(
         for group, arrays in enumerate(kept):
             for key, array in zip(floats[run], arrays, strict=True):
                 writer.write(residual_name(key.name, group), 0, array)
-    return snapshot, refusal
+    return content, refusal
 
 
 class Begun(NamedTuple):
@@ -164,23 +194,24 @@ def _begun(header: Header, writer: Writer) -> None:
     writer.begin(dict(header.tensors()), metadata(header))
 
 
-def _header(store: Settings, keys: Sequence[Key], snapshot: Snapshot, groups: int) -> Header:
+def _header(store: Settings, content: Content, groups: int) -> Header:
     """`groups`: of so many workers or clients the file has what compression kept back."""
     records = []
-    for key in keys:
-        round_, step, dtypes = snapshot.records[key.name]
+    for key in content.keys:
+        round_, step, dtypes = content.snapshot.records[key.name]
         own = store.groups.own.get(key.name)
         data = None if own is None else as_data(own)
         records.append(Record(key.name, key.shape, key.dtype.name, round_, step, list(dtypes), data))
     compressor, default = store.compressor, store.groups.default
     return Header(
-        version=VERSION,
+        version=VERSION if content.tables else 1,
         kind=store.layout.kind,
         options=asdict(store.layout.options),
         records=records,
         optimizer=None if default is None else as_data(default),
         compression=None if compressor is None else options(compressor),
         residuals=groups,
+        tables=list(content.tables),
     )
 
 
@@ -246,33 +277,43 @@ class Piece(NamedTuple):
     nbytes: int
 
 
-def pieces(snapshot: Snapshot, keys: Sequence[Key]) -> Iterator[Piece]:
-    """Return all of a snapshot, in the order of the keys."""
-    for key in keys:
-        for slot, dtype in enumerate((key.dtype.name, *snapshot.records[key.name].dtypes), -1):
+def pieces(content: Content) -> Iterator[Piece | RowsPiece]:
+    """Return all of a store, in the order of its keys, then of its tables."""
+    for key in content.keys:
+        for slot, dtype in enumerate((key.dtype.name, *content.snapshot.records[key.name].dtypes), -1):
             name = value_name(key.name) if slot < 0 else state_name(key.name, slot)
             itemsize = np.dtype(dtype).itemsize
             step = max(1, PIECE_BYTES // itemsize)
             for start in range(0, key.size, step):
                 stop = min(start + step, key.size)
                 yield Piece(key, slot, start, stop, name, (stop - start) * itemsize)
+    for record in content.tables:
+        assert content.frozen is not None
+        yield from of_tables.pieces(record, table_prefix(record.card.table), content.frozen)
 
 
-def copied(snapshot: Snapshot, piece: Piece, writer: Writer) -> Task[float]:
+def copied(content: Content, piece: Piece | RowsPiece, writer: Writer) -> Task[float]:
     """Write a piece; the seconds that this has cost."""
-    array = yield from snapshot.read(piece.key, piece.slot, piece.start, piece.stop)
+    if isinstance(piece, RowsPiece):
+        assert content.frozen is not None
+        parts = yield from of_tables.read(content.frozen, piece)
+        begun = time.perf_counter()
+        for name, values in parts:
+            writer.append(name, values)
+        return COST * (time.perf_counter() - begun)
+    array = yield from content.snapshot.read(piece.key, piece.slot, piece.start, piece.stop)
     begun = time.perf_counter()
     writer.write(piece.name, piece.start, array)
     return COST * (time.perf_counter() - begun)
 
 
-def written(snapshot: Snapshot, keys: Sequence[Key], writer: Writer) -> Task[str]:
+def written(content: Content, writer: Writer) -> Task[str]:
     """Write all of it and put the file in place; why that cannot be, or ""."""
-    every = [*pieces(snapshot, keys)]
+    every = [*pieces(content)]
     for run in runs((piece.nbytes for piece in every), PIECE_BYTES):  # of one tensor never two pieces
-        yield from together([copied(snapshot, piece, writer) for piece in every[run]], AT_ONCE)
+        yield from together([copied(content, piece, writer) for piece in every[run]], AT_ONCE)
         yield True
-    yield from snapshot.release()
+    yield from content.release()
     disk = Disk(writer)
     while not disk.done:
         yield False
@@ -302,17 +343,17 @@ class Disk:
 class Saving:
     """A checkpoint that is being written. On all workers but 0 it is over at once."""
 
-    def __init__(self, store: Settings, snapshot: Snapshot, keys: Sequence[Key], writer: Writer | None) -> None:
-        self._store, self._snapshot, self._writer = store, snapshot, writer
+    def __init__(self, store: Settings, content: Content, writer: Writer | None) -> None:
+        self._store, self._content, self._writer = store, content, writer
         self._generation, self._rest, self._due = store.generation.number, REST, 0.0
         self._begun = time.perf_counter()
         """When the last pieces were begun."""
-        self._left = pieces(snapshot, keys) if writer is not None else iter(())
+        self._left = pieces(content) if writer is not None else iter(())
         self._step: Handle | None = None
         """What is under way."""
         self._disk: Disk | None = None
         self._over, self._told = writer is None, False
-        self._started = None if writer is None else _log_begun(writer.path, keys)
+        self._started = None if writer is None else _log_begun(writer.path, content.keys)
         self._error: BaseException | None = None
         self.pruned = ""
         """The folder of which older checkpoints are removed once this one is over; "": none."""
@@ -377,14 +418,14 @@ class Saving:
         if piece is not None:
             self._step = self._store.start("save", self._some(piece, self._writer, allowed))
         else:
-            self._step = self._store.start("save", self._snapshot.release())
+            self._step = self._store.start("save", self._content.release())
             self._disk = Disk(self._writer)
 
-    def _some(self, piece: Piece | None, writer: Writer, allowed: float) -> Task[None]:
+    def _some(self, piece: Piece | RowsPiece | None, writer: Writer, allowed: float) -> Task[None]:
         """Write pieces, the given one first, that cost about so many seconds."""
         cost = 0.0
         while piece is not None:
-            cost += yield from copied(self._snapshot, piece, writer)
+            cost += yield from copied(self._content, piece, writer)
             piece = next(self._left, None) if cost < allowed else None
         self._due = time.perf_counter() + self._rest * cost
 

@@ -12,7 +12,7 @@ import contextlib
 import os
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from operator import is_
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -224,14 +224,25 @@ def total(values: Sequence[Array]) -> Array:
     return result
 
 
-def see_one_round(what: str, keys: Sequence[Key], rounds: Sequence[Sequence[int]]) -> None:
+class Pushed(Protocol):
+    """A key or a table."""
+
+    @property
+    def name(self) -> Name: ...
+
+    @property
+    def noun(self) -> str: ...
+
+
+def see_one_round(what: str, keys: Sequence[Pushed], rounds: Sequence[Sequence[int]]) -> None:
     """ValueError where workers, whose rounds of the keys are given by rank, have pushed a key differently often."""
     for key, counts in zip(keys, zip(*rounds)):
         most, least = max(counts), min(counts)
         if most > least:
+            name = f"{key.noun} {key.name!r}"
             raise of_caller(ValueError(
-                f"{what}: key {key.name!r} was pushed {most} times by rank {counts.index(most)} and {least} times by "
-                f"rank {counts.index(least)}: call it after a round that all have pushed"
+                f"{what}: {name} was pushed {most} times by rank {counts.index(most)} and {least} times by rank "
+                f"{counts.index(least)}: call it after a round that all have pushed"
             ))  # fmt: skip
 
 

@@ -90,6 +90,7 @@ class Key:
     """Whether its value may have changed otherwise than by rounds, since it was last pulled by its version."""
     marks: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
     """By which word others see each call of it on this rank's page."""
+    noun = "key"
 
     @property
     def size(self) -> int:

@@ -65,6 +65,7 @@ class RemoteTables:
 
     def __init__(self, layout: Layout, link: Link, setup: Setup) -> None:
         self._link, self._setup, self._servers = link, setup, layout.num_servers
+        self._freezes = 0
         self._pushes: dict[str, list[Payload]] = {}
         """Memory that servers of this node may still read: the last push of each table, and those under way."""
         self._pulls: dict[int, Payload] = {}
@@ -117,11 +118,15 @@ class RemoteTables:
             found.append((yield from self._link.answer(token)))
         return found
 
-    def read(self, table: str, server: int, array: str, start: int, stop: int) -> Task[bytes]:
-        """Return rows [start, stop) of an array of the table, as they lie on one server."""
-        answer = yield from self._link.request(server, frames.ReadTable(table, array, start, stop))
-        data: bytes = answer.data
-        return data
+    def freeze(self, tables: Sequence[str]) -> Task[FrozenOnServers]:
+        """Let the servers keep the rows of tables as they are now. For one worker."""
+        self._freezes += 1
+        found: list[list[frames.FrozenTable]] = []
+        for server in range(self._servers):
+            answer = yield from self._link.request(server, frames.FreezeTables(self._freezes, list(tables)))
+            found.append(answer.tables)
+        parts = {name: [part[number] for part in found] for number, name in enumerate(tables)}
+        return FrozenOnServers(self._link, self._freezes, parts)
 
     def reset(self, table: str, updates: int) -> Task[None]:
         """Let all servers forget the table's rows. For one worker."""
@@ -145,3 +150,21 @@ class RemoteTables:
         """Return for each server the places in `ids` of its rows."""
         owners = owners_of(ids, self._servers)
         return [np.flatnonzero(owners == server) for server in range(self._servers)]
+
+
+class FrozenOnServers:
+    """Tables as they were at one moment. `parts`: of each what every server has, in their order."""
+
+    def __init__(self, link: Link, number: int, parts: Mapping[str, Sequence[frames.FrozenTable]]) -> None:
+        self._link, self._number, self.parts = link, number, parts
+
+    def read(self, table: str, server: int, start: int, stop: int) -> Task[Mapping[str, bytes]]:
+        """Return the rows that lie at [start, stop) on a server, of all arrays; what lies before was read."""
+        answer = yield from self._link.request(server, frames.ReadTable(self._number, table, start, stop))
+        arrays: dict[str, bytes] = answer.arrays
+        return arrays
+
+    def release(self) -> Task[None]:
+        """Let the servers forget it."""
+        for server in range(len(self._link.lines)):
+            yield from self._link.request(server, frames.ThawTables(self._number))

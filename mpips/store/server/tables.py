@@ -22,7 +22,7 @@ from collectives.fabric.arena import SparseFile
 from mpips.store.tables import admission, row_optimizers
 from mpips.store.tables.initial import Ids
 from mpips.store.tables.merge import summed
-from mpips.store.tables.rows import Array, TableRows, arrays_of
+from mpips.store.tables.rows import Array, FrozenRows, TableRows, arrays_of
 from mpips.store.transport import frames
 from mpips.store.transport.lines import Line
 
@@ -62,6 +62,8 @@ class ServerTables:
         self._file = SparseFile()
         self._tables: dict[str, _Table] = {}
         self._gone: set[int] = set()
+        self._frozen: dict[int, dict[str, tuple[TableRows, FrozenRows]]] = {}
+        """By number what was frozen of tables."""
 
     def hear(self, worker: int, asker: Asker, request: frames.TableRequest, payload: Payload = NOTHING) -> TableAnswers:
         """Take a worker's request; return what can be answered by now, to whomever it is. `payload`: rows and ids of a
@@ -83,9 +85,16 @@ class ServerTables:
                     rows.count, rows.positions.top, rows.nbytes, table.updates, rows.evicted, table.refused
                 )
                 return [(asker, stats)]
+            case frames.FreezeTables():
+                return [(asker, self._freeze(request.number, request.tables))]
             case frames.ReadTable():
-                rows = self._tables[request.table].rows
-                return [(asker, frames.Bytes(rows.read(request.array, request.start, request.stop).tobytes()))]
+                frozen = self._frozen[request.number][request.table][1]
+                arrays = {name: rows.tobytes() for name, rows in frozen.read(request.start, request.stop).items()}
+                return [(asker, frames.PutRows(request.table, arrays))]
+            case frames.ThawTables():
+                for rows_of, one in self._frozen.pop(request.number).values():
+                    rows_of.thaw(one)
+                return [(asker, frames.RequestDone())]
             case frames.ResetTable():
                 self._tables[request.table].reset(request.updates)
                 return [(asker, frames.RequestDone())]
@@ -99,6 +108,15 @@ class ServerTables:
                 table = self._tables[request.table]
                 ids, out = table.parts(payload, request.count) if request.shared else (payload.view(np.int64), None)
                 return table.pull(_Pull(worker, request.round, asker, ids, out), self._gone)
+
+    def _freeze(self, number: int, names: Sequence[str]) -> frames.FrozenTables:
+        taken, told = self._frozen.setdefault(number, {}), []
+        for name in names:
+            table = self._tables[name]
+            frozen = table.rows.freeze()
+            taken[name] = table.rows, frozen
+            told.append(frames.FrozenTable(frozen.count, frozen.top, table.updates))
+        return frames.FrozenTables(told)
 
     def left(self, worker: int) -> TableAnswers:
         """A worker has left: return what can be answered without it. MismatchError where a round waits for it."""

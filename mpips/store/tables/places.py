@@ -76,27 +76,27 @@ class Places:
         if self._order is not None:
             self._order.append(positions, update, self.count)
 
-    def drop(self, update: int) -> Ids:
-        """Drop the rows that are due after this update, which has been noted; return their ids."""
+    def due(self, update: int) -> Positions:
+        """Return the rows that are to be dropped after this update, which has been noted; `remove` comes next."""
         if self._order is None:
             return np.zeros(0, np.int64)
         due = self._order.older_than(update - self._evict + 1) if self._evict else []
         excess = self.count - sum(map(len, due)) - self._limit if self._limit else 0
         if excess > 0:
             due += self._order.first(excess)
-        return self.remove(np.concatenate(due)) if due else np.zeros(0, np.int64)
+        return np.concatenate(due) if due else np.zeros(0, np.int64)
 
-    def remove(self, positions: Positions) -> Ids:
-        """Drop rows; return their ids."""
-        ids = self._ids[positions]
-        self._index.remove(ids, positions)
+    def remove(self, positions: Positions) -> None:
+        """Drop rows."""
+        if not len(positions):
+            return
+        self._index.remove(self._ids[positions], positions)
         self._touched[positions] = FREE
         count = self._free_count + len(positions)
         if count > len(self._free):
             self._free = np.concatenate([self._free[: self._free_count], np.zeros(count, np.uint32)])
         self._free[self._free_count : count] = positions
         self._free_count, self.count = count, self.count - len(positions)
-        return ids
 
     def restore(self, top: int) -> None:
         """Find the rows before this position anew, by their ids and the updates that have named them."""

@@ -26,7 +26,7 @@ from collectives.fabric.arena import SparseFile
 from mpips.store.tables import kernels
 from mpips.store.tables.index import MOST_ROWS, Positions
 from mpips.store.tables.initial import Ids, first_rows
-from mpips.store.tables.places import Places
+from mpips.store.tables.places import FREE, Places
 from mpips.store.tables.row_optimizers import RowOptimizer
 
 Array = NDArray[Any]
@@ -73,6 +73,7 @@ class TableRows:
         """How many rows were dropped."""
         self._put = False
         """Rows were put since the last update."""
+        self._frozen: list[FrozenRows] = []
 
     @property
     def count(self) -> int:
@@ -102,6 +103,7 @@ class TableRows:
             self.positions.see_touched()
             self._put = False
         at = self._positions(ids)
+        self._keep(at)
         counts = None
         if self._counts is not None:
             counts = self._counts[at] + 1
@@ -109,7 +111,9 @@ class TableRows:
         if not self._optimizer.update_at(at, self._values, gradients, self._state, counts, step):
             self._update_blocks(at, gradients, counts, step)
         self.positions.touch(at, step)
-        self.evicted += len(self.positions.drop(step))
+        due = self.positions.due(step)
+        self._remove(due)
+        self.evicted += len(due)
 
     def _update_blocks(self, at: Positions, gradients: Array, counts: Array | None, step: int) -> None:
         """Update rows that lie at these positions, so few at a time that what is made on the way stays in the cache."""
@@ -125,16 +129,31 @@ class TableRows:
 
     def remove(self, ids: Ids) -> None:
         """Drop the rows of these ids, each once, which are there."""
-        self.positions.remove(self.positions.find(ids))
+        self._remove(self.positions.find(ids))
 
-    def read(self, array: str, start: int, stop: int) -> Array:
-        """Return of one of the arrays (`arrays_of`) the rows that lie at positions [start, stop)."""
-        return self._arrays[array][self.positions.lying(start, stop)]
+    def _remove(self, at: Positions) -> None:
+        self._keep(at)
+        self.positions.remove(at)
+
+    def freeze(self) -> FrozenRows:
+        """Return the rows as they are now, whatever is updated later; until `thaw`, rows that change are copied."""
+        self._frozen.append(FrozenRows(self._arrays, self.count, self.positions.top, self._file))
+        return self._frozen[-1]
+
+    def thaw(self, frozen: FrozenRows) -> None:
+        """Let what was frozen go."""
+        self._frozen = [one for one in self._frozen if one is not frozen]
+
+    def _keep(self, at: Positions) -> None:
+        """Keep what lies at positions and is about to change, for those who need it as it is."""
+        for frozen in self._frozen:
+            frozen.keep(at)
 
     def put(self, arrays: Mapping[str, Array]) -> None:
         """Set rows, of all arrays by name; ids are each there once."""
         self._put = True
         at = self._positions(arrays["ids"])
+        self._keep(at)
         for name, values in arrays.items():
             self._arrays[name][at] = values
 
@@ -170,3 +189,33 @@ class TableRows:
         """Return zeros in the file, which take memory where they are written."""
         array, self.places[name] = self._file.zeros(shape, dtype)
         return array
+
+
+class FrozenRows:
+    """The rows of a table as they were at one moment. `arrays`: the table's, in which `count` rows lie before `top`."""
+
+    def __init__(self, arrays: Mapping[str, Array], count: int, top: int, file: SparseFile) -> None:
+        self.count, self.top = count, top
+        self._arrays = arrays
+        self._copies = {name: file.zeros((top, *array.shape[1:]), array.dtype)[0] for name, array in arrays.items()}
+        self._copied = np.zeros(top, bool)
+        self._read = 0
+
+    def keep(self, at: Positions) -> None:
+        """Copy what lies at positions and is about to change, unless it was copied or read."""
+        at = at[(at >= self._read) & (at < self.top)]
+        at = at[~self._copied[at]]
+        for name, copy in self._copies.items():
+            copy[at] = self._arrays[name][at]
+        self._copied[at] = True
+
+    def read(self, start: int, stop: int) -> dict[str, Array]:
+        """Return the rows that lay at positions [start, stop), of all arrays; later reads begin at `stop`."""
+        stop = min(stop, self.top)
+        copied, found = np.flatnonzero(self._copied[start:stop]), {}
+        for name, array in self._arrays.items():
+            found[name] = array[start:stop].copy()
+            found[name][copied] = self._copies[name][start:stop][copied]
+        self._read = stop
+        lay = found["touched"] != FREE
+        return {name: array[lay] for name, array in found.items()}

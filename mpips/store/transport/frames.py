@@ -291,13 +291,40 @@ class PullRows(msgspec.Struct, tag=True):
     shared: bool
 
 
-class ReadTable(msgspec.Struct, tag=True):
-    """Ask for those rows of one array of a table that lie at [start, stop) on this server: answered with Bytes."""
+class FreezeTables(msgspec.Struct, tag=True):
+    """Freeze the rows of tables under a number: answered with FrozenTables."""
 
+    number: int
+    tables: list[str]
+
+
+class FrozenTable(msgspec.Struct, array_like=True):
+    """A table that was frozen, on one server: its rows, which lie before position `top`, and the updates made."""
+
+    rows: int
+    top: int
+    updates: int
+
+
+class FrozenTables(msgspec.Struct, tag=True):
+    """The tables of a FreezeTables, in their order."""
+
+    tables: list[FrozenTable]
+
+
+class ReadTable(msgspec.Struct, tag=True):
+    """Ask for the frozen rows that lie at [start, stop) on this server; what lies before was read. Answer: PutRows."""
+
+    number: int
     table: str
-    array: str
     start: int
     stop: int
+
+
+class ThawTables(msgspec.Struct, tag=True):
+    """Let the rows that were frozen under this number go."""
+
+    number: int
 
 
 class ResetTable(msgspec.Struct, tag=True):
@@ -340,11 +367,15 @@ class RequestDone(msgspec.Struct, tag=True):
 Request = (
     Create | Forget | Flush | OpenStore | SetOptimizer | UpdateOptimizer | SetCompression | GetState | PutState
     | SetTorn | TakeSnapshot | ReadSnapshot | DropSnapshot | GetVersions | MakeTable | PushRows | PullRows
-    | GetTableStats | ReadTable | ResetTable | PutRows
+    | GetTableStats | FreezeTables | ReadTable | ThawTables | ResetTable | PutRows
 )  # fmt: skip
-Answer = Created | StatePart | Snapshotted | Bytes | Versions | TableStats | RequestDone
+Answer = (
+    Created | StatePart | Snapshotted | Bytes | Versions | TableStats | FrozenTables | PutRows | RequestDone
+)  # fmt: skip
 
-TableRequest = MakeTable | PushRows | PullRows | GetTableStats | ReadTable | ResetTable | PutRows
+TableRequest = (
+    MakeTable | PushRows | PullRows | GetTableStats | FreezeTables | ReadTable | ThawTables | ResetTable | PutRows
+)  # fmt: skip
 """What a worker asks of tables, which have rounds of their own."""
 
 Change = SetOptimizer | UpdateOptimizer | SetCompression

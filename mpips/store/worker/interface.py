@@ -9,6 +9,7 @@ who runs them (`worker.route`) ends the generation, but for a ValueError that al
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from numpy.typing import NDArray
@@ -19,7 +20,7 @@ from mpips.optimizers.base import Optimizer
 from mpips.optimizers.schedules import Groups
 from mpips.store.keys.key import FastList, Key, Name, Rounds
 from mpips.store.keys.rows import RowSparse
-from mpips.store.transport.frames import MakeTable, TableStats
+from mpips.store.transport.frames import FrozenTable, MakeTable, TableStats
 
 Array = NDArray[Any]
 States = dict[Name, tuple[int, list[Array]]]
@@ -41,6 +42,35 @@ class Recovered(NamedTuple):
     keys: list[Key]
     groups: Groups
     compressor: Compressor | None
+
+
+@dataclass
+class KnownTable:
+    """A table as a worker knows it."""
+
+    card: MakeTable
+    """How servers are told of it."""
+    round: int = 0
+    """How often this worker has pushed; with `recover`, how many of its pushes count."""
+    noun = "table"
+
+    @property
+    def name(self) -> str:
+        """Return its name."""
+        return self.card.table
+
+
+class FrozenRows(Protocol):
+    """Tables as they were at one moment, for one worker. `parts`: of each what every server has, in their order."""
+
+    @property
+    def parts(self) -> Mapping[str, Sequence[FrozenTable]]: ...
+
+    def read(self, table: str, server: int, start: int, stop: int) -> Task[Mapping[str, bytes]]:
+        """Return the rows that lie at [start, stop) on a server, of all arrays; what lies before was read."""
+
+    def release(self) -> Task[None]:
+        """Give its memory back."""
 
 
 class Snapshot(Protocol):
@@ -114,8 +144,8 @@ class Tables(Protocol):
     def stats(self, table: str) -> Task[list[TableStats]]:
         """Return what each server holds of the table. Local."""
 
-    def read(self, table: str, server: int, array: str, start: int, stop: int) -> Task[bytes]:
-        """Return rows [start, stop) of an array of the table, as they lie on one server. Local."""
+    def freeze(self, tables: Sequence[str]) -> Task[FrozenRows]:
+        """Keep the rows of tables as they are now. For one worker."""
 
     def reset(self, table: str, updates: int) -> Task[None]:
         """Let all servers forget the table's rows. For one worker."""

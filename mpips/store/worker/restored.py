@@ -1,9 +1,10 @@
-"""Keep what a store has restored and its program has not asked for yet: keys, optimizers and compression.
+"""Keep what a store has restored and its program has not asked for yet: keys, tables, optimizers and compression.
 
 A job that goes on from a checkpoint makes the same calls as one that begins, and so does a worker that has joined a
 store which others train; after a recovery a program may repeat them. `init` of a restored key keeps what is stored,
-`set_optimizer` keeps the optimizer with its numbers and state, and `set_gradient_compression` what was kept back. Such
-a call is local: other workers make it in their own time, or made it long ago.
+`table` of a restored table its rows, `set_optimizer` keeps the optimizer with its numbers and state, and
+`set_gradient_compression` what was kept back. Such a call is local: other workers make it in their own time, or made it
+long ago.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from mpips.compression.registry import options
 from mpips.optimizers.base import Optimizer, unlike
 from mpips.optimizers.schedules import Groups
 from mpips.store.keys.key import SHOWN, Key, Name
+from mpips.store.transport.frames import MakeTable
 
 
 class Restored:
     """All that the program may claim: each once, optimizers and compression before it pushes anything.
 
-    `source` names the checkpoint or the store in sentences.
+    `source` names the checkpoint or the store in sentences; `names` are those of keys and tables.
 
     `later`: keys that may be claimed after the first push, too; all where None. `saved`: by another job, and so
     perhaps by another training. `strict`: an optimizer of another class is an error.
@@ -48,6 +50,24 @@ class Restored:
         """The program has pushed: all other calls are made together from now on."""
         self.names = self._later
         self._default, self._own, self._compressor = None, {}, None
+
+    def offer(self, names: Iterable[Name]) -> None:
+        """These have been restored, too."""
+        self.names |= {*names}
+        self._later |= {*names}
+
+    def check_table(self, here: MakeTable, asked: MakeTable) -> str:
+        """Return what the program asks for in vain, as what is restored holds; "" where nothing. ValueError where it
+        asks for another table."""
+        for word, name in (("dim", "dim"), ("dtype", "dtype"), ("optimizer", "optimizer"), ("key", "seed"),
+                           ("bound", "init")):  # fmt: skip
+            there, wanted = getattr(here, word), getattr(asked, word)
+            if there != wanted:
+                unlike = "another one" if name == "seed" else f"{there}, and this is {wanted}"
+                raise ValueError(f"table: {asked.table!r} has {name} {unlike} in {self.source}: {self._cure}")
+        if here == asked:
+            return ""
+        return f"table {asked.table!r} has other options in {self.source} than are asked for"
 
     def check_key(self, here: Key, asked: Key) -> None:
         """ValueError where `init` asks for a key that is held in another shape or dtype."""

@@ -217,6 +217,14 @@ class Route:
         """Before the next push `do`, once."""
         self._first_push, self._extra = do, True
 
+    @contextmanager
+    def pushing_table(self, name: str) -> Iterator[None]:
+        """Do what is due before and after a push of a table, which is made in the block."""
+        saves = self._prepare("push", name) if self._extra else None
+        yield
+        if self._extra:
+            self._follow(saves, name)
+
     def _prepare(self, what: str, key: object) -> Saves | None:
         """Do what is due before a call; return the saves in which this push counts."""
         if what == "pull":

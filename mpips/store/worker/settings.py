@@ -27,7 +27,7 @@ from mpips.store.runtime.engine import Engine, Handle
 from mpips.store.runtime.generation import Generation
 from mpips.store.runtime.rendezvous import Items
 from mpips.store.worker import waiting
-from mpips.store.worker.interface import Backend, Saves, Written
+from mpips.store.worker.interface import Backend, KnownTable, Saves, Written
 from mpips.store.worker.restored import Restored
 from mpips.store.worker.route import GIVEN, Operations
 
@@ -50,8 +50,7 @@ class Settings:
         generation.checks.append(self._check_waits)
         self.keys: dict[Name, Key] = {}
         self.operations = Operations(layout.rank, backend, self.engine, self.keys)
-        self.tables: list[str] = []
-        """Names of the tables of the present generation."""
+        self.tables: dict[str, KnownTable] = {}
         self.groups = Groups()
         """The optimizers."""
         self.compressor: Compressor | None = None
@@ -67,6 +66,11 @@ class Settings:
         """Whether this worker has taken a dead one's place, and comes to where the others are already."""
         self.regular: Saves | None = None
         """Where it saves itself."""
+
+    @property
+    def pushed(self) -> dict[Name, Key | KnownTable]:
+        """Return all that is pushed in rounds: keys and tables."""
+        return dict([*self.keys.items(), *self.tables.items()])
 
     # ---- keys
 
@@ -211,7 +215,7 @@ class Settings:
         """`agree`, and `settle` of all workers. ValueError on all where one of a synchronous store has pushed more
         rounds than another, as its servers wait for that one."""
         self.finish()
-        keys = list(self.keys.values())
+        keys = list(self.pushed.values())
         mine = msgspec.msgpack.encode(([key.round for key in keys], data))
         told = [
             msgspec.msgpack.decode(word, type=tuple[list[int], bytes])
@@ -286,7 +290,7 @@ def _restored_keys(restored: Restored, known: Mapping[Name, Key], pairs: Sequenc
     restored.check_first_init([name for name, _ in pairs])
     found = {}
     for name, values in pairs:
-        if name in restored.names:
+        if name in restored.names and name in known:
             asked, found[name] = arguments.first_value(name, values), known[name]
             restored.check_key(found[name], Key(name, asked.shape, asked.dtype))
     return found

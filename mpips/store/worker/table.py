@@ -15,16 +15,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives import arrays
-from collectives.errors import of_caller
+from collectives.errors import of_caller, warn
 from collectives.fabric.tasks import Task
+from mpips.store.checkpoint import tables as files
 from mpips.store.runtime import rendezvous
 from mpips.store.runtime.engine import Handle
 from mpips.store.tables import row_optimizers
 from mpips.store.tables.admission import COUNTS, Chance, Seen
 from mpips.store.tables.initial import Ids, Uniform, key_of
 from mpips.store.transport import frames
-from mpips.store.worker import table_file
-from mpips.store.worker.route import GIVEN
+from mpips.store.worker.interface import KnownTable
+from mpips.store.worker.route import GIVEN, Route
 from mpips.store.worker.settings import Settings
 
 Array = NDArray[Any]
@@ -44,10 +45,9 @@ class Table:
     nothing was sent.
     """
 
-    def __init__(self, settings: Settings, card: frames.MakeTable) -> None:
-        self._settings, self._card, self._generation = settings, card, settings.generation.number
-        self.name, self.dim, self.dtype = card.table, card.dim, np.dtype(card.dtype)
-        self._pushes = 0
+    def __init__(self, settings: Settings, route: Route, known: KnownTable) -> None:
+        self._settings, self._route, self._known = settings, route, known
+        self.name, self.dim, self.dtype = known.name, known.card.dim, np.dtype(known.card.dtype)
         self._last: Handle | None = None
         """The last `ipull`, which the next call waits for."""
 
@@ -104,7 +104,7 @@ class Table:
     @property
     def pushes(self) -> int:
         """Return how often this worker has pushed."""
-        return self._pushes
+        return self._known.round
 
     @property
     def contributors(self) -> int:
@@ -129,7 +129,7 @@ class Table:
         `counted`: ids without a row whose updates are counted."""
         self._check_there("stats")
         parts = self._stats(self.name)
-        counts = self._stats(self.name + COUNTS) if self._card.seen else []
+        counts = self._stats(self.name + COUNTS) if self._known.card.seen else []
         return {
             "rows": sum(part.rows for part in parts), "bytes": sum(part.nbytes for part in (*parts, *counts)),
             "updates": max(part.updates for part in parts), "evicted": sum(part.evicted for part in parts),
@@ -143,7 +143,7 @@ class Table:
         synchronous store, where one has pushed more often than another.
         """
         self._check_there("save")
-        table_file.save(self._settings, self._card, self._pushes, path)
+        files.save(self._settings, self._known, path)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Let the table be what `save` wrote, with any number of servers and workers. Collective over all workers.
@@ -151,7 +151,7 @@ class Table:
         Its own learning rate and seed stay. ValueError on all where the file does not fit, and nothing has changed.
         """
         self._check_there("load")
-        table_file.load(self._settings, self._card, self._pushes, path)
+        files.load(self._settings, self._known, path)
 
     # ---- calls
 
@@ -163,19 +163,20 @@ class Table:
     def _push(self, what: str, ids: Ids, gradients: Array) -> None:
         tables = self._settings.backend.tables
         assert tables is not None
-        self._run(what, tables.push(self.name, ids, gradients))
-        self._pushes += 1
+        with self._route.pushing_table(self.name):
+            self._run(what, tables.push(self.name, ids, gradients))
+            self._known.round += 1
 
     def _pull(self, what: str, ids: Ids, out: Array) -> None:
         tables = self._settings.backend.tables
         assert tables is not None
-        self._run(what, tables.pull(self.name, self._pushes, ids, out))
+        self._run(what, tables.pull(self.name, self._known.round, ids, out))
 
     def _read(self, what: str, ids: Ids, out: Array, target: object) -> Task[object]:
         """Pull, and return what `out` is the memory of."""
         tables = self._settings.backend.tables
         assert tables is not None
-        yield from tables.pull(self.name, self._pushes, ids, out)
+        yield from tables.pull(self.name, self._known.round, ids, out)
         return target
 
     def _run(self, what: str, task: Task[None]) -> None:
@@ -189,7 +190,7 @@ class Table:
     def _check_there(self, what: str) -> None:
         """StoreError where the generation is over; ValueError where the table was one of an earlier generation."""
         self._settings.operations.check_open()
-        if self._settings.generation.number != self._generation:
+        if self._settings.tables.get(self.name) is not self._known:
             raise of_caller(ValueError(
                 f"{what} of table {self.name!r}: tables do not outlive recover(), and its rows are gone: make it anew "
                 "by kv.table(), and load() what you have saved"
@@ -250,17 +251,27 @@ class Table:
         wrong, nans = int(np.count_nonzero(~fine)), int(np.count_nonzero(np.isnan(gradients)))
         row = int(np.argmin(fine.all(axis=1)))
         raise of_caller(FloatingPointError(
-            f"{what} of table {self.name!r}: push {self._pushes + 1} of rank {self._settings.layout.rank} holds "
+            f"{what} of table {self.name!r}: push {self._known.round + 1} of rank {self._settings.layout.rank} holds "
             f"{nans} NaN and {wrong - nans} infinities among {gradients.size} elements, the first of id {ids[row]}: "
             "look at the loss, the learning rate and the data of that step on that rank"
         ))  # fmt: skip
 
 
 def make(
-    settings: Settings, name: object, dim: object, dtype: object, init: object, optimizer: object, seed: object,
-    life: tuple[object, object, object], options: dict[str, Any],
+    settings: Settings, route: Route, name: object, dim: object, dtype: object, init: object, optimizer: object,
+    seed: object, life: tuple[object, object, object], options: dict[str, Any],
 ) -> Table:  # fmt: skip
-    """Make a table. Collective over the workers; see `KVStore.table`. `life`: `admit`, `evict` and `limit`."""
+    """Make a table. Collective over the workers, but for one that is restored; see `KVStore.table`. `life`: `admit`,
+    `evict` and `limit`."""
+    if name in settings.restored.names and name in settings.tables:
+        with GIVEN:
+            asked = _card(settings, name, dim, dtype, init, optimizer, seed, life, options)
+            known = settings.tables[asked.table]
+            unlike = settings.restored.check_table(known.card, asked)
+        if unlike and settings.layout.rank == 0:
+            warn(f"{unlike}: what is restored holds")
+        settings.restored.claim([known.name, known.name + COUNTS])
+        return Table(settings, route, known)
     card, refusal = rendezvous.attempt(lambda: _card(settings, name, dim, dtype, init, optimizer, seed, life, options))
     items = []
     if card is not None:
@@ -274,8 +285,8 @@ def make(
     cards = [_card_of_counts(card, life[0]), card] if isinstance(life[0], Seen) else [card]
     for one in cards:
         settings.run(f"table {one.table!r}", settings.backend.tables.make(one))
-    settings.tables += [one.table for one in cards]
-    return Table(settings, card)
+        settings.tables[one.table] = KnownTable(one)
+    return Table(settings, route, settings.tables[card.table])
 
 
 def _card(
@@ -292,7 +303,7 @@ def _card(
     for one in (name, name + COUNTS) if isinstance(admit, Seen) else (name,):
         if one in settings.keys:
             raise ValueError(f"table: a key has the name {one!r}: choose another")
-        if one in settings.tables:
+        if one in settings.tables and one not in settings.restored.names:
             raise ValueError(f"table: {one!r} was already made; a table is made once")
     word = np.dtype(dtype).name  # type: ignore[call-overload]
     if word not in DTYPES:
@@ -328,8 +339,6 @@ def _see_store(settings: Settings, name: str) -> None:
         why = f"kind {layout.kind!r} has no servers here, and rows are made on servers: give servers=1 or more"
     elif layout.survives:
         why = f"spares={layout.options.spares}: rows are not yet kept over a death: make the store without spares"
-    elif layout.options.checkpoint:
-        why = "checkpoint=...: rows are not yet in checkpoints: make the store without it"
     if why:
         raise ValueError(f"table {name!r}: {why}")
 

@@ -15,25 +15,29 @@ import msgspec
 from mpips.store.keys.key import Key, Name
 from mpips.store.roles import Layout
 from mpips.store.runtime.rendezvous import data_of
+from mpips.store.worker.interface import KnownTable
 
 CLOSE = "close"
 """The call in which it says so."""
 
 
-def pushes_of(keys: Mapping[Name, Key]) -> bytes:
-    """Return how often this worker has pushed each key."""
+def pushes_of(keys: Mapping[Name, Key | KnownTable]) -> bytes:
+    """Return how often this worker has pushed each key and table."""
     return msgspec.msgpack.encode([(name, key.round) for name, key in keys.items()])
 
 
-def waits_for_closed(words: Sequence[bytes], keys: Mapping[Name, Key], ahead: int, pushing: Sequence[Name] = ()) -> str:
-    """Return whose next push a worker with these keys waits for though that one closes; "" where it does for none.
+def waits_for_closed(
+    words: Sequence[bytes], keys: Mapping[Name, Key | KnownTable], ahead: int, pushing: Sequence[Name] = ()
+) -> str:
+    """Return whose next push a worker with these keys and tables waits for though that one closes; "" where none.
     `words`: of each worker. `ahead`: so many pushes may one be ahead of another. `pushing`: keys of a push that is not
     counted yet."""
     for rank, word in enumerate(words):
         data = data_of(word, CLOSE)
         for name, count in msgspec.msgpack.decode(data, type=list[tuple[Name, int]]) if data else ():
             if name in keys and keys[name].round + (name in pushing) > count + ahead:
-                return f"rank {rank} has closed the store after {count} pushes of key {name!r}, and this needs another"
+                one = f"{keys[name].noun} {name!r}"
+                return f"rank {rank} has closed the store after {count} pushes of {one}, and this needs another"
     return ""
 
 

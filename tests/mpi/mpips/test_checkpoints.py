@@ -358,8 +358,10 @@ def saves(path: str) -> None:
     """One rank of a job that saves again and again until it is killed; values tell their round."""
     kv = mpips.create("dist_sync", servers=1)
     kv.init("w", np.zeros(500_000))
+    table, ids = kv.table("rows", 5, "float64", mpips.uniform(0), "sgd", learning_rate=1.0), np.arange(30_000)
     for number in range(1, 10**6):
         kv.pushpull("w", np.full(500_000, float(number)))
+        table.push(ids, np.full((len(ids), 5), -1.0))
         saving = kv.save(path, wait=number % 2 == 0)
         if saving is not None:
             saving.wait()
@@ -369,10 +371,12 @@ def saves(path: str) -> None:
 
 def loads(path: str) -> None:
     """One rank of a job that loads what is there; it is of one round."""
-    kv = mpips.create("mpi_sync", servers=0)
+    kv = mpips.create("dist_sync", servers=1)
     kv.load(path)
     kv.pull("w", out := np.empty(500_000))
+    rows = kv.table("rows", 5, "float64", mpips.uniform(0), "sgd", learning_rate=1.0).pull(np.arange(30_000))
     assert len(np.unique(out)) == 1 and out[0] > 0, np.unique(out)
+    assert (rows == out[0]).all(), (out[0], np.unique(rows))
 
 
 def killed(count: int) -> int:

@@ -22,7 +22,8 @@ def regular(*keys: str, every: int = 2, step: int = 0, rank: int = 0, asynchrono
     """That of a store with these keys, whose `save` does no more than to go on counting."""
     options = SimpleNamespace(checkpoint="/nowhere", every=every)
     layout = SimpleNamespace(options=options, rank=rank, asynchronous=asynchronous)
-    return RegularSaves(SimpleNamespace(layout=layout, keys=dict.fromkeys(keys)), step)  # type: ignore[arg-type]
+    pushed = dict.fromkeys(keys, SimpleNamespace(noun="key"))
+    return RegularSaves(SimpleNamespace(layout=layout, pushed=pushed), step)  # type: ignore[arg-type]
 
 
 def push(it: RegularSaves, *names) -> bool:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mpips.store.tables.initial import first_rows, key_of, owners_of, uniform
 from mpips.store.tables.merge import deal, distinct, sum_into, summed
 from mpips.store.tables.row_optimizers import ROW_OPTIMIZERS, create
-from mpips.store.tables.rows import TableRows, arrays_of
+from mpips.store.tables.rows import TableRows
 from tests.mpi.mpips.reference_table import ReferenceTable, plainly_mixed
 
 IDS = st.integers(-(2**63), 2**63 - 1) | st.integers(-9, 9)
@@ -89,15 +89,16 @@ def test_rounds_equal_a_serial_dictionary(rounds: list[list[list[int]]], optimiz
 
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.lists(IDS, max_size=12), min_size=1, max_size=25), st.sampled_from([0, 1, 2, 5]),
-       st.sampled_from([0, 1, 4, 9]), st.integers(0, 24), st.integers(0, 24))  # fmt: skip
+       st.sampled_from([0, 1, 4, 9]), st.integers(0, 24), st.integers(0, 24), st.integers(0, 24))  # fmt: skip
 def test_rows_are_dropped_as_a_dictionary_drops_them(
-    rounds: list[list[int]], evict: int, limit: int, moved_at: int, restored_at: int
+    rounds: list[list[int]], evict: int, limit: int, moved_at: int, restored_at: int, frozen_at: int
 ) -> None:
     key, random, optimizer = key_of(0, "t"), np.random.default_rng(3), create("adam", {"learning_rate": 0.1})
 
     def made() -> TableRows:
         return TableRows(2, np.dtype(np.float32), key, 0.5, optimizer, evict, limit)
 
+    frozen, then = None, dict[str, np.ndarray]()
     table, expected = made(), ReferenceTable("t", 2, np.float32, 0.5, "adam", evict=evict, limit=limit)
     for step, ids in enumerate(rounds):
         push = np.array(ids, np.int64), random.standard_normal((len(ids), 2)).astype(np.float32)
@@ -106,13 +107,19 @@ def test_rows_are_dropped_as_a_dictionary_drops_them(
         every = np.unique(np.array([one for part in rounds for one in part], np.int64))
         assert table.pull(every).tobytes() == expected.pull(every).tobytes()
         assert (table.count, table.evicted) == (len(expected.rows), len(expected.evicted))
+        if step == frozen_at:
+            frozen, then = table.freeze(), table.freeze().read(0, 10**6)
         if step == restored_at:  # as where another process takes over the arrays
             table.positions.restore(table.positions.top)
         if step == moved_at:  # as a file that was saved moves them
             table, before = made(), table
-            parts = {name: before.read(name, 0, 10**6) for name in arrays_of(2, np.dtype(np.float32), optimizer)}
+            parts = before.freeze().read(0, 10**6)
             table.put({name: array[::-1] for name, array in parts.items()})
             table.evicted = before.evicted
+    if frozen is not None:  # nothing of that moment has changed
+        assert frozen.count == len(then["ids"])
+        parts = [frozen.read(start, start + 3) for start in range(0, frozen.top, 3)]
+        assert all((np.concatenate([part[name] for part in parts]) == then[name]).all() for name in then if parts)
 
 
 @settings(max_examples=25, deadline=None)

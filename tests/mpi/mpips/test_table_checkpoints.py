@@ -1,0 +1,178 @@
+"""Tables in a store's checkpoints: of one round with all keys, whatever is pushed meanwhile, for any other servers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpips
+from launch import Job, build, find, this_machine
+from tests.child import outside
+from tests.mpi.mpips.reference_table import ReferenceTable
+from tests.mpi.mpips.support import WORLD, failure, need, run
+from tests.mpi.sizes import either_mpi, only_on
+
+DIM, STEPS, SAVED = 5, 12, 4
+KINDS = {"users": "adam", "items": "row_adagrad"}
+NOTHING = np.zeros(0, np.int64), np.zeros((0, DIM), np.float32)
+
+
+def batch(step: int) -> tuple[Any, Any]:
+    random = np.random.default_rng(step)
+    ids = random.integers(-300, 300, 200) * 10**13
+    return ids, random.standard_normal((200, DIM)).astype(np.float32)
+
+
+def tables(kv: mpips.KVStore) -> dict[str, Any]:
+    return {
+        name: kv.table(name, DIM, init=mpips.uniform(0.5), optimizer=optimizer, learning_rate=0.1)
+        for name, optimizer in KINDS.items()
+    }
+
+
+def train(kv: mpips.KVStore, made: dict[str, Any], steps: range) -> None:
+    """Worker 0 pushes everything, so that it does not count how many there are."""
+    for step in steps:
+        for table in made.values():
+            table.push(*(batch(step) if kv.rank == 0 else NOTHING))
+        kv.push("w", np.full(3, -float(kv.rank == 0)))
+
+
+def check(kv: mpips.KVStore, made: dict[str, Any], steps: int) -> None:
+    ids = np.concatenate([batch(step)[0] for step in range(STEPS)])
+    for name, optimizer in KINDS.items():
+        expected = ReferenceTable(name, DIM, "float32", 0.5, optimizer)
+        for step in range(steps):
+            expected.push([batch(step)])
+        assert made[name].pull(ids).tobytes() == expected.pull(ids).tobytes(), name
+        assert made[name].stats()["updates"] == steps
+    kv.pull("w", out := np.zeros(3))
+    assert (out == steps).all()
+    kv.barrier()
+
+
+@pytest.fixture
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(WORLD.bcast(str(tmp_path_factory.mktemp("saved")) if WORLD.rank == 0 else ""))
+
+
+@either_mpi
+@pytest.mark.parametrize("wait", [False, True])
+@pytest.mark.parametrize("known", [False, True])
+def test_a_checkpoint_holds_tables_of_its_round(folder: Path, wait: bool, known: bool) -> None:
+    need(servers=1)
+
+    def save(kv: mpips.KVStore) -> None:
+        kv.init("w", np.zeros(3))
+        kv.set_optimizer("sgd", learning_rate=1.0)
+        made = tables(kv)
+        train(kv, made, range(SAVED))
+        saving = kv.save(folder / "x", wait=wait)
+        train(kv, made, range(SAVED, STEPS))
+        if saving is not None:
+            saving.wait()
+        check(kv, made, STEPS)
+
+    def loaded(kv: mpips.KVStore) -> None:
+        made = None
+        if known:
+            kv.init("w", np.ones(3))
+            made = tables(kv)
+            train(kv, made, range(3, 9))  # is forgotten
+        kv.load(folder / "x")
+        made = made or tables(kv)
+        train(kv, made, range(SAVED, STEPS))
+        check(kv, made, STEPS)
+
+    run("dist_sync", save, servers=1)
+    for servers in range(1, min(3, WORLD.size)):
+        run("dist_sync", loaded, servers=servers)
+
+
+@only_on(1)
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_job_goes_on_from_its_folder_with_its_tables(tmp_path: Path, alone: bool) -> None:
+    for first, stop, ranks, servers in ((0, 5, 3, 2), (5, STEPS, 3, 1)):
+        words = [sys.executable, "-m", __name__, str(tmp_path), str(servers), str(first), str(stop), str(int(alone))]
+        argv = build(find(python=sys.executable), Job(ranks, tuple(words)), this_machine())
+        done = subprocess.run(argv, env=outside(), timeout=60, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+
+
+def goes_on(folder: str, servers: int, first: int, stop: int, alone: bool) -> None:
+    """One rank of a job that has a table `alone`, or several beside a key."""
+    kv = mpips.create("dist_sync", servers=servers, checkpoint=folder, every=2)
+    assert kv.resumed == first
+    if not alone:
+        kv.init("w", np.zeros(3))
+        kv.set_optimizer("sgd", learning_rate=1.0)
+        made = tables(kv)
+        train(kv, made, range(first, stop))
+        check(kv, made, stop)
+    else:
+        table = kv.table("t", 2, init=mpips.uniform(0), learning_rate=1.0)
+        for step in range(first, stop):
+            value = -1.0 if kv.rank == 0 else 0.0
+            assert (table.pushpull(np.arange(3), np.full((3, 2), value, np.float32)) == step + 1).all()
+    kv.close()
+
+
+def test_what_does_not_fit_a_table_changes_nothing(folder: Path) -> None:
+    need(servers=1)
+    without = folder / "without"
+
+    def body(kv: mpips.KVStore) -> None:
+        kv.save(without)
+        table = kv.table("t", 3)
+        table.push(np.arange(4), np.ones((4, 3), np.float32))
+        kv.save(folder / "t")
+        rows = table.pull(np.arange(4))
+        kv.barrier()
+        assert "has no table 't', which the store has" in failure(lambda: kv.load(without))
+        assert table.pull(np.arange(4)).tobytes() == rows.tobytes()
+
+    def other(kv: mpips.KVStore) -> None:
+        kv.table("t", 4)
+        assert "t has dim 3, and the table 4" in failure(lambda: kv.load(folder / "t"))
+
+    def key(kv: mpips.KVStore) -> None:
+        kv.init("t", np.zeros(3))
+        assert "'t'" in failure(lambda: kv.load(folder / "t"))
+
+    def claims(kv: mpips.KVStore) -> None:
+        kv.load(folder / "t")
+        assert "a table has the name 't'" in failure(lambda: kv.init("t", np.zeros(3)))
+        assert "has dim 3, and this is 4" in failure(lambda: kv.table("t", 4))
+        assert "has seed another one" in failure(lambda: kv.table("t", 3, seed=1))
+        table = kv.table("t", 3)
+        assert "already made" in failure(lambda: kv.table("t", 3))
+        assert table.pull(np.arange(4)).shape == (4, 3)
+
+    for each in (body, other, key, claims):
+        run("dist_sync", each, servers=1)
+    said = run("dist_sync", lambda kv: failure(lambda: kv.load(folder / "t")), servers=0)
+    assert "whose rows are made on servers" in said
+
+
+def test_a_save_needs_one_round_of_a_table(folder: Path) -> None:
+    need(workers=2, servers=1)
+
+    def body(kv: mpips.KVStore) -> None:
+        table = kv.table("t", 3)
+        if kv.rank == 1:
+            table.push(np.arange(4), np.ones((4, 3), np.float32))
+        assert "table 't' was pushed 1 times by rank 1 and 0 times by rank 0" in failure(lambda: kv.save(folder / "x"))
+        if kv.rank != 1:
+            table.push(np.arange(4), np.ones((4, 3), np.float32))
+        kv.save(folder / "x")
+
+    run("dist_sync", body, servers=1)
+
+
+if __name__ == "__main__":
+    goes_on(sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5] == "1")
