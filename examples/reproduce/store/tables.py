@@ -96,9 +96,9 @@ class OurTable:
 
     def __init__(self, kv: mpips.KVStore, rows: int, dim: int) -> None:
         self._table = kv.table(f"dim {dim}", dim, init=mpips.uniform(0.05), optimizer="adagrad", learning_rate=0.01)
-        if kv.rank == 0:
-            for start in range(0, rows, 1 << 17):
-                self._table.pull(np.arange(start, min(rows, start + (1 << 17))))
+        for start in range(0, rows, 1 << 17):  # a push makes them
+            ids = np.arange(start, min(rows, start + (1 << 17)))[kv.rank :: kv.num_workers]
+            self._table.push(ids, np.zeros((len(ids), dim), np.float32))
 
     def sample(self, batches: Ids, calls: int, gradients: Any, out: Any, comm: MPI.Comm) -> Sample:
         """Return the seconds of so many pulls, pushes and steps."""

@@ -57,9 +57,8 @@ class Index:
         if len(self._growing):
             # What stood behind them moves at once, so that no gap parts it from where it is looked for.
             where, left = _cut(self._growing, _slots_of(self._growing, hashes, marks))
-            self._put_back(left[(where >= self._moved) & ~np.isin(left, marks)])
-        _, left = _cut(self._slots, _slots_of(self._slots, hashes, marks))
-        self._put_back(left[~np.isin(left, marks)])
+            self._put_back(left[where >= self._moved])
+        self._put_back(_cut(self._slots, _slots_of(self._slots, hashes, marks))[1])
 
     def _put_back(self, marks: Slots) -> None:
         """Insert rows that are counted already."""
@@ -132,13 +131,14 @@ def _slots_of(slots: Slots, hashes: Hashes, marks: Slots) -> Positions:
 
 
 def _cut(slots: Slots, at: Positions) -> tuple[Positions, Slots]:
-    """Empty these slots and all behind them up to an empty one. Return which were emptied, and what stood there."""
-    mask, runs = len(slots) - 1, [at]
+    """Empty these slots, and those behind them up to an empty one. Return the latter, and what stood there."""
+    slots[at] = 0  # so what stands behind each ends at the next
+    mask, runs = len(slots) - 1, [at[:0]]
     while len(at):
         at = (at + 1) & mask
         at = at[slots[at] != 0]
         runs.append(at)
-    where = np.unique(np.concatenate(runs))
+    where = np.concatenate(runs)
     marks = slots[where]
     slots[where] = 0
     return where, marks

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from collectives.errors import MismatchError
 from mpips.optimizers import encode_numbers
 from mpips.store.server.tables import ServerTables
+from mpips.store.tables.admission import COUNTS, Chance, Seen, chance, seen
+from mpips.store.tables.initial import key_of, owners_of
+from mpips.store.tables.row_optimizers import ROW_OPTIMIZERS
 from mpips.store.transport import frames
+from tests.mpi.mpips.reference_table import ReferenceTable
+
+CARD = frames.MakeTable("t", 1, "float32", 1, 0.0, "sgd", encode_numbers({"learning_rate": 1.0}))
 
 
 class Workers:
     """Requests of workers to one server; each asker is (worker, its count of requests)."""
 
-    def __init__(self, count: int, staleness: int | None = None) -> None:
-        self.tables, self.asked = ServerTables(count, staleness), [0] * count
+    def __init__(
+        self, count: int, staleness: int | None = None, server: tuple[int, int] = (0, 1),
+        cards: Sequence[frames.MakeTable] = (CARD,),
+    ) -> None:  # fmt: skip
+        self.tables, self.asked = ServerTables(count, staleness, *server), [0] * count
         self.said: dict[Any, Any] = {}
-        self.ask(0, frames.MakeTable("t", 1, "float32", 1, 0.0, "sgd", encode_numbers({"learning_rate": 1.0})))
+        for card in cards:
+            self.ask(0, card)
 
     def ask(self, worker: int, request: frames.TableRequest, *arrays: np.ndarray) -> Any:
         asker: Any = (worker, self.asked[worker])
@@ -42,6 +55,56 @@ class Workers:
 
     def value(self, asker: Any) -> float:
         return float(np.frombuffer(self.said[asker].data, np.float32)[0])
+
+
+LIVES = st.fixed_dictionaries({
+    "admit": st.sampled_from([None, seen(2, 12), seen(3), chance(0.5)]), "evict": st.sampled_from([0, 1, 3]),
+    "limit": st.sampled_from([0, 3, 10]),
+})  # fmt: skip
+IDS = st.integers(-(2**63), 2**63 - 1) | st.integers(-9, 9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), st.integers(1, 7), st.integers(1, 3), st.sampled_from(sorted(ROW_OPTIMIZERS)), LIVES)
+def test_servers_hold_what_a_dictionary_holds(
+    data: st.DataObject, count: int, servers: int, optimizer: str, life: dict[str, Any]
+) -> None:
+    key, random = key_of(5, "t"), np.random.default_rng(3)
+    cards = cards_of("t", key, optimizer, life)
+    parts = [Workers(count, server=(number, servers), cards=cards) for number in range(servers)]
+    expected = ReferenceTable("t", 3, "float64", 0.5, optimizer, 5, **life, servers=servers)
+    for _ in range(data.draw(st.integers(1, 9))):
+        pushes = []
+        for ids in data.draw(st.lists(st.lists(IDS, unique=True, max_size=8), min_size=count, max_size=count)):
+            pushes.append((np.array(ids, np.int64), random.standard_normal((len(ids), 3))))
+        expected.push(pushes)
+        for number in data.draw(st.permutations(range(count * servers))):
+            (ids, gradients), server = pushes[number % count], number // count
+            chosen = owners_of(ids, servers) == server
+            words = frames.PushRows("t", int(chosen.sum()))
+            parts[server].ask(number % count, words, gradients[chosen], ids[chosen])
+        every = np.unique(np.concatenate([ids for ids, _ in pushes]))
+        for server, part in enumerate(parts):
+            ids = every[owners_of(every, servers) == server]
+            read = part.ask(0, frames.PullRows("t", 0, len(ids), False), ids)
+            assert part.said[read].data == expected.pull(ids).tobytes()
+        stats = [part.said[part.ask(0, frames.GetTableStats("t"))] for part in parts]
+        assert sum(one.rows for one in stats) == len(expected.rows)
+        assert sum(one.evicted for one in stats) == len(expected.evicted)
+        assert sum(one.refused for one in stats) == expected.refused
+
+
+def cards_of(name: str, key: int, optimizer: str, life: dict[str, Any]) -> list[frames.MakeTable]:
+    """Tables as workers would have servers make them."""
+    numbers, admit = encode_numbers({"learning_rate": 0.1}), life["admit"]
+    card = frames.MakeTable(name, 3, "float64", key, 0.5, optimizer, numbers, life["evict"], life["limit"])
+    if isinstance(admit, Chance):
+        card.chance = admit.probability
+    if not isinstance(admit, Seen):
+        return [card]
+    card.seen, numbers = admit.times, encode_numbers({"learning_rate": 1.0})
+    counts = name + COUNTS, 1, "float32", key, 0.0, "sgd", numbers, life["evict"], admit.remember
+    return [frames.MakeTable(*counts), card]
 
 
 def test_a_round_waits_for_all_workers() -> None:
