@@ -21,12 +21,11 @@ ADDRESS_OF_NIC = 0x8915
 CONNECT_SECONDS = 3.0
 
 
-def find_address(who: str) -> str:
+def find_address(who: str, world: MPI.Intracomm = MPI.COMM_WORLD) -> str:
     """Return rank 0's first address that all ranks can connect to, for the call `who`. Collective, blocking.
 
     RuntimeError on all ranks where there is none.
     """
-    world = MPI.COMM_WORLD
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
     if node.size == world.size:
         node.Free()

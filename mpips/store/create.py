@@ -337,6 +337,15 @@ def _one_more(comm: MPI.Intracomm, first: Layout, asked: OpenStore) -> Server | 
     return server
 
 
+def workers_of(comm: MPI.Intracomm) -> MPI.Intracomm:
+    """Return the workers of the store with servers that this process has open on `comm`; `comm` where there is none.
+
+    The servers run no program of their own any more: whoever asks for all ranks means these.
+    """
+    found = next((other for other in _open if MPI.Comm.Compare(comm, other.comm) == MPI.IDENT), None)
+    return comm if found is None or found.layout.workers is None else found.layout.workers
+
+
 def _serving(comm: MPI.Intracomm) -> _Open | None:
     """The open store whose servers `comm` has, too: they serve, and have to be asked to come. RuntimeError where they
     do not know `comm`."""

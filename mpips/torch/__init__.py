@@ -7,10 +7,14 @@
 
 from mpips.torch.backend import register
 from mpips.torch.data_parallel import DataParallel
+from mpips.torch.embedding import Embedding, EmbeddingBag, TableOptimizer
 from mpips.torch.local import LocalSGD
 from mpips.torch.optimizer.distributed import DistributedOptimizer
 from mpips.torch.state import broadcast_optimizer_state, broadcast_parameters
 
-__all__ = ["DataParallel", "DistributedOptimizer", "LocalSGD", "broadcast_optimizer_state", "broadcast_parameters"]
+__all__ = [
+    "DataParallel", "DistributedOptimizer", "Embedding", "EmbeddingBag", "LocalSGD", "TableOptimizer",
+    "broadcast_optimizer_state", "broadcast_parameters",
+]  # fmt: skip
 
 register()

@@ -18,6 +18,7 @@ from mpi4py import MPI
 from collectives import log
 from collectives.errors import of_caller
 from mpips.address import MASTER, find_address
+from mpips.store.create import workers_of
 from mpips.store.world import launched_as, lost
 from mpips.torch.process_group import ProcessGroup
 from mpips.torch.works import communication
@@ -57,7 +58,7 @@ def _create_group(options: Any, group_options: Any = None) -> ProcessGroup:
     RuntimeError where MPI has not joined all processes, ValueError where rank or size are not MPI's.
     """
     check_joined()
-    ranks, world = list(options.global_ranks_in_group), MPI.COMM_WORLD
+    ranks, world = list(options.global_ranks_in_group), workers_of(MPI.COMM_WORLD)
     if not ranks or len(ranks) == world.size:
         _check_place(options.group_rank, options.group_size)
         LOG.info("a process group of all %d ranks begins", world.size)
@@ -76,7 +77,7 @@ def _rendezvous_by_mpi(
 
     Variables that were exported before the start are the same on all ranks, as of a template: they say nothing.
     """
-    world = MPI.COMM_WORLD
+    world = workers_of(MPI.COMM_WORLD)
     asked = parse_qs(urlsplit(url).query)
     joined = world.size > 1 or launched_as(os.environ) == (0, 1)
     if MASTER in os.environ and (not joined or asked or _has_set_place()):
@@ -91,7 +92,7 @@ def _rendezvous_by_mpi(
                                          f"start, or let the program leave them out. {error}")) from error  # fmt: skip
         return
     _check_place(*(int(asked.get(name, ["-1"])[0]) for name in ("rank", "world_size")))
-    address = find_address("init_process_group")
+    address = find_address("init_process_group", world)
     server = dist.TCPStore(address, 0, world.size, True, timeout, wait_for_workers=False) if world.rank == 0 else None
     port = np.array([0 if server is None else server.port])
     world.Bcast(port)
@@ -110,7 +111,7 @@ def _has_set_place() -> bool:
 
 def _check_place(rank: int, size: int) -> None:
     """Raise ValueError on all ranks where one gives a rank or a size that is not MPI's; -1 is none. Collective."""
-    world = MPI.COMM_WORLD
+    world = workers_of(MPI.COMM_WORLD)
     given = np.empty((world.size, 2), np.int64)
     world.Allgather(np.array([rank, size], np.int64), given)
     for place, (said, asked) in enumerate(given.tolist()):

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 import collectives
 from collectives import log
 from collectives.communicator import communicator
+from mpips.store.create import workers_of
 from mpips.torch.backend import check_joined
 from mpips.torch.buckets import BackwardProfile, Bucket, check_buckets, cut_by_bytes, cut_by_strategy, measure_costs
 from mpips.torch.lockstep import CHECK_STEPS, Lockstep, agree, check_weights, model_items
@@ -48,7 +49,7 @@ class DataParallel(torch.nn.Module):
 
     module      a model on the host, the same on every rank; rank 0's parameters and buffers are taken by all. The
                 gradients of embeddings made with sparse=True travel and stay as rows.
-    comm        an mpi4py communicator (None: COMM_WORLD).
+    comm        an mpi4py communicator (None: COMM_WORLD; where a store with servers is open, its workers).
     buckets     which gradients travel together: a strategy of `mpips.overlap` ("merged" is MG-WFBP's, "optimal" the
                 optimum, "single", "layerwise"), from a profile of the first steps; or most MiB of a bucket. "auto":
                 "optimal" where communication can go on beside compute (between nodes, or where each rank has two
@@ -73,7 +74,7 @@ class DataParallel(torch.nn.Module):
         check_buckets(buckets)
         check_joined()
         self.module = module
-        self._comm = MPI.COMM_WORLD if comm is None else comm
+        self._comm = workers_of(MPI.COMM_WORLD) if comm is None else comm
         home = communicator(self._comm)
         self._in_background = home.nodes > 1 or home.board.memory.roomy
         self._asked, self._algorithm = buckets, algorithm

@@ -18,6 +18,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 import collectives
+from mpips.store.create import workers_of
 from mpips.torch.tensors import bytes_of
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ def broadcast_parameters(
     parameters: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], root_rank: int = 0, comm: MPI.Comm | None = None
 ) -> None:
     """Give all ranks the root's values of a `state_dict`, or of named parameters, in place. Collective, blocking."""
+    comm = workers_of(MPI.COMM_WORLD) if comm is None else comm
     pairs = parameters.items() if isinstance(parameters, Mapping) else parameters
     broadcast_tensors([tensor for _, tensor in pairs if isinstance(tensor, Tensor)], root_rank, comm)
 
@@ -66,7 +68,7 @@ def broadcast_optimizer_state(
 
     TypeError on the root where the state holds anything but numbers, texts and tensors.
     """
-    comm = MPI.COMM_WORLD if comm is None else comm
+    comm = workers_of(MPI.COMM_WORLD) if comm is None else comm
     state = broadcast_state(optimizer.state_dict() if comm.rank == root_rank else {}, root_rank, comm)
     if comm.rank != root_rank:
         optimizer.load_state_dict(state)

@@ -1,0 +1,216 @@
+"""Tables as PyTorch's modules: `Embedding`, `EmbeddingBag`, and `TableOptimizer`, which pushes their gradients.
+
+    table = kv.table("users", dim=32, optimizer="row_adagrad", learning_rate=0.05)
+    users = mpips.torch.Embedding(table)                   # in a model, in the place of nn.Embedding
+    rows = mpips.torch.TableOptimizer(model)               # beside torch's optimizer of the dense parameters
+    loss_of(model(ids), y).backward(); rows.step(); optimizer.step()
+
+A forward pass pulls each row once, as a leaf of autograd's graph. The gradient that backward leaves there waits in the
+module for `step`. So what PyTorch does with gradients (accumulate, checkpoint, retain) it does with these.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from collectives.errors import Uncopied, of_caller
+from mpips.store.runtime.engine import Handle
+from mpips.store.worker.table import Table
+from mpips.torch.tensors import check_on_host, uncompiled
+
+MODES = ("sum", "mean")
+
+
+class _Next(NamedTuple):
+    """Keep what `prefetch` has asked for: each id once, where each stands in the batch, and the rows under way."""
+
+    ids: Tensor
+    places: Tensor
+    rows: Handle | None
+    pushes: int
+
+
+@uncompiled("_pull")
+class TableModule(Uncopied, nn.Module):
+    """Base of the modules whose rows are a table's: pulls rows, and keeps their gradients until they are pushed."""
+
+    def __init__(self, table: Table) -> None:
+        super().__init__()
+        self._what = f"{type(self).__name__} of table"
+        if not isinstance(table, Table):
+            word = type(table).__name__
+            raise of_caller(TypeError(f"{self._what}: it is given a {word}: give what kv.table(...) returns"))
+        self._what += f" {table.name!r}"
+        self.table = table
+        self.is_trained = False
+        """Whether a `TableOptimizer` pushes its gradients."""
+        self._leaves: dict[int, tuple[Tensor, Tensor]] = {}
+        """Ids and rows (leaves) whose gradients wait, by identity."""
+        self._next: deque[_Next] = deque(maxlen=2)
+        """Of the batch that comes now, and of the next one."""
+
+    def prefetch(self, ids: Tensor) -> None:
+        """Read the rows of the next batch during compute: the forward pass of these ids then finds them.
+
+        In a synchronous store they begin to travel after the next `TableOptimizer.step`, else that step would be
+        missing; in an asynchronous one at once. A forward pass of other ids pulls its own. Does not block.
+        """
+        self._check(ids)
+        wanted, places = torch.unique(ids, return_inverse=True)
+        waits = self.table.synchronous and self._leaves
+        self._next.append(_Next(wanted, places, None, 0) if waits else self._ask(wanted, places))
+
+    def take_gradients(self) -> list[tuple[Tensor, Tensor]]:
+        """Return ids and gradients since the last call, (k,) and (k, dim) each, and forget them."""
+        leaves, self._leaves = self._leaves, {}
+        taken = []
+        for ids, rows in leaves.values():
+            if rows.grad is not None:
+                taken.append((ids, rows.grad.detach()))
+            rows.grad = None  # another backward pass over the same graph begins anew
+        return taken
+
+    def note_push(self) -> None:
+        """The table has been pushed to: rows that were asked for before are read anew. Does not block."""
+        if self.table.synchronous:
+            self._next = deque((self._ask(each.ids, each.places) for each in self._next), maxlen=2)
+
+    def extra_repr(self) -> str:
+        """Describe the table."""
+        return f"{self.table.name!r}, dim={self.table.dim}"
+
+    def _ask(self, ids: Tensor, places: Tensor) -> _Next:
+        return _Next(ids, places, self.table.ipull(ids.numpy()), self.table.pushes)
+
+    def _check(self, ids: object) -> None:
+        """Raise TypeError or ValueError where these are no ids."""
+        if not isinstance(ids, Tensor):
+            raise of_caller(TypeError(f"{self._what}: ids are a {type(ids).__name__}: pass a torch.int64 tensor"))
+        if ids.dtype != torch.int64:
+            said = f"{self._what}: ids have dtype {ids.dtype}, and need torch.int64: pass ids.long()"
+            raise of_caller(TypeError(said))
+        check_on_host([ids], self._what)
+
+    def _find_prefetched(self, ids: Tensor) -> tuple[Tensor, Tensor, Handle | None]:
+        """Return each id once, where each stands among them, and their rows under way, which are used up by this."""
+        self._check(ids)
+        for place, found in enumerate(self._next):
+            if torch.equal(found.ids[found.places], ids):
+                del self._next[place]
+                fresh = not self.table.synchronous or found.pushes == self.table.pushes
+                return found.ids, found.places, found.rows if fresh else None
+        return (*torch.unique(ids, return_inverse=True), None)
+
+    def _pull(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return where each id stands among the rows, and the rows: a leaf where gradients are wanted."""
+        wanted, places, handle = self._find_prefetched(ids)
+        rows = torch.from_numpy(self.table.pull(wanted.numpy()) if handle is None else handle.wait())
+        if torch.is_grad_enabled():
+            rows.requires_grad_()
+            rows.register_post_accumulate_grad_hook(lambda leaf: self._keep(wanted, leaf))
+        return places, rows
+
+    def _keep(self, ids: Tensor, rows: Tensor) -> None:
+        """Let a gradient that backward has left wait for `step`. RuntimeError where nobody would push it."""
+        if not self.is_trained:
+            raise of_caller(RuntimeError(
+                f"{self._what} has a gradient that nobody pushes: make mpips.torch.TableOptimizer(model) and call its "
+                "step(), or call the module under torch.no_grad() where its rows are to stay"
+            ))  # fmt: skip
+        self._leaves[id(rows)] = ids, rows
+
+
+class Embedding(TableModule):
+    """Rows of a table by ids, in the place of `torch.nn.Embedding`; any int64 is an id.
+
+    table       what `kv.table` has returned, on each worker.
+
+    The forward pass takes int64 ids of any shape on the host and returns their rows, (*ids.shape, dim); it blocks until
+    they are there. A module may be used several times before a `TableOptimizer` pushes all gradients. Rows are no
+    parameters: `state_dict` lacks them, `table.save` writes them.
+    """
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the rows of ids."""
+        places, rows = self._pull(ids)
+        return functional.embedding(places, rows)
+
+
+class EmbeddingBag(TableModule):
+    """Sums or means of bags of rows, in the place of `torch.nn.EmbeddingBag`.
+
+    table       what `kv.table` has returned, on each worker.
+    mode        "sum" or "mean".
+
+    Bags are the rows of 2-D ids, or cut 1-D ids at `offsets`, where each begins. `per_sample_weights` has the shape of
+    the ids, and needs mode "sum". Else as `Embedding`.
+    """
+
+    def __init__(self, table: Table, mode: str = "mean") -> None:
+        super().__init__(table)
+        if mode not in MODES:
+            raise of_caller(ValueError(f"{self._what}: mode={mode!r}: give {' or '.join(map(repr, MODES))}"))
+        self.mode = mode
+
+    def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """Return a row for each bag, (bags, dim)."""
+        places, rows = self._pull(ids)
+        return functional.embedding_bag(places, rows, offsets, mode=self.mode, per_sample_weights=per_sample_weights)
+
+    def extra_repr(self) -> str:
+        """Describe the table and the mode."""
+        return f"{super().extra_repr()}, mode={self.mode!r}"
+
+
+class TableOptimizer:
+    """Push the gradients of a model's tables, each once for a step; the servers update rows by each table's optimizer.
+
+    model       a module that holds `Embedding` or `EmbeddingBag` modules, wrapped or not, alike on all workers.
+
+    In a synchronous store gradients are averaged over the workers, as DDP and `DataParallel` average those of dense
+    parameters. All workers call `step` equally often, also without a batch: such a worker counts as zero. In an
+    asynchronous store each worker's gradients count by themselves, when they come.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        if not isinstance(model, nn.Module):
+            raise of_caller(TypeError(f"TableOptimizer: model is a {type(model).__name__}: pass a torch.nn.Module"))
+        self._modules = [module for module in model.modules() if isinstance(module, TableModule)]
+        if not self._modules:
+            said = "TableOptimizer: the model has no mpips.torch.Embedding or EmbeddingBag: put one into it"
+            raise of_caller(ValueError(said))
+        self._of_table: dict[Table, list[TableModule]] = {}
+        for module in self._modules:
+            module.is_trained = True
+            self._of_table.setdefault(module.table, []).append(module)
+
+    def step(self) -> None:
+        """Push what backward passes have left since the last step or `zero_grad`; return when the servers have it."""
+        for table, modules in self._of_table.items():
+            parts = [part for module in modules for part in module.take_gradients()]
+            ids, gradients = _joined(table, parts)
+            if table.contributors > 1:
+                gradients = gradients / table.contributors
+            table.push(ids.numpy(), gradients.contiguous().numpy())
+        for module in self._modules:
+            module.note_push()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients that were not pushed."""
+        for module in self._modules:
+            module.take_gradients()
+
+
+def _joined(table: Table, parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return the ids and gradients of all parts, one behind the other."""
+    if len(parts) == 1:
+        return parts[0]
+    if not parts:
+        return torch.empty(0, dtype=torch.int64), torch.empty(0, table.dim, dtype=getattr(torch, table.dtype.name))
+    ids, gradients = zip(*parts)
+    return torch.cat(ids), torch.cat(gradients)

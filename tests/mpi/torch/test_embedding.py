@@ -1,0 +1,342 @@
+"""Modules whose rows are a table's train as PyTorch's do, and do right where ranks differ."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import mpips
+import mpips.torch
+from tests.mpi.mpips.support import run
+from tests.mpi.torch.support import WORLD, heard
+
+ROWS, DIM, STEPS = 12, 4, 6
+served = pytest.mark.skipif(WORLD.size == 1, reason="tables need a server")
+several = pytest.mark.skipif(WORLD.size < 3, reason="it takes two workers and a server")
+Losses = Callable[[nn.Module, int, int], Tensor | None]
+"""Of a network, a step and a rank."""
+PLAIN: dict[str, Callable[[Any], Any]] = {
+    "sgd": lambda ps: torch.optim.SGD(ps, 0.1), "adagrad": lambda ps: torch.optim.Adagrad(ps, 0.1),
+    "adam": lambda ps: torch.optim.SparseAdam(list(ps), 0.1, eps=1e-30),
+}  # fmt: skip
+OPTIONS: dict[str, dict[str, Any]] = {"sgd": {}, "adagrad": {}, "adam": {"epsilon": 1e-30}}
+
+
+def table_of(kv: mpips.KVStore, optimizer: str = "sgd", name: str = "t") -> mpips.Table:
+    init = mpips.uniform(0.5)
+    return kv.table(name, DIM, "float64", init, optimizer, learning_rate=0.1, **OPTIONS[optimizer])
+
+
+class Net(nn.Module):
+    """Rows, a layer, a number for each sample. `bags`: samples are of 3 ids each."""
+
+    def __init__(self, rows: nn.Module, bags: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.rows, self.bags, self.last = rows, bags, nn.Linear(DIM, 1).double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.last(self.rows(ids if self.bags else ids.reshape(-1)))[:, 0]
+
+
+def plain_of(table: mpips.Table, bags: str = "") -> nn.Module:
+    """PyTorch's own module with the table's first rows."""
+    first = torch.from_numpy(table.pull(torch.arange(ROWS).numpy()))
+    made = nn.EmbeddingBag(ROWS, DIM, mode=bags, sparse=True) if bags else nn.Embedding(ROWS, DIM, sparse=True)
+    made.weight = nn.Parameter(first)
+    return made
+
+
+def ids_of(step: int, rank: int) -> Tensor:
+    """Ids of one worker's batch, 6 times 3. Every row stands there, as SparseAdam counts steps of all rows alike."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    some = torch.randint(3, (6,), generator=generator)
+    return torch.cat([torch.randperm(ROWS, generator=generator), some]).view(6, 3)
+
+
+def loss_of(net: nn.Module, ids: Tensor) -> Tensor:
+    return (net(ids) - 1).pow(2).mean()
+
+
+def trained_plain(kv: mpips.KVStore, net: Net, optimizer: str, losses: Losses, dense: bool = False) -> Tensor:
+    """Train on all workers' batches in one process; the rows then. `dense`: the last layer, too."""
+    weight, each = net.rows.weight, PLAIN[optimizer](net.rows.parameters())
+    assert isinstance(weight, nn.Parameter)
+    net.last.requires_grad_(dense)
+    hooks = [p.register_hook(lambda gradient: gradient / kv.num_workers) for p in net.parameters() if p.requires_grad]
+    layer = torch.optim.SGD(net.last.parameters(), 0.1)
+    for step in range(STEPS):
+        net.zero_grad()
+        for rank in range(kv.num_workers):
+            loss = losses(net, step, rank)
+            if loss is not None:
+                loss.backward()
+        each.step()
+        layer.step()
+    for hook in hooks:
+        hook.remove()
+    kv.barrier()
+    return weight.detach()
+
+
+def train(kv: mpips.KVStore, net: nn.Module, losses: Losses) -> None:
+    """Train the rows of a net alone, a step for each loss, or without one."""
+    rows = mpips.torch.TableOptimizer(net)
+    for step in range(STEPS):
+        rows.zero_grad()
+        loss = losses(net, step, kv.rank)
+        if loss is not None:
+            loss.backward()
+        rows.step()
+
+
+def rows_of(table: mpips.Table) -> Tensor:
+    return torch.from_numpy(table.pull(torch.arange(ROWS).numpy()))
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b, rtol=1e-10, atol=1e-10)
+
+
+@served
+@pytest.mark.parametrize("way, optimizer", [*(("data_parallel", each) for each in PLAIN), ("ddp", "adagrad")])
+@pytest.mark.parametrize("bags", ["", "sum", "mean"])
+def test_tables_train_as_pytorch_does(bags: str, optimizer: str, way: str) -> None:
+    """The dense layer is averaged by DDP or DataParallel, on the workers alone: the server has left the program."""
+
+    def body(kv: mpips.KVStore) -> None:
+        table = table_of(kv, optimizer)
+        expected = Net(plain_of(table, bags), bool(bags))
+        weight = trained_plain(kv, expected, optimizer, once, dense=True)
+        module = mpips.torch.EmbeddingBag(table, bags) if bags else mpips.torch.Embedding(table)
+        net = Net(module, bool(bags))
+        with contextlib.ExitStack() as stack:
+            if way == "ddp":
+                dist.init_process_group("mpips")
+                stack.callback(dist.destroy_process_group)
+                assert (dist.get_rank(), dist.get_world_size()) == (kv.rank, kv.num_workers)
+            whole = nn.parallel.DistributedDataParallel(net) if way == "ddp" else mpips.torch.DataParallel(net)
+            rows, dense = mpips.torch.TableOptimizer(whole), torch.optim.SGD(net.last.parameters(), 0.1)
+            for step in range(STEPS):
+                rows.zero_grad()
+                dense.zero_grad()
+                loss_of(whole, ids_of(step, kv.rank)).backward()
+                rows.step()
+                dense.step()
+            assert close(rows_of(table), weight)
+            assert close(net.last.weight, expected.last.weight)
+
+    run("dist_sync", body, servers=1)
+
+
+def once(net: nn.Module, step: int, rank: int) -> Tensor:
+    return loss_of(net, ids_of(step, rank))
+
+
+def twice(net: nn.Module, step: int, rank: int) -> Tensor:
+    return loss_of(net, ids_of(step, rank)) + loss_of(net, ids_of(step + 50, rank)[:2])
+
+
+def accumulated(net: nn.Module, step: int, rank: int) -> Tensor:
+    loss_of(net, ids_of(step + 50, rank)).backward()
+    return loss_of(net, ids_of(step, rank))
+
+
+def retained(net: nn.Module, step: int, rank: int) -> Tensor:
+    loss = loss_of(net, ids_of(step, rank))
+    loss.backward(retain_graph=True)
+    return 2 * loss
+
+
+def recomputed(net: nn.Module, step: int, rank: int) -> Tensor:
+    made = checkpoint(net, ids_of(step, rank), use_reentrant=False)
+    assert isinstance(made, Tensor)
+    return (made - 1).pow(2).mean()
+
+
+def looked_at(net: nn.Module, step: int, rank: int) -> Tensor:
+    """Forward passes that are not to count: without a graph, and without a backward pass."""
+    with torch.no_grad():
+        assert not net(ids_of(step + 50, rank)).requires_grad
+    net(ids_of(step + 60, rank))
+    return loss_of(net, ids_of(step, rank))
+
+
+@served
+@pytest.mark.parametrize("losses", [twice, accumulated, retained, recomputed, looked_at])
+def test_gradients_wait_for_one_push(losses: Losses) -> None:
+    def body(kv: mpips.KVStore) -> None:
+        table = table_of(kv, "adagrad")
+        weight = trained_plain(kv, Net(plain_of(table)), "adagrad", losses)
+        net = Net(mpips.torch.Embedding(table))
+        train(kv, net, losses)
+        assert table.pushes == STEPS
+        assert close(rows_of(table), weight)
+
+    run("dist_sync", body, servers=1)
+
+
+@served
+def test_modules_of_one_table_push_it_together() -> None:
+    class Pair(nn.Module):
+        def __init__(self, one: nn.Module, bag: nn.Module) -> None:
+            super().__init__()
+            self.one, self.bag = one, bag
+
+        def forward(self, ids: Tensor) -> Tensor:
+            weights = torch.linspace(-1, 1, ids.numel()).double()
+            cut = self.bag(ids, torch.tensor([0, 2, 2]), weights)
+            return self.one(ids) * self.bag(ids.view(-1, 1), per_sample_weights=weights.view(-1, 1)) + cut.sum(0)
+
+    def body(kv: mpips.KVStore) -> None:
+        table = table_of(kv)
+        one, bag = plain_of(table), plain_of(table, "sum")
+        bag.weight = plain_rows = one.weight
+        expected = Net(Pair(one, bag))
+        expected.rows.weight = plain_rows
+        weight = trained_plain(kv, expected, "sgd", once)
+        train(kv, Net(Pair(mpips.torch.Embedding(table), mpips.torch.EmbeddingBag(table, "sum"))), once)
+        assert table.pushes == STEPS
+        assert close(rows_of(table), weight)
+
+    run("dist_sync", body, servers=1)
+
+
+@several
+@pytest.mark.parametrize("how", ["no ids", "no forward"])
+def test_a_worker_without_a_batch_counts_as_zero(how: str) -> None:
+    def losses(net: nn.Module, step: int, rank: int) -> Tensor | None:
+        if (step + rank) % 2:
+            return once(net, step, rank)
+        return None if how == "no forward" else net(torch.empty(0, dtype=torch.int64)).sum()
+
+    def plain(net: nn.Module, step: int, rank: int) -> Tensor | None:
+        return once(net, step, rank) if (step + rank) % 2 else None
+
+    def body(kv: mpips.KVStore) -> None:
+        table = table_of(kv)
+        weight = trained_plain(kv, Net(plain_of(table)), "sgd", plain)
+        train(kv, Net(mpips.torch.Embedding(table)), losses)
+        assert close(rows_of(table), weight)
+
+    run("dist_sync", body, servers=1)
+
+
+@several
+def test_one_worker_evaluates_alone() -> None:
+    def losses(net: nn.Module, step: int, rank: int) -> Tensor:
+        if rank == 0:
+            with torch.no_grad():
+                net(torch.arange(-5, ROWS))
+        return once(net, step, rank)
+
+    def body(kv: mpips.KVStore) -> None:
+        table = table_of(kv)
+        weight = trained_plain(kv, Net(plain_of(table)), "sgd", once)
+        train(kv, Net(mpips.torch.Embedding(table)), losses)
+        assert close(rows_of(table), weight)
+
+    run("dist_sync", body, servers=1)
+
+
+@several
+def test_a_step_left_out_is_named_at_the_end() -> None:
+    def body(kv: mpips.KVStore) -> None:
+        said = ""
+        table = table_of(kv)
+        net = Net(mpips.torch.Embedding(table))
+        rows = mpips.torch.TableOptimizer(net)
+        try:
+            for step in range(STEPS):
+                loss_of(net, ids_of(step, kv.rank)).backward()
+                if (kv.rank, step) != (1, 2):
+                    rows.step()
+            net(torch.arange(ROWS))
+            if kv.rank == 1:
+                said = "needs rank 1, which has left the store"
+        except mpips.StoreError as error:
+            said = str(error)
+        assert "needs rank 1, which has left the store" in said, said
+
+
+# ---- prefetch
+
+    run("dist_sync", body, servers=1)
+
+
+@served
+@pytest.mark.parametrize("place", ["before forward", "before step", "after step", "of other ids"])
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+def test_prefetched_rows_are_those_of_a_pull(kind: str, place: str) -> None:
+    """In an asynchronous store a step of this worker may be missing."""
+
+    def body(kv: mpips.KVStore) -> None:
+        table = table_of(kv, "adagrad")
+        weight = trained_plain(kv, Net(plain_of(table)), "adagrad", once)
+        module = mpips.torch.Embedding(table)
+        pull, pulls = table.pull, []
+
+        def counted(*words: Any) -> Any:
+            pulls.append(words)
+            return pull(*words)
+
+        table.pull = counted  # type: ignore[method-assign, assignment]
+        net, asked = Net(module), torch.arange(5)
+        rows = mpips.torch.TableOptimizer(net)
+        for step in range(STEPS):
+            if place != "of other ids":
+                asked = ids_of(step + 1, kv.rank).reshape(-1)
+            for here in ("before forward", "before step", "after step"):
+                if here == place or (here == "before step" and place == "of other ids"):
+                    module.prefetch(asked)
+                if here == "before forward":
+                    once(net, step, kv.rank).backward()
+                elif here == "before step":
+                    rows.step()
+            asked.zero_()  # whoever reads batches may use their memory again
+        assert len(pulls) == (STEPS if place == "of other ids" else 1)
+        table.pull = pull  # type: ignore[method-assign]
+        if kind == "dist_sync":
+            assert close(rows_of(table), weight)
+        else:
+            assert rows_of(table).isfinite().all()
+
+    run(kind, body, servers=1)
+
+
+@served
+def test_wrong_use_is_said_in_a_sentence() -> None:
+    def body(kv: mpips.KVStore) -> None:
+        table = table_of(kv)
+        net = Net(mpips.torch.Embedding(table))
+        bag = mpips.torch.EmbeddingBag(table)
+        ids = torch.arange(3)
+        calls: dict[str, Callable[[], Any]] = {
+            "Embedding of table 't': ids have dtype torch.int32, and need torch.int64": lambda: net.rows(ids.int()),
+            "ids have dtype torch.float32": lambda: bag(ids.float(), torch.tensor([0])),
+            "ids are a list": lambda: net.rows.prefetch([1]),  # type: ignore[operator]
+            "a tensor is on meta": lambda: net.rows(ids.to("meta")),
+            "Embedding of table: it is given a Linear": lambda: mpips.torch.Embedding(net.last),  # type: ignore[arg-type]
+            "mode='max': give 'sum' or 'mean'": lambda: mpips.torch.EmbeddingBag(table, "max"),
+            "'t' has a gradient that nobody pushes: make mpips.torch.TableOptimizer": lambda: net(ids).sum().backward(),
+            "the model has no mpips.torch.Embedding": lambda: mpips.torch.TableOptimizer(net.last),
+            "model is a list": lambda: mpips.torch.TableOptimizer([net]),  # type: ignore[arg-type]
+            "a Embedding cannot be copied": lambda: copy.deepcopy(net),
+        }
+        for sentence, call in calls.items():
+            assert sentence in heard(call), (sentence, heard(call))
+        assert "'t', dim=4" in repr(net)
+        rows = mpips.torch.TableOptimizer(net)
+        net(ids).sum().backward()
+        rows.step()  # nothing was lost
+        assert table.pushes == 1
+
+    run("dist_sync", body, servers=1)
