@@ -1,8 +1,12 @@
 """Tables in files: in the checkpoints of a store, and one in a file of its own (`Table.save`, `Table.load`).
 
 Rank 0 reads rows that the servers keep as they were at one moment, piece by piece, or gives them rows anew. A table
-has a tensor for each of its arrays: `ids`, `values`, and what the optimizer keeps: `state0`, `state1`, `counts`. Rows
-stand in any order, and belong to servers by their ids, so any number of servers may read them.
+has a tensor for each of its arrays: `ids`, `values`, `touched` (the update that has named the row last), and what the
+optimizer keeps: `state0`, `state1`, `counts`. Rows stand in any order, and belong to servers by their ids, so any
+number of servers may read them. Counts of ids without a row are a table of their own; in the file of one table the
+names of its tensors begin with `seen_`.
+
+`export` writes `ids` and `values` for programs that serve, and the ids of rows that were dropped.
 """
 
 from __future__ import annotations
@@ -18,16 +22,24 @@ from numpy.typing import NDArray
 
 from collectives.errors import CollectiveError, of_caller
 from collectives.fabric.tasks import Task
-from mpips.store.checkpoint.file import TableRecord, TensorFile, Writer, file_name, why
+from mpips.store.checkpoint.file import TableRecord, Tensor, TensorFile, Writer, file_name, why
 from mpips.store.runtime.rendezvous import attempt
+from mpips.store.tables.admission import COUNTS
 from mpips.store.worker.interface import FrozenRows, KnownTable, Tables
 from mpips.store.worker.settings import Settings
 
 Array = NDArray[Any]
 WORD = "mpips.table"
 """The word of the metadata that says of what table a file is."""
+COUNTS_WORD, COUNTS_PREFIX = "mpips.table.seen", "seen_"
+"""Those of its counts of ids without a row."""
+EXPORT_WORD = "mpips.export"
 PIECE_BYTES = 1 << 20
 LOADED_BYTES = 1 << 22
+
+
+Fit = tuple[dict[str, TableRecord], TensorFile]
+"""What is in a file, by the prefix of its tensors, and the file."""
 
 
 class Readable(Protocol):
@@ -110,9 +122,9 @@ def save(settings: Settings, table: KnownTable, path: object) -> None:
         if writer is not None:
             stack.callback(writer.abandon)
         _meet(settings, what, name, table, refusal or unfit)
-        tables = settings.backend.tables
+        tables, counts = settings.backend.tables, _counts_of(settings, table)
         assert tables is not None
-        settings.run(what, tables.at_rank_0(lambda: _written(tables, table, writer), what))
+        settings.run(what, tables.at_rank_0(lambda: _written(tables, table, counts, writer), what))
 
 
 def load(settings: Settings, table: KnownTable, path: object) -> None:
@@ -120,19 +132,22 @@ def load(settings: Settings, table: KnownTable, path: object) -> None:
     what = f"load of table {table.name!r}"
     with contextlib.ExitStack() as stack:
         name, refusal = attempt(lambda: file_name(what, "path", path))
-        fit, unfit = attempt(lambda: _fitting(table, what, name, stack) if name and not settings.layout.rank else None)
+        tables, counts = settings.backend.tables, _counts_of(settings, table)
+        fit, unfit = attempt(
+            lambda: _fitting(table, counts, what, name, stack) if name and not settings.layout.rank else None
+        )
         _meet(settings, what, name, table, refusal or unfit)
-        tables = settings.backend.tables
         assert tables is not None
-        settings.run(what, tables.at_rank_0(lambda: _loaded(tables, fit), what))
+        settings.run(what, tables.at_rank_0(lambda: _loaded(tables, table, fit), what))
 
 
 def _meet(
-    settings: Settings, what: str, name: str | None, table: KnownTable, refusal: BaseException | None
+    settings: Settings, what: str, name: str | None, table: KnownTable, refusal: BaseException | None, since: int = 0
 ) -> None:  # fmt: skip
-    """All workers come with the same path; ValueError on all where, in rounds, one has pushed more often."""
+    """All workers come with the same arguments; ValueError on all where, in rounds, one has pushed more often."""
     settings.finish()
-    told = settings.agree(what, [("path", name or "")], refusal, noun="argument", data=b"%d" % table.round)
+    items = [("path", name or ""), ("since", str(since))]
+    told = settings.agree(what, items, refusal, noun="argument", data=b"%d" % table.round)
     for rank, theirs in enumerate(told):
         if theirs != told[0] and not settings.layout.asynchronous:
             raise of_caller(ValueError(
@@ -148,46 +163,128 @@ def _opened(path: str) -> Writer:
         raise ValueError(f"{path} cannot be written: {why(error)}") from error
 
 
-def _written(tables: Tables, table: KnownTable, writer: Writer | None) -> Task[bytes]:
+def _counts_of(settings: Settings, table: KnownTable) -> KnownTable | None:
+    """Return the table that counts ids which have no row yet."""
+    return settings.tables[table.name + COUNTS] if table.card.seen else None
+
+
+def _written(tables: Tables, table: KnownTable, counts: KnownTable | None, writer: Writer | None) -> Task[bytes]:
     assert writer is not None
-    frozen = yield from tables.freeze([table.name])
-    record = record_of(table, frozen)
-    writer.begin(dict(record.tensors("")), {WORD: msgspec.json.encode(record).decode()})
-    for piece in pieces(record, "", frozen):
-        for name, values in (yield from read(frozen, piece)):
-            writer.append(name, values)
+    parts = [(WORD, "", table)] + ([] if counts is None else [(COUNTS_WORD, COUNTS_PREFIX, counts)])
+    frozen = yield from tables.freeze([one.name for _, _, one in parts])
+    records = [(word, prefix, record_of(one, frozen)) for word, prefix, one in parts]
+    tensors = {name: tensor for _, prefix, record in records for name, tensor in record.tensors(prefix)}
+    writer.begin(tensors, {word: msgspec.json.encode(record).decode() for word, _, record in records})
+    for _, prefix, record in records:
+        for piece in pieces(record, prefix, frozen):
+            for name, values in (yield from read(frozen, piece)):
+                writer.append(name, values)
     yield from frozen.release()
+    _finish(writer)
+    return b""
+
+
+def _finish(writer: Writer) -> None:
     try:
         writer.finish()
     except OSError as error:
         raise ValueError(f"{writer.path} cannot be written: {why(error)}") from error
-    return b""
 
 
 def _fitting(
-    table: KnownTable, what: str, path: str, stack: contextlib.ExitStack
-) -> tuple[TableRecord, TensorFile]:  # fmt: skip
+    table: KnownTable, counts: KnownTable | None, what: str, path: str, stack: contextlib.ExitStack
+) -> Fit:  # fmt: skip
     """Return the file, and of what table it is; ValueError where it is damaged, or of another table."""
     file = stack.enter_context(TensorFile(path))
     if WORD not in file.metadata:
         raise ValueError(f"{what}: {path} was not written by save of a table")
     try:
-        record = msgspec.json.decode(file.metadata[WORD], type=TableRecord)
+        records = {
+            prefix: msgspec.json.decode(file.metadata[word], type=TableRecord)
+            for word, prefix in ((WORD, ""), (COUNTS_WORD, COUNTS_PREFIX)) if word in file.metadata
+        }  # fmt: skip
     except msgspec.MsgspecError as error:
         raise ValueError(f"{path} has a header of a table that cannot be read: {error}") from error
-    see_fit(what, path, record, table)
+    see_fit(what, path, records[""], table)
     file.see_sums(())
-    if file.tensors != dict(record.tensors("")):
+    if file.tensors != {name: tensor for prefix, record in records.items() for name, tensor in record.tensors(prefix)}:
         raise ValueError(f"{path} holds {sorted(file.tensors)}, and not what its header promises: save it anew")
-    return msgspec.structs.replace(record, card=table.card), file
+    fit = {"": msgspec.structs.replace(records[""], card=table.card)}
+    if counts is not None:
+        none = TableRecord(counts.card, 0, records[""].updates)
+        fit[COUNTS_PREFIX] = msgspec.structs.replace(records.get(COUNTS_PREFIX, none), card=counts.card)
+    return fit, file
 
 
-def _loaded(tables: Tables, fit: tuple[TableRecord, TensorFile] | None) -> Task[bytes]:
+def _loaded(tables: Tables, table: KnownTable, fit: Fit | None) -> Task[bytes]:
     assert fit is not None
+    records, file = fit
     try:
-        yield from restore(tables, fit[0], fit[1], "")
+        for prefix, record in records.items():
+            yield from restore(tables, record, file, prefix)
     except ValueError as error:  # some rows are gone by now
         if isinstance(error, CollectiveError):
             raise
-        raise CollectiveError(f"table {fit[0].card.table!r} is loaded in part: {error}") from error
+        raise CollectiveError(f"table {table.name!r} is loaded in part: {error}") from error
     return b""
+
+
+# ---- for programs that serve
+
+
+class _Export(msgspec.Struct):
+    """Say of what an export is: rows changed by updates after `since`, all where it is 0, up to `updates`."""
+
+    table: str
+    dim: int
+    dtype: str
+    updates: int
+    since: int
+
+
+def export(settings: Settings, table: KnownTable, path: object, since: int) -> int:
+    """Write rows for programs that serve. Collective; see `Table.export`."""
+    what = f"export of table {table.name!r}"
+    with contextlib.ExitStack() as stack:
+        name, refusal = attempt(lambda: file_name(what, "path", path))
+        writer, unfit = attempt(lambda: _opened(name) if name and settings.layout.rank == 0 else None)
+        if writer is not None:
+            stack.callback(writer.abandon)
+        _meet(settings, what, name, table, refusal or unfit, since)
+        tables = settings.backend.tables
+        assert tables is not None
+        done = settings.run(what, tables.at_rank_0(lambda: _exported(tables, table, what, writer, since), what))
+        return int(done)
+
+
+def _exported(tables: Tables, table: KnownTable, what: str, writer: Writer | None, since: int) -> Task[bytes]:
+    assert writer is not None
+    stats = yield from tables.stats(table.name)
+    updates, known = min(part.updates for part in stats), max(part.drops_known for part in stats)
+    if since > updates:
+        raise ValueError(f"{what}: since={since}, and there were {updates} updates: give what an export has returned")
+    if since and since < known:
+        raise ValueError(
+            f"{what}: since={since}, and which rows were dropped is known from update {known} on: export all rows"
+        )
+    card, names = table.card, ["ids", "values"]
+    frozen = yield from tables.freeze([table.name], since, True)
+    dropped = []
+    for server in range(len(stats)):
+        dropped.append(np.frombuffer((yield from frozen.dropped(table.name, server)), np.int64))
+    parts = frozen.parts[table.name]
+    count = sum(part.rows for part in parts)
+    header = _Export(table.name, card.dim, card.dtype, updates, since)
+    tensors = {"ids": Tensor(np.dtype(np.int64), (count,)), "values": Tensor(np.dtype(card.dtype), (count, card.dim)),
+               "dropped": Tensor(np.dtype(np.int64), (sum(map(len, dropped)),))}  # fmt: skip
+    writer.begin(tensors, {EXPORT_WORD: msgspec.json.encode(header).decode()})
+    writer.append("dropped", np.concatenate(dropped))
+    step = max(1, PIECE_BYTES // (8 + tensors["values"].dtype.itemsize * card.dim))
+    for server, part in enumerate(parts):
+        for start in range(0, part.top, step):
+            arrays = yield from frozen.read(table.name, server, start, start + step, names)
+            for name in names:
+                writer.append(name, np.frombuffer(arrays[name], tensors[name].dtype))
+    yield from frozen.release()
+    _finish(writer)
+    return b"%d" % updates

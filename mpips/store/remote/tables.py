@@ -118,12 +118,13 @@ class RemoteTables:
             found.append((yield from self._link.answer(token)))
         return found
 
-    def freeze(self, tables: Sequence[str]) -> Task[FrozenOnServers]:
-        """Let the servers keep the rows of tables as they are now. For one worker."""
+    def freeze(self, tables: Sequence[str], since: int = 0, export: bool = False) -> Task[FrozenOnServers]:
+        """Let the servers keep rows of tables as they are now. For one worker. `since`, `export`: `FreezeTables`."""
         self._freezes += 1
         found: list[list[frames.FrozenTable]] = []
         for server in range(self._servers):
-            answer = yield from self._link.request(server, frames.FreezeTables(self._freezes, list(tables)))
+            request = frames.FreezeTables(self._freezes, list(tables), since, export)
+            answer = yield from self._link.request(server, request)
             found.append(answer.tables)
         parts = {name: [part[number] for part in found] for number, name in enumerate(tables)}
         return FrozenOnServers(self._link, self._freezes, parts)
@@ -158,11 +159,18 @@ class FrozenOnServers:
     def __init__(self, link: Link, number: int, parts: Mapping[str, Sequence[frames.FrozenTable]]) -> None:
         self._link, self._number, self.parts = link, number, parts
 
-    def read(self, table: str, server: int, start: int, stop: int) -> Task[Mapping[str, bytes]]:
-        """Return the rows that lie at [start, stop) on a server, of all arrays; what lies before was read."""
-        answer = yield from self._link.request(server, frames.ReadTable(self._number, table, start, stop))
-        arrays: dict[str, bytes] = answer.arrays
+    def read(
+        self, table: str, server: int, start: int, stop: int, names: Sequence[str] = ()
+    ) -> Task[Mapping[str, bytes]]:
+        """Return rows that lie at [start, stop) on a server, of these arrays or of all. What lies before was read."""
+        request = frames.ReadTable(self._number, table, start, stop, list(names))
+        arrays: dict[str, bytes] = (yield from self._link.request(server, request)).arrays
         return arrays
+
+    def dropped(self, table: str, server: int) -> Task[bytes]:
+        """Return the ids that were dropped on a server."""
+        ids: bytes = (yield from self._link.request(server, frames.ReadDropped(self._number, table))).data
+        return ids
 
     def release(self) -> Task[None]:
         """Let the servers forget it."""

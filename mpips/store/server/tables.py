@@ -82,15 +82,19 @@ class ServerTables:
             case frames.GetTableStats():
                 table, rows = self._tables[request.table], self._tables[request.table].rows
                 stats = frames.TableStats(
-                    rows.count, rows.positions.top, rows.nbytes, table.updates, rows.evicted, table.refused
+                    rows.count, rows.positions.top, rows.nbytes, table.updates, rows.evicted, table.refused,
+                    rows.drops.known,
                 )
                 return [(asker, stats)]
             case frames.FreezeTables():
-                return [(asker, self._freeze(request.number, request.tables))]
+                return [(asker, self._freeze(request))]
             case frames.ReadTable():
                 frozen = self._frozen[request.number][request.table][1]
-                arrays = {name: rows.tobytes() for name, rows in frozen.read(request.start, request.stop).items()}
+                parts = frozen.read(request.start, request.stop, request.arrays)
+                arrays = {name: part.tobytes() for name, part in parts.items()}
                 return [(asker, frames.PutRows(request.table, arrays))]
+            case frames.ReadDropped():
+                return [(asker, frames.Bytes(self._frozen[request.number][request.table][1].dropped.tobytes()))]
             case frames.ThawTables():
                 for rows_of, one in self._frozen.pop(request.number).values():
                     rows_of.thaw(one)
@@ -109,11 +113,11 @@ class ServerTables:
                 ids, out = table.parts(payload, request.count) if request.shared else (payload.view(np.int64), None)
                 return table.pull(_Pull(worker, request.round, asker, ids, out), self._gone)
 
-    def _freeze(self, number: int, names: Sequence[str]) -> frames.FrozenTables:
-        taken, told = self._frozen.setdefault(number, {}), []
-        for name in names:
+    def _freeze(self, request: frames.FreezeTables) -> frames.FrozenTables:
+        taken, told = self._frozen.setdefault(request.number, {}), []
+        for name in request.tables:
             table = self._tables[name]
-            frozen = table.rows.freeze()
+            frozen = table.rows.freeze(request.since, request.export)
             taken[name] = table.rows, frozen
             told.append(frames.FrozenTable(frozen.count, frozen.top, table.updates))
         return frames.FrozenTables(told)
@@ -148,9 +152,7 @@ class _Table:
         card = self._card
         kind, life = np.dtype(card.dtype), (card.evict, self._limit)
         self.rows = TableRows(card.dim, kind, card.key, card.bound, self._optimizer, *life, self._file)
-        self.updates = updates
-        if self._counts is not None:
-            self._counts.reset(updates)
+        self.updates = self.rows.drops.known = updates
 
     def put(self, arrays: Mapping[str, bytes]) -> None:
         """Set rows that were sent."""

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,8 @@ Array = NDArray[Any]
 BLOCK_BYTES = 1 << 18
 """Of rows with their state, which are updated at a time."""
 WORDS = 8
+FEW = 1 << 16
+"""Ids of dropped rows that are kept though there are fewer rows."""
 ROWS = 0
 """Of a table's words: how many positions of rows were given out."""
 
@@ -71,6 +74,7 @@ class TableRows:
         self.positions = Places(self._arrays["ids"], self._arrays["touched"], evict, limit)
         self.evicted = 0
         """How many rows were dropped."""
+        self.drops = Drops()
         self._put = False
         """Rows were put since the last update."""
         self._frozen: list[FrozenRows] = []
@@ -112,8 +116,10 @@ class TableRows:
             self._update_blocks(at, gradients, counts, step)
         self.positions.touch(at, step)
         due = self.positions.due(step)
+        dropped = self._arrays["ids"][due]
         self._remove(due)
         self.evicted += len(due)
+        self.drops.note(dropped, step, self.count)
 
     def _update_blocks(self, at: Positions, gradients: Array, counts: Array | None, step: int) -> None:
         """Update rows that lie at these positions, so few at a time that what is made on the way stays in the cache."""
@@ -135,9 +141,14 @@ class TableRows:
         self._keep(at)
         self.positions.remove(at)
 
-    def freeze(self) -> FrozenRows:
-        """Return the rows as they are now, whatever is updated later; until `thaw`, rows that change are copied."""
-        self._frozen.append(FrozenRows(self._arrays, self.count, self.positions.top, self._file))
+    def freeze(self, since: int = FREE, export: bool = False) -> FrozenRows:
+        """Return the rows that an update after `since` has named, as they are now, whatever is updated later.
+
+        Until `thaw`, rows that change are copied. `export`: with ids dropped after `since`, which are kept from now on.
+        """
+        top = self.positions.top
+        dropped = self.drops.after(since) if export else np.zeros(0, np.int64)
+        self._frozen.append(FrozenRows(self._arrays, since, top, dropped, self._file))
         return self._frozen[-1]
 
     def thaw(self, frozen: FrozenRows) -> None:
@@ -192,11 +203,13 @@ class TableRows:
 
 
 class FrozenRows:
-    """The rows of a table as they were at one moment. `arrays`: the table's, in which `count` rows lie before `top`."""
+    """Rows of a table as they were at one moment: those before position `top` that an update after `since` had named.
 
-    def __init__(self, arrays: Mapping[str, Array], count: int, top: int, file: SparseFile) -> None:
-        self.count, self.top = count, top
-        self._arrays = arrays
+    `arrays`: the table's. `dropped`: ids that an export names."""
+
+    def __init__(self, arrays: Mapping[str, Array], since: int, top: int, dropped: Ids, file: SparseFile) -> None:
+        self.count, self.top, self.dropped = int(np.count_nonzero(arrays["touched"][:top] > since)), top, dropped
+        self._arrays, self._since = arrays, since
         self._copies = {name: file.zeros((top, *array.shape[1:]), array.dtype)[0] for name, array in arrays.items()}
         self._copied = np.zeros(top, bool)
         self._read = 0
@@ -209,13 +222,43 @@ class FrozenRows:
             copy[at] = self._arrays[name][at]
         self._copied[at] = True
 
-    def read(self, start: int, stop: int) -> dict[str, Array]:
-        """Return the rows that lay at positions [start, stop), of all arrays; later reads begin at `stop`."""
+    def read(self, start: int, stop: int, names: Sequence[str] = ()) -> dict[str, Array]:
+        """Return rows that lay at positions [start, stop), of these arrays or of all; later reads begin at `stop`."""
         stop = min(stop, self.top)
         copied, found = np.flatnonzero(self._copied[start:stop]), {}
-        for name, array in self._arrays.items():
-            found[name] = array[start:stop].copy()
+        for name in {"touched", *(names or self._arrays)}:
+            found[name] = self._arrays[name][start:stop].copy()
             found[name][copied] = self._copies[name][start:stop][copied]
         self._read = stop
-        lay = found["touched"] != FREE
-        return {name: array[lay] for name, array in found.items()}
+        chosen = found["touched"] > self._since
+        return {name: found[name][chosen] for name in names or self._arrays}
+
+
+class Drops:
+    """Ids of rows that were dropped, for exports: no more of them than there are rows, or `FEW`."""
+
+    def __init__(self) -> None:
+        self.known = 0
+        """The update after which all that were dropped are known."""
+        self._wanted, self._count = False, 0
+        self._ids: deque[tuple[int, Ids]] = deque()
+        """By the update."""
+
+    def note(self, ids: Ids, update: int, rows: int) -> None:
+        """Note the ids that an update has dropped."""
+        if not len(ids):
+            return
+        if self._wanted:
+            self._ids.append((update, ids))
+            self._count += len(ids)
+        if not self._wanted or self._count > max(FEW, rows):
+            self._ids.clear()
+            self.known, self._count = update, 0
+
+    def after(self, since: int) -> Ids:
+        """Return the ids that updates after `since` have dropped; they and later ones are kept from now on."""
+        self._wanted = True
+        while self._ids and self._ids[0][0] <= since:
+            self.known, ids = self._ids.popleft()
+            self._count -= len(ids)
+        return np.concatenate([np.zeros(0, np.int64), *(ids for _, ids in self._ids)])

@@ -292,10 +292,14 @@ class PullRows(msgspec.Struct, tag=True):
 
 
 class FreezeTables(msgspec.Struct, tag=True):
-    """Freeze the rows of tables under a number: answered with FrozenTables."""
+    """Freeze the rows of tables under a number that updates after `since` have named: answered with FrozenTables.
+
+    `export`: with the ids of rows dropped after `since`; from now on ids of dropped rows are kept for the next one."""
 
     number: int
     tables: list[str]
+    since: int = 0
+    export: bool = False
 
 
 class FrozenTable(msgspec.Struct, array_like=True):
@@ -313,12 +317,22 @@ class FrozenTables(msgspec.Struct, tag=True):
 
 
 class ReadTable(msgspec.Struct, tag=True):
-    """Ask for the frozen rows that lie at [start, stop) on this server; what lies before was read. Answer: PutRows."""
+    """Ask for the frozen rows that lie at [start, stop) on this server; what lies before was read. Answer: PutRows.
+
+    `arrays`: which; all where empty."""
 
     number: int
     table: str
     start: int
     stop: int
+    arrays: list[str] = []
+
+
+class ReadDropped(msgspec.Struct, tag=True):
+    """Ask for the ids of a frozen table that were dropped: answered with Bytes."""
+
+    number: int
+    table: str
 
 
 class ThawTables(msgspec.Struct, tag=True):
@@ -350,7 +364,8 @@ class GetTableStats(msgspec.Struct, tag=True):
 class TableStats(msgspec.Struct, tag=True):
     """A table on one server: rows, the position before which they lie, and their bytes with state and index.
 
-    Then updates made, rows dropped, and gradients of ids that got no row."""
+    Then updates made, rows dropped, gradients of ids that got no row, and the update from which on dropped ids are
+    known."""
 
     rows: int
     top: int
@@ -358,6 +373,7 @@ class TableStats(msgspec.Struct, tag=True):
     updates: int
     evicted: int
     refused: int
+    drops_known: int
 
 
 class RequestDone(msgspec.Struct, tag=True):
@@ -367,14 +383,15 @@ class RequestDone(msgspec.Struct, tag=True):
 Request = (
     Create | Forget | Flush | OpenStore | SetOptimizer | UpdateOptimizer | SetCompression | GetState | PutState
     | SetTorn | TakeSnapshot | ReadSnapshot | DropSnapshot | GetVersions | MakeTable | PushRows | PullRows
-    | GetTableStats | FreezeTables | ReadTable | ThawTables | ResetTable | PutRows
+    | GetTableStats | FreezeTables | ReadTable | ReadDropped | ThawTables | ResetTable | PutRows
 )  # fmt: skip
 Answer = (
     Created | StatePart | Snapshotted | Bytes | Versions | TableStats | FrozenTables | PutRows | RequestDone
 )  # fmt: skip
 
 TableRequest = (
-    MakeTable | PushRows | PullRows | GetTableStats | FreezeTables | ReadTable | ThawTables | ResetTable | PutRows
+    MakeTable | PushRows | PullRows | GetTableStats | FreezeTables | ReadTable | ReadDropped | ThawTables | ResetTable
+    | PutRows
 )  # fmt: skip
 """What a worker asks of tables, which have rounds of their own."""
 

@@ -66,8 +66,13 @@ class FrozenRows(Protocol):
     @property
     def parts(self) -> Mapping[str, Sequence[FrozenTable]]: ...
 
-    def read(self, table: str, server: int, start: int, stop: int) -> Task[Mapping[str, bytes]]:
-        """Return the rows that lie at [start, stop) on a server, of all arrays; what lies before was read."""
+    def read(
+        self, table: str, server: int, start: int, stop: int, names: Sequence[str] = ()
+    ) -> Task[Mapping[str, bytes]]:
+        """Return rows that lie at [start, stop) on a server, of these arrays or of all. What lies before was read."""
+
+    def dropped(self, table: str, server: int) -> Task[bytes]:
+        """Return the ids that were dropped on a server."""
 
     def release(self) -> Task[None]:
         """Give its memory back."""
@@ -144,8 +149,10 @@ class Tables(Protocol):
     def stats(self, table: str) -> Task[list[TableStats]]:
         """Return what each server holds of the table. Local."""
 
-    def freeze(self, tables: Sequence[str]) -> Task[FrozenRows]:
-        """Keep the rows of tables as they are now. For one worker."""
+    def freeze(self, tables: Sequence[str], since: int = 0, export: bool = False) -> Task[FrozenRows]:
+        """Keep the rows of tables as they are now, those that updates after `since` have named. For one worker.
+
+        `export`: with the ids of rows that were dropped."""
 
     def reset(self, table: str, updates: int) -> Task[None]:
         """Let all servers forget the table's rows. For one worker."""

@@ -153,6 +153,28 @@ class Table:
         self._check_there("load")
         files.load(self._settings, self._known, path)
 
+    def export(self, path: str | os.PathLike[str], since: int | None = None) -> int:
+        """Write rows for programs that serve into one file (safetensors): `ids`, `values`, `dropped`. Collective.
+
+        Return the number of the table's updates, which the next call takes as `since`: then only rows that updates
+        after it have changed are written, and `dropped` names rows that are no more. A reader forgets the dropped ones,
+        then sets the others; file after file.
+
+        Args:
+            path: A kill at any moment leaves the old file or the new one.
+            since: What an export has returned; None: all rows.
+
+        Raises:
+            ValueError: On all workers. The file cannot be written; or which rows were dropped after `since` is not
+                known: they were more than there are rows, there was no export before, or a load since then.
+        """
+        self._check_there("export")
+        with GIVEN:
+            after = 0 if since is None else _whole(self.name, "since", since)
+            if after < 0:
+                raise ValueError(f"table {self.name!r}: since={after}: give what an export has returned, or None")
+        return files.export(self._settings, self._known, path, after)
+
     # ---- calls
 
     def _stats(self, table: str) -> list[frames.TableStats]:

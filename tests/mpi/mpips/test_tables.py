@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import mpips
+from mpips.store.checkpoint.file import TensorFile
 from tests.mpi.mpips.reference_table import UPDATES, ReferenceTable
 from tests.mpi.mpips.support import WORLD, failure, need, run
 from tests.mpi.sizes import either_mpi
@@ -314,18 +315,22 @@ def test_tensors_of_pytorch_serve_as_arrays() -> None:
 
 
 @either_mpi
-@pytest.mark.parametrize("optimizer", sorted(UPDATES))
-def test_a_saved_table_goes_on_with_other_servers(optimizer: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+@pytest.mark.parametrize("optimizer, life", [
+    *((name, {}) for name in sorted(UPDATES)), ("adam", {"admit": mpips.seen(2), "evict": 2}),
+])  # fmt: skip
+def test_a_saved_table_goes_on_with_other_servers(
+    optimizer: str, life: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> None:
     need(servers=1)
     path = WORLD.bcast(str(tmp_path_factory.mktemp("saved") / "users") if WORLD.rank == 0 else "")
     pushes = [batch(repeat, 1, 5, "float32") for repeat in range(6)]
-    expected = ReferenceTable("users", 5, "float32", 0.5, optimizer)
+    expected = ReferenceTable("users", 5, "float32", 0.5, optimizer, **life)
     for one in pushes:
         expected.push([one])
     nothing = np.zeros(0, np.int64), np.zeros((0, 5), np.float32)
 
     def body(kv: mpips.KVStore, first: int, stop: int) -> None:
-        table = kv.table("users", 5, init=mpips.uniform(0.5), optimizer=optimizer, **SMALL_RATE)
+        table = kv.table("users", 5, init=mpips.uniform(0.5), optimizer=optimizer, **life, **SMALL_RATE)
         if first:
             table.push(*pushes[0])  # is forgotten
             table.load(path)
@@ -333,7 +338,7 @@ def test_a_saved_table_goes_on_with_other_servers(optimizer: str, tmp_path_facto
             table.push(*(one if kv.rank == 0 else nothing))
         if stop < len(pushes):
             table.save(path)
-            assert table.pull(pushes[0][0]).tobytes() != expected.pull(pushes[0][0]).tobytes()
+            assert life or table.pull(pushes[0][0]).tobytes() != expected.pull(pushes[0][0]).tobytes()
         else:
             for ids, _ in pushes:
                 assert table.pull(ids).tobytes() == expected.pull(ids).tobytes()
@@ -370,3 +375,61 @@ def test_a_file_that_does_not_fit_changes_nothing(tmp_path_factory: pytest.TempP
         assert table.pull(np.arange(5)).tobytes() == rows.tobytes()
 
     run("dist_sync", body, servers=1)
+
+
+class ServingCopy:
+    """What a program that serves makes of exported files."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, Any] = {}
+
+    def read(self, path: str) -> int:
+        """Return how many rows the file has."""
+        with TensorFile(path) as file:
+            ids, values, dropped = (file.get(name) for name in ("ids", "values", "dropped"))
+        for one in dropped.tolist():
+            self.rows.pop(one, None)
+        self.rows.update(zip(ids.tolist(), values, strict=True))
+        return len(ids)
+
+    def check(self, expected: ReferenceTable) -> None:
+        assert self.rows.keys() == expected.rows.keys()
+        assert all(self.rows[one].tobytes() == row.tobytes() for one, row in expected.rows.items())
+
+
+@either_mpi
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("life", [{}, {"evict": 2}, {"limit": 12}])
+def test_exports_keep_a_serving_copy_up_to_date(
+    servers: int, life: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    need(servers=servers)
+    folder = WORLD.bcast(str(tmp_path_factory.mktemp("exports")) if WORLD.rank == 0 else "")
+
+    def body(kv: mpips.KVStore) -> None:
+        table = kv.table("users", 4, init=mpips.uniform(0.5), optimizer="row_adagrad", **life, **SMALL_RATE)
+        expected = ReferenceTable("users", 4, "float32", 0.5, "row_adagrad", **life, servers=servers)
+        copy, since = ServingCopy(), None
+        for repeat in range(9):
+            batches = [batch(repeat, worker, 4, "float32") for worker in range(kv.num_workers)]
+            expected.push(batches)
+            table.push(*batches[kv.rank])
+            if repeat % 2:
+                since = table.export(f"{folder}/{repeat}", since)
+                assert since == repeat + 1
+                count = copy.read(f"{folder}/{repeat}")
+                copy.check(expected)
+                assert repeat == 1 or count == sum(step > repeat - 1 for step in expected.touched.values())
+            kv.barrier()
+        whole = ServingCopy()
+        table.export(f"{folder}/all")
+        whole.read(f"{folder}/all")
+        whole.check(expected)
+        assert "and there were 9 updates" in failure(lambda: table.export(f"{folder}/all", 10))
+        assert "cannot be written" in failure(lambda: table.export(f"{folder}/none/x"))
+        if life:
+            said = failure(lambda: table.export(f"{folder}/all", 1))
+            assert "since=1, and which rows were dropped is known from update" in said
+        kv.barrier()
+
+    run("dist_sync", body, servers=servers)
