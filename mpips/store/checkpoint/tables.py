@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from collectives.errors import CollectiveError, of_caller
 from collectives.fabric.tasks import Task
 from mpips.store.checkpoint.file import TableRecord, Tensor, TensorFile, Writer, file_name, why
-from mpips.store.runtime.rendezvous import attempt
+from mpips.store.runtime.rendezvous import Items, attempt
 from mpips.store.tables.admission import COUNTS
 from mpips.store.worker.interface import FrozenRows, KnownTable, Tables
 from mpips.store.worker.settings import Settings
@@ -121,7 +121,7 @@ def save(settings: Settings, table: KnownTable, path: object) -> None:
         writer, unfit = attempt(lambda: _opened(name) if name and settings.layout.rank == 0 else None)
         if writer is not None:
             stack.callback(writer.abandon)
-        _meet(settings, what, name, table, refusal or unfit)
+        meet(settings, what, [("path", name or "")], table, refusal or unfit)
         tables, counts = settings.backend.tables, _counts_of(settings, table)
         assert tables is not None
         settings.run(what, tables.at_rank_0(lambda: _written(tables, table, counts, writer), what))
@@ -136,17 +136,16 @@ def load(settings: Settings, table: KnownTable, path: object) -> None:
         fit, unfit = attempt(
             lambda: _fitting(table, counts, what, name, stack) if name and not settings.layout.rank else None
         )
-        _meet(settings, what, name, table, refusal or unfit)
+        meet(settings, what, [("path", name or "")], table, refusal or unfit)
         assert tables is not None
         settings.run(what, tables.at_rank_0(lambda: _loaded(tables, table, fit), what))
 
 
-def _meet(
-    settings: Settings, what: str, name: str | None, table: KnownTable, refusal: BaseException | None, since: int = 0
+def meet(
+    settings: Settings, what: str, items: Items, table: KnownTable, refusal: BaseException | None
 ) -> None:  # fmt: skip
     """All workers come with the same arguments; ValueError on all where, in rounds, one has pushed more often."""
     settings.finish()
-    items = [("path", name or ""), ("since", str(since))]
     told = settings.agree(what, items, refusal, noun="argument", data=b"%d" % table.round)
     for rank, theirs in enumerate(told):
         if theirs != told[0] and not settings.layout.asynchronous:
@@ -250,7 +249,7 @@ def export(settings: Settings, table: KnownTable, path: object, since: int) -> i
         writer, unfit = attempt(lambda: _opened(name) if name and settings.layout.rank == 0 else None)
         if writer is not None:
             stack.callback(writer.abandon)
-        _meet(settings, what, name, table, refusal or unfit, since)
+        meet(settings, what, [("path", name or ""), ("since", str(since))], table, refusal or unfit)
         tables = settings.backend.tables
         assert tables is not None
         done = settings.run(what, tables.at_rank_0(lambda: _exported(tables, table, what, writer, since), what))

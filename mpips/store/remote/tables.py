@@ -80,6 +80,11 @@ class RemoteTables:
         """Make a table on all servers. Collective; ValueError on all workers where a server cannot."""
         yield from self._setup.at_rank_0(lambda: self._setup.tell_all(card), f"table {card.table!r}")
 
+    def update(self, table: str, numbers: bytes) -> Task[None]:
+        """Have all servers update rows with other numbers of the optimizer. Collective."""
+        request = frames.UpdateTable(table, numbers)
+        yield from self._setup.at_rank_0(lambda: self._setup.tell_all(request), f"update_optimizer of table {table!r}")
+
     def push(self, table: str, ids: Ids, gradients: Array) -> Task[None]:
         """Contribute to the table's next round, on every server; over when the servers have it."""
         found = distinct(ids, self._servers)

@@ -79,6 +79,9 @@ class ServerTables:
                     request, self._workers, self._staleness, limit, counts, self._file
                 )
                 return [(asker, frames.RequestDone())]
+            case frames.UpdateTable():
+                self._tables[request.table].set_numbers(request.numbers)
+                return [(asker, frames.RequestDone())]
             case frames.GetTableStats():
                 table, rows = self._tables[request.table], self._tables[request.table].rows
                 stats = frames.TableStats(
@@ -153,6 +156,11 @@ class _Table:
         kind, life = np.dtype(card.dtype), (card.evict, self._limit)
         self.rows = TableRows(card.dim, kind, card.key, card.bound, self._optimizer, *life, self._file)
         self.updates = self.rows.drops.known = updates
+
+    def set_numbers(self, numbers: bytes) -> None:
+        """Update rows with other numbers of the optimizer from now on."""
+        self._card.numbers = numbers
+        self.rows.optimizer = self._optimizer = row_optimizers.decode(self._card.optimizer, numbers)
 
     def put(self, arrays: Mapping[str, bytes]) -> None:
         """Set rows that were sent."""

@@ -216,6 +216,11 @@ def encode(optimizer: RowOptimizer) -> tuple[str, bytes]:
     return name, encode_numbers({field: getattr(optimizer, field) for field in fields})
 
 
+def changed(name: str, options: bytes, numbers: dict[str, Any]) -> bytes:
+    """Return the options that `encode` wrote with other numbers. ValueError or TypeError as `create`."""
+    return encode(create(name, decode_numbers(options) | numbers))[1]
+
+
 def decode(name: str, options: bytes) -> RowOptimizer:
     """Return the optimizer that `encode` wrote."""
     return create(name, decode_numbers(options))

@@ -56,7 +56,7 @@ class TableRows:
         self, dim: int, dtype: np.dtype, key: int, bound: float, optimizer: RowOptimizer, evict: int = 0,
         limit: int = 0, file: SparseFile | None = None,
     ) -> None:  # fmt: skip
-        self._dim, self._dtype, self._key, self._bound, self._optimizer = dim, dtype, key, bound, optimizer
+        self._dim, self._dtype, self._key, self._bound, self.optimizer = dim, dtype, key, bound, optimizer
         self._file = SparseFile() if file is None else file
         self.places: dict[str, int] = {}
         """Offsets in the file: of each array, and of `words`."""
@@ -112,7 +112,7 @@ class TableRows:
         if self._counts is not None:
             counts = self._counts[at] + 1
             self._counts[at] = counts
-        if not self._optimizer.update_at(at, self._values, gradients, self._state, counts, step):
+        if not self.optimizer.update_at(at, self._values, gradients, self._state, counts, step):
             self._update_blocks(at, gradients, counts, step)
         self.positions.touch(at, step)
         due = self.positions.due(step)
@@ -128,7 +128,7 @@ class TableRows:
             block = slice(start, start + step_rows)
             some = at[block]
             values, state = self._values[some], [array[some] for array in self._state]
-            self._optimizer.update(values, gradients[block], state, None if counts is None else counts[block], step)
+            self.optimizer.update(values, gradients[block], state, None if counts is None else counts[block], step)
             self._values[some] = values
             for array, new in zip(self._state, state, strict=True):
                 array[some] = new

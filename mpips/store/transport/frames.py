@@ -273,6 +273,13 @@ class MakeTable(msgspec.Struct, tag=True):
     chance: float = 1.0
 
 
+class UpdateTable(msgspec.Struct, tag=True):
+    """Other numbers of a table's optimizer, from the next update on. State is kept."""
+
+    table: str
+    numbers: bytes
+
+
 class PushRows(msgspec.Struct, tag=True):
     """A worker's contribution to the next round of a table: gradients of so many ids, each once, then the ids. Answered
     once the one before it has been applied: then the worker may overwrite that."""
@@ -383,15 +390,15 @@ class RequestDone(msgspec.Struct, tag=True):
 Request = (
     Create | Forget | Flush | OpenStore | SetOptimizer | UpdateOptimizer | SetCompression | GetState | PutState
     | SetTorn | TakeSnapshot | ReadSnapshot | DropSnapshot | GetVersions | MakeTable | PushRows | PullRows
-    | GetTableStats | FreezeTables | ReadTable | ReadDropped | ThawTables | ResetTable | PutRows
+    | UpdateTable | GetTableStats | FreezeTables | ReadTable | ReadDropped | ThawTables | ResetTable | PutRows
 )  # fmt: skip
 Answer = (
     Created | StatePart | Snapshotted | Bytes | Versions | TableStats | FrozenTables | PutRows | RequestDone
 )  # fmt: skip
 
 TableRequest = (
-    MakeTable | PushRows | PullRows | GetTableStats | FreezeTables | ReadTable | ReadDropped | ThawTables | ResetTable
-    | PutRows
+    MakeTable | UpdateTable | PushRows | PullRows | GetTableStats | FreezeTables | ReadTable | ReadDropped | ThawTables
+    | ResetTable | PutRows
 )  # fmt: skip
 """What a worker asks of tables, which have rounds of their own."""
 

@@ -140,6 +140,9 @@ class Tables(Protocol):
     def make(self, card: MakeTable) -> Task[None]:
         """Make a table. Collective; ValueError on all workers where a server cannot."""
 
+    def update(self, table: str, numbers: bytes) -> Task[None]:
+        """Update rows with other numbers of the optimizer from the next update on. Collective."""
+
     def push(self, table: str, ids: Array, gradients: Array) -> Task[None]:
         """Contribute to the table's next round; when it is over, the arrays may be overwritten."""
 

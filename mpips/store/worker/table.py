@@ -136,6 +136,20 @@ class Table:
             "refused": sum(part.refused for part in parts), "counted": sum(part.rows for part in counts),
         }  # fmt: skip
 
+    def update_optimizer(self, **numbers: Any) -> None:
+        """Change numbers of the optimizer, such as `learning_rate`, from the next update on. Collective over workers.
+
+        State stays. ValueError or TypeError on all for a bad or unknown number, or where one has pushed more often.
+        """
+        self._check_there("update_optimizer")
+        card, what = self._known.card, f"update_optimizer of table {self.name!r}"
+        options, refusal = rendezvous.attempt(lambda: row_optimizers.changed(card.optimizer, card.numbers, numbers))
+        files.meet(self._settings, what, [("numbers", repr(sorted(numbers.items())))], self._known, refusal)
+        tables = self._settings.backend.tables
+        assert options is not None and tables is not None
+        self._settings.run(what, tables.update(self.name, options))
+        card.numbers = options
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write all rows with their state into one file (safetensors), after one round. Collective over all workers.
 

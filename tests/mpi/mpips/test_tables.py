@@ -197,6 +197,28 @@ def test_a_schedule_counts_updates_of_the_table() -> None:
     run("dist_sync", body, servers=1)
 
 
+@pytest.mark.parametrize("kind, servers", [("dist_sync", 1), ("dist_sync", 2), ("dist_async", 1)])
+def test_a_learning_rate_changes_between_updates(kind: str, servers: int) -> None:
+    need(servers=servers)
+
+    def body(kv: mpips.KVStore) -> None:
+        table = kv.table("t", 1, init=mpips.uniform(0), learning_rate=1.0)
+        ids, ones = np.arange(9), -np.ones((9, 1), np.float32)
+        table.push(ids, ones)
+        table.update_optimizer(learning_rate=0.5)
+        assert "RowSGD has no option momentum" in failure(lambda: table.update_optimizer(momentum=0.9))
+        assert "give a number >= 0" in failure(lambda: table.update_optimizer(learning_rate=-1))
+        if kv.num_workers > 1:
+            said = failure(lambda: table.update_optimizer(learning_rate=0.1 if kv.rank else 0.2))
+            assert "numbers" in said and "on rank" in said, said
+        table.push(ids, ones)
+        kv.layout.workers.Barrier()
+        assert (table.pull(ids) == 1.5 * kv.num_workers).all()
+        kv.layout.workers.Barrier()
+
+    run(kind, body, servers=servers)
+
+
 def test_bad_arguments_lose_nothing() -> None:
     need(servers=1)
 
