@@ -106,7 +106,8 @@ class Layout:
     @property
     def changed(self) -> bool:
         """Return whether its ranks are others than in the generation before."""
-        return self.before is not None and self.before.origin != tuple(range(len(self.nodes)))
+        before = self.before
+        return before is not None and (bool(before.lost) or before.origin != tuple(range(len(self.nodes))))
 
     @property
     def fresh(self) -> bool:

@@ -71,3 +71,11 @@ def test_mlp(tmp_path: Path) -> None:
     reproduce(tmp_path, "mlp.lab", "--json", "lab.json")
     rows = json.loads((tmp_path / "lab.json").read_text())["found"]
     assert {(row["batch"], row["model"]) for row in rows["small"]} == {(1, 2), (2, 1)}
+
+
+def test_slow_links(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    reproduce(tmp_path, "torch.slow_links")
+    rows = {row["way"]: row for row in found(tmp_path, "reproduce-slow-links")["rows"]}
+    assert rows["DiLoCo"]["sent"] < rows["allreduce"]["sent"] / 10
+    assert all(row["computed"] < row["sent"] < 2 * row["computed"] for row in rows.values()), rows

@@ -81,8 +81,9 @@ def test_a_dead_worker_counts_for_nothing_and_a_spare_goes_on(tmp_path: Path, se
 
 @only_on(1)
 @needs_ulfm
-def test_fewer_workers_go_on_by_their_own_mean(tmp_path: Path) -> None:
-    found = job(tmp_path, "-w 3 -s 1 --spares 0", kills=[[2, 6, -1]])
+@pytest.mark.parametrize("servers", [0, 1])
+def test_fewer_workers_go_on_by_their_own_mean(tmp_path: Path, servers: int) -> None:
+    found = job(tmp_path, f"-w 3 -s {servers} --spares 0", kills=[[2, 6, -1]])
     assert [one["values"] for one in found] == [serial(3, (2, 6), False)] * 2
 
 
@@ -117,3 +118,13 @@ def test_training_goes_on_after_two_deaths(tmp_path: Path, kind: str, local: dic
     )
     assert learnt < 0.5 * first
     assert kind == "dist_async" or found[0]["values"] == found[1]["values"]
+
+
+@only_on(1)
+@needs_ulfm
+def test_the_example_learns(tmp_path: Path) -> None:
+    said = BytesIO()
+    start = [sys.executable, "-m", "launch.cli", "run", "-w", "2", "-s", "1", "--spares", "0", "examples/diloco.py"]
+    assert not child.run([*start, "--steps", "40", "--every", "10"], JOB_LIMIT, ROOT, said), said.getvalue()
+    losses = [float(line.split()[3].strip(",")) for line in said.getvalue().decode().splitlines() if "loss" in line]
+    assert len(losses) == 4 and losses[-1] < losses[0] < 4.5, losses

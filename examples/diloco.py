@@ -1,0 +1,82 @@
+"""A small transformer that learns Python's own documentation by DiLoCo: workers talk once in 25 steps, through deaths.
+
+mpips run -w 4 -s 1 --spares 1 examples/diloco.py --steps 300
+mpips run -w 4 examples/diloco.py --every 50 --fragments 2 --delay 5
+mpips chaos --faults 4 --every 10 -- mpips run -w 4 -s 1 --spares 4 examples/diloco.py --steps 1000
+
+The model and its text are those of torch_language.py. Every worker reads other places of the text. The loss is that of
+the next letter in a part that nobody trains on, by the outer parameters, in nats.
+"""
+
+import argparse
+import time
+
+import torch
+from torch import Tensor, nn
+
+import mpips.chaos
+import mpips.torch
+from torch_language import LENGTH, Language, letters
+
+TESTED = 32
+"""Windows of the part that nobody trains on."""
+
+
+def loss_at(model: nn.Module, text: Tensor, starts: Tensor) -> Tensor:
+    """Return the loss of the next letter in windows of the text."""
+    batch = text[starts[:, None] + torch.arange(LENGTH + 1)]
+    return nn.functional.cross_entropy(model(batch[:, :-1]).transpose(1, 2), batch[:, 1:])
+
+
+def parts(text: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the text to train on, and the part to test with."""
+    cut = len(text) * 19 // 20
+    return text[:cut], text[cut:]
+
+
+def test_loss(model: nn.Module, test: Tensor) -> float:
+    """Return the loss on windows that lie side by side over the whole part."""
+    with torch.no_grad():
+        return loss_at(model, test, torch.linspace(0, len(test) - LENGTH - 1, TESTED).long()).item()
+
+
+def batch_of(step: int, rank: int, text: Tensor, batch_size: int) -> Tensor:
+    """Return where the windows of a worker's step begin: a spare that takes its place reads the same."""
+    places = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randint(len(text) - LENGTH, (batch_size,), generator=places)
+
+
+def main(words: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    text, count = letters()
+    text, test = parts(text)
+    model = Language(count, layers=1)
+    inner = torch.optim.AdamW(model.parameters(), lr=words.learning_rate)
+    trainer = mpips.torch.LocalSGD(model, inner, every=words.every, fragments=words.fragments, delay=words.delay)
+    begun, first = time.perf_counter(), trainer.steps
+    while trainer.steps < words.steps:
+        rank = trainer.store.rank
+        mpips.chaos.note(trainer.steps, trainer.steps)
+        trainer.zero_grad()
+        loss_at(model, text, batch_of(trainer.steps, rank, text, words.batch_size)).backward()
+        time.sleep(words.step_seconds)
+        trainer.step()
+        if rank == 0 and trainer.steps % words.every == 0:
+            seconds = time.perf_counter() - begun
+            print(f"step {trainer.steps}: loss {test_loss(model, test):.3f}, {seconds:.1f} s from step {first} on",
+                  flush=True)  # fmt: skip
+    trainer.share()
+    trainer.close()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Train a small language model by DiLoCo.")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--every", type=int, default=25)
+    parser.add_argument("--fragments", type=int, default=1)
+    parser.add_argument("--delay", type=int, default=0)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--step-seconds", type=float, default=0.0, help="slept in each step")
+    main(parser.parse_args())
