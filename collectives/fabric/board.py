@@ -49,6 +49,7 @@ from collectives.fabric.layout import (
 from collectives.fabric.process_memory import OutOfReach
 from collectives.fabric.wait import NAP_AFTER_ON_NODE, Limits, drive, until
 from collectives.recorder.own import Marks
+from collectives.recorder.ring import WORD
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -73,7 +74,7 @@ class Poison:
 
     def __init__(self, memory: NDArray[np.uint8], fd: int) -> None:
         self._memory, self._fd = memory, fd
-        self.flag = memory[:TEXT_AT].data.cast("B").cast("Q")
+        self.flag = memory[:TEXT_AT].data.cast("B").cast(WORD)
         """One word: 0 while the generation lives, then 1 + the place of the error in `KINDS`."""
 
     def spread(self, error: BaseException, sentence: str) -> CollectiveError:

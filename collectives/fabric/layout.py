@@ -32,6 +32,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.errors import CollectiveError, MismatchError, ranks
+from collectives.recorder.ring import WORD
 
 POISON_BYTES = 4096
 PROGRAM_ENDED, CLOSED = 1, 2
@@ -210,9 +211,9 @@ class NodeMemory:
         self.reachable = reachable
         """Whether every rank can reach the others' own memory (`process_memory`)."""
         self.poison_fd = poison_fd
-        self.words = [area[:LINE_BYTES].data.cast("B").cast("Q") for area in areas]
+        self.words = [area[:LINE_BYTES].data.cast("B").cast(WORD) for area in areas]
         rows = areas[0][ROWS_AT : area_bytes(self.size)].reshape(4, -1)[:, : self.size * 8]
-        even, odd, even_phase, odd_phase = (row.data.cast("Q") for row in rows)
+        even, odd, even_phase, odd_phase = (row.data.cast(WORD) for row in rows)
         self.rows = Rows((even, odd), (even_phase, odd_phase))
         self.fence: Callable[[], None] | None = None if fence is None else fence.Sync
         self._window = fence

@@ -30,7 +30,14 @@ DTYPES = {
     "uint8": "Byte", "int16": "Short", "int32": "Int", "int64": "Long", "bool": "Bool",
 }  # fmt: skip
 CALL = re.compile(r"(\w+) of (\d+) (\w+)")
+ARRAY = re.compile(r"\b(\d+) (?:bool|[a-z]+(8|16|32|64|128))\b")
+"""Elements and bits of one, of each array in a text; of a byte none."""
 GROUPED = re.compile(r"grouped_allreduce of \d+ arrays \(([^)]*)\)")
+
+
+def bytes_of(text: str) -> int:
+    """Return how many bytes a collective is about, by the text of its mark; 0 where that does not say so."""
+    return sum(int(count) * int(bits or 8) // 8 for count, bits in ARRAY.findall(text))
 
 
 class Call(NamedTuple):

@@ -30,7 +30,7 @@ from urllib.parse import unquote
 from collectives.recorder import dump
 from collectives.recorder import page as pages
 from collectives.recorder.page import Page
-from collectives.recorder.ring import Ring, form
+from collectives.recorder.ring import WORD, Ring, form
 
 VARIABLE = "MPIPS_RECORDER"
 DUMP_VARIABLE = "MPIPS_DUMP_DIR"
@@ -389,6 +389,12 @@ def note(**numbers: float) -> None:
     page.write(pages.NOTES, _notes)
 
 
+def write_load(nbytes: int, queued: int, pushed: Mapping[str, int]) -> None:
+    """Say how many bytes this server has taken in, by worker, and how many requests wait there."""
+    content = {"at_ns": time.monotonic_ns(), "nbytes": nbytes, "queued": queued, "pushed": pushed}
+    page.write(pages.LOAD, content)
+
+
 # ---- waits
 
 
@@ -438,8 +444,8 @@ class Timeable(Protocol):
         """Time every call from now on, or only those that take long."""
 
 
-LONG_BYTES = 1 << 20
-"""From here on each call is timed, which takes about 3 us."""
+LONG_BYTES = 16 << 20
+"""From here on each call is timed, which takes about 3 us: of a shorter call's time that is more than 1 %."""
 ring = page.ring
 """Where records go: into the page, or into what `trace` was given."""
 is_traced = False
@@ -492,7 +498,7 @@ class Marks:
         self._page, self.identity = page, identity
         self._lane = page.take_lane(identity)
         at = Page.mark_at(max(self._lane, 0))
-        self.word = page.words[at : at + 1] if self._lane >= 0 else memoryview(bytearray(8)).cast("Q")
+        self.word = page.words[at : at + 1] if self._lane >= 0 else memoryview(bytearray(8)).cast(WORD)
         """The mark: one word, which a call sets to 2^32 * its number + its token."""
 
     def name(self, token: int, text: str) -> None:

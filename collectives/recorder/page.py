@@ -9,6 +9,7 @@ that it has begun last. `Page` is the rank's side, and `read` the other side.
     end         JSON: how it has ended
     notes       JSON: numbers that the program reports, such as the loss
     lanes       JSON: which ranks a lane joins, for the communicators made last
+    load        JSON: of a server, bytes that it has taken in, from whom, and how many requests wait
     marks       for each *lane*, which is a communicator or a store, one word: 2^32 * number of the call + its token
     tokens      for each lane the texts of the tokens, `TOKENS` of them in turn
     names       texts of tokens from `POOL` on, which stores share: there are as many as keys
@@ -29,9 +30,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from collectives.recorder import ring
-from collectives.recorder.ring import HEAD_BYTES, RECORD_BYTES, Record, Ring
+from collectives.recorder.ring import HEAD_BYTES, RECORD_BYTES, WORD, Record, Ring
 
-MAGIC, VERSION = 0x6D70697073_52, 2
+MAGIC, VERSION = 0x6D70697073_52, 3
 HEAD = (
     "magic", "version", "pid", "thread", "began_ns", "generation", "step", "step_ns",
     "waited_ns", "waits", "signal", "calls", "failures", "checkpoints",
@@ -42,17 +43,17 @@ they are. `waited_ns`: how long the rank has waited in all, in `waits` waits tha
 `checkpoints`: how many this rank has written."""
 AT = {name: number for number, name in enumerate(HEAD)}
 TEXT_BYTES = 4096
-IDENTITY, WAITS, END, NOTES, COMMUNICATORS = (TEXT_BYTES * number for number in (1, 2, 3, 4, 5))
+IDENTITY, WAITS, END, NOTES, COMMUNICATORS, LOAD = (TEXT_BYTES * number for number in range(1, 7))
 LANES, TOKENS, TOKEN_BYTES = 64, 64, 256
 LANE_WORDS = 8
-MARKS = TEXT_BYTES * 6
+MARKS = TEXT_BYTES * 7
 TEXTS = MARKS + LANES * LANE_WORDS * 8
 POOL, POOL_TOKENS = 1 << 31, 4096
 NAMES = TEXTS + LANES * TOKENS * TOKEN_BYTES
 RING, RING_RECORDS = NAMES + POOL_TOKENS * TOKEN_BYTES, 256
 RING_BYTES = HEAD_BYTES + RING_RECORDS * RECORD_BYTES
 PAGE_BYTES = RING + RING_BYTES
-TOKEN_MASK = (1 << 32) - 1
+TOKEN_MASK = NUMBERS = (1 << 32) - 1
 _TEXT = struct.Struct("=QQ")
 _TOKEN = struct.Struct("=II")
 JSON_BYTES = TEXT_BYTES - _TEXT.size
@@ -84,6 +85,7 @@ class Seen(NamedTuple):
     lanes: list[Lane]
     notes: Mapping[str, float]
     communicators: Mapping[str, Any]
+    load: Mapping[str, Any]
 
 
 class Page:
@@ -93,7 +95,7 @@ class Page:
         if fd >= 0:
             os.ftruncate(fd, PAGE_BYTES)
         self._map = mmap.mmap(fd, PAGE_BYTES)
-        self.words = memoryview(self._map).cast("Q")
+        self.words = memoryview(self._map).cast(WORD)
         self.words[AT["version"]] = VERSION
         self.words[AT["magic"]] = MAGIC
         self._free = list(range(LANES - 1, -1, -1))
@@ -165,14 +167,22 @@ def read(path: str | os.PathLike[str]) -> Seen | None:
     head = dict(zip(HEAD, words[: len(HEAD)].tolist()))
     if (head["magic"], head["version"]) != (MAGIC, VERSION):
         return None
-    texts = [_json(raw, area) for area in (IDENTITY, WAITS, END, NOTES, COMMUNICATORS)]
+    texts = [_json(raw, area) for area in (IDENTITY, WAITS, END, NOTES, COMMUNICATORS, LOAD)]
+    identity, waits, end, notes, communicators, load = texts
+    return Seen(head, identity or {}, waits or [], end or {}, read_lanes(raw), notes or {}, communicators or {},
+                load or {})  # fmt: skip
+
+
+def read_lanes(raw: bytes | mmap.mmap) -> list[Lane]:
+    """Return the lanes that the bytes of a page hold, also of a living rank's."""
     lanes = []
-    for lane in range(LANES):
-        at = Page.mark_at(lane)
-        mark, identity = words[at : at + 2]
-        if identity:
-            lanes.append(Lane(identity, mark >> 32, _text(raw, lane, mark & TOKEN_MASK)))
-    return Seen(head, texts[0] or {}, texts[1] or [], texts[2] or {}, lanes, texts[3] or {}, texts[4] or {})
+    with memoryview(raw) as whole, whole.cast("Q") as words:
+        for lane in range(LANES):
+            at = Page.mark_at(lane)
+            mark, identity = words[at : at + 2]
+            if identity:
+                lanes.append(Lane(identity, mark >> 32, _text(raw, lane, mark & TOKEN_MASK)))
+    return lanes
 
 
 def read_records(path: str | os.PathLike[str]) -> list[Record]:
@@ -190,7 +200,7 @@ def _json(raw: bytes, area: int) -> Any:
         return None
 
 
-def _text(raw: bytes, lane: int, token: int) -> str:
+def _text(raw: bytes | mmap.mmap, lane: int, token: int) -> str:
     at = _token_at(lane, token)
     known, length = _TOKEN.unpack_from(raw, at)
     if not token or known != token:

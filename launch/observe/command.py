@@ -244,9 +244,11 @@ def _gathered(watch: Watch, folder: Path, seconds: float) -> Found:
     return found
 
 
-COLUMNS = ("rank", "state", "where", "step", "steps/s", "waits", "for", "CPU", "step age", "role", "MB", "pid", "host")
+COLUMNS = ("rank", "state", "where", "step", "steps/s", "waits", "for", "CPU", "MB/s", "queue", "step age", "role",
+           "MB", "pid", "host")
 """Of the table, the most telling ones first: what a terminal is too narrow for is left out from the end."""
-ORDER = ("rank", "role", "host", "pid", "state", "step", "steps/s", "step age", "waits", "for", "CPU", "MB", "where")
+ORDER = ("rank", "role", "host", "pid", "state", "step", "steps/s", "step age", "waits", "for", "CPU", "MB/s", "queue",
+         "MB", "where")
 WORDS = ("role", "host", "state", "where", "for")
 WHERE_WIDTH = 30
 """The least of the column that is cut where it is longer."""
@@ -282,6 +284,8 @@ def _row(one: Rank) -> dict[str, str]:
         "waits": f"{100 * one.waiting:.0f} %" if one.lives else "",
         "for": ",".join(map(str, one.waits[0].late[:4])) if one.waits else "",
         "CPU": f"{100 * one.cpu:.0f} %" if one.lives else "",
+        "MB/s": f"{one.byte_rate / MEGA:.3g}" if one.lives and one.byte_rate >= 0 else "",
+        "queue": str(one.queued) if one.lives and one.queued >= 0 else "",
         "MB": f"{one.memory_bytes / MEGA:.0f}" if one.lives else "",
         "where": one.waits[0].what if one.waits else str(one.user_frame or one.last_call),
     }  # fmt: skip

@@ -283,6 +283,8 @@ def as_json(
                 "stopped": one.stopped, "generation": one.generation, "step": one.step,
                 "step_seconds": round(one.step_seconds, 3),
                 "steps_per_second": round(one.step_rate, 3) if one.step_rate >= 0 else None,
+                "bytes_per_second": round(one.byte_rate) if one.byte_rate >= 0 else None,
+                "queued": one.queued if one.queued >= 0 else None,
                 "waiting_share": round(one.waiting, 4),
                 "cpu_share": round(one.cpu, 4), "memory_bytes": one.memory_bytes, "last_call": one.last_call,
                 "at": str(one.user_frame or ""), "end": dict(one.end),

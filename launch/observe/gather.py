@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import linecache
+import mmap
 import os
 import re
 import time
@@ -17,8 +18,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from collectives.recorder import own
-from collectives.recorder.page import Lane, Seen, read
+from collectives.recorder.dump import bytes_of
+from collectives.recorder.page import NUMBERS, PAGE_BYTES, Lane, Seen, read, read_lanes
 
+MARKS_SECONDS = 0.005
+"""Between two looks at marks."""
 STACK_SECONDS = 1.0
 """At most, for ranks to write their stacks."""
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -103,6 +107,15 @@ class Rank(NamedTuple):
     """The words of the other program that its process has become, by exec; else ""."""
     step_rate: float
     """Steps a second between the two looks, from the times of steps; -1 where none has ended between them."""
+    byte_rate: float = -1.0
+    """Bytes a second between the two looks, of what it has pushed, or, a server, has taken in, and of its collectives
+    on one host; -1: not looked for, or nothing is known."""
+    taken: Mapping[str, float] = {}
+    """Of a server, bytes a second by the workers that have pushed them."""
+    queued: int = -1
+    """Of a server, pushes and pulls that wait there."""
+    taken_bytes: int = 0
+    """Of a server, bytes that it has taken in."""
 
     @property
     def lives(self) -> bool:
@@ -175,16 +188,43 @@ def has_living(folder: Path) -> bool:
 def gather(folder: Path, seconds: float = 0.5, stacks: bool = True) -> list[Rank]:
     """Return the ranks of a job, in their order, from two looks so far apart. Blocking, for a second more at most.
 
-    With `stacks` ranks are asked where they are.
+    With `stacks` ranks are asked where they are. Between the looks their marks are looked at again and again, which
+    tells how many bytes they move by collectives: all of calls that take as long as `MARKS_SECONDS`, others about.
     """
     paths = sorted(folder.glob(f"*{own.PAGE}"))
     asked = _Stacks()
     before = {path: look for path in paths if (look := _look(path)) is not None}
     if stacks:
         asked.ask({path: look for path, look in before.items() if look.state not in ("", "Z", "X", "T", "t")})
-    time.sleep(seconds)
-    ranks = [_rank(look, _look(path) or look, asked.take(path), int(path.stem)) for path, look in before.items()]
+    moved = _watch_marks([path for path, look in before.items() if look.state not in ("", "Z", "X")], seconds)
+    ranks = [
+        _rank(look, _look(path) or look, asked.take(path), int(path.stem), moved.get(path, 0))
+        for path, look in before.items()
+    ]
     return join(ranks)
+
+
+def _watch_marks(paths: Sequence[Path], seconds: float) -> dict[Path, int]:
+    """Look at marks for so long; return how many bytes each page's rank has moved by collectives."""
+    moved, known, maps = dict.fromkeys(paths, 0), dict[tuple[Path, int], int](), dict[Path, mmap.mmap]()
+    for path in paths:
+        with suppress(OSError, ValueError), path.open("rb") as file:
+            maps[path] = mmap.mmap(file.fileno(), PAGE_BYTES, access=mmap.ACCESS_READ)
+    until = time.monotonic() + seconds
+    while True:
+        for path, page in maps.items():
+            for lane in read_lanes(page):
+                calls = lane.number - known.get((path, lane.identity), lane.number) & NUMBERS
+                known[path, lane.identity] = lane.number
+                if calls:
+                    moved[path] += calls * bytes_of(lane.text)
+        left = until - time.monotonic()
+        if left <= 0:
+            break
+        time.sleep(min(left, MARKS_SECONDS))
+    for page in maps.values():
+        page.close()
+    return moved
 
 
 def join(ranks: Iterable[Rank]) -> list[Rank]:
@@ -245,7 +285,20 @@ def _look(path: Path) -> _Look | None:
     return None
 
 
-def _rank(before: _Look, after: _Look, stacks: Sequence[Sequence[Frame]], pid: int) -> Rank:
+def add_pushes(ranks: Sequence[Rank]) -> list[Rank]:
+    """Return the ranks of all hosts, with what workers have pushed: servers have counted it."""
+    pushed: dict[str, float] = {}
+    for one in ranks:
+        for worker, rate in one.taken.items():
+            pushed[worker] = pushed.get(worker, 0.0) + rate
+    return [
+        one._replace(byte_rate=max(one.byte_rate, 0.0) + pushed[str(one.member)])
+        if one.role == "worker" and str(one.member) in pushed else one
+        for one in ranks
+    ]  # fmt: skip
+
+
+def _rank(before: _Look, after: _Look, stacks: Sequence[Sequence[Frame]], pid: int, moved: int) -> Rank:
     head, identity, now = after.seen.head, after.seen.identity, time.monotonic_ns()
     apart = max(after.at - before.at, 1e-9)
     waits = tuple(
@@ -256,16 +309,23 @@ def _rank(before: _Look, after: _Look, stacks: Sequence[Sequence[Frame]], pid: i
     still = max((min(wait.seconds, apart) for wait in waits), default=0.0)
     step, steps = head["step"] - 1, head["step"] - before.seen.head["step"]
     took = head["step_ns"] - before.seen.head["step_ns"]
+    load, earlier = after.seen.load, before.seen.load
+    between = (load["at_ns"] - earlier["at_ns"]) / 1e9 if load and earlier else 0.0
+    taken = {
+        worker: (nbytes - earlier["pushed"].get(worker, nbytes)) / between for worker, nbytes in load["pushed"].items()
+    } if between else {}  # fmt: skip
+    byte_rate = moved / apart + sum(taken.values()) if moved or between else -1.0
     return Rank(
         identity.get("rank", -1), identity.get("size", -1), identity.get("role", ""), identity.get("host", ""), pid,
         tuple(identity.get("program", ())), head["generation"] - 1, step,
         (now - head["step_ns"]) / 1e9 if step >= 0 else -1.0, waits, tuple(after.seen.lanes), after.seen.end,
         after.state, (after.cpu_seconds - before.cpu_seconds) / apart, min(1.0, max(waited / apart, still / apart)),
-        after.seen.lanes != before.seen.lanes or steps > 0, tuple(stacks[0]) if stacks else (),
+        after.seen.lanes != before.seen.lanes or steps > 0 or any(taken.values()), tuple(stacks[0]) if stacks else (),
         after.memory_bytes, head["began_ns"] / 1e9, head["waited_ns"] / 1e9, head["waits"],
         head["calls"] + sum(lane.number for lane in after.seen.lanes), head["failures"],
         head["checkpoints"], after.cpu_seconds, after.seen.notes, tuple(map(tuple, stacks[1:])),
         identity.get("member", -1), after.became, 1e9 * steps / max(took, 1) if steps > 0 else -1.0,
+        byte_rate, taken, load.get("queued", -1), load.get("nbytes", 0),
     )  # fmt: skip
 
 

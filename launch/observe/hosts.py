@@ -27,7 +27,7 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 import msgspec
 
 from collectives.recorder import own
-from launch.observe.gather import Rank, gather, join
+from launch.observe.gather import Rank, add_pushes, gather, join
 
 WITHIN_SECONDS = 1.3
 """Beyond the two looks, for another host to answer: the answer of `mpips why` comes within 2 s."""
@@ -69,7 +69,7 @@ class Watch:
         wait(self._lines.values(), until, self._within)
         for line in self._lines.values():
             ranks += line.answer or ()
-        return Found(join(ranks), {name: line.failed for name, line in self._lines.items() if line.failed})
+        return Found(add_pushes(join(ranks)), {name: line.failed for name, line in self._lines.items() if line.failed})
 
     def close(self) -> None:
         """End the connections."""

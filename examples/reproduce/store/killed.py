@@ -5,8 +5,8 @@
 Roles in turn: worker, server, spare, member of a client. Each worker writes the number of its operation into memory
 of its own just before the call, and again after it; that is the truth, of which the recorder knows nothing. A worker's
 page is right where it names that operation. Where the kill came between the truth and the call, before the call has
-begun, that is the one before: such kills are counted apart. A server's page is right where it names a sum (key, round)
-that the workers' truth allows: no older than what a worker has already read, none that a worker has not yet pushed.
+begun, that is the one before: such kills are counted apart. A server's page is right where it names the sum of a
+key that the workers' truth allows: no older than what a worker has already read, none that a worker has not yet pushed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -69,15 +70,9 @@ def truths(folder: Path) -> dict[int, tuple[int, int]]:
     return {pid: (words[0], words[1]) for pid, words in found.items() if len(words) == 2}
 
 
-def sums(calls: Sequence[tuple[str, str]]) -> list[tuple[str, int]]:
-    """The (key, round) that these calls push, in their order."""
-    rounds: dict[str, int] = {}
-    found = []
-    for call, key in calls:
-        if call in ("push", "pushpull"):
-            rounds[key] = rounds.get(key, 0) + 1
-            found.append((key, rounds[key]))
-    return found
+def sums(calls: Sequence[tuple[str, str]]) -> list[str]:
+    """The keys that these calls push, in their order."""
+    return [key for call, key in calls if call in ("push", "pushpull")]
 
 
 def kill(role: str, folder: Path, chance: random.Random) -> tuple[str, str]:
@@ -95,13 +90,14 @@ def kill(role: str, folder: Path, chance: random.Random) -> tuple[str, str]:
         wanted = role if role in ("server", "spare") else "worker"
         pid = chance.choice([pid for pid, seen in ranks.items() if seen.identity.get("role", "").startswith(wanted)])
         os.kill(pid, signal.SIGKILL)
-        while (Path("/proc") / str(pid)).exists() and "Z" not in (Path("/proc") / str(pid) / "stat").read_text():
-            time.sleep(0.001)
+        with suppress(FileNotFoundError, ProcessLookupError):  # its launcher has heard of its end
+            while " Z " not in (Path("/proc") / str(pid) / "stat").read_text():
+                time.sleep(0.001)
         last = page.read(pages / f"{pid}{own.PAGE}")
         time.sleep(0.5)  # workers come to a stand
         assert last is not None
         lane = max((lane for lane in last.lanes if lane.text), key=lambda lane: lane.identity)
-        return judge(role, pid, lane, truths(folder)), f"{lane.text} ({lane.number})"
+        return judge(role, pid, lane, truths(folder)), lane.text
     finally:
         job.terminate()
         try:
@@ -118,8 +114,8 @@ def judge(role: str, pid: int, lane: page.Lane, truth: dict[int, tuple[int, int]
     if role == "server":
         least = max(len(sums(calls[:ended])) - (calls[ended - 1][0] == "push") for _, ended in truth.values() if ended)
         most = min(len(sums(calls[:begun])) for begun, _ in truth.values())
-        allowed = [(f"sum of key {key!r}", round_) for key, round_ in sums(calls[: MOST // 10])[least - 1 : most]]
-        return "right" if (lane.text, lane.number) in allowed else "wrong"
+        allowed = [f"sum of key {key!r}" for key in sums(calls[: MOST // 10])[least - 1 : most]]
+        return "right" if lane.text in allowed else "wrong"
     number = truth[pid][0]
     named = [f"{call} of key {key!r}" if key else call for call, key in calls[max(0, number - 2) : number]]
     return "right" if lane.text == named[-1] else "between" if lane.text == named[0] else "wrong"

@@ -12,11 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.fabric.tasks import Task
+from collectives.recorder.own import LONG_BYTES
 
 Array = NDArray[Any]
 Name = int | str
 SHOWN = 4
 """Keys that a sentence names."""
+NO_MARKS = {"push": 0, "pull": 0, "pushpull": 0}
 
 
 class Fast(Protocol):
@@ -88,9 +90,13 @@ class Key:
     """The fast route, where it has one."""
     replaced: bool = True
     """Whether its value may have changed otherwise than by rounds, since it was last pulled by its version."""
-    marks: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
-    """By which word others see each call of it on this rank's page."""
+    marks: dict[str, int] = field(default_factory=NO_MARKS.copy, compare=False, repr=False)
+    """By which word others see each call of it on this rank's page; 0: not known yet, or the call is timed."""
     noun = "key"
+
+    def __post_init__(self) -> None:
+        self.is_long = self.nbytes >= LONG_BYTES
+        """Whether each call of it is timed."""
 
     @property
     def size(self) -> int:

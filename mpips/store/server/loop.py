@@ -27,6 +27,7 @@ from mpips.store.recovery.recover import Member, ReachableMemory, former_rank, m
 from mpips.store.roles import Layout, Seat
 from mpips.store.runtime.generation import Generation
 from mpips.store.server.late import Gossip, Late
+from mpips.store.server.load import Load
 from mpips.store.server.reduce import Reduce
 from mpips.store.server.requests import Requests
 from mpips.store.server.sources import FillingOutbox, Pushes, Receiver
@@ -64,7 +65,7 @@ def serve(servers: Sequence[Server], opened: Callable[[OpenStore], Server | None
     more store, collectively with all workers, which have asked for it; None where it cannot be. Raises what is neither
     a worker's fault nor the network's.
     """
-    here, turns = list(servers), 0
+    here, turns, load = list(servers), 0, Load()
     since, spins = 0.0, 0  # when it began to have nothing to do; looks since then
     while here:
         worked = False
@@ -83,6 +84,8 @@ def serve(servers: Sequence[Server], opened: Callable[[OpenStore], Server | None
                 continue
             now = time.monotonic()
             since = since or now
+        if now >= load.due:
+            load.look(now, [server.taken for server in here])
         for server in list(here):
             server.tick(now)
             if opened is not None and (asked := server.opens()) and (more := opened(asked)):
@@ -163,6 +166,11 @@ class Server(Member[None]):
     def finished(self) -> bool:
         """Return whether every worker has left."""
         return self._closed or self._traffic.over
+
+    @property
+    def taken(self) -> tuple[ServerState, ServerTables]:
+        """Return what has taken in the pushes of the present generation."""
+        return self._state, self._requests.tables
 
     @property
     def is_summing(self) -> bool:

@@ -43,7 +43,6 @@ from mpips.store.server.late import Late
 from mpips.store.server.reduce import Reduce
 from mpips.store.server.unit import Contribution, Replies, Reply, Unit, UnitMirror
 
-MASK = recorder.pages.TOKEN_MASK
 TURNS, SHORT_BYTES = 8, 1 << 14
 """What a server does before it listens again: turns of units of at most so many bytes, or one of a longer one."""
 PRIORITY = attrgetter("priority")
@@ -84,8 +83,8 @@ class ServerState(ABC):
         """Where others see which unit this server summed, or let read, last."""
         self._begun: dict[int, tuple[Ring, int]] = {}
         """Records of rounds that are being summed, by the unit's number,"""
-        self._least = recorder.LONG_BYTES
-        """of units of so many bytes."""
+        self._every = False
+        """of long units, or of all."""
         recorder.add_timeable(self)
         self._ranked = False  # whether any unit has a priority: to sort hundreds at every step takes as long as to sum
 
@@ -218,7 +217,9 @@ class ServerState(ABC):
 
     def set_timed(self, every: bool) -> None:
         """Record the rounds of every unit from now on, or of long ones; see `recorder.own.trace`."""
-        self._least = 0 if every else recorder.LONG_BYTES
+        self._every = every
+        for unit in list(self.units.values()):
+            unit.is_timed = every or unit.is_long
 
     def _begin(self, unit: Unit, number: int) -> None:
         """Begin the record of a round, or of a contribution, that is being applied."""
@@ -247,6 +248,8 @@ class ServerState(ABC):
         part = f", from element {unit.start}" if unit.start else ""
         name = f"of key {unit.key!r}{part}"
         unit.token, unit.token_of_pulls = _marks().new_token(f"sum {name}"), _marks().new_token(f"pull {name}")
+        unit.is_long = unit.stored.nbytes >= recorder.LONG_BYTES
+        unit.is_timed = self._every or unit.is_long
         self._prepare(unit)
 
     def _prepare(self, unit: Unit) -> None:
@@ -374,8 +377,8 @@ class SynchronousState(ServerState):
         if unit.block == unit.blocks:
             return True, self._end_round(unit)  # its mirror has it
         if not unit.block:
-            self._word[0] = (unit.round + 1 & MASK) << 32 | unit.token
-            if unit.nbytes >= self._least and unit.number not in self._begun:
+            self._word[0] = unit.token
+            if unit.is_timed and unit.number not in self._begun:
                 self._begin(unit, unit.round + 1)
         try:
             worked = self._sum(unit, [queue[0] for queue in unit.queues])
@@ -492,8 +495,8 @@ class AsynchronousState(ServerState):
         if not source.ready(unit.block):
             return False, []
         if not unit.block:
-            self._word[0] = (unit.done[index] + 1 & MASK) << 32 | unit.token
-            if unit.nbytes >= self._least and unit.number not in self._begun:
+            self._word[0] = unit.token
+            if unit.is_timed and unit.number not in self._begun:
                 self._begin(unit, unit.done[index] + 1)
         if unit.blocks == 1:  # in a longer unit's word its outboxes look for blocks that have been summed: none here
             unit.words[0] |= 1

@@ -64,6 +64,18 @@ class ServerTables:
         self._gone: set[int] = set()
         self._frozen: dict[int, dict[str, tuple[TableRows, FrozenRows]]] = {}
         """By number what was frozen of tables."""
+        self._taken: dict[int, int] = {}
+        """Bytes that each worker has pushed since `take_counts`."""
+
+    def take_counts(self) -> dict[int, int]:
+        """Return how many bytes of rows each worker has pushed since the last such call."""
+        taken, self._taken = self._taken, {}
+        return taken
+
+    @property
+    def queued(self) -> int:
+        """Return how many pushes and pulls wait."""
+        return sum(table.queued for table in self._tables.values())
 
     def hear(self, worker: int, asker: Asker, request: frames.TableRequest, payload: Payload = NOTHING) -> TableAnswers:
         """Take a worker's request; return what can be answered by now, to whomever it is. `payload`: rows and ids of a
@@ -110,6 +122,7 @@ class ServerTables:
                 return [(asker, frames.RequestDone())]
             case frames.PushRows():
                 table = self._tables[request.table]
+                self._taken[worker] = self._taken.get(worker, 0) + payload.nbytes
                 return table.push(worker, _Push(asker, *table.parts(payload, request.count)), self._gone)
             case frames.PullRows():
                 table = self._tables[request.table]
@@ -149,6 +162,11 @@ class _Table:
         self._arrivals: deque[int] = deque()
         """In an asynchronous store: whose pushes wait, as they came."""
         self._pulls: list[_Pull] = []
+
+    @property
+    def queued(self) -> int:
+        """Return how many pushes and pulls wait."""
+        return len(self._pulls) + sum(map(len, self._queues))
 
     def reset(self, updates: int) -> None:
         """Begin without rows, after so many updates."""

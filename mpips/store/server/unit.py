@@ -128,9 +128,10 @@ class Unit:
         self.holds: list[tuple[int, int]] = []  # (worker, pushes) that wait for so many to be in it
         self.opened: float | None = 0.0  # when the open round began to wait; None: since the next look at the clock
         self.warned = False
-        self.nbytes = stored.nbytes
         self.token = self.token_of_pulls = 0  # by which others see that it is summed, or read
         self.form = b""  # of records of its rounds
+        self.is_long = self.is_timed = False  # whether its rounds are recorded always, and now
+        self._counted: list[int] = []  # of each contributor's pushes
         self.reset()
 
     def reset(self) -> None:
@@ -150,6 +151,17 @@ class Unit:
         self.part_block = 0  # blocks of the next one that have
         self.total: Array | None = None  # sum of a block, or of all blocks, so far
         self.rows: list[RowSparse] = []  # what is summed, in its place as long as all contribute rows
+
+    def uncounted(self, asynchronous: bool) -> list[int]:
+        """Return how many pushes of each contributor were applied since the last such call; 0 at the first one."""
+        now = list(self.done) if asynchronous else [self.round] * len(self.contributors)
+        before, self._counted = self._counted or now, now
+        return [new - old for new, old in zip(now, before)]
+
+    @property
+    def queued(self) -> int:
+        """Return how many contributions wait for others', or for their turn."""
+        return sum(map(len, self.queues))
 
     @property
     def waits(self) -> bool:

@@ -20,6 +20,7 @@ from itertools import accumulate, pairwise
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
+from numpy import ndarray
 from numpy.typing import NDArray
 
 from collectives.errors import CollectiveError, of_caller
@@ -30,7 +31,7 @@ from collectives.recorder.own import Marks
 from collectives.recorder.ring import Ring, form
 from mpips.store.keys import arguments
 from mpips.store.keys.arguments import PRIORITY_BITS, Call
-from mpips.store.keys.key import FastList, Key, Name
+from mpips.store.keys.key import NO_MARKS, FastList, Key, Name
 from mpips.store.keys.rows import RowSparse
 from mpips.store.runtime.engine import Ending, Engine, Handle
 from mpips.store.worker.interface import Backend, Saves, Written
@@ -65,24 +66,31 @@ class Route:
         self._marks, self._tokens = Marks(STORE + next(_stores)), dict[Any, int]()
         self._word = self._marks.word
         self._forms = dict[Any, bytes]()
-        self._least = recorder.LONG_BYTES
-        """Keys of so many bytes are timed, by `call`;"""
-        self._leaves = self._least
-        """and `try_fast` leaves them to it: from so many bytes on."""
+        self._every = self._records = False
+        """Whether calls of every key are timed, or of long ones only; whether this is one, made by `call`."""
         recorder.add_timeable(self)
 
     def set_timed(self, every: bool) -> None:
         """Time the calls of every key from now on, or of long ones; see `recorder.own.trace`."""
-        self._least = self._leaves = 0 if every else recorder.LONG_BYTES
+        self._every = every
+        self._forget_marks()
 
     def try_fast(self, what: str, key: Any, value: Any, out: Any, priority: int) -> bool:
         """Make a call (push, pull or pushpull), blocking. Return False, with nothing done, where `call` has to."""
         if self._extra:
             return False
-        record = self._one(key, out if what == "pull" else value, priority)
+        if what == "push":
+            record = self._one(key, value, priority)
+        elif what == "pull":
+            record = self._one(key, out, priority, writes=True)
+        else:
+            record = self._one(key, value, priority, writes=out is None)
         if record is not None:
-            self._word[0] = record.marks.get(what) or self._mark(what, key, record)
-        if record is None and "torch" in sys.modules:
+            mark = record.marks[what] or self._mark_first(what, record)
+            if not mark:
+                return False
+            self._word[0] = mark
+        elif "torch" in sys.modules:
             views = arguments.viewed(value), arguments.viewed(out)
             if views[0] is not value or views[1] is not out:
                 return self.try_fast(what, key, *views, priority)
@@ -93,12 +101,10 @@ class Route:
             if what == "push":
                 left = fast.push(value, priority)  # type: ignore[union-attr]
             elif what == "pull":
-                if not out.flags.writeable:
-                    return False
                 left = fast.pull(out)  # type: ignore[union-attr]
             else:
                 target = value if out is None else out
-                if (out is not None and self._one(key, out, 0) is not record) or not target.flags.writeable:
+                if out is not None and self._one(key, out, 0, writes=True) is not record:
                     return False
                 left = fast.pushpull(value, target, priority)  # type: ignore[union-attr]
         except BaseException as error:
@@ -111,14 +117,14 @@ class Route:
         """Make a call, blocking, with what is due before and after it: a save, the next piece of a checkpoint."""
         self._mark(what, key)
         begun = self._begin_records(what, key)
-        self._leaves = sys.maxsize
+        self._records = True
         try:
             if begun or self._extra:
                 self._call(what, key, value, out, priority)
             else:
                 self._operations.do(what, key, value, out, priority)
         finally:
-            self._leaves = self._least
+            self._records = False
         for ring, sequence, _ in begun:
             ring.end(sequence)
 
@@ -155,7 +161,7 @@ class Route:
     @contextmanager
     def marked(self, what: str) -> Iterator[None]:
         """Let others see that this worker is in a call that is about no key, or about many: it is in the block."""
-        self._mark(what, [])
+        self.mark(what)
         if what == "barrier" and not recorder.is_traced:
             yield
             return
@@ -163,8 +169,27 @@ class Route:
         yield
         ring.end(sequence)
 
-    def _mark(self, what: str, key: Any, record: Key | None = None) -> int:
-        """Let others see which call this worker has begun last; return its mark, which the record keeps."""
+    def mark(self, what: str) -> None:
+        """Let others see that this worker has begun a call that is about no key."""
+        self._mark(what, [])
+
+    def _mark_first(self, what: str, record: Key) -> int:
+        """Return the mark of a call of one key, which the key keeps unless the call is timed; 0 where `call` times it.
+        """
+        timed = self._every or record.is_long
+        if timed and not self._records:
+            return 0
+        token = self._mark(what, record.name)
+        if not timed:
+            record.marks[what] = token
+        return token
+
+    def _forget_marks(self) -> None:
+        for one in list(self._known.values()):
+            one.marks.update(NO_MARKS)
+
+    def _mark(self, what: str, key: Any) -> int:
+        """Let others see which call this worker has begun last; return its mark, 0 where there is none."""
         name = key if type(key) is not list else (*key[:1], len(key))
         try:
             token = self._tokens.get((what, name), 0)
@@ -174,11 +199,8 @@ class Route:
             token = self._marks.new_token(text(what, key if type(key) is list else [key]))
             if len(self._tokens) >= MOST_TOKENS:
                 self._tokens.clear()
-                for one in self._known.values():
-                    one.marks.clear()
+                self._forget_marks()
             self._tokens[what, name] = token
-        if record is not None:
-            record.marks[what] = token
         self._word[0] = token
         return token
 
@@ -187,7 +209,7 @@ class Route:
         begun = []
         for name in key if type(key) in LISTS else (key,):
             known = self._known.get(name) if isinstance(name, (str, int)) else None
-            if known is None or known.nbytes < self._least:
+            if known is None or not (self._every or known.is_long):
                 continue
             made = self._forms.get((what, name))
             if made is None:
@@ -316,27 +338,30 @@ class Route:
 
     # ---- what can be made so
 
-    def _one(self, key: Any, array: Any, priority: int) -> Key | None:
-        """The key, where a call for one plain array can be made."""
-        if type(array) is not np.ndarray or type(key) not in (str, int) or self._under_way:
-            return None
-        if array.nbytes >= self._leaves:
+    def _one(self, key: Any, array: Any, priority: int, writes: bool = False) -> Key | None:
+        """The key, where a call for one plain array can be made, or (`writes`) one that writes into it."""
+        if type(array) is not ndarray or type(key) not in (str, int) or self._under_way:
             return None
         record = self._known.get(key)
         if record is None or record.fast is None or array.shape != record.shape or array.dtype != record.dtype:
             return None
         if type(priority) is not int or (priority and priority.bit_length() > PRIORITY_BITS):
             return None
-        return record if array.flags.c_contiguous else None
+        flags = array.flags
+        return record if (flags.carray if writes else flags.c_contiguous) else None
 
     def _all(self, keys: Sequence[Any], arrays: Any, priority: int) -> list[Key] | None:
         """The keys, where a call for one plain array each can be made."""
         if not keys or type(arrays) not in LISTS or len(arrays) != len(keys):
             return None
-        records, as_one = [], self._backend.quick_list is not None
+        records, as_one, any_length = [], self._backend.quick_list is not None, self._records
+        if self._every and not any_length:
+            return None
         for key, array in zip(keys, arrays):
             record = self._one(key, array, priority)
-            if record is None or not (as_one or record.fast.lists):  # type: ignore[union-attr]
+            if record is None or (record.is_long and not any_length):
+                return None
+            if not (as_one or record.fast.lists):  # type: ignore[union-attr]
                 return None
             records.append(record)
         return records if len(set(keys)) == len(keys) else None

@@ -89,6 +89,7 @@ class Table:
             where, shape = self._ids_of("ipull", ids)
             target, rows = self._target_of("ipull", out, shape)
         task = self._read("ipull", where, rows, target)
+        self._route.mark(f"ipull of table {self.name!r}")
         self._last = self._settings.start(f"ipull of table {self.name!r}", task, detached=False)
         return self._last
 
@@ -216,6 +217,7 @@ class Table:
         return target
 
     def _run(self, what: str, task: Task[None]) -> None:
+        self._route.mark(f"{what} of table {self.name!r}")
         if self._last is not None:
             last, self._last = self._last, None
             last.wait()

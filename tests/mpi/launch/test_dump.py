@@ -23,7 +23,7 @@ import numpy as np
 import collectives
 from mpi4py import MPI
 
-rank, x, long = MPI.COMM_WORLD.rank, np.ones(10, np.float32), np.ones(1 << 19, np.float32)
+rank, x, long = MPI.COMM_WORLD.rank, np.ones(10, np.float32), np.ones(4 << 20, np.float32)
 for step in range(5):
     collectives.allreduce(x)
     collectives.allreduce(long)
@@ -109,7 +109,7 @@ def test_a_dump_is_read_again_when_all_is_over(tmp_path: Path) -> None:
     for rank in ranks:
         long = [one for one in rank["records"] if one["operation"] == "allreduce"]
         assert len(long) == 5 and {one["state"] for one in long} == {"completed"}
-        assert all(one["nbytes"] == 1 << 21 and one["line"] == "program.py:10" for one in long)
+        assert all(one["nbytes"] == 16 << 20 and one["line"] == "program.py:10" for one in long)
         assert [one["number"] for one in long] == sorted({one["number"] for one in long})
     assert ranks[0]["waits"] and not ranks[1]["waits"]
 

@@ -96,6 +96,9 @@ CASES = {
                         kind="ended", culprits=(0, 1, 2)),
     "another key, of a server": Case("kv.pushpull('v', gradient)", "use keys in the same order on all ranks",
                                      kind="ended", servers=1, culprits=()),
+    "table": Case("while True: pass", "ranks 0, 2 wait in pull of table 'rows' (program.py:",
+                  "rows.push(ids, gradient.reshape(10, 100)); rows.pull(ids)",
+                  "rows, ids = kv.table('rows', dim=100), np.arange(10)", servers=1),
     "barrier": Case("time.sleep(99)", "ranks 0, 2 wait in barrier (program.py:",
                     "if step == 9: kv.barrier()"),
     "two stores": Case("pass", "rank 1 has begun call 11 of a communicator (program.py:18), which ranks 0, 2",
@@ -172,15 +175,21 @@ def test_an_interrupted_job_says_who_told_it_to_end(tmp_path: Path) -> None:
         assert wait_until_over(name)["sentence"].endswith("its `mpips run` was told to end by SIGTERM.")
 
 
-@pytest.mark.parametrize("victim", [1, 3])
-def test_the_last_call_of_a_killed_rank_is_known_when_all_is_over(victim: int, tmp_path: Path) -> None:
-    with running(tmp_path, Case("pass", "", servers=1)) as name:
+@pytest.mark.parametrize(("victim", "case", "last_call"), [
+    (1, Case("pass", "", servers=1), "pushpull of key 'w'"),
+    (3, Case("pass", "", servers=1), "sum of key 'w'"),
+    (2, CASES["table"]._replace(does="time.sleep(99)"),
+     "pull of table 'rows'"),
+])  # fmt: skip
+def test_the_last_call_of_a_killed_rank_is_known_when_all_is_over(
+    victim: int, case: Case, last_call: str, tmp_path: Path
+) -> None:
+    with running(tmp_path, case) as name:
         pids = {one["rank"]: one["pid"] for one in why(name)["ranks"]}
         os.kill(pids[victim], signal.SIGKILL)
         found = wait_until_over(name)
     assert found["kind"] == "ended" and found["culprits"] == [victim], found["sentence"]
-    last = {one["rank"]: one["last_call"] for one in found["ranks"]}
-    assert victim == 3 or last[victim] == "pushpull of key 'w'"
+    assert {one["rank"]: one["last_call"] for one in found["ranks"]}[victim] == last_call
     assert "was ended by SIGKILL" in found["sentence"]
 
 
@@ -223,7 +232,7 @@ def test_who_takes_a_place_is_told_and_counters_go_on(tmp_path: Path) -> None:
 
 
 def test_top_in_a_pipe_shows_rates_in_lines_that_fit(tmp_path: Path) -> None:
-    case = Case("pass", "", "time.sleep(0.02); mpips.note(step=step)")
+    case = Case("pass", "", "time.sleep(0.02); mpips.note(step=step)", servers=1)
     with running(tmp_path, case) as name, open(tmp_path / "top.txt", "w+", encoding="utf-8") as out:
         words = [sys.executable, "-m", "launch.cli", "top", name]
         table = subprocess.Popen(words, env={**outside(), "COLUMNS": "70"}, stdout=out)
@@ -235,7 +244,31 @@ def test_top_in_a_pipe_shows_rates_in_lines_that_fit(tmp_path: Path) -> None:
         table.wait()
     assert shown.count("steps/s") >= 2
     assert all(len(line) <= 70 for line in shown.splitlines() if not line.startswith("job"))
-    assert all(1 < one["steps_per_second"] < 60 for one in json.loads(once.stdout)["ranks"])
+    *workers, server = json.loads(once.stdout)["ranks"]
+    assert all(1 < one["steps_per_second"] < 60 for one in workers)
+    for one in workers:  # 4,000 bytes a step
+        assert one["queued"] is None and 0.5 < one["bytes_per_second"] / (4000 * one["steps_per_second"]) < 2
+    assert 0 <= server["queued"] <= 3 and 1.5 < server["bytes_per_second"] / workers[0]["bytes_per_second"] < 6
+
+
+def test_top_shows_what_collectives_move(tmp_path: Path) -> None:
+    case = Case("", "", program="""
+import time
+import numpy as np
+import collectives
+
+x, step = np.ones(250_000, np.float32), 0
+while True:
+    collectives.allreduce(x, op="mean")
+    time.sleep(0.05)
+    step += 1
+    if step == 9:
+        open("there", "w").close()
+""")
+    with running(tmp_path, case) as name:
+        words = [sys.executable, "-m", "launch.cli", "top", name, "--json"]
+        shown = subprocess.run(words, env=outside(), capture_output=True, text=True, timeout=60, check=True).stdout
+    assert all(5e6 < one["bytes_per_second"] <= 22e6 for one in json.loads(shown)["ranks"])  # 1 MB in 0.05 s or more
 
 
 def test_a_job_without_pages_says_so(tmp_path: Path) -> None:

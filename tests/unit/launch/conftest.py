@@ -23,6 +23,7 @@ marks, other = own.Marks(5), own.Marks(6)
 marks.word[0], other.word[0] = 30 << 32 | 1, 4 << 32 | 1
 other.close()
 own.note(loss=0.25, accuracy=0.5)
+own.write_load(1000, 2, {"0": 600, "1": 400})
 own.waited(1.5, False)
 own.waits("barrier", time.monotonic() - 3, [1])
 own.fails("once")

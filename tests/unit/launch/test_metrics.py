@@ -40,7 +40,7 @@ def test_a_parser_reads_all_that_pages_say(job: list[subprocess.Popen[str]]) -> 
     assert values == {
         "mpips_rank_info": 1, "mpips_rank_up": 1, "mpips_rank_stopped": 0, "mpips_generation": 1, "mpips_step": 40,
         "mpips_waited_seconds_total": 1.5, "mpips_waits_total": 1, "mpips_calls_total": 34, "mpips_failures_total": 1,
-        "mpips_checkpoints_total": 0,
+        "mpips_checkpoints_total": 0, "mpips_taken_bytes_total": 1000, "mpips_queued": 2,
     }  # fmt: skip
 
 

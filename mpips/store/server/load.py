@@ -1,0 +1,43 @@
+"""Say on a server's page what it has taken in, and what waits: from outside, bytes a second and the queue are seen.
+
+Nothing is counted on the way of a push: rounds of units are known anyway, and are looked at while there is time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+from collectives.recorder import own as recorder
+from mpips.store.server.state import ServerState
+from mpips.store.server.tables import ServerTables
+
+EVERY_SECONDS = 0.2
+"""Between two looks, and more where a look takes more than 1 / `SHARE` of that."""
+SHARE = 500
+MOST_WORKERS = 128
+"""Of which a page says what they have pushed."""
+
+
+class Load:
+    """Look at all stores of this process' server. Bytes are those of keys, and of rows of tables, as pushed."""
+
+    def __init__(self) -> None:
+        self.due = 0.0
+        """When to look again, in seconds of the monotonic clock."""
+        self._pushed = Counter[int]()
+
+    def look(self, now: float, states: list[tuple[ServerState, ServerTables]]) -> None:
+        """Write it down, at `now`."""
+        queued = 0
+        for state, tables in states:
+            for unit in state.units.values():
+                for worker, count in zip(unit.contributors, unit.uncounted(state.asynchronous)):
+                    self._pushed[worker] += count * unit.stored.nbytes
+                queued += unit.queued
+            for worker, nbytes in tables.take_counts().items():
+                self._pushed[worker] += nbytes
+            queued += tables.queued
+        pushed = {str(worker): self._pushed[worker] for worker in sorted(self._pushed)[:MOST_WORKERS]}
+        recorder.write_load(sum(self._pushed.values()), queued, pushed)
+        self.due = now + max(EVERY_SECONDS, SHARE * (time.monotonic() - now))
