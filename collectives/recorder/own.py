@@ -434,6 +434,13 @@ def user_line(frame: FrameType | None) -> str:
     return ""
 
 
+def with_line(what: str, line: str) -> str:
+    """Return a text with a line of the program in one pair of parentheses behind it."""
+    if not line:
+        return what
+    return f"{what[:-1]}; {line})" if what.endswith(")") else f"{what} ({line})"
+
+
 # ---- records with times
 
 

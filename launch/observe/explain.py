@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from collectives.errors import ranks as name_ranks
+from collectives.recorder.own import with_line
 from launch.observe.gather import Frame, Rank, Wait
 
 STANDS_SECONDS = 1.0
@@ -74,7 +75,7 @@ def _stands(
         line = f"{wait.line}, in its thread {wait.thread}" if wait.thread and wait.line else wait.line
         groups.setdefault((wait.what, line), []).append(rank)
     waiting = [
-        f"{name_ranks(members)} wait{'s' * (len(members) == 1)} in {_at(what, line)}"
+        f"{name_ranks(members)} wait{'s' * (len(members) == 1)} in {with_line(what, line)}"
         for (what, line), members in groups.items()
     ]
     culprits = _culprits(ranks, waits, missing)
@@ -117,15 +118,17 @@ def _ahead(ranks: Sequence[Rank], waits: dict[int, Wait], identity: int) -> str:
     lines = ", ".join(sorted({waits[rank].line for rank in there} - {""}))
     has, have = ("have" if len(members) > 1 else "has" for members in (there, others))
     what = ", ".join(sorted(texts - {wait.what for wait in waits.values()}))  # else it is said before
-    call = _at(f"call {most} of a communicator{what and f', {what}'}", lines)
+    call = with_line(f"call {most} of {_communicator(ranks, identity)}{what and f', {what}'}", lines)
     return f"{name_ranks(there)} {has} begun {call}, which {name_ranks(others)} {have} not begun"
 
 
-def _at(what: str, line: str) -> str:
-    """Return a text with the line of the program in one pair of parentheses behind it."""
-    if not line:
-        return what
-    return f"{what[:-1]}; {line})" if what.endswith(")") else f"{what} ({line})"
+def _communicator(ranks: Sequence[Rank], identity: int) -> str:
+    """Name a communicator by its ranks, and, where there are several of the same ranks, by their order."""
+    known = next((found for one in ranks if (found := one.communicators.get(str(identity)))), None)
+    if known is None:
+        return "a communicator"
+    nth = f"communicator {known['place'] + 1}" if known["place"] else "the first communicator"
+    return f"{nth} of {name_ranks(list(map(int, known['ranks'].split(','))))}"
 
 
 def _culprits(ranks: Sequence[Rank], waits: dict[int, Wait], missing: set[int]) -> list[int]:

@@ -116,6 +116,8 @@ class Rank(NamedTuple):
     """Of a server, pushes and pulls that wait there."""
     taken_bytes: int = 0
     """Of a server, bytes that it has taken in."""
+    communicators: Mapping[str, Any] = {}
+    """Of its lanes, by their identity, the ranks, and how many communicators of the same ranks were made before."""
 
     @property
     def lives(self) -> bool:
@@ -326,6 +328,7 @@ def _rank(before: _Look, after: _Look, stacks: Sequence[Sequence[Frame]], pid: i
         head["checkpoints"], after.cpu_seconds, after.seen.notes, tuple(map(tuple, stacks[1:])),
         identity.get("member", -1), after.became, 1e9 * steps / max(took, 1) if steps > 0 else -1.0,
         byte_rate, taken, load.get("queued", -1), load.get("nbytes", 0),
+        after.seen.communicators,
     )  # fmt: skip
 
 

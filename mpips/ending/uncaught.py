@@ -149,8 +149,9 @@ def _raised(kind: type[BaseException], error: BaseException | None, trace: Trace
 def _write_down(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
     """Leave to who looks from outside, and to the log, what this process ends by, and where."""
     frames = traceback.extract_tb(trace)
-    at = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    sentence = "interrupted" if issubclass(kind, KeyboardInterrupt) else f"{kind.__name__}: {error}{at}"
+    at = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
+    said = recorder.with_line(f"{kind.__name__}: {error}", at)
+    sentence = "interrupted" if issubclass(kind, KeyboardInterrupt) else said
     recorder.fails(sentence, own=not isinstance(error, CollectiveError))
     LOG.info("uncaught: %s", sentence)
 

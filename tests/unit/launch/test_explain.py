@@ -131,13 +131,14 @@ def test_ranks_in_different_calls_that_wait_for_each_other_are_a_deadlock() -> N
 
 def test_equal_calls_in_two_communicators_are_a_deadlock_too() -> None:
     wait, one, two = (Wait("sum", 5, (), "train.py:9"),), Lane(1, 8, "sum"), Lane(2, 8, "sum")
+    made = {"1": {"ranks": "0,1", "place": 0}, "2": {"ranks": "0,1", "place": 2}}
     ranks = [
-        rank(0, waits=wait, lanes=(one._replace(number=9), two), size=2),
+        rank(0, waits=wait, lanes=(one._replace(number=9), two), size=2, communicators=made),
         rank(1, waits=wait, lanes=(one, two._replace(number=9)), size=2),
     ]
     assert (
-        "a deadlock: rank 0 has begun call 9 of a communicator (train.py:9), which rank 1 has not begun; "
-        "rank 1 has begun call 9 of a communicator (train.py:9), which rank 0 has not begun. All"
+        "a deadlock: rank 0 has begun call 9 of the first communicator of ranks 0, 1 (train.py:9), which rank 1 has "
+        "not begun; rank 1 has begun call 9 of communicator 3 of ranks 0, 1 (train.py:9), which rank 0 has not begun. "
     ) in explain("1", ranks).sentence
     both = [ranks[0], rank(1, waits=wait, lanes=ranks[0].lanes, size=2)]
     assert "a deadlock" not in explain("1", both).sentence
