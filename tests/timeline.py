@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
+WAYS = [[push, "sum", read] for push, read in (("push", "receive"), ("push", "pull"), ("pushpull", "receive"))]
+"""Kinds of bars that arrows join. A pull that begins when all is summed has no part that it waits in."""
 
 def read_flows(trace: dict[str, Any]) -> list[list[str]]:
     """See that the bars of a row do not cross, and that each arrow goes from bar to bar, forward in time but for the
@@ -33,6 +35,6 @@ def read_flows(trace: dict[str, Any]) -> list[list[str]]:
             around = [bar for bar in row if bar[0] - 1e-3 <= at <= bar[1] + 1e-3 and bar[2] != "compute"]
             bars.append(min(around, key=lambda bar: bar[1] - bar[0]))  # IndexError: the arrow ends nowhere
         assert bars[0][0] <= bars[1][0] + slack, "the sum has begun before its push"
-        assert bars[1][0] <= bars[-1][1] + slack, "the pull has ended before its sum began"
+        assert bars[1][0] <= bars[-1][0] + slack, "what was read was not summed yet"
         joined.append([bar[2] for bar in bars])
     return joined

@@ -2,11 +2,13 @@
 
 Each rank is a process of the trace. Calls of a thread lie on its row; those that run beside the program have rows of
 their own. What lies between the calls of a worker's main thread is *compute*. An arrow goes from a push to the sum on
-each server that has it, and on to the pull that may have read it.
+each server that has it, and on to the pull that has read it: to the part of it after the sum, *receive*, as readers
+of traces let arrows go from bars that begin earlier to those that begin later.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,6 +22,8 @@ LEAST_COMPUTE_NS = 5_000
 """Shorter gaps between two calls are left white: there are many, and nothing is computed in them."""
 SUMS, PUSHES, PULLS = ("sum", "update"), ("push", "pushpull"), ("pull", "pushpull")
 STEP = "step"
+FIRST_ROW = 1001
+"""The number of a rank's first row. Perfetto calls the row *main thread* whose number is the rank's."""
 
 
 class Placed(NamedTuple):
@@ -54,10 +58,11 @@ def merge(traces: Sequence[RankTrace], clocks: Mapping[str, Clock]) -> tuple[lis
         process = f"rank {one.rank} ({who.get('role') or 'worker'}) on {who.get('host', '')}"
         events += chrome.names(one.rank, process, tids[one.rank])
     about = _about(traces, clocks)
-    for number, (name, places) in enumerate(flows(placed, about["clock_error_ns"]), 1):
-        events += chrome.arrow(number, name, places)
-        about["flows"] = number
-    return events, about | {"seconds": (last - first) / 1e9}
+    flows = list(find_flows(placed, about["clock_error_ns"]))
+    events += _receives(placed, flows)
+    for number, flow in enumerate(flows, 1):
+        events += chrome.arrow(number, f"round {flow.total.record.round} of {flow.total.record.subject}", flow.places())
+    return events, about | {"flows": len(flows), "seconds": (last - first) / 1e9}
 
 
 def _about(traces: Sequence[RankTrace], clocks: Mapping[str, Clock]) -> dict[str, Any]:
@@ -111,7 +116,7 @@ class _Rank:
                 self._add_compute(row, calls)
 
     def _row(self, name: str) -> int:
-        tid = len(self._tids) + 1
+        tid = FIRST_ROW + len(self._tids)
         self._tids[tid] = name
         return tid
 
@@ -145,11 +150,25 @@ class _Rank:
             reached = max(reached, end)
 
 
-def flows(placed: Sequence[Placed], error_ns: int) -> Iterator[tuple[str, list[tuple[int, int, float]]]]:
-    """Yield the name and the places of each arrow: a worker's push, a server's sum, this worker's pull of that round.
+class Flow(NamedTuple):
+    """A worker's push, a server's sum, and this worker's pull of that round, where it is there."""
 
-    After a recovery a round is gone through again: what is nearest in time belongs together. `error_ns`: of times that
-    two clocks have shown.
+    push: Placed
+    total: Placed
+    pull: Placed | None
+
+    def places(self) -> list[tuple[int, int, float]]:
+        """Return where its arrow goes through."""
+        push, total, pull = self
+        summed = max(total.begin, min(push.begin, total.end - 1))
+        places = [(push, push.begin), (total, summed), *([(pull, pull.end - 1)] if pull else [])]
+        return [(one.pid, one.tid, at) for one, at in places]
+
+
+def find_flows(placed: Sequence[Placed], error_ns: int) -> Iterator[Flow]:
+    """Yield all flows. `error_ns`: of times that two clocks have shown.
+
+    After a recovery a round is gone through again: what is nearest in time belongs together.
     """
     pushes: dict[tuple[str, int], list[Placed]] = defaultdict(list)
     pulls: dict[tuple[str, int], list[Placed]] = defaultdict(list)
@@ -165,11 +184,26 @@ def flows(placed: Sequence[Placed], error_ns: int) -> Iterator[tuple[str, list[t
         key = total.record.subject, total.record.round
         readers = _nearest([one for one in pulls[key] if one.end + error_ns >= total.begin], total.begin)
         for pid, push in _nearest(pushes[key], total.begin, last=True).items():
-            summed = min(max(push.begin, total.begin), total.end)
-            places = [(push, push.begin), (total, summed)]
-            if pid in readers:
-                places.append((readers[pid], readers[pid].end - 1))
-            yield f"round {key[1]} of {key[0]}", [(one.pid, one.tid, at) for one, at in places]
+            yield Flow(push, total, readers.get(pid))
+
+
+def _receives(placed: Sequence[Placed], flows: Sequence[Flow]) -> Iterator[chrome.Event]:
+    """Yield a bar in each pull that has waited for its sums, from the end of the last one on."""
+    summed: dict[Placed, int] = defaultdict(int)
+    for flow in flows:
+        if flow.pull:
+            summed[flow.pull] = max(summed[flow.pull], flow.total.end)
+    inside = sorted(((one.pid, one.tid, one.begin, one.end) for one in placed), key=lambda bar: bar[:3])
+    for pull, begin in summed.items():
+        if begin <= pull.begin:
+            continue
+        begin = min(begin, pull.end - 2)
+        for pid, tid, other, end in inside[bisect_right(inside, (pull.pid, pull.tid, pull.begin, pull.end)) :]:
+            if (pid, tid) != pull[1:3] or other >= begin:
+                break
+            begin = max(begin, end)  # of a call within the pull, which bars do not cross
+        if begin < pull.end:
+            yield chrome.bar("receive", "receive", pull.pid, pull.tid, begin, pull.end)
 
 
 def _nearest(calls: Sequence[Placed], at: int, last: bool = False) -> dict[int, Placed]:

@@ -15,7 +15,8 @@ import pytest
 from launch import find
 from launch.lab.job import AGENT, launcher_settings
 from tests.lab.test_why import command
-from tests.timeline import read_flows
+from tests.perfetto import see_in_perfetto, why_not
+from tests.timeline import WAYS, read_flows
 
 pytestmark = pytest.mark.lab
 PROGRAM = """
@@ -83,7 +84,9 @@ def test_clocks_of_hosts_are_aligned(make: Callable[[str], str], tmp_path: Path)
     shards = sum(event["ph"] == "X" and event["cat"] == "sum" for event in trace["traceEvents"]) // 50
     assert shards >= 2
     assert len(joined) == shards * 4 * 50
-    assert {tuple(kinds) for kinds in joined} == {("push", "sum", "pull"), ("pushpull", "sum", "pushpull")}
+    assert all(kinds in WAYS for kinds in joined)
+    if not why_not():
+        see_in_perfetto(tmp_path / "t.json", trace)
 
 
 def test_a_running_job_is_traced_on_all_hosts(make: Callable[[str], str], tmp_path: Path) -> None:
