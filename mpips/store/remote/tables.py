@@ -24,12 +24,35 @@ from mpips.store.transport import frames
 
 Array = NDArray[Any]
 Payload = NDArray[np.uint8]
+KEPT = 3
+"""Pieces of memory that are kept for the next calls: those of two pushes and a pull in turns."""
+
+
+class _Pool:
+    """Memory that the node shares, for pushes and pulls one after the other: new pages cost as much as the rows."""
+
+    def __init__(self) -> None:
+        self._free: list[Payload] = []
+
+    def take(self, nbytes: int) -> Payload:
+        """Return memory of that size or more, uninitialised."""
+        for number, memory in enumerate(self._free):
+            if nbytes <= memory.nbytes <= 4 * nbytes:
+                return self._free.pop(number)
+        return arena.empty(nbytes + nbytes // 4, np.uint8)
+
+    def give(self, memory: Payload) -> None:
+        """Take memory back that nobody else reads or writes any more."""
+        self._free.append(memory)
+        del self._free[:-KEPT]
 
 
 class _Block:
     """Memory of one push or pull: of each server its rows, then its ids, then the words of its request."""
 
-    def __init__(self, found: Distinct, dim: int, dtype: np.dtype, requests: Sequence[frames.TableRequest]) -> None:
+    def __init__(
+        self, pool: _Pool, found: Distinct, dim: int, dtype: np.dtype, requests: Sequence[frames.TableRequest]
+    ) -> None:
         self.counts = found.counts
         words, row_bytes = list(map(frames.encode, requests)), dim * dtype.itemsize
         ids_at = [frames.ids_at(count, row_bytes) for count in self.counts]
@@ -37,17 +60,17 @@ class _Block:
         unit = math.lcm(row_bytes, 8)
         sizes = [-(-(at + len(data)) // unit) * unit for at, data in zip(self._words_at, words)]
         *starts, total = [0, *itertools.accumulate(sizes)]
-        self.memory: Payload = arena.empty(total, np.uint8)
-        """All of it."""
-        self.rows: Array = self.memory.view(dtype).reshape(-1, dim)
+        self.memory = pool.take(total)
+        whole = self.memory[:total]
+        self.rows: Array = whole.view(dtype).reshape(-1, dim)
         """All of it as rows."""
         self._first_rows, self._ids_at = [start // row_bytes for start in starts], ids_at
         self._bodies = []
         for start, at, data in zip(starts, self._words_at, words):
-            self._bodies.append(self.memory[start : start + at + len(data)])
+            self._bodies.append(whole[start : start + at + len(data)])
             self._bodies[-1][at:] = np.frombuffer(data, np.uint8)
         first_ids = [(start + at) // 8 for start, at in zip(starts, ids_at)]
-        self.places = deal(found, self._first_rows, first_ids, self.memory.view(np.int64))
+        self.places = deal(found, self._first_rows, first_ids, whole.view(np.int64))
         """Of each given id the row here."""
 
     def rows_of(self, server: int) -> Array:
@@ -66,6 +89,7 @@ class RemoteTables:
     def __init__(self, layout: Layout, link: Link, setup: Setup) -> None:
         self._link, self._setup, self._servers = link, setup, layout.num_servers
         self._freezes = 0
+        self._pool = _Pool()
         self._pushes: dict[str, list[Payload]] = {}
         """Memory that servers of this node may still read: the last push of each table, and those under way."""
         self._pulls: dict[int, Payload] = {}
@@ -89,20 +113,22 @@ class RemoteTables:
         """Contribute to the table's next round, on every server; over when the servers have it."""
         found = distinct(ids, self._servers)
         requests = [frames.PushRows(table, count) for count in found.counts]
-        block = _Block(found, gradients.shape[1], gradients.dtype, requests)
+        block = _Block(self._pool, found, gradients.shape[1], gradients.dtype, requests)
         sum_into(block.rows, gradients, block.places)
         pushes = self._pushes.setdefault(table, [])
         pushes.append(block.memory)
         tokens = [self._link.order_with(server, *block.body(server)) for server in range(self._servers)]
         for token in tokens:
             yield from self._link.answer(token)
-        del pushes[:-1]  # those have been applied
+        for memory in pushes[:-1]:  # those have been applied
+            self._pool.give(memory)
+        del pushes[:-1]
 
     def pull(self, table: str, round_: int, ids: Ids, out: Array) -> Task[None]:
         """Write the rows of `ids` into `out`, after so many of this worker's pushes."""
         found, local = distinct(ids, self._servers), [line.local for line in self._link.lines]
         requests = [frames.PullRows(table, round_, count, near) for count, near in zip(found.counts, local)]
-        block = _Block(found, out.shape[1], out.dtype, requests)
+        block = _Block(self._pool, found, out.shape[1], out.dtype, requests)
         self._pulls[id(block.memory)] = block.memory
         asked = [
             (server, self._link.order_with(server, *block.body(server, local[server])))
@@ -114,6 +140,7 @@ class RemoteTables:
                 block.rows_of(server)[...] = np.frombuffer(answer.data, out.dtype).reshape(-1, out.shape[1])
         del self._pulls[id(block.memory)]
         np.take(block.rows, block.places, axis=0, out=out, mode="clip")  # NumPy would copy `out` to raise in time
+        self._pool.give(block.memory)
 
     def stats(self, table: str) -> Task[list[frames.TableStats]]:
         """Return what each server holds of the table."""

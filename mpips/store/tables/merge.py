@@ -6,6 +6,7 @@ repeated ids by a hash table; without them NumPy sorts. The bits of a row are th
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,8 @@ from mpips.store.tables.initial import Ids, owners_of
 
 Array = NDArray[Any]
 Places = NDArray[np.int64]
+NO_SLOTS = np.zeros(1, np.int32)
+_SCRATCH = threading.local()
 
 
 class Distinct(NamedTuple):
@@ -29,10 +32,18 @@ class Distinct(NamedTuple):
     counts: list[int]
 
 
+def _slots(size: int) -> NDArray[np.int32]:
+    """Return scratch memory of this thread."""
+    have: NDArray[np.int32] = getattr(_SCRATCH, "slots", NO_SLOTS)
+    if len(have) < size:
+        have = _SCRATCH.slots = np.empty(size, np.int32)
+    return have[:size]
+
+
 def distinct(ids: Ids, servers: int = 1) -> Distinct:
     """Return what ids there are."""
     count = len(ids)
-    slots = np.empty(1 << (2 * count).bit_length(), np.int32)
+    slots = _slots(1 << (2 * count - 1).bit_length()) if count else NO_SLOTS
     once, places, owners = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.int32)
     counts = np.empty(servers, np.int64)
     if found := kernels.merge(ids, slots, once, places, owners, counts):

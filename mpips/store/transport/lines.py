@@ -177,7 +177,8 @@ class SharedLine:
         """Return the body of a frame that has been read, where its sender has it.
 
         It stays until the next frame is read, and longer where the sender keeps it."""
-        return arena.attach(Region(*frame.region))
+        region = Region(*frame.region)
+        return arena.segment(region)[region.offset : region.offset + region.nbytes]
 
     def stopped(self) -> bool:
         """Return whether the server at the other end reads no more of this worker's memory: its generation is over."""
