@@ -126,6 +126,21 @@ def total_memory() -> int:
     return min(found, found if limit is None else limit) + swap
 
 
+def free_memory() -> int:
+    """Return bytes that processes here can still take without swap: the machine's, or the control group's if less."""
+    found = {}
+    for path, unit in (("/proc/meminfo", 1 << 10), ("/sys/fs/cgroup/memory.stat", 1)):
+        with suppress(OSError):
+            for line in Path(path).read_text().splitlines():
+                name, number = line.split()[:2]
+                found[name] = int(number) * unit
+    available = found.get("MemAvailable:", sys.maxsize)
+    limit, taken = read_number("/sys/fs/cgroup/memory.max"), read_number("/sys/fs/cgroup/memory.current")
+    if limit is None or taken is None:
+        return available
+    return min(available, limit - taken + found.get("inactive_file", 0))
+
+
 def count_local_ranks() -> int:
     """Return ranks of the job on this machine, as the launcher says; 1 where there is none or it does not say."""
     return next((int(os.environ[name]) for name in LOCAL_SIZES if name in os.environ), 1)

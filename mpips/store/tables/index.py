@@ -30,11 +30,13 @@ class Index:
         self._slots, self._growing = np.zeros(FIRST_SLOTS, np.uint32), np.zeros(0, np.uint32)
         """1 + a row's position in each slot, and the slots before these, of which `_moved` are moved."""
         self._moved = 0
+        self._next, self._written = np.zeros(0, np.uint32), 0
+        """The slots for the next growth, of which so many are written with zeros."""
 
     @property
     def nbytes(self) -> int:
         """Return the bytes of all slots."""
-        return self._slots.nbytes + self._growing.nbytes
+        return self._slots.nbytes + self._growing.nbytes + 4 * self._written
 
     def find(self, ids: Ids) -> Positions:
         """Return the position of each id's row, -1 where there is none."""
@@ -72,9 +74,25 @@ class Index:
             size = len(self._slots)
             while size < 2 * self._count:
                 size *= 2
-            self._growing, self._slots, self._moved = self._slots, np.zeros(size, np.uint32), 0
+            self._growing, self._slots, self._moved = self._slots, self._next_slots(size), 0
         # Twice the rows that are new would suffice to be through before the next growth.
         self._move(self._moved + max(MOVED_AT_ONCE, 8 * added))
+        if 16 * self._count > 7 * len(self._slots):
+            self._write_zeros(2 * len(self._slots), max(MOVED_AT_ONCE, 64 * added))
+
+    def _next_slots(self, size: int) -> Slots:
+        """Return that many empty slots."""
+        self._write_zeros(size, size)
+        slots, self._next, self._written = self._next, np.zeros(0, np.uint32), 0
+        return slots
+
+    def _write_zeros(self, size: int, count: int) -> None:
+        """Prepare that many more of the next slots: rows come all over them, and the machine gives memory slowly."""
+        if len(self._next) != size:
+            self._next, self._written = np.empty(size, np.uint32), 0
+        stop = min(size, self._written + count)
+        self._next[self._written : stop] = 0
+        self._written = stop
 
     def _move(self, until: int) -> None:
         """Move the slots of an index that grows, up to this one."""

@@ -16,6 +16,7 @@ from collections import OrderedDict
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.machine import free_memory
 from mpips.store.tables.index import Index, Positions
 from mpips.store.tables.initial import Ids
 
@@ -25,14 +26,20 @@ FREE = 0
 CLEARED_AT_ONCE = 1 << 12
 """Entries of the order that each update looks through, at least, while there are too many."""
 RESTORED_AT_ONCE = 1 << 20
+INDEX_BYTES = 24
+"""At most, of a row."""
+SEEN_BYTES = 1 << 26
+"""Of rows, for which the machine is asked at a time."""
 
 
 class Places:
     """Positions of rows by id. `ids`, `touched`: of each position, room for as many as there can be: the id of its row,
-    and the update that has named it last, `FREE` where none lies."""
+    and the update that has named it last, `FREE` where none lies. `row_bytes`: what a row takes."""
 
-    def __init__(self, ids: Ids, touched: Touched, evict: int = 0, limit: int = 0) -> None:
+    def __init__(self, ids: Ids, touched: Touched, row_bytes: int, evict: int = 0, limit: int = 0) -> None:
         self._ids, self._touched, self._evict, self._limit = ids, touched, evict, limit
+        self._row_bytes, self._sure = row_bytes + INDEX_BYTES, 0
+        """The machine had memory for the positions before `_sure`."""
         self.count = 0
         """How many rows there are."""
         self.top = 0
@@ -53,9 +60,17 @@ class Places:
         return self._index.find(ids)
 
     def see_room(self, count: int) -> None:
-        """MemoryError where so many more rows have no room."""
-        if self.count + count > len(self._ids):
-            raise MemoryError(f"{self.count + count} rows are more than this machine's memory holds")
+        """MemoryError where the machine has no memory for so many more rows; nothing has changed."""
+        top = self.top + max(0, count - self._free_count)
+        if top <= self._sure:
+            return
+        more = max(top - self._sure, SEEN_BYTES // self._row_bytes)
+        if self._sure + more > len(self._ids) or more * self._row_bytes > free_memory():
+            raise MemoryError(
+                f"this machine has no memory for more than {self.count} rows: give the table limit= or evict=, or the "
+                "store more servers"
+            )
+        self._sure += more
 
     def add(self, ids: Ids) -> tuple[Positions, Positions]:
         """Give positions to rows that are not there, each once: return all, and those where rows have lain before.
@@ -105,7 +120,7 @@ class Places:
             piece = lying[start : start + RESTORED_AT_ONCE]
             self._index.insert(self._ids[piece], piece)
         self._free = np.flatnonzero(self._touched[:top] == FREE).astype(np.uint32)
-        self.count, self.top, self._free_count = len(lying), top, len(self._free)
+        self.count, self.top, self._free_count, self._sure = len(lying), top, len(self._free), top
         self.see_touched()
 
     def see_touched(self) -> None:

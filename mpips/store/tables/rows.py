@@ -71,7 +71,7 @@ class TableRows:
         self._values = self._arrays["values"]
         self._state = [self._arrays[name] for name in arrays if name.startswith("state")]
         self._counts = self._arrays.get("counts")
-        self.positions = Places(self._arrays["ids"], self._arrays["touched"], evict, limit)
+        self.positions = Places(self._arrays["ids"], self._arrays["touched"], self.row_bytes, evict, limit)
         self.evicted = 0
         """How many rows were dropped."""
         self.drops = Drops()

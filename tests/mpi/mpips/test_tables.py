@@ -11,6 +11,7 @@ import pytest
 
 import mpips
 from mpips.store.checkpoint.file import TensorFile
+from mpips.store.tables import places
 from tests.mpi.mpips.reference_table import UPDATES, ReferenceTable
 from tests.mpi.mpips.support import WORLD, failure, need, run
 from tests.mpi.sizes import either_mpi
@@ -257,6 +258,28 @@ def test_bad_arguments_lose_nothing() -> None:
         assert kv.table("u", 3).pull(np.arange(1)).shape == (1, 3)
 
     run("dist_sync", body, servers=1)
+
+
+def test_a_server_without_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    need(servers=1)
+
+    def body(kv: mpips.KVStore) -> str:
+        table = kv.table("t", 2, init=mpips.uniform(0), learning_rate=1.0)
+        table.push(np.arange(9), -np.ones((9, 2), np.float32))
+        assert (table.pull(np.arange(10))[:9] == kv.num_workers).all()
+        kv.barrier()
+        return failure(lambda: [table.pushpull(np.arange(1000), np.ones((1000, 2), np.float32)) for _ in range(9)])
+
+    free = iter([1 << 30])
+    monkeypatch.setattr(places, "SEEN_BYTES", 1 << 10)
+    monkeypatch.setattr(places, "free_memory", lambda: next(free, 0))
+    said = ""
+    try:
+        said = run("dist_sync", body, servers=1) or ""
+    except mpips.StoreError as error:  # of the close
+        said = str(error)
+    if WORLD.rank < WORLD.size - 1:
+        assert "table 't': update 2 failed: this machine has no memory for more than 9 rows: give the table" in said
 
 
 def test_stores_without_servers_refuse_a_table() -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mpips.store.tables import places
 from mpips.store.tables.initial import first_rows, key_of, owners_of, uniform
 from mpips.store.tables.merge import deal, distinct, sum_into, summed
 from mpips.store.tables.row_optimizers import ROW_OPTIMIZERS, create
@@ -120,6 +121,21 @@ def test_rows_are_dropped_as_a_dictionary_drops_them(
         assert frozen.count == len(then["ids"])
         parts = [frozen.read(start, start + 3) for start in range(0, frozen.top, 3)]
         assert all((np.concatenate([part[name] for part in parts]) == then[name]).all() for name in then if parts)
+
+
+def test_a_full_machine_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "SEEN_BYTES", 1 << 10)
+    table = TableRows(2, np.dtype(np.float32), 5, 0.5, create("sgd", {}), limit=5)
+    first = np.arange(5)
+    table.update(first, np.ones((5, 2), np.float32), 1)
+    rows = table.pull(first)
+    monkeypatch.setattr(places, "free_memory", lambda: 0)
+    many = np.arange(1000)
+    with pytest.raises(MemoryError, match="no memory for more than 5 rows"):
+        table.update(many, np.ones((len(many), 2), np.float32), 2)
+    assert table.count == 5 and table.pull(first).tobytes() == rows.tobytes()
+    table.update(np.arange(5, 10), np.ones((5, 2), np.float32), 2)  # in the places of others
+    assert (table.count, table.evicted) == (5, 5)
 
 
 @settings(max_examples=25, deadline=None)
