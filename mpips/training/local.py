@@ -200,6 +200,8 @@ class LocalRounds:
                 self.finish(parameters)
             else:
                 self._open = number, self.steps + self._rule.delay, handle
+        if (saving := self._kv.settings.saving) is not None:
+            saving.go_on()  # else pushes see to a checkpoint that is being written, and here they are rare
 
     def _measure(self, number: int, parameters: Arrays) -> None:
         """Begin a fragment's exchange: from now on it is made, whatever happens."""

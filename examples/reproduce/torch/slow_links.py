@@ -2,13 +2,11 @@
 
     python -m examples.reproduce.torch.slow_links [--rate 10mbit ...] [--seconds 40] [--out out] [--quick]
 
-Each way trains the same small language model for so many seconds. With `--json FILE` of earlier calls, which may have
-measured other rates, the picture has them, too.
+Each way trains the same small language model for so many seconds.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +40,11 @@ def per_step(way: str, nbytes: int, hosts: int, every: int) -> float:
 @click.option("--way", "ways", multiple=True, default=WAYS, type=click.Choice(WAYS), help="Ways to train.")
 @click.option("--seconds", default=40.0, type=click.FloatRange(1), help="Of training, each way.")
 @click.option("--quick", is_flag=True, help="2 hosts, a few steps: shows that all of it works.")
-@click.option("--json", "earlier", multiple=True, type=click.Path(path_type=Path, exists=True), help="Earlier results.")
 @out_option
-def command(
-    rates: tuple[str, ...], ways: tuple[str, ...], seconds: float, quick: bool, earlier: tuple[Path, ...], out: Path
-) -> None:
+def command(rates: tuple[str, ...], ways: tuple[str, ...], seconds: float, quick: bool, out: Path) -> None:
     """Train a language model on 8 emulated hosts that talk in every step, or rarely."""
     hosts, rates, seconds = (2, rates[:1], 1.0) if quick else (HOSTS, rates, seconds)
-    rows = [row for path in earlier for row in json.loads(path.read_text())["rows"]]
+    rows = []
     for rate in rates:
         with lab.networks({"star": f"star:{hosts + 1}"}, parse_rate(rate)) as names:
             for way in ways:
@@ -79,12 +74,14 @@ def draw(report: dict[str, Any], path: Path) -> None:
     bytes_axes, *axes = figure.subplots(1, 1 + len(rates), sharey=True)
     for row in report["rows"]:
         color = f"C{WAYS.index(row['way'])}"
-        steps, seconds, losses = zip(*row["curve"])
+        _, seconds, losses = zip(*row["curve"])
         axes[rates.index(row["rate"])].plot(seconds, losses, color, label=row["way"])
-        if row["rate"] == rates[-1]:
-            sent = [step * row["sent"] / 1e6 for step in steps[1:]]
-            bytes_axes.plot(sent, losses[1:], color, label=row["way"])
-    bytes_axes.set(xscale="log", xlabel="MB that a host has sent", ylabel="loss, nats a letter", title="Against bytes")
+    for way, row in {row["way"]: row for row in report["rows"]}.items():
+        steps, _, losses = zip(*row["curve"][1:])
+        sent = [step * row["sent"] / 1e6 for step in steps]
+        bytes_axes.plot(sent, losses, f"C{WAYS.index(way)}", label=way)
+    bytes_axes.set(xscale="log", xlabel="MB that a host has sent", title="Against bytes")
+    bytes_axes.set(ylabel="loss, nats a letter", ylim=(None, 3))
     bytes_axes.legend(fontsize=8)
     for rate, place in zip(rates, axes):
         place.set(xlabel="seconds", title=f"{rate.removesuffix('mbit')} Mbit/s")
