@@ -2,7 +2,7 @@
 
     mpips run -w 2 -s 1 -m examples.reproduce.store.tables [--dims 32] [--ids zipf1.05,uniform] [--json FILE]
 
-All contenders take turns in one job, on the same ids; both train by Adagrad. A row counts each time it is asked for, on
+All contenders take turns in one job, on the same ids; both train by Adagrad. A row counts each time it is named, on
 each worker; the slowest worker's time counts, and the median over the rounds. The first column of each contender is a
 lookup, the second gradients until the rows are updated, the third one after the other, as a training step does.
 
@@ -37,6 +37,7 @@ LEAST_IDS = 1 << 15
 BATCHES = 4
 """Different ones, which follow each other."""
 COPIED = 1 << 26
+MADE_AT_ONCE = 1 << 17
 SETTLE_SECONDS = 60.0
 QUIET_SECONDS = 0.02
 """Between contenders, after which a server sleeps."""
