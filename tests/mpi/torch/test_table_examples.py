@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import re
 import sys
 import zipfile
 from collections.abc import Callable
@@ -11,7 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
+from examples.reproduce.torch import movielens
+from tests.mpi.sizes import only_on
 from tests.mpi.torch.support import WORLD, heard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
@@ -46,6 +50,16 @@ def test_the_example_learns_films(model: str, tmp_path_factory: pytest.TempPathF
     monkeypatch.setenv("MPIPS_SERVERS", "1")
     assert worst(lambda: importlib.import_module("torch_movielens").main(model, path, 12, 64, 8)) < 1
     assert ("test error" in capsys.readouterr().out) == (WORLD.rank == 0)
+
+
+@only_on(2)
+def test_tables_err_as_pytorch_s_embeddings(tmp_path_factory: pytest.TempPathFactory, monkeypatch) -> None:
+    path = WORLD.bcast(str(ratings(tmp_path_factory.mktemp("films"))) if WORLD.rank == 0 else None)
+    monkeypatch.setenv("MPIPS_SERVERS", "1")
+    done = CliRunner().invoke(movielens.command, ["alike", "--data", path, "--epochs", "3"])
+    said = re.search("largest difference of test errors over 3 epochs: (.*)", done.output)
+    assert done.exit_code == 0, done.output
+    assert (float(said[1]) < 1e-6 if said else WORLD.rank == 1), done.output
 
 
 def test_the_example_says_where_films_come_from() -> None:
