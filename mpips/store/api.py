@@ -20,7 +20,7 @@ from mpips.store.runtime.generation import NEVER
 from mpips.store.tables.admission import Chance, Seen
 from mpips.store.tables.initial import Uniform, uniform
 from mpips.store.worker import waiting
-from mpips.store.worker.interface import Recovered
+from mpips.store.worker.interface import KnownTable, Recovered
 from mpips.store.worker.recut import recut
 from mpips.store.worker.restored import Restored
 from mpips.store.worker.route import Route
@@ -153,7 +153,7 @@ class KVStore(Uncopied):
                 table.
 
         Raises:
-            ValueError: An argument is bad or differs between workers, or the store has no servers, or spares. Nothing
+            ValueError: An argument is bad or differs between workers, or the store has no servers, or mirrors. Nothing
                 has changed.
         """
         with self._route.marked("table"):
@@ -212,10 +212,10 @@ class KVStore(Uncopied):
     def recover(self, grow: bool = False) -> Rounds:
         """Begin the next generation after a StoreError. What was under way is forgotten, values stay.
 
-        Returns of each key the last complete round, which it stands at: so many pushes of each worker are in it, in an
-        asynchronous store of this one (of its client). `.step` is that of all keys. `.torn` names keys of which a round
-        was applied in part: load a checkpoint of them. `grow`: ranks that wait (`spares`) become workers, also where
-        nobody has died; all call it after the same step, or one does and the others' calls raise StoreError.
+        Returns of each key and table the last complete round, which it stands at: so many pushes of each worker are in
+        it, in an asynchronous store of this one (of its client). `.step` is that of all. `.torn` names those of which a
+        round was applied in part: load a checkpoint of them. `grow`: ranks that wait (`spares`) become workers, also
+        where nobody has died; all call it after the same step, or one does and the others' calls raise StoreError.
         """
         with self._route.marked("recover"):
             rounds = self.generations.recover(grow)
@@ -355,13 +355,13 @@ class Generations:
         store.operations.check_not_closed()
         with store.operations.guard("recover"):
             store.engine.forget()
-            begun = recover(store.generation, lambda: self._member, store.keys, grow)
+            begun = recover(store.generation, lambda: self._member, store.pushed, grow)
             assert begun is not None
         rounds = self._take(begun[1])
         if store.layout.survives:
-            store.restored = store.restored.renewed(STORE, store.keys, store.groups, store.compressor)
+            store.restored = store.restored.renewed(STORE, store.pushed, store.groups, store.compressor)
         else:
-            store.restored.keep(store.keys)
+            store.restored.keep(store.pushed)
         return rounds
 
     def join(self, recovered: Recovered) -> None:
@@ -370,13 +370,17 @@ class Generations:
         rounds = self._take(recovered)
         store.resumed, store.fresh = rounds.step, True
         begun = store.resumed != 0
-        store.restored = Restored(STORE, store.keys, store.groups, store.compressor, strict=begun)
+        store.restored = Restored(STORE, store.pushed, store.groups, store.compressor, strict=begun)
 
     def _take(self, recovered: Recovered) -> Rounds:
         """The next generation has begun with this."""
         store = self._store
         store.keys.clear()
+        known = store.tables.copy()
         store.tables.clear()
+        for card in recovered.tables:
+            table = store.tables[card.table] = known.get(card.table) or KnownTable(card)
+            table.card, table.round = card, recovered.rounds[card.table]
         for key in recovered.keys:
             key.replaced = True
         store.add(recovered.keys)
@@ -439,7 +443,7 @@ class Generations:
         if store.generation.over is not None:
             return ()
         store.settle()  # what is complete then stays
-        pushed = {name: key.round for name, key in store.keys.items()}
+        pushed = {name: one.round for name, one in store.pushed.items()}
         told = waiting.pushes_of(store.pushed)
         while True:
             try:
@@ -453,9 +457,10 @@ class Generations:
                 return ()
             undone = [name for name, round_ in rounds.items() if round_ < pushed.get(name, 0)]
             if undone and not store.layout.asynchronous:
+                one = f"{store.pushed[undone[0]].noun} {undone[0]!r}"
                 raise StoreError(
-                    f"close: a death has undone round {pushed[undone[0]]} of key {undone[0]!r}, and the others make it "
-                    "again: call recover(), and go on from its step, with close() inside the same try"
+                    f"close: a death has undone round {pushed[undone[0]]} of {one}, and the others make it again: call "
+                    "recover(), and go on from its step, with close() inside the same try"
                 )
             if not store.layout.changed:  # nobody has died: who makes more pushes is not to wait for this worker
                 return ()

@@ -96,6 +96,7 @@ def restore(tables: Tables, record: TableRecord, file: Readable, prefix: str) ->
     for start in range(0, record.rows, step):
         piece = slice(start, start + step)
         yield from tables.put(table, {name: file.get(prefix + name, piece) for name in names})
+    yield from tables.end_load(table)
 
 
 def see_fit(what: str, path: str, record: TableRecord, table: KnownTable) -> None:

@@ -61,13 +61,13 @@ class FastList(Protocol):
 
 
 class Rounds(dict[Name, int]):
-    """Map every key to the last complete round, at which it stands after `recover`.
+    """Map every key and table to the last complete round, at which it stands after `recover`.
 
     In an asynchronous store: how many pushes of this worker, or of its client, are in it."""
 
     step: int | None = None
-    """The round that all keys stand at which were ever pushed; None where they stand at several. In an asynchronous
-    store, the lowest of them."""
+    """The round that all keys and tables stand at which were ever pushed; None where they stand at several. In an
+    asynchronous store, the lowest of them."""
     torn: tuple[Name, ...] = ()
     """Keys of whose last round some blocks were applied and others not: load a checkpoint of them."""
 

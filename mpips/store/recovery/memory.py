@@ -19,15 +19,17 @@ from numpy.typing import NDArray
 
 from collectives.errors import CollectiveError
 from collectives.fabric import arena
-from collectives.fabric.arena import Region
+from collectives.fabric.arena import Region, SparseFile
 from mpips.optimizers.base import Optimizer, State, state_dtypes
 from mpips.optimizers.schedules import Groups
 from mpips.store.keys.rows import RowSparse, sum_of
 from mpips.store.recovery import undo
 from mpips.store.recovery.plan import Holding, Shelf, dtype_names
+from mpips.store.recovery.tables import TableEntry, attached, holding_of_table
 from mpips.store.recovery.undo import WORDS, Undo, with_state
 from mpips.store.roles import Layout
 from mpips.store.server.unit import Unit
+from mpips.store.tables.journal import Journal
 from mpips.store.transport import frames
 from mpips.store.transport.frames import Created, UnitCard, dtype_of
 
@@ -36,6 +38,9 @@ SLOT_WORDS = 4
 SEQUENCE, GENERATION, OFFSET, NBYTES = range(SLOT_WORDS)
 """Of a slot: the number of the text, 0 while it changes; its generation; where it lies in the segment."""
 SLOTS = 2
+HEADER_WORDS = SLOTS * SLOT_WORDS + 2
+FILE_WORDS = slice(SLOTS * SLOT_WORDS, HEADER_WORDS)
+"""Behind the slots: descriptor and inode of the sparse file with the rows of tables; zeros: none."""
 
 
 class LedgerEntry(msgspec.Struct, array_like=True):
@@ -63,14 +68,17 @@ class LedgerText(msgspec.Struct, array_like=True):
     units: list[LedgerEntry]
     settings: bytes
     """Its optimizers and its compression, see `encode_settings`."""
+    tables: list[TableEntry] = []
 
 
 class Ledger:
-    """A server's own ledger."""
+    """A server's own ledger. `file`: where rows of its tables lie."""
 
-    def __init__(self) -> None:
-        self._memory = arena.empty(SLOTS * SLOT_WORDS, np.uint64)
+    def __init__(self, file: SparseFile | None = None) -> None:
+        self._memory = arena.empty(HEADER_WORDS, np.uint64)
         self._memory[...] = 0
+        if file is not None:
+            self._memory[FILE_WORDS] = file.region[1:3]
         self._slots = memoryview(self._memory)  # type: ignore[arg-type]
         self._texts: list[Array | None] = [None] * SLOTS
         self._written = 0
@@ -164,9 +172,16 @@ class NodeMemory:
     def __init__(self, regions: Mapping[int, Region] | None = None) -> None:
         self._mapped: dict[int, tuple[NDArray[np.uint8], Region]] = {}
         """Of each server its segment, and where its ledger lies."""
+        self._files: dict[int, SparseFile] = {}
+        """Of each server the file with the rows of its tables."""
         for rank, region in (regions or {}).items():
             try:
-                self._mapped[rank] = arena.segment(region), region
+                segment = arena.segment(region)
+                header = segment[region.offset : region.offset + 8 * HEADER_WORDS].view(np.uint64)
+                fd, inode = (int(word) for word in header[FILE_WORDS])
+                if inode:
+                    self._files[rank] = SparseFile.opened(Region(region.pid, fd, inode, 0, 0))
+                self._mapped[rank] = segment, region
             except CollectiveError:  # another container: MPI shares memory there, we cannot
                 continue
         self._books: dict[tuple[int, int], LedgerText | None] = {}
@@ -187,8 +202,18 @@ class NodeMemory:
             if rank in before.lost and here == before.origin[layout.rank]:
                 book = self._book(rank, generation)
                 if book is not None:
-                    found.append(Shelf(rank, False, book.settings, self._holdings(rank, book, layout.asynchronous)))
+                    units = self._holdings(rank, book, layout.asynchronous)
+                    tables = [
+                        holding_of_table(entry.card.table, attached(self._files[rank], entry)) for entry in book.tables
+                    ]
+                    found.append(Shelf(rank, False, book.settings, units, tables=tables))
         return found
+
+    def journal(self, owner: int, table: str, generation: int) -> Journal:
+        """Return what a table of a server has whose memory is here."""
+        book = self._book(owner, generation)
+        assert book is not None
+        return attached(self._files[owner], next(entry for entry in book.tables if entry.card.table == table))
 
     def arrays_of(self, owner: int, index: int, before: bool, generation: int) -> list[Array]:
         """Return values and state of a unit of a server whose memory is here; `before`: as they were a round before."""
@@ -260,7 +285,9 @@ class UnitMemory:
             units.append(unit)
         return units, Created(_region(words), [_region(unit.stored) for unit in units])
 
-    def publish(self, units: Iterable[Unit], settings: bytes, generation: int) -> None:
+    def publish(
+        self, units: Iterable[Unit], settings: bytes, generation: int, tables: Sequence[TableEntry] = ()
+    ) -> None:
         """Tell those who outlive this server what it has, from that generation on."""
         if self.ledger is None:
             return
@@ -278,7 +305,7 @@ class UnitMemory:
                 unit.contributors, offset(np.asarray(unit.words)), offset(np.asarray(kept.words)),
                 (0, 0) if kept.rows is None else (offset(kept.rows), len(kept.rows)), arrays,
             ))  # fmt: skip
-        self.ledger.publish(LedgerText(entries, settings), generation)
+        self.ledger.publish(LedgerText(entries, settings, list(tables)), generation)
 
 
 def holding_of_unit(unit: Unit, asynchronous: bool) -> Holding:

@@ -30,6 +30,7 @@ from mpips.optimizers.schedules import Groups
 from mpips.store.keys.cutting import Cards, Cutting
 from mpips.store.keys.key import Key, Name, Rounds
 from mpips.store.keys.sharding import Interval
+from mpips.store.recovery.tables import TableHolding, TablePlan, plan_table, rounds_of, sources_of
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import LostError
 from mpips.store.transport import frames
@@ -73,6 +74,7 @@ class Shelf(msgspec.Struct, array_like=True):
     units: list[Holding]
     changes: int = 0
     """Without servers: how many changes of settings the owner has made."""
+    tables: list[TableHolding] = []
 
     @property
     def is_copy(self) -> bool:
@@ -110,6 +112,8 @@ class Inventory(msgspec.Struct, array_like=True):
     """On a worker: whether all servers share its node."""
     shared_cores: bool = False
     """Whether processes of its node share cores."""
+    tables: list[frames.MakeTable] = []
+    """On such a worker: those that it knows."""
     changes: tuple[int, int, bytes] = (0, 0, b"")
     """On a worker of servers: how many changes of settings it has begun, how many it has made, and the last one."""
 
@@ -121,6 +125,23 @@ def common_keys(inventories: Sequence[Inventory]) -> list[KeyCard]:
         return []
     known = [{*cards} for cards in lists]
     return [card for card in lists[0] if all(card in cards for cards in known)]
+
+
+def common_tables(inventories: Sequence[Inventory]) -> list[frames.MakeTable]:
+    """Return the tables that all workers know which were workers before, as the first of them knows them."""
+    lists = [one.tables for one in inventories if one.keys is not None]
+    known = [{card.table for card in cards} for cards in lists]
+    return [card for card in lists[0] if all(card.table in names for names in known)] if lists else []
+
+
+def owners_of_tables(inventories: Sequence[Inventory]) -> dict[str, dict[int, TableHolding]]:
+    """Return of each such table what every server of the generation before has, by its rank then."""
+    found: dict[str, dict[int, TableHolding]] = {card.table: {} for card in common_tables(inventories)}
+    for shelf in (shelf for one in inventories for shelf in one.shelves):
+        for holding in shelf.tables:
+            if holding.table in found:
+                found[holding.table][shelf.owner] = holding
+    return found
 
 
 def dtype_names(arrays: Sequence[Any]) -> list[str]:
@@ -179,6 +200,8 @@ class Choice(NamedTuple):
     keys: dict[Name, KeyChoice]
     step: int | None
     lost: list[Name]
+    tables: Mapping[str, int | None]
+    """The rounds of tables; None: each server's newest."""
 
 
 class Transfer(NamedTuple):
@@ -232,6 +255,12 @@ class RecoveryPlan:
     units: list[UnitPlan] = field(default_factory=list)
     replicas: dict[Name, ReplicaPlan] = field(default_factory=dict)
     """In the place of units where no servers are."""
+    tables: list[TablePlan] = field(default_factory=list)
+    rank: int = 0
+    """Of the one that has made this plan; all else is the same on all."""
+    row_sources: dict[int, list[int] | None] = field(default_factory=dict)
+    """Of each server that has tables the servers, by their ranks before, whose rows it copies; None: it keeps its own.
+    """
 
     holdings: dict[int, list[Holding]] = field(default_factory=dict)
     """By the ranks that old servers had; copies of a server, by -1 - its rank."""
@@ -244,7 +273,11 @@ class RecoveryPlan:
     def rounds(self) -> Rounds:
         """At which round keys stand; in an asynchronous store, how many pushes of this worker are in them."""
         rounds = Rounds({key.name: key.round for key in self.keys})
-        rounds.torn = tuple(name for name, chosen in self.choice.keys.items() if chosen.torn)
+        torn = [name for name, chosen in self.choice.keys.items() if chosen.torn]
+        for table in self.tables:
+            rounds[table.card.table] = table.pushes[self.rank] if self.rank < len(table.pushes) else table.round
+            torn += [table.card.table] * table.torn
+        rounds.torn = tuple(torn)
         rounds.step = self.choice.step
         return rounds
 
@@ -308,8 +341,11 @@ Candidate = tuple[Shelf, int, Holding]
 """A unit of a key, and its place on a shelf."""
 
 
-def choose_rounds(inventories: Sequence[Inventory], synchronous: bool, replicas: bool = False) -> Choice:
-    """Return the round of each key that all workers know, and from whose memory it comes.
+def choose_rounds(
+    inventories: Sequence[Inventory], synchronous: bool, replicas: bool = False, servers: int = 0
+) -> Choice:
+    """Return the round of each key and table that all workers know, and from whose memory a key comes. `servers`: of
+    the generation before, each of which has rows of every table.
 
     A torn key is one of which no whole round is there. `replicas`: without servers, where a torn one is not whole.
     """
@@ -319,6 +355,10 @@ def choose_rounds(inventories: Sequence[Inventory], synchronous: bool, replicas:
         name: [one for one in there if not (replicas and one[2].torn)] for name, there in found.items() if synchronous
     }
     available = {name: _whole_rounds(sizes[name], there) for name, there in whole.items()}
+    tables = owners_of_tables(inventories)
+    lost_tables = [name for name, owners in tables.items() if len(owners) < servers]
+    if synchronous:
+        available |= {name: rounds_of(owners) for name, owners in tables.items() if name not in lost_tables}
     rounds, step = common_round({name: rounds for name, rounds in available.items() if rounds}, synchronous)
     keys: dict[Name, KeyChoice] = {}
     for name, there in found.items():
@@ -331,8 +371,9 @@ def choose_rounds(inventories: Sequence[Inventory], synchronous: bool, replicas:
             parts = _cover(sizes[name], there, None)
         if parts is not None:
             keys[name] = KeyChoice(round_, torn, parts)
-    together = synchronous and len(rounds) == len(found)
-    return Choice(keys, step if together else None, [name for name in found if name not in keys])
+    together = synchronous and len(rounds) == len(found) + len(tables)
+    lost = [*(name for name in found if name not in keys), *lost_tables]
+    return Choice(keys, step if together else None, lost, {name: rounds.get(name) for name in tables})
 
 
 def common_round(
@@ -413,7 +454,7 @@ def make_plan(
     lost."""
     if choice.lost:
         names = ", ".join(map(repr, choice.lost[:SHOWN])) + ", ..." * (len(choice.lost) > SHOWN)
-        raise LostError(f"recover: all memory with parts of these keys has gone, with their hosts: {names}; "
+        raise LostError(f"recover: all memory with parts of these keys or tables has gone, with their hosts: {names}; "
                          "start again from a checkpoint")  # fmt: skip
     keys = [Key(card.name, tuple(card.shape), dtype_of(card.dtype)) for card in common_keys(inventories)]
     for key in keys:
@@ -470,7 +511,17 @@ def _plan_units(
         for server, cut in cards.items() for card in cut
     ]  # fmt: skip
     holdings = {owner: shelf.units for owner, shelf in shelves.items()}
-    return RecoveryPlan(inventories, choice, keys, cutting, cards, units, holdings=holdings)
+    owners = owners_of_tables(inventories)
+    tables = [
+        plan_table(layout, card, owners[card.table], choice.tables[card.table]) for card in common_tables(inventories)
+    ]
+    live = [shelf.owner for one in inventories for shelf in one.shelves if shelf.live]
+    ranks = map(layout.server_rank, range(layout.num_servers if tables else 0))
+    sources = {rank: sources_of(layout, rank, live, inventories[rank].mapped) for rank in ranks}
+    return RecoveryPlan(
+        inventories, choice, keys, cutting, cards, units, holdings=holdings, tables=tables, rank=layout.rank,
+        row_sources=sources,
+    )  # fmt: skip
 
 
 def _plan_unit(

@@ -57,6 +57,7 @@ from mpips.store.roles import Layout
 from mpips.store.runtime.errors import LostError, StoreError, of_kind, uninterrupted
 from mpips.store.runtime.generation import FREEING_SECONDS, NEVER, Generation
 from mpips.store.server.unit import Unit
+from mpips.store.tables.journal import Journal
 from mpips.store.transport.frames import Created, dtype_of
 from mpips.store.transport.lines import Connection, Line, connect
 from mpips.store.transport.pending import cut_bytes
@@ -89,11 +90,14 @@ def recover(
     def rebuild() -> tuple[Member[T], T]:
         layout, member = generation.layout, join()
         inventories = _gather(generation, member.take_inventory(known), Inventory)  # 2 gather what each holds
-        choice = choose_rounds(inventories, not layout.asynchronous, not layout.num_servers)  # 3 choose the round
+        before = layout.before
+        servers = layout.num_servers if before is None else before.num_servers
+        synchronous, replicas = not layout.asynchronous, not layout.num_servers
+        choice = choose_rounds(inventories, synchronous, replicas, servers)  # 3 choose the round
         plan = make_plan(layout, inventories, choice, member.lines)  # 4 plan
         placed = _gather(generation, member.transfer(plan), Placed)  # 5 transfer
-        servers = placed[layout.num_workers : layout.num_workers + layout.num_servers]
-        return member, member.rebuild(plan, servers)  # 6 rebuild
+        filled = placed[layout.num_workers : layout.num_workers + layout.num_servers]
+        return member, member.rebuild(plan, filled)  # 6 rebuild
 
     begun = renew(generation, rebuild, grow)  # 1 agree who is left, and 7 begin the generation
     if begun is not None:
@@ -334,6 +338,10 @@ class ReachableMemory:
             assert self._copies is not None
             return self._copies.arrays_of(index, before)
         return self._node.arrays_of(owner, index, before, self._generation)
+
+    def journal(self, owner: int, table: str) -> Journal:
+        """Return what a server had of a table, whose memory is mapped here. Not to be changed."""
+        return self._node.journal(owner, table, self._generation)
 
 
 def make_units(

@@ -43,6 +43,7 @@ class Kept(NamedTuple):
     keys: list[Key]
     residuals: Residuals | None
     changes: Changes
+    tables: list[frames.MakeTable]
 
 
 class RemoteStore(Member[Recovered]):
@@ -186,7 +187,8 @@ class RemoteStore(Member[Recovered]):
 
     def take_inventory(self, known: Container[Name]) -> Inventory:
         """Return also this worker's keys and changes of settings."""
-        now = Kept(self._setup.standing(known), self._push.residuals, self._settings.changes)
+        tables = [card for card in self.tables.cards if card.table in known]
+        now = Kept(self._setup.standing(known), self._push.residuals, self._settings.changes, tables)
         old = self._last_kept.before(self.generation.number, now)
         mine = super().take_inventory(known)
         self._link.renew(self.connection.lines)
@@ -194,6 +196,7 @@ class RemoteStore(Member[Recovered]):
         mine.local, mine.shared_cores = self._link.all_local, self._cores_shared
         if former_rank(self.layout) >= 0:
             mine.keys, mine.changes = [KeyCard.of(key) for key in old.keys], old.changes
+            mine.tables = old.tables
         self._old = old
         return mine
 
@@ -205,7 +208,8 @@ class RemoteStore(Member[Recovered]):
         self._settings.begin(Changes(*changes), groups)
         self._push.residuals = _residuals(self._old, plan.keys, compressor, Changes(*changes), self.layout.rank)
         self._bind_all()
-        return Recovered(plan.rounds, plan.keys, groups, compressor)
+        self.tables.cards = [table.card for table in plan.tables]
+        return Recovered(plan.rounds, plan.keys, groups, compressor, self.tables.cards)
 
     def commit(self) -> None:
         super().commit()

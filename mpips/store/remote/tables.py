@@ -87,9 +87,11 @@ class RemoteTables:
     """Make, push and pull tables. Ids are int64 (k,), any order, repeats allowed; rows are (k, dim)."""
 
     def __init__(self, layout: Layout, link: Link, setup: Setup) -> None:
-        self._link, self._setup, self._servers = link, setup, layout.num_servers
+        self._link, self._setup, self._layout, self._servers = link, setup, layout, layout.num_servers
         self._freezes = 0
         self._pool = _Pool()
+        self.cards: list[frames.MakeTable] = []
+        """The tables that there are, on all servers."""
         self._pushes: dict[str, list[Payload]] = {}
         """Memory that servers of this node may still read: the last push of each table, and those under way."""
         self._pulls: dict[int, Payload] = {}
@@ -97,12 +99,14 @@ class RemoteTables:
 
     def renew(self) -> None:
         """Begin anew, in the next generation: servers have let go of this worker's memory."""
+        self._servers = self._layout.num_servers
         self._pushes.clear()
         self._pulls.clear()
 
     def make(self, card: frames.MakeTable) -> Task[None]:
         """Make a table on all servers. Collective; ValueError on all workers where a server cannot."""
         yield from self._setup.at_rank_0(lambda: self._setup.tell_all(card), f"table {card.table!r}")
+        self.cards.append(card)
 
     def update(self, table: str, numbers: bytes) -> Task[None]:
         """Have all servers update rows with other numbers of the optimizer. Collective."""
@@ -165,6 +169,11 @@ class RemoteTables:
         """Let all servers forget the table's rows. For one worker."""
         for server in range(self._servers):
             yield from self._link.request(server, frames.ResetTable(table, updates))
+
+    def end_load(self, table: str) -> Task[None]:
+        """Let the servers know that they have all rows of the table. For one worker."""
+        for server in range(self._servers):
+            yield from self._link.request(server, frames.EndLoad(table))
 
     def put(self, table: str, arrays: Mapping[str, Array]) -> Task[None]:
         """Give the servers rows: all arrays of the table by name. For one worker."""

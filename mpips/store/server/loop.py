@@ -17,6 +17,7 @@ import numpy as np
 from collectives import log
 from collectives.errors import CollectiveError, StallError
 from collectives.fabric import arena
+from collectives.fabric.arena import SparseFile
 from mpips.compression import Compressor
 from mpips.optimizers import Groups
 from mpips.store.keys.key import Name, Rounds
@@ -113,7 +114,9 @@ class Server(Member[None]):
         super().__init__(layout, generation, memory)
         if layout.survives:
             arena.in_one_segment()
-        self._ledger = Ledger() if layout.survives else None
+        self._file = SparseFile()
+        """Where rows of tables lie."""
+        self._ledger = Ledger(self._file) if layout.survives else None
         self.ledger = None if self._ledger is None else self._ledger.region
         self._units = UnitMemory(self._ledger)
         self._shared_cores = seat.shared
@@ -138,8 +141,9 @@ class Server(Member[None]):
         rest = remote, late, self._reduce, groups, self._mirror, compressor
         state = AsynchronousState(options.staleness, *rest) if layout.asynchronous else SynchronousState(*rest)
         staleness = options.staleness if layout.asynchronous else None
+        server = layout.rank - layout.num_workers
         tables = ServerTables(
-            layout.num_workers, staleness, layout.rank - layout.num_workers, layout.num_servers
+            layout.num_workers, staleness, server, layout.num_servers, self._file, layout.survives
         )
         return Serving(state, Requests(state, f"server rank {layout.rank}", self._units, number, tables))
 
@@ -289,7 +293,7 @@ class Server(Member[None]):
         if (owner := former_rank(layout)) >= 0:
             settings = encode_settings(old.state.optimizers, old.state.compressor)
             units = [holding_of_unit(unit, layout.asynchronous) for unit in old.state.units.values()]
-            mine.shelves.append(Shelf(owner, True, settings, units))
+            mine.shelves.append(Shelf(owner, True, settings, units, tables=old.requests.tables.holdings()))
             mine.shelves += self._copies.shelves(layout.before, owner)
         return mine
 
@@ -305,9 +309,21 @@ class Server(Member[None]):
         for unit in units:
             serving.state.create(unit)
             serving.state.changed(unit)
+        self._restore_tables(plan, reached)
         self._rounds = plan.rounds
         LOG.info("%d unit%s moved, %d byte%s", len(units), "s"[: len(units) != 1], self.nbytes, "s"[: self.nbytes != 1])
         return Placed(where, serving.requests.repeat_change(plan.change))
+
+    def _restore_tables(self, plan: RecoveryPlan, reached: ReachableMemory) -> None:
+        """Have the rows of all tables that belong to this server now."""
+        mine = former_rank(self.layout)
+        old = self._last_serving.before(self.generation.number, self._now).requests.tables
+        for table in plan.tables:
+            owners, name = plan.row_sources[self.layout.rank], table.card.table
+            sources = None if owners is None else [
+                old.journal(name) if owner == mine else reached.journal(owner, name) for owner in owners
+            ]  # fmt: skip
+            self._next.requests.tables.restore(table, old, sources)
 
     def rebuild(self, plan: RecoveryPlan, placed: Sequence[Placed]) -> None:
         """Serve the new units over the new lines."""

@@ -78,6 +78,8 @@ class Requests:
                 raise
             line.post_body(f"{self._name}: {error}".encode(), Op.ANSWER, token=token, flags=1)
             return
+        if isinstance(request, frames.MakeTable | frames.ResetTable):
+            self.publish()
         self.say(answers)
 
     def say(self, answers: TableAnswers) -> None:
@@ -198,7 +200,7 @@ class Requests:
         """Tell those who outlive this server what it has."""
         if self._memory.ledger is not None:
             settings = encode_settings(self._state.optimizers, self._state.compressor)
-            self._memory.publish(self._state.units.values(), settings, self._generation)
+            self._memory.publish(self._state.units.values(), settings, self._generation, self.tables.entries())
 
     # ---- snapshots
 

@@ -19,8 +19,10 @@ from numpy.typing import NDArray
 
 from collectives.errors import CollectiveError, MismatchError
 from collectives.fabric.arena import SparseFile
+from mpips.store.recovery.tables import TableEntry, TableHolding, TablePlan, holding_of_table
 from mpips.store.tables import admission, row_optimizers
-from mpips.store.tables.initial import Ids
+from mpips.store.tables.initial import Ids, owners_of
+from mpips.store.tables.journal import TORN, Journal
 from mpips.store.tables.merge import summed
 from mpips.store.tables.rows import Array, FrozenRows, TableRows, arrays_of
 from mpips.store.transport import frames
@@ -55,11 +57,15 @@ class _Pull(NamedTuple):
 class ServerTables:
     """All tables of one server in one generation. `staleness`: None where rounds are synchronous; -1: any.
 
-    `server`: which of `servers` it is, from 0; a table's `limit` is spread over them."""
+    `server`: which of `servers` it is, from 0; a table's `limit` is spread over them. `file`: where rows lie.
+    `survives`: others can have them, and the round before, when this server has died."""
 
-    def __init__(self, workers: int, staleness: int | None = None, server: int = 0, servers: int = 1) -> None:
+    def __init__(
+        self, workers: int, staleness: int | None = None, server: int = 0, servers: int = 1,
+        file: SparseFile | None = None, survives: bool = False,
+    ) -> None:  # fmt: skip
         self._workers, self._staleness, self._server, self._servers = workers, staleness, server, servers
-        self._file = SparseFile()
+        self._file, self._survives = SparseFile() if file is None else file, survives
         self._tables: dict[str, _Table] = {}
         self._gone: set[int] = set()
         self._frozen: dict[int, dict[str, tuple[TableRows, FrozenRows]]] = {}
@@ -85,11 +91,7 @@ class ServerTables:
         has left is waited for. CollectiveError where rows cannot be updated."""
         match request:
             case frames.MakeTable():
-                limit = (request.limit + self._servers - 1 - self._server) // self._servers
-                counts = self._tables[request.table + admission.COUNTS] if request.seen else None
-                self._tables[request.table] = _Table(
-                    request, self._workers, self._staleness, limit, counts, self._file
-                )
+                self._make(request)
                 return [(asker, frames.RequestDone())]
             case frames.UpdateTable():
                 self._tables[request.table].set_numbers(request.numbers)
@@ -117,6 +119,9 @@ class ServerTables:
             case frames.ResetTable():
                 self._tables[request.table].reset(request.updates)
                 return [(asker, frames.RequestDone())]
+            case frames.EndLoad():
+                self._tables[request.table].end_load()
+                return [(asker, frames.RequestDone())]
             case frames.PutRows():
                 self._tables[request.table].put(request.arrays)
                 return [(asker, frames.RequestDone())]
@@ -138,6 +143,45 @@ class ServerTables:
             told.append(frames.FrozenTable(frozen.count, frozen.top, table.updates))
         return frames.FrozenTables(told)
 
+    def _make(self, card: frames.MakeTable) -> _Table:
+        limit = (card.limit + self._servers - 1 - self._server) // self._servers
+        counts = self._tables[card.table + admission.COUNTS] if card.seen else None
+        made = _Table(card, self._workers, self._staleness, limit, counts, self._file, self._survives)
+        self._tables[card.table] = made
+        return made
+
+    # ---- the end of a generation, and the beginning of the next one
+
+    def holdings(self) -> list[TableHolding]:
+        """Return what this server has of each table."""
+        return [holding_of_table(name, table.journal) for name, table in self._tables.items()]
+
+    def entries(self) -> list[TableEntry]:
+        """Return where others find the tables when this server has died."""
+        return [
+            TableEntry(table.card, dict(table.rows.places), table.rows.capacity, self._workers)
+            for table in self._tables.values()
+        ]
+
+    def journal(self, name: str) -> Journal:
+        """Return what a table has at rounds that can be had."""
+        return self._tables[name].journal
+
+    def restore(self, plan: TablePlan, old: ServerTables, sources: Iterable[Journal] | None) -> None:
+        """Have a table from the last generation on: the rows that this server has there already (None), or those of
+        `sources` that belong to it."""
+        table = self._make(plan.card)
+        if sources is None:
+            table.rows = old._tables[plan.card.table].rows
+            table.rows.go_to(old.journal(plan.card.table), plan.round)
+        else:
+            table.rows.drops.known = plan.updates
+        for journal in sources or ():
+            for piece in journal.pieces(plan.round):
+                mine = owners_of(piece["ids"], self._servers) == self._server
+                table.rows.put({name: array[mine] for name, array in piece.items()})
+        table.begin(plan.round, plan.updates, plan.pushes, plan.torn)
+
     def left(self, worker: int) -> TableAnswers:
         """A worker has left: return what can be answered without it. MismatchError where a round waits for it."""
         self._gone.add(worker)
@@ -149,15 +193,20 @@ class _Table:
 
     def __init__(
         self, card: frames.MakeTable, workers: int, staleness: int | None, limit: int, counts: _Table | None,
-        file: SparseFile,
+        file: SparseFile, survives: bool,
     ) -> None:  # fmt: skip
-        self._card, self._staleness, self._limit, self._counts, self._file = card, staleness, limit, counts, file
+        self.card, self._staleness, self._limit, self._counts, self._file = card, staleness, limit, counts, file
+        self._survives = survives
         self.refused = 0
         """How many gradients were of ids that got no row."""
         self._optimizer = row_optimizers.decode(card.optimizer, card.numbers)
-        self.reset(0)
         self._done = [0] * workers
         """Of each worker how many pushes are applied."""
+        self.rows, self.updates = self._new_rows(), 0
+        self.journal = self.rows.journal
+        """That of this generation, also where the next one has rows by now."""
+        self._before_load: TableRows | None = None
+        """The rows that a load has replaced, as long as those who outlive this server may look there."""
         self._queues: list[deque[_Push]] = [deque() for _ in range(workers)]
         self._arrivals: deque[int] = deque()
         """In an asynchronous store: whose pushes wait, as they came."""
@@ -169,27 +218,49 @@ class _Table:
         return len(self._pulls) + sum(map(len, self._queues))
 
     def reset(self, updates: int) -> None:
-        """Begin without rows, after so many updates."""
-        card = self._card
-        kind, life = np.dtype(card.dtype), (card.evict, self._limit)
-        self.rows = TableRows(card.dim, kind, card.key, card.bound, self._optimizer, *life, self._file)
-        self.updates = self.rows.drops.known = updates
+        """Begin without rows, after so many updates; until `end_load` the table is torn."""
+        self._before_load, self.rows = self.rows, self._new_rows()
+        self.rows.begin(self.journal.standings()[0][0], updates, self._done, True)
+        self.updates, self.journal = updates, self.rows.journal
+        self.rows.drops.known = updates
+        if self._counts is not None:
+            self._counts.reset(updates)
+            self._counts.end_load()
+
+    def end_load(self) -> None:
+        """All rows of a load have come."""
+        self._before_load = None
+        self.journal.words[TORN] = 0
 
     def set_numbers(self, numbers: bytes) -> None:
         """Update rows with other numbers of the optimizer from now on."""
-        self._card.numbers = numbers
-        self.rows.optimizer = self._optimizer = row_optimizers.decode(self._card.optimizer, numbers)
+        self.card.numbers = numbers
+        self.rows.optimizer = self._optimizer = row_optimizers.decode(self.card.optimizer, numbers)
+
+    def begin(self, round_: int, updates: int, done: Sequence[int], torn: bool) -> None:
+        """Begin a generation with the rows that are there."""
+        self._done, self.updates = list(done), updates
+        self.rows.begin(round_, updates, done, torn)
+        self.rows.optimizer = self._optimizer
+        self.journal = self.rows.journal
+
+    def _new_rows(self) -> TableRows:
+        card = self.card
+        kind, life = np.dtype(card.dtype), (card.evict, self._limit)
+        return TableRows(
+            card.dim, kind, card.key, card.bound, self._optimizer, *life, self._file, self._survives, len(self._done)
+        )
 
     def put(self, arrays: Mapping[str, bytes]) -> None:
         """Set rows that were sent."""
-        kinds = arrays_of(self._card.dim, np.dtype(self._card.dtype), self._optimizer)
+        kinds = arrays_of(self.card.dim, np.dtype(self.card.dtype), self._optimizer)
         self.rows.put(
             {name: np.frombuffer(arrays[name], dtype).reshape(-1, *shape) for name, (dtype, shape) in kinds.items()}
         )
 
     def parts(self, payload: Payload, count: int) -> tuple[Ids, Array]:
         """Return so many ids, and their rows, (count, dim), as they lie in a payload."""
-        dtype, dim = np.dtype(self._card.dtype), self._card.dim
+        dtype, dim = np.dtype(self.card.dtype), self.card.dim
         row_bytes = dtype.itemsize * dim
         rows = payload[: count * row_bytes].view(dtype).reshape(count, dim)
         return frames.ids_in(payload, count, row_bytes), rows
@@ -211,9 +282,8 @@ class _Table:
         """Apply what can be applied, and answer who waited for it. MismatchError where a round can never end."""
         answers: list[tuple[Asker, frames.Answer]] = []
         while workers := self._next(gone):
-            self._apply([self._queues[worker].popleft() for worker in workers])
+            self._apply(workers, [self._queues[worker].popleft() for worker in workers])
             for worker in workers:
-                self._done[worker] += 1
                 if self._queues[worker]:
                     answers.append((self._queues[worker][0].asker, frames.RequestDone()))
         waiting = []
@@ -244,26 +314,35 @@ class _Table:
         present = (done for worker, done in enumerate(self._done) if worker not in gone)
         return steps - min(present, default=steps) > self._staleness
 
-    def _apply(self, pushes: Sequence[_Push]) -> None:
+    def _apply(self, workers: Sequence[int], pushes: Sequence[_Push]) -> None:
+        """Apply a push of each of these workers, together, as one round of the journal."""
         ids, gradients = summed([(push.ids, push.gradients) for push in pushes])
         self.updates += 1
+        tables = [self] if self._counts is None else [self._counts, self]
+        for table in tables:
+            table.updates = self.updates
+            table.journal.open()
         try:
-            if self._counts is not None or self._card.chance < 1:
+            if self._counts is not None or self.card.chance < 1:
                 admitted = self._admitted(ids)
                 self.refused += len(ids) - len(admitted)
                 ids, gradients = ids[admitted], gradients[admitted]
             self.rows.update(ids, gradients, self.updates)
         except Exception as error:
-            raise CollectiveError(f"table {self._card.table!r}: update {self.updates} failed: {error}") from error
+            raise CollectiveError(f"table {self.card.table!r}: update {self.updates} failed: {error}") from error
+        for worker in workers:
+            self._done[worker] += 1
+        for table in tables:
+            table.journal.close(self.updates, self._done)
 
     def _admitted(self, ids: Ids) -> NDArray[np.int64]:
         """Return the places of ids that have a row, or get one now."""
         there = self.rows.positions.find(ids) >= 0
         new = np.flatnonzero(~there)
         if self._counts is not None:
-            there[new] = admission.often_named(self._counts.rows, ids[new], self.updates, self._card.seen)
+            there[new] = admission.often_named(self._counts.rows, ids[new], self.updates, self.card.seen)
         else:
-            there[new] = admission.lucky(self._card.key, ids[new], self.updates, self._card.chance)
+            there[new] = admission.lucky(self.card.key, ids[new], self.updates, self.card.chance)
         return np.flatnonzero(there)
 
     def _read(self, pull: _Pull) -> frames.Answer:
@@ -271,10 +350,10 @@ class _Table:
             rows = self.rows.pull(pull.ids, pull.out)
             return frames.RequestDone() if pull.out is not None else frames.Bytes(rows.tobytes())
         except Exception as error:
-            raise CollectiveError(f"table {self._card.table!r}: rows cannot be made: {error}") from error
+            raise CollectiveError(f"table {self.card.table!r}: rows cannot be made: {error}") from error
 
     def _see_gone(self, gone: Iterable[int]) -> None:
         for worker in gone:
             if not self._queues[worker]:
-                round_ = f"table {self._card.table!r}: round {self.updates + 1}"
+                round_ = f"table {self.card.table!r}: round {self.updates + 1}"
                 raise MismatchError(f"{round_} needs rank {worker}, which has left the store")

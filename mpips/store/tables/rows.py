@@ -27,17 +27,15 @@ from collectives.fabric.arena import SparseFile
 from mpips.store.tables import kernels
 from mpips.store.tables.index import MOST_ROWS, Positions
 from mpips.store.tables.initial import Ids, first_rows
+from mpips.store.tables.journal import KEPT, ROWS, WORDS, Journal, kept_arrays
 from mpips.store.tables.places import FREE, Places
 from mpips.store.tables.row_optimizers import RowOptimizer
 
 Array = NDArray[Any]
 BLOCK_BYTES = 1 << 18
 """Of rows with their state, which are updated at a time."""
-WORDS = 8
 FEW = 1 << 16
 """Ids of dropped rows that are kept though there are fewer rows."""
-ROWS = 0
-"""Of a table's words: how many positions of rows were given out."""
 
 
 def arrays_of(dim: int, dtype: np.dtype, optimizer: RowOptimizer) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
@@ -50,11 +48,12 @@ def arrays_of(dim: int, dtype: np.dtype, optimizer: RowOptimizer) -> dict[str, t
 
 class TableRows:
     """Rows of `dim` values of a dtype. `key`, `bound`: of their first values. `evict`, `limit`: which rows are dropped
-    (`places`); 0: none. `file`: where they lie; None: in one of their own."""
+    (`places`); 0: none. `file`: where they lie; None: in one of their own. `survives`: the round before can be had
+    (`journal`), which counts pushes of `workers`."""
 
     def __init__(
         self, dim: int, dtype: np.dtype, key: int, bound: float, optimizer: RowOptimizer, evict: int = 0,
-        limit: int = 0, file: SparseFile | None = None,
+        limit: int = 0, file: SparseFile | None = None, survives: bool = False, workers: int = 0,
     ) -> None:  # fmt: skip
         self._dim, self._dtype, self._key, self._bound, self.optimizer = dim, dtype, key, bound, optimizer
         self._file = SparseFile() if file is None else file
@@ -67,7 +66,10 @@ class TableRows:
         self._arrays = {
             name: self._reserved(name, (self._capacity, *shape), dtype) for name, (dtype, shape) in arrays.items()
         }
-        self._words = memoryview(self._reserved("words", (WORDS,), np.dtype(np.uint64)))  # type: ignore[arg-type]
+        self._kept: dict[str, Array] = {}
+        for name, (dtype_of_it, shape) in kept_arrays(arrays).items() if survives else ():
+            self._kept[name] = self._reserved(KEPT + name, (self._capacity, *shape), dtype_of_it)
+        self.journal = self._new_journal(workers)
         self._values = self._arrays["values"]
         self._state = [self._arrays[name] for name in arrays if name.startswith("state")]
         self._counts = self._arrays.get("counts")
@@ -78,6 +80,13 @@ class TableRows:
         self._put = False
         """Rows were put since the last update."""
         self._frozen: list[FrozenRows] = []
+        self._step = 0
+        """The update that was made last."""
+
+    @property
+    def capacity(self) -> int:
+        """Return for how many rows there is room."""
+        return self._capacity
 
     @property
     def count(self) -> int:
@@ -106,6 +115,7 @@ class TableRows:
         if self._put:
             self.positions.see_touched()
             self._put = False
+        self._step = step
         at = self._positions(ids)
         self._keep(at)
         counts = None
@@ -138,7 +148,7 @@ class TableRows:
         self._remove(self.positions.find(ids))
 
     def _remove(self, at: Positions) -> None:
-        self._keep(at)
+        self._keep(at[self._arrays["touched"][at] != self._step])  # those that this update has named are kept already
         self.positions.remove(at)
 
     def freeze(self, since: int = FREE, export: bool = False) -> FrozenRows:
@@ -157,14 +167,38 @@ class TableRows:
 
     def _keep(self, at: Positions) -> None:
         """Keep what lies at positions and is about to change, for those who need it as it is."""
+        self.journal.keep(at)
+        self._keep_frozen(at)
+
+    def _keep_frozen(self, at: Positions) -> None:
         for frozen in self._frozen:
             frozen.keep(at)
+
+    def go_to(self, journal: Journal, round_: int) -> None:
+        """Put back what is beyond a round that can be had, by the journal of the generation that is over."""
+        self.journal = journal
+        changed = self.journal.put_back()
+        if self.journal.standings()[0][0] > round_:
+            changed = self.journal.back()
+        if changed:
+            self.positions.restore(int(self.journal.words[ROWS]))
+
+    def begin(self, round_: int, updates: int, done: Sequence[int], torn: bool) -> None:
+        """Begin a generation at a round. What the last one has written of rounds stays until this one has begun."""
+        self._frozen = []
+        self.journal = self._new_journal(len(done))
+        self.journal.begin(self.positions.top, round_, updates, done, torn)
+
+    def _new_journal(self, workers: int) -> Journal:
+        words = self._reserved("words", (WORDS,), np.dtype(np.uint64))
+        done = self._reserved("done", (2, workers), np.dtype(np.uint64))
+        return Journal(self._arrays, words, done, self._kept)
 
     def put(self, arrays: Mapping[str, Array]) -> None:
         """Set rows, of all arrays by name; ids are each there once."""
         self._put = True
         at = self._positions(arrays["ids"])
-        self._keep(at)
+        self._keep_frozen(at)
         for name, values in arrays.items():
             self._arrays[name][at] = values
 
@@ -183,7 +217,7 @@ class TableRows:
         for array in self._state if self._counts is None else (*self._state, self._counts):
             array[again] = 0
         self._write_first_values(self._values, positions, ids)
-        self._words[ROWS] = self.positions.top
+        self.journal.words[ROWS] = self.positions.top
         return positions
 
     def _write_first_values(self, rows: Array, at: Positions, ids: Ids) -> None:

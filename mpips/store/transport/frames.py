@@ -355,6 +355,12 @@ class ResetTable(msgspec.Struct, tag=True):
     updates: int
 
 
+class EndLoad(msgspec.Struct, tag=True):
+    """All rows of a table that was reset have been put."""
+
+    table: str
+
+
 class PutRows(msgspec.Struct, tag=True):
     """Set rows of a table: all its arrays by name, as bytes."""
 
@@ -391,6 +397,7 @@ Request = (
     Create | Forget | Flush | OpenStore | SetOptimizer | UpdateOptimizer | SetCompression | GetState | PutState
     | SetTorn | TakeSnapshot | ReadSnapshot | DropSnapshot | GetVersions | MakeTable | PushRows | PullRows
     | UpdateTable | GetTableStats | FreezeTables | ReadTable | ReadDropped | ThawTables | ResetTable | PutRows
+    | EndLoad
 )  # fmt: skip
 Answer = (
     Created | StatePart | Snapshotted | Bytes | Versions | TableStats | FrozenTables | PutRows | RequestDone
@@ -398,7 +405,7 @@ Answer = (
 
 TableRequest = (
     MakeTable | UpdateTable | PushRows | PullRows | GetTableStats | FreezeTables | ReadTable | ReadDropped | ThawTables
-    | ResetTable | PutRows
+    | ResetTable | PutRows | EndLoad
 )  # fmt: skip
 """What a worker asks of tables, which have rounds of their own."""
 

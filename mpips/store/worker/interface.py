@@ -42,6 +42,7 @@ class Recovered(NamedTuple):
     keys: list[Key]
     groups: Groups
     compressor: Compressor | None
+    tables: Sequence[MakeTable] = ()
 
 
 @dataclass
@@ -162,6 +163,9 @@ class Tables(Protocol):
 
     def put(self, table: str, arrays: Mapping[str, Array]) -> Task[None]:
         """Give the servers rows: all arrays of the table by name, ids each once. For one worker."""
+
+    def end_load(self, table: str) -> Task[None]:
+        """Let the servers know that they have all rows of the table. For one worker."""
 
     def at_rank_0(self, do: Callable[[], Task[bytes]], what: str) -> Task[bytes]:
         """Rank 0 does it. Collective; ValueError on all where it raises one, and nothing has changed."""

@@ -48,8 +48,8 @@ class Table:
     def __init__(self, settings: Settings, route: Route, known: KnownTable) -> None:
         self._settings, self._route, self._known = settings, route, known
         self.name, self.dim, self.dtype = known.name, known.card.dim, np.dtype(known.card.dtype)
-        self._last: Handle | None = None
-        """The last `ipull`, which the next call waits for."""
+        self._last: tuple[Handle, int] | None = None
+        """The last `ipull`, which the next call of its generation waits for, and that generation."""
 
     def push(self, ids: object, gradients: object) -> None:
         """Contribute to the table's next update; return when the arrays may be overwritten.
@@ -90,8 +90,9 @@ class Table:
             target, rows = self._target_of("ipull", out, shape)
         task = self._read("ipull", where, rows, target)
         self._route.mark(f"ipull of table {self.name!r}")
-        self._last = self._settings.start(f"ipull of table {self.name!r}", task, detached=False)
-        return self._last
+        handle = self._settings.start(f"ipull of table {self.name!r}", task, detached=False)
+        self._last = handle, self._settings.generation.number
+        return handle
 
     def pushpull(self, ids: object, gradients: object, out: object = None) -> Any:
         """Push gradients of these ids, and return their rows after that, as `pull` does."""
@@ -219,8 +220,9 @@ class Table:
     def _run(self, what: str, task: Task[None]) -> None:
         self._route.mark(f"{what} of table {self.name!r}")
         if self._last is not None:
-            last, self._last = self._last, None
-            last.wait()
+            (last, generation), self._last = self._last, None
+            if generation == self._settings.generation.number:
+                last.wait()
         self._settings.run(f"{what} of table {self.name!r}", task)
 
     # ---- arguments
@@ -375,8 +377,8 @@ def _see_store(settings: Settings, name: str) -> None:
     layout, why = settings.layout, ""
     if settings.backend.tables is None:
         why = f"kind {layout.kind!r} has no servers here, and rows are made on servers: give servers=1 or more"
-    elif layout.survives:
-        why = f"spares={layout.options.spares}: rows are not yet kept over a death: make the store without spares"
+    elif layout.options.mirrors:
+        why = f"mirrors={layout.options.mirrors}: rows have no mirror on another host yet: make the store without"
     if why:
         raise ValueError(f"table {name!r}: {why}")
 

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -113,6 +113,9 @@ def train(kv: mpips.KVStore, job: Job) -> tuple[dict[str, np.ndarray], list[list
             step = kv.recover().step
 
 
+Train = Callable[[mpips.KVStore, Job], tuple[dict[str, np.ndarray], list[list[int]]]]
+
+
 def one_step(kv: mpips.KVStore, step: int, values: dict[str, np.ndarray]) -> None:
     """One after the other, all in one call, or beside one another."""
     made = {name: gradient(array, step, kv.rank, kv.num_workers) for name, array in values.items()}
@@ -127,7 +130,7 @@ def one_step(kv: mpips.KVStore, step: int, values: dict[str, np.ndarray]) -> Non
             handle.wait()
 
 
-def main(folder: Path, job: Job) -> None:
+def main(folder: Path, job: Job, train: Train = train) -> None:
     rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
     if job.apart:
         real = communicator.open_memory

@@ -8,6 +8,7 @@ import json
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,9 @@ STEPS = 1500
 """They take longer than until the first death."""
 
 
-def run(folder: Path, job: Job, ranks: int, module: str = "tests.mpi.mpips.survivor") -> list[list[list[int]]]:
+def run(
+    folder: Path, job: Job, ranks: int, module: str = "tests.mpi.mpips.survivor", expected: Any = expected
+) -> list[list[list[int]]]:
     """The traces of the workers that are left, once their values were seen to be right."""
     roles = ["-n", str(ranks - job.spares), "-s", str(job.servers), "--spares", str(job.spares)]
     words = [sys.executable, "-m", "launch.cli", "run", *roles, "-m", module, str(folder), job.text()]

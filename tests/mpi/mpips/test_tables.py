@@ -310,20 +310,33 @@ def test_all_ranks_hear_of_a_gradient_that_is_not_finite() -> None:
         assert "push 1 of rank 0 holds 1 NaN and 0 infinities among 4 elements, the first of id 9" in said
 
 
-def test_a_table_ends_with_its_generation() -> None:
+@either_mpi
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+def test_a_table_goes_on_after_recover(kind: str) -> None:
     need(servers=1)
+    ids, more = np.arange(4), {"init": mpips.uniform(0.5), "optimizer": "adam", "learning_rate": 0.1}
 
     def body(kv: mpips.KVStore) -> None:
-        table = kv.table("t", 2)
-        rows = table.pull(np.arange(4))
+        table, first = kv.table("t", 2, **more), None
+        for step in range(6):
+            gradients = np.full((4, 2), step + 1, np.float32)
+            if step == 3:
+                kv.barrier()
+                rounds = kv.recover()
+                assert rounds["t"] == 3 and not rounds.torn
+                assert rounds.step == 3
+            table.push(ids, gradients if kv.rank == 0 or kind == "dist_sync" else np.zeros_like(gradients))
+            first = table.pull(ids) if first is None else first
+        assert table.pushes == 6
         kv.barrier()
-        kv.recover()
-        assert "make it anew" in failure(lambda: table.pull(np.arange(4)))
-        again = kv.table("t", 2)
-        assert again.pull(np.arange(4)).tobytes() == rows.tobytes()
-        kv.barrier()
+        if kind == "dist_sync":
+            expected = ReferenceTable("t", 2, "float32", 0.5, "adam")
+            for step in range(6):
+                expected.push([(ids, np.full((4, 2), step + 1, np.float32))] * kv.num_workers)
+            assert table.pull(ids).tobytes() == expected.pull(ids).tobytes()
+        assert table.stats()["updates"] == 6 * (1 if kind == "dist_sync" else kv.num_workers)
 
-    run("dist_sync", body, servers=1)
+    run(kind, body, servers=1)
 
 
 def test_a_worker_that_leaves_ends_the_wait_for_its_push() -> None:

@@ -1,0 +1,116 @@
+"""What is left of tables after a death: who has which rows, at which rounds, and where they lie on the node.
+
+A table is whole where the rows of every server are there. Servers differ by one round at most, and each can go back by
+one, so there is a round that all can have. Where as many servers go on as there were, each keeps its rows; who takes a
+dead one's place copies its rows from memory that outlives it (`tables.journal`). Otherwise each copies from all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from collectives.fabric.arena import SparseFile
+from mpips.store.roles import Layout
+from mpips.store.runtime.errors import LostError
+from mpips.store.tables import row_optimizers
+from mpips.store.tables.journal import Journal
+from mpips.store.tables.rows import arrays_of
+from mpips.store.transport.frames import MakeTable
+
+
+class TableHolding(msgspec.Struct, array_like=True):
+    """A table on one server, and the rounds at which its rows can be had there."""
+
+    table: str
+    standings: list[tuple[int, int]]
+    """The newest round first, each with the updates of the table."""
+    torn: bool
+    pushes: list[int]
+    """Of each worker how many pushes are in the newest."""
+
+
+class TableEntry(msgspec.Struct, array_like=True):
+    """Where others find a table of a server that has died: offsets of arrays in its sparse file."""
+
+    card: MakeTable
+    places: dict[str, int]
+    capacity: int
+    workers: int
+
+
+class TablePlan(NamedTuple):
+    """A table in the next generation. `pushes`: of each worker how many are in it."""
+
+    card: MakeTable
+    round: int
+    updates: int
+    torn: bool
+    pushes: list[int]
+
+
+Owners = Mapping[int, TableHolding]
+"""What each server of the generation before, by its rank then, has of one table."""
+
+
+def holding_of_table(name: str, journal: Journal) -> TableHolding:
+    """Return what a journal says of a table."""
+    standings = journal.standings()
+    return TableHolding(name, standings, journal.torn, journal.done(standings[0][0]))
+
+
+def attached(file: SparseFile, entry: TableEntry) -> Journal:
+    """Return the journal of a table whose server has died."""
+    card = entry.card
+    arrays = arrays_of(card.dim, np.dtype(card.dtype), row_optimizers.decode(card.optimizer, card.numbers))
+    return Journal.attached(file, entry.places, arrays, entry.capacity, entry.workers)
+
+
+def rounds_of(owners: Owners) -> list[int]:
+    """Return the rounds at which all servers can have a table."""
+    return sorted(set.intersection(*({round_ for round_, _ in one.standings} for one in owners.values())))
+
+
+def plan_table(layout: Layout, card: MakeTable, owners: Owners, round_: int | None) -> TablePlan:
+    """Return a table at a round that all can have, where None at each server's newest."""
+    newest = max(one.standings[0][0] for one in owners.values())
+    chosen = newest if round_ is None else round_
+    updates = max(step for one in owners.values() for number, step in one.standings if number <= chosen)
+    torn = any(one.torn for one in owners.values()) or (round_ is None and not layout.asynchronous)
+    pushes = [chosen] * layout.num_workers
+    if layout.asynchronous:
+        told = [max(counts) for counts in zip(*(one.pushes for one in owners.values()))]
+        slowest = min(told, default=0)
+        places = range(layout.num_workers) if layout.before is None else layout.before.places
+        pushes = [told[place] if 0 <= place < len(told) else slowest for place in places]
+    return TablePlan(card, chosen, updates, torn, pushes)
+
+
+def sources_of(layout: Layout, rank: int, live: Sequence[int], mapped: Sequence[int]) -> list[int] | None:
+    """Return the servers, by their ranks before, whose rows the server `rank` copies; None where it keeps its own.
+
+    `live`: those that live, as ranks before. `mapped`: those whose memory it reaches. LostError where it does not
+    reach one."""
+    before = layout.before
+    mine = rank - layout.num_workers
+    if before is None:
+        return None
+    first, count = before.num_workers, before.num_servers
+    if count == layout.num_servers:
+        owner = first + mine
+        if owner in live and before.origin[rank] == owner:
+            return None
+        wanted = [owner]
+    else:
+        wanted = list(range(first, first + count))
+    own = before.origin[rank]
+    if missing := [owner for owner in wanted if owner != own and owner not in mapped]:
+        raise LostError(
+            f"recover: rows of tables lie in memory of another host, that of server rank {missing[0]} before, and do "
+            "not travel between hosts yet: start as many spares as servers on each host with servers, or go on from a "
+            "checkpoint"
+        )
+    return wanted

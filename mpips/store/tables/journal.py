@@ -1,0 +1,156 @@
+"""The journal of a table's rows: one whole round of them can be had wherever their server is killed.
+
+Rows are changed in place. Before a round changes what lies at a position, it is copied, and the mark moves on; then it
+changes. So the round before is what lies there, with the copies up to the mark in their places. Once a round is
+complete, both can be had. All lies in the server's sparse file; stores of one process are seen in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.fabric.arena import SparseFile
+from mpips.store.tables.places import FREE
+
+Array = NDArray[Any]
+Positions = NDArray[np.int64]
+Arrays = dict[str, tuple[np.dtype, tuple[int, ...]]]
+WORDS = 16
+ROWS, CLOSED, OPENED, WHOLE, MARK, ROWS_BEFORE, UPDATES, UPDATES_BEFORE, TORN = range(9)
+"""How many positions were given out; the last complete round; the one that is being written, else the same; whether the
+copies are whole, of the round before the last; how many positions are copied; positions and updates of the table at the
+round before; whether rows are being put from outside."""
+KEPT = "kept "
+"""What the names of copies begin with."""
+READ_AT_ONCE = 1 << 16
+
+Standing = tuple[int, int]
+"""A round that can be had, and the updates of the table by then."""
+
+
+class Journal:
+    """What lies at the positions of one table, now and a round before. `arrays`: the table's, by name.
+
+    `done`: how many pushes of each worker are applied, in turn for even and odd rounds. `kept`: positions, "at", and a
+    copy of each array; nothing where no round before is kept."""
+
+    def __init__(
+        self, arrays: Mapping[str, Array], words: Array, done: Array, kept: Mapping[str, Array]
+    ) -> None:
+        self._arrays, self._done, self._kept = arrays, done, kept
+        self.words: Any = memoryview(words)  # type: ignore[arg-type]
+
+    @classmethod
+    def attached(
+        cls, file: SparseFile, places: Mapping[str, int], arrays: Arrays, capacity: int, workers: int
+    ) -> Journal:
+        """Return the journal of another process's table, by offsets in its file."""
+        kinds = {name: file.view(places[name], (capacity, *shape), dtype) for name, (dtype, shape) in arrays.items()}
+        kept = {
+            name: file.view(places[KEPT + name], (capacity, *shape), dtype)
+            for name, (dtype, shape) in kept_arrays(arrays).items()
+        }
+        words = file.view(places["words"], (WORDS,), np.uint64)
+        return cls(kinds, words, file.view(places["done"], (2, workers), np.uint64), kept)
+
+    # ---- a round is written
+
+    def open(self) -> None:
+        """Begin a round: what follows changes rows."""
+        words = self.words
+        words[WHOLE] = 0
+        words[MARK] = 0
+        words[ROWS_BEFORE], words[UPDATES_BEFORE] = words[ROWS], words[UPDATES]
+        words[OPENED] = words[CLOSED] + 1
+
+    def keep(self, at: Positions) -> None:
+        """Copy what lies at positions that are about to change, each for the first time in this round."""
+        if not self._kept:
+            return
+        at = at[at < self.words[ROWS_BEFORE]]
+        mark = int(self.words[MARK])
+        stop = mark + len(at)
+        for name, array in self._arrays.items():
+            np.take(array, at, axis=0, out=self._kept[name][mark:stop], mode="clip")
+        self._kept["at"][mark:stop] = at
+        self.words[MARK] = stop
+
+    def close(self, updates: int, done: Sequence[int]) -> None:
+        """Complete the round."""
+        words = self.words
+        self._done[words[OPENED] % 2] = done
+        words[UPDATES] = updates
+        words[WHOLE] = bool(self._kept)
+        words[CLOSED] = words[OPENED]
+
+    def begin(self, rows: int, round_: int, updates: int, done: Sequence[int], torn: bool = False) -> None:
+        """Begin at a round, with so many positions given out."""
+        words = self.words
+        words[TORN] = torn
+        self._done[round_ % 2] = done
+        words[ROWS], words[UPDATES] = rows, updates
+        words[OPENED] = words[CLOSED] = round_
+
+    def put_back(self) -> bool:
+        """Give up a round that is not complete; return whether there was one."""
+        words = self.words
+        if words[OPENED] == words[CLOSED] or not self._kept:
+            return False
+        mark, before = int(words[MARK]), int(words[ROWS_BEFORE])
+        at = self._kept["at"][:mark]
+        for name, array in self._arrays.items():
+            array[at] = self._kept[name][:mark]
+            array[before : int(words[ROWS])] = 0  # as where no row has lain
+        words[ROWS], words[UPDATES] = before, words[UPDATES_BEFORE]
+        words[WHOLE] = 0
+        words[OPENED] = words[CLOSED]
+        return True
+
+    def back(self) -> bool:
+        """Go back to the round before the last, which can be had."""
+        self.words[CLOSED] -= 1
+        return self.put_back()
+
+    # ---- what there is
+
+    @property
+    def torn(self) -> bool:
+        """Return whether no whole round can be had."""
+        words = self.words
+        return bool(words[TORN]) or (words[OPENED] != words[CLOSED] and not self._kept)
+
+    def standings(self) -> list[Standing]:
+        """Return the rounds that can be had, the newest first."""
+        words = self.words
+        if words[OPENED] != words[CLOSED]:
+            return [(int(words[CLOSED]), int(words[UPDATES_BEFORE]))]
+        before = [(int(words[CLOSED]) - 1, int(words[UPDATES_BEFORE]))] if words[WHOLE] else []
+        return [(int(words[CLOSED]), int(words[UPDATES])), *before]
+
+    def done(self, round_: int) -> list[int]:
+        """Return how many pushes of each worker are in a round that can be had."""
+        return [int(count) for count in self._done[round_ % 2]]
+
+    def pieces(self, round_: int) -> Iterable[dict[str, Array]]:
+        """Yield the rows at a round that can be had, piece by piece, of all arrays by name; nothing is changed."""
+        words, at = self.words, np.zeros(0, np.int64)
+        rows = int(words[ROWS])
+        if words[OPENED] != words[CLOSED] or round_ != words[CLOSED]:
+            rows, at = int(words[ROWS_BEFORE]), self._kept["at"][: int(words[MARK])] if self._kept else at
+        for start in range(0, rows, READ_AT_ONCE):
+            stop = min(start + READ_AT_ONCE, rows)
+            part = {name: array[start:stop].copy() for name, array in self._arrays.items()}
+            some = np.flatnonzero((at >= start) & (at < stop))
+            for name, array in part.items():
+                array[at[some] - start] = self._kept[name][some] if len(some) else array[:0]
+            lie = part["touched"] != FREE
+            yield {name: array[lie] for name, array in part.items()}
+
+
+def kept_arrays(arrays: Arrays) -> Arrays:
+    """Return what a journal keeps beside the arrays of a table: for each position that changes."""
+    return {"at": (np.dtype(np.int64), ()), **arrays}

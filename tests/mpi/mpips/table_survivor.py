@@ -1,0 +1,67 @@
+"""A worker of a job with tables of which ranks are killed, and what the rows must be in the end; run as `survivor`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import mpips
+from tests.mpi.mpips.reference_table import ReferenceTable
+from tests.mpi.mpips.survivor import Job, main
+
+DIM = 5
+TABLES: dict[str, dict[str, Any]] = {
+    "users": {"optimizer": "adam", "evict": 9}, "items": {"optimizer": "row_adagrad", "admit": mpips.seen(2)}
+}  # fmt: skip
+EVERY = np.arange(-60, 60) * 7 * 10**15
+
+
+def batch(name: str, step: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng([len(name), step, rank])
+    ids = random.choice(EVERY, (step + rank) % 13)
+    return ids, random.standard_normal((len(ids), DIM)).astype(np.float32)
+
+
+def train(kv: mpips.KVStore, job: Job) -> tuple[dict[str, np.ndarray], list[list[int]]]:
+    """The loop of a program that survives; what it ends with, and from which step on with how many workers."""
+    step, trace, w = kv.resumed, [], np.zeros(3)
+    made: dict[str, Any] = {}
+    while True:
+        try:
+            for name, more in TABLES.items():
+                if name not in made:  # they go on after a recovery
+                    made[name] = kv.table(name, DIM, init=mpips.uniform(0.5), learning_rate=0.1, **more)
+            kv.init("w", np.zeros(3))
+            kv.set_optimizer("sgd", learning_rate=1.0)
+            while step < job.steps:
+                if not trace or trace[-1][1] != kv.num_workers:
+                    trace.append([step, kv.num_workers])
+                for name, table in made.items():
+                    (table.push if step % 3 else table.pushpull)(*batch(name, step, kv.rank))
+                kv.pushpull("w", np.full(3, -1.0), w)
+                step += 1
+            return {name: table.pull(EVERY) for name, table in made.items()} | {"w": w}, trace
+        except mpips.StoreError:
+            step = kv.recover().step
+
+
+def expected(job: Job, traces: Iterable[list[list[int]]]) -> dict[str, np.ndarray]:
+    """The rows after all steps, each made by as many workers as the traces say."""
+    workers = [max(trace for trace in traces if trace[0][0] == 0)[0][1]] * job.steps
+    changes = [(step, number, size) for trace in traces for number, (step, size) in enumerate(trace) if number]
+    for step, _, size in sorted(changes):
+        workers[step:] = [size] * (job.steps - step)
+    tables = {name: ReferenceTable(name, DIM, "float32", 0.5, **more) for name, more in TABLES.items()}
+    for step, size in enumerate(workers):
+        for name, table in tables.items():
+            table.push([batch(name, step, rank) for rank in range(size)])
+    return {name: table.pull(EVERY) for name, table in tables.items()} | {"w": np.full(3, float(sum(workers)))}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Job(**json.loads(sys.argv[2])), train)

@@ -1,0 +1,37 @@
+"""Servers and workers are killed, at any moment, and tables hold the rows of a serial dictionary, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.choice import first
+from tests.mpi.mpips import table_survivor
+from tests.mpi.mpips.survivor import Job
+from tests.mpi.mpips.test_survival import HINDRANCE, run
+
+pytestmark = pytest.mark.skipif(bool(HINDRANCE), reason=HINDRANCE)
+STEPS = 300
+
+
+def survive(folder: Path, job: Job, ranks: int) -> list[list[list[int]]]:
+    return run(folder, job, ranks, "tests.mpi.mpips.table_survivor", table_survivor.expected)
+
+
+@pytest.mark.parametrize("victim, servers, spares", [(3, 2, 1), (1, 2, 1), (3, 2, 0), (1, 1, 0)])
+def test_rows_outlive_a_server_and_a_worker(tmp_path: Path, victim: int, servers: int, spares: int) -> None:
+    job = Job("dist_sync", servers, spares=spares, steps=STEPS, kills={str(victim): 0.2})
+    assert len(survive(tmp_path, job, 2 + servers + spares)) == 2 - (victim == 1 and not spares)
+
+
+@first(2, seed=range(20))
+def test_rows_outlive_deaths_at_drawn_moments(tmp_path: Path, seed: int) -> None:
+    choice = random.Random(seed)
+    spares = choice.choice([1, 2])
+    victims = choice.sample(range(1, 4 + spares), choice.choice([1, 2]))
+    while {2, 3} <= {*victims} and spares < 2:
+        victims = choice.sample(range(1, 4 + spares), 2)
+    kills = {str(victim): choice.random() * choice.choice([0.1, 1.0]) for victim in victims}
+    survive(tmp_path, Job("dist_sync", 2, spares=spares, steps=STEPS, kills=kills), 4 + spares)

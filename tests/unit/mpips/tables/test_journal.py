@@ -1,0 +1,118 @@
+"""A server that is killed at any line of a round leaves the rows of a whole round to those who have its file open."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from collectives.fabric.arena import SparseFile
+from mpips.optimizers import encode_numbers
+from mpips.store.recovery.tables import TableEntry, attached
+from mpips.store.server.tables import ServerTables
+from mpips.store.tables.initial import key_of
+from mpips.store.tables.journal import Journal
+from mpips.store.transport import frames
+
+ROUNDS = 5
+KILLED_IN = ("store/tables/rows", "store/tables/journal", "store/tables/places", "store/server/tables")
+LINE: Any = object()
+
+
+class Killed(BaseException):
+    """What a server is stopped by where no process ends."""
+
+
+def push(tables: ServerTables, round_: int) -> None:
+    """Rows that come again, rows that are new, and time for others to go."""
+    ids = np.unique(np.random.default_rng(round_).integers(-12, 12, 8) + 5 * round_)
+    gradients = np.random.default_rng(9 * round_).standard_normal((len(ids), 3)).astype(np.float32)
+    payload = np.zeros(frames.ids_at(len(ids), 12) + ids.nbytes, np.uint8)
+    payload[: gradients.nbytes] = gradients.reshape(-1).view(np.uint8)
+    payload[-ids.nbytes :] = ids.view(np.uint8)
+    tables.hear(0, (LINE, round_), frames.PushRows("t", len(ids)), payload)
+
+
+def made(evict: int, seen: int) -> ServerTables:
+    tables = ServerTables(1, None, file=SparseFile(), survives=True)
+    rate = encode_numbers({"learning_rate": 0.1})
+    cards = [frames.MakeTable("t", 3, "float32", key_of(0, "t"), 0.5, "adam", rate, evict, 0, seen)]
+    if seen:
+        one = encode_numbers({"learning_rate": 1.0})
+        cards.insert(0, frames.MakeTable("t/seen", 1, "float32", key_of(0, "t"), 0.0, "sgd", one, evict, 1000))
+    for card in cards:
+        tables.hear(0, (LINE, 0), card)
+    return tables
+
+
+def content(journal: Journal, round_: int) -> dict[int, list[bytes]]:
+    """The rows by id, with all that is kept of each."""
+    found: dict[int, list[bytes]] = {}
+    for piece in journal.pieces(round_):
+        for row, one in enumerate(piece["ids"]):
+            found[int(one)] = [piece[name][row].tobytes() for name in sorted(piece)]
+    return found
+
+
+def killed_at(tables: ServerTables, line: int, rounds: range) -> bool:
+    """Make rounds until this line is reached; whether it was."""
+    left = line
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal left
+        if any(name in frame.f_code.co_filename for name in KILLED_IN):
+            left -= event == "line"
+            if left < 0:
+                raise Killed
+            return trace
+        return None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        for round_ in rounds:
+            push(tables, round_)
+    except Killed:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("evict, seen", [(0, 0), (2, 0), (2, 2)])
+def test_rows_of_a_whole_round_are_there_wherever_it_is_killed(evict: int, seen: int) -> None:
+    names = ["t/seen", "t"] if seen else ["t"]
+    undisturbed, contents = made(evict, seen), dict[tuple[str, int], Any]()
+    for round_ in range(1, ROUNDS + 1):
+        push(undisturbed, round_)
+        for name in names:
+            contents[name, round_] = content(undisturbed.journal(name), round_)
+    line, went_back, step = 0, set(), 7
+    while True:
+        tables = made(evict, seen)
+        for round_ in range(1, ROUNDS - 1):
+            push(tables, round_)
+        entries = {entry.card.table: entry for entry in tables.entries()}
+        if not killed_at(tables, line, range(ROUNDS - 1, ROUNDS + 1)):
+            break
+        for name in names:
+            there = _seen_from_outside(tables, entries[name])
+            standings = there.standings()
+            assert not there.torn and standings[0][0] in range(ROUNDS - 2, ROUNDS + 1)
+            for number, updates in standings:
+                assert updates == number and there.done(standings[0][0]) == [standings[0][0]]
+                assert content(there, number) == contents[name, number], (line, name, number)
+        rows = tables._tables["t"].rows  # as another generation of the same process takes them
+        oldest = rows.journal.standings()[-1][0]
+        rows.go_to(rows.journal, oldest)
+        went_back.add(oldest)
+        assert content(rows.journal, oldest) == contents["t", oldest]
+        line += step
+    assert went_back >= {ROUNDS - 2, ROUNDS - 1}
+
+
+def _seen_from_outside(tables: ServerTables, entry: TableEntry) -> Journal:
+    return attached(SparseFile.opened(tables._file.region), entry)
