@@ -498,7 +498,6 @@ def _plan_units(
         for key in keys:
             if layout.is_worker:
                 key.round = counts[key.name][layout.rank]
-        choice = choice._replace(step=min(filter(None, (key.round for key in keys)), default=0))
     one_node = all(one.local for one in inventories[: layout.num_workers])
     cutting = Cutting(layout, one_node, not (inventories[0].shared_cores or layout.asynchronous))
     cards: Cards = {server: [] for server in range(layout.num_servers)}
@@ -515,6 +514,9 @@ def _plan_units(
     tables = [
         plan_table(layout, card, owners[card.table], choice.tables[card.table]) for card in common_tables(inventories)
     ]
+    if layout.asynchronous:
+        mine = [key.round for key in keys] + [table.pushes[layout.rank] for table in tables if layout.is_worker]
+        choice = choice._replace(step=min(filter(None, mine), default=0))
     live = [shelf.owner for one in inventories for shelf in one.shelves if shelf.live]
     ranks = map(layout.server_rank, range(layout.num_servers if tables else 0))
     sources = {rank: sources_of(layout, rank, live, inventories[rank].mapped) for rank in ranks}

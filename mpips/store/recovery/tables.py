@@ -1,4 +1,4 @@
-"""What is left of tables after a death: who has which rows, at which rounds, and where they lie on the node.
+"""Find what is left of tables after a death: which server has rows, at which rounds, and who copies them.
 
 A table is whole where the rows of every server are there. Servers differ by one round at most, and each can go back by
 one, so there is a round that all can have. Where as many servers go on as there were, each keeps its rows; who takes a
@@ -34,7 +34,7 @@ class TableHolding(msgspec.Struct, array_like=True):
 
 
 class TableEntry(msgspec.Struct, array_like=True):
-    """Where others find a table of a server that has died: offsets of arrays in its sparse file."""
+    """Say where a table of a server lies that may have died: offsets of arrays in its sparse file."""
 
     card: MakeTable
     places: dict[str, int]

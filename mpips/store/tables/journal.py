@@ -33,7 +33,7 @@ Standing = tuple[int, int]
 
 
 class Journal:
-    """What lies at the positions of one table, now and a round before. `arrays`: the table's, by name.
+    """Keep what a round changes in the rows of one table. `arrays`: the table's, by name.
 
     `done`: how many pushes of each worker are applied, in turn for even and odd rounds. `kept`: positions, "at", and a
     copy of each array; nothing where no round before is kept."""
@@ -136,10 +136,10 @@ class Journal:
         return [int(count) for count in self._done[round_ % 2]]
 
     def pieces(self, round_: int) -> Iterable[dict[str, Array]]:
-        """Yield the rows at a round that can be had, piece by piece, of all arrays by name; nothing is changed."""
+        """Yield the rows at a round that can be had, or the newest before it, piece by piece, of all arrays by name."""
         words, at = self.words, np.zeros(0, np.int64)
         rows = int(words[ROWS])
-        if words[OPENED] != words[CLOSED] or round_ != words[CLOSED]:
+        if words[OPENED] != words[CLOSED] or round_ < words[CLOSED]:
             rows, at = int(words[ROWS_BEFORE]), self._kept["at"][: int(words[MARK])] if self._kept else at
         for start in range(0, rows, READ_AT_ONCE):
             stop = min(start + READ_AT_ONCE, rows)
