@@ -46,7 +46,9 @@ def create(options: Mapping[str, Any]) -> Compressor:
     Raises ValueError for an unknown type or a bad value, TypeError for an unknown option, or no mapping.
     """
     if not isinstance(options, Mapping):
-        raise TypeError(f"compression is given as {EXAMPLE}, not as {options!r}")
+        named = isinstance(options, str) and options in COMPRESSORS
+        example = f'{{"type": "{options}"}}' if named else EXAMPLE
+        raise TypeError(f"compression is given as {example}, not as {options!r}")
     given = dict(options)
     name = given.pop("type", None)
     if name is None:

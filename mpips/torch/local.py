@@ -30,6 +30,8 @@ T = TypeVar("T")
 LOG = log.get("mpips.torch")
 TOKENS = "mpips/tokens"
 """The key of their sum."""
+STATE = "inner", "steps", "since", "centers", "store"
+"""What a state holds."""
 
 
 class LocalSGD:
@@ -175,6 +177,9 @@ class LocalSGD:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` gave; the model loads its own. With the same number of workers training goes on with
         the same bits. Any number of servers, and of workers, of which each loads one's state. All call; blocking."""
+        if lacks := [name for name in STATE if name not in state_dict]:
+            raise of_caller(ValueError(f"load_state_dict: there is no {', '.join(map(repr, lacks))}: give what "
+                                       "LocalSGD.state_dict() gave"))  # fmt: skip
         centers = [center.numpy() for center in state_dict["centers"]]
         shapes = [[center.shape for center in found] for found in (centers, self._rounds.centers)]
         if shapes[0] != shapes[1]:

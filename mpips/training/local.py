@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from collectives import log
+from collectives.errors import of_caller
 from mpips.optimizers.base import Optimizer
 from mpips.optimizers.elastic import INTERVAL, Elastic1, Elastic2
 from mpips.optimizers.sgd import SGD
@@ -68,16 +69,21 @@ class Local:
         for name, least in (("every", 1), ("fragments", 1), ("delay", 0)):
             number = getattr(self, name)
             if isinstance(number, bool) or not isinstance(number, int) or number < least:
-                raise ValueError(f"{name}={number!r}: give an int, at least {least}")
+                raise of_caller(ValueError(f"{name}={number!r}: give an int, at least {least}"))
         if self.fragments > self.every:
-            raise ValueError(f"fragments={self.fragments} of every={self.every} steps: give at most one a step")
+            raise of_caller(ValueError(f"fragments={self.fragments} of every={self.every} steps: give at most one a "
+                                       "step"))  # fmt: skip
         if self.delay >= self.every // self.fragments:
-            raise ValueError(f"delay={self.delay}: the next fragment is due after {self.every // self.fragments} steps "
-                             "(every / fragments): give fewer")  # fmt: skip
+            due = self.every // self.fragments
+            raise of_caller(ValueError(f"delay={self.delay}: the next fragment is due after {due} steps (every / "
+                                       "fragments): give fewer"))  # fmt: skip
         if not 0 <= self.keep < 1:
-            raise ValueError(f"keep={self.keep!r}: give a share of at least 0, below 1")
+            raise of_caller(ValueError(f"keep={self.keep!r}: give a share of at least 0, below 1"))
+        known = f"give {', '.join(OUTER)}, or an mpips.optimizers record, as mpips.optimizers.SGD(0.7)"
         if isinstance(self.outer, str) and self.outer not in OUTER:
-            raise ValueError(f"outer={self.outer!r} is unknown: give {', '.join(OUTER)}, or an mpips.optimizers record")
+            raise of_caller(ValueError(f"outer={self.outer!r} is unknown: {known}"))
+        if not isinstance(self.outer, str) and not hasattr(self.outer, "rescale"):
+            raise of_caller(TypeError(f"outer is a {type(self.outer).__name__}, no optimizer of gradients: {known}"))
 
     @property
     def optimizer(self) -> Optimizer:
@@ -340,7 +346,8 @@ def cut(sizes: Sequence[int], parts: int) -> list[list[int]]:
     ValueError where there are fewer arrays than parts.
     """
     if len(sizes) < parts:
-        raise ValueError(f"fragments={parts}: there are {len(sizes)} arrays of parameters: give at most as many")
+        raise of_caller(ValueError(f"fragments={parts}: there are {len(sizes)} arrays of parameters: give at most as "
+                                   "many"))  # fmt: skip
     total, done, number = sum(sizes), 0, 0
     runs: list[list[int]] = [[] for _ in range(parts)]
     for place, size in enumerate(sizes):

@@ -193,10 +193,19 @@ def test_changes_count_by_their_tokens(options: dict[str, Any]) -> None:
     ({"every": 4, "fragments": 2, "delay": 2}, "delay=2: the next fragment is due after 2 steps"),
     ({"keep": 1.0}, "keep=1.0: give a share"),
     ({"outer": "adam"}, "outer='adam' is unknown: give nesterov, average"),
+    ({"outer": None}, "TypeError: outer is a NoneType, no optimizer of gradients: give nesterov, average"),
+    ({"compression": "fp16"}, 'compression is given as {"type": "fp16"}, not as'),
     ({"every": 99, "fragments": 9}, "fragments=9: there are 6 arrays of parameters"),
 ])  # fmt: skip
 def test_wrong_arguments_are_refused(more: dict[str, Any], sentence: str) -> None:
     assert sentence in heard(lambda: local({}, **more))
+
+
+def test_a_state_that_is_none_is_refused() -> None:
+    done = local({}, steps=0)
+    assert done is not None
+    assert "there is no 'inner', 'steps', 'since'" in heard(lambda: done[0].load_state_dict({}))
+    done[0].close()
 
 
 @pytest.mark.mpi(min_size=2)
