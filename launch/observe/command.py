@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
@@ -37,7 +38,7 @@ json_option = click.option("--json", "with_json", is_flag=True, help="Print JSON
 
 def find(job: str | None) -> Path:
     """Return the folder of a job, by its name or path; without one, of the newest. UsageError where there is none."""
-    if job and Path(job).is_dir():
+    if job and os.path.isdir(job):  # False for one that this user may not see
         return Path(job)
     known = jobs()
     if job:

@@ -51,7 +51,7 @@ class Watch:
 
     def __init__(self, folder: Path, within: float = WITHIN_SECONDS) -> None:
         self._folder, self._within, self._asked = folder, within, 0
-        self._lines = connect(folder, MODULE, list[Rank])
+        self._lines: dict[str, Line[list[Rank]]] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -62,6 +62,8 @@ class Watch:
     def look(self, seconds: float = 0.5, stacks: bool = True) -> Found:
         """Return all ranks, from two looks so far apart. Blocking, for `within` more at most where a host is mute."""
         self._asked += 1
+        if not self._lines:  # `mpips run` may have written the hosts just now
+            self._lines = connect(self._folder, MODULE, list[Rank])
         until = time.monotonic() + seconds + self._within
         for line in self._lines.values():
             line.ask(self._asked, f"{seconds!r} {stacks:d}")

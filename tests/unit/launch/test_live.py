@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -85,6 +86,14 @@ def test_the_page_loads_nothing_from_elsewhere(address: str) -> None:
         policy, content = answer.headers["Content-Security-Policy"], answer.read().decode()
     assert "default-src 'none'" in policy and "unsafe" not in policy
     assert "http" not in content.replace("http://www.w3.org/2000/svg", "") and "src=" not in content
+
+
+def test_hosts_that_are_written_after_the_first_look_are_asked(job: Ranks) -> None:
+    with Watch(own.folder() / "77") as watch:
+        assert not watch.look(0.0).unreached
+        known = {"names": ["elsewhere"], "launcher": "a", "agent": ["false"], "python": sys.executable, "path": ""}
+        own.write_hosts("77", json.dumps(known))
+        assert [*watch.look(0.0).unreached] == ["elsewhere"]
 
 
 @pytest.mark.skipif(not BROWSER, reason="no Chromium is installed")
