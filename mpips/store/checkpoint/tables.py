@@ -250,7 +250,7 @@ def export(settings: Settings, table: KnownTable, path: object, since: int) -> i
         writer, unfit = attempt(lambda: _opened(name) if name and settings.layout.rank == 0 else None)
         if writer is not None:
             stack.callback(writer.abandon)
-        meet(settings, what, [("path", name or ""), ("since", str(since))], table, refusal or unfit)
+        meet(settings, what, [("path", name or ""), ("since", str(since or None))], table, refusal or unfit)
         tables = settings.backend.tables
         assert tables is not None
         done = settings.run(what, tables.at_rank_0(lambda: _exported(tables, table, what, writer, since), what))
@@ -260,15 +260,14 @@ def export(settings: Settings, table: KnownTable, path: object, since: int) -> i
 def _exported(tables: Tables, table: KnownTable, what: str, writer: Writer | None, since: int) -> Task[bytes]:
     assert writer is not None
     stats = yield from tables.stats(table.name)
-    updates, known = min(part.updates for part in stats), max(part.drops_known for part in stats)
-    if since > updates:
-        raise ValueError(f"{what}: since={since}, and there were {updates} updates: give what an export has returned")
-    if since and since < known:
+    updates = min(part.updates for part in stats)
+    if since and not all(since in part.exports for part in stats):
         raise ValueError(
-            f"{what}: since={since}, and which rows were dropped is known from update {known} on: export all rows"
+            f"{what}: since={since} is no export of these rows, or more were dropped since then than are kept: give "
+            "what the last one has returned, or export all rows (since=None)"
         )
     card, names = table.card, ["ids", "values"]
-    frozen = yield from tables.freeze([table.name], since, True)
+    frozen = yield from tables.freeze([table.name], since, updates)
     dropped = []
     for server in range(len(stats)):
         dropped.append(np.frombuffer((yield from frozen.dropped(table.name, server)), np.int64))

@@ -154,7 +154,7 @@ class RemoteTables:
             found.append((yield from self._link.answer(token)))
         return found
 
-    def freeze(self, tables: Sequence[str], since: int = 0, export: bool = False) -> Task[FrozenOnServers]:
+    def freeze(self, tables: Sequence[str], since: int = 0, export: int = -1) -> Task[FrozenOnServers]:
         """Let the servers keep rows of tables as they are now. For one worker. `since`, `export`: `FreezeTables`."""
         self._freezes += 1
         found: list[list[frames.FrozenTable]] = []

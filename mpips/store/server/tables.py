@@ -100,7 +100,7 @@ class ServerTables:
                 table, rows = self._tables[request.table], self._tables[request.table].rows
                 stats = frames.TableStats(
                     rows.count, rows.positions.top, rows.nbytes, table.updates, rows.evicted, table.refused,
-                    rows.drops.known,
+                    rows.drops.exports,
                 )
                 return [(asker, stats)]
             case frames.FreezeTables():
@@ -174,8 +174,6 @@ class ServerTables:
         if sources is None:
             table.rows = old._tables[plan.card.table].rows
             table.rows.go_to(old.journal(plan.card.table), plan.round)
-        else:
-            table.rows.drops.known = plan.updates
         for journal in sources or ():
             for piece in journal.pieces(plan.round):
                 mine = owners_of(piece["ids"], self._servers) == self._server
@@ -222,10 +220,6 @@ class _Table:
         self._before_load, self.rows = self.rows, self._new_rows()
         self.rows.begin(self.journal.standings()[0][0], updates, self._done, True)
         self.updates, self.journal = updates, self.rows.journal
-        self.rows.drops.known = updates
-        if self._counts is not None:
-            self._counts.reset(updates)
-            self._counts.end_load()
 
     def end_load(self) -> None:
         """All rows of a load have come."""

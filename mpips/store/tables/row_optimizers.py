@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mpips.optimizers.base import Number, at, check, known
+from mpips.optimizers.base import Number, at, check
 from mpips.optimizers.registry import decode_numbers, encode_numbers
 from mpips.store.tables import kernels
 from mpips.store.tables.index import Positions
@@ -203,7 +203,12 @@ def create(name: object, options: dict[str, Any]) -> RowOptimizer:
     kind = ROW_OPTIMIZERS.get(name) if isinstance(name, str) else None
     if kind is None:
         raise ValueError(f"unknown optimizer {name!r} of a table: the known ones are {', '.join(ROW_OPTIMIZERS)}")
-    known(kind, options)
+    if unknown := sorted(set(options) - {field.name for field in dataclasses.fields(kind)}):
+        have = ", ".join(field.name for field in dataclasses.fields(kind))
+        raise TypeError(
+            f"a table has no argument {', '.join(unknown)}: beside its own (dtype, init, optimizer, seed, admit, "
+            f"evict, limit) it takes those of optimizer {name!r}: {have}"
+        )
     made: RowOptimizer = kind(**options)
     encode_numbers(options)  # they have to travel
     return made

@@ -151,13 +151,13 @@ class TableRows:
         self._keep(at[self._arrays["touched"][at] != self._step])  # those that this update has named are kept already
         self.positions.remove(at)
 
-    def freeze(self, since: int = FREE, export: bool = False) -> FrozenRows:
+    def freeze(self, since: int = FREE, export: int = -1) -> FrozenRows:
         """Return the rows that an update after `since` has named, as they are now, whatever is updated later.
 
-        Until `thaw`, rows that change are copied. `export`: with ids dropped after `since`, which are kept from now on.
+        Until `thaw`, rows that change are copied. `export`: of so many updates, with ids dropped after `since`.
         """
         top = self.positions.top
-        dropped = self.drops.after(since) if export else np.zeros(0, np.int64)
+        dropped = self.drops.after(since, export) if export >= 0 else np.zeros(0, np.int64)
         self._frozen.append(FrozenRows(self._arrays, since, top, dropped, self._file))
         return self._frozen[-1]
 
@@ -185,7 +185,7 @@ class TableRows:
 
     def begin(self, round_: int, updates: int, done: Sequence[int], torn: bool) -> None:
         """Begin a generation at a round. What the last one has written of rounds stays until this one has begun."""
-        self._frozen = []
+        self._frozen, self.drops = [], Drops()
         self.journal = self._new_journal(len(done))
         self.journal.begin(self.positions.top, round_, updates, done, torn)
 
@@ -269,30 +269,29 @@ class FrozenRows:
 
 
 class Drops:
-    """Ids of rows that were dropped, for exports: no more of them than there are rows, or `FEW`."""
+    """Ids of rows that were dropped since exports: no more of them than there are rows, or `FEW`."""
 
     def __init__(self) -> None:
-        self.known = 0
-        """The update after which all that were dropped are known."""
-        self._wanted, self._count = False, 0
+        self.exports: list[int] = []
+        """The exports from which the next one may go on, by the updates of the table that they have written."""
+        self._count = 0
         self._ids: deque[tuple[int, Ids]] = deque()
         """By the update."""
 
     def note(self, ids: Ids, update: int, rows: int) -> None:
         """Note the ids that an update has dropped."""
-        if not len(ids):
+        if not self.exports or not len(ids):
             return
-        if self._wanted:
-            self._ids.append((update, ids))
-            self._count += len(ids)
-        if not self._wanted or self._count > max(FEW, rows):
+        self._ids.append((update, ids))
+        self._count += len(ids)
+        if self._count > max(FEW, rows):
             self._ids.clear()
-            self.known, self._count = update, 0
+            self.exports, self._count = [], 0
 
-    def after(self, since: int) -> Ids:
-        """Return the ids that updates after `since` have dropped; they and later ones are kept from now on."""
-        self._wanted = True
+    def after(self, since: int, updates: int) -> Ids:
+        """Return the ids that updates after `since` have dropped, for an export; they and later ones are kept for the
+        next."""
+        self.exports = [*(one for one in self.exports if since <= one < updates), updates]
         while self._ids and self._ids[0][0] <= since:
-            self.known, ids = self._ids.popleft()
-            self._count -= len(ids)
+            self._count -= len(self._ids.popleft()[1])
         return np.concatenate([np.zeros(0, np.int64), *(ids for _, ids in self._ids)])

@@ -301,12 +301,13 @@ class PullRows(msgspec.Struct, tag=True):
 class FreezeTables(msgspec.Struct, tag=True):
     """Freeze the rows of tables under a number that updates after `since` have named: answered with FrozenTables.
 
-    `export`: with the ids of rows dropped after `since`; from now on ids of dropped rows are kept for the next one."""
+    `export`: of so many updates, with the ids of rows dropped after `since`; those of later ones are kept for the next.
+    """
 
     number: int
     tables: list[str]
     since: int = 0
-    export: bool = False
+    export: int = -1
 
 
 class FrozenTable(msgspec.Struct, array_like=True):
@@ -377,8 +378,7 @@ class GetTableStats(msgspec.Struct, tag=True):
 class TableStats(msgspec.Struct, tag=True):
     """A table on one server: rows, the position before which they lie, and their bytes with state and index.
 
-    Then updates made, rows dropped, gradients of ids that got no row, and the update from which on dropped ids are
-    known."""
+    Then updates made, rows dropped, gradients of ids that got no row, and exports from which the next may go on."""
 
     rows: int
     top: int
@@ -386,7 +386,7 @@ class TableStats(msgspec.Struct, tag=True):
     updates: int
     evicted: int
     refused: int
-    drops_known: int
+    exports: list[int]
 
 
 class RequestDone(msgspec.Struct, tag=True):

@@ -153,10 +153,10 @@ class Tables(Protocol):
     def stats(self, table: str) -> Task[list[TableStats]]:
         """Return what each server holds of the table. Local."""
 
-    def freeze(self, tables: Sequence[str], since: int = 0, export: bool = False) -> Task[FrozenRows]:
+    def freeze(self, tables: Sequence[str], since: int = 0, export: int = -1) -> Task[FrozenRows]:
         """Keep the rows of tables as they are now, those that updates after `since` have named. For one worker.
 
-        `export`: with the ids of rows that were dropped."""
+        `export`: of so many updates, with the ids of rows that were dropped."""
 
     def reset(self, table: str, updates: int) -> Task[None]:
         """Let all servers forget the table's rows. For one worker."""

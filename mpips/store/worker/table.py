@@ -181,8 +181,8 @@ class Table:
             since: What an export has returned; None: all rows.
 
         Raises:
-            ValueError: On all workers. The file cannot be written; or which rows were dropped after `since` is not
-                known: they were more than there are rows, there was no export before, or a load since then.
+            ValueError: On all workers. The file cannot be written; or `since` is no export of these rows (those before
+                a load are not), or which rows were dropped after it is no longer known.
         """
         self._check_there("export")
         with GIVEN:
@@ -351,6 +351,8 @@ def _card(
     width = _whole(name, "dim", dim)
     if not 0 < width <= MOST_BYTES // 8:
         raise ValueError(f"table {name!r}: dim={width}: give at least 1 and at most {MOST_BYTES // 8}")
+    if isinstance(init, Uniform) and init.bound > np.finfo(word).max:
+        raise ValueError(f"table {name!r}: init={init!r} is infinite in {word}: give a smaller bound")
     if not isinstance(init, Uniform):
         raise ValueError(f"table {name!r}: init={init!r}: give mpips.uniform(bound); uniform(0) are zeros")
     if isinstance(admit, Seen):

@@ -19,6 +19,7 @@ from tests.mpi.sizes import either_mpi, only_on
 
 DIM, STEPS, SAVED = 5, 12, 4
 KINDS = {"users": "adam", "items": "row_adagrad"}
+LIVES: dict[str, dict[str, Any]] = {"users": {"admit": mpips.seen(2), "evict": 5}, "items": {}}
 NOTHING = np.zeros(0, np.int64), np.zeros((0, DIM), np.float32)
 
 
@@ -30,7 +31,7 @@ def batch(step: int) -> tuple[Any, Any]:
 
 def tables(kv: mpips.KVStore) -> dict[str, Any]:
     return {
-        name: kv.table(name, DIM, init=mpips.uniform(0.5), optimizer=optimizer, learning_rate=0.1)
+        name: kv.table(name, DIM, init=mpips.uniform(0.5), optimizer=optimizer, learning_rate=0.1, **LIVES[name])
         for name, optimizer in KINDS.items()
     }
 
@@ -46,7 +47,7 @@ def train(kv: mpips.KVStore, made: dict[str, Any], steps: range) -> None:
 def check(kv: mpips.KVStore, made: dict[str, Any], steps: int) -> None:
     ids = np.concatenate([batch(step)[0] for step in range(STEPS)])
     for name, optimizer in KINDS.items():
-        expected = ReferenceTable(name, DIM, "float32", 0.5, optimizer)
+        expected = ReferenceTable(name, DIM, "float32", 0.5, optimizer, **LIVES[name])
         for step in range(steps):
             expected.push([batch(step)])
         assert made[name].pull(ids).tobytes() == expected.pull(ids).tobytes(), name

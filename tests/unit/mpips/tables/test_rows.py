@@ -202,7 +202,7 @@ def test_a_bad_bound_is_refused(bound: Any) -> None:
 @pytest.mark.parametrize("name, options, sentence", [
     ("rprop", {}, "the known ones are sgd, adagrad, row_adagrad, adam"), (None, {}, "unknown optimizer None"),
     ("sgd", {"learning_rate": -1}, "give a number >= 0"), ("adam", {"beta1": 1}, "give a number in"),
-    ("adagrad", {"momentum": 1}, "Adagrad has no option momentum; it has learning_rate, epsilon"),
+    ("adagrad", {"momentum": 1}, "it takes those of optimizer 'adagrad': learning_rate, epsilon"),
 ])  # fmt: skip
 def test_a_bad_optimizer_is_refused(name: Any, options: dict[str, Any], sentence: str) -> None:
     with pytest.raises((ValueError, TypeError), match=sentence):
