@@ -40,6 +40,7 @@ JOBS = (JOB, "SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID", "PMIX_NAMESPACE")
 """Variables that name a job, the first that is set."""
 MEMORY = Path("/dev/shm")
 PAGE, STACKS = ".page", ".stacks"
+TRACE, TRACE_REQUEST = ".trace", "trace.json"
 END_FILE = "end.json"
 HOSTS = "_MPIPS_HOSTS"
 """Set by `mpips run` for a job of several hosts: what goes into `HOSTS_FILE`, quoted as in an address."""
@@ -204,10 +205,17 @@ def modified(path: Path) -> float:
 
 
 def forget_job(name: str) -> None:
-    """Remove what dead ranks have left of a job that has ended well."""
+    """Remove what dead ranks have left of a job that has ended well. Whoever traces it removes the traces."""
     with suppress(OSError):
-        if name and is_private(folder()):
-            shutil.rmtree(folder() / name)
+        here = folder() / name
+        if not name or not is_private(folder()):
+            return
+        if not (here / TRACE_REQUEST).exists() and not any(here.glob(f"*{TRACE}")):
+            shutil.rmtree(here)
+            return
+        for path in here.iterdir():
+            if path.suffix != TRACE and path.name != TRACE_REQUEST:
+                path.unlink(missing_ok=True)
 
 
 def write_end(name: str, **known: Any) -> None:

@@ -33,7 +33,7 @@ VARIABLE = "_MPIPS_TRACE"
 """Set by `mpips run`: the bytes of each rank's ring."""
 RING_BYTES, LEAST_BYTES = 32 << 20, 1 << 20
 """Of a rank's ring; and where the memory has not as much, a half of it, and so on down to this."""
-SUFFIX, REQUEST = ".trace", "trace.json"
+SUFFIX, REQUEST = own.TRACE, own.TRACE_REQUEST
 HEAD_BYTES = 4096
 SIGNAL = int(signal.SIGRTMAX) - 7
 """A signal that nobody else uses, upon which a rank looks for a request."""

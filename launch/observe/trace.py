@@ -198,6 +198,8 @@ def trace_running(folder: Path, seconds: float) -> Traced:
 
 def write(path: Path, found: Traced) -> None:
     """Write one timeline of all, and say what is in it. OSError as of files."""
+    if not any(one.records for one in found.traces):
+        click.echo("mpips: no rank has begun a call meanwhile; `mpips why` says where they are", err=True)
     events, about = merge(found.traces, found.clocks)
     about |= {"reference_clock": socket.gethostname(), "left_out": found.left_out}
     chrome.save(path, events, about)

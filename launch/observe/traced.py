@@ -25,10 +25,15 @@ from launch.observe.gather import catches
 
 QUICKLY = 1
 """zlib's level."""
+LOOK_SECONDS = 0.1
+"""Between two looks whether ranks live."""
 
 
 def trace_ranks(folder: Path, seconds: float) -> str:
-    """Have the ranks of a job on this host trace themselves for so many seconds. Blocking; return "", or why not."""
+    """Have the ranks of a job on this host trace themselves for so many seconds, or to their end. Blocking.
+
+    Return "", or why not.
+    """
     pids = [int(path.stem) for path in folder.glob(f"*{own.PAGE}")]
     asked = [pid for pid in pids if own.lives(pid) and _hears(pid)]
     if any(folder.glob(f"*{tracing.SUFFIX}")):
@@ -42,12 +47,13 @@ def trace_ranks(folder: Path, seconds: float) -> str:
         for pid in asked:
             with suppress(OSError):
                 os.kill(pid, tracing.SIGNAL)
-        time.sleep(seconds)
+        while time.monotonic_ns() < until and any(map(own.lives, asked)):
+            time.sleep(min(LOOK_SECONDS, max(0.0, (until - time.monotonic_ns()) / 1e9)))
     except BaseException:
         tracing.forget(folder)
         raise
     finally:
-        request.unlink()
+        request.unlink(missing_ok=True)
     return ""
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from collectives.recorder import own
 from tests.child import outside
 from tests.mpi.sizes import JOB_LIMIT, only_on
 from tests.perfetto import see_in_perfetto, why_not
@@ -115,3 +116,21 @@ def test_running_job_is_traced_for_seconds(tmp_path: Path) -> None:
             job.communicate(timeout=20)
         finally:
             job.kill()
+
+
+@only_on(1)
+def test_trace_ends_with_its_job(tmp_path: Path) -> None:
+    job = start(tmp_path, [], "time.sleep(0.01)", steps=400)
+    try:
+        limit = time.monotonic() + 60
+        while not (tmp_path / "there").exists():
+            assert job.poll() is None and time.monotonic() < limit
+            time.sleep(0.05)
+        words = [sys.executable, "-m", "launch.cli", "trace", str(job.pid), "--seconds", "500", "-o", "t.json"]
+        subprocess.run(words, cwd=tmp_path, env=outside(), check=True, timeout=60)
+        trace = json.loads((tmp_path / "t.json").read_text())
+        assert len(read_flows(trace)) > 50
+        assert job.wait(20) == 0
+        assert not (own.folder() / str(job.pid)).exists(), "memory is left"
+    finally:
+        job.kill()
