@@ -88,6 +88,7 @@ class Uncopied:
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Raise TypeError: called by `copy` and `pickle`."""
-        name = type(self).__name__
-        raise of_caller(TypeError(f"a {name} cannot be copied or pickled: it holds memory and communicators of this "
-                                  "process; pass the object itself, and save values by its own calls"))  # fmt: skip
+        raise of_caller(TypeError(
+            f"{type(self).__name__} objects cannot be copied or pickled: they hold memory and communicators of this "
+            "process; pass the object itself, and save values by its own calls"
+        ))  # fmt: skip

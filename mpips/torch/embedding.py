@@ -39,13 +39,13 @@ class _Next(NamedTuple):
 class TableModule(Uncopied, nn.Module):
     """Base of the modules whose rows are a table's: pulls rows, and keeps their gradients until they are pushed."""
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: Table, *others: object) -> None:
         super().__init__()
-        self._what = f"{type(self).__name__} of table"
-        if not isinstance(table, Table):
-            word = type(table).__name__
-            raise of_caller(TypeError(f"{self._what}: it is given a {word}: give what kv.table(...) returns"))
-        self._what += f" {table.name!r}"
+        name = type(self).__name__
+        if not isinstance(table, Table) or others:
+            given = ", ".join(map(repr, (table, *others)))
+            raise of_caller(TypeError(f"{name}({given}): give the one table that kv.table(...) returns: it has the dim"))
+        self._what = f"{name} of table {table.name!r}"
         self.table = table
         self.is_trained = False
         """Whether a `TableOptimizer` pushes its gradients."""

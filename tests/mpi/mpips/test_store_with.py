@@ -64,4 +64,4 @@ def test_copies_are_refused_by_a_sentence() -> None:
         handle.wait()
         things = (kv, trainer, plan, handle)
         said = [failure(partial(call, it)) for it in things for call in (copy.copy, copy.deepcopy, pickle.dumps)]
-    assert all("cannot be copied or pickled: it holds memory and communicators" in one for one in said), said
+    assert all("cannot be copied or pickled: they hold memory and communicators" in one for one in said), said

@@ -324,12 +324,13 @@ def test_wrong_use_is_said_in_a_sentence() -> None:
             "ids have dtype torch.float32": lambda: bag(ids.float(), torch.tensor([0])),
             "ids are a list": lambda: net.rows.prefetch([1]),  # type: ignore[operator]
             "a tensor is on meta": lambda: net.rows(ids.to("meta")),
-            "Embedding of table: it is given a Linear": lambda: mpips.torch.Embedding(net.last),  # type: ignore[arg-type]
+            "give the one table": lambda: mpips.torch.Embedding(10, 3),  # type: ignore[arg-type]
+            "Embedding(Linear(": lambda: mpips.torch.Embedding(net.last),  # type: ignore[arg-type]
             "mode='max': give 'sum' or 'mean'": lambda: mpips.torch.EmbeddingBag(table, "max"),
             "'t' has a gradient that nobody pushes: make mpips.torch.TableOptimizer": lambda: net(ids).sum().backward(),
             "the model has no mpips.torch.Embedding": lambda: mpips.torch.TableOptimizer(net.last),
             "model is a list": lambda: mpips.torch.TableOptimizer([net]),  # type: ignore[arg-type]
-            "a Embedding cannot be copied": lambda: copy.deepcopy(net),
+            "Embedding objects cannot be copied": lambda: copy.deepcopy(net),
         }
         for sentence, call in calls.items():
             assert sentence in heard(call), (sentence, heard(call))
