@@ -44,7 +44,7 @@ class TableModule(Uncopied, nn.Module):
         name = type(self).__name__
         if not isinstance(table, Table) or others:
             given = ", ".join(map(repr, (table, *others)))
-            raise of_caller(TypeError(f"{name}({given}): give the one table that kv.table(...) returns: it has the dim"))
+            raise of_caller(TypeError(f"{name}({given}): give the one table that kv.table(...) returns"))
         self._what = f"{name} of table {table.name!r}"
         self.table = table
         self.is_trained = False
