@@ -26,6 +26,11 @@ def test_rows_outlive_a_server_and_a_worker(tmp_path: Path, victim: int, servers
     assert len(survive(tmp_path, job, 2 + servers + spares)) == 2 - (victim == 1 and not spares)
 
 
+@pytest.mark.parametrize("victim", [1, 3])
+def test_pushes_count_once_in_an_asynchronous_store(tmp_path: Path, victim: int) -> None:
+    survive(tmp_path, Job("dist_async", 2, spares=1, steps=2000, kills={str(victim): 0.2}), 5)
+
+
 @first(2, seed=range(20))
 def test_rows_outlive_deaths_at_drawn_moments(tmp_path: Path, seed: int) -> None:
     choice = random.Random(seed)
