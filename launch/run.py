@@ -31,7 +31,7 @@ from launch import restarts
 from launch.hosts import Host, place, read
 from launch.machine import check_room, check_surroundings, choose_loopback, choose_settings, this_machine, warn_of_crowd
 from launch.mpirun import Job, Launcher, LauncherError, Machine, build, check_spares, find, find_agent, program
-from launch.observe.options import OBSERVED, observe_options, observing
+from launch.observe.options import OBSERVED, check_recorder, observe_options, observing
 from launch.running import process
 from mpips.store import world
 from mpips.store.checkpoint import folder as checkpoints
@@ -178,6 +178,7 @@ def command(
     saves = {"checkpoint": os.path.abspath(checkpoint) if checkpoint else checkpoint, "every": asked.pop("every")}
     try:
         options = options_of({**{name: asked.pop(name) for name in (*ROLES, "spares")}, **saves})
+        check_recorder(watched)
         if not dry_run:
             check_alone()
         given = variables_of(variables, os.environ)

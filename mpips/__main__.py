@@ -13,6 +13,7 @@ from urllib.parse import unquote_to_bytes
 
 from mpi4py import run
 
+from collectives.recorder.own import answer_usr2
 from mpips.ending.process import StatusLine, is_fork, is_started, leave_fork
 from mpips.ending.uncaught import INTERRUPTED, end, end_unstarted
 from mpips.store.world import ENCODED, launched_as
@@ -116,6 +117,7 @@ if __name__ == "__main__":
               f" or `python -m launch.cli {word}`", file=sys.stderr)  # fmt: skip
         sys.exit(2)
     whole_lines()
+    answer_usr2()
     search_as_python(word)
     status = StatusLine()
     run.set_abort_status = _set_abort_status

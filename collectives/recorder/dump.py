@@ -107,7 +107,7 @@ def write_for_pytorch(ranks: Sequence[Mapping[str, Any]], folder: Path) -> list[
     groups = sorted({group for found in calls.values() for group in found})
     for group in groups:
         members = [one for one in group[0] if one in calls]
-        last = {one: max(calls[one].get(group, {0: None})) for one in members}
+        last = {one: max(calls[one].get(group, ()), default=0) for one in members}
         for number in {number for one in members for number in calls[one].get(group, {})}:
             if any(last[one] >= number and number not in calls[one].get(group, {}) for one in members):
                 for one in members:

@@ -143,6 +143,7 @@ def is_wanted(environment: Mapping[str, str] = os.environ) -> bool:
 def begin(rank: int, size: int) -> None:
     """Open this rank's page, once for the process. Where it cannot be, the job goes on without."""
     global page, ring
+    answer_usr2()
     if _paths or os.environ.get(VARIABLE, "").strip() == "0":
         return
     with suppress(OSError):
@@ -277,9 +278,30 @@ def _answer_signals(path: Path) -> None:
     _paths.append(path)
     faulthandler.register(SIGNAL, file=fd, all_threads=True)
     page.set("signal", SIGNAL)
-    if os.environ.get(DUMP_VARIABLE) and signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
+
+
+def answer_usr2() -> None:
+    """Write a dump upon SIGUSR2, or say why there is none, from now on; a program's own handler stays."""
+    if signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
         with suppress(ValueError):  # in the main thread alone
-            signal.signal(signal.SIGUSR2, _dump)
+            signal.signal(signal.SIGUSR2, _hear_usr2)
+
+
+def _hear_usr2(*_: object) -> None:
+    if not os.environ.get(DUMP_VARIABLE):
+        _say(f"SIGUSR2 asks for a dump, and {DUMP_VARIABLE} names no folder: set it before the job starts, or ask by "
+             "`mpips why --dump DIR`")  # fmt: skip
+    elif not _paths:
+        _say(f"SIGUSR2 asks for a dump, and this process has no page: MPI has not started in it, or {VARIABLE}=0")
+    elif path := _dump():
+        _say(f"dumped to {path}")
+
+
+def _say(text: str) -> None:
+    """Write a line to standard error, which a handler of signals may do at any moment."""
+    who = f"rank {_identity['rank']}" if "rank" in _identity else f"process {os.getpid()}"
+    with suppress(OSError):
+        os.write(2, f"mpips: {who}: {text}\n".encode())
 
 
 def fails(sentence: str, own: bool = False) -> None:
@@ -303,12 +325,15 @@ def exits(code: int) -> None:
         fails(f"exit code {code}", own=True)
 
 
-def _dump(*_: object) -> None:
-    """Write this rank's page as JSON into the folder that the user has named, where he has."""
+def _dump() -> Path | None:
+    """Write this rank's page as JSON into the folder that the user has named; return the file, None without one."""
     folder = os.environ.get(DUMP_VARIABLE)
     if folder and _paths:
-        with suppress(OSError):
-            dump.write_rank(_paths[0], Path(folder) / _paths[0].parent.name)
+        try:
+            return dump.write_rank(_paths[0], Path(folder) / _paths[0].parent.name)
+        except OSError as error:
+            _say(f"no dump: {DUMP_VARIABLE}={folder!r} cannot be written: {error.strerror or error}")
+    return None
 
 
 _failed: list[bool] = []

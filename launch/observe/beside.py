@@ -22,6 +22,8 @@ def without_signals() -> Iterator[None]:
 def parse_address(text: str) -> tuple[str, int]:
     """Return host and port of "[HOST:]PORT"; without a host the loopback. click.UsageError for what is none."""
     host, _, port = text.rpartition(":")
-    if not port.isdigit() or not 0 <= int(port) < 1 << 16:
+    if not port.isdecimal():
         raise click.UsageError(f"{text!r} is no address: write PORT or HOST:PORT")
+    if int(port) >= 1 << 16:
+        raise click.UsageError(f"{text!r}: a port is a number from 0 to {(1 << 16) - 1}")
     return host.strip("[]") or "127.0.0.1", int(port)

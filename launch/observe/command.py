@@ -22,7 +22,7 @@ from collectives.recorder.own import PAGE
 from collectives.terminal import Interruptible, OutFile, Seconds, console, show_table, writing
 from launch.observe.beside import parse_address
 from launch.observe.explain import as_json, explain
-from launch.observe.gather import Rank, has_living, jobs, read_end
+from launch.observe.gather import Rank, has_living, has_pages, jobs, read_end
 from launch.observe.hosts import WITHIN_SECONDS, Found, Watch
 
 MEGA = 1e6
@@ -53,7 +53,7 @@ def find(job: str | None) -> Path:
     if not known:
         raise click.UsageError("no job of yours runs on this machine, or has ended otherwise than well: look on the "
                                f"host where its ranks are (with {own.VARIABLE}=0 ranks are not seen)")  # fmt: skip
-    return known[-1]
+    return next((path for path in reversed(known) if own.is_launched_here(path) or has_pages(path)), known[-1])
 
 
 def _has_no_pages(job: str) -> bool:
@@ -84,8 +84,7 @@ def why(job: str | None, with_json: bool, seconds: float, into: Path | None, how
     """
     folder = find(job)
     if (folder / WHY).is_file():
-        text = (folder / WHY).read_text()
-        click.echo(text if with_json else json.loads(text)["sentence"])
+        click.echo(_read_dump(folder / WHY, with_json))
         return
     with Watch(folder, within) as watch:
         ranks, unreached = _gathered(watch, folder, seconds)
@@ -98,15 +97,24 @@ def why(job: str | None, with_json: bool, seconds: float, into: Path | None, how
         _tell_of_others(folder, "why")
 
 
+def _read_dump(path: Path, with_json: bool) -> str:
+    """Return what a dump says of its job. UsageError where the file is none that `--dump` has written."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        sentence = str(json.loads(text)["sentence"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise click.UsageError(f"{path} is no dump, or is damaged: name a folder that `mpips why JOB --dump DIR` has "
+                               "written") from None  # fmt: skip
+    return text if with_json else sentence
+
+
 def _tell_of_others(folder: Path, command: str) -> None:
     """Say on standard error that the newest job was chosen, where others run, too."""
     others = [path.name for path in jobs() if path != folder and has_living(path)]
     if others:
-        count, more = len(others), ", ..." if len(others) > MOST_NAMED else ""
-        run = "others run" if count > 1 else "other runs"
-        named = ", ".join(others[-MOST_NAMED:])
-        click.echo(f"(This is your newest job here. {count} {run}: {named}{more}; name one by `mpips {command} JOB`.)",
-                   err=True)  # fmt: skip
+        named = ", ".join(others[-MOST_NAMED:]) + ", ..." * (len(others) > MOST_NAMED)
+        jobs_run = f"jobs {named} run" if len(others) > 1 else f"job {named} runs"
+        click.echo(f"(This is your newest job here; {jobs_run}, too: name one by `mpips {command} JOB`.)", err=True)
 
 
 def _dump(folder: Path, into: Path, how: str, known: dict[str, Any]) -> None:

@@ -240,6 +240,7 @@ def _ended(head: str, ranks: Sequence[Rank], well: int, end: Mapping[str, Any]) 
     if dead:  # its launcher saw it: others may have been ended in the same way with the job
         others = [one for one in ranks if one not in dead]
         told = {str(one.end["failed"]).rstrip(".") for one in others if one.end.get("failed")}
+        told = {text for text in told if not any(text in other for other in told - {text})}
         last = f", after {dead[0].last_call} had begun" if dead[0].last_call else ""
         said = f" Others said: {'; '.join(sorted(told))}." if told else " The others were ended with the job."
         return Explanation("ended", f"{head} has ended. R{death[1:]}{last}.{said}", (dead[0].rank,))

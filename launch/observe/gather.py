@@ -182,6 +182,13 @@ def jobs(top: Path | None = None) -> list[Path]:
     return sorted(found, key=lambda path: (has_living(path), own.modified(path)))
 
 
+def has_pages(folder: Path) -> bool:
+    """Return whether something is known of a rank of the job here, dead or alive."""
+    with suppress(OSError):
+        return any(read(path) is not None for path in folder.glob(f"*{own.PAGE}"))
+    return False
+
+
 def has_living(folder: Path) -> bool:
     """Return whether a rank of the job lives here, or its launcher, where its ranks are elsewhere."""
     return own.is_launched_here(folder) or any(_owns(int(path.stem), path) for path in folder.glob(f"*{own.PAGE}"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
@@ -29,6 +29,22 @@ def observe_options(command: Callable[..., None]) -> Callable[..., None]:
     ):  # fmt: skip
         command = option(command)
     return command
+
+
+def check_recorder(watched: Mapping[str, object]) -> None:
+    """Refuse what needs pages where there are none, and a folder of dumps that cannot be. UsageError, ValueError."""
+    folder = os.environ.get(recorder.DUMP_VARIABLE)
+    if not recorder.is_wanted():
+        asked = [f"--{name.replace('_', '-')}" for name in OBSERVED if watched[name]]
+        if asked := asked + [recorder.DUMP_VARIABLE] * bool(folder):
+            raise click.UsageError(f"{recorder.VARIABLE}=0 leaves out the ranks' pages, without which there is no "
+                                   f"{', '.join(asked)}: unset that variable")  # fmt: skip
+    elif folder:
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except OSError as error:
+            named = f"{recorder.DUMP_VARIABLE}={folder!r}"
+            raise click.UsageError(f"{named} cannot be made: {error.strerror}: name a folder") from None
 
 
 @contextmanager

@@ -34,13 +34,27 @@ if rank != 1:
     collectives.allreduce(x)
 time.sleep(99)
 """
+STORE = """
+import time
+import numpy as np
+import mpips
+
+kv = mpips.create("mpi_sync")
+kv.init("w", np.ones(1000, np.float32))
+kv.pushpull("w", np.ones(1000, np.float32))
+open(f"there{kv.rank}", "w").close()
+if kv.rank == 1:
+    time.sleep(99)
+kv.pushpull("w", np.ones(1000, np.float32))
+"""
 
 
-def start(folder: Path, what: str, **variables: str) -> subprocess.Popen[bytes]:
-    (folder / "program.py").write_text(PROGRAM)
+def start(folder: Path, what: str, program: str = PROGRAM, **variables: str) -> subprocess.Popen[bytes]:
+    (folder / "program.py").write_text(program)
     words = [sys.executable, "-m", "launch.cli", "run", "-w", "3", "program.py", what]
-    return subprocess.Popen(words, cwd=folder, env={**outside(), **variables}, stdout=subprocess.DEVNULL,
-                            stderr=subprocess.DEVNULL)  # fmt: skip
+    with open(folder / "said", "wb") as said:
+        return subprocess.Popen(words, cwd=folder, env={**outside(), **variables}, stdout=subprocess.DEVNULL,
+                                stderr=said)  # fmt: skip
 
 
 def why(*words: str) -> str:
@@ -95,6 +109,25 @@ def test_pytorchs_analyzer_names_the_rank_that_has_not_come(tmp_path: Path) -> N
     assert "missing" in said.lower() and "{1}" in said, said
 
 
+def test_a_job_without_collectives_is_dumped_for_pytorch_too(tmp_path: Path) -> None:
+    job = start(tmp_path, "", STORE)
+    try:
+        await_files(tmp_path, "there0", "there2")
+        why(str(job.pid), "--dump", str(tmp_path / "dump"), "--format", "pytorch")
+    finally:
+        stop(job)
+    assert sorted(path.name for path in (tmp_path / "dump").iterdir()) == ["rank_0", "rank_1", "rank_2"]
+    verdict(tmp_path / "dump")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '"a"'])
+def test_what_is_no_dump_says_so(content: str, tmp_path: Path) -> None:
+    (tmp_path / "why.json").write_text(content)
+    command = [sys.executable, "-m", "launch.cli", "why", str(tmp_path)]
+    done = subprocess.run(command, env=outside(), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and "/why.json is no dump, or is damaged" in done.stderr, done.stderr
+
+
 def test_a_dump_is_read_again_when_all_is_over(tmp_path: Path) -> None:
     job = start(tmp_path, "absent")
     try:
@@ -132,6 +165,21 @@ def test_a_signal_dumps_a_rank_that_goes_on(tmp_path: Path) -> None:
         os.kill(pid, signal.SIGUSR2)
         await_files(tmp_path / "dumps", f"{job.pid}/rank-0.json")
         assert json.loads((tmp_path / "dumps" / str(job.pid) / "rank-0.json").read_text())["waits"]
+        assert job.poll() is None
+    finally:
+        stop(job)
+
+
+@pytest.mark.parametrize("variables", [{}, {"MPIPS_RECORDER": "0"}])
+def test_a_signal_for_which_no_folder_is_named_ends_no_rank(variables: dict[str, str], tmp_path: Path) -> None:
+    job = start(tmp_path, "absent", **variables)
+    try:
+        await_files(tmp_path, "there0", "there2")
+        job.send_signal(signal.SIGUSR2)
+        limit = time.monotonic() + 20
+        while (said := (tmp_path / "said").read_text()).count("MPIPS_DUMP_DIR names no folder") < 3:
+            assert time.monotonic() < limit, said
+            time.sleep(0.1)
         assert job.poll() is None
     finally:
         stop(job)

@@ -234,6 +234,21 @@ print(next(Path(sys.argv[1], "job").glob("*.stacks")).read_text())
     assert "in busy" in run(tmp_path / "jobs", program).stdout
 
 
+@pytest.mark.parametrize(("variables", "said"), [
+    ({}, "rank 3: SIGUSR2 asks for a dump, and MPIPS_DUMP_DIR names no folder: set it before the job starts"),
+    ({"MPIPS_DUMP_DIR": "here"}, "rank 3: dumped to here/job/rank-3.json"),
+    ({"MPIPS_DUMP_DIR": "/etc/hostname"}, "rank 3: no dump: MPIPS_DUMP_DIR='/etc/hostname' cannot be written: Not a "),
+    ({"MPIPS_RECORDER": "0", "MPIPS_DUMP_DIR": "here"}, "this process has no page: MPI has not started in it, or "),
+])  # fmt: skip
+def test_a_process_that_is_asked_for_a_dump_goes_on_and_says_where(
+    variables: dict[str, str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    program = "import signal; os.kill(os.getpid(), signal.SIGUSR2); print('on')"
+    done = run(tmp_path / "jobs", program, **variables)
+    assert done.stdout == "on\n" and said in done.stderr, done.stderr
+
+
 def test_a_process_that_has_set_the_signal_back_is_not_sent_it(tmp_path: Path) -> None:
     program = """
 import signal, subprocess

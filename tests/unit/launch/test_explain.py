@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from collectives.recorder import own
 from collectives.recorder.page import Lane
+from launch.observe import command
 from launch.observe.explain import explain
 from launch.observe.gather import ROOT, Frame, Rank, Wait
 
@@ -102,6 +105,24 @@ def test_the_rank_whose_death_the_launcher_saw_is_to_blame() -> None:
     assert found.culprits == (1,) and found.sentence.endswith(
         "has ended. Rank 1 (worker) was ended by SIGKILL. The others were ended with the job."
     )
+
+
+def test_what_two_ranks_say_in_two_forms_is_said_once() -> None:
+    told = "pushpull of key 'w': rank 1 is needed, and its process has ended."
+    ranks = [rank(0, state="", end={"failed": f"StoreError: {told} (stand.py:11)"}), rank(1, state=""),
+             rank(2, state="", end={"failed": told})]  # fmt: skip
+    found = explain("1", ranks, {"death": "rank 1 (worker) was ended by SIGKILL"})
+    assert found.sentence.endswith(f" Others said: StoreError: {told} (stand.py:11).")
+
+
+def test_the_newest_job_is_one_of_which_something_is_known(job: list[subprocess.Popen[str]]) -> None:
+    for one in job:
+        one.kill()
+        one.wait()
+    newer = own.folder() / "78"
+    newer.mkdir(mode=0o700)
+    (newer / "1.page").touch()
+    assert command.find(None) == own.folder() / "77"
 
 
 def test_the_line_of_the_program_is_shown_where_it_can_be_read() -> None:

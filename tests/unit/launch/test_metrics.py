@@ -83,9 +83,12 @@ def test_an_address_without_a_host_is_the_loopback(text: str, address: tuple[str
     assert parse_address(text) == address
 
 
-@pytest.mark.parametrize("text", ["", "x", "1:", "99999", "-1"])
-def test_other_addresses_are_refused(text: str) -> None:
-    with pytest.raises(click.UsageError, match="is no address"):
+@pytest.mark.parametrize(("text", "said"), [
+    *((text, f"'{text}' is no address") for text in ("", "x", "1:", "-1")),
+    ("99999", "'99999': a port is a number from 0 to 65535"),
+])  # fmt: skip
+def test_other_addresses_are_refused(text: str, said: str) -> None:
+    with pytest.raises(click.UsageError, match=said):
         parse_address(text)
 
 

@@ -58,6 +58,12 @@ def test_dry_run_prints_the_whole_command(mpirun: str) -> None:
     (("--log-dir", "{here}/x.py/logs"), {}, "/x.py/logs' cannot be made: Not a directory"),
     ((), {"MPIPS_LOG_DIR": "{here}/x.py/logs"}, "MPIPS_LOG_DIR='"),
     ((), {"MPIPS_RECORDER": "maybe"}, "MPIPS_RECORDER='maybe' is unknown: give 0 for no pages, or leave it unset"),
+    (("--summary", "--page", "0"), {"MPIPS_RECORDER": "0"},
+     "MPIPS_RECORDER=0 leaves out the ranks' pages, without which there is no --summary, --page: unset that variable"),
+    (("--trace", "{here}/t.json"), {"MPIPS_RECORDER": "0"}, "without which there is no --trace: unset"),
+    (("--metrics", "{here}"), {"MPIPS_RECORDER": "0"}, "without which there is no --metrics: unset"),
+    ((), {"MPIPS_RECORDER": "0", "MPIPS_DUMP_DIR": "{here}/dumps"}, "there is no MPIPS_DUMP_DIR: unset that variable"),
+    ((), {"MPIPS_DUMP_DIR": "{here}/x.py"}, "/x.py' cannot be made: File exists: name a folder"),
 ])  # fmt: skip
 def test_options_are_not_taken_in_silence(
     words: tuple[str, ...], variables: dict[str, str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
