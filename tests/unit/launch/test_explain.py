@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from collectives.recorder import own
 from collectives.recorder.page import Lane
@@ -123,6 +124,13 @@ def test_the_newest_job_is_one_of_which_something_is_known(job: list[subprocess.
     newer.mkdir(mode=0o700)
     (newer / "1.page").touch()
     assert command.find(None) == own.folder() / "77"
+
+
+def test_another_job_that_runs_is_named(job: list[subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "jobs", lambda: [own.folder() / "78", own.folder() / "77"])
+    monkeypatch.setattr(command, "has_living", lambda folder: True)
+    said = CliRunner().invoke(command.command, ["why"]).output
+    assert "(This is your newest job here; job 78 runs, too: name one by `mpips why JOB`.)" in said
 
 
 def test_the_line_of_the_program_is_shown_where_it_can_be_read() -> None:
