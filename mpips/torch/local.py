@@ -185,6 +185,8 @@ class LocalSGD:
         if shapes[0] != shapes[1]:
             raise of_caller(ValueError(f"load_state_dict: parameters are {shapes[0]} there and {shapes[1]} here: give "
                                        "the model that it was saved with"))  # fmt: skip
+        died = "load_state_dict: a process has died meanwhile: load the model and this again"
+        self._through(self._rounds.drop, again=RuntimeError(died))
         self.inner.load_state_dict(state_dict["inner"])
         load_bytes(self.store, state_dict["store"].numpy().tobytes())
         for mine, center in zip(self._rounds.centers, centers):

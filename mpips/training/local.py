@@ -242,6 +242,13 @@ class LocalRounds:
             self._exchange.take(parameters, self.fragments[number])
             self._open = None
 
+    def drop(self) -> None:
+        """Wait for what is under way, and leave it: the parameters are to become others."""
+        if self._open is not None:
+            (_, _, handle), self._open = self._open, None
+            if handle is not None:
+                handle.wait()
+
     def share(self, parameters: Arrays) -> None:
         """Take the centre as this worker has seen it last: the same on all, where the store is synchronous."""
         self.finish(parameters)

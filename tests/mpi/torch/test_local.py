@@ -227,7 +227,7 @@ def test_a_state_goes_on_with_the_same_bits(options: dict[str, Any], more: dict[
         trainer, model = done
         saved = [copy.deepcopy(trainer.state_dict()), copy.deepcopy(model.state_dict())]
         trainer.close()
-    done = local(options, steps=0, every=4, **more)
+    done = local(options, steps=4, every=4, **more)  # with a delay an exchange is under way
     if done is not None:
         trainer, model = done
         model.load_state_dict(saved[1])
