@@ -7,6 +7,7 @@ They are made from the ranks' pages when they are asked for, so a rank does noth
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,12 +18,13 @@ from prometheus_client import CollectorRegistry, generate_latest, start_http_ser
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from collectives.recorder import own
 from launch.observe.beside import parse_address, without_signals
 from launch.observe.explain import is_replaced
 from launch.observe.gather import Rank, gather, jobs
 
 FILE = "mpips.prom"
-EVERY_SECONDS = 15.0
+EVERY_SECONDS, LOOK_SECONDS = 15.0, 0.5
 LABELS = ("job", "rank")
 
 
@@ -141,9 +143,14 @@ def beside(folder: str | None, address: str | None, job: str) -> Iterator[None]:
 
 
 def _write_regularly(folder: Path, job: str, ended: threading.Event) -> None:
-    while not ended.wait(EVERY_SECONDS):
-        with suppress(OSError):  # a full disk, which others say
-            write(folder, job)
+    """Write at once when ranks have come or gone, too: many a job is over before the first turn."""
+    known, due = 0, time.monotonic() + EVERY_SECONDS
+    while not ended.wait(LOOK_SECONDS):
+        there = len(list((own.folder() / job).glob(f"*{own.PAGE}")))
+        if there != known or time.monotonic() >= due:
+            known, due = there, time.monotonic() + EVERY_SECONDS
+            with suppress(OSError):  # a full disk, which others say
+                write(folder, job)
 
 
 def _registry(job: str | None) -> CollectorRegistry:

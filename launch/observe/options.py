@@ -23,7 +23,7 @@ def observe_options(command: Callable[..., None]) -> Callable[..., None]:
                      help="Show at the end what calls took, and which rank made others wait."),
         click.option("--trace", type=OutFile(), metavar="FILE",
                      help="Write one timeline of all ranks, for Perfetto and chrome://tracing."),
-        click.option("--page", metavar="[HOST:]PORT", help="Serve a live page of this host's ranks for a browser."),
+        click.option("--page", metavar="[HOST:]PORT", help="Serve a live page of all hosts' ranks for a browser."),
         click.option("--metrics-port", metavar="[HOST:]PORT", help="Serve this host's metrics for Prometheus."),
         click.option("--metrics", metavar="DIR", help="Write this host's metrics there, for node_exporter."),
     ):  # fmt: skip

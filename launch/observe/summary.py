@@ -16,7 +16,7 @@ from collectives.recorder.ring import Record
 from collectives.recorder.tracing import RankTrace
 from collectives.schedule.model import BUS_FACTOR
 from collectives.terminal import show_bytes
-from launch.observe.timeline import STEP, SUMS
+from launch.observe.timeline import STEP, SUMS, count_calls
 
 
 class Line(NamedTuple):
@@ -79,7 +79,7 @@ def summarize(traces: Sequence[RankTrace]) -> Summary:
             made_wait[last] += (_took(record) - shortest) / (len(calls) - 1)
     lines = [_line(*key, calls, least, together, seconds) for key, calls in by_size.items()]
     scores = [
-        Score(rank, sum(len(one.records) for one in traces if one.rank == rank), made_wait[rank],
+        Score(rank, sum(count_calls(one) for one in traces if one.rank == rank), made_wait[rank],
               made_wait[rank] / seconds[rank] if seconds[rank] else 0.0,
               waited[rank] / seconds[rank] if seconds[rank] else 0.0)
         for rank in sorted(seconds)

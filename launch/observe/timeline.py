@@ -65,12 +65,17 @@ def merge(traces: Sequence[RankTrace], clocks: Mapping[str, Clock]) -> tuple[lis
     return events, about | {"flows": len(flows), "seconds": (last - first) / 1e9}
 
 
+def count_calls(one: RankTrace) -> int:
+    """Return how many calls a process has recorded: marks of steps are none."""
+    return sum(record.operation != STEP for record in one.records)
+
+
 def _about(traces: Sequence[RankTrace], clocks: Mapping[str, Clock]) -> dict[str, Any]:
     """Return what is to be said of a trace beside its events. `clock_error_ns`: of the times of two ranks, at most."""
     ranks = [
         {
             "rank": one.rank, "role": one.who.get("role", ""), "host": one.who.get("host", ""), "pid": one.who["pid"],
-            "records": len(one.records), "overwritten": one.overwritten, "clock_error_ns": _error(one, clocks),
+            "records": count_calls(one), "overwritten": one.overwritten, "clock_error_ns": _error(one, clocks),
         }
         for one in traces
     ]  # fmt: skip
@@ -170,10 +175,10 @@ def find_flows(placed: Sequence[Placed], error_ns: int) -> Iterator[Flow]:
 
     After a recovery a round is gone through again: what is nearest in time belongs together.
     """
-    pushes: dict[tuple[str, int], list[Placed]] = defaultdict(list)
-    pulls: dict[tuple[str, int], list[Placed]] = defaultdict(list)
+    pushes: dict[tuple[int, str, int], list[Placed]] = defaultdict(list)
+    pulls: dict[tuple[int, str, int], list[Placed]] = defaultdict(list)
     for one in placed:
-        key = one.record.subject, one.record.round
+        key = one.record.lane, one.record.subject, one.record.round
         if one.record.operation in PUSHES:
             pushes[key].append(one)
         if one.record.operation in PULLS:
@@ -181,7 +186,7 @@ def find_flows(placed: Sequence[Placed], error_ns: int) -> Iterator[Flow]:
     for total in placed:
         if total.record.operation not in SUMS:
             continue
-        key = total.record.subject, total.record.round
+        key = total.record.lane, total.record.subject, total.record.round
         readers = _nearest([one for one in pulls[key] if one.end + error_ns >= total.begin], total.begin)
         for pid, push in _nearest(pushes[key], total.begin, last=True).items():
             yield Flow(push, total, readers.get(pid))

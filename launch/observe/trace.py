@@ -26,7 +26,7 @@ from launch.observe import clocks, summary, traced
 from launch.observe.beside import without_signals
 from launch.observe.clocks import Clock, Offset
 from launch.observe.hosts import Line, connect, wait
-from launch.observe.timeline import merge
+from launch.observe.timeline import count_calls, merge
 
 MODULE = "launch.observe.traced"
 WITHIN_SECONDS, READ_SECONDS = 10.0, 120.0
@@ -203,9 +203,9 @@ def write(path: Path, found: Traced) -> None:
     events, about = merge(found.traces, found.clocks)
     about |= {"reference_clock": socket.gethostname(), "left_out": found.left_out}
     chrome.save(path, events, about)
-    records, ranks = sum(len(one.records) for one in found.traces), len(found.traces)
+    calls, ranks = sum(count_calls(one) for one in found.traces), len(found.traces)
     agreed = f", clocks agree to {about['clock_error_ns'] / 1e3:.0f} us" if found.clocks else ""
-    click.echo(f"mpips: {path}: {records} calls of {ranks} ranks, {about['flows']} arrows{agreed}; open it in "
+    click.echo(f"mpips: {path}: {calls} calls of {ranks} ranks, {about['flows']} arrows{agreed}; open it in "
                f"https://ui.perfetto.dev or chrome://tracing\n{_lost(found)}", err=True, nl=False)  # fmt: skip
 
 

@@ -125,7 +125,7 @@ def _store(
     has taken a dead one's place."""
     settings = Settings(layout, backend, generation)
     settings.operations.checks_finite = layout.options.check_finite
-    route = Route(settings.keys, settings.engine.under_way, settings.operations, backend)
+    route = Route(settings.keys, settings.engine.under_way, settings.operations, backend, layout.lane)
     if saves is not None:
         settings.regular = saves(settings)
         route.save_regularly(settings.regular)

@@ -67,7 +67,7 @@ FIELDS = (
     Field("timeout_seconds", 300.0, 0, (), "a wait longer than this ends the generation with StallError; 0: never"),
     Field("checkpoint", "", None, (), "a folder: the job's first store saves itself there, and goes on from it"),
     Field("every", 0, 0, (), "with checkpoint: rounds of every key from one of these saves to the next"),
-    Field("check_finite", False, None, (), "refuse a push of NaN or infinity, and name rank, key and push"),
+    Field("check_finite", False, None, (), "refuse a push of NaN or infinity, and name rank, key, push and step"),
 )
 
 

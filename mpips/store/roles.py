@@ -10,6 +10,7 @@ both servers on one core for seconds. In containers, or on hosts of a lab, nobod
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -34,6 +35,9 @@ from mpips.store.runtime.errors import LostError
 from mpips.store.runtime.rendezvous import Gathering, MeetingPlace, Watch
 
 WHAT = "mpips.create"
+STORE = 1 << 63
+"""Above the numbers of lanes that communicators have."""
+_stores = itertools.count()
 _arrivals: list[Roll] = []
 """Under way; of who has stopped waiting, too, as the others may yet come."""
 
@@ -44,6 +48,7 @@ class _Card(msgspec.Struct, array_like=True):
     kind: str
     options: dict[str, Any]
     refusal: str
+    lane: int
 
 
 @dataclass
@@ -72,6 +77,8 @@ class Layout:
     """All servers, in rank order; None elsewhere."""
     before: Before | None = None
     """What its ranks were in the generation before; None in the first."""
+    lane: int = STORE
+    """What the recorder knows the store by, on all its ranks."""
 
     @property
     def is_server(self) -> bool:
@@ -213,7 +220,8 @@ def create(comm: MPI.Intracomm, kind: str, options: Options | None, refusal: str
         except OptionError as error:
             refusal = str(error)
     try:
-        _agree(world, _Card(kind, {} if options is None else asdict(options), refusal), limits)
+        lane = STORE + (MPI.COMM_WORLD.Get_rank() << 32) + next(_stores)  # rank 0's becomes that of all
+        lane = _agree(world, _Card(kind, {} if options is None else asdict(options), refusal, lane), limits)
     except OptionError:
         part(world)
         raise
@@ -226,7 +234,7 @@ def create(comm: MPI.Intracomm, kind: str, options: Options | None, refusal: str
         part(world)
         raise OptionError(why)
     spares = max(0, options.spares)
-    layout = Layout(kind, options, world.Get_rank(), workers, options.servers, clients, nodes, world, spares)
+    layout = Layout(kind, options, world.Get_rank(), workers, options.servers, clients, nodes, world, spares, lane=lane)
     layout.begin()
     return layout
 
@@ -245,7 +253,8 @@ def _come(comm: MPI.Intracomm, limits: Limits) -> None:
     _arrivals.remove(roll)
 
 
-def _agree(world: MPI.Intracomm, card: _Card, limits: Limits) -> None:
+def _agree(world: MPI.Intracomm, card: _Card, limits: Limits) -> int:
+    """Return the lane of the store that all ranks want alike; OptionError on all where they do not."""
     encoded = Gathering(world, limits).meet(msgspec.msgpack.encode(card), WHAT)
     cards = [msgspec.msgpack.decode(data, type=_Card) for data in encoded]
     refused = [rank for rank, other in enumerate(cards) if other.refusal]
@@ -264,6 +273,7 @@ def _agree(world: MPI.Intracomm, card: _Card, limits: Limits) -> None:
                     f"create: option {name} is {value!r} on rank 0 and {other.options[name]!r} on rank {rank}; "
                     "give every rank the same"
                 )
+    return first.lane
 
 
 def _split(comm: MPI.Intracomm, number: int, rank: int) -> MPI.Intracomm:

@@ -140,6 +140,7 @@ class Server(Member[None]):
         late = Late(options.stall_seconds, options.timeout_seconds)
         rest = remote, late, self._reduce, groups, self._mirror, compressor
         state = AsynchronousState(options.staleness, *rest) if layout.asynchronous else SynchronousState(*rest)
+        state.lane = layout.lane
         staleness = options.staleness if layout.asynchronous else None
         server = layout.rank - layout.num_workers
         tables = ServerTables(

@@ -47,7 +47,7 @@ TURNS, SHORT_BYTES = 8, 1 << 14
 """What a server does before it listens again: turns of units of at most so many bytes, or one of a longer one."""
 PRIORITY = attrgetter("priority")
 LANE = 3 << 62
-"""Of the recorder: what a server does. Above the lanes that stores of workers have."""
+"""Of the recorder: what this process' servers do. Above the lanes that stores have."""
 Name = int | str
 
 
@@ -70,6 +70,8 @@ class ServerState(ABC):
         optimizers: Groups | None = None, mirror: UnitMirror | None = None, compressor: Compressor | None = None,
     ) -> None:  # fmt: skip
         self.units: dict[int, Unit] = {}
+        self.lane = LANE
+        """Of records: that of the store, once it is known."""
         self.optimizers, self.compressor = optimizers or Groups(), compressor
         self.late = late or Late()
         self.ready: dict[int, Unit] = {}
@@ -258,7 +260,7 @@ class ServerState(ABC):
             self.compressor.prepare(unit.stored.dtype)
         nbytes, size, dtype = unit.stored.nbytes, unit.stored.size, unit.stored.dtype.name
         what = "sum" if unit.optimizer is None else "update"
-        unit.form = form(LANE, what, repr(unit.key), nbytes, size, dtype, unit.start)
+        unit.form = form(self.lane, what, repr(unit.key), nbytes, size, dtype, unit.start)
         count = len(unit.contributors)
         if self.asynchronous or self.compressor is not None:
             parts = 1

@@ -10,7 +10,6 @@ MG-WFBP merges gradients, section 4). Servers and optimizers still see every key
 
 from __future__ import annotations
 
-import itertools
 import math
 import sys
 import time
@@ -39,9 +38,6 @@ from mpips.store.worker.interface import Backend, Saves, Written
 Array = NDArray[Any]
 T = TypeVar("T")
 LISTS = (list, tuple)
-STORE = 1 << 63
-"""Above the numbers of lanes that communicators have."""
-_stores = itertools.count()
 MOST_TOKENS = 4096
 """Calls, by what they do with which keys, of which this worker has the texts at hand."""
 Begun: TypeAlias = tuple[Ring, int, Key]
@@ -51,19 +47,21 @@ Begun: TypeAlias = tuple[Ring, int, Key]
 class Route:
     """Make the calls of a store on a worker: `try_fast` first, and where that has done nothing, `call`.
 
-    `known`: the initialised keys. `under_way`: empty where no operation is. Of a list all keys are pushed before one is
-    waited for, as other workers may have another order. Then they are pulled in turn, from the first that has to be
-    waited for together.
+    `known`: the initialised keys. `under_way`: empty where no operation is. `lane`: the store's. Of a list all keys are
+    pushed before one is waited for, as other workers may have another order. Then they are pulled in turn, from the
+    first that has to be waited for together.
     """
 
-    def __init__(self, known: Mapping[Name, Key], under_way: Sized, operations: Operations, backend: Backend) -> None:
+    def __init__(
+        self, known: Mapping[Name, Key], under_way: Sized, operations: Operations, backend: Backend, lane: int
+    ) -> None:
         self._known, self._under_way, self._operations, self._backend = known, under_way, operations, backend
         self._saves: Saves | None = None
         self._written: Written | None = None
         self._first_push: Callable[[], None] | None = None
         self._checks = operations.checks_finite
         self._extra = self._checks  # one of these four is there, and calls take the general way
-        self._marks, self._tokens = Marks(STORE + next(_stores)), dict[Any, int]()
+        self._marks, self._tokens = Marks(lane), dict[Any, int]()
         self._word = self._marks.word
         self._forms = dict[Any, bytes]()
         self._every = self._records = False
@@ -640,6 +638,11 @@ def text(what: str, names: Sequence[Name]) -> str:
     return f"{what}{word}{', ...' if len(names) > 4 else ''}"
 
 
+def step_of_push() -> str:
+    """Return, for a sentence, the step of this rank's training; "" where the program has noted none."""
+    return f" (the step noted last is {recorder.place.step})" if recorder.place.step >= 0 else ""
+
+
 def see_finite(rank: int, what: str, call: Call) -> None:
     """FloatingPointError where a push holds NaN or infinity: which rank, key and push, and where the first one is."""
     rows = call.payload if isinstance(call.payload, RowSparse) else None
@@ -654,8 +657,8 @@ def see_finite(rank: int, what: str, call: Call) -> None:
             where[0] = int(rows.rows[where[0]])
         raise of_caller(FloatingPointError(
             f"{what} of key {call.key.name!r}: push {call.key.round + 1} of rank {rank} holds {nans} NaN and "
-            f"{wrong - nans} infinities among {values.size} elements, the first at {where}: look at the loss, the "
-            "learning rate and the data of that step on that rank"
+            f"{wrong - nans} infinities among {values.size} elements, the first at {where}{step_of_push()}: look at "
+            "the loss, the learning rate and the data of that step on that rank"
         ))  # fmt: skip
 
 

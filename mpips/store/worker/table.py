@@ -25,7 +25,7 @@ from mpips.store.tables.admission import COUNTS, Chance, Seen
 from mpips.store.tables.initial import Ids, Uniform, key_of
 from mpips.store.transport import frames
 from mpips.store.worker.interface import KnownTable
-from mpips.store.worker.route import GIVEN, Route
+from mpips.store.worker.route import GIVEN, Route, step_of_push
 from mpips.store.worker.settings import Settings
 
 Array = NDArray[Any]
@@ -292,8 +292,8 @@ class Table:
         row = int(np.argmin(fine.all(axis=1)))
         raise of_caller(FloatingPointError(
             f"{what} of table {self.name!r}: push {self._known.round + 1} of rank {self._settings.layout.rank} holds "
-            f"{nans} NaN and {wrong - nans} infinities among {gradients.size} elements, the first of id {ids[row]}: "
-            "look at the loss, the learning rate and the data of that step on that rank"
+            f"{nans} NaN and {wrong - nans} infinities among {gradients.size} elements, the first of id {ids[row]}"
+            f"{step_of_push()}: look at the loss, the learning rate and the data of that step on that rank"
         ))  # fmt: skip
 
 

@@ -74,6 +74,42 @@ def test_every_push_leads_to_its_sum_and_pull(tmp_path: Path) -> None:
     assert "straggler" in said
 
 
+TWO_STORES = """
+import numpy as np
+import mpips
+
+one, other = mpips.create("dist_sync"), mpips.create("dist_sync")
+array, out = np.ones(1000, np.float32), np.ones(1000, np.float32)
+one.init("w", array)
+other.init("w", array)
+for step in range({steps}):
+    for store in (one, other) if step % 2 else (other, one):
+        store.push("w", array)
+    mpips.note(step=step)
+    one.pull("w", out)
+    other.pull("w", out)
+"""
+
+
+@only_on(1)
+def test_arrows_stay_within_their_store_and_steps_are_no_calls(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(TWO_STORES.format(steps=10))
+    words = [sys.executable, "-m", "launch.cli", "run", "-w", "2", "-s", "1", "--trace", "t.json", "--summary-json",
+             "s.json", "program.py"]  # fmt: skip
+    done = subprocess.run(
+        words, cwd=tmp_path, env=outside(), capture_output=True, text=True, timeout=JOB_LIMIT, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    trace = json.loads((tmp_path / "t.json").read_text())
+    begins = [(event["pid"], event["ts"]) for event in trace["traceEvents"] if event["ph"] == "s"]
+    assert len(read_flows(trace)) == len(begins) == len(set(begins)) == 2 * 2 * 10, "each push has one arrow"
+    bars = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    calls = [event for event in bars if event["cat"] not in ("compute", "receive", "step")]
+    assert f"t.json: {len(calls)} calls of 3 ranks, 40 arrows" in done.stderr
+    counted = {one["rank"]: one["calls"] for one in json.loads((tmp_path / "s.json").read_text())["ranks"]}
+    assert counted == {rank: sum(event["pid"] == rank for event in calls) for rank in range(3)}
+
+
 @only_on(1)
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 def test_perfetto_connects_every_push(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`check_finite`: the first push of NaN or infinity is refused, and all ranks hear which rank, key and push it was."""
+"""`check_finite`: the first push of NaN or infinity is refused, and all hear which rank, key, push and step it was."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ def test_all_ranks_hear_of_the_first_push_that_is_not_finite(way: str, dtype: An
         "list": lambda: kv.push(["v", "w"], [fine, gradient]),
     }
     first = heard(calls[way])
+    mpips.note(step=31)
     WORLD.Barrier()  # the error ends for all what is still under way
     if WORLD.rank == ODD:
         gradient[1, 2], gradient[2, 0] = np.inf, np.nan
@@ -46,6 +47,7 @@ def test_all_ranks_hear_of_the_first_push_that_is_not_finite(way: str, dtype: An
     assert all(one[0] == "" for one in said), said
     assert all(
         f"push 2 of rank {ODD} holds 1 NaN and 1 infinities among 12 elements, the first at [1, 2]" in one[1]
+        and "(the step noted last is 31)" in one[1]
         and "of key 'w'" in one[1]
         for one in said
     ), said

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import urllib.request
 from pathlib import Path
 
@@ -57,6 +58,17 @@ def test_a_file_is_whole_and_goes_with_the_job(job: list[subprocess.Popen[str]],
         assert samples((tmp_path / "mpips-77.prom").read_text())["mpips_step", "0"] == 40
         assert [path.name for path in tmp_path.glob("*.prom*")] == ["mpips-77.prom"]
     assert not list(tmp_path.glob("*.prom*"))
+
+
+def test_a_file_has_ranks_soon_after_they_have_come(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    with metrics.beside(str(tmp_path), None, "77"):
+        file = tmp_path / "mpips-77.prom"
+        assert not samples(file.read_text())
+        request.getfixturevalue("job")
+        limit = time.monotonic() + 5
+        while len({rank for _, rank in samples(file.read_text())}) < 2:
+            assert time.monotonic() < limit
+            time.sleep(0.05)
 
 
 def test_a_port_serves_one_job(job: list[subprocess.Popen[str]]) -> None:
