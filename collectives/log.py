@@ -5,11 +5,13 @@ any others: they carry `rank`, `role`, `generation` and `step`, and the message 
 
 `MPIPS_LOG=info` (or debug, warning) shows them without such a configuration, on standard error. `MPIPS_LOG_DIR` writes
 them to a folder instead, a file for each rank, and `MPIPS_LOG_FORMAT=json` makes each line a JSON object.
-`mpips run --log`, `--log-dir` and `--log-format` set these, and `merge` joins the files by time when the job has ended.
+`mpips run --log`, `--log-dir` and `--log-format` set these, with a folder of each job's own (`folder_of_job`), and
+`merge` joins its files by time when the job has ended.
 """
 
 from __future__ import annotations
 
+import atexit
 import heapq
 import json
 import logging
@@ -80,6 +82,19 @@ def _configure_once() -> None:
         return
 
 
+@cache
+def begin_rank(size: int) -> None:
+    """Say once that this process is a rank of so many, and at its end that it ends."""
+    logger, pid = get("mpips.rank"), os.getpid()
+    logger.info("rank begins, of %d: process %d on %s", size, pid, socket.gethostname())
+
+    def end() -> None:
+        if os.getpid() == pid:  # a fork of a rank is none
+            logger.info("rank ends")
+
+    atexit.register(end)
+
+
 def configure(environment: Mapping[str, str] = os.environ) -> None:
     """Show and write what the environment asks for, and no more what it asked for before. LogError as of `chosen`."""
     level, folder, form = chosen(environment)
@@ -127,7 +142,7 @@ def _time(record: logging.LogRecord) -> str:
 
 
 class TextLines(logging.Formatter):
-    """A line for people: time, who, where, which part of mpips, and the message; more lines are indented."""
+    """A line for people: time, who, where, seconds, which part of mpips, and the message; more lines are indented."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line of a record."""
@@ -135,7 +150,7 @@ class TextLines(logging.Formatter):
         where = [record.role] if record.role else []
         where += [f"generation {record.generation}"] if record.generation >= 0 else []
         where += [f"step {record.step}"] if record.step >= 0 else []
-        inside = f" ({', '.join(where)})" if where else ""
+        inside = f" ({', '.join([*where, f'{record.since:.3f} s'])})"
         level = "" if record.levelno == logging.INFO else f" {record.levelname.lower()}"
         text = record.said if not record.exc_info else f"{record.said}\n{self.formatException(record.exc_info)}"
         lines = text.replace("\n", "\n    ")
@@ -210,14 +225,21 @@ class Folder(logging.Handler):
         self._file, self._name = os.open(self._folder / f"{name}{self._suffix}", flags, 0o600), name
 
 
+def folder_of_job(folder: str | os.PathLike[str]) -> str:
+    """Return the folder, in this one, of the job that this process starts; others have other names."""
+    began = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    return os.path.join(folder, f"{began}-{socket.gethostname()}-{os.getpid()}")
+
+
 def merge(folder: str | os.PathLike[str], form: str) -> Path | None:
-    """Join the files of a folder by time into one, and return it; None where there is nothing. OSError as of files."""
+    """Join the files of a job's folder by time into one that is new, and return it; None where there is nothing.
+    OSError as of files."""
     suffix = SUFFIXES[form]
     target = Path(folder) / f"{MERGED}{suffix}"
-    parts = [path for path in sorted(Path(folder).glob(f"*{suffix}")) if path != target]
+    parts = sorted(Path(folder).glob(f"*{suffix}"))
     if not parts:
         return None
-    fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     with open(fd, "w", encoding="utf-8") as out:
         for _, text in heapq.merge(*(sorted(_entries(path)) for path in parts), key=lambda entry: entry[0]):
             out.write(text)

@@ -135,7 +135,7 @@ def log_options(command: Callable[..., None]) -> Callable[..., None]:
     for option in (
         click.option("--log-format", type=click.Choice(log.FORMATS), help="Lines for people, or JSON objects."),
         click.option("--log-dir", metavar="DIR",
-                     help="Write these lines to a folder instead: a file for each rank, and one of all."),
+                     help="Write these lines to a new folder in this one: a file for each rank, and one of all."),
         click.option("--log", "log_level", type=click.Choice(log.LEVELS),
                      help="Show what becomes of each rank, in a line for each change."),
     ):  # fmt: skip
@@ -232,6 +232,7 @@ def begin_log(level: str | None, folder: str | None, form: str | None) -> None:
                                    "or --log-dir DIR")  # fmt: skip
         if where:
             os.makedirs(where, mode=0o700, exist_ok=True)
+            given[log.FOLDER_VARIABLE] = log.folder_of_job(os.path.abspath(where))
         os.environ.update(given)
         log.configure()
     except log.LogError as error:

@@ -61,6 +61,7 @@ def begin(rank: int, size: int) -> None:
     """Open this rank's page, once for the process, and trace where the launcher has asked for it."""
     global _begun
     own.begin(rank, size)
+    log.begin_rank(size)
     path = own.beside(SUFFIX)
     if _begun or path is None:
         return

@@ -16,7 +16,7 @@ from mpips.store.options import OptionError
 from mpips.store.options import read as read_options
 from tests.child import outside
 
-LINE = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z process \d+ "
+LINE = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z process \d+ \(\d+\.\d{3} s\) "
 SPEAK = """
 from collectives import log
 LOG = log.get("mpips.spoken")
@@ -56,8 +56,9 @@ def test_lines_of_a_level_say_when_who_and_what(level: str, shown: int) -> None:
 
 def test_a_line_says_where_in_its_work_a_rank_is() -> None:
     lines = spoken(PLACED, MPIPS_LOG="info").stderr.splitlines()
-    assert lines[0][28:] == "rank 4 (server, generation 2, step 7) mpips.spoken: of 3 rows"
-    assert lines[3][28:].startswith("rank 4 (server, generation 2, step 7) mpips.spoken error: caught")
+    where = r"rank 4 \(server, generation 2, step 7, \d+\.\d{3} s\) mpips.spoken"
+    assert re.fullmatch(f"{where}: of 3 rows", lines[0][28:])
+    assert re.match(f"{where} error: caught", lines[3][28:])
     assert lines[-1] == "    KeyError: 'lost'"
 
 
@@ -121,9 +122,12 @@ def test_an_unknown_word_is_refused_with_the_known_ones(variable: str, word: str
 def test_files_are_joined_by_time(tmp_path: Path) -> None:
     (tmp_path / "rank-0.log").write_text("2026-11-27T10:00:00.000001Z a\n    more\n2026-11-27T10:00:03.000000Z d\n")
     (tmp_path / "rank-1.log").write_text("2026-11-27T10:00:00.000002Z b\n2026-11-27T10:00:02.000000Z c")
-    for _ in range(2):  # again, beside what the first has left
-        made = log.merge(tmp_path, "text")
-        assert made is not None and [line[28:] or line for line in made.read_text().splitlines()] == [
-            "a", "    more", "b", "c", "d",
-        ]  # fmt: skip
+    made = log.merge(tmp_path, "text")
+    assert made is not None and [line[28:] or line for line in made.read_text().splitlines()] == [
+        "a", "    more", "b", "c", "d",
+    ]  # fmt: skip
+    made.write_text("another's")
+    with pytest.raises(FileExistsError):
+        log.merge(tmp_path, "text")
+    assert made.read_text() == "another's"
     assert log.merge(tmp_path / "rank-0.log" / "..", "json") is None
