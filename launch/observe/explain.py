@@ -49,6 +49,9 @@ def _explain(
     waits = {one.rank: wait for one in ranks if one.lives and not one.stopped and (wait := _longest(one)) is not None}
     if waits:
         return _stands(head, ranks, waits, missing, unreached)
+    left = _left(ranks, missing)
+    if left and not unreached and not any(one.moved for one in ranks):
+        return _ends(head, ranks, left)
     return _goes_on(head, ranks)
 
 
@@ -79,7 +82,7 @@ def _stands(
         for (what, line), members in groups.items()
     ]
     culprits = _culprits(ranks, waits, missing)
-    steps = [one.step for one in ranks if one.step >= 0]
+    steps = [one.step for one in ranks if one.step >= 0 and (one.rank in waits or one.rank in culprits)]
     step = f" in step {min(steps)}" if steps else ""
     begin = f"{head} stands since {_seconds(seconds)}{step}: {'; '.join(waiting)}"
     if not culprits:
@@ -93,7 +96,9 @@ def _stands(
         return Explanation("stands", f"{begin}. {why}.", tuple(waits))
     known = {one.rank: one for one in ranks}
     apart = len({one.host for one in ranks}) > 1 or bool(unreached)
-    described = [_describe(number, known.get(number), apart, unreached) for number in culprits]
+    left = [] if unreached else _left(ranks, missing)
+    described = [f"rank {number}, which has ended its program" if number in left
+                 else _describe(number, known.get(number), apart, unreached) for number in culprits]  # fmt: skip
     return Explanation("stands", f"{begin}, for {'; and for '.join(described)}.", tuple(culprits))
 
 
@@ -136,7 +141,8 @@ def _culprits(ranks: Sequence[Rank], waits: dict[int, Wait], missing: set[int]) 
     gone = {one.rank for one in ranks if not one.lives}
     stopped = {one.rank for one in ranks if one.lives and one.stopped}
     late = {rank for wait in waits.values() for rank in wait.late} - set(waits)
-    idle = {one.rank for one in ranks if one.lives and one.rank not in waits and not _serves(one)}
+    idle = {one.rank for one in ranks if one.lives and one.rank not in waits
+            and (not _serves(one) or one.is_called_back)}  # fmt: skip
     for found in (late & (gone | stopped | missing | idle), gone | stopped, idle, missing):
         if found:
             return sorted(found)
@@ -153,7 +159,9 @@ def _under_way(ranks: Sequence[Rank], same_line: bool) -> str:
     for one in ranks:
         on.setdefault(one.host, []).append(one.rank)
     if len(on) < 2:
-        return "All ranks are in it, so what they wait for is under way between hosts, or a server does not answer"
+        servers = [one.rank for one in ranks if one.role == "server"]
+        mute = f", or {name_ranks(servers)} (server{'s' * (len(servers) > 1)}) will not answer" if servers else ""
+        return f"All {'workers' if servers else 'ranks'} are in it, so what they wait for is under way{mute}"
     hosts = "; ".join(f"{host}, {name_ranks(members)}" for host, members in sorted(on.items()))
     if not same_line:
         return ("All ranks live, and are in a call of the same name from different lines: of different stores or "
@@ -199,6 +207,26 @@ def _quoted(frame: Frame) -> str:
 
 
 # ---- a job that does not stand
+
+
+def _left(ranks: Sequence[Rank], missing: set[int]) -> list[int]:
+    """Return the ranks that have ended their programs: they were in a communicator, here, and have no page any more."""
+    beside = {one.host: one.beside for one in ranks if one.lives}
+    if -1 in beside.values() or sum(beside.values()) < max(one.size for one in ranks):
+        return []  # those without a page may run on a host of which nothing is seen
+    joined = {int(number) for one in ranks for known in one.communicators.values()
+              for number in known["ranks"].split(",")}  # fmt: skip
+    return sorted(missing & joined)
+
+
+def _ends(head: str, ranks: Sequence[Rank], left: Sequence[int]) -> Explanation:
+    """A job of which some ranks have ended their programs, and none of the others has called mpips just now."""
+    rest = [one for one in ranks if one.lives]
+    apart = len({one.host for one in ranks}) > 1
+    described = "; and for ".join(_describe(one.rank, one, apart) for one in rest)
+    have = "has ended its program, and waits" if len(left) == 1 else "have ended their programs, and wait"
+    sentence = f"{head} ends: {name_ranks(left)} {have} in MPI's end for {described}."
+    return Explanation("stands", sentence, tuple(one.rank for one in rest))
 
 
 def _goes_on(head: str, ranks: Sequence[Rank]) -> Explanation:

@@ -25,6 +25,10 @@ MARKS_SECONDS = 0.005
 """Between two looks at marks."""
 STACK_SECONDS = 1.0
 """At most, for ranks to write their stacks."""
+LOCAL_SIZES = (b"OMPI_COMM_WORLD_LOCAL_SIZE", b"MPI_LOCALNRANKS")
+"""Variables of Open MPI's launcher and of MPICH's."""
+MOST_CALLS = 3
+"""Of a rank that are named as its last."""
 TICKS = os.sysconf("SC_CLK_TCK")
 ROOT = Path(__file__).resolve().parents[2]
 FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
@@ -42,10 +46,14 @@ class Frame(NamedTuple):
     """The line itself, where it can be read on the rank's host."""
 
     @property
+    def is_ours(self) -> bool:
+        """Return whether it is of mpips."""
+        return any(self.path.startswith(f"{ROOT}/{name}/") for name in own.OURS)
+
+    @property
     def is_users(self) -> bool:
         """Return whether it is of the program, and of no library."""
-        ours = any(self.path.startswith(f"{ROOT}/{name}/") for name in own.OURS)
-        return not ours and not LIBRARIES.search(self.path)
+        return not self.is_ours and not LIBRARIES.search(self.path)
 
     def __str__(self) -> str:
         inside = "" if self.function == "<module>" else f", {self.function}"
@@ -118,6 +126,8 @@ class Rank(NamedTuple):
     """Of a server, bytes that it has taken in."""
     communicators: Mapping[str, Any] = {}
     """Of its lanes, by their identity, the ranks, and how many communicators of the same ranks were made before."""
+    beside: int = -1
+    """How many ranks of the job were started on its host, itself among them, as MPI's launcher says."""
 
     @property
     def lives(self) -> bool:
@@ -131,9 +141,17 @@ class Rank(NamedTuple):
 
     @property
     def last_call(self) -> str:
-        """Return the text of the call that it has begun last in a store, else in a communicator; "" for none."""
-        named = [lane for lane in self.lanes if lane.text]
-        return max(named, key=lambda lane: (lane.identity, lane.number)).text if named else ""
+        """Return the text of the call that it has begun last in a store, else in a communicator; "" for none.
+
+        Of several stores, or communicators, it is unknown which was the last, so that of each is named.
+        """
+        kinds = {lane: lane.identity >> 61 if lane.identity >> 63 else 0 for lane in self.lanes if lane.text}
+        last = [lane for lane, kind in kinds.items() if kind == max(kinds.values())]
+        texts = list(dict.fromkeys(lane.text for lane in sorted(last, key=lambda lane: -lane.number)))
+        if len(texts) < 2:
+            return "".join(texts)
+        named = " or ".join(texts[:MOST_CALLS]) + " or another" * (len(texts) > MOST_CALLS)
+        return f"{named} (its last calls in {len(last)} {'stores' if max(kinds.values()) else 'communicators'})"
 
     @property
     def user_frame(self) -> Frame | None:
@@ -149,14 +167,18 @@ class Rank(NamedTuple):
     @property
     def in_mpips(self) -> bool:
         """Return whether its main thread is in a call of mpips."""
-        ours = tuple(f"{ROOT}/{name}/" for name in own.OURS)
         runner = str(ROOT / "mpips" / "__main__.py")
         for frame in self.stack:
             if frame.is_users:
                 return False
-            if frame.path.startswith(ours) and frame.path != runner:
+            if frame.is_ours and frame.path != runner:
                 return True
         return False
+
+    @property
+    def is_called_back(self) -> bool:
+        """Return whether its main thread is in the user's code that mpips has called, such as an optimizer."""
+        return not self.in_mpips and any(frame.is_ours for frame in self.stack)
 
 
 class _Look(NamedTuple):
@@ -271,6 +293,14 @@ def _became(pid: int, began: float) -> str:
     return ""
 
 
+def _started_beside(pid: int) -> int:
+    """Return how many ranks of its job were started on the host of a process; -1 where that is unknown."""
+    with suppress(OSError, ValueError):
+        pairs = (word.partition(b"=") for word in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+        return next((int(number) for name, _, number in pairs if name in LOCAL_SIZES), -1)
+    return -1
+
+
 def read_end(folder: Path) -> Mapping[str, Any]:
     """Return what `mpips run` has written of the end of a job: `heard`, or `death` and `sentence`; {} where nothing."""
     with suppress(OSError, ValueError):
@@ -335,7 +365,7 @@ def _rank(before: _Look, after: _Look, stacks: Sequence[Sequence[Frame]], pid: i
         head["checkpoints"], after.cpu_seconds, after.seen.notes, tuple(map(tuple, stacks[1:])),
         identity.get("member", -1), after.became, 1e9 * steps / max(took, 1) if steps > 0 else -1.0,
         byte_rate, taken, load.get("queued", -1), load.get("nbytes", 0),
-        after.seen.communicators,
+        after.seen.communicators, _started_beside(pid),
     )  # fmt: skip
 
 

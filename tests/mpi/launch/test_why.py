@@ -63,6 +63,45 @@ while True:
     except mpips.StoreError:
         step = kv.recover().step
 """
+OPTIMIZER = """
+import time
+from dataclasses import dataclass
+import numpy as np
+import mpips
+
+@mpips.optimizers.register
+@dataclass(frozen=True)
+class Lion(mpips.optimizers.Equation):
+    slots = 0
+    def numbers(self, step):
+        if step == 9:
+            open("there", "w").close()
+            time.sleep(99)
+        return ()
+    def equation(self, weight, gradient, state, numbers):
+        return weight - gradient, ()
+
+kv = mpips.create("dist_sync")
+kv.init("w", np.ones(1000, np.float32))
+kv.set_optimizer("lion")
+for step in range(100_000):
+    kv.pushpull("w", np.ones(1000, np.float32))
+"""
+EXIT = """
+import atexit, time
+import numpy as np
+import collectives
+from mpi4py import MPI
+
+def late():
+    time.sleep(1)
+    open("there", "w").close()
+    time.sleep(99)
+
+collectives.allreduce(np.ones(10, np.float32))
+if MPI.COMM_WORLD.Get_rank() == 1:
+    atexit.register(late)
+"""
 SECOND_STORE = "other = mpips.create('dist_sync'); other.init('w', np.ones(1000, np.float32))"
 
 
@@ -112,6 +151,10 @@ CASES = {
                            "0 % CPU; its other thread is at program.py:9, <lambda>"),
     "no ptrace": Case("import ctypes; ctypes.CDLL(None).prctl(4, 0); time.sleep(99)",
                       "rank 1, which is in Python code outside mpips (program.py:9, batch"),
+    "optimizer": Case("", "for rank 3 (server), which is in Python code outside mpips (program.py:14, numbers: `",
+                      servers=1, culprits=(3,), program=OPTIMIZER),
+    "exit": Case("", "ranks 0, 2 have ended their programs, and wait in MPI's end for rank 1, which is in Python code "
+                 "outside mpips (program.py:10, late", program=EXIT),
     "another program": Case("os.execvp('sleep', ['sleep', '20'])", "has become another program by exec, `sleep 20`"),
 }  # fmt: skip
 
@@ -180,6 +223,8 @@ def test_an_interrupted_job_says_who_told_it_to_end(tmp_path: Path) -> None:
     (3, Case("pass", "", servers=1), "sum of key 'w'"),
     (2, CASES["table"]._replace(does="time.sleep(99)"),
      "pull of table 'rows'"),
+    (2, Case("time.sleep(99)", "", "other.pushpull('x', gradient)", SECOND_STORE.replace("'w'", "'x'")),
+     "pushpull of key 'w' or pushpull of key 'x' (its last calls in 2 stores)"),
 ])  # fmt: skip
 def test_the_last_call_of_a_killed_rank_is_known_when_all_is_over(
     victim: int, case: Case, last_call: str, tmp_path: Path

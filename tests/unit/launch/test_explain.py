@@ -143,12 +143,62 @@ def test_a_rank_without_a_page_runs_elsewhere_or_has_not_begun() -> None:
     assert found.culprits == (2,) and "it runs on another host, or has not begun" in found.sentence
 
 
+SERVES = (Frame(str(ROOT / "mpips/store/server/loop.py"), 3, "serve"), *USUAL["stack"])
+
+
 def test_servers_are_not_blamed_while_they_serve() -> None:
     late = (Wait("pushpull of key 'w'", 9, (), "train.py:41"),)
-    others = [rank(1, size=4), rank(2, role="server", size=4), rank(3, role="spare", size=4)]
-    assert explain("1", [rank(0, waits=late, size=4), *others]).culprits == (1,)
+    idle: dict[str, Any] = {"size": 4, "stack": SERVES}
+    others = [rank(2, role="server", **idle), rank(3, role="spare", **idle)]
+    assert explain("1", [rank(0, waits=late, size=4), rank(1, size=4), *others]).culprits == (1,)
+    every = explain("1", [rank(0, waits=late, size=4), rank(1, waits=late, size=4), *others])
+    assert every.sentence.endswith("All workers are in it, so what they wait for is under way, or rank 2 (server) will "
+                                   "not answer.")  # fmt: skip
     stopped = [rank(0, waits=late, size=2), rank(1, role="server", state="T", size=2)]
     assert explain("1", stopped).culprits == (1,)
+
+
+def test_a_server_in_the_users_optimizer_is_named() -> None:
+    stack = (Frame("/home/u/lion.py", 10, "numbers"), *SERVES)
+    found = explain("4711", waiting(role="server", step=-1, stack=stack, cpu=0.0))
+    assert found.culprits == (2,) and found.sentence == BEGIN + (
+        "rank 2 (server), which is in Python code outside mpips (lion.py:10, numbers), not stopped, 0 % CPU."
+    )
+
+
+@pytest.mark.parametrize(("lanes", "said"), [
+    ([(1 << 62, 51, "sum"), (1 << 63, 0, "push of 'a'"), (1 << 63 | 1, 0, "push of 'b'")],
+     "push of 'a' or push of 'b' (its last calls in 2 stores)"),
+    ([(7, 1, "sum of 7"), (3, 51, "sum of 10")], "sum of 10 or sum of 7 (its last calls in 2 communicators)"),
+    ([(7, 1, "sum"), (3, 51, "sum"), (9, 0, "")], "sum"),
+    ([(1 << 63, 0, "push"), (3 << 62, 0, "sum of 'w'")], "sum of 'w'"),
+    ([(number, number, str(number)) for number in (1, 2, 3, 4)],
+     "4 or 3 or 2 or another (its last calls in 4 communicators)"),
+])  # fmt: skip
+def test_last_calls_of_several_lanes_have_no_order(lanes: list[tuple[int, int, str]], said: str) -> None:
+    assert rank(0, lanes=tuple(Lane(*lane) for lane in lanes)).last_call == said
+
+
+def test_the_step_is_that_of_the_ranks_that_are_named() -> None:
+    ranks = [rank(0, waits=WAITS, size=4), rank(1, waits=WAITS, size=4), rank(2, step=411, size=4), rank(3, step=3)]
+    assert "stands since 83 s in step 411: ranks 0, 1" in explain("1", ranks).sentence
+
+
+@pytest.mark.parametrize(("differs", "said"), [
+    ({}, "ends: ranks 0, 2 have ended their programs, and wait in MPI's end for rank 1, which is in Python"),
+    ({"beside": 2}, "no rank waits for another"),
+    ({"communicators": {}}, "no rank waits for another"),
+    ({"moved": True}, "goes on"),
+])  # fmt: skip
+def test_ranks_that_have_left_wait_for_those_that_have_not(differs: dict[str, Any], said: str) -> None:
+    known = {"moved": False, "beside": 3, "communicators": {"7": {"ranks": "0,1,2", "place": 0}}, **differs}
+    assert said in explain("1", [rank(1, **known)]).sentence
+
+
+def test_a_rank_that_others_wait_for_may_have_ended_its_program() -> None:
+    known = {"waits": WAITS, "beside": 3, "communicators": {"7": {"ranks": "0,1,2", "place": 0}}}
+    found = explain("4711", [rank(number, **known) for number in (0, 1)])
+    assert (found.culprits, found.sentence) == ((2,), f"{BEGIN}rank 2, which has ended its program.")
 
 
 def test_ranks_in_different_calls_that_wait_for_each_other_are_a_deadlock() -> None:
