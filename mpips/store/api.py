@@ -380,7 +380,7 @@ class Generations:
         store.tables.clear()
         for card in recovered.tables:
             table = store.tables[card.table] = known.get(card.table) or KnownTable(card)
-            table.card, table.round = card, recovered.rounds[card.table]
+            table.card, table.round = card, recovered.rounds.get(card.table, 0)
         for key in recovered.keys:
             key.replaced = True
         store.add(recovered.keys)

@@ -47,6 +47,7 @@ from mpips.store.keys.key import Key, Name
 from mpips.store.options import MOST
 from mpips.store.roles import Layout
 from mpips.store.runtime.rendezvous import attempt
+from mpips.store.tables.admission import COUNTS
 from mpips.store.worker.interface import KnownTable, States, Stored
 from mpips.store.worker.settings import Settings
 
@@ -171,8 +172,10 @@ def _tables_loaded(store: Settings, reader: Reader | None, records: Sequence[Tab
 
     def rows() -> Task[bytes]:
         assert reader is not None
-        for record in reversed(records):  # counts stand before their table, which forgets them when it begins anew
-            yield from of_tables.restore(tables, record, reader, table_prefix(record.card.table))
+        counts = {record.card.table + COUNTS for record in records if record.card.seen}
+        for table in (record.card.table for record in records if record.card.table not in counts):
+            parts = [one for one in records if one.card.table in (table, *({table + COUNTS} & counts))]
+            yield from of_tables.restore(tables, {table_prefix(one.card.table): one for one in parts}, reader)
         return b""
 
     yield from tables.at_rank_0(rows, "load")

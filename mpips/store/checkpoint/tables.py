@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -88,15 +88,21 @@ def read(frozen: FrozenRows, piece: RowsPiece) -> Task[list[tuple[str, Array]]]:
     return [(piece.prefix + name, np.frombuffer(arrays[name], tensor.dtype)) for name, tensor in kinds]
 
 
-def restore(tables: Tables, record: TableRecord, file: Readable, prefix: str) -> Task[None]:
-    """Give the servers the rows of a file in the place of those that the table has. For rank 0."""
-    table, names = record.card.table, [name for name, _ in record.tensors("")]
-    yield from tables.reset(table, record.updates)
-    step = max(1, LOADED_BYTES // _row_bytes(record))
-    for start in range(0, record.rows, step):
-        piece = slice(start, start + step)
-        yield from tables.put(table, {name: file.get(prefix + name, piece) for name in names})
-    yield from tables.end_load(table)
+def restore(tables: Tables, parts: Mapping[str, TableRecord], file: Readable) -> Task[None]:
+    """Give the servers the rows of a file in the place of those that a table and its counts have. For rank 0.
+
+    `parts`: by the prefix of their tensors. Until all rows have come both are torn: neither goes on without the other.
+    """
+    for record in parts.values():
+        yield from tables.reset(record.card.table, record.updates)
+    for prefix, record in parts.items():
+        names = [name for name, _ in record.tensors("")]
+        step = max(1, LOADED_BYTES // _row_bytes(record))
+        for start in range(0, record.rows, step):
+            piece = slice(start, start + step)
+            yield from tables.put(record.card.table, {name: file.get(prefix + name, piece) for name in names})
+    for record in parts.values():
+        yield from tables.end_load(record.card.table)
 
 
 def see_fit(what: str, path: str, record: TableRecord, table: KnownTable) -> None:
@@ -220,8 +226,7 @@ def _loaded(tables: Tables, table: KnownTable, fit: Fit | None) -> Task[bytes]:
     assert fit is not None
     records, file = fit
     try:
-        for prefix, record in records.items():
-            yield from restore(tables, record, file, prefix)
+        yield from restore(tables, records, file)
     except ValueError as error:  # some rows are gone by now
         if isinstance(error, CollectiveError):
             raise
@@ -242,17 +247,19 @@ class _Export(msgspec.Struct):
     since: int
 
 
-def export(settings: Settings, table: KnownTable, path: object, since: int) -> int:
-    """Write rows for programs that serve. Collective; see `Table.export`."""
+def export(settings: Settings, table: KnownTable, path: object, given: Callable[[], int]) -> int:
+    """Write rows for programs that serve. Collective; see `Table.export`. `given`: returns `since`, or refuses it."""
     what = f"export of table {table.name!r}"
     with contextlib.ExitStack() as stack:
         name, refusal = attempt(lambda: file_name(what, "path", path))
+        since, wrong = attempt(given)
         writer, unfit = attempt(lambda: _opened(name) if name and settings.layout.rank == 0 else None)
         if writer is not None:
             stack.callback(writer.abandon)
-        meet(settings, what, [("path", name or ""), ("since", str(since or None))], table, refusal or unfit)
+        items = [("path", name or ""), ("since", str(since or None))]
+        meet(settings, what, items, table, refusal or wrong or unfit)
         tables = settings.backend.tables
-        assert tables is not None
+        assert tables is not None and since is not None
         done = settings.run(what, tables.at_rank_0(lambda: _exported(tables, table, what, writer, since), what))
         return int(done)
 

@@ -30,9 +30,10 @@ from mpips.optimizers.schedules import Groups
 from mpips.store.keys.cutting import Cards, Cutting
 from mpips.store.keys.key import Key, Name, Rounds
 from mpips.store.keys.sharding import Interval
-from mpips.store.recovery.tables import TableHolding, TablePlan, plan_table, rounds_of, sources_of
+from mpips.store.recovery.tables import TableHolding, TablePlan, common_holdings, plan_table, rounds_of, sources_of
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import LostError
+from mpips.store.tables.admission import COUNTS
 from mpips.store.transport import frames
 from mpips.store.transport.frames import Change, Created, UnitCard, dtype_of
 
@@ -134,13 +135,23 @@ def common_tables(inventories: Sequence[Inventory]) -> list[frames.MakeTable]:
     return [card for card in lists[0] if all(card.table in names for names in known)] if lists else []
 
 
+def names_of_counts(cards: Iterable[frames.MakeTable]) -> set[str]:
+    """Return the names of tables that count ids without a row, which users do not know."""
+    return {card.table + COUNTS for card in cards if card.seen}
+
+
 def owners_of_tables(inventories: Sequence[Inventory]) -> dict[str, dict[int, TableHolding]]:
-    """Return of each such table what every server of the generation before has, by its rank then."""
-    found: dict[str, dict[int, TableHolding]] = {card.table: {} for card in common_tables(inventories)}
+    """Return of each such table what every server of the generation before has, by its rank then.
+
+    A table and its counts of ids close a round one after the other: they are put at rounds that both have."""
+    cards = common_tables(inventories)
+    found: dict[str, dict[int, TableHolding]] = {card.table: {} for card in cards}
     for shelf in (shelf for one in inventories for shelf in one.shelves):
         for holding in shelf.tables:
             if holding.table in found:
                 found[holding.table][shelf.owner] = holding
+    for table in (card.table for card in cards if card.seen):
+        found[table] = found[table + COUNTS] = common_holdings(found[table], found[table + COUNTS])
     return found
 
 
@@ -274,7 +285,8 @@ class RecoveryPlan:
         """At which round keys stand; in an asynchronous store, how many pushes of this worker are in them."""
         rounds = Rounds({key.name: key.round for key in self.keys})
         torn = [name for name, chosen in self.choice.keys.items() if chosen.torn]
-        for table in self.tables:
+        counts = names_of_counts(table.card for table in self.tables)
+        for table in (table for table in self.tables if table.card.table not in counts):
             rounds[table.card.table] = table.pushes[self.rank] if self.rank < len(table.pushes) else table.round
             torn += [table.card.table] * table.torn
         rounds.torn = tuple(torn)
@@ -372,7 +384,8 @@ def choose_rounds(
         if parts is not None:
             keys[name] = KeyChoice(round_, torn, parts)
     together = synchronous and len(rounds) == len(found) + len(tables)
-    lost = [*(name for name in found if name not in keys), *lost_tables]
+    counts = names_of_counts(common_tables(inventories))
+    lost = [*(name for name in found if name not in keys), *(name for name in lost_tables if name not in counts)]
     return Choice(keys, step if together else None, lost, {name: rounds.get(name) for name in tables})
 
 

@@ -50,6 +50,8 @@ class TablePlan(NamedTuple):
     updates: int
     torn: bool
     pushes: list[int]
+    rounds: Mapping[int, int]
+    """Of each server before, by its rank then, the round of its rows: in an asynchronous store each its own."""
 
 
 Owners = Mapping[int, TableHolding]
@@ -69,6 +71,18 @@ def attached(file: SparseFile, entry: TableEntry) -> Journal:
     return Journal.attached(file, entry.places, arrays, entry.capacity, entry.workers)
 
 
+def common_holdings(owners: Owners, counts: Owners) -> dict[int, TableHolding]:
+    """Return what servers have of a table and its counts of ids at the same rounds; torn where either is."""
+    found = {}
+    for owner in owners.keys() & counts.keys():
+        one, other = owners[owner], counts[owner]
+        both = {round_ for round_, _ in other.standings}
+        standings = [standing for standing in one.standings if standing[0] in both]
+        torn = one.torn or other.torn or not standings
+        found[owner] = TableHolding(one.table, standings or one.standings, torn, one.pushes)
+    return found
+
+
 def rounds_of(owners: Owners) -> list[int]:
     """Return the rounds at which all servers can have a table."""
     return sorted(set.intersection(*({round_ for round_, _ in one.standings} for one in owners.values())))
@@ -86,7 +100,8 @@ def plan_table(layout: Layout, card: MakeTable, owners: Owners, round_: int | No
         slowest = min(told, default=0)
         places = range(layout.num_workers) if layout.before is None else layout.before.places
         pushes = [told[place] if 0 <= place < len(told) else slowest for place in places]
-    return TablePlan(card, chosen, updates, torn, pushes)
+    rounds = {owner: min(chosen, one.standings[0][0]) for owner, one in owners.items()}
+    return TablePlan(card, chosen, updates, torn, pushes, rounds)
 
 
 def sources_of(layout: Layout, rank: int, live: Sequence[int], mapped: Sequence[int]) -> list[int] | None:

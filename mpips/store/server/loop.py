@@ -321,10 +321,10 @@ class Server(Member[None]):
         old = self._last_serving.before(self.generation.number, self._now).requests.tables
         for table in plan.tables:
             owners, name = plan.row_sources[self.layout.rank], table.card.table
-            sources = None if owners is None else [
-                old.journal(name) if owner == mine else reached.journal(owner, name) for owner in owners
-            ]  # fmt: skip
-            self._next.requests.tables.restore(table, old, sources)
+            sources = None if owners is None else {
+                owner: old.journal(name) if owner == mine else reached.journal(owner, name) for owner in owners
+            }  # fmt: skip
+            self._next.requests.tables.restore(table, old, mine, sources)
 
     def rebuild(self, plan: RecoveryPlan, placed: Sequence[Placed]) -> None:
         """Serve the new units over the new lines."""

@@ -167,15 +167,15 @@ class ServerTables:
         """Return what a table has at rounds that can be had."""
         return self._tables[name].journal
 
-    def restore(self, plan: TablePlan, old: ServerTables, sources: Iterable[Journal] | None) -> None:
+    def restore(self, plan: TablePlan, old: ServerTables, mine: int, sources: Mapping[int, Journal] | None) -> None:
         """Have a table from the last generation on: the rows that this server has there already (None), or those of
-        `sources` that belong to it."""
+        `sources` that belong to it. `sources`: by their ranks then. `mine`: its own rank then."""
         table = self._make(plan.card)
         if sources is None:
             table.rows = old._tables[plan.card.table].rows
-            table.rows.go_to(old.journal(plan.card.table), plan.round)
-        for journal in sources or ():
-            for piece in journal.pieces(plan.round):
+            table.rows.go_to(old.journal(plan.card.table), plan.rounds[mine])
+        for owner, journal in (sources or {}).items():
+            for piece in journal.pieces(plan.rounds[owner]):
                 mine = owners_of(piece["ids"], self._servers) == self._server
                 table.rows.put({name: array[mine] for name, array in piece.items()})
         table.begin(plan.round, plan.updates, plan.pushes, plan.torn)

@@ -185,11 +185,7 @@ class Table:
                 a load are not), or which rows were dropped after it is no longer known.
         """
         self._check_there("export")
-        with GIVEN:
-            after = 0 if since is None else _whole(self.name, "since", since)
-            if after < 0:
-                raise ValueError(f"table {self.name!r}: since={after}: give what an export has returned, or None")
-        return files.export(self._settings, self._known, path, after)
+        return files.export(self._settings, self._known, path, lambda: _since(self.name, since))
 
     # ---- calls
 
@@ -251,6 +247,8 @@ class Table:
     def _ids_of(self, what: str, ids: object) -> tuple[Ids, tuple[int, ...]]:
         """Return ids as (k,), and their shape."""
         name = f"{what} of table {self.name!r}: ids"
+        if isinstance(ids, (list, tuple, int, np.integer)):
+            raise TypeError(f"{name} are of type {type(ids).__name__}: pass numpy.array(ids, numpy.int64)")
         found = arrays.host(ids, name)  # type: ignore[arg-type]
         if found.dtype != np.int64:
             raise TypeError(f"{name} have dtype {found.dtype.name}, and need int64: pass ids.astype(numpy.int64)")
@@ -345,9 +343,12 @@ def _card(
             raise ValueError(f"table: a key has the name {one!r}: choose another")
         if one in settings.tables and one not in settings.restored.names:
             raise ValueError(f"table: {one!r} was already made; a table is made once")
-    word = np.dtype(dtype).name  # type: ignore[call-overload]
+    try:
+        word = np.dtype(dtype).name  # type: ignore[call-overload]
+    except TypeError:
+        word = repr(dtype)
     if word not in DTYPES:
-        raise ValueError(f"table {name!r}: dtype={word}, and a table holds {' or '.join(DTYPES)}")
+        raise ValueError(f"table {name!r}: dtype={word}, and a table holds {' or '.join(DTYPES)}: give one of them")
     width = _whole(name, "dim", dim)
     if not 0 < width <= MOST_BYTES // 8:
         raise ValueError(f"table {name!r}: dim={width}: give at least 1 and at most {MOST_BYTES // 8}")
@@ -390,6 +391,14 @@ def _whole(name: str, word: str, given: Any) -> int:
         return operator.index(given)
     except TypeError:
         raise TypeError(f"table {name!r}: {word}={given!r} is no whole number: give one") from None
+
+
+def _since(name: str, given: object) -> int:
+    """Return the updates after which rows are exported, 0 for None."""
+    since = 0 if given is None else _whole(name, "since", given)
+    if since < 0:
+        raise ValueError(f"table {name!r}: since={since}: give what an export has returned, or None")
+    return since
 
 
 def _at_least(name: str, word: str, given: object, least: int) -> int:

@@ -249,6 +249,8 @@ def test_bad_arguments_lose_nothing() -> None:
             "is infinite in float32: give a smaller bound": lambda: kv.table("u", 3, init=mpips.uniform(1e300)),
             "give mpips.uniform(bound)": lambda: kv.table("u", 3, init="ones"),  # type: ignore[arg-type]
             "a table holds float32 or float64": lambda: kv.table("u", 3, "int8"),
+            "table 'u': dtype='nope', and a table holds": lambda: kv.table("u", 3, "nope"),
+            "ids are of type list: pass numpy.array(ids, numpy.int64)": lambda: table.pull([1, 2]),
         }
         for sentence, call in calls.items():
             assert sentence in failure(call), sentence
@@ -490,6 +492,8 @@ def test_exports_keep_a_serving_copy_up_to_date(
         if kv.num_workers > 1:
             said = failure(lambda: table.export(f"{folder}/all", 9 if kv.rank else None))
             assert "'since' is None on rank 0 and 9 on rank 1" in said
+            said = failure(lambda: table.export(f"{folder}/all", -1 if kv.rank else None))
+            assert "rank 1: table 'users': since=-1: give what an export has returned" in said
         table.save(f"{folder}/saved")  # loaded rows are others, though updates count on
         table.load(f"{folder}/saved")
         assert "since=9 is no export" in failure(lambda: table.export(f"{folder}/all", 9))

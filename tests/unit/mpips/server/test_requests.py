@@ -200,7 +200,7 @@ class Book(UnitMemory):
         super().__init__(None)
         self.ledger, self.told = object(), []
 
-    def publish(self, units, settings, generation):
+    def publish(self, units, settings, generation, tables=()):
         self.told.append(generation)
 
 

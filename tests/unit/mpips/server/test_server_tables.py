@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collectives.errors import MismatchError
+from collectives.fabric.arena import SparseFile
 from mpips.optimizers import encode_numbers
+from mpips.store.checkpoint.file import TableRecord
+from mpips.store.checkpoint.tables import restore
+from mpips.store.recovery.plan import Inventory, RecoveryPlan, Shelf, choose_rounds, owners_of_tables
+from mpips.store.recovery.tables import attached, plan_table
 from mpips.store.server.tables import ServerTables
 from mpips.store.tables.admission import COUNTS, Chance, Seen, chance, seen
 from mpips.store.tables.initial import key_of, owners_of
+from mpips.store.tables.journal import Journal
 from mpips.store.tables.row_optimizers import ROW_OPTIMIZERS
 from mpips.store.transport import frames
 from tests.mpi.mpips.reference_table import ReferenceTable
@@ -27,9 +35,9 @@ class Workers:
 
     def __init__(
         self, count: int, staleness: int | None = None, server: tuple[int, int] = (0, 1),
-        cards: Sequence[frames.MakeTable] = (CARD,),
+        cards: Sequence[frames.MakeTable] = (CARD,), file: SparseFile | None = None,
     ) -> None:  # fmt: skip
-        self.tables, self.asked = ServerTables(count, staleness, *server), [0] * count
+        self.tables, self.asked = ServerTables(count, staleness, *server, file, file is not None), [0] * count
         self.said: dict[Any, Any] = {}
         for card in cards:
             self.ask(0, card)
@@ -157,3 +165,83 @@ def test_pushes_count_at_once_without_a_bound() -> None:
     for step in range(5):
         assert workers.push(0, 1) in workers.said
         assert workers.value(workers.pull(0, step + 1)) == step + 1
+
+
+COUNTED = [msgspec.structs.replace(CARD, table="t" + COUNTS, limit=99), msgspec.structs.replace(CARD, seen=3)]
+"""A table, of which ids get a row with their third update, behind its counts."""
+
+
+class Killed(Exception):
+    """In the place of a death."""
+
+
+def left_of(servers: dict[int, Workers]) -> Inventory:
+    """What all know of servers, by their ranks."""
+    shelves = [Shelf(rank, False, b"", [], tables=one.tables.holdings()) for rank, one in servers.items()]
+    return Inventory(shelves, keys=[], tables=COUNTED)
+
+
+def test_a_table_and_its_counts_recover_at_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    number = int(owners_of(np.array([9]), 2)[0])
+    files = {1 + server: SparseFile() for server in range(2)}
+    old = {rank: Workers(1, -1, (rank - 1, 2), COUNTED, file) for rank, file in files.items()}
+    mine = old[1 + number]
+    for _ in range(5):
+        old[2 - number].push(0, 1)
+    mine.push(0, 1)
+    real = Journal.close
+
+    def close_counts_only(journal: Journal, *words: Any) -> None:
+        if journal is mine.tables.journal("t"):
+            raise Killed
+        real(journal, *words)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "close", close_counts_only)
+        with pytest.raises(Killed):
+            mine.push(0, 1)
+
+    inventories = [left_of(old)]
+    choice = choose_rounds(inventories, False, servers=2)
+    layout: Any = SimpleNamespace(asynchronous=True, num_workers=1, before=None)
+    owners, new = owners_of_tables(inventories), Workers(1, -1, (number, 2), ())
+    plans = [plan_table(layout, card, owners[card.table], choice.tables[card.table]) for card in COUNTED]
+    entries = {entry.card.table: entry for entry in mine.tables.entries()}
+    for plan in plans:
+        journal = attached(files[1 + number], entries[plan.card.table])
+        new.tables.restore(plan, mine.tables, 1 + number, {1 + number: journal})
+    rounds = RecoveryPlan(inventories, choice, tables=plans).rounds
+    assert rounds == {"t": 5} and rounds.torn == ()
+    new.push(0, 1)
+    assert new.value(new.pull(0, 0)) == 0  # the second update that counts
+    new.push(0, 1)
+    assert new.value(new.pull(0, 0)) == 1
+
+
+def test_a_load_that_breaks_off_leaves_a_torn_table() -> None:
+    server = Workers(1, cards=COUNTED)
+    for _ in range(4):
+        server.push(0, 1)
+    torn = []
+
+    class Loading:
+        """The servers, as rank 0 reaches them; after each request they may die."""
+
+        def ask(self, request: frames.TableRequest) -> Iterator[None]:
+            server.ask(0, request)
+            inventories = [left_of({1: server})]
+            owners, choice = owners_of_tables(inventories), choose_rounds(inventories, True, servers=1)
+            layout: Any = SimpleNamespace(asynchronous=False, num_workers=1)
+            plans = [plan_table(layout, card, owners[card.table], choice.tables[card.table]) for card in COUNTED]
+            torn.append(RecoveryPlan(inventories, choice, tables=plans).rounds.torn)
+            return iter(())
+
+        def reset(self, table: str, updates: int) -> Iterator[None]:
+            return self.ask(frames.ResetTable(table, updates))
+
+        def end_load(self, table: str) -> Iterator[None]:
+            return self.ask(frames.EndLoad(table))
+
+    parts = {"": TableRecord(COUNTED[1], 0, 2), "seen_": TableRecord(COUNTED[0], 0, 2)}
+    assert list(restore(Loading(), parts, None)) == []  # type: ignore[arg-type]
+    assert torn == [("t",), ("t",), ("t",), ()]
