@@ -36,8 +36,8 @@ VARIABLE = "MPIPS_RECORDER"
 DUMP_VARIABLE = "MPIPS_DUMP_DIR"
 JOB = "_MPIPS_JOB"
 """Set by `mpips run`: the job's name."""
-JOBS = (JOB, "SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID", "PMIX_NAMESPACE")
-"""Variables that name a job, the first that is set."""
+SCHEDULERS = ("SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID")
+"""Variables that name an allocation, in which several jobs may run at the same time."""
 MEMORY = Path("/dev/shm")
 PAGE, STACKS = ".page", ".stacks"
 TRACE, TRACE_REQUEST = ".trace", "trace.json"
@@ -126,10 +126,28 @@ def is_private(path: Path) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
 
 
-def job_name(environment: Mapping[str, str] = os.environ) -> str:
-    """Return the name of this process' job: the launcher's, or that of the process that has started it."""
-    name = next((environment[variable] for variable in JOBS if environment.get(variable)), f"p{os.getppid()}")
-    return "".join(letter if letter.isalnum() or letter in "-_.@" else "-" for letter in name).lstrip(".")[:100]
+def job_name(environment: Mapping[str, str] = os.environ, alone: bool = False) -> str:
+    """Return the name of this process' job, which no other launch has; behind the scheduler's, where there is one.
+
+    `alone`: the job has no other process.
+    """
+    name = environment.get(JOB, "")
+    if not name:
+        name = environment.get("PMIX_NAMESPACE", "")  # each mpirun, and each srun --mpi=pmix, has another
+        if not name and "HYDI_CONTROL_FD" not in environment:  # an mpiexec in a step has the step's variables
+            name = environment.get("SLURM_STEP_ID", "")
+        name = name or f"p{os.getpid() if alone else _launcher()}"
+        name = ".".join([*(environment[one] for one in SCHEDULERS if environment.get(one)), name])
+    return "".join(letter if letter.isalnum() or letter in "-_.@" else "-" for letter in name).lstrip(".")[:200]
+
+
+def _launcher() -> int:
+    """Return the process that has started this rank: its parent, but for a script that is the rank's own."""
+    pid = os.getppid()
+    with suppress(OSError):
+        while b"\0PMI_RANK=" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return pid
 
 
 def is_wanted(environment: Mapping[str, str] = os.environ) -> bool:
@@ -141,20 +159,21 @@ def is_wanted(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def begin(rank: int, size: int) -> None:
-    """Open this rank's page, once for the process. Where it cannot be, the job goes on without."""
+    """Open this rank's page, once for the process. OSError where it cannot be: then the job goes on without."""
     global page, ring
     answer_usr2()
-    if _paths or os.environ.get(VARIABLE, "").strip() == "0":
-        return
-    with suppress(OSError):
-        here = _job_folder(job_name())
-        if hosts := os.environ.get(HOSTS):
-            _write(here, HOSTS_FILE, unquote(hosts))
+    if not _paths and os.environ.get(VARIABLE, "").strip() != "0":
+        here = _job_folder(job_name(alone=size == 1))
         path = here / f"{os.getpid()}{PAGE}"
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            if hosts := os.environ.get(HOSTS):
+                _write(here, HOSTS_FILE, unquote(hosts))
+            opened = Page(path)
+        except OSError:
+            leave(here)
+            raise
         _paths.append(path)
-        opened = Page(fd)
-        os.close(fd)
+        atexit.register(_end)
         opened.set("pid", os.getpid())
         opened.set("thread", threading.main_thread().ident or 0)
         opened.set("began_ns", time.time_ns())
@@ -165,7 +184,6 @@ def begin(rank: int, size: int) -> None:
         if not is_traced:
             ring = page.ring
         _answer_signals(here / f"{os.getpid()}{STACKS}")
-        atexit.register(_end)
         os.register_at_fork(after_in_child=_forget)
 
 

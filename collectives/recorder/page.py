@@ -3,7 +3,7 @@
 Whoever may read the file sees there, without a word from the rank, who it is, its step, what it waits for, and the call
 that it has begun last. `Page` is the rank's side, and `read` the other side.
 
-    head        words of 8 bytes: see `HEAD`
+    head        words of 8 bytes: see `HEAD`; then a byte for each 4 KiB of texts: 1 where they have memory
     identity    JSON: who the rank is
     waits       JSON: what its threads wait for, since when, and for whom; only waits that last
     end         JSON: how it has ended
@@ -11,16 +11,18 @@ that it has begun last. `Page` is the rank's side, and `read` the other side.
     lanes       JSON: which ranks a lane joins, for the communicators made last
     load        JSON: of a server, bytes that it has taken in, from whom, and how many requests wait
     marks       for each *lane*, which is a communicator or a store, one word: 2^32 * number of the call + its token
+    ring        records with times (`ring`), of calls that take long enough
     tokens      for each lane the texts of the tokens, `TOKENS` of them in turn
     names       texts of tokens from `POOL` on, which stores share: there are as many as keys
-    ring        records with times (`ring`), of calls that take long enough
 
 A mark is one store of 8 bytes: all that a call of a microsecond can spare. Texts are written when a call is made for
-the first time. JSON is guarded by a sequence number, odd while it is written.
+the first time. JSON is guarded by a sequence number, odd while it is written. A page takes 100 KiB, and memory for
+texts when they are written. MPI needs the same memory: see `allocate`.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
@@ -32,7 +34,7 @@ from typing import Any, NamedTuple
 from collectives.recorder import ring
 from collectives.recorder.ring import HEAD_BYTES, RECORD_BYTES, WORD, Record, Ring
 
-MAGIC, VERSION = 0x6D70697073_52, 3
+MAGIC, VERSION = 0x6D70697073_52, 4
 HEAD = (
     "magic", "version", "pid", "thread", "began_ns", "generation", "step", "step_ns",
     "waited_ns", "waits", "signal", "calls", "failures", "checkpoints",
@@ -47,16 +49,30 @@ IDENTITY, WAITS, END, NOTES, COMMUNICATORS, LOAD = (TEXT_BYTES * number for numb
 LANES, TOKENS, TOKEN_BYTES = 64, 64, 256
 LANE_WORDS = 8
 MARKS = TEXT_BYTES * 7
-TEXTS = MARKS + LANES * LANE_WORDS * 8
+RING, RING_RECORDS = MARKS + LANES * LANE_WORDS * 8, 256
+RING_BYTES = HEAD_BYTES + RING_RECORDS * RECORD_BYTES
+CHUNKS, CHUNK_BYTES = TEXT_BYTES // 2, 4096
+TEXTS = -(-(RING + RING_BYTES) // CHUNK_BYTES) * CHUNK_BYTES
 POOL, POOL_TOKENS = 1 << 31, 4096
 NAMES = TEXTS + LANES * TOKENS * TOKEN_BYTES
-RING, RING_RECORDS = NAMES + POOL_TOKENS * TOKEN_BYTES, 256
-RING_BYTES = HEAD_BYTES + RING_RECORDS * RECORD_BYTES
-PAGE_BYTES = RING + RING_BYTES
+PAGE_BYTES = NAMES + POOL_TOKENS * TOKEN_BYTES
+PART = 64
+"""The part of the free memory, one in so many, that a page takes at most at a time."""
 TOKEN_MASK = NUMBERS = (1 << 32) - 1
 _TEXT = struct.Struct("=QQ")
 _TOKEN = struct.Struct("=II")
 JSON_BYTES = TEXT_BYTES - _TEXT.size
+
+
+def allocate(fd: int, offset: int, nbytes: int, part: int) -> None:
+    """Take memory for these bytes of a file. OSError where it is more than one in `part` of what is free.
+
+    A write to what has no memory would be the process' end, and what is taken, MPI has no longer.
+    """
+    held = os.fstatvfs(fd)
+    if held.f_blocks and nbytes * part > held.f_bavail * held.f_frsize:  # no blocks: they are not counted
+        raise OSError(errno.ENOSPC, f"{nbytes} bytes are more than one in {part} of what is free there")
+    os.posix_fallocate(fd, offset, nbytes)
 
 
 def encode(content: Any) -> bytes:
@@ -89,12 +105,14 @@ class Seen(NamedTuple):
 
 
 class Page:
-    """A rank's own page, in a file or, without one, in memory that nobody else reads."""
+    """A rank's own page, in a new file, or, without one, in memory that nobody else reads.
 
-    def __init__(self, fd: int = -1) -> None:
-        if fd >= 0:
-            os.ftruncate(fd, PAGE_BYTES)
-        self._map = mmap.mmap(fd, PAGE_BYTES)
+    OSError, and no file, where there is no room.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
+        self._map = mmap.mmap(-1, PAGE_BYTES) if path is None else _map_new(path)
         self.words = memoryview(self._map).cast(WORD)
         self.words[AT["version"]] = VERSION
         self.words[AT["magic"]] = MAGIC
@@ -138,18 +156,49 @@ class Page:
         return MARKS // 8 + lane * LANE_WORDS
 
     def name(self, lane: int, token: int, text: str) -> None:
-        """Write what a token of a lane stands for, in the place of the token `TOKENS` before it."""
+        """Write what a token of a lane stands for, in the place of the token `TOKENS` before it, if there is room."""
         raw = text.encode()[: TOKEN_BYTES - _TOKEN.size]
         at = _token_at(lane, token)
+        if not self._has_memory(at):
+            return
         self._map[at : at + _TOKEN.size] = _TOKEN.pack(0, 0)
         self._map[at + _TOKEN.size : at + _TOKEN.size + len(raw)] = raw
         self._map[at : at + _TOKEN.size] = _TOKEN.pack(token, len(raw))
+
+    def _has_memory(self, at: int) -> bool:
+        """Return whether a text can be written there, for which memory is taken where there is room."""
+        chunk = (at - TEXTS) // CHUNK_BYTES
+        if not self._map[CHUNKS + chunk]:
+            if self._path is not None:
+                try:
+                    fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)  # not kept: programs close any
+                    try:
+                        allocate(fd, TEXTS + chunk * CHUNK_BYTES, CHUNK_BYTES, PART)
+                    finally:
+                        os.close(fd)
+                except OSError:
+                    return False
+            self._map[CHUNKS + chunk] = 1
+        return True
 
     def new_token(self, text: str) -> int:
         """Return a token that no lane has, which stands for this, until `POOL_TOKENS` others have been made."""
         self._named += 1
         self.name(0, POOL + self._named, text)
         return POOL + self._named
+
+
+def _map_new(path: Path) -> mmap.mmap:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        allocate(fd, 0, TEXTS, PART)
+        os.ftruncate(fd, PAGE_BYTES)
+        return mmap.mmap(fd, PAGE_BYTES)
+    except OSError:
+        path.unlink()
+        raise
+    finally:
+        os.close(fd)
 
 
 def _token_at(lane: int, token: int) -> int:
@@ -202,6 +251,8 @@ def _json(raw: bytes, area: int) -> Any:
 
 def _text(raw: bytes | mmap.mmap, lane: int, token: int) -> str:
     at = _token_at(lane, token)
+    if not raw[CHUNKS + (at - TEXTS) // CHUNK_BYTES]:  # a look at it through a map would take memory, or end this one
+        return ""
     known, length = _TOKEN.unpack_from(raw, at)
     if not token or known != token:
         return ""

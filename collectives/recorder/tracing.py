@@ -26,13 +26,13 @@ from typing import Any, NamedTuple
 
 from collectives import log
 from collectives.recorder import own, ring
-from collectives.recorder.page import read
+from collectives.recorder.page import allocate, read
 from collectives.recorder.ring import RECORD_BYTES, Record, Ring
 
 VARIABLE = "_MPIPS_TRACE"
 """Set by `mpips run`: the bytes of each rank's ring."""
 RING_BYTES, LEAST_BYTES = 32 << 20, 1 << 20
-"""Of a rank's ring; and where the memory has not as much, a half of it, and so on down to this."""
+"""Of a rank's ring; and a half of it, and so on down to this, where all ranks' are more than half of what is free."""
 SUFFIX, REQUEST = own.TRACE, own.TRACE_REQUEST
 HEAD_BYTES = 4096
 SIGNAL = int(signal.SIGRTMAX) - 7
@@ -60,12 +60,17 @@ class RankTrace(NamedTuple):
 def begin(rank: int, size: int) -> None:
     """Open this rank's page, once for the process, and trace where the launcher has asked for it."""
     global _begun
-    own.begin(rank, size)
-    log.begin_rank(size)
-    path = own.beside(SUFFIX)
-    if _begun or path is None:
+    if _begun:
         return
     _begun = True
+    try:
+        own.begin(rank, size)
+    except OSError as error:
+        LOG.warning("no page of this rank, so that nobody sees it: %s: %s", own.folder(), error.strerror or error)
+    log.begin_rank(size)
+    path = own.beside(SUFFIX)
+    if path is None:
+        return
     with suppress(ValueError):  # the main thread alone may
         if signal.getsignal(SIGNAL) == signal.SIG_DFL:
             signal.signal(SIGNAL, _hear)
@@ -113,9 +118,10 @@ def _start(path: Path, nbytes: int) -> bool:
 
 def _allocate(fd: int, nbytes: int) -> int:
     """Take memory for so many bytes, or for a half of them, and so on; return the file's length. OSError for none."""
+    part = 2 * int(own.who()["size"])  # so many ranks may do the same at this moment, and leave MPI the other half
     while True:
         try:
-            os.posix_fallocate(fd, 0, HEAD_BYTES + nbytes)  # a write to what is not there would be the process' end
+            allocate(fd, 0, HEAD_BYTES + nbytes, part)
             return HEAD_BYTES + nbytes
         except OSError:
             os.ftruncate(fd, 0)

@@ -37,7 +37,10 @@ json_option = click.option("--json", "with_json", is_flag=True, help="Print JSON
 
 
 def find(job: str | None) -> Path:
-    """Return the folder of a job, by its name or path; without one, of the newest. UsageError where there is none."""
+    """Return the folder of a job, by its name or path, or by its scheduler's; without one, of the newest.
+
+    UsageError where there is none, and where several jobs are in one allocation.
+    """
     if job and os.path.isdir(job):  # False for one that this user may not see
         return Path(job)
     known = jobs()
@@ -45,6 +48,13 @@ def find(job: str | None) -> Path:
         for path in known:
             if path.name == job:
                 return path
+        within = [path for path in known if path.name.startswith(f"{job}.")]
+        within = [path for path in within if has_living(path)] or within
+        if len(within) == 1:
+            return within[0]
+        if within:
+            raise click.UsageError(f"{len(within)} jobs of yours are in {job}: name one of "
+                                   f"{', '.join(path.name for path in within)}")  # fmt: skip
         if _has_no_pages(job):
             raise click.UsageError(f"job {job} runs with {own.VARIABLE}=0, so its ranks have no pages, and nothing is "
                                    "seen of them: start it without that variable")  # fmt: skip

@@ -316,6 +316,42 @@ while True:
     assert all(5e6 < one["bytes_per_second"] <= 22e6 for one in json.loads(shown)["ranks"])  # 1 MB in 0.05 s or more
 
 
+def test_two_launches_in_one_allocation_are_two_jobs(tmp_path: Path) -> None:
+    launcher, allocation = find(), f"a{os.getpid()}"
+    (tmp_path / "program.py").write_text("""
+import sys, time
+import numpy as np
+from mpi4py import MPI
+import collectives
+
+for step in range(100_000):
+    if step == 9 and MPI.COMM_WORLD.rank == 1:
+        open(sys.argv[1], "w").close()
+        time.sleep(99 if sys.argv[1] == "hangs" else 0)
+    collectives.allreduce(np.zeros(1000, np.float32))
+    time.sleep(0.01)
+""")
+    options = ["--oversubscribe", "--allow-run-as-root"] if launcher.flavour == "openmpi" else []
+    words = [launcher.path, *options, "-n", "2", "env", f"SLURM_JOB_ID={allocation}", sys.executable, "program.py"]
+    launches = [subprocess.Popen([*words, does], cwd=tmp_path, env=outside(), stdin=subprocess.DEVNULL)
+                for does in ("hangs", "goes")]  # fmt: skip
+    try:
+        limit = time.monotonic() + 60
+        while not ((tmp_path / "hangs").exists() and (tmp_path / "goes").exists()):
+            assert time.monotonic() < limit and all(one.poll() is None for one in launches)
+            time.sleep(0.1)
+        time.sleep(1)
+        known = [path.name for path in jobs() if path.name.startswith(allocation)]
+        found = [why(name) for name in known]
+    finally:
+        for one in launches:
+            one.terminate()
+            one.wait(20)
+    assert sorted(one["kind"] in ("runs", "slow") for one in found) == [False, True], known
+    (hung,) = (one for one in found if one["kind"] == "stands")
+    assert hung["culprits"] == [1] and len(hung["ranks"]) == 2
+
+
 def test_a_job_without_pages_says_so(tmp_path: Path) -> None:
     with running(tmp_path, CASES["loop"], MPIPS_RECORDER="0") as name:
         done = subprocess.run([sys.executable, "-m", "launch.cli", "why", name], env=outside(), capture_output=True,

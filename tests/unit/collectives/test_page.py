@@ -18,9 +18,9 @@ from tests.child import outside
 BEGIN = """
 import os, sys
 from pathlib import Path
-from collectives.recorder import own
+from collectives.recorder import own, tracing
 own.folder = lambda: Path(sys.argv[1])
-own.begin(3, 5)
+tracing.begin(3, 5)
 marks = own.Marks(77)
 """
 
@@ -28,10 +28,7 @@ marks = own.Marks(77)
 @pytest.fixture
 def shared(tmp_path: Path) -> tuple[Page, Path]:
     path = tmp_path / "1.page"
-    fd = os.open(path, os.O_RDWR | os.O_CREAT)
-    made = Page(fd)
-    os.close(fd)
-    return made, path
+    return Page(path), path
 
 
 def run(
@@ -179,7 +176,7 @@ def test_what_others_may_have_planted_is_not_used(tmp_path: Path, planted: str) 
     else:
         top.write_text("")
     done = run(top, "print('on')")
-    assert done.stdout == "on\n" and done.stderr == ""
+    assert done.stdout == "on\n" and done.stderr.count("no page of this rank") == 1
     assert not any(elsewhere.iterdir()) and not (top.is_dir() and any(top.iterdir()))
 
 
@@ -214,11 +211,70 @@ def test_the_recorder_can_be_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("variables", "name"),
-    [({"_MPIPS_JOB": "12", "SLURM_JOB_ID": "7"}, "12"), ({"SLURM_JOB_ID": "7"}, "7"),
+    [({"_MPIPS_JOB": "12", "SLURM_JOB_ID": "7"}, "12"), ({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2"}, "7.2"),
+     ({"SLURM_JOB_ID": "7"}, f"7.p{os.getppid()}"), ({"LSB_JOBID": "7", "PMIX_NAMESPACE": "prte@1"}, "7.prte@1"),
+     ({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2", "HYDI_CONTROL_FD": "7"}, f"7.p{os.getppid()}"),
      ({"PMIX_NAMESPACE": "../prte/a b@1"}, "-prte-a-b@1"), ({}, f"p{os.getppid()}")],
 )  # fmt: skip
 def test_a_job_has_the_name_that_its_launcher_gives(variables: dict[str, str], name: str) -> None:
     assert own.job_name(variables) == name
+
+
+@pytest.mark.parametrize("own_script", [False, True], ids=["beside others", "behind a script of its own"])
+def test_ranks_of_a_launch_share_a_name_and_two_launches_do_not(own_script: bool) -> None:
+    rank = f"{sys.executable} -c 'from collectives.recorder import own; print(own.job_name())'"
+    if own_script:
+        rank = f'sh -c "{rank}; true"'
+    launch = ["sh", "-c", f"PMI_RANK=0 {rank}; PMI_RANK=1 {rank}"]
+    names = [
+        subprocess.run(launch, env={**outside(), "SLURM_JOB_ID": "7"}, capture_output=True, text=True, check=True,
+                       timeout=60).stdout.split()
+        for _ in range(2)
+    ]  # fmt: skip
+    assert all(len(one) == 2 and len(set(one)) == 1 for one in names) and names[0] != names[1]
+
+
+def run_with_memory(size: str, program: str) -> subprocess.CompletedProcess[str]:
+    """Run a rank where the memory for pages is so large."""
+    words = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"', "sh"]
+    if subprocess.run([*words, "true"], capture_output=True, timeout=60, check=False).returncode:
+        pytest.skip("nobody can mount here")
+    program = BEGIN.replace("own.folder = lambda: Path(sys.argv[1])", "") + program
+    return subprocess.run([*words, sys.executable, "-c", program], env={**outside(), "_MPIPS_TRACE": str(32 << 20)},
+                          capture_output=True, text=True, timeout=60, check=False)  # fmt: skip
+
+
+USES_ALL = """
+import shutil
+from collectives.recorder.page import read
+own.place.step = 4
+own.note(loss=1.0)
+for token in range(1, 61):
+    marks.name(token, "sum"); marks.word[0] = marks.new_token("x" * 300) if token % 2 else token
+tracing.begin(3, 5)
+seen = [read(path) for path in own.folder().glob("*/*.page")]
+print([(one.head["step"], one.notes, one.lanes[0].text) for one in seen], shutil.disk_usage("/dev/shm").free >> 10)
+"""
+
+
+@pytest.mark.parametrize("size", ["64k", "4m"])
+def test_a_rank_goes_on_where_there_is_no_memory_for_its_page(size: str) -> None:
+    done = run_with_memory(size, USES_ALL)
+    assert (done.returncode, done.stdout.split()[0]) == (0, "[]"), done.stderr
+    assert done.stderr.count("\n") == 1 and "no page of this rank, so that nobody sees it: /dev/shm" in done.stderr
+
+
+@pytest.mark.parametrize(("size", "left"), [("7m", 6 << 10), ("64m", 57 << 10)])
+def test_pages_and_traces_leave_memory_to_mpi(size: str, left: int) -> None:
+    done = run_with_memory(size, USES_ALL)
+    said, free = done.stdout.rsplit(maxsplit=1)
+    assert done.returncode == 0 and said == "[(5, {'loss': 1.0}, 'sum')]" and int(free) >= left, done.stderr
+
+
+def test_texts_without_memory_are_left_out() -> None:
+    fills = "import shutil; open('/dev/shm/x', 'wb').write(bytes(shutil.disk_usage('/dev/shm').free))"
+    done = run_with_memory("7m", fills + USES_ALL)
+    assert done.returncode == 0 and done.stdout.startswith("[(5, {'loss': 1.0}, '')]"), done.stderr
 
 
 def test_a_signal_brings_the_stack_of_a_busy_process(tmp_path: Path) -> None:

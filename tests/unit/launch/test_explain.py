@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click import UsageError
 from click.testing import CliRunner
 
 from collectives.recorder import own
@@ -124,6 +125,18 @@ def test_the_newest_job_is_one_of_which_something_is_known(job: list[subprocess.
     newer.mkdir(mode=0o700)
     (newer / "1.page").touch()
     assert command.find(None) == own.folder() / "77"
+
+
+def test_a_job_is_found_by_its_allocation_where_no_other_is_in_it(
+    job: list[subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = [own.folder() / name for name in ("77.p1", "77.p2", "771.p3", "8.0")]
+    monkeypatch.setattr(command, "jobs", lambda: known)
+    assert [command.find(name).name for name in ("771", "8", "77.p2")] == ["771.p3", "8.0", "77.p2"]
+    with pytest.raises(UsageError, match=r"2 jobs of yours are in 77: name one of 77\.p1, 77\.p2"):
+        command.find("77")
+    monkeypatch.setattr(command, "has_living", lambda folder: folder == known[1])
+    assert command.find("77") == known[1]
 
 
 def test_another_job_that_runs_is_named(job: list[subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch) -> None:
