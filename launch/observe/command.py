@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import time
@@ -58,6 +59,9 @@ def find(job: str | None) -> Path:
         if _has_no_pages(job):
             raise click.UsageError(f"job {job} runs with {own.VARIABLE}=0, so its ranks have no pages, and nothing is "
                                    "seen of them: start it without that variable")  # fmt: skip
+        if _is_launcher(job):
+            raise click.UsageError(f"job {job} runs, and none of its ranks here has a page: none has begun mpips yet, "
+                                   "or all have ended their programs")  # fmt: skip
         names = ", ".join(path.name for path in known) or "none"
         raise click.UsageError(f"there is no job {job!r} of yours on this machine; known: {names}")
     if not known:
@@ -70,6 +74,17 @@ def _has_no_pages(job: str) -> bool:
     """Return whether a job is that of an `mpips run` which has switched pages off."""
     with suppress(OSError):
         return job.isdigit() and f"{own.VARIABLE}=0".encode() in Path(f"/proc/{job}/environ").read_bytes().split(b"\0")
+    return False
+
+
+def _is_launcher(job: str) -> bool:
+    """Return whether a job is that of an `mpips run` of this user's that lives."""
+    with suppress(OSError):
+        process = Path(f"/proc/{job}")
+        words = process.joinpath("cmdline").read_bytes().split(b"\0") if job.isdigit() else []
+        named = any(word == b"run" and os.path.basename(before) in (b"mpips", b"launch.cli")
+                    for before, word in itertools.pairwise(words))  # fmt: skip
+        return named and os.path.basename(words[0])[:6] == b"python" and process.stat().st_uid == os.getuid()
     return False
 
 

@@ -359,6 +359,14 @@ def test_a_job_without_pages_says_so(tmp_path: Path) -> None:
     assert done.returncode == 2 and f"job {name} runs with MPIPS_RECORDER=0, so its ranks have no pages" in done.stderr
 
 
+def test_a_job_that_has_not_begun_mpips_says_so(tmp_path: Path) -> None:
+    program = "import time\nopen('there', 'w').close()\ntime.sleep(99)\n"
+    with running(tmp_path, Case("", "", program=program)) as name:
+        done = subprocess.run([sys.executable, "-m", "launch.cli", "why", name], env=outside(), capture_output=True,
+                              text=True, timeout=60, check=False)  # fmt: skip
+    assert done.returncode == 2 and f"job {name} runs, and none of its ranks here has a page: none has" in done.stderr
+
+
 def test_a_job_that_ends_well_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("import mpips\nmpips.create('dist_sync').close()\n")
     words = [sys.executable, "-m", "launch.cli", "run", "-w", "2", "program.py"]
