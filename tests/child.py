@@ -108,6 +108,14 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             continue
 
 
+def wait_for(path: Path, job: subprocess.Popen[str], seconds: float = 60) -> None:
+    """Wait for a file that a running job makes. AssertionError where the job ends before, or it takes so long."""
+    limit = time.monotonic() + seconds
+    while not path.exists():
+        assert job.poll() is None and time.monotonic() < limit
+        time.sleep(0.05)
+
+
 def remaining(token: str) -> list[int]:
     """The same, once those that were ending when mpirun ended have had time for it."""
     deadline = time.monotonic() + GRACE

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 
 from launch import find
 from launch.lab.job import AGENT, launcher_settings
+from tests.child import wait_for
 from tests.lab.test_why import command
 from tests.perfetto import see_in_perfetto, why_not
 from tests.timeline import WAYS, read_flows
@@ -93,10 +93,7 @@ def test_a_running_job_is_traced_on_all_hosts(make: Callable[[str], str], tmp_pa
     lab = make("star:3")
     job = start(lab, tmp_path, 1_000_000)
     try:
-        limit = time.monotonic() + 60
-        while not (tmp_path / "there").exists():
-            assert job.poll() is None and time.monotonic() < limit
-            time.sleep(0.05)
+        wait_for(tmp_path / "there", job)
         argv = command(lab, "launcher", "trace", "--seconds", "2", "-o", "t.json", folder=tmp_path)
         subprocess.run(argv, cwd=tmp_path, check=True, timeout=90)
         assert len(see(json.loads((tmp_path / "t.json").read_text()))) > 50

@@ -6,14 +6,13 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from collectives.recorder import own
-from tests.child import outside
+from tests.child import outside, wait_for
 from tests.mpi.sizes import JOB_LIMIT, only_on
 from tests.perfetto import see_in_perfetto, why_not
 from tests.timeline import WAYS, read_flows
@@ -135,10 +134,7 @@ def test_killed_rank_is_in_the_trace(tmp_path: Path) -> None:
 def test_running_job_is_traced_for_seconds(tmp_path: Path) -> None:
     job = start(tmp_path, [], "time.sleep(0.01)", steps=100_000)
     try:
-        limit = time.monotonic() + 60
-        while not (tmp_path / "there").exists():
-            assert job.poll() is None and time.monotonic() < limit
-            time.sleep(0.05)
+        wait_for(tmp_path / "there", job)
         words = [sys.executable, "-m", "launch.cli", "trace", str(job.pid), "--seconds", "1", "-o", "t.json"]
         for _ in range(2):  # it can be asked for again
             subprocess.run(words, cwd=tmp_path, env=outside(), check=True, timeout=60)
@@ -158,10 +154,7 @@ def test_running_job_is_traced_for_seconds(tmp_path: Path) -> None:
 def test_trace_ends_with_its_job(tmp_path: Path) -> None:
     job = start(tmp_path, [], "time.sleep(0.01)", steps=400)
     try:
-        limit = time.monotonic() + 60
-        while not (tmp_path / "there").exists():
-            assert job.poll() is None and time.monotonic() < limit
-            time.sleep(0.05)
+        wait_for(tmp_path / "there", job)
         words = [sys.executable, "-m", "launch.cli", "trace", str(job.pid), "--seconds", "500", "-o", "t.json"]
         subprocess.run(words, cwd=tmp_path, env=outside(), check=True, timeout=60)
         trace = json.loads((tmp_path / "t.json").read_text())

@@ -20,7 +20,7 @@ from launch import find
 from launch.mpirun import find_obstacle_to_survival
 from launch.observe.gather import jobs
 from launch.observe.live import History
-from tests.child import outside
+from tests.child import outside, wait_for
 
 pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size != 1, reason="starts jobs of its own; once is enough")
 PROGRAM = """
@@ -168,10 +168,7 @@ def running(folder: Path, case: Case, **variables: str) -> Iterator[str]:
     job = subprocess.Popen(words, cwd=folder, env={**outside(), **variables}, stdin=subprocess.PIPE,
                            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
     try:
-        limit = time.monotonic() + 60
-        while not (folder / "there").exists():
-            assert job.poll() is None and time.monotonic() < limit
-            time.sleep(0.05)
+        wait_for(folder / "there", job)
         yield str(job.pid)
     finally:
         job.terminate()
