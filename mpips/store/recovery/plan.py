@@ -30,7 +30,15 @@ from mpips.optimizers.schedules import Groups
 from mpips.store.keys.cutting import Cards, Cutting
 from mpips.store.keys.key import Key, Name, Rounds
 from mpips.store.keys.sharding import Interval
-from mpips.store.recovery.tables import TableHolding, TablePlan, common_holdings, plan_table, rounds_of, sources_of
+from mpips.store.recovery.tables import (
+    RowSource,
+    TableHolding,
+    TablePlan,
+    common_holdings,
+    plan_table,
+    rounds_of,
+    sources_of,
+)
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import LostError
 from mpips.store.tables.admission import COUNTS
@@ -269,8 +277,8 @@ class RecoveryPlan:
     tables: list[TablePlan] = field(default_factory=list)
     rank: int = 0
     """Of the one that has made this plan; all else is the same on all."""
-    row_sources: dict[int, list[int] | None] = field(default_factory=dict)
-    """Of each server that has tables the servers, by their ranks before, whose rows it copies; None: it keeps its own.
+    row_sources: dict[int, list[RowSource] | None] = field(default_factory=dict)
+    """Whence each server takes rows of tables, by its rank; None: it keeps its own. Nothing where there are no tables.
     """
 
     holdings: dict[int, list[Holding]] = field(default_factory=dict)
@@ -530,9 +538,9 @@ def _plan_units(
     if layout.asynchronous:
         mine = [key.round for key in keys] + [table.pushes[layout.rank] for table in tables if layout.is_worker]
         choice = choice._replace(step=min(filter(None, mine), default=0))
-    live = [shelf.owner for one in inventories for shelf in one.shelves if shelf.live]
+    live = {shelf.owner for one in inventories for shelf in one.shelves if shelf.live}
     ranks = map(layout.server_rank, range(layout.num_servers if tables else 0))
-    sources = {rank: sources_of(layout, rank, live, inventories[rank].mapped) for rank in ranks}
+    sources = {rank: sources_of(layout, rank, live, inventories[rank].mapped, holders) for rank in ranks}
     return RecoveryPlan(
         inventories, choice, keys, cutting, cards, units, holdings=holdings, tables=tables, rank=layout.rank,
         row_sources=sources,

@@ -37,7 +37,7 @@ from collectives import log
 from collectives.errors import CollectiveError, StallError
 from collectives.fabric.arena import Region
 from collectives.fabric.failure import Making, deaths
-from collectives.fabric.requests import send, sweep
+from collectives.fabric.requests import keep, send, sweep
 from collectives.recorder import own as recorder
 from mpips.optimizers.base import initial
 from mpips.optimizers.schedules import Groups
@@ -53,6 +53,8 @@ from mpips.store.recovery.plan import (
     choose_rounds,
     make_plan,
 )
+from mpips.store.recovery.row_transfer import NewRows, RowTransfer
+from mpips.store.recovery.tables import RowSource
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import LostError, StoreError, of_kind, uninterrupted
 from mpips.store.runtime.generation import FREEING_SECONDS, NEVER, Generation
@@ -281,13 +283,21 @@ class Member(Generic[T]):
         self.move(plan, ReachableMemory(self.old_memory, self.generation.number))
         return Placed()
 
-    def move(self, plan: RecoveryPlan, reached: ReachableMemory, units: Sequence[Unit] = ()) -> None:
-        """Send what others need of the memory that this rank reaches, and fill its new `units`. Collective, blocking.
-        """
-        moved = UnitTransfer(plan, self.layout, reached, units)
-        self.generation.wait(moved.is_over, WHAT)
+    def move(
+        self, plan: RecoveryPlan, reached: ReachableMemory, units: Sequence[Unit] = (), tables: NewRows | None = None
+    ) -> None:
+        """Send what others need of the memory that this rank reaches, and fill its new `units` and `tables`.
+
+        Collective, blocking."""
+        layout = self.layout
+        moved = UnitTransfer(plan, layout, reached, units)
+        rows = RowTransfer(plan, layout.world, layout.num_workers, reached.journal, tables)
+        try:
+            self.generation.wait(lambda: rows.is_over() & moved.is_over(), WHAT)
+        finally:
+            keep(rows.under_way)
         moved.finish()
-        self.nbytes = moved.nbytes
+        self.nbytes = moved.nbytes + rows.nbytes
 
     def rebuild(self, plan: RecoveryPlan, placed: Sequence[Placed]) -> T:
         """Be what the plan says; return what this rank is then. `placed`: of each server. Local."""
@@ -325,10 +335,12 @@ class ReachableMemory:
 
     def __init__(
         self, node: NodeMemory, generation: int, units: Sequence[Unit] = (), owner: int = -1,
-        copies: MirroredUnits | None = None,
+        copies: MirroredUnits | None = None, tables: Callable[[str], Journal] | None = None,
     ) -> None:  # fmt: skip
-        """`generation`: the one that is to begin. `owner`: the rank that this one had as a server."""
+        """`generation`: the one that is to begin. `owner`: the rank that this one had as a server. `tables`: what this
+        one had of a table."""
         self.units, self._owner, self._node, self._generation, self._copies = units, owner, node, generation, copies
+        self._tables = tables
 
     def arrays_of(self, owner: int, index: int, before: bool) -> list[Array]:
         """Return values and state of a unit; `before`: as they were a round before. Not to be changed."""
@@ -339,9 +351,12 @@ class ReachableMemory:
             return self._copies.arrays_of(index, before)
         return self._node.arrays_of(owner, index, before, self._generation)
 
-    def journal(self, owner: int, table: str) -> Journal:
-        """Return what a server had of a table, whose memory is mapped here. Not to be changed."""
-        return self._node.journal(owner, table, self._generation)
+    def journal(self, source: RowSource, table: str) -> Journal:
+        """Return what a server had of a table. Not to be changed."""
+        if source.owner == self._owner:
+            assert self._tables is not None
+            return self._tables(table)
+        return self._node.journal(source.owner, table, self._generation)
 
 
 def make_units(

@@ -2,12 +2,13 @@
 
 A table is whole where the rows of every server are there. Servers differ by one round at most, and each can go back by
 one, so there is a round that all can have. Where as many servers go on as there were, each keeps its rows; who takes a
-dead one's place copies its rows from memory that outlives it (`tables.journal`). Otherwise each copies from all.
+dead one's place takes its rows from memory that outlives it (`tables.journal`). Otherwise each takes from all what
+belongs to it (`row_transfer`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -15,7 +16,6 @@ import numpy as np
 
 from collectives.fabric.arena import SparseFile
 from mpips.store.roles import Layout
-from mpips.store.runtime.errors import LostError
 from mpips.store.tables import row_optimizers
 from mpips.store.tables.journal import Journal
 from mpips.store.tables.rows import arrays_of
@@ -52,6 +52,15 @@ class TablePlan(NamedTuple):
     pushes: list[int]
     rounds: Mapping[int, int]
     """Of each server before, by its rank then, the round of its rows: in an asynchronous store each its own."""
+
+
+class RowSource(NamedTuple):
+    """Whence a server takes rows: from the memory of a server before, `owner` by its rank then, which the rank `holder`
+    reaches. `sent`: they come as messages."""
+
+    owner: int
+    holder: int
+    sent: bool
 
 
 Owners = Mapping[int, TableHolding]
@@ -104,28 +113,20 @@ def plan_table(layout: Layout, card: MakeTable, owners: Owners, round_: int | No
     return TablePlan(card, chosen, updates, torn, pushes, rounds)
 
 
-def sources_of(layout: Layout, rank: int, live: Sequence[int], mapped: Sequence[int]) -> list[int] | None:
-    """Return the servers, by their ranks before, whose rows the server `rank` copies; None where it keeps its own.
+def sources_of(
+    layout: Layout, rank: int, live: Collection[int], mapped: Collection[int], holders: Mapping[int, int]
+) -> list[RowSource] | None:
+    """Return whence the server `rank` takes the rows that belong to it now; None where it keeps its own.
 
-    `live`: those that live, as ranks before. `mapped`: those whose memory it reaches. LostError where it does not
-    reach one."""
+    `live`: those servers before that live, by their ranks then. `mapped`: those whose memory it reaches. `holders`: of
+    each the rank that reaches its memory, and says what is there."""
     before = layout.before
-    mine = rank - layout.num_workers
     if before is None:
         return None
-    first, count = before.num_workers, before.num_servers
+    first, count, own = before.num_workers, before.num_servers, before.origin[rank]
+    owners = range(first, first + count)
     if count == layout.num_servers:
-        owner = first + mine
-        if owner in live and before.origin[rank] == owner:
+        owners = owners[rank - layout.num_workers :][:1]
+        if own in live and own in owners:
             return None
-        wanted = [owner]
-    else:
-        wanted = list(range(first, first + count))
-    own = before.origin[rank]
-    if missing := [owner for owner in wanted if owner != own and owner not in mapped]:
-        raise LostError(
-            f"recover: rows of tables lie in memory of another host, that of server rank {missing[0]} before, and do "
-            "not travel between hosts yet: start as many spares as servers on each host with servers, or go on from a "
-            "checkpoint"
-        )
-    return wanted
+    return [RowSource(owner, holders[owner], owner != own and owner not in mapped) for owner in owners]

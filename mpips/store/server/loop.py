@@ -303,28 +303,23 @@ class Server(Member[None]):
         layout, number = self.layout, self.generation.number
         groups, compressor = plan.settings()
         self._next = serving = self._serving(self.connection.lines, groups, compressor)
-        there = [*self._last_serving.before(number, self._now).state.units.values()]
-        reached = ReachableMemory(self.old_memory, number, there, former_rank(layout), self._copies)
+        old = self._last_serving.before(number, self._now)
+        there = [*old.state.units.values()]
+        mine, tables = former_rank(layout), serving.requests.tables
+        reached = ReachableMemory(self.old_memory, number, there, mine, self._copies, old.requests.tables.journal)
         units, where = make_units(plan, layout.rank, self._units, groups, reached)
-        self.move(plan, reached, units)
+        stays = plan.row_sources.get(layout.rank) is None
+        for table in plan.tables:
+            tables.restore(table, old.requests.tables if stays else None, mine)
+        self.move(plan, reached, units, tables)
         for unit in units:
             serving.state.create(unit)
             serving.state.changed(unit)
-        self._restore_tables(plan, reached)
+        for table in plan.tables:
+            tables.begin(table)
         self._rounds = plan.rounds
         LOG.info("%d unit%s moved, %d byte%s", len(units), "s"[: len(units) != 1], self.nbytes, "s"[: self.nbytes != 1])
         return Placed(where, serving.requests.repeat_change(plan.change))
-
-    def _restore_tables(self, plan: RecoveryPlan, reached: ReachableMemory) -> None:
-        """Have the rows of all tables that belong to this server now."""
-        mine = former_rank(self.layout)
-        old = self._last_serving.before(self.generation.number, self._now).requests.tables
-        for table in plan.tables:
-            owners, name = plan.row_sources[self.layout.rank], table.card.table
-            sources = None if owners is None else {
-                owner: old.journal(name) if owner == mine else reached.journal(owner, name) for owner in owners
-            }  # fmt: skip
-            self._next.requests.tables.restore(table, old, mine, sources)
 
     def rebuild(self, plan: RecoveryPlan, placed: Sequence[Placed]) -> None:
         """Serve the new units over the new lines."""

@@ -167,18 +167,29 @@ class ServerTables:
         """Return what a table has at rounds that can be had."""
         return self._tables[name].journal
 
-    def restore(self, plan: TablePlan, old: ServerTables, mine: int, sources: Mapping[int, Journal] | None) -> None:
-        """Have a table from the last generation on: the rows that this server has there already (None), or those of
-        `sources` that belong to it. `sources`: by their ranks then. `mine`: its own rank then."""
+    def restore(self, plan: TablePlan, old: ServerTables | None, mine: int) -> None:
+        """Have a table from the last generation on, until `begin` without a round.
+
+        Its rows are those that this server, as rank `mine`, has in `old`; None: those that are `put` next."""
         table = self._make(plan.card)
-        if sources is None:
+        if old is not None:
             table.rows = old._tables[plan.card.table].rows
             table.rows.go_to(old.journal(plan.card.table), plan.rounds[mine])
-        for owner, journal in (sources or {}).items():
-            for piece in journal.pieces(plan.rounds[owner]):
-                mine = owners_of(piece["ids"], self._servers) == self._server
-                table.rows.put({name: array[mine] for name, array in piece.items()})
-        table.begin(plan.round, plan.updates, plan.pushes, plan.torn)
+
+    def put(self, table: str, arrays: Mapping[str, bytes]) -> None:
+        """Set rows that belong to this server, of all arrays by name. CollectiveError where they do not, or where the
+        machine has no memory for them."""
+        ids = np.frombuffer(arrays["ids"], np.int64)
+        if (owners_of(ids, self._servers) != self._server).any():
+            raise CollectiveError(f"table {table!r}: rows of another server have come: call recover() again")
+        try:
+            self._tables[table].put(arrays)
+        except MemoryError as error:
+            raise CollectiveError(f"table {table!r}: rows cannot be taken from other memory: {error}") from error
+
+    def begin(self, plan: TablePlan) -> None:
+        """Let a table stand at its round, as all of its rows are there."""
+        self._tables[plan.card.table].begin(plan.round, plan.updates, plan.pushes, plan.torn)
 
     def left(self, worker: int) -> TableAnswers:
         """A worker has left: return what can be answered without it. MismatchError where a round waits for it."""

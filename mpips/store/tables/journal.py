@@ -26,7 +26,8 @@ copies are whole, of the round before the last; how many positions are copied; p
 round before; whether rows are being put from outside."""
 KEPT = "kept "
 """What the names of copies begin with."""
-READ_AT_ONCE = 1 << 16
+PIECE_BYTES = 4 << 20
+"""Of rows that are read at a time."""
 
 Standing = tuple[int, int]
 """A round that can be had, and the updates of the table by then."""
@@ -141,8 +142,9 @@ class Journal:
         rows = int(words[ROWS])
         if words[OPENED] != words[CLOSED] or round_ < words[CLOSED]:
             rows, at = int(words[ROWS_BEFORE]), self._kept["at"][: int(words[MARK])] if self._kept else at
-        for start in range(0, rows, READ_AT_ONCE):
-            stop = min(start + READ_AT_ONCE, rows)
+        at_once = max(1, PIECE_BYTES // sum(array[:1].nbytes for array in self._arrays.values()))
+        for start in range(0, rows, at_once):
+            stop = min(start + at_once, rows)
             part = {name: array[start:stop].copy() for name, array in self._arrays.items()}
             some = np.flatnonzero((at >= start) & (at < stop))
             for name, array in part.items():

@@ -24,6 +24,7 @@ import mpips
 from collectives import communicator
 from collectives.fabric.failure import Making
 from mpips import optimizers
+from mpips.store import roles
 
 SIZES = {"w": 37, "b": 4097, "c": 70001}
 """Of the keys: one passes through slots, one through stages, one from memory to memory."""
@@ -47,6 +48,8 @@ class Job:
     """Whether seconds count from when a spare has joined."""
     apart: bool = False
     """Whether each rank is a node of its own."""
+    hosts: tuple[int, ...] = ()
+    """Of each rank the host that it pretends to be on."""
     late: int = -1
     """The rank that is through with `create`, and with each `recover`, later than the others."""
 
@@ -135,6 +138,8 @@ def main(folder: Path, job: Job, train: Train = train) -> None:
     if job.apart:
         real = communicator.open_memory
         communicator.open_memory = lambda node: real(node) if node.size == 1 else None
+    if job.hosts:
+        roles._nodes = lambda world, shared_memory: tuple(job.hosts.index(host) for host in job.hosts)
     if rank == job.late:
         leave = Making.__exit__
         Making.__exit__ = lambda *args: (_be_late(), leave(*args))[1]

@@ -16,9 +16,16 @@ from tests.mpi.mpips.survivor import Job, main
 
 DIM = 5
 TABLES: dict[str, dict[str, Any]] = {
-    "users": {"optimizer": "adam", "evict": 9}, "items": {"optimizer": "row_adagrad", "admit": mpips.seen(2)}
+    "users": {"optimizer": "adam", "evict": 9}, "items": {"optimizer": "row_adagrad", "admit": mpips.seen(2)},
+    "words": {"optimizer": "adagrad", "admit": mpips.chance(0.7)},
 }  # fmt: skip
+LIMITED = {"tags": {"optimizer": "sgd", "limit": 40}}
+"""Servers share the limit, so that what is dropped depends on how many there are."""
 EVERY = np.arange(-60, 60) * 7 * 10**15
+
+
+def tables_of(job: Job) -> dict[str, dict[str, Any]]:
+    return TABLES | (LIMITED if job.spares >= len(job.kills) else {})
 
 
 def batch(name: str, step: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
@@ -33,7 +40,7 @@ def train(kv: mpips.KVStore, job: Job) -> tuple[dict[str, np.ndarray], list[list
     made: dict[str, Any] = {}
     while True:
         try:
-            for name, more in TABLES.items():
+            for name, more in tables_of(job).items():
                 if name not in made:  # they go on after a recovery
                     made[name] = kv.table(name, DIM, init=mpips.uniform(0.5), learning_rate=0.1, **more)
             kv.init("w", np.zeros(3))
@@ -74,7 +81,10 @@ def expected(job: Job, traces: Iterable[list[list[int]]]) -> dict[str, np.ndarra
     changes = [(step, number, size) for trace in traces for number, (step, size) in enumerate(trace) if number]
     for step, _, size in sorted(changes):
         workers[step:] = [size] * (job.steps - step)
-    tables = {name: ReferenceTable(name, DIM, "float32", 0.5, **more) for name, more in TABLES.items()}
+    tables = {
+        name: ReferenceTable(name, DIM, "float32", 0.5, servers=job.servers, **more)
+        for name, more in tables_of(job).items()
+    }
     for step, size in enumerate(workers):
         for name, table in tables.items():
             table.push([batch(name, step, rank) for rank in range(size)])

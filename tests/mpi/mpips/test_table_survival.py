@@ -26,6 +26,25 @@ def test_rows_outlive_a_server_and_a_worker(tmp_path: Path, victim: int, servers
     assert len(survive(tmp_path, job, 2 + servers + spares)) == 2 - (victim == 1 and not spares)
 
 
+@first(2, **{"victims, servers, spares, hosts": [
+    ([2], 2, 1, [0, 0, 0, 1, 1]),  # a spare on another host takes its place
+    ([3], 3, 0, [0, 0, 0, 1, 1]),  # servers on two hosts become fewer
+    ([2, 4], 3, 1, [0, 0, 0, 1, 1, 0]), ([2], 2, 0, [0, 0, 0, 1]), ([3], 2, 1, [0, 1, 0, 1, 0]),
+]})  # fmt: skip
+def test_rows_travel_between_hosts(
+    tmp_path: Path, victims: list[int], servers: int, spares: int, hosts: list[int]
+) -> None:
+    kills = {str(victim): 0.2 + 0.3 * number for number, victim in enumerate(victims)}
+    job = Job("dist_sync", servers, spares=spares, steps=STEPS, kills=kills, hosts=tuple(hosts))
+    assert len(survive(tmp_path, job, 2 + servers + spares)) == 2
+
+
+def test_rows_are_lost_with_all_that_reach_them(tmp_path: Path) -> None:
+    job = Job("dist_sync", 2, spares=1, steps=10 * STEPS, kills={"2": 0.2}, hosts=(0, 0, 1, 2, 2))
+    with pytest.raises(AssertionError, match=r"keys or tables has gone, with their hosts: .*'users'.* checkpoint"):
+        survive(tmp_path, job, 5)
+
+
 @pytest.mark.parametrize("victim", [1, 3])
 def test_pushes_count_once_in_an_asynchronous_store(tmp_path: Path, victim: int) -> None:
     survive(tmp_path, Job("dist_async", 2, spares=1, steps=2000, kills={str(victim): 0.2}), 5)

@@ -209,7 +209,10 @@ def test_a_table_and_its_counts_recover_at_one_round(monkeypatch: pytest.MonkeyP
     entries = {entry.card.table: entry for entry in mine.tables.entries()}
     for plan in plans:
         journal = attached(files[1 + number], entries[plan.card.table])
-        new.tables.restore(plan, mine.tables, 1 + number, {1 + number: journal})
+        new.tables.restore(plan, None, 1 + number)
+        for piece in journal.pieces(plan.rounds[1 + number]):
+            new.tables.put(plan.card.table, {name: array.tobytes() for name, array in piece.items()})
+        new.tables.begin(plan)
     rounds = RecoveryPlan(inventories, choice, tables=plans).rounds
     assert rounds == {"t": 5} and rounds.torn == ()
     new.push(0, 1)
