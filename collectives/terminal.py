@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -153,6 +154,16 @@ class InterruptibleGroup(Interruptible, click.Group):
             meant = f"Did you mean {near[0]!r}?" if near else f"There are {', '.join(self.commands)}."
             ctx.fail(f"No such command {args[0]!r}. {meant}")
         return super().resolve_command(ctx, args)
+
+
+@contextmanager
+def without_signals() -> Iterator[None]:
+    """Threads that are started in the block, and those that they start, hear no signals: the main thread does."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class RankedCommand(Interruptible):
@@ -316,6 +327,16 @@ class WholeList(click.ParamType):
         if min(found) < 1:
             self.fail(f"{value!r} must be numbers of at least 1 with commas between, for instance 100,1000", param, ctx)
         return found
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Return host and port of "[HOST:]PORT"; without a host the loopback. click.UsageError for what is none."""
+    host, _, port = text.rpartition(":")
+    if not port.isdecimal():
+        raise click.UsageError(f"{text!r} is no address: write PORT or HOST:PORT")
+    if int(port) >= 1 << 16:
+        raise click.UsageError(f"{text!r}: a port is a number from 0 to {(1 << 16) - 1}")
+    return host.strip("[]") or "127.0.0.1", int(port)
 
 
 def parse_bytes(text: str) -> int:

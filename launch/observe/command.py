@@ -20,8 +20,7 @@ from rich.text import Text
 
 from collectives.recorder import dump, own
 from collectives.recorder.own import PAGE
-from collectives.terminal import Interruptible, OutFile, Seconds, console, show_table, writing
-from launch.observe.beside import parse_address
+from collectives.terminal import Interruptible, OutFile, Seconds, console, parse_address, show_table, writing
 from launch.observe.explain import as_json, explain
 from launch.observe.gather import Rank, has_living, has_pages, jobs, read_end
 from launch.observe.hosts import WITHIN_SECONDS, Found, Watch

@@ -211,8 +211,8 @@ def _quoted(frame: Frame) -> str:
 
 def _left(ranks: Sequence[Rank], missing: set[int]) -> list[int]:
     """Return the ranks that have ended their programs: they were in a communicator, here, and have no page any more."""
-    beside = {one.host: one.beside for one in ranks if one.lives}
-    if -1 in beside.values() or sum(beside.values()) < max(one.size for one in ranks):
+    started = {one.host: one.ranks_on_host for one in ranks if one.lives}
+    if -1 in started.values() or sum(started.values()) < max(one.size for one in ranks):
         return []  # those without a page may run on a host of which nothing is seen
     joined = {int(number) for one in ranks for known in one.communicators.values()
               for number in known["ranks"].split(",")}  # fmt: skip

@@ -126,7 +126,7 @@ class Rank(NamedTuple):
     """Of a server, bytes that it has taken in."""
     communicators: Mapping[str, Any] = {}
     """Of its lanes, by their identity, the ranks, and how many communicators of the same ranks were made before."""
-    beside: int = -1
+    ranks_on_host: int = -1
     """How many ranks of the job were started on its host, itself among them, as MPI's launcher says."""
 
     @property
@@ -293,7 +293,7 @@ def _became(pid: int, began: float) -> str:
     return ""
 
 
-def _started_beside(pid: int) -> int:
+def _ranks_on_host(pid: int) -> int:
     """Return how many ranks of its job were started on the host of a process; -1 where that is unknown."""
     with suppress(OSError, ValueError):
         pairs = (word.partition(b"=") for word in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
@@ -365,7 +365,7 @@ def _rank(before: _Look, after: _Look, stacks: Sequence[Sequence[Frame]], pid: i
         head["checkpoints"], after.cpu_seconds, after.seen.notes, tuple(map(tuple, stacks[1:])),
         identity.get("member", -1), after.became, 1e9 * steps / max(took, 1) if steps > 0 else -1.0,
         byte_rate, taken, load.get("queued", -1), load.get("nbytes", 0),
-        after.seen.communicators, _started_beside(pid),
+        after.seen.communicators, _ranks_on_host(pid),
     )  # fmt: skip
 
 

@@ -51,7 +51,7 @@ class Watch:
 
     def __init__(self, folder: Path, within: float = WITHIN_SECONDS) -> None:
         self._folder, self._within, self._asked = folder, within, 0
-        self._lines: dict[str, Line[list[Rank]]] = {}
+        self._lines: dict[str, Connection[list[Rank]]] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -79,15 +79,15 @@ class Watch:
             line.close()
 
 
-def connect(folder: Path, module: str, kind: type[T]) -> dict[str, Line[T]]:
+def connect(folder: Path, module: str, kind: type[T]) -> dict[str, Connection[T]]:
     """Return a line to each other host of a job, on which a module answers by what is of that kind. Sends nothing."""
     known = own.read_hosts(folder)
     here = socket.gethostname()
     others = [name for name in known.get("names", ()) if name not in (here, here.partition(".")[0], "localhost")]
-    return {name: Line([*known["agent"], name, *_command(known, module, folder.name)], kind) for name in others}
+    return {name: Connection([*known["agent"], name, *_command(known, module, folder.name)], kind) for name in others}
 
 
-def wait(lines: Iterable[Line[T]], until: float, within: float) -> None:
+def wait(lines: Iterable[Connection[T]], until: float, within: float) -> None:
     """Wait for the answers of all, but not longer than until then; `within` is what to say of those without one."""
     open_ = {line.output: line for line in lines if not line.failed}
     while open_ and (left := until - time.monotonic()) > 0:
@@ -98,7 +98,7 @@ def wait(lines: Iterable[Line[T]], until: float, within: float) -> None:
         line.give_up(f"no answer within {within:g} s")
 
 
-class Line(Generic[T]):
+class Connection(Generic[T]):
     """The connection to one host. `answer`: the last one; `failed`: why there is none."""
 
     def __init__(self, argv: Sequence[str], kind: type[T]) -> None:

@@ -24,7 +24,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import click
 
-from launch.observe.beside import parse_address, without_signals
+from collectives.terminal import parse_address, without_signals
 from launch.observe.explain import as_json, explain
 from launch.observe.gather import Rank, read_end
 from launch.observe.hosts import Watch

@@ -19,7 +19,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from collectives.recorder import own
-from launch.observe.beside import parse_address, without_signals
+from collectives.terminal import parse_address, without_signals
 from launch.observe.explain import is_replaced
 from launch.observe.gather import Rank, gather, jobs
 
@@ -117,9 +117,8 @@ def text() -> str:
 
 
 @contextmanager
-def beside(folder: str | None, address: str | None, job: str) -> Iterator[None]:
-    """Write and serve the metrics of a job while the block runs. UsageError where that cannot be.
-    """
+def exporting(folder: str | None, address: str | None, job: str) -> Iterator[None]:
+    """Write and serve the metrics of a job while the block runs. UsageError where that cannot be."""
     ended = threading.Event()
     if folder is not None and not Path(folder).is_dir():
         raise click.UsageError(f"--metrics {folder!r} is no folder: name the one that node_exporter reads, or make it")

@@ -74,10 +74,10 @@ def _exporting(folder: str | None, address: str | None) -> AbstractContextManage
     if folder is None and address is None:
         return nullcontext()
     try:
-        from launch.observe.metrics import beside
+        from launch.observe.metrics import exporting
     except ModuleNotFoundError as error:
         raise click.UsageError(f"--metrics needs {error.name}: pip install 'mpips[metrics]'") from None
-    return beside(folder, address, str(os.getpid()))
+    return exporting(folder, address, str(os.getpid()))
 
 
 @contextmanager

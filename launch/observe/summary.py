@@ -19,7 +19,7 @@ from collectives.terminal import show_bytes
 from launch.observe.timeline import STEP, SUMS, count_calls
 
 
-class Line(NamedTuple):
+class CallSummary(NamedTuple):
     """An operation of one size, over all ranks. `share`: of the time between first call and last, of a rank that makes
     it. `busbw_GBps`: of the calls without the waiting; 0 where nothing is moved, or nothing is known of it."""
 
@@ -32,7 +32,7 @@ class Line(NamedTuple):
     share: float
 
 
-class Score(NamedTuple):
+class RankSummary(NamedTuple):
     """Say how long one rank made each other one wait, in seconds and as a share of the time, and its own waiting."""
 
     rank: int
@@ -45,8 +45,8 @@ class Score(NamedTuple):
 class Summary(NamedTuple):
     """All of it. `left_out`: calls that are not in it, as newer ones have replaced their records."""
 
-    lines: list[Line]
-    scores: list[Score]
+    lines: list[CallSummary]
+    scores: list[RankSummary]
     left_out: int
 
 
@@ -79,7 +79,7 @@ def summarize(traces: Sequence[RankTrace]) -> Summary:
             made_wait[last] += (_took(record) - shortest) / (len(calls) - 1)
     lines = [_line(*key, calls, least, together, seconds) for key, calls in by_size.items()]
     scores = [
-        Score(rank, sum(count_calls(one) for one in traces if one.rank == rank), made_wait[rank],
+        RankSummary(rank, sum(count_calls(one) for one in traces if one.rank == rank), made_wait[rank],
               made_wait[rank] / seconds[rank] if seconds[rank] else 0.0,
               waited[rank] / seconds[rank] if seconds[rank] else 0.0)
         for rank in sorted(seconds)
@@ -95,7 +95,7 @@ def _took(record: Record) -> float:
 def _line(
     operation: str, nbytes: int, calls: Sequence[tuple[int, Record]], least: dict[int, float],
     together: dict[tuple[Any, ...], list[tuple[int, Record]]], seconds: dict[int, float],
-) -> Line:  # fmt: skip
+) -> CallSummary:  # fmt: skip
     took = [_took(record) for _, record in calls]
     moving = [least.get(id(record), _took(record)) for _, record in calls]
     mean, pure = sum(took) / len(took), sum(moving) / len(moving)
@@ -104,7 +104,7 @@ def _line(
     members = len(together.get(key, ()))
     factor = BUS_FACTOR[operation](members) if operation in BUS_FACTOR and members else 1.0
     share = sum(took) / sum(seconds[rank] for rank in {rank for rank, _ in calls}) if sum(took) else 0.0
-    return Line(operation, nbytes, len(calls), mean * 1e6, (mean - pure) * 1e6,
+    return CallSummary(operation, nbytes, len(calls), mean * 1e6, (mean - pure) * 1e6,
                 nbytes * factor / pure / 1e9 if pure else 0.0, share)  # fmt: skip
 
 

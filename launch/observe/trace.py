@@ -2,15 +2,24 @@
 
 Ranks write into files in the memory of their host (`collectives.recorder.tracing`). They are read when the time is
 over, also those of ranks that were killed, and removed. Other hosts are asked by the job's agent: for their time, again
-and again, and at the end for what their ranks have written.
+and again, and at the end for what their ranks have written. The agent starts this module there as a program (`main`),
+which answers lines, as `launch.observe.hosts` says:
+
+    time                the name of the clock that is read there, and its time in nanoseconds
+    trace SECONDS       "" when the time is over, or why no rank is traced
+    read                of each process who it is, and its ring, compressed; they are removed there
 """
 
 from __future__ import annotations
 
+import json
 import os
 import socket
+import sys
 import threading
 import time
+import zlib
+from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,22 +28,25 @@ from typing import Any, NamedTuple, Self, cast
 
 import click
 
+from collectives import files
 from collectives.recorder import chrome, own, ring, tracing
 from collectives.recorder.tracing import RankTrace
-from collectives.terminal import show_table, write_json, writing
-from launch.observe import clocks, summary, traced
-from launch.observe.beside import without_signals
+from collectives.terminal import show_table, without_signals, write_json, writing
+from launch.observe import clocks, summary
 from launch.observe.clocks import Clock, Offset
-from launch.observe.hosts import Line, connect, wait
+from launch.observe.gather import catches
+from launch.observe.hosts import Connection, connect, wait
 from launch.observe.timeline import count_calls, merge
 
-MODULE = "launch.observe.traced"
+MODULE = "launch.observe.trace"
 WITHIN_SECONDS, READ_SECONDS = 10.0, 120.0
 """For another host to answer; and with what its ranks have written."""
 AGAIN_SECONDS = 30.0
 """Between two measurements of clocks."""
 LOOK_SECONDS = 0.1
-"""Between two looks for the hosts of a job that begins."""
+"""Between two looks for the hosts of a job that begins, and whether ranks live."""
+COMPRESSION = 1
+"""zlib's level: quick."""
 
 
 class Traced(NamedTuple):
@@ -51,7 +63,7 @@ class OtherHosts:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._number = folder, 0
-        self._lines: dict[str, Line[Any]] = {}
+        self._lines: dict[str, Connection[Any]] = {}
         self._offsets: dict[str, list[Offset]] = {}
         self._mute: dict[str, str] = {}
         self._refused: dict[str, str] = {}
@@ -80,12 +92,12 @@ class OtherHosts:
             else:
                 self._mute[name] = line.failed
 
-    def _measure(self, line: Line[Any]) -> None:
+    def _measure(self, line: Connection[Any]) -> None:
         clock, _ = self._time_of(line)
         if clock != tracing.clock():
             self._offsets.setdefault(clock, []).append(clocks.measure(lambda: self._time_of(line)[1]))
 
-    def _time_of(self, line: Line[Any]) -> tuple[str, int]:
+    def _time_of(self, line: Connection[Any]) -> tuple[str, int]:
         self._ask([line], "time", WITHIN_SECONDS)
         if line.failed:
             raise ConnectionError(line.failed)
@@ -98,7 +110,7 @@ class OtherHosts:
         for line in self._lines.values():
             line.ask(self._number, f"trace {seconds!r}")
         until = time.monotonic() + seconds + WITHIN_SECONDS
-        why = traced.trace_ranks(self._folder, seconds)
+        why = trace_ranks(self._folder, seconds)
         if why:
             time.sleep(seconds if self._lines else 0.0)
         wait(self._lines.values(), until, WITHIN_SECONDS)
@@ -117,7 +129,7 @@ class OtherHosts:
         asked = {name: line for name, line in self._lines.items() if name not in missing}
         self._ask(asked.values(), "read", READ_SECONDS)
         for name, line in asked.items():
-            raw += ((who, traced.unpack(text)) for who, text in line.answer or ())
+            raw += ((who, unpack(text)) for who, text in line.answer or ())
             if line.failed:
                 missing[name] = line.failed
         known = {name: Clock(offsets) for name, offsets in self._offsets.items()}
@@ -129,7 +141,7 @@ class OtherHosts:
                 left_out[f"rank {one.rank}"] = f"the clock that it reads on {one.who.get('host', '')} is not known"
         return Traced(found, known, left_out)
 
-    def _ask(self, lines: Iterable[Line[Any]], words: str, within: float) -> None:
+    def _ask(self, lines: Iterable[Connection[Any]], words: str, within: float) -> None:
         self._number += 1
         lines = list(lines)
         for line in lines:
@@ -219,3 +231,80 @@ def _lost(found: Traced) -> str:
         said.append(f"mpips: the last calls alone are there: of {room} that a rank keeps at most, newer ones replaced "
                     f"{ranks}\n")  # fmt: skip
     return "".join(said)
+
+
+# ---- on a host: its ranks, and answers to the host of the launcher
+
+
+def trace_ranks(folder: Path, seconds: float) -> str:
+    """Have the ranks of a job on this host trace themselves for so many seconds, or to their end. Blocking.
+
+    Return "", or why not.
+    """
+    pids = [int(path.stem) for path in folder.glob(f"*{own.PAGE}")]
+    asked = [pid for pid in pids if own.lives(pid) and _hears(pid)]
+    if any(folder.glob(f"*{tracing.SUFFIX}")):
+        return f"job {folder.name} is traced already: wait for the other `mpips trace`, or the job"
+    if not asked:
+        return f"no rank of job {folder.name} lives here that can be traced"
+    request = folder / tracing.REQUEST
+    until = time.monotonic_ns() + round(seconds * 1e9)
+    files.write(request, json.dumps({"bytes": tracing.RING_BYTES, "until_ns": until}).encode())
+    try:
+        for pid in asked:
+            with suppress(OSError):
+                os.kill(pid, tracing.SIGNAL)
+        while time.monotonic_ns() < until and any(map(own.lives, asked)):
+            time.sleep(min(LOOK_SECONDS, max(0.0, (until - time.monotonic_ns()) / 1e9)))
+    except BaseException:
+        tracing.forget(folder)
+        raise
+    finally:
+        request.unlink(missing_ok=True)
+    return ""
+
+
+def _hears(pid: int) -> bool:
+    with suppress(OSError):
+        return catches(pid, tracing.SIGNAL)
+    return False
+
+
+def pack(data: bytes) -> str:
+    """Return a ring as text."""
+    return b64encode(zlib.compress(data, COMPRESSION)).decode()
+
+
+def unpack(text: str) -> bytes:
+    """Return the ring that `pack` was given."""
+    return zlib.decompress(b64decode(text))
+
+
+def main(job: str) -> None:
+    """Answer questions about a job's traces on this host, a line each, until there are no more."""
+    folder = own.folder() / job
+    unread = False
+    try:
+        for line in sys.stdin:
+            number, what, *words = line.split()
+            answer: Any
+            if what == "time":
+                answer = tracing.clock(), time.monotonic_ns()
+            elif not own.is_ours(folder):
+                answer = f"no rank of job {job} is here" if what == "trace" else []
+            elif what == "trace":
+                answer = trace_ranks(folder, float(words[0]))
+                unread = not answer
+            else:
+                answer, unread = [(who, pack(data)) for who, data in tracing.read_raw(folder)], False
+                tracing.forget(folder)
+                own.leave(folder)
+            sys.stdout.write(json.dumps([int(number), answer]) + "\n")
+            sys.stdout.flush()
+    finally:
+        if unread:  # who has asked is gone
+            tracing.forget(folder)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

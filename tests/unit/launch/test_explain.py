@@ -199,17 +199,17 @@ def test_the_step_is_that_of_the_ranks_that_are_named() -> None:
 
 @pytest.mark.parametrize(("differs", "said"), [
     ({}, "ends: ranks 0, 2 have ended their programs, and wait in MPI's end for rank 1, which is in Python"),
-    ({"beside": 2}, "no rank waits for another"),
+    ({"ranks_on_host": 2}, "no rank waits for another"),
     ({"communicators": {}}, "no rank waits for another"),
     ({"moved": True}, "goes on"),
 ])  # fmt: skip
 def test_ranks_that_have_left_wait_for_those_that_have_not(differs: dict[str, Any], said: str) -> None:
-    known = {"moved": False, "beside": 3, "communicators": {"7": {"ranks": "0,1,2", "place": 0}}, **differs}
+    known = {"moved": False, "ranks_on_host": 3, "communicators": {"7": {"ranks": "0,1,2", "place": 0}}, **differs}
     assert said in explain("1", [rank(1, **known)]).sentence
 
 
 def test_a_rank_that_others_wait_for_may_have_ended_its_program() -> None:
-    known = {"waits": WAITS, "beside": 3, "communicators": {"7": {"ranks": "0,1,2", "place": 0}}}
+    known = {"waits": WAITS, "ranks_on_host": 3, "communicators": {"7": {"ranks": "0,1,2", "place": 0}}}
     found = explain("4711", [rank(number, **known) for number in (0, 1)])
     assert (found.culprits, found.sentence) == ((2,), f"{BEGIN}rank 2, which has ended its program.")
 

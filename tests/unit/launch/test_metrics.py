@@ -17,8 +17,8 @@ import pytest
 pytest.importorskip("prometheus_client")
 from prometheus_client.parser import text_string_to_metric_families
 
+from collectives.terminal import parse_address
 from launch.observe import metrics
-from launch.observe.beside import parse_address
 from tests.child import ROOT
 
 
@@ -54,14 +54,14 @@ def test_a_dead_rank_is_down_and_its_counters_stay(job: list[subprocess.Popen[st
 
 
 def test_a_file_is_whole_and_goes_with_the_job(job: list[subprocess.Popen[str]], tmp_path: Path) -> None:
-    with metrics.beside(str(tmp_path), None, "77"):
+    with metrics.exporting(str(tmp_path), None, "77"):
         assert samples((tmp_path / "mpips-77.prom").read_text())["mpips_step", "0"] == 40
         assert [path.name for path in tmp_path.glob("*.prom*")] == ["mpips-77.prom"]
     assert not list(tmp_path.glob("*.prom*"))
 
 
 def test_a_file_has_ranks_soon_after_they_have_come(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    with metrics.beside(str(tmp_path), None, "77"):
+    with metrics.exporting(str(tmp_path), None, "77"):
         file = tmp_path / "mpips-77.prom"
         assert not samples(file.read_text())
         request.getfixturevalue("job")
@@ -84,7 +84,7 @@ def test_what_cannot_be_written_or_served_is_one_sentence(tmp_path: Path) -> Non
     port = metrics.serve("127.0.0.1", 0)
     none = str(tmp_path / "none")
     for folder, address, said in ((none, None, "is no folder: name the"), (None, str(port), "metrics cannot go to")):
-        with pytest.raises(click.UsageError, match=said), metrics.beside(folder, address, "1"):
+        with pytest.raises(click.UsageError, match=said), metrics.exporting(folder, address, "1"):
             pass
 
 
