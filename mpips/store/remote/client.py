@@ -4,11 +4,15 @@ With masters="one" rank 0 of the client pushes the members' sum and broadcasts w
 With masters="all" the client reduce-scatters, every member pushes and pulls its own slices, and an allgather puts them
 together. Between nodes it does so in pieces, so that the phases overlap. A client that shares its node with all servers
 reads their memory instead, where the store is synchronous.
+
+Small keys of one list travel as one vector (`Vectors`), since a collective of a small key costs its latency only (as
+MG-WFBP merges gradients, section 4). Servers and optimizers still see every key by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -21,7 +25,6 @@ from mpips.store.remote.members import ClientCall, Members, label
 from mpips.store.remote.sparse import RowTransfers
 from mpips.store.remote.transfers import Pull, Push
 from mpips.store.roles import Layout
-from mpips.store.worker.route import Vectors, steps
 
 Array = NDArray[Any]
 
@@ -209,3 +212,54 @@ class Client(RowTransfers):
         yield from call.run(call.broadcast(keys[0].pieces[0], vector))
         for out, each in zip(outs, slices, strict=True):
             out[...] = vector[each]
+
+
+SMALL_BYTES = {True: 1 << 14, False: 1 << 16}
+"""Of a key with a fast route, and of one without: longer ones go alone, as to copy them takes as long as they save."""
+MOST_BYTES = 1 << 20
+"""Of one vector."""
+
+
+def steps(keys: Sequence[Key]) -> list[list[int]]:
+    """Return which keys of a list (by their places there) go together, in which order: the same on every worker."""
+    result: list[list[int]] = []
+    open_: dict[np.dtype, tuple[list[int], int]] = {}
+    for place, key in enumerate(keys):
+        if not 0 < key.nbytes <= SMALL_BYTES[key.fast is not None]:
+            result.append([place])
+            continue
+        step, nbytes = open_.get(key.dtype, ([], 0))
+        if not step or nbytes + key.nbytes > MOST_BYTES:
+            step, nbytes = [], 0
+            result.append(step)
+        step.append(place)
+        open_[key.dtype] = step, nbytes + key.nbytes
+    return result
+
+
+class Vectors:
+    """Memory for one vector at a time, and for its sum; `shared`: the first lies where all processes of the node can
+    read it."""
+
+    def __init__(self, shared: bool) -> None:
+        self._empty = arena.empty if shared else np.empty
+        self._memory: dict[np.dtype, tuple[Array, Array]] = {}
+
+    def room(self, like: Sequence[Array]) -> tuple[Array, Array, list[slice]]:
+        """A vector as long as these 1-D arrays of one dtype, another for its sum, and where each one lies there."""
+        dtype, cuts = like[0].dtype, [0, *accumulate(array.size for array in like)]
+        if dtype not in self._memory or self._memory[dtype][0].size < cuts[-1]:
+            size = max(cuts[-1], MOST_BYTES // dtype.itemsize)
+            try:
+                vector = self._empty(size, dtype)
+            except MemoryError:  # of what the node shares: sums take any
+                vector = np.empty(size, dtype)
+            self._memory[dtype] = vector, np.empty(size, dtype)
+        vector, total = (memory[: cuts[-1]] for memory in self._memory[dtype])
+        return vector, total, [slice(*ends) for ends in pairwise(cuts)]
+
+    def lay(self, values: Sequence[Array]) -> tuple[Array, Array, list[Array]]:
+        """Arrays one behind the other, room for the sum of that vector, and the parts of the sum."""
+        vector, total, slices = self.room(values)
+        np.concatenate(values, out=vector)
+        return vector, total, [total[each] for each in slices]

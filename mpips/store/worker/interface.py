@@ -2,7 +2,7 @@
 
 Arguments have been checked: arrays are C-contiguous host arrays of the key's dtype; `flat` and `out` are 1-D and hold
 the whole key. Every method that returns a task does nothing before the task's first step. Tasks raise what they find:
-who runs them (`worker.route`) ends the generation, but for a ValueError that all workers raise, marked by
+who runs them (`worker.operations`) ends the generation, but for a ValueError that all workers raise, marked by
 `of_caller`, and with which nothing has changed. Arrays may be read and written until the task is over, and no longer.
 """
 
@@ -175,7 +175,7 @@ class Backend(Protocol):
     """The operations of one store on one worker. "Collective": all workers call it, in the same order."""
 
     direct: bool
-    """Set by `worker.route` while it runs a task with nothing else under way: a task may then block in a
+    """Set by `worker.operations` while it runs a task with nothing else under way: a task may then block in a
     collective instead of yielding. A worker that does and one that does not take part in the same collective."""
     communicators: tuple[Hashable, ...]
     """Names of what all operations hold collectives on: operations that take turns on them start in program order."""

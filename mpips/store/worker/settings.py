@@ -28,8 +28,8 @@ from mpips.store.runtime.generation import Generation
 from mpips.store.runtime.rendezvous import Items
 from mpips.store.worker import waiting
 from mpips.store.worker.interface import Backend, KnownTable, Saves, Written
+from mpips.store.worker.operations import GIVEN, Operations
 from mpips.store.worker.restored import Restored
-from mpips.store.worker.route import GIVEN, Operations
 
 LOG = log.get("mpips.store")
 

@@ -25,7 +25,8 @@ from mpips.store.tables.admission import COUNTS, Chance, Seen
 from mpips.store.tables.initial import Ids, Uniform, key_of
 from mpips.store.transport import frames
 from mpips.store.worker.interface import KnownTable
-from mpips.store.worker.route import GIVEN, Route, step_of_push
+from mpips.store.worker.operations import GIVEN, step_of_push
+from mpips.store.worker.route import Route
 from mpips.store.worker.settings import Settings
 
 Array = NDArray[Any]

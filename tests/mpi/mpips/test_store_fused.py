@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mpips
-from mpips.store.worker import route as bundle
+from mpips.store.remote import client as bundle
 from tests.choice import once
 from tests.mpi.mpips.support import failure, need, run
 

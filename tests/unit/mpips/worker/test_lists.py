@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpips.store.keys.key import Key
-from mpips.store.worker.route import MOST_BYTES, SMALL_BYTES, steps
+from mpips.store.remote.client import MOST_BYTES, SMALL_BYTES, steps
 
 DTYPES = [np.dtype(name) for name in ("f2", "f4", "f8", "i8")]
 SIZES = st.one_of(st.integers(0, 40), st.integers(SMALL_BYTES[True] // 8 - 2, SMALL_BYTES[False] // 2 + 2))

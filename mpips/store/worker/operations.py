@@ -1,0 +1,335 @@
+"""Make pushes and pulls the general way: check the arguments, put calls in order, and run them as tasks.
+
+A bad argument is raised before anything was sent; nothing has changed. Any other error ends the generation.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Generator, Hashable, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.errors import CollectiveError, of_caller
+from collectives.fabric.tasks import Task, in_turn, together
+from collectives.recorder import own as recorder
+from collectives.recorder.ring import Ring
+from mpips.store.keys import arguments
+from mpips.store.keys.arguments import Call
+from mpips.store.keys.key import Key, Name
+from mpips.store.keys.rows import RowSparse
+from mpips.store.runtime.engine import Ending, Engine, Handle
+from mpips.store.worker.interface import Backend
+
+Array = NDArray[Any]
+T = TypeVar("T")
+Begun: TypeAlias = tuple[Ring, int, Key]
+"""A record that has begun: its ring, its sequence number there, and its key."""
+LONG_SECONDS = 1.0
+"""Of a wait, after which peers hear what this worker waits for."""
+CLOSED = "the store is closed: make this call before close()"
+
+
+class Guard:
+    """A context in which whatever is raised ends the generation, but for what `refused` tells."""
+
+    def __init__(self, generation: Ending, what: str, names: Sequence[Name]) -> None:
+        self._generation, self._what, self._names = generation, what, names
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and not refused(error):
+            raise self._generation.end(text(self._what, self._names), error) from None
+
+
+class Given:
+    """A context in which arguments are looked at: its errors are the caller's, and shown with the caller's lines."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, (ValueError, TypeError)):
+            of_caller(error)
+
+
+GIVEN = Given()
+
+
+class Operations:
+    """Check calls, put them in order, and run them as tasks. `known`: the keys that are initialised."""
+
+    def __init__(self, rank: int, backend: Backend, engine: Engine, known: Mapping[Name, Key]) -> None:
+        self._rank, self._backend, self._engine, self._known = rank, backend, engine, known
+        self.closed = False
+        self.checks_finite = False
+        """Whether a push of NaN or infinity is refused."""
+
+    def do(self, what: str, key: object, value: object, out: object, priority: int) -> None:
+        """Push, pull or pushpull, blocking."""
+        names, task = self._prepare(what, key, value, out, priority)
+        self.run(names, task, priority, what)
+
+    def start(
+        self, what: str, key: object, value: object, out: object, priority: int, turns: Sequence[Hashable],
+        begun: Sequence[Begun] = (),
+    ) -> Handle:
+        """Start a push, pull or pushpull, not blocking; it takes turns with others on its keys and on `turns`.
+
+        `begun`: its records, which start and end with it."""
+        with GIVEN:
+            others = arguments.turns(turns, what)
+        names, task = self._prepare(what, key, value, out, priority)
+        order = [*self._order(names), *(("turns", name) for name in others)]
+        task = _recorded(what, task, begun) if begun else task
+        with self.guard(what, names):
+            return self._engine.submit(order, self.hearing(task), priority, text(what, names))
+
+    def see_pull(self, keys: Sequence[Key], key: object, out: object, priority: int) -> None:
+        """ValueError or TypeError where a pull of these keys, which are yet to be made, could not be made so."""
+        arguments.see_priority(priority, "pull")
+        arguments.check({record.name: record for record in keys}, "pull", key, out=out)
+
+    def taken(self, key: object, push: Handle, told: bool) -> Handle:
+        """A handle that ends when the servers have read what `push`, of these keys, sends; `push` where nobody is
+        `told` of that."""
+        self.check_open()
+        with GIVEN:
+            if not isinstance(push, Handle):
+                raise TypeError(f"taken: push={push!r} is no handle: pass what ipush of these keys has returned")
+            keys = [arguments.find_key(self._known, name, "taken") for name in arguments.names(key)]
+        if not told:
+            return push
+        what = f"{push.what}, read by the servers"
+        with self.guard(what):
+            return self._engine.submit([("taken", push)], self.hearing(self._read(keys, push)), 0, what)
+
+    def pull_rows(self, key: object, out: object, row_ids: object, priority: int) -> None:
+        """`KVStore.row_sparse_pull`."""
+        what = "row_sparse_pull"
+        self.check_open()
+        with GIVEN:
+            arguments.see_priority(priority, what)
+            rows = arguments.rows(self._known, key, out, row_ids)
+        for record, target, ids in rows:
+            self.run([record.name], self._backend.transfers.pull_rows(record, target, ids), priority, what)
+
+    def pull_newer(self, key: object, out: object, newer_than: object, priority: int, base: int) -> list[int]:
+        """`KVStore.pull` of keys that do not stand at the versions in `newer_than`; the versions that `out` then holds.
+        `base`: rounds of a job that went before."""
+        self.check_open()
+        with GIVEN:
+            arguments.see_priority(priority, "pull")
+            made = arguments.check(self._known, "pull", key, out=out)
+            held = arguments.versions(key, newer_than)
+        found = [version - base for version in held]
+        self.run([call.key.name for call in made], self._newer(made, found), priority, "pull")
+        return [version + base for version in found]
+
+    def run(self, names: Sequence[Name], task: Task[Any], priority: int, what: str) -> None:
+        """Do it, blocking; a failure ends the generation."""
+        with self.guard(what, names):
+            self._backend.direct = not self._engine.under_way
+            try:
+                self._engine.run(self._order(names), self.hearing(task, names), priority, lambda: text(what, names))
+            finally:
+                self._backend.direct = False
+
+    def guard(self, what: str, names: Sequence[Name] = ()) -> Guard:
+        """Whatever is raised within ends the generation, but for what all workers raise as they asked for what cannot
+        be."""
+        return Guard(self._engine.generation, what, names)
+
+    def pull(self, key: Key, out: Array) -> Task[None]:
+        """Pull one key."""
+        return self._backend.transfers.pull([key], [out.reshape(-1)])
+
+    def ended(self, what: str, names: Sequence[Name], error: BaseException) -> BaseException:
+        """A fast route has failed: end the generation; what to raise."""
+        return self._engine.generation.end(text(what, names), error)
+
+    def check_not_closed(self) -> None:
+        """RuntimeError where the store is closed."""
+        if self.closed:
+            raise of_caller(RuntimeError(CLOSED))
+
+    def check_open(self) -> None:
+        """RuntimeError where the store is closed, StoreError where the generation has ended."""
+        self.check_not_closed()
+        try:
+            self._engine.generation.check()
+        except CollectiveError as error:
+            raise self._engine.generation.end("a call of the store", error) from None
+
+    # ---- inside
+
+    def hearing(self, task: Task[T], names: Sequence[Name] | None = None) -> Task[T]:
+        """Run a task, and hear the servers before each step. `names`: keys of a call that the program waits for: where
+        that does not go on for long, peers hear of it, once."""
+        since = 0.0
+        try:
+            while True:
+                self._backend.listen()
+                try:
+                    moved = next(task)
+                except StopIteration as end:
+                    return end.value  # type: ignore[no-any-return]
+                if names is not None:
+                    now = time.monotonic()
+                    if moved or not since:
+                        since = now
+                    elif now - since > LONG_SECONDS:
+                        since = math.inf
+                        self._backend.waits([self._known[name] for name in names if name in self._known])
+                yield moved
+        finally:
+            task.close()
+
+    def _prepare(self, what: str, key: Any, value: Any, out: Any, priority: int) -> tuple[list[Name], Task[None]]:
+        """The keys, and what is to be done. ValueError or TypeError where an argument is bad."""
+        self.check_open()
+        with GIVEN:
+            arguments.see_priority(priority, what)
+            made = arguments.check(self._known, what, key, value, out)
+            if what != "pull":
+                self._backend.check_updated([call.key for call in made], what)
+        names = [call.key.name for call in made]
+        if self.checks_finite and what != "pull":
+            with self.guard(what, names):
+                for call in made:
+                    see_finite(self._rank, what, call)
+        if len(made) == 1:
+            return names, self._one(made[0], priority)
+        mixed = out is not None or len(set(map(id, value or ()))) < len(made)
+        return names, self._several(made, priority, mixed)
+
+    def _several(self, made: Sequence[Call], priority: int, mixed: bool) -> Task[None]:
+        """Several keys: dense ones as one list, then those with some rows. `mixed`: what is written for one key may be
+        what is pushed of another."""
+        yield from together([call.gathered for call in made if call.gathered is not None])
+        dense = [call for call in made if not isinstance(call.payload, RowSparse)]
+        if dense:
+            yield from self._listed(dense, priority, mixed)
+            for call in dense:
+                yield from _finish(call)
+        for call in made:
+            if isinstance(call.payload, RowSparse):
+                yield from self._one(call, priority)
+
+    def _listed(self, dense: Sequence[Call], priority: int, mixed: bool) -> Task[None]:
+        transfers, keys = self._backend.transfers, [call.key for call in dense]
+        flats = [call.payload.reshape(-1) for call in dense if isinstance(call.payload, np.ndarray)]
+        outs = [call.targets[0].reshape(-1) for call in dense if call.targets]
+        if flats and outs and not mixed:
+            yield from transfers.pushpull(keys, flats, outs, priority)
+            return
+        if flats:
+            yield from transfers.push(keys, flats, priority)
+        if outs:
+            yield from transfers.pull(keys, outs)
+
+    def _one(self, call: Call, priority: int) -> Task[None]:
+        if call.gathered is None and call.spread is None and len(call.targets) < 2:
+            return self._transfer(call, priority)
+        return self._with_gpus(call, priority)
+
+    def _with_gpus(self, call: Call, priority: int) -> Task[None]:
+        """Transfer one key between arrays that GPUs sum, or results that go to several."""
+        if call.gathered is not None:
+            yield from call.gathered
+        yield from self._transfer(call, priority)
+        yield from _finish(call)
+
+    def _transfer(self, call: Call, priority: int) -> Task[None]:
+        """Push, pull or both, of one key: the first target gets the result."""
+        transfers, key, payload = self._backend.transfers, call.key, call.payload
+        outs = [call.targets[0].reshape(-1)] if call.targets else []
+        if isinstance(payload, np.ndarray):
+            flats = [payload.reshape(-1)]
+            if outs:
+                return transfers.pushpull([key], flats, outs, priority)
+            return transfers.push([key], flats, priority)
+        if payload is None:
+            return transfers.pull([key], outs)
+        push = transfers.push_rows(key, payload, priority)
+        return in_turn(push, transfers.pull([key], outs)) if outs else push
+
+    def _newer(self, made: Sequence[Call], found: list[int]) -> Task[None]:
+        """Pull the keys that do not stand at the versions in `found`, and put there those that they are read at."""
+        versions = yield from self._backend.versions([call.key for call in made])
+        chosen = [at for at, version in enumerate(versions) if made[at].key.replaced or version != found[at]]
+        if not chosen:
+            return
+        outs = [made[at].targets[0].reshape(-1) for at in chosen]
+        versions = yield from self._backend.pull_versions([made[at].key for at in chosen], outs)
+        for at, version in zip(chosen, versions):
+            found[at], made[at].key.replaced = version, False
+            yield from _finish(made[at])
+
+    def _read(self, keys: Sequence[Key], push: Handle) -> Task[None]:
+        while not push.done:
+            yield False
+        if push.error is None:
+            yield from self._backend.settle(keys)
+
+    def _order(self, names: Sequence[Name]) -> list[Hashable]:
+        """Return what an operation takes turns on: its keys, and communicators, used in one order everywhere."""
+        return [*names, *self._backend.communicators]
+
+
+def _recorded(what: str, task: Task[None], begun: Sequence[Begun]) -> Task[None]:
+    """Say when a task starts, and ends."""
+    for ring, sequence, key in begun:
+        ring.start(sequence, 0, key.round + (what != "pull"))
+    yield from task
+    for ring, sequence, _ in begun:
+        ring.end(sequence)
+
+
+def text(what: str, names: Sequence[Name]) -> str:
+    """An operation, as errors name it."""
+    word = f" of key{'s' if len(names) > 1 else ''} {', '.join(map(repr, names[:4]))}" if names else ""
+    return f"{what}{word}{', ...' if len(names) > 4 else ''}"
+
+
+def step_of_push() -> str:
+    """Return, for a sentence, the step of this rank's training; "" where the program has noted none."""
+    return f" (the step noted last is {recorder.place.step})" if recorder.place.step >= 0 else ""
+
+
+def see_finite(rank: int, what: str, call: Call) -> None:
+    """FloatingPointError where a push holds NaN or infinity: which rank, key and push, and where the first one is."""
+    rows = call.payload if isinstance(call.payload, RowSparse) else None
+    values = call.payload if rows is None else rows.values
+    if not isinstance(values, np.ndarray) or values.dtype.kind in "iub":
+        return
+    fine = np.isfinite(values)
+    if not fine.all():
+        wrong, nans = int(np.count_nonzero(~fine)), int(np.count_nonzero(np.isnan(values)))
+        where = [int(place) for place in np.unravel_index(int(np.argmin(fine)), fine.shape)]
+        if rows is not None:
+            where[0] = int(rows.rows[where[0]])
+        raise of_caller(FloatingPointError(
+            f"{what} of key {call.key.name!r}: push {call.key.round + 1} of rank {rank} holds {nans} NaN and "
+            f"{wrong - nans} infinities among {values.size} elements, the first at {where}{step_of_push()}: look at "
+            "the loss, the learning rate and the data of that step on that rank"
+        ))  # fmt: skip
+
+
+def _finish(call: Call) -> Generator[bool | None, None, None]:
+    """The result is in the first target: it goes to the others, and to GPUs."""
+    for other in call.targets[1:]:
+        np.copyto(other, call.targets[0])
+    if call.spread is not None:
+        yield from call.spread.spread()
+
+
+def refused(error: BaseException) -> bool:
+    """Return whether it is an error that all workers raise, with which nothing has changed (`rendezvous.agree`)."""
+    callers = isinstance(error, (ValueError, TypeError)) and not isinstance(error, CollectiveError)
+    return callers and getattr(error, "of_caller", False)
