@@ -19,8 +19,8 @@ from mpi4py import MPI
 import collectives
 from collectives import plan
 from mpips.mlp.network import Network, interval
-from mpips.optimizers.apply import prepare
 from mpips.optimizers.base import Optimizer, State
+from mpips.optimizers.equation import prepare
 
 BUCKET_BYTES = 256 << 10
 START_SCALE, LEAST_SCALE, MOST_SCALE = 2.0**10, 1.0, 2.0**24

@@ -1,7 +1,6 @@
 """Optimizers as data: named, checked, encoded without pickle, applied in place to any interval of a 1-D array."""
 
 from mpips.optimizers.adaptive import AdaGrad, Adam, AdamW, RMSProp
-from mpips.optimizers.apply import Updater
 from mpips.optimizers.base import (
     Number,
     Optimizer,
@@ -15,7 +14,7 @@ from mpips.optimizers.base import (
     zeros,
 )
 from mpips.optimizers.elastic import Elastic1, Elastic2
-from mpips.optimizers.equation import Equation
+from mpips.optimizers.equation import Equation, Updater
 from mpips.optimizers.registry import (
     OPTIMIZERS,
     SCHEDULES,

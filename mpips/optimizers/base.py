@@ -1,6 +1,6 @@
 """Define an optimizer: a frozen record of numbers with `init` and `update`.
 
-`equation.Equation` makes one of an equation; `apply` applies any.
+`equation.Equation` makes one of an equation, and there is what applies any.
 """
 
 from __future__ import annotations

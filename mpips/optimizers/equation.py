@@ -5,6 +5,8 @@
       2. equation(w, g, state, ...)   recorded once (`trace`), not called again
       3. a kernel over all elements   where the engine has compiled it (`collectives.kernels.engine`)
       4. else NumPy's calls           block by block, so that all arrays stay in cache between two of them
+
+`update_by_sum` and `Updater` apply any optimizer. Of another than an equation NumPy adds gradients before.
 """
 
 from __future__ import annotations
@@ -12,15 +14,15 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeGuard
 
 import numpy as np
 
 from collectives import log
 from collectives.kernels import engine
 from collectives.kernels.sums import add_parts
-from mpips.optimizers import loops
-from mpips.optimizers.base import State, Updated, Value, Values, working_dtype, zeros
+from mpips.optimizers import trace
+from mpips.optimizers.base import Optimizer, State, Updated, Value, Values, working_dtype, zeros
 from mpips.optimizers.trace import Tape, Untraceable, pair
 
 BLOCK_BYTES = 384 * 1024
@@ -107,7 +109,7 @@ class Equation:
 
         Return it, or None where NumPy serves in any case. Not blocking; `engine.settle` waits for it.
         """
-        return _way(self, dtype, min(parts, MOST_PARTS), ask=True).kernel if dtype.name in loops.WIDE else None
+        return _way(self, dtype, min(parts, MOST_PARTS), ask=True).kernel if dtype.name in trace.WIDE else None
 
 
 class _Way(NamedTuple):
@@ -154,18 +156,18 @@ def _known_way(optimizer: Equation, dtype: np.dtype, parts: int, ask: bool, by_r
     if lines is None:
         LOG.info("the equation of %s is left to NumPy: of some operations a kernel might give other bits",
                  type(optimizer).__name__)  # fmt: skip
-    if lines is None or dtype.name not in loops.WIDE or not ask:
+    if lines is None or dtype.name not in trace.WIDE or not ask:
         return _Way(wide, tape, tape.constants, None, each)
     stored = "uint16" if dtype.itemsize == 2 else dtype.name
     types = [f"{stored}[]", *[f"{wide.name}[]"] * tape.slots, *[f"const {stored}[]"] * parts, f"{wide.name}[]"]
     name = f"{type(optimizer).__name__} of {parts} {dtype.name}{' by rows' if by_rows else ''}"
     if by_rows:
         types += ["int64", *["const int64[]"] * parts]
-        text = loops.rows_text(tape, lines, dtype.name, parts)
+        text = trace.rows_text(tape, lines, dtype.name, parts)
     elif parts == 1:
-        text = loops.update_text(tape, lines, dtype.name)
+        text = trace.update_text(tape, lines, dtype.name)
     else:
-        text = loops.sum_text(tape, lines, dtype.name, parts)
+        text = trace.sum_text(tape, lines, dtype.name, parts)
     return _Way(wide, tape, tape.constants, engine.kernel(name, text, types), each)
 
 
@@ -267,3 +269,54 @@ def _block(name: str, dtype: np.dtype, length: int, like: np.ndarray) -> np.ndar
         block = np.empty_like(like, dtype, shape=(max(length, BLOCK_BYTES // max(4, dtype.itemsize)),))
         buffers[name, dtype, type(like)] = block
     return block[:length]
+
+
+# ---- any optimizer
+
+
+def prepare(optimizer: Optimizer | None, dtype: np.dtype, parts: int = 1) -> None:
+    """Ask for what updates weights of this dtype by the sum of `parts` gradients, so that it is there in time."""
+    if isinstance(optimizer, Equation):
+        optimizer.prepare(dtype, parts)
+
+
+def update_by_sum(
+    optimizer: Optimizer, weights: np.ndarray, parts: Sequence[np.ndarray], state: State, step: int
+) -> None:  # fmt: skip
+    """Update in place by the sum of gradients, added from first to last; each sum is rounded to the weights' dtype."""
+    if is_fused(optimizer):
+        optimizer.update_by_sum(weights, parts, state, step)
+    else:
+        optimizer.update(weights, total_of(parts, "gradients"), state, step)
+
+
+def is_fused(optimizer: Optimizer) -> TypeGuard[Equation]:
+    """Return whether its updates are those of its equation."""
+    return isinstance(optimizer, Equation) and type(optimizer).update is Equation.update
+
+
+class Updater:
+    """An optimizer with its states and step count, for a list of arrays that it updates in place.
+
+    `parameters`: C-contiguous float arrays of any shapes; kept, not copied. The paper's `SGD.Update(params, grads)`.
+    """
+
+    def __init__(self, optimizer: Optimizer, parameters: Sequence[np.ndarray]) -> None:
+        for number, array in enumerate(parameters):
+            if not array.flags.c_contiguous or not array.flags.writeable:
+                raise ValueError(f"array {number} of shape {array.shape} must be contiguous and writable")
+        self.optimizer = optimizer
+        self.step = 0
+        self._weights = [array.reshape(-1) for array in parameters]
+        self.states = [optimizer.init(weights) for weights in self._weights]
+        """The optimizer's arrays of every parameter, each (elements,): live, for checkpoints."""
+        for array in parameters:
+            prepare(optimizer, array.dtype)
+
+    def update(self, gradients: Sequence[np.ndarray]) -> None:
+        """Update every array with its gradient, of the same shape; for Elastic2, its centre."""
+        if len(gradients) != len(self._weights):
+            raise ValueError(f"{len(gradients)} gradients for {len(self._weights)} arrays")
+        self.step += 1
+        for weights, gradient, state in zip(self._weights, gradients, self.states):
+            self.optimizer.update(weights, np.ascontiguousarray(gradient).reshape(-1), state, self.step)

@@ -16,9 +16,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 import collectives
-from mpips.optimizers.apply import Updater
 from mpips.optimizers.base import Optimizer, changed
 from mpips.optimizers.elastic import Elastic1
+from mpips.optimizers.equation import Updater
 from mpips.store.runtime.rendezvous import attempt
 from mpips.training.local import Elastic, Exchange, Local, LocalRounds
 from mpips.training.model import Model, keys_of

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from collectives import arrays
-from mpips.optimizers.apply import is_fused
 from mpips.optimizers.base import Optimizer
+from mpips.optimizers.equation import is_fused
 
 ROWS_AT_A_TIME = 4096
 """Rows that are added, or gathered of weights and state, at once."""

@@ -16,8 +16,8 @@ from collectives.fabric.arena import Region
 from collectives.fabric.tasks import Task
 from collectives.schedule.model import cut
 from mpips.compression.compressors import Compressor, Residuals
-from mpips.optimizers.apply import prepare
 from mpips.optimizers.base import Optimizer
+from mpips.optimizers.equation import prepare
 from mpips.optimizers.schedules import Groups
 from mpips.store.keys.key import Key, Name, label
 from mpips.store.recovery.plan import (

@@ -38,7 +38,7 @@ from collectives.recorder import own as recorder
 from collectives.recorder.ring import Ring, form
 from mpips.compression import Compressor
 from mpips.optimizers import Groups, Optimizer
-from mpips.optimizers.apply import prepare
+from mpips.optimizers.equation import prepare
 from mpips.store.server.late import Late
 from mpips.store.server.reduce import Reduce
 from mpips.store.server.unit import Contribution, Replies, Reply, Unit, UnitMirror

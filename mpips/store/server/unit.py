@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from collectives.errors import CollectiveError
 from collectives.kernels.sums import add_parts
-from mpips.optimizers.apply import update_by_sum
 from mpips.optimizers.base import Optimizer, State, initial
+from mpips.optimizers.equation import update_by_sum
 from mpips.store.keys.rows import RowSparse, sum_of, update_rows
 from mpips.store.recovery.undo import Undo
 

@@ -11,7 +11,7 @@ import pytest
 from collectives.kernels import engine
 from mpips import RowSparse
 from mpips.optimizers import SGD, Adam
-from mpips.optimizers.apply import prepare
+from mpips.optimizers.equation import prepare
 from mpips.store.keys.rows import update_rows
 from tests.mpi.mpips.support import WORLD, need, run
 from tests.mpi.sizes import either_mpi

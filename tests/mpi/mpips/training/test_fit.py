@@ -11,7 +11,7 @@ import pytest
 from mpi4py import MPI
 
 from mpips.optimizers import SGD, StepDecay
-from mpips.optimizers.apply import Updater
+from mpips.optimizers.equation import Updater
 from mpips.training import Callback, EarlyStop, Elastic, LearningRate, Local, Progress, Trainer
 from mpips.training.batches import Arrays
 from mpips.training.local import OUTER

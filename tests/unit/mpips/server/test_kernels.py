@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from collectives.kernels import engine
 from mpips import RowSparse, optimizers
 from mpips.optimizers import SGD, Adam, Add
-from mpips.optimizers.apply import prepare
+from mpips.optimizers.equation import prepare
 from mpips.store.keys.rows import packed, update_rows
 from mpips.store.server.sources import Elements, PushedRows
 from tests.unit.mpips.server.machine import Arriving, Growing, Machine
