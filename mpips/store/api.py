@@ -13,7 +13,6 @@ from mpips.store.checkpoint.load import load, load_states, save_states
 from mpips.store.checkpoint.save import Saving, save
 from mpips.store.keys.key import Name, Rounds
 from mpips.store.recovery.recover import Member, recover
-from mpips.store.runtime import rendezvous
 from mpips.store.runtime.engine import Handle
 from mpips.store.runtime.errors import Step, StoreError, at_exit, in_order, skip_at_exit
 from mpips.store.runtime.generation import NEVER
@@ -164,8 +163,8 @@ class KVStore(Uncopied):
         """Cut the elements of `keys`, one behind the other, anew into 1-D keys `new` of so many elements.
 
         Values, the optimizer's state and what compression kept back go with them; `keys` exist no more, and their
-        memory is given back. ValueError where the elements differ in number or dtype, a new key exists already, the
-        optimizer has updated some of `keys` more often than others, or `staleness` holds a push of them back.
+        memory is given back. ValueError where the elements differ in number or dtype, a new key exists already, or the
+        optimizer has updated some of `keys` more often than others.
         """
         with self._route.marked("recut"):
             recut(self.settings, keys, new)
@@ -176,7 +175,7 @@ class KVStore(Uncopied):
             self.settings.forget(keys)
 
     def barrier(self) -> None:
-        """Wait until all workers have come. A pull after it sees all pushes before it that `staleness` lets through."""
+        """Wait until all workers have come. A pull after it sees all pushes before it."""
         with self._route.marked("barrier"):
             self.settings.barrier()
 
@@ -427,9 +426,8 @@ class Generations:
         if store.regular is None or store.generation.over is not None:
             return ()
         try:
-            with store.operations.guard("close"):
-                store.settle()
-                return rendezvous.agree(store.generation, waiting.CLOSE, data=waiting.pushes_of(store.pushed))
+            store.settle()
+            return store.agree(waiting.CLOSE, data=waiting.pushes_of(store.pushed))
         except (CollectiveError, ValueError):  # the others do something else, and hear of this
             return ()
 
@@ -447,8 +445,7 @@ class Generations:
         told = waiting.pushes_of(store.pushed)
         while True:
             try:
-                with store.operations.guard("close"):
-                    return rendezvous.agree(store.generation, waiting.CLOSE, data=told)
+                return store.agree(waiting.CLOSE, data=told)
             except StoreError:
                 pass
             try:
@@ -468,12 +465,11 @@ class Generations:
     def _check_closing(self) -> None:
         """CollectiveError where a worker closes the store whose next push this one waits for."""
         store = self._store
-        if not (store.layout.survives or store.regular is not None):
+        if store.layout.asynchronous or not (store.layout.survives or store.regular is not None):
             return
-        ahead = store.layout.options.staleness if store.layout.asynchronous else 0
         now = () if store.regular is None or store.layout.num_servers else store.regular.pushing
         pushing = now if isinstance(now, (list, tuple)) else (now,)
-        if ahead >= 0 and (why := waiting.waits_for_closed(store.generation.words(), store.pushed, ahead, pushing)):
+        if why := waiting.waits_for_closed(store.generation.words(), store.pushed, pushing):
             raise CollectiveError(why)
 
     def _leave(self) -> None:

@@ -142,10 +142,6 @@ def see_joined(job: Job, source: Source) -> None:
     if isinstance(job.blocking.update, LocalTraining) and not job.kv.layout.asynchronous:
         raise ValueError(f"fit: with local= a store of kind {job.kv.type} waits for a worker that is out of batches: "
                          "give arrays x and y with batch_size, or take dist_async")
-    staleness = job.kv.layout.options.staleness
-    if job.kv.layout.asynchronous and staleness >= 0:
-        raise ValueError(f"fit: with staleness={staleness} workers wait for one that is out of batches: give arrays x "
-                         "and y with batch_size, or a store without staleness")
 
 
 def update_optimizer(job: Job, numbers: dict[str, Any]) -> None:

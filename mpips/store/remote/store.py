@@ -153,8 +153,8 @@ class RemoteStore(Member[Recovered]):
     def listen(self) -> None:
         self._link.listen()
 
-    def settle(self, keys: Sequence[Key]) -> Task[None]:
-        return self._push.settle(keys)
+    def settle(self, keys: Sequence[Key], meets: bool = False) -> Task[None]:
+        return self._push.settle(keys, meets)
 
     def waits(self, keys: Sequence[Key]) -> None:
         self._push.waits(keys)

@@ -74,9 +74,13 @@ class Push:
             while shard.consumed() < round_:
                 yield False
 
-    def settle(self, keys: Sequence[Key]) -> Task[None]:
-        """Wait until the servers have read this worker's contributions, and where asynchronous, applied them."""
+    def settle(self, keys: Sequence[Key], meets: bool = False) -> Task[None]:
+        """Wait until the servers have read this worker's contributions, and where asynchronous, applied them.
+
+        `meets`: this worker waits for all then, so that nobody waits for it."""
         if self._layout.asynchronous:
+            for line in self._link.lines if meets else ():
+                line.post(Op.MEETS)
             for server in range(self._layout.num_servers):
                 yield from self._link.request(server, Flush())
             return

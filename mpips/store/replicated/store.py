@@ -188,7 +188,7 @@ class ReplicatedStore(Member[Recovered]):
         np.take(self._replicas.by_name[key.name].value.reshape(key.shape), ids, axis=0, out=out)
         yield from ()
 
-    def settle(self, keys: Sequence[Key]) -> Task[None]:
+    def settle(self, keys: Sequence[Key], meets: bool = False) -> Task[None]:
         """Pushes have ended when they return."""
         return nothing()
 

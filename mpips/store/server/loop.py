@@ -401,6 +401,9 @@ class WorkerTraffic:
                     self._units_changed()
             case Op.WAITS:
                 state.waits(unit, worker, frame.round)
+            case Op.MEETS:
+                self.send(state.meets(worker))
+                self._requests.say(self._requests.tables.meets(worker))
             case Op.BYE:
                 self._callers = [caller for caller in self._callers if caller[0] != worker]
                 if not line.local:
@@ -454,6 +457,9 @@ class WorkerTraffic:
 
     def answer(self) -> None:
         """Answer requests that have waited until all that was pushed has been applied, as it has."""
+        if len(self._state.meeting | self._state.gone) == len(self._lines):
+            self._state.all_met()
+            self._requests.tables.all_met()
         if self._requests.answer_all():
             self._units_changed()
 

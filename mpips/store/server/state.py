@@ -2,18 +2,20 @@
 
 Events come in, replies go out, arithmetic lies in between.
 
-The loop turns frames into events (`pushed`, `pulled`, `released`, `waits`, `left`), and calls `work` as long as it says
-that something was done; each returns the replies to send. A unit is independent of all others. What is raised ends the
-generation: then `finish` goes on as far as it can, and `abandon` drops the rest. The next generation has another state.
+The loop turns frames into events (`pushed`, `pulled`, `released`, `waits`, `meets`, `left`), and calls `work` as long
+as it says that something was done; each returns the replies to send. A unit is independent of all others. What is
+raised ends the generation: then `finish` goes on as far as it can, and `abandon` drops the rest. The next generation
+has another state.
 
 `SynchronousState` applies rounds: round r of a unit is complete when every contributor has pushed it r times. It is
 summed in the order of the contributors, block by block. Each block is updated by the optimizer, or replaces the stored
 one, and the unit's progress word tells readers how many blocks are done. A worker may be any number of rounds ahead.
 
 `AsynchronousState` applies every contribution as an update of its own, as they come. A worker that is too far ahead of
-the slowest has its pushes and pulls held back. Workers of this node may read a unit of one block unasked, between two
-updates: `words[0]` is odd while one is being written, and counts up. Updates that follow each other closely leave them
-no time: then they ask.
+the slowest has its pushes and pulls held back. Who waits for all workers, in a barrier or to close, pushes nothing
+until all do: it holds nobody back, and pushes are counted anew from there. Workers of this node may read a unit of one
+block unasked, between two updates: `words[0]` is odd while one is being written, and counts up. Updates that follow
+each other closely leave them no time: then they ask.
 
 Who reads under a grant holds updates back until it has finished. Workers of this node read a synchronous store without
 asking, behind its progress word.
@@ -80,6 +82,8 @@ class ServerState(ABC):
         """Units to whose round anybody has contributed; none where nobody waits for another's contribution."""
         self.gone: set[int] = set()
         """Workers that have left."""
+        self.meeting: set[int] = set()
+        """Workers that wait for all."""
         self._remote, self._reduce, self._mirror = frozenset(remote), reduce or Reduce(), mirror
         self._word = _marks().word
         """Where others see which unit this server summed, or let read, last."""
@@ -120,15 +124,31 @@ class ServerState(ABC):
         if unit is not None and not self.asynchronous:
             self.late.waits(unit, worker, round_)
 
+    def meets(self, worker: int) -> Replies:
+        """Hold nobody back for a worker that waits for all, until `all_met`."""
+        self.meeting.add(worker)
+        return self._see_absent()
+
+    def all_met(self) -> None:
+        """Count anew how far workers are ahead: all have waited for all, and what they had pushed is applied."""
+        self.meeting.clear()
+        for unit in self.units.values():
+            unit.met = list(unit.done)
+
     def left(self, worker: int) -> Replies:
         """Wait no more for a worker that has closed the store. MismatchError if a round needs it."""
         self.gone.add(worker)
-        replies: Replies = []
         for unit in self.units.values():
             unit.pulls = [pull for pull in unit.pulls if pull[0] != worker]
             unit.holds = [hold for hold in unit.holds if hold[0] != worker]
             if worker not in self._remote:  # what is on its way to it ends by itself
                 unit.readers = [reader for reader in unit.readers if reader != worker]
+        return self._see_absent()
+
+    def _see_absent(self) -> Replies:
+        """Go on without workers that push no more, for now or for good."""
+        replies: Replies = []
+        for unit in self.units.values():
             self._see_gone(unit)
             replies += self._grant(unit)
         return replies
@@ -445,7 +465,7 @@ class SynchronousState(ServerState):
 class AsynchronousState(ServerState):
     """Units to which every contribution is applied by itself.
 
-    `staleness`: how many steps of a unit a worker may be ahead of the slowest; -1: any number.
+    `staleness`: how many steps of a unit a worker may be ahead of the slowest since all met; -1: any number.
     """
 
     asynchronous = True
@@ -473,13 +493,16 @@ class AsynchronousState(ServerState):
 
     def _may_read(self, unit: Unit, worker: int, round_: int) -> bool:
         index = unit.position.get(worker)
-        return (index is None or unit.done[index] >= round_) and not self._too_far(unit, round_)
+        return index is None or (unit.done[index] >= round_ and not self._too_far(unit, index, round_))
 
-    def _too_far(self, unit: Unit, steps: int) -> bool:
-        """Return whether a worker after `steps` pushes of the unit is more than `staleness` ahead of the slowest."""
+    def _too_far(self, unit: Unit, index: int, steps: int) -> bool:
+        """Return whether a contributor after `steps` pushes of the unit is more than `staleness` ahead of the slowest.
+        """
         if self.staleness < 0:
             return False
-        present = (done for worker, done in zip(unit.contributors, unit.done) if worker not in self.gone)
+        steps -= unit.met[index]
+        counts, absent = zip(unit.contributors, unit.done, unit.met), self.gone | self.meeting
+        present = (done - met for worker, done, met in counts if worker not in absent)
         return steps - min(present, default=steps) > self.staleness
 
     def _turn(self, unit: Unit) -> tuple[bool, Replies]:
@@ -488,7 +511,7 @@ class AsynchronousState(ServerState):
         if unit.block == unit.blocks:
             return True, self._end_update(unit)  # its mirror has it
         if unit.active < 0:
-            unit.active = next((i for i in unit.arrivals if not self._too_far(unit, unit.done[i])), -1)
+            unit.active = next((i for i in unit.arrivals if not self._too_far(unit, i, unit.done[i])), -1)
         index = unit.active
         if index < 0:
             self.ready.pop(unit.number, None)  # until something comes, or somebody leaves

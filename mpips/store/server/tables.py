@@ -2,7 +2,7 @@
 
 Every worker contributes to every round on every server, be it nothing. A round is applied at once when the last worker
 has pushed it: gradients of a row are summed in the order of the workers. In an asynchronous store every push is an
-update of its own; one of a worker too far ahead waits, as do its pulls.
+update of its own; one of a worker too far ahead waits, as do its pulls, but not for workers that wait for all.
 
 A push is answered when none of that worker's waits before it, so a server holds at most two of each worker. What a push
 cannot do (memory) ends the generation.
@@ -11,7 +11,7 @@ cannot do (memory) ends the generation.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -68,6 +68,7 @@ class ServerTables:
         self._file, self._survives = SparseFile() if file is None else file, survives
         self._tables: dict[str, _Table] = {}
         self._gone: set[int] = set()
+        self._meeting: set[int] = set()
         self._frozen: dict[int, dict[str, tuple[TableRows, FrozenRows]]] = {}
         """By number what was frozen of tables."""
         self._taken: dict[int, int] = {}
@@ -128,11 +129,11 @@ class ServerTables:
             case frames.PushRows():
                 table = self._tables[request.table]
                 self._taken[worker] = self._taken.get(worker, 0) + payload.nbytes
-                return table.push(worker, _Push(asker, *table.parts(payload, request.count)), self._gone)
+                return table.push(worker, _Push(asker, *table.parts(payload, request.count)), self._absent)
             case frames.PullRows():
                 table = self._tables[request.table]
                 ids, out = table.parts(payload, request.count) if request.shared else (payload.view(np.int64), None)
-                return table.pull(_Pull(worker, request.round, asker, ids, out), self._gone)
+                return table.pull(_Pull(worker, request.round, asker, ids, out), self._absent)
 
     def _freeze(self, request: frames.FreezeTables) -> frames.FrozenTables:
         taken, told = self._frozen.setdefault(request.number, {}), []
@@ -194,7 +195,22 @@ class ServerTables:
     def left(self, worker: int) -> TableAnswers:
         """A worker has left: return what can be answered without it. MismatchError where a round waits for it."""
         self._gone.add(worker)
-        return [answer for table in self._tables.values() for answer in table.go_on(self._gone)]
+        return [answer for table in self._tables.values() for answer in table.go_on(self._absent)]
+
+    def meets(self, worker: int) -> TableAnswers:
+        """A worker waits for all, in an asynchronous store: return what can be answered as it pushes nothing."""
+        self._meeting.add(worker)
+        return [answer for table in self._tables.values() for answer in table.go_on(self._absent)]
+
+    def all_met(self) -> None:
+        """Count anew how far workers are ahead, as all have waited for all."""
+        self._meeting.clear()
+        for table in self._tables.values():
+            table.all_met()
+
+    @property
+    def _absent(self) -> set[int]:
+        return self._gone | self._meeting
 
 
 class _Table:
@@ -210,7 +226,9 @@ class _Table:
         """How many gradients were of ids that got no row."""
         self._optimizer = row_optimizers.decode(card.optimizer, card.numbers)
         self._done = [0] * workers
-        """Of each worker how many pushes are applied."""
+        """Of each worker how many pushes are applied,"""
+        self._met = [0] * workers
+        """and were when all workers met last."""
         self.rows, self.updates = self._new_rows(), 0
         self.journal = self.rows.journal
         """That of this generation, also where the next one has rows by now."""
@@ -248,6 +266,10 @@ class _Table:
         self.rows.begin(round_, updates, done, torn)
         self.rows.optimizer = self._optimizer
         self.journal = self.rows.journal
+
+    def all_met(self) -> None:
+        """Count from here how far workers are ahead."""
+        self._met = list(self._done)
 
     def _new_rows(self) -> TableRows:
         card = self.card
@@ -293,7 +315,7 @@ class _Table:
                     answers.append((self._queues[worker][0].asker, frames.RequestDone()))
         waiting = []
         for pull in self._pulls:
-            if self._done[pull.worker] >= pull.round and not self._too_far(pull.round, gone):
+            if self._done[pull.worker] >= pull.round and not self._too_far(pull.worker, pull.round, gone):
                 answers.append((pull.asker, self._read(pull)))
             else:
                 waiting.append(pull)
@@ -307,16 +329,17 @@ class _Table:
         if self._staleness is None:
             return range(len(self._queues)) if all(self._queues) else ()
         for worker in self._arrivals:
-            if not self._too_far(self._done[worker], gone):
+            if not self._too_far(worker, self._done[worker], gone):
                 self._arrivals.remove(worker)
                 return (worker,)
         return ()
 
-    def _too_far(self, steps: int, gone: Iterable[int]) -> bool:
+    def _too_far(self, worker: int, steps: int, gone: Collection[int]) -> bool:
         """Return whether a worker after so many pushes is more than `staleness` ahead of the slowest."""
         if self._staleness is None or self._staleness < 0:
             return False
-        present = (done for worker, done in enumerate(self._done) if worker not in gone)
+        steps -= self._met[worker]
+        present = (done - met for other, (done, met) in enumerate(zip(self._done, self._met)) if other not in gone)
         return steps - min(present, default=steps) > self._staleness
 
     def _apply(self, workers: Sequence[int], pushes: Sequence[_Push]) -> None:

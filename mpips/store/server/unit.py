@@ -121,7 +121,8 @@ class Unit:
         self.torn = False  # some blocks are of a round that was never finished
         self.mirrored = True  # False: its mirror is to have what is stored before that changes, or is told to workers
         self.round = 0  # synchronous: rounds that are complete
-        self.done = [0] * len(self.contributors)  # asynchronous: rounds of each contributor that are applied
+        self.done = [0] * len(self.contributors)  # asynchronous: rounds of each contributor that are applied,
+        self.met = [0] * len(self.contributors)  # and that were when all workers met last
         self.priority = 0
         self.readers: list[int] = []  # workers that read now
         self.pulls: list[tuple[int, int, Array | None]] = []  # (worker, its rounds, rows) that wait for a grant
@@ -293,6 +294,7 @@ class Unit:
         """Begin a generation with so many rounds complete, and read of every contributor; or, where asynchronous, with
         so many `pushes` of each."""
         self.round, self.done = round_, [round_] * len(self.contributors) if pushes is None else list(pushes)
+        self.met = [0] * len(self.contributors)
         self.state, self.step, self.torn = state, step, torn
         for index, count in enumerate(self.done):
             self.words[1 + index] = count

@@ -48,6 +48,8 @@ class Op(IntEnum):
     """PULL of some rows, whose numbers (int64) are the body; between nodes."""
     WAITS = 9
     """The worker has waited long for `round` of the unit."""
+    MEETS = 11
+    """The worker waits for all workers, and pushes nothing until all do; asynchronous stores with a `staleness`."""
     HOLD = 10
     """Wants the unit to stay as it is once it holds `round` pushes, until RELEASE; asynchronous stores."""
     CONSUMED = 16
@@ -146,7 +148,8 @@ class Forget(msgspec.Struct, tag=True):
 
 
 class Flush(msgspec.Struct, tag=True):
-    """Answered when all that was pushed before has been applied, but for what staleness holds back."""
+    """Answered when all that was pushed before has been applied, but for what `staleness` holds back. That is nothing
+    where all workers have said MEETS before."""
 
 
 class OpenStore(msgspec.Struct, tag=True):

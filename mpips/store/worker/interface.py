@@ -219,8 +219,10 @@ class Backend(Protocol):
     def listen(self) -> None:
         """Take in what servers have said; to be called before each step of a task. Does not block."""
 
-    def settle(self, keys: Sequence[Key]) -> Task[None]:
-        """Wait until the servers have read all that this worker has pushed, and where asynchronous, applied it."""
+    def settle(self, keys: Sequence[Key], meets: bool = False) -> Task[None]:
+        """Wait until the servers have read all that this worker has pushed, and where asynchronous, applied it.
+
+        `meets`: this worker waits for all then, and pushes nothing until all do: `staleness` counts it not."""
 
     def waits(self, keys: Sequence[Key]) -> None:
         """Tell servers that the program has waited long for a call with these keys, and does nothing else. Local.

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.errors import of_caller
 from mpips.store.keys import arguments
 from mpips.store.keys.key import Key, Name
 from mpips.store.runtime.rendezvous import attempt
@@ -22,10 +20,8 @@ Array = NDArray[Any]
 def recut(store: Settings, keys: Sequence[Name], new: Mapping[Name, int]) -> None:
     found, refusal = attempt(lambda: _asked(store, keys, new))
     old, sizes = found or ([], {})
-    rounds = [key.round for key in old]
     asked = [*((key.name, "") for key in old), *((name, str(size)) for name, size in sizes.items())]
-    told = store.settled("recut", asked, refusal, data=msgspec.msgpack.encode(rounds))
-    _none_ahead(store, old, [msgspec.msgpack.decode(data, type=list[int]) for data in told])
+    store.settled("recut", asked, refusal)
     states: States = store.run("recut", store.backend.stored.states(old)) if store.groups else {}
     _, refusal = attempt(lambda: _see_steps(old, states))
     values = _values(store, old)
@@ -73,21 +69,6 @@ def _size(name: Name, size: object) -> int:
 
 def _shown(keys: Sequence[Key]) -> list[Name]:
     return [key.name for key in keys]
-
-
-def _none_ahead(store: Settings, keys: Sequence[Key], rounds: Sequence[Sequence[int]]) -> None:
-    """Raise ValueError where a worker is so far ahead of another that servers hold back what it has pushed.
-
-    `rounds`: by rank, how often it has pushed each key."""
-    staleness = store.layout.options.staleness
-    for key, counts in zip(keys, zip(*rounds)):
-        if store.layout.asynchronous and 0 <= staleness < max(counts) - min(counts):
-            sentence = (
-                f"recut: key {key.name!r} was pushed {max(counts)} times by rank {counts.index(max(counts))} and "
-                f"{min(counts)} times by rank {counts.index(min(counts))}, which staleness={staleness} holds back; "
-                "let all push it as often first"
-            )
-            raise of_caller(ValueError(sentence))
 
 
 def _see_steps(keys: Sequence[Key], states: States) -> None:

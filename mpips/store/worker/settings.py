@@ -231,11 +231,16 @@ class Settings:
     def agree(
         self, what: str, items: Items = (), refusal: BaseException | None = None, noun: str = "key", data: bytes = b""
     ) -> list[bytes]:
-        """All workers ask for the same, and learn everybody's data, or all raise the same sentence."""
+        """All workers ask for the same, and learn everybody's data, or all raise the same sentence.
+
+        In an asynchronous store `staleness` holds nobody back for a worker that waits here."""
         self.operations.check_open()
         if self._alone:
             self.engine.finish()  # the communication thread may not use MPI beside this one
         with self.operations.guard(what):
+            if self.layout.asynchronous and self.layout.options.staleness >= 0:
+                task = self.operations.hearing(self.backend.settle([], meets=True))
+                self.engine.run([("beside", what)], task, 0, lambda: what)
             return rendezvous.agree(self.generation, what, items, refusal, noun, data)
 
     def run(self, what: str, task: Task[T], names: Sequence[Name] = ()) -> T:

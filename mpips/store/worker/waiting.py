@@ -6,7 +6,6 @@ nothing under way pushes any more. Another worker that needs one push more compa
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -27,15 +26,14 @@ def pushes_of(keys: Mapping[Name, Key | KnownTable]) -> bytes:
 
 
 def waits_for_closed(
-    words: Sequence[bytes], keys: Mapping[Name, Key | KnownTable], ahead: int, pushing: Sequence[Name] = ()
-) -> str:
-    """Return whose next push a worker with these keys and tables waits for though that one closes; "" where none.
-    `words`: of each worker. `ahead`: so many pushes may one be ahead of another. `pushing`: keys of a push that is not
-    counted yet."""
+    words: Sequence[bytes], keys: Mapping[Name, Key | KnownTable], pushing: Sequence[Name] = ()
+) -> str:  # fmt: skip
+    """Return whose next push a worker with these keys and tables of a synchronous store waits for though that one
+    closes; "" where none. `words`: of each worker. `pushing`: keys of a push that is not counted yet."""
     for rank, word in enumerate(words):
         data = data_of(word, CLOSE)
         for name, count in msgspec.msgpack.decode(data, type=list[tuple[Name, int]]) if data else ():
-            if name in keys and keys[name].round + (name in pushing) > count + ahead:
+            if name in keys and keys[name].round + (name in pushing) > count:
                 one = f"{keys[name].noun} {name!r}"
                 return f"rank {rank} has closed the store after {count} pushes of {one}, and this needs another"
     return ""
@@ -101,10 +99,9 @@ def waits_for(mine: Blocked, layout: Layout, rank: int, theirs: WaitingWorker) -
     )
     if mine.inside and not fellow:
         return ""
-    ahead: float = 0
     if layout.asynchronous and not fellow:
-        ahead = layout.options.staleness if layout.options.staleness >= 0 else math.inf
+        return ""  # servers hold nobody back for a worker that waits for all
     for name, count in theirs.rounds:
-        if mine.rounds.get(name, 0) > count + ahead:
+        if mine.rounds.get(name, 0) > count:
             return mine.call or f"push of key {name!r}"
     return ""

@@ -63,3 +63,53 @@ def test_each_push_of_all_workers_counts_once(
     done = subprocess.run(words, capture_output=True, text=True, timeout=JOB_LIMIT, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.replace("\0", "").strip() == f"total {[float(total)] * 5}"
+
+
+JOINS = """
+import os
+import numpy as np
+import mpips
+
+kv = mpips.create("dist_async", staleness={staleness})
+one, total, ids = np.ones(5), np.zeros(5), np.arange(3)
+counts, joined = {{"w": 0, "t": 0}}, bool(kv.resumed)
+while True:
+    try:
+        table = kv.table("t", 1, np.float64, init=mpips.uniform(0), learning_rate=1.0)
+        kv.init("w", np.zeros(5))
+        kv.set_optimizer("sgd", learning_rate=1.0)
+        while counts["t"] < 20 and not joined:
+            if kv.rank == 1 and counts["t"] == 5:
+                os.kill(os.getpid(), 9)
+            if counts["w"] == counts["t"]:
+                kv.pushpull("w", -one, total)
+                counts["w"] += 1
+            table.push(ids, -np.ones((3, 1)))
+            table.pull(ids)
+            counts["t"] += 1
+        if {barrier}:
+            kv.barrier()
+            kv.pull("w", total)
+            rows = table.pull(ids)[:, 0]
+            kv.barrier()
+        rank = kv.rank
+        kv.close()
+        break
+    except mpips.StoreError:
+        counts = dict(kv.recover())
+if rank == 1:
+    print(joined, flush=True)
+    if {barrier}:
+        print(*total, *rows, flush=True)
+"""
+
+
+@first(1, **{"staleness, barrier": [(1, True), (0, False), (0, True)]})
+def test_a_spare_that_pushes_no_more_holds_nobody_back(tmp_path: Path, staleness: int, barrier: bool) -> None:
+    program = tmp_path / "joins.py"
+    program.write_text(JOINS.format(staleness=staleness, barrier=barrier))
+    words = [sys.executable, "-m", "launch.cli", "run", "-w", "3", "-s", "1", "--spares", "1", str(program)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=JOB_LIMIT, check=False)
+    assert done.returncode == 0, done.stderr
+    expected = ["True", *["45.0"] * (8 * barrier)]
+    assert done.stdout.replace("\0", "").split() == expected

@@ -114,7 +114,7 @@ def test_what_does_not_fit_is_told(kind: str, options: dict[str, Any]) -> None:
         kv.close()
 
 
-def test_keys_whose_pushes_staleness_holds_back_stay() -> None:
+def test_pushes_that_staleness_holds_back_count_before_a_recut() -> None:
     options = {"servers": 1, "staleness": 1}
     if COMM.size < 3:
         pytest.skip("needs 2 workers beside the server")
@@ -124,13 +124,9 @@ def test_keys_whose_pushes_staleness_holds_back_stay() -> None:
         kv.set_optimizer("add")
         for _ in range(0 if kv.rank else 3):
             kv.push("b", np.ones(5))
-        with pytest.raises(ValueError, match=r"'b' was pushed 3 times by rank 0 and 0 times by rank 1.*staleness=1"):
-            kv.recut(["b"], {"c": 5})
-        for _ in range(3 if kv.rank else 0):
-            kv.push("b", np.ones(5))
         kv.recut(["b"], {"c": 5})
         kv.pull("c", out := np.empty(5))
-        assert (out == 3.0 * kv.num_workers).all()
+        assert (out == 3.0).all()
         kv.close()
 
 

@@ -351,7 +351,7 @@ def test_after_a_barrier_all_pushes_count(kind, options):
     run(kind, body, **options)
 
 
-def test_a_barrier_does_not_wait_for_pushes_that_staleness_holds_back():
+def test_a_barrier_lets_pushes_through_that_staleness_holds_back():
     need(2, servers=1)
 
     def body(kv):
@@ -360,12 +360,9 @@ def test_a_barrier_does_not_wait_for_pushes_that_staleness_holds_back():
         for _ in range(1 if kv.rank else 4):
             kv.push("w", np.ones(SHAPE, np.float32))
         kv.barrier()
-        for _ in range(3 if kv.rank else 0):
-            kv.push("w", np.ones(SHAPE, np.float32))
-        kv.barrier()
         out = np.ones(SHAPE, np.float32)
         kv.pull("w", out)
-        assert (out == 4 * kv.num_workers).all()
+        assert (out == 4 + kv.num_workers - 1).all()
 
     run("dist_async", body, servers=1, staleness=1)
 

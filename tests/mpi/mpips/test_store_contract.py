@@ -159,6 +159,53 @@ def test_no_worker_runs_further_ahead_than_the_staleness(staleness):
     run("dist_async", body, servers=1, staleness=staleness)
 
 
+@pytest.mark.parametrize("meets", ["barrier", "init"])
+@pytest.mark.parametrize("kind, options, rows", [
+    ("dist_async", {"servers": 1, "staleness": 0}, False), ("dist_async", {"servers": 2, "staleness": 1}, False),
+    ("dist_async", {"servers": 1, "staleness": 1, "shared_memory": False}, False),
+    ("dist_async", {"servers": 1, "staleness": 0}, True), ("dist_async", {"servers": 2, "staleness": 1}, True),
+    ("mpi_async", {"servers": 1, "clients": 2, "staleness": 1}, False),
+    ("mpi_async", {"servers": 1, "clients": 2, "staleness": 1, "masters": "all"}, False),
+])  # fmt: skip
+def test_a_worker_that_waits_for_all_holds_nobody_back(kind, options, rows, meets):
+    """One client (each worker, in a dist kind) pushes ten times less than the others; then all are counted anew."""
+    n, steps, staleness = need(2, **options), 6, options["staleness"]
+
+    def body(kv):
+        groups = kv.layout.clients
+        mine = next(place for place, client in enumerate(groups) if kv.rank in range(*client))
+        one, out, ids = np.zeros(n), np.zeros(n), np.arange(n)
+        one[mine] = 1
+        if rows:
+            table = kv.table("t", 1, np.float64, init=mpips.uniform(0), learning_rate=1.0)
+        else:
+            kv.init("w", out)
+            kv.set_optimizer("add")
+
+        def exchange():
+            if rows:
+                table.push(ids, -one[:, None])
+                table.pull(ids, out[:, None])
+            else:
+                kv.pushpull("w", one, out)
+            return out[: len(groups)] / ([1] * len(groups) if rows else np.diff(groups)[:, 0])
+
+        for _ in range(3 if mine == 0 else 13):
+            exchange()
+        if meets == "barrier":
+            kv.barrier()
+        else:
+            kv.init("another", out)
+        before = np.array([3, *[13] * (len(groups) - 1)])
+        for step in range(1, steps + 1):
+            counts = exchange() - before
+            assert counts.min() >= step - staleness and counts[mine] == step, (step, counts)
+        for _ in range(0 if mine == 0 else 5):
+            exchange()  # who has closed holds nobody back, either
+
+    run(kind, body, **options)
+
+
 @pytest.mark.parametrize("kind, options", [
     ("dist_sync", {"servers": 1}), ("dist_sync", {"servers": 2, "shared_memory": False, "big_array": 100}),
     ("mpi_sync", {"servers": 1, "clients": 2, "masters": "all"}), ("dist_sync", {"servers": 0}),

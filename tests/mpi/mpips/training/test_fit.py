@@ -129,8 +129,8 @@ def test_a_step_in_which_nobody_has_a_sample_is_not_the_end_of_an_epoch(kind, ac
     on_workers(kind, work)
 
 
-@pytest.mark.parametrize("kind", ["dist_async", "mpi_async"])
-def test_asynchronous_workers_end_with_their_own_batches(kind):
+@pytest.mark.parametrize("kind, more", [("dist_async", {}), ("dist_async", {"staleness": 0}), ("mpi_async", {})])
+def test_asynchronous_workers_end_with_their_own_batches(kind, more):
     def work(kv):
         trainer = Trainer(Line(), kv, MOMENTUM)
         trainer.fit(lambda epoch: uneven(kv.rank, epoch), epochs=EPOCHS, callbacks=[count := Steps()])
@@ -138,7 +138,7 @@ def test_asynchronous_workers_end_with_their_own_batches(kind):
             assert sum(isinstance(call, int) for call in count.calls) == EPOCHS * len(uneven(kv.rank))
         assert np.isfinite(trainer.model.parameters[0]).all()
 
-    on_workers(kind, work)
+    on_workers(kind, work, **more)
 
 
 @either_mpi

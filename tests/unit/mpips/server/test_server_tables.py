@@ -160,6 +160,21 @@ def test_a_worker_too_far_ahead_waits() -> None:
     assert workers.value(workers.pull(0, 4)) == 14
 
 
+def test_a_worker_that_waits_for_all_holds_nobody_back() -> None:
+    workers = Workers(2, staleness=0)
+    asked = [workers.push(0, 1) for _ in range(3)]
+    assert asked[2] not in workers.said
+    workers.hear(workers.tables.meets(1))
+    assert asked[2] in workers.said and workers.value(workers.pull(0, 3)) == 3
+    workers.hear(workers.tables.meets(0))
+    workers.tables.all_met()
+    workers.push(0, 1)
+    late, read = workers.push(0, 1), workers.pull(0, 4)
+    assert late in workers.said and read not in workers.said  # ahead of what worker 1 has pushed since
+    workers.push(1, 10)
+    assert workers.value(read) == 3 + 1 + 10 + 1
+
+
 def test_pushes_count_at_once_without_a_bound() -> None:
     workers = Workers(2, staleness=-1)
     for step in range(5):

@@ -194,6 +194,22 @@ def test_asynchronous_pushes_count_within_the_staleness():
     assert machine.work() == [14] * 10
 
 
+def test_who_waits_for_all_holds_nobody_back():
+    machine = Machine(workers=2, asynchronous=True, staleness=0, optimizer=Add())
+    for _ in range(3):
+        machine.push(0, 1)
+    machine.pull(0, 3)
+    assert machine.work() == [1] * 10 and not machine.heard("GRANT")
+    machine.said += machine.state.meets(1)
+    assert machine.work() == [3] * 10 and machine.heard("GRANT") == [(0, "")]
+    machine.state.released(0, 0)
+    machine.said += machine.state.meets(0)
+    machine.state.all_met()
+    for total in (4, 4):  # counted anew: the second push would be one ahead of what worker 1 has done since
+        machine.push(0, 1)
+        assert machine.work() == [total] * 10
+
+
 def test_only_begun_updates_are_finished_at_the_end():
     machine = Machine(workers=2, asynchronous=True, optimizer=Add(), staleness=0)
     machine.push(0, 1)
