@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from collectives.errors import Uncopied, of_caller
 from mpips.store.runtime.engine import Handle
-from mpips.store.worker.table import Table
+from mpips.store.worker.table import Table, push_together
 from mpips.torch.tensors import check_on_host, uncompiled
 
 MODES = ("sum", "mean")
@@ -191,12 +191,14 @@ class TableOptimizer:
 
     def step(self) -> None:
         """Push what backward passes have left since the last step or `zero_grad`; return when the servers have it."""
+        pushes = []
         for table, modules in self._of_table.items():
             parts = [part for module in modules for part in module.take_gradients()]
             ids, gradients = _joined(table, parts)
             if table.contributors > 1:
                 gradients = gradients / table.contributors
-            table.push(ids.numpy(), gradients.contiguous().numpy())
+            pushes.append((table, ids.numpy(), gradients.contiguous().numpy()))
+        push_together(pushes)
         for module in self._modules:
             module.note_push()
 

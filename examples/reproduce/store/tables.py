@@ -1,19 +1,23 @@
-"""Rows a second of an embedding table, beside PyTorch's `Embedding(sparse=True)` under gloo DDP on the same ranks.
+"""Rows a second of an embedding table, beside PyTorch's `Embedding(sparse=True)` under gloo DDP, and torchrec's.
 
     mpips run -w 2 -s 1 -m examples.reproduce.store.tables [--dims 32] [--ids zipf1.05,uniform] [--json FILE]
 
-All contenders take turns in one job, on the same ids; both train by Adagrad. A row counts each time it is named, on
-each worker; the slowest worker's time counts, and the median over the rounds. The first column of each contender is a
-lookup, the second gradients until the rows are updated, the third one after the other, as a training step does.
+All contenders take turns in one job, on the same ids of the same workers, and train by Adagrad, torchrec row by row. A
+row counts each time it is named, on each worker; the slowest worker's time counts, and the median over the rounds. The
+first column of each contender is a lookup, the second gradients until the rows are updated, the third one after the
+other, as a training step does.
 
 The bound is what memory allows: bytes that any way has to move (ids; rows written to the worker, each distinct one read
 from the table; gradients read, each distinct row with its state read and written), over the bytes that all workers
-together copy in a second. Without PyTorch gloo is left out.
+together copy in a second. A rival that is not installed is left out, and why is said. torchrec wants fbgemm-gpu in the
+form for processors:
+
+    pip install torchrec && pip uninstall -y fbgemm-gpu && pip install --force-reinstall --no-deps fbgemm-gpu-cpu
 """
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import os
 import statistics
@@ -46,7 +50,7 @@ Sample = dict[str, float]
 
 
 class Row(NamedTuple):
-    """Million rows a second of one case, of the table, of gloo (0 where it did not run), and what memory allows."""
+    """Million rows a second of one case, of the table, of rivals (0 where one did not run), and what memory allows."""
 
     workers: int
     servers: int
@@ -63,6 +67,10 @@ class Row(NamedTuple):
     gloo_step: float
     over_gloo: float
     """Steps a second over gloo's."""
+    torchrec_pull: float
+    torchrec_push: float
+    torchrec_step: float
+    over_torchrec: float
     pull_bound: float
     push_bound: float
     share_of_pull_bound: float
@@ -143,24 +151,82 @@ class GlooTable:
         """Return the seconds of so many lookups, of gradients, and of both together."""
         import torch
 
-        slopes, words = torch.from_numpy(gradients), [torch.from_numpy(ids) for ids in batches]
-        forward, begun = 0.0, time.perf_counter()
-        comm.Barrier()
-        for call in range(calls):
-            before = time.perf_counter()
-            rows = self._model(words[call % BATCHES])
-            forward += time.perf_counter() - before
-            rows.backward(slopes)
-            self._optimizer.step()
-            self._optimizer.zero_grad()
-        whole = time.perf_counter() - begun
-        return {"pull": forward, "push": whole - forward, "step": whole}
+        words = [torch.from_numpy(ids) for ids in batches]
+        return steps_of(comm, calls, words, torch.from_numpy(gradients), self._model, self._update)
+
+    def _update(self) -> None:
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+class TorchrecTable:
+    """torchrec's collection of one table, its rows spread over the workers, updated in the backward pass."""
+
+    def __init__(self, group: Any, rows: int, dim: int) -> None:
+        import torch
+        import torchrec
+        from fbgemm_gpu.split_embedding_configs import EmbOptimType
+        from torchrec.distributed import sharding_plan
+        from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+        from torchrec.distributed.types import ShardingEnv, ShardingPlan
+
+        names = {"name": "rows", "feature_names": ["ids"]}
+        table = torchrec.EmbeddingBagConfig(embedding_dim=dim, num_embeddings=rows, **names)
+        model = torchrec.EmbeddingBagCollection(device=torch.device("meta"), tables=[table])
+        rule = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.01}
+        sharder: Any = EmbeddingBagCollectionSharder(fused_params=rule)
+        parts = {"rows": sharding_plan.row_wise(compute_kernel="fused")}
+        plan = sharding_plan.construct_module_sharding_plan(model, parts, sharder, group.size(), group.size(), "cpu")
+        self._model = torchrec.distributed.DistributedModelParallel(
+            model, ShardingEnv.from_process_group(group), torch.device("cpu"), ShardingPlan({"": plan}), [sharder]
+        )
+
+    def sample(self, batches: Ids, calls: int, gradients: Any, out: Any, comm: MPI.Comm) -> Sample:
+        """Return the seconds of so many lookups, of gradients, and of both together. Each id is a bag of its own."""
+        import torch
+        from torchrec import KeyedJaggedTensor
+
+        ones = torch.ones(len(batches[0]), dtype=torch.int32)
+        words = [KeyedJaggedTensor(keys=["ids"], values=torch.from_numpy(ids), lengths=ones) for ids in batches]
+        return steps_of(comm, calls, words, torch.from_numpy(gradients), lambda bags: self._model(bags)["ids"], bool)
+
+
+def steps_of(
+    comm: MPI.Comm, calls: int, words: list[Any], gradients: Any, lookup: Callable[[Any], Any],
+    update: Callable[[], object],
+) -> Sample:  # fmt: skip
+    """Return the seconds of so many lookups by PyTorch, of gradients until rows are updated, and of both together."""
+    forward = 0.0
+    comm.Barrier()
+    begun = time.perf_counter()
+    for call in range(calls):
+        before = time.perf_counter()
+        rows = lookup(words[call % BATCHES])
+        forward += time.perf_counter() - before
+        rows.backward(gradients)
+        update()
+    whole = time.perf_counter() - begun
+    return {"pull": forward, "push": whole - forward, "step": whole}
+
+
+RIVALS = {"gloo": (GlooTable, "torch"), "torchrec": (TorchrecTable, "torchrec")}
+"""By name, each with the module that it needs."""
+
+
+def importable(rivals: list[str]) -> list[str]:
+    """Return those of the rivals that can be imported, and say why others cannot; the same on each worker."""
+    found = []
+    for name in rivals:
+        try:
+            importlib.import_module(RIVALS[name][1])
+            found.append(name)
+        except (ImportError, OSError) as error:
+            click.echo(f"{name} is left out: {error}", err=True)
+    return found
 
 
 def gloo_group(comm: MPI.Comm) -> Any:
-    """Return PyTorch's group of the workers; None where PyTorch is not there. Collective."""
-    if importlib.util.find_spec("torch") is None:
-        return None
+    """Return PyTorch's group of the workers. Collective."""
     import torch
     import torch.distributed as dist
 
@@ -199,9 +265,9 @@ def measure(
     row = 4 * dim
     pull_bound = bandwidth / (8 + row + distinct * row) / 1e6
     push_bound = bandwidth / (8 + row + every * 4 * row) / 1e6
-    ours, gloo = ([rate.get((name, word), 0.0) for word in ("pull", "push", "step")] for name in ("table", "gloo"))
-    over = ours[2] / gloo[2] if gloo[2] else 0.0
-    return Row(comm.size, servers, dim, kind, batch, distinct, *ours, *gloo, over, pull_bound, push_bound,
+    ours, *others = ([rate.get((name, word), 0.0) for word in ("pull", "push", "step")] for name in ("table", *RIVALS))
+    beside = [number for other in others for number in (*other, ours[2] / other[2] if other[2] else 0.0)]
+    return Row(comm.size, servers, dim, kind, batch, distinct, *ours, *beside, pull_bound, push_bound,
                ours[0] / pull_bound, ours[1] / push_bound)  # fmt: skip
 
 
@@ -209,8 +275,9 @@ def table_of(rows: list[Row], title: str) -> Table:
     columns = {
         "dim": "dim", "ids": "ids", "batch": "batch", "distinct": "distinct", "pull": "pull", "push": "push",
         "step": "step", "gloo_pull": "gloo: lookup", "gloo_push": "gradients", "gloo_step": "step",
-        "over_gloo": "x gloo", "pull_bound": "bound: pull", "push_bound": "push", "share_of_pull_bound": "share: pull",
-        "share_of_push_bound": "push",
+        "over_gloo": "x gloo", "torchrec_pull": "torchrec: lookup", "torchrec_push": "gradients",
+        "torchrec_step": "step", "over_torchrec": "x torchrec", "pull_bound": "bound: pull", "push_bound": "push",
+        "share_of_pull_bound": "share: pull", "share_of_push_bound": "push",
     }  # fmt: skip
     shown = Table(*columns.values(), title=title)
     for row in rows:
@@ -227,21 +294,24 @@ def table_of(rows: list[Row], title: str) -> Table:
               callback=lambda _, __, text: split_words(text), help="Ids a worker gives at a time.")  # fmt: skip
 @click.option("--rows", default=1 << 20, show_default=True, type=click.IntRange(1), help="Of the table; all are there.")
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(1))
-@click.option("--gloo/--no-gloo", default=True, help="Let gloo take turns, where PyTorch is there.")
+@click.option("--beside", "rivals", default=",".join(RIVALS), show_default=True,
+              callback=lambda _, __, text: split_words(text) if text else [],
+              help="Rivals that take turns; empty: none.")  # fmt: skip
 @click.option("--json", "json_path", type=OutFile(), help="Write the rows there.")
 def main(
-    dims: list[str], kinds: list[str], batches: list[str], rows: int, rounds: int, gloo: bool, json_path: Path | None
-) -> None:
+    dims: list[str], kinds: list[str], batches: list[str], rows: int, rounds: int, rivals: list[str],
+    json_path: Path | None,
+) -> None:  # fmt: skip
     """Time a table of embeddings; a rank of `mpips run`."""
     with mpips.create("dist_sync") as kv:
         comm = kv.layout.workers
         servers = kv.layout.num_servers
-        group = gloo_group(comm) if gloo else None
+        rivals = importable(rivals)
+        group = gloo_group(comm) if rivals else None
         bandwidth, found = copied_bytes(comm), []
         for dim in map(int, dims):
             contenders: dict[str, Any] = {"table": OurTable(kv, rows, dim)}
-            if group is not None:
-                contenders["gloo"] = GlooTable(group, rows, dim)
+            contenders |= {name: RIVALS[name][0](group, rows, dim) for name in rivals}
             for kind in kinds:
                 for batch in map(int, batches):
                     found.append(measure(comm, servers, contenders, dim, kind, batch, rows, rounds, bandwidth))
@@ -255,6 +325,7 @@ def main(
                 write_text(json_path, json.dumps([row._asdict() for row in found], indent=1))
         if group is not None:
             group.barrier().wait()
+            importlib.import_module("torch.distributed").destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -301,12 +301,12 @@ class Route:
         self._first_push, self._extra = do, True
 
     @contextmanager
-    def pushing_table(self, name: str) -> Iterator[None]:
-        """Do what is due before and after a push of a table, which is made in the block."""
-        saves = self._prepare("push", name) if self._extra else None
+    def pushing_tables(self, names: list[str]) -> Iterator[None]:
+        """Do what is due before and after a push of these tables, which is made in the block."""
+        saves = self._prepare("push", names) if self._extra else None
         yield
         if self._extra:
-            self._follow(saves, name)
+            self._follow(saves, names)
 
     def _prepare(self, what: str, key: object) -> Saves | None:
         """Do what is due before a call; return the saves in which this push counts."""

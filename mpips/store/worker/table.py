@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from collectives import arrays
 from collectives.errors import of_caller, warn
-from collectives.fabric.tasks import Task
+from collectives.fabric.tasks import Task, together
 from mpips.store.checkpoint import tables as files
 from mpips.store.runtime import rendezvous
 from mpips.store.runtime.engine import Handle
@@ -62,8 +63,7 @@ class Table:
             ids: int64, any shape.
             gradients: Of the table's dtype, shape ids.shape + (dim,).
         """
-        where, flat = self._see_push("push", ids, gradients)
-        self._push("push", where, flat)
+        push_together([(self, ids, gradients)])
 
     def pull(self, ids: object, out: object = None) -> Any:
         """Return the rows of these ids after this worker's pushes; of ids that no row has, the first values.
@@ -100,7 +100,7 @@ class Table:
         where, flat = self._see_push("pushpull", ids, gradients)
         with GIVEN:
             target, rows = self._target_of("pushpull", out, self._ids_of("pushpull", ids)[1])
-        self._push("pushpull", where, flat)
+        _push_all("pushpull", [(self, where, flat)])
         self._pull("pushpull", where, rows)
         return target
 
@@ -195,17 +195,11 @@ class Table:
         assert tables is not None
         return self._settings.run(f"stats of table {table!r}", tables.stats(table))
 
-    def _push(self, what: str, ids: Ids, gradients: Array) -> None:
-        tables = self._settings.backend.tables
-        assert tables is not None
-        with self._route.pushing_table(self.name):
-            self._run(what, tables.push(self.name, ids, gradients))
-            self._known.round += 1
-
     def _pull(self, what: str, ids: Ids, out: Array) -> None:
         tables = self._settings.backend.tables
         assert tables is not None
-        self._run(what, tables.pull(self.name, self._known.round, ids, out))
+        self._begin(said := f"{what} of table {self.name!r}")
+        self._settings.run(said, tables.pull(self.name, self._known.round, ids, out))
 
     def _read(self, what: str, ids: Ids, out: Array, target: object) -> Task[object]:
         """Pull, and return what `out` is the memory of."""
@@ -214,13 +208,13 @@ class Table:
         yield from tables.pull(self.name, self._known.round, ids, out)
         return target
 
-    def _run(self, what: str, task: Task[None]) -> None:
-        self._route.mark(f"{what} of table {self.name!r}")
+    def _begin(self, what: str) -> None:
+        """Let others see this call, and wait for the last `ipull`."""
+        self._route.mark(what)
         if self._last is not None:
             (last, generation), self._last = self._last, None
             if generation == self._settings.generation.number:
                 last.wait()
-        self._settings.run(f"{what} of table {self.name!r}", task)
 
     # ---- arguments
 
@@ -294,6 +288,26 @@ class Table:
             f"{nans} NaN and {wrong - nans} infinities among {gradients.size} elements, the first of id {ids[row]}"
             f"{step_of_push()}: look at the loss, the learning rate and the data of that step on that rank"
         ))  # fmt: skip
+
+
+def push_together(pushes: Sequence[tuple[Table, object, object]]) -> None:
+    """Push to tables of one store, each once, and wait once for all: (table, ids, gradients), as `Table.push` has them.
+
+    Nothing is sent where an argument of any is bad."""
+    _push_all("push", [(table, *table._see_push("push", ids, gradients)) for table, ids, gradients in pushes])
+
+
+def _push_all(what: str, pushes: Sequence[tuple[Table, Ids, Array]]) -> None:
+    first, names = pushes[0][0], [table.name for table, *_ in pushes]
+    settings, tables = first._settings, first._settings.backend.tables
+    assert tables is not None
+    said = f"{what} of table {names[0]!r}" + (f" and {len(names) - 1} others" if len(names) > 1 else "")
+    with first._route.pushing_tables(names):
+        for table, *_ in pushes:
+            table._begin(said)
+        settings.run(said, together([tables.push(table.name, ids, gradients) for table, ids, gradients in pushes]))
+        for table, *_ in pushes:
+            table._known.round += 1
 
 
 def make(

@@ -12,6 +12,7 @@ import pytest
 import mpips
 from mpips.store.checkpoint.file import TensorFile
 from mpips.store.tables import places
+from mpips.store.worker.table import push_together
 from tests.mpi.mpips.reference_table import UPDATES, ReferenceTable
 from tests.mpi.mpips.support import WORLD, failure, need, run
 from tests.mpi.sizes import either_mpi
@@ -112,6 +113,31 @@ def test_ipull_reads_what_pull_would_have_read(kind: str, options: dict[str, Any
             assert (out == rows).all()
         assert "int64" in failure(lambda: table.ipull(np.zeros(1)))
         assert (table.pushes, table.contributors, table.synchronous) == (8, kv.num_workers, True)
+
+    run(kind, body, **options)
+
+
+@either_mpi
+@pytest.mark.parametrize("kind, options", [
+    ("dist_sync", {"servers": 1}), ("dist_sync", {"servers": 2, "shared_memory": False}),
+    ("dist_async", {"servers": 1}),
+])  # fmt: skip
+def test_tables_are_pushed_together(kind: str, options: dict[str, Any]) -> None:
+    """More tables than a ring has slots; a bad argument of the last sends none."""
+    need(**options)
+
+    def body(kv: mpips.KVStore) -> None:
+        tables = [kv.table(f"t{number}", 2, init=mpips.uniform(0), learning_rate=1.0) for number in range(300)]
+        ids, ones = np.array([3, -1, 3]), -np.ones((3, 2), np.float32)
+        for step in range(1, 4):
+            tables[5].ipull(ids)
+            push_together([(table, ids, (number + 1) * ones) for number, table in enumerate(tables)])
+            assert "int64" in failure(lambda: push_together([(tables[0], ids, ones), (tables[1], [3], ones)]))
+            assert {table.pushes for table in tables} == {step}
+        kv.layout.workers.Barrier()
+        for number, table in enumerate(tables):
+            assert (table.pull(ids)[:, 0] == 3 * kv.num_workers * (number + 1) * np.array([2, 1, 2])).all()
+        kv.layout.workers.Barrier()
 
     run(kind, body, **options)
 

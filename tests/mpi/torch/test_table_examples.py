@@ -1,9 +1,10 @@
-"""The examples of tables in PyTorch models, as they stand, learn."""
+"""The examples of tables in PyTorch models, as they stand, learn; the benchmarks of tables end well in short forms."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import re
 import sys
 import zipfile
@@ -14,6 +15,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from examples.reproduce.store import large_table
+from examples.reproduce.store import tables as table_benchmark
 from examples.reproduce.torch import movielens
 from tests.mpi.sizes import only_on
 from tests.mpi.torch.support import WORLD, heard
@@ -75,3 +78,26 @@ def test_the_example_learns_clicks(kind: str, monkeypatch, capsys) -> None:
     monkeypatch.setenv("MPIPS_SERVERS", "1")
     assert 0.65 < worst(lambda: importlib.import_module("torch_clicks").main(kind, 50, 256, 8, 1.3)) < 1
     assert ("rows" in capsys.readouterr().out) == (WORLD.rank == 0)
+
+
+@only_on(2, 3)
+def test_a_table_is_measured_beside_its_rivals(tmp_path_factory: pytest.TempPathFactory, monkeypatch) -> None:
+    path = WORLD.bcast(str(tmp_path_factory.mktemp("rows") / "rows.json") if WORLD.rank == 0 else None)
+    monkeypatch.setenv("MPIPS_SERVERS", "1")
+    monkeypatch.setenv("MPIPS_KERNELS", "numpy")  # nothing is compiled for it
+    words = ["--dims", "4", "--ids", "uniform,zipf1.1", "--batches", "64", "--rows", "500", "--rounds", "1"]
+    done = CliRunner().invoke(table_benchmark.main, [*words, "--json", path])
+    assert done.exit_code == 0, done.output
+    if WORLD.rank == 0:
+        rows = json.loads(Path(path).read_text())
+        assert [row["ids"] for row in rows] == ["uniform", "zipf1.1"]
+        assert all(row[name] > 0 for row in rows for name in ("pull", "push", "step", "gloo_step", "over_gloo"))
+        assert ("torchrec is left out: " in done.output) == (not rows[0]["torchrec_step"])
+
+
+@only_on(2)
+def test_a_large_table_is_filled(monkeypatch) -> None:
+    monkeypatch.setenv("MPIPS_SERVERS", "1")
+    done = CliRunner().invoke(large_table.main, ["--rows", "5000", "--batch", "512", "--limit"])
+    assert done.exit_code == 0, done.output
+    assert ("5,000 rows of " in done.output) == (WORLD.rank == 0), done.output
