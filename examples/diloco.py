@@ -2,6 +2,7 @@
 
 mpips run -w 4 -s 1 --spares 1 examples/diloco.py --steps 300
 mpips run -w 4 examples/diloco.py --every 50 --fragments 2 --delay 5
+mpips run -w 4 -s 1 examples/diloco.py --quorum 3 --grace-seconds 0.2 --step-seconds 0.05 --slow 3
 mpips chaos --faults 4 --every 10 -- mpips run -w 4 -s 1 --spares 4 examples/diloco.py --steps 1000
 
 The model and its text are those of torch_language.py. Every worker reads other places of the text. The loss is that of
@@ -53,14 +54,17 @@ def main(words: argparse.Namespace) -> None:
     text, test = parts(text)
     model = Language(count, layers=1)
     inner = torch.optim.AdamW(model.parameters(), lr=words.learning_rate)
-    trainer = mpips.torch.LocalSGD(model, inner, every=words.every, fragments=words.fragments, delay=words.delay)
+    local = {"every": words.every, "fragments": words.fragments, "delay": words.delay}
+    if words.quorum is not None:
+        local |= {"kind": "dist_async", "quorum": words.quorum, "grace_seconds": words.grace_seconds}
+    trainer = mpips.torch.LocalSGD(model, inner, **local)
     begun, first = time.perf_counter(), trainer.steps
     while trainer.steps < words.steps:
         rank = trainer.store.rank
         mpips.chaos.note(trainer.steps, trainer.steps)
         trainer.zero_grad()
         loss_at(model, text, batch_of(trainer.steps, rank, text, words.batch_size)).backward()
-        time.sleep(words.step_seconds)
+        time.sleep(words.step_seconds * (words.slow if rank == trainer.store.num_workers - 1 else 1))
         trainer.step()
         if rank == 0 and trainer.steps % words.every == 0:
             seconds = time.perf_counter() - begun
@@ -76,7 +80,10 @@ if __name__ == "__main__":
     parser.add_argument("--every", type=int, default=25)
     parser.add_argument("--fragments", type=int, default=1)
     parser.add_argument("--delay", type=int, default=0)
+    parser.add_argument("--quorum", type=int, help="workers whose changes close a round; without it all")
+    parser.add_argument("--grace-seconds", type=float, default=0.0, help="how long a round then waits for the others")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--step-seconds", type=float, default=0.0, help="slept in each step")
+    parser.add_argument("--slow", type=float, default=1.0, help="so many times as long by the last worker")
     main(parser.parse_args())

@@ -56,6 +56,8 @@ FIELDS = (
     Field("mirrors", 0, 0, (), "1: every shard is also kept on a server of another node, which may be lost whole"),
     Field("masters", "one", None, ("one", "all"), "who of a client talks to the servers: its rank 0, or every worker"),
     Field("staleness", -1, -1, (), "most steps that a worker of an asynchronous store may run ahead; -1: any number"),
+    Field("quorum", -1, -1, (), "clients of an asynchronous store whose pushes close a round; -1: each push is one"),
+    Field("grace_seconds", 0.0, 0, (), "with quorum: how long a round then waits for the others"),
     Field("big_array", 250_000, 1, (), "elements from which an array is split over all servers"),
     Field("block_bytes", 2_097_152, 4096, (), "most bytes that a server sums at a time, and workers read behind it"),
     Field("small_bytes", 32_768, 0, (), "arrays up to this many bytes are always copied, so that a push never waits"),
@@ -81,6 +83,8 @@ class Options:
     mirrors: int = 0
     masters: str = "one"
     staleness: int = -1
+    quorum: int = -1
+    grace_seconds: float = 0.0
     big_array: int = 250_000
     block_bytes: int = 2_097_152
     small_bytes: int = 32_768
@@ -101,6 +105,14 @@ class Options:
             raise OptionError(
                 f"clients={self.clients} is more than workers={self.workers}: ask for fewer, a client needs a worker"
             )
+        if self.quorum == 0:
+            raise OptionError("quorum=0 closes no round: give a number of clients, at least 1, or leave it out")
+        if self.grace_seconds and self.quorum < 0:
+            raise OptionError(f"grace_seconds={self.grace_seconds} is the time after a quorum, and there is none: give "
+                              "quorum, too, or leave it out")  # fmt: skip
+        if self.staleness >= 0 and self.quorum >= 0:
+            raise OptionError(f"staleness={self.staleness} and quorum={self.quorum} are two ways to bound how far "
+                              "workers are apart: leave one of the two out")  # fmt: skip
         if self.mirrors > 1:
             raise OptionError(f"mirrors={self.mirrors} is more than 1: one copy on another node is all that there is")
 
@@ -140,14 +152,18 @@ class Options:
                 f"a store of kind {kind} needs a server (servers=0), as without one nothing can be asynchronous: start "
                 f"the job with servers, as `mpips run --servers 1`, or ask for {kind.replace('_async', '_sync')}"
             )
-        if not kind.startswith("mpi_"):
-            return workers
-        if self.clients > workers:
+        clients = self.clients if kind.startswith("mpi_") else workers
+        if clients > workers:
             raise OptionError(
                 f"clients={self.clients} is more than the {workers} workers of the job: ask for fewer, a client needs "
                 "a worker"
             )
-        return self.clients
+        if kind.endswith("_async") and self.quorum > clients:
+            raise OptionError(
+                f"quorum={self.quorum} is more than the {clients} clients of this {kind} store: a round would never "
+                "close; ask for fewer"
+            )
+        return clients
 
 
 def _checked(field: Field, value: Any, name: str) -> Any:
@@ -236,14 +252,19 @@ def _perhaps(name: str, known: Sequence[str], shown: Callable[[str], str]) -> st
 def check_kind(kind: str, arguments: Mapping[str, Any]) -> None:
     """Raise OptionError where arguments ask for what a store of this kind has not.
 
-    That is other processes of a `local` one, staleness of one that is not asynchronous. Variables are those of the job,
-    whose stores may be of other kinds."""
+    That is other processes of a `local` one, staleness or a quorum of one that is not asynchronous. Variables are those
+    of the job, whose stores may be of other kinds."""
     chosen = read(arguments, {})
     if chosen.staleness >= 0 and not kind.endswith("_async"):
         others = " or ".join(name for name in KINDS if name.endswith("_async"))
         raise OptionError(
             f"staleness={chosen.staleness} in a store of kind {kind}, in which no worker runs ahead: ask for {others}, "
             "or leave staleness out"
+        )
+    if chosen.quorum >= 0 and not kind.endswith("_async"):
+        raise OptionError(
+            f"quorum={chosen.quorum} in a store of kind {kind}, whose rounds take all clients: ask for dist_async or "
+            "mpi_async with servers, or leave quorum out"
         )
     for name, most in (("servers", 0), ("workers", 1), ("clients", 1), ("mirrors", 0)):
         value = getattr(chosen, name)

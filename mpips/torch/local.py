@@ -23,13 +23,11 @@ from mpips.store.runtime.errors import LostError, StoreError
 from mpips.store.runtime.rendezvous import attempt
 from mpips.torch.backend import check_joined
 from mpips.torch.state import load_bytes, store_bytes
-from mpips.training.local import Local, LocalRounds
+from mpips.training.local import TOKENS, Local, LocalRounds
 from mpips.training.updates import averaged, begins, workers_in_a_sum
 
 T = TypeVar("T")
 LOG = log.get("mpips.torch")
-TOKENS = "mpips/tokens"
-"""The key of their sum."""
 STATE = "inner", "steps", "since", "centers", "store"
 """What a state holds."""
 
@@ -46,12 +44,17 @@ class LocalSGD:
     delay       an exchange travels during so many inner steps; 0: `step` waits for it.
     keep        the share of its own parameters that a worker keeps when an exchange has come (0: none).
     compression of what is exchanged, as `kv.set_gradient_compression`, with error feedback.
-    by_tokens   each worker counts by its tokens since the last exchange, which it gives: `step(tokens=count)`.
+    by_tokens   each worker counts by its tokens since the last exchange, which it gives: `step(tokens=count)`. For
+                synchronous kinds, and with a quorum.
     store       a store that is there already, in place of `kind` and options of `mpips.create`. A server serves within
                 this call, and leaves by SystemExit when the workers have closed.
 
     Synchronous kinds wait for all workers, which call `step` equally often. In an asynchronous kind the outer optimizer
     takes what each worker (each client) has changed when it comes. Making it is collective, and blocks.
+
+    With `quorum` and `grace_seconds`, options of an asynchronous store, a round takes what so many clients have
+    changed, by its mean. One that comes late does not wait, and counts by 1 / (1 + rounds late) in the open round
+    (2604.21428, 1903.03934).
 
     Where the store survives deaths (`spares`), `step` goes on after one. A worker that takes a dead one's place begins
     with the outer parameters, at the step of the others (`steps`), and with a new inner optimizer.
@@ -95,11 +98,9 @@ class LocalSGD:
             kv.set_optimizer(outer, keys=self._keys)
             if compression is not None:
                 kv.set_gradient_compression(compression)
-            if self._by_tokens:
+            if self._by_tokens and not kv.layout.asynchronous:
                 kv.init(TOKENS, np.zeros(1, np.int64))
-        self._rounds = LocalRounds(
-            kv, self._keys, self._views(), rule, TOKENS if self._by_tokens else "", joins=self._joins
-        )
+        self._rounds = LocalRounds(kv, self._keys, self._views(), rule, self._by_tokens, self._joins)
         LOG.info("LocalSGD: %r on a %s store of %d parameters", rule, kv.type, len(self._keys))
         if self._joins:
             self._through(lambda: self._rounds.rejoin(self._views()))
@@ -113,9 +114,13 @@ class LocalSGD:
             raise ValueError(f"LocalSGD: with spares each client of an asynchronous store has one worker, and this "
                              f"{layout.kind} store has {layout.num_workers} in {len(layout.clients)} clients: take "
                              "dist_async, or leave spares out")  # fmt: skip
-        if self._by_tokens and layout.asynchronous:
+        if self._by_tokens and layout.asynchronous and layout.options.quorum < 0:
             raise ValueError(f"LocalSGD: by_tokens needs all workers in one sum, and a store of kind {self.store.type} "
-                             "takes each one's changes alone: take dist_sync, or leave by_tokens out")  # fmt: skip
+                             "takes each one's changes alone: take dist_sync, give a quorum, or leave by_tokens out")
+        if self._by_tokens and layout.asynchronous and len(layout.clients) < layout.num_workers:
+            raise ValueError(f"LocalSGD: by_tokens with a quorum counts the tokens of a client, and each of the "
+                             f"{len(layout.clients)} clients of this {self.store.type} store has several workers: take "
+                             "dist_async, or leave by_tokens out")  # fmt: skip
         return averaged(rule.optimizer, workers_in_a_sum(self.store))
 
     @property
@@ -152,7 +157,7 @@ class LocalSGD:
         self._through(lambda: self._rounds.share(self._views()))
         if self.store.layout.asynchronous and not self.store.layout.survives:
             self.store.barrier()
-            self.store.pull(self._keys, self._views())
+            self._rounds.share(self._views(), newest=True)
             self.store.barrier()
 
     def state_dict(self) -> dict[str, Any]:

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 LOG = log.get("mpips.training")
 OUTER = {"nesterov": SGD(0.7, momentum=0.9, nesterov=True), "average": SGD(1.0)}
 """Outer optimizers by name: DiLoCo's, and local SGD's, which takes the mean of all workers' parameters."""
+TOKENS = "mpips/tokens"
+"""The key of the sum of all workers' tokens, in synchronous kinds."""
 Arrays = Sequence[np.ndarray]
 
 
@@ -150,14 +152,18 @@ class Exchange:
 class LocalRounds:
     """Count a worker's inner steps, and exchange each fragment when it is due. All workers make equally many.
 
-    `tokens`: an int64 key, of one element, in which workers sum how many tokens their changes are of; "": workers count
-    alike. For synchronous kinds. `joins`: this worker has taken a dead one's place, and has nothing before `rejoin`.
+    `by_tokens`: workers count by their tokens. In synchronous kinds they sum them in `TOKENS`, an int64 key of one
+    element. `joins`: this worker has taken a dead one's place, and has nothing before `rejoin`.
+
+    With a quorum each push says how many tokens, or inner steps, it is of, and the servers weigh it (`server.quorum`).
     """
 
     def __init__(
-        self, kv: KVStore, keys: Sequence[str], parameters: Arrays, rule: Local, tokens: str = "", joins: bool = False
+        self, kv: KVStore, keys: Sequence[str], parameters: Arrays, rule: Local, by_tokens: bool = False,
+        joins: bool = False,
     ) -> None:  # fmt: skip
-        self._rule, self._kv, self._key, self._keys, self._joins = rule, kv, tokens, list(keys), joins
+        self._rule, self._kv, self._by_tokens, self._keys, self._joins = rule, kv, by_tokens, list(keys), joins
+        self._quorum = kv.layout.asynchronous and kv.layout.options.quorum >= 0
         self._exchange = Exchange(kv, keys, parameters, rule, 1)
         self.fragments = cut([array.size for array in parameters], rule.fragments)
         """Places of the parameters of each fragment."""
@@ -190,7 +196,7 @@ class LocalRounds:
     def step(self, parameters: Arrays, tokens: int = 0) -> None:
         """An inner step of so many tokens has been made: take the centre that is due; begin the exchange that is."""
         self.steps += 1
-        self.since = [count + (tokens if self._key else 1) for count in self.since]
+        self.since = [count + (tokens if self._by_tokens else 1) for count in self.since]
         if self._open is not None and self._open[2] is None:  # it was broken off, and nobody has made it since
             self._open = None
         elif self._open is not None and self.steps >= self._open[1]:
@@ -199,9 +205,9 @@ class LocalRounds:
             if self._after(number, self.steps):
                 continue
             self._measure(number, parameters)
-            if self._key:
+            if self._by_tokens and not self._quorum:
                 self._weigh(number, self._sum_of_tokens(number))
-            handle = self._exchange.send(places, wait=not self._rule.delay)
+            handle = self._send(number, places, wait=not self._rule.delay)
             if handle is None:
                 self.finish(parameters)
             else:
@@ -219,10 +225,16 @@ class LocalRounds:
         self._counts[number], self.since[number] = self.since[number], 0
         self._open = number, self.steps + self._rule.delay, None
 
+    def _send(self, number: int, places: Sequence[int], wait: bool = True) -> Handle | None:
+        """Push what is written down of places of a fragment, and ask for the centre; blocking if `wait`."""
+        for place in places if self._quorum else ():
+            self._kv.settings.keys[self._keys[place]].weight = self._counts[number]
+        return self._exchange.send(places, wait)
+
     def _sum_of_tokens(self, number: int) -> int:
         """Return how many tokens all workers' changes of a fragment are of. Blocking."""
         total = np.array([self._counts[number]])
-        self._kv.pushpull(self._key, total)
+        self._kv.pushpull(TOKENS, total)
         return int(total[0])
 
     def _weigh(self, number: int, total: int) -> None:
@@ -249,9 +261,12 @@ class LocalRounds:
             if handle is not None:
                 handle.wait()
 
-    def share(self, parameters: Arrays) -> None:
-        """Take the centre as this worker has seen it last: the same on all, where the store is synchronous."""
+    def share(self, parameters: Arrays, newest: bool = False) -> None:
+        """Take the centre as this worker has seen it last: the same on all, where the store is synchronous. `newest`:
+        take it as it is now."""
         self.finish(parameters)
+        if newest:
+            self._exchange.pull(range(len(self._keys)))
         for parameter, center in zip(parameters, self.centers):
             parameter[...] = center
 
@@ -279,6 +294,8 @@ class LocalRounds:
             self._exchange.pull([place for number in numbers for place in self.fragments[number]])
         if due and not self._unmade(due[0]):  # it is complete, and did not come through
             self._exchange.take(parameters, self.fragments[due.pop()])
+        if self._quorum and (lost := max(goal - self._round(place) for place, goal in enumerate(self._goals)) - 1) > 0:
+            LOG.warning("local training: %d of this worker's exchanges that came late are lost with their server", lost)
         ahead = max(there, key=steps_of) if synchronous else min(there, key=steps_of)
         if self._joins or (synchronous and self.steps < ahead.steps):
             due += self._catch_up(parameters, ahead, synchronous)
@@ -286,7 +303,7 @@ class LocalRounds:
             if again := self._unmade(number):
                 if synchronous:
                     self._weigh(number, sum(word.counted(number, ahead) for word in words))
-                self._exchange.send(again)
+                self._send(number, again)
         for number in due:
             self._exchange.take(parameters, self.fragments[number])
         self._open = None

@@ -88,6 +88,8 @@ class Key:
     """What a server has of the key, or a chunk of that: the step of the pipeline inside a client."""
     fast: Fast | None = None
     """The fast route, where it has one."""
+    weight: int = 1
+    """How much this worker's next push counts in a round that a quorum closes."""
     replaced: bool = True
     """Whether its value may have changed otherwise than by rounds, since it was last pulled by its version."""
     marks: dict[str, int] = field(default_factory=NO_MARKS.copy, compare=False, repr=False)

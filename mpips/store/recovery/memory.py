@@ -26,7 +26,7 @@ from mpips.store.keys.rows import RowSparse, sum_of
 from mpips.store.recovery import undo
 from mpips.store.recovery.plan import Holding, Shelf, dtype_names
 from mpips.store.recovery.tables import TableEntry, attached, holding_of_table
-from mpips.store.recovery.undo import WORDS, Undo, with_state
+from mpips.store.recovery.undo import Undo, with_state, words_of
 from mpips.store.roles import Layout
 from mpips.store.server.unit import Unit
 from mpips.store.tables.journal import Journal
@@ -135,7 +135,8 @@ def undo_of(segment: NDArray[np.uint8], entry: LedgerEntry) -> Undo:
     first = [view(array, size, dtype_of(name)) for name, array, _ in entry.arrays]
     second = [view(copy, size, dtype_of(name)) for name, _, copy in entry.arrays]
     rows = view(entry.rows[0], entry.rows[1], np.dtype(np.int64)) if entry.rows[1] else None
-    return Undo(first, second, memoryview(view(entry.journal, WORDS, np.dtype(np.uint64))), rows, entry.row_elements)  # type: ignore[arg-type]
+    words = view(entry.journal, words_of(len(entry.contributors)), np.dtype(np.uint64))
+    return Undo(first, second, memoryview(words), rows, entry.row_elements)  # type: ignore[arg-type]
 
 
 def told_pushes(segment: NDArray[np.uint8], entry: LedgerEntry) -> Sequence[int]:
@@ -260,11 +261,12 @@ class UnitMemory:
         places = dict(zip([card.number for card in fresh], first_bytes, strict=True))
         first_words, count = frames.arrange_words(cards)
         words = _zeros(count)
-        journals = _zeros(WORDS * len(cards))
+        ends = np.cumsum([0, *(words_of(len(card.contributors)) for card in cards)])
+        journals = _zeros(int(ends[-1]))
         units = []
         for index, (card, word) in enumerate(zip(cards, first_words, strict=True)):
             mine = memoryview(words[word : word + 1 + len(card.contributors)])  # type: ignore[arg-type]
-            journal = memoryview(journals[WORDS * index : WORDS * (index + 1)])  # type: ignore[arg-type]
+            journal = memoryview(journals[ends[index] : ends[index + 1]])  # type: ignore[arg-type]
             old = adopted.get(card.number)
             kept: Undo | None = None
             if old is None:

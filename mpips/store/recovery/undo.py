@@ -8,6 +8,7 @@ stores of one process are seen in their order.
 
 from __future__ import annotations
 
+import array as words_in
 from collections.abc import MutableSequence, Sequence
 from typing import Any, NamedTuple
 
@@ -18,14 +19,11 @@ from collectives.fabric import arena
 
 Array = NDArray[Any]
 Words = MutableSequence[int] | memoryview
-WORDS = 16
-"""Of a unit: two cache lines."""
-CLOSED, OPENED, WHOLE, MARK, BY_ROWS, STEP, STEP_BEFORE, TORN, PUSH = range(9)
+CLOSED, OPENED, WHOLE, MARK, BY_ROWS, STEP, STEP_BEFORE, TORN, PUSHES = range(9)
 """The last complete round; the one that is being written, else the same; whether the copy is whole, of the round before
 the last; how many elements (or rows) are copied; whether these are rows; the optimizer's step at the last round and at
-the one before, 0 where there is no state, else 1 more; whether values are being overwritten from outside; two words of
-pushes in turn (asynchronous): contributor, and how many of its pushes count with that one."""
-COUNT_BITS = 40
+the one before, 0 where there is no state, else 1 more; whether values are being overwritten from outside; twice, in
+turn (asynchronous): how many pushes of each contributor count with that round."""
 SPARSE_ROW = 4
 """Least elements of a row for which numbers of rows are kept: else they take as long to copy as the values."""
 ROWS_AT_A_TIME = 4096
@@ -80,9 +78,10 @@ class Undo:
         words[STEP_BEFORE] = words[STEP]
         words[OPENED] = words[CLOSED] + 1
 
-    def pushed(self, index: int, count: int) -> None:
-        """Note how many pushes of the contributor at `index` count with the update that is about to be opened."""
-        self.words[PUSH + (self.words[CLOSED] + 1) % 2] = index << COUNT_BITS | count
+    def pushed(self, counts: Sequence[int]) -> None:
+        """Note how many pushes of each contributor count with the update that is about to be opened."""
+        first = PUSHES + (self.words[CLOSED] + 1) % 2 * len(counts)
+        self.words[first : first + len(counts)] = words_in.array("L", counts)  # type: ignore[assignment, index]
 
     def keep(self, start: int, stop: int) -> None:
         """Copy elements [start, stop), which are about to be written, and before which all are copied."""
@@ -169,11 +168,9 @@ class Undo:
 
     def pushes(self, done: Sequence[int]) -> list[int]:
         """Asynchronous: how many pushes of each contributor count; `done`: those of which the server has told."""
-        counts = list(done)
-        last = self.words[PUSH + self.words[CLOSED] % 2]
-        if last:
-            counts[last >> COUNT_BITS] = last & (1 << COUNT_BITS) - 1
-        return counts
+        first = PUSHES + self.words[CLOSED] % 2 * len(done)
+        counts = list(self.words[first : first + len(done)])
+        return counts if any(counts) else list(done)  # no update yet
 
     # ---- inside
 
@@ -190,6 +187,11 @@ class Undo:
             return
         for array, copy in zip(arrays, self.copies):
             array[:mark] = copy[:mark]
+
+
+def words_of(contributors: int) -> int:
+    """Return how many words a unit of so many contributors has: whole cache lines."""
+    return -(-(PUSHES + 2 * contributors) // 8) * 8
 
 
 def new(stored: Array, row_elements: int, states: Sequence[np.dtype], words: Words) -> Undo:

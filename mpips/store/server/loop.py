@@ -29,6 +29,7 @@ from mpips.store.roles import Layout, Seat
 from mpips.store.runtime.generation import Generation
 from mpips.store.server.late import Gossip, Late
 from mpips.store.server.load import Load
+from mpips.store.server.quorum import Quorum, QuorumState
 from mpips.store.server.reduce import Reduce
 from mpips.store.server.requests import Requests
 from mpips.store.server.sources import FillingOutbox, Pushes, Receiver
@@ -139,7 +140,13 @@ class Server(Member[None]):
         remote = [worker for worker, line in enumerate(lines) if not line.local]
         late = Late(options.stall_seconds, options.timeout_seconds)
         rest = remote, late, self._reduce, groups, self._mirror, compressor
-        state = AsynchronousState(options.staleness, *rest) if layout.asynchronous else SynchronousState(*rest)
+        state: ServerState
+        if not layout.asynchronous:
+            state = SynchronousState(*rest)
+        elif options.quorum < 0:
+            state = AsynchronousState(options.staleness, *rest)
+        else:
+            state = QuorumState(Quorum(options.quorum, options.grace_seconds), *rest)
         state.lane = layout.lane
         staleness = options.staleness if layout.asynchronous else None
         server = layout.rank - layout.num_workers
@@ -234,6 +241,7 @@ class Server(Member[None]):
         try:
             self._traffic.flush()
             self._requests.copy_next()
+            self._state.wake(now)
             if now > self._next_tick:
                 self._next_tick = now + TICK_SECONDS
                 self.generation.look()
@@ -349,7 +357,7 @@ class WorkerTraffic:
         self._callers = [*enumerate(lines)][first:] + [*enumerate(lines)][:first]
         self._firsts: list[tuple[Callable[[], bool], int, Line]] = []
         """First values on their way: whether one is there, its unit, and the line of its worker."""
-        self._pushes = Pushes(state, self._receiver)
+        self._pushes = Pushes(state, self._receiver, layout.options.quorum >= 0)
         assert layout.servers is not None
         self._gossip = Gossip(layout.servers, state.late)
         self._units_changed()

@@ -65,6 +65,7 @@ class Requests:
         if at_once:
             return self._reply(worker, line, frame.token, request)
         self.waiting.append((worker, line, frame.token, request))
+        self._state.asks(worker)
         return False
 
     def _hear_of_table(
@@ -90,6 +91,7 @@ class Requests:
     def answer_all(self) -> bool:
         """Answer what has waited, as all that was pushed has been applied; return whether there are other units now."""
         waiting, self.waiting = self.waiting, []
+        self._state.asking.clear()
         changed = [self._reply(*question) for question in waiting]
         return any(changed)
 

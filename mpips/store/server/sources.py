@@ -57,10 +57,10 @@ Read = Callable[[Array], Contribution]
 
 class Pushes:
     """The contributions that push frames name. Where the same region may be pushed again, what is known of it is kept
-    by the frame but for its round."""
+    by the frame but for its round. `wholly`: what comes as messages counts when all of it is there."""
 
-    def __init__(self, state: ServerState, receiver: Receiver) -> None:
-        self._state, self._receiver = state, receiver
+    def __init__(self, state: ServerState, receiver: Receiver, wholly: bool = False) -> None:
+        self._state, self._receiver, self._wholly = state, receiver, wholly
         self._views: dict[tuple[int, ...], Array] = {}
         self._most = VIEWS
         self.known: dict[bytes, Push] = {}
@@ -85,6 +85,9 @@ class Pushes:
 
     def _source(self, worker: int, line: Line, frame: Frame, unit: Unit) -> Contribution:
         if isinstance(line, MessageLine):
+            if self._wholly:
+                read = None if frame.coding == Coding.PLAIN else self._reader(frame, unit)
+                return WholeMessage(self._receiver, line, worker, unit, frame, read)
             if frame.coding == Coding.PLAIN:
                 return MessageBlocks(self._receiver, line, worker, unit, frame)
             return CodedMessage(self._receiver, line, worker, unit, frame, self._reader(frame, unit))
@@ -275,6 +278,47 @@ class CodedMessage(MessageBlocks):
         return self._read(self._take().copy()).rows()
 
 
+class WholeMessage(Contribution):
+    """A payload that comes from another process into memory of its own, whether its turn has come or not.
+
+    `read` makes elements of a coded one. It keeps no buffer that others need, however slowly it comes."""
+
+    local = False
+
+    def __init__(
+        self, receiver: Receiver, line: MessageLine, worker: int, unit: Unit, frame: Frame, read: Read | None
+    ) -> None:  # fmt: skip
+        self._receiver, self._line, self._worker, self._unit, self._frame = receiver, line, worker, unit, frame
+        self.weight, self._read = frame.token, read
+        self._data = np.empty(frame.nbytes, np.uint8)
+        step = frame.nbytes if read is not None else unit.block_elements * unit.stored.itemsize
+        self._rest = deque(cut_bytes(self._data, step))
+        self._coming: deque[_Block] = deque()
+        self._asked = 0
+        if frame.flags & ALONG:
+            self._receive()
+
+    def _receive(self) -> None:
+        self._coming.append(self._receiver.receive(self._rest.popleft(), self._worker, self._unit.number, False))
+        self._asked += 1
+
+    def ready(self, block: int) -> bool:
+        """Return whether all of it is there; ask for more."""
+        while self._coming and self._receiver.came(self._coming[0]):
+            self._coming.popleft()
+        while self._rest and len(self._coming) < self._receiver.in_flight:
+            self._line.post(Op.CREDIT, self._unit.number, self._frame.round, aux=self._asked)
+            self._receive()
+        return not self._coming
+
+    def whole(self) -> Array:
+        if self._read is None:
+            return self._data.view(self._unit.stored.dtype)
+        total = np.zeros_like(self._unit.stored)
+        self._read(self._data).add_to(total)
+        return total
+
+
 class _Block(NamedTuple):
     """A block on its way to the server."""
 
@@ -342,11 +386,13 @@ class Receiver:
     # ---- out
 
     def ship(self, unit: Unit, worker: int, rows: NDArray[np.int64] | None = None) -> None:
-        """Start to send a unit, or rows of it; it must not change until `delivered` names it."""
+        """Start to send a unit, or rows of it; it must not change until `delivered` names it, but where it has a copy.
+        """
+        stored = unit.stored if unit.copy is None else unit.copy
         if rows is None:
-            blocks: Iterator[Bytes] = iter(cut_bytes(unit.stored, unit.block_elements * unit.stored.itemsize))
+            blocks: Iterator[Bytes] = iter(cut_bytes(stored, unit.block_elements * stored.itemsize))
         else:
-            table, step = unit.stored.reshape(-1, unit.row_elements), max(1, unit.block_elements // unit.row_elements)
+            table, step = stored.reshape(-1, unit.row_elements), max(1, unit.block_elements // unit.row_elements)
             blocks = (table[rows[at : at + step]].reshape(-1).view(np.uint8) for at in range(0, len(rows), step))
         # What lies in the unit goes at once; rows are copied, so only a few messages of them are under way.
         shipment = _Shipment(unit.number, worker, blocks, sys.maxsize if rows is None else ROW_MESSAGES, deque())

@@ -84,6 +84,9 @@ class ServerState(ABC):
         """Workers that have left."""
         self.meeting: set[int] = set()
         """Workers that wait for all."""
+        self.asking: set[int] = set()
+        """Workers that wait until all that was pushed has been applied."""
+        self._clock = 0.0
         self._remote, self._reduce, self._mirror = frozenset(remote), reduce or Reduce(), mirror
         self._word = _marks().word
         """Where others see which unit this server summed, or let read, last."""
@@ -129,6 +132,10 @@ class ServerState(ABC):
         self.meeting.add(worker)
         return self._see_absent()
 
+    def asks(self, worker: int) -> None:
+        """Note that a worker waits until all that was pushed has been applied, and pushes nothing meanwhile."""
+        self.asking.add(worker)
+
     def all_met(self) -> None:
         """Count anew how far workers are ahead: all have waited for all, and what they had pushed is applied."""
         self.meeting.clear()
@@ -158,6 +165,10 @@ class ServerState(ABC):
         will not end."""
         self.late.look(clock)
         return self.late.tick(clock, list(self.open.values()))
+
+    def wake(self, clock: float) -> None:
+        """Take note of the time; call it often while idle."""
+        self._clock = clock
 
     @property
     def quiet(self) -> bool:
@@ -526,7 +537,7 @@ class AsynchronousState(ServerState):
         if unit.blocks == 1:  # in a longer unit's word its outboxes look for blocks that have been summed: none here
             unit.words[0] |= 1
         if unit.block == 0 and unit.undo is not None:
-            unit.undo.pushed(index, unit.done[index] + 1)
+            unit.undo.pushed([count + (at == index) for at, count in enumerate(unit.done)])
         try:
             self._reduce.single(unit, source)
         except Exception as error:

@@ -31,6 +31,8 @@ class Contribution:
     """Whether it counts as a round only."""
     steady: Array | None = None
     """All elements of the unit, where they lie in memory of this node and are there."""
+    weight = 1
+    """How much it counts in a round that a quorum closes."""
 
     def ready(self, block: int) -> bool:
         """Return whether this block can be read; asking may start to fetch it."""
@@ -48,6 +50,10 @@ class Contribution:
     def rows(self) -> RowSparse:
         """Return the payload as rows. Sparse payloads only."""
         raise TypeError("the payload is not row-sparse")
+
+    def whole(self) -> Array:
+        """Return all elements in memory of their own. Payloads of a quorum only; all of it is there."""
+        raise TypeError("the payload is taken block by block")
 
     def drop(self) -> None:
         """Drop it: nobody will ask for it."""
@@ -118,6 +124,7 @@ class Unit:
         self.state: State | None = None
         self.step = 0
         self.frozen: list[FrozenUnit] = []  # to be copied before the next write
+        self.copy: Array | None = None  # with a quorum: of what is stored, which workers read
         self.torn = False  # some blocks are of a round that was never finished
         self.mirrored = True  # False: its mirror is to have what is stored before that changes, or is told to workers
         self.round = 0  # synchronous: rounds that are complete
@@ -246,7 +253,8 @@ class Unit:
         return parts
 
     def thaw(self) -> None:
-        """Copy what is frozen, so that it stays while this is written to."""
+        """Copy what is frozen, so that it stays while this is written to; workers read no older copy any more."""
+        self.copy = None
         for frozen in self.frozen:
             frozen.copy()
         self.frozen = []

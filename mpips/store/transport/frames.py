@@ -49,7 +49,7 @@ class Op(IntEnum):
     WAITS = 9
     """The worker has waited long for `round` of the unit."""
     MEETS = 11
-    """The worker waits for all workers, and pushes nothing until all do; asynchronous stores with a `staleness`."""
+    """The worker waits for all workers, and pushes nothing until all do; stores with `staleness` or `quorum`."""
     HOLD = 10
     """Wants the unit to stay as it is once it holds `round` pushes, until RELEASE; asynchronous stores."""
     CONSUMED = 16

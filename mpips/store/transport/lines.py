@@ -62,7 +62,8 @@ def connect(layout: Layout, place: MeetingPlace, wait: Wait, ledger: Region | No
     """Connect workers and servers that meet in `place`. `ledger`: this server's, where it keeps one.
 
     Collective over all ranks of the store, blocking; once a generation. A pair uses rings if MPI says that they share a
-    node and both could in fact map the other's memory. RuntimeWarning on rank 0 where this processor does not keep the
+    node and both could in fact map the other's memory. With a quorum all talk by messages: a worker that stands still
+    then holds up no memory that others use. RuntimeWarning on rank 0 where this processor does not keep the
     order of stores, as messages then take the place of rings.
     """
     own = Rings.create(layout.num_workers) if layout.is_server else None
@@ -74,7 +75,7 @@ def connect(layout: Layout, place: MeetingPlace, wait: Wait, ledger: Region | No
     peers = range(layout.num_workers) if layout.is_server else servers if layout.is_worker else range(0)
     mapped: dict[int, NDArray[Any]] = {}
     for peer in peers:
-        if layout.same_node(layout.rank, peer) and ORDERED_STORES:
+        if layout.same_node(layout.rank, peer) and ORDERED_STORES and layout.options.quorum < 0:
             try:
                 mapped[peer] = arena.attach(Region(*offers[peer].region))
             except CollectiveError:  # another container: MPI shares memory there, we cannot

@@ -7,6 +7,7 @@ changed. Any error after that ends the generation.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,6 +20,7 @@ from collectives.fabric.tasks import Task, kept
 from mpips import compression, optimizers
 from mpips.compression import Compressor
 from mpips.optimizers import Groups, Optimizer
+from mpips.optimizers.elastic import Elastic1
 from mpips.store.keys import arguments
 from mpips.store.keys.key import Key, Name
 from mpips.store.roles import Layout
@@ -137,7 +139,7 @@ class Settings:
 
     def set_optimizer(self, optimizer: str | Optimizer, keys: object, keywords: dict[str, Any]) -> None:
         what = "set_optimizer"
-        chosen, refusal = rendezvous.attempt(lambda: optimizers.create(optimizer, **keywords))
+        chosen, refusal = rendezvous.attempt(lambda: _optimizer(self.layout, optimizer, keywords))
         names, other = rendezvous.attempt(lambda: _names_of_floats(self, keys, what))
         asked = names
         if self.restored.optimizers and chosen is not None and other is None:
@@ -233,12 +235,12 @@ class Settings:
     ) -> list[bytes]:
         """All workers ask for the same, and learn everybody's data, or all raise the same sentence.
 
-        In an asynchronous store `staleness` holds nobody back for a worker that waits here."""
+        In an asynchronous store neither `staleness` nor `quorum` holds anybody back for a worker that waits here."""
         self.operations.check_open()
         if self._alone:
             self.engine.finish()  # the communication thread may not use MPI beside this one
         with self.operations.guard(what):
-            if self.layout.asynchronous and self.layout.options.staleness >= 0:
+            if self.layout.asynchronous and max(self.layout.options.staleness, self.layout.options.quorum) >= 0:
                 task = self.operations.hearing(self.backend.settle([], meets=True))
                 self.engine.run([("beside", what)], task, 0, lambda: what)
             return rendezvous.agree(self.generation, what, items, refusal, noun, data)
@@ -313,6 +315,17 @@ def _first_values(known: Mapping[Name, Key], key: object, value: object) -> list
         arguments.see_new(name, "init")
         result.append((name, arguments.first_value(name, values)))
     return result
+
+
+def _optimizer(layout: Layout, optimizer: str | Optimizer, keywords: Mapping[str, Any]) -> Optimizer:
+    """Return an optimizer; ValueError where it takes no mean of gradients, as a quorum does."""
+    chosen = optimizers.create(optimizer, **keywords)
+    takes_mean = is_dataclass(chosen) and "rescale" in {field.name for field in fields(chosen)}
+    if layout.options.quorum >= 0 and layout.asynchronous and (isinstance(chosen, Elastic1) or not takes_mean):
+        raise ValueError(f"set_optimizer: {chosen!r} takes no mean of gradients, and a store with "
+                         f"quorum={layout.options.quorum} gives one: give an optimizer of gradients, as SGD, or leave "
+                         "quorum out")  # fmt: skip
+    return chosen
 
 
 def _names_of_floats(store: Settings, keys: object, what: str) -> list[Name] | None:

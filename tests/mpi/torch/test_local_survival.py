@@ -109,15 +109,35 @@ def test_a_dead_server_changes_no_bit(tmp_path: Path, local: dict[str, Any]) -> 
 def test_training_goes_on_after_two_deaths(tmp_path: Path, kind: str, local: dict[str, Any]) -> None:
     found = job(tmp_path, "-w 3 -s 1 --spares 1", kind=kind, local=local, steps=40, kills=[[1, 6, 0.3], [2, 13, -1]])
     assert [one["workers"] for one in found] == [2, 2] and all(one["generation"] == 2 for one in found)
-    models = [network(), network()]
-    for one, model in zip(found, models):
-        for parameter, data in zip(model.parameters(), one["values"]):
-            parameter.data.copy_(torch.from_numpy(np.frombuffer(bytes.fromhex(data)).copy()).view_as(parameter))
-    first, learnt = (
-        sum(loss_of(model, step, 0).item() for step in range(100, 120)) for model in (network(), models[0])
-    )
-    assert learnt < 0.5 * first
+    see_learnt(found[0]["values"])
     assert kind == "dist_async" or found[0]["values"] == found[1]["values"]
+
+
+def see_learnt(values: list[str]) -> None:
+    """Fail unless a model with these values has half of the first loss."""
+    models = [network(), network()]
+    for parameter, data in zip(models[1].parameters(), values):
+        parameter.data.copy_(torch.from_numpy(np.frombuffer(bytes.fromhex(data)).copy()).view_as(parameter))
+    first, learnt = (sum(loss_of(model, step, 0).item() for step in range(100, 120)) for model in models)
+    assert learnt < 0.5 * first
+
+
+@only_on(1)
+@needs_ulfm
+@pytest.mark.parametrize("quorum, kills, workers", [
+    (2, [(1, 6, -1)], 3),  # a spare takes its place
+    (3, [(1, 6, -1), (2, 22, 0.4)], 2),  # fewer are left than the quorum: all that are left count
+    (2, [(3, 13, 0.5)], 3),  # the server
+], ids=["worker", "two workers", "server"])  # fmt: skip
+def test_a_quorum_goes_on_with_those_that_are_there(
+    tmp_path: Path, quorum: int, kills: list[tuple[int, int, float]], workers: int
+) -> None:  # fmt: skip
+    local = {"outer": "average", "quorum": quorum, "grace_seconds": 0.05}
+    found = job(tmp_path, "-w 3 -s 1 --spares 1", kind="dist_async", local=local, steps=40, kills=kills)
+    assert [one["workers"] for one in found] == [workers] * workers
+    assert all(one["generation"] == len(kills) for one in found)
+    for one in found:
+        see_learnt(one["values"])
 
 
 @only_on(1)

@@ -35,6 +35,11 @@ def test_an_option_travels_to_another_process():
     ({"masters": "two"}, "none of one, all"),
     ({"shared_memory": "perhaps"}, "not 0 or 1"),
     ({"server": 1}, r"no option 'server': did you mean servers\? known: servers"),
+    ({"quorum": 0}, "quorum=0 closes no round: give a number of clients, at least 1"),
+    ({"quorum": -2}, "quorum=-2 is less than -1"),
+    ({"quorum": 2, "grace_seconds": -1}, "grace_seconds=-1.0 is less than 0"),
+    ({"grace_seconds": 2}, "grace_seconds=2.0 is the time after a quorum, and there is none"),
+    ({"quorum": 2, "staleness": 1}, "staleness=1 and quorum=2 are two ways"),
     ({"clients": 3, "workers": 2}, "clients=3 is more than workers=2: ask for fewer"),
 ])  # fmt: skip
 def test_what_makes_no_sense_is_told(values, words):
@@ -57,6 +62,18 @@ def test_staleness_is_of_asynchronous_stores():
         else:
             with pytest.raises(OptionError, match=f"staleness=2 in a store of kind {kind}.* ask for dist_async"):
                 check_kind(kind, {"staleness": 2})
+
+
+def test_a_quorum_is_of_asynchronous_stores_and_of_clients_that_are_there():
+    for kind in KINDS:
+        if kind.endswith("_async"):
+            check_kind(kind, {"quorum": 2})
+        else:
+            with pytest.raises(OptionError, match=f"quorum=2 in a store of kind {kind}, whose rounds take all clients"):
+                check_kind(kind, {"quorum": 2})
+    assert Options(servers=1, quorum=3).clients_of("dist_async", 4) == 3
+    with pytest.raises(OptionError, match="quorum=3 is more than the 2 clients of this mpi_async store: a round would"):
+        Options(servers=1, clients=2, quorum=3).clients_of("mpi_async", 5)
 
 
 def test_a_bad_variable_is_named():

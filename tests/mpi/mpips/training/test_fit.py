@@ -276,9 +276,9 @@ def test_seconds_are_of_training_alone_on_every_rank(kind):
 
 @either_mpi
 @pytest.mark.parametrize("outer", ["average", "nesterov"])
-@pytest.mark.parametrize("kind", ["dist_sync", "dist_sync-0"])
-def test_clients_train_apart_and_have_the_bits_of_a_serial_run(kind, outer):
-    """Clients of one worker each, which all begin alike; an outer step every second step."""
+@pytest.mark.parametrize("kind, quorum", [("dist_sync", False), ("dist_sync-0", False), ("dist_async", True)])
+def test_clients_train_apart_and_have_the_bits_of_a_serial_run(kind, quorum, outer):
+    """Clients of one worker each, which all begin alike; an outer step every second step. `quorum`: of all."""
     workers, steps, every = workers_of(kind), 6, 2
     x, y = data()
 
@@ -308,7 +308,7 @@ def test_clients_train_apart_and_have_the_bits_of_a_serial_run(kind, outer):
             trainer.step(*part(step, kv.rank))
         assert model.bits() == models[kv.rank].bits()
 
-    on_workers(kind, work)
+    on_workers(kind, work, **({"quorum": workers, "grace_seconds": 5} if quorum else {}))
 
 
 def sum_of(arrays):

@@ -21,6 +21,7 @@ from mpips.store.keys.rows import RowSparse
 from mpips.store.recovery import memory as ledger
 from mpips.store.recovery.memory import Ledger, UnitMemory
 from mpips.store.server import reduce
+from mpips.store.server.quorum import Quorum, QuorumState
 from mpips.store.server.reduce import Reduce
 from mpips.store.server.sources import Compressed, Elements, PushedRows
 from mpips.store.server.state import AsynchronousState, SynchronousState
@@ -208,6 +209,53 @@ def test_wherever_it_stops_a_whole_round_is_there(optimizer, block, threads, asy
         assert not server.unit.torn
         at += step
     assert threads > 1 or most >= (WORKERS * ROUNDS - 1 if asynchronous else ROUNDS - 1)
+
+
+class OfQuorum(Server):
+    """One unit whose rounds close when all have given, and some come late."""
+
+    def __init__(self):
+        super().__init__(SGD(0.1, momentum=0.9), 16, 1, True, "plain")
+        self.state = QuorumState(Quorum(1), reduce=Reduce(), optimizers=Groups(SGD(0.1, momentum=0.9)))
+        self.state.create(self.unit)
+
+    def round(self, round_):
+        """The first is in time, the others are late but once."""
+        for worker in range(WORKERS):
+            self.state.pushed(self.unit, worker, Whole(source("plain", worker, round_).array), 0, 0.0)
+            while self.state.work()[0]:
+                pass
+        self.state.pulled(0, 0, round_ + 1)
+
+
+class Whole(Elements):
+    """All elements, there at once."""
+
+    def whole(self):
+        return self.array.copy()
+
+
+@pytest.mark.usefixtures("small")
+def test_a_round_of_a_quorum_is_whole_wherever_it_stops():
+    calm, expected = OfQuorum(), {0: (None, [np.arange(SIZE, dtype=np.float32)], [0] * WORKERS)}
+    for round_ in range(ROUNDS):
+        calm.round(round_)
+        arrays = [one.copy() for one in (calm.unit.stored, *calm.unit.state)]
+        expected[round_ + 1] = calm.unit.step, arrays, calm.unit.done
+    assert [counts for _, _, counts in expected.values()] == [[0, 0], [1, 0], [2, 1], [3, 2]]
+    at, seen = 1, set()
+    while True:
+        server = OfQuorum()
+        with ThreadPoolExecutor(1) as thread:
+            if not thread.submit(run, server, killed, at).result():
+                break
+        found = left(server.ledger.region)
+        newest = max(found.rounds)
+        assert all(equal(there, expected[round_]) for round_, there in found.rounds.items()), at
+        assert found.pushes == expected[newest][2], at
+        seen.add(newest)
+        at += 3
+    assert seen == set(range(ROUNDS + 1))
 
 
 @pytest.mark.usefixtures("small")

@@ -1,0 +1,299 @@
+"""Rounds of an asynchronous store that close when a quorum has given to them: who is in, when they close, what counts.
+
+A client that has read the value of the last round is in time: it waits until the open round closes. One that has read
+an older value is late by so many rounds: what it pushes is in the open round, too, with less weight, and it reads on at
+once. `OpenRound` is that rule, without arithmetic, clock or MPI; `QuorumState` applies it to the units of a server.
+
+Sources: a least number of learners, a time of grace, and weights by tokens are those of Decoupled DiLoCo (2604.21428).
+A weight of 1 / (1 + rounds late) is the polynomial of FedAsync (1903.03934) with exponent 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives import log
+from mpips.compression import Compressor
+from mpips.optimizers import Groups
+from mpips.store.server.late import Late
+from mpips.store.server.reduce import Reduce
+from mpips.store.server.state import ServerState
+from mpips.store.server.unit import Contribution, Replies, Reply, Unit, UnitMirror
+
+LOG = log.get("mpips.store")
+SAY_SECONDS = 10.0
+"""Between two lines of the log on who came late."""
+
+
+@dataclass(frozen=True)
+class Quorum:
+    """A round closes `grace_seconds` after `least` clients have given to it in time, and at once when all have."""
+
+    least: int
+    grace_seconds: float = 0.0
+
+
+class Given(NamedTuple):
+    """A contribution to a round: whose, which of its pushes, of how many tokens or steps, by how many rounds late."""
+
+    position: int
+    push: int
+    weight: float
+    late: int
+
+
+class OpenRound:
+    """The open round of one unit. `taken`: how many pushes of each contributor were taken in before."""
+
+    def __init__(self, quorum: Quorum, taken: Iterable[int]) -> None:
+        self.quorum, self.number = quorum, 0
+        self.taken = list(taken)
+        self._read = [0] * len(self.taken)
+        """The round after which each contributor has read the value last."""
+        self.in_time: dict[int, Given] = {}
+        self.late: list[Given] = []
+        self._reached: float | None = None
+        """When the quorum was there."""
+
+    def give(self, position: int, weight: float) -> Given:
+        """Take a contribution in. One that is in time is the only one of its contributor: see `in_time` before."""
+        self.taken[position] += 1
+        given = Given(position, self.taken[position], weight, self.number - self._read[position])
+        if given.late:
+            self.late.append(given)
+        else:
+            self.in_time[position] = given
+        return given
+
+    def read(self, position: int) -> None:
+        """Note that a contributor has read the value after the last round."""
+        self._read[position] = self.number
+
+    def answered(self, position: int) -> int:
+        """Return after how many of its pushes a contributor may read: it waits for none that came late."""
+        return self.taken[position] - (position in self.in_time)
+
+    def is_due(self, clock: float, expected: Collection[int]) -> bool:
+        """Return whether the round closes, at `clock` seconds. `expected`: who may still give to it."""
+        if not (self.in_time or self.late):
+            return False
+        rest = set(expected).difference(self.in_time)
+        if not rest:
+            return True
+        if len(self.in_time) < min(self.quorum.least, len(self.in_time) + len(rest)):
+            return False
+        if self._reached is None:
+            self._reached = clock
+        return clock >= self.closes_at
+
+    @property
+    def closes_at(self) -> float:
+        """Return when the grace is over; infinity where there is no quorum yet."""
+        return math.inf if self._reached is None else self._reached + self.quorum.grace_seconds
+
+    def close(self) -> list[tuple[Given, float]]:
+        """Begin the next round; return what is in this one, in the order of contributors and of their pushes.
+
+        With each its factor, which is its weight over the mean of all weights."""
+        given = sorted([*self.late, *self.in_time.values()])
+        weights = [one.weight / (1 + one.late) for one in given]
+        total = sum(weights)
+        self.in_time, self.late, self._reached = {}, [], None
+        self.number += 1
+        return [(one, weight * len(given) / total if total else 1.0) for one, weight in zip(given, weights)]
+
+
+class QuorumState(ServerState):
+    """Units of an asynchronous store whose rounds close by a quorum. All workers talk to it by messages.
+
+    The optimizer takes the weighted mean of what is in a round. Each contribution is received whole before it counts:
+    a worker that stands still in the middle of one holds nobody up. Workers read a copy of the value, so that a slow
+    link does not keep the next round from being written.
+    """
+
+    asynchronous = True
+
+    def __init__(
+        self, quorum: Quorum, remote: Iterable[int] = (), late: Late | None = None, reduce: Reduce | None = None,
+        optimizers: Groups | None = None, mirror: UnitMirror | None = None, compressor: Compressor | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(remote, late, reduce, optimizers, mirror, compressor)
+        self._quorum = quorum
+        self._rounds: dict[int, OpenRound] = {}
+        self._sources: dict[int, dict[Given, Contribution]] = {}
+        """What is in the open round of a unit and came late: it has left the queue of its contributor."""
+        self._wakes, self._is_over = math.inf, False
+        self.late_pushes: dict[int, tuple[int, int]] = {}
+        """Of each worker that came late: with how many pushes, and by how many rounds at most."""
+        self._said: dict[int, tuple[int, int]] = {}
+        self._says_at = 0.0
+
+    def pushed(self, unit: Unit, index: int, source: Contribution, priority: int, clock: float) -> None:
+        """Take a contribution of the contributor at `index`."""
+        queue = unit.queues[index]
+        unit.missing -= not queue
+        queue.append(source)
+        self._clock = clock
+        self.ready[unit.number] = unit
+
+    def wake(self, clock: float) -> None:
+        """Look at rounds whose grace is over."""
+        super().wake(clock)
+        if clock >= self._wakes:
+            self._wakes = math.inf
+            self.ready.update(self.open)
+
+    def tick(self, clock: float) -> Replies:
+        """Look for waits that are too long, and log who has come late."""
+        if clock >= self._says_at:
+            self._say_late()
+        return super().tick(clock)
+
+    def asks(self, worker: int) -> None:
+        super().asks(worker)
+        self.ready.update(self.open)
+
+    def left(self, worker: int) -> Replies:
+        self._say_late()
+        return super().left(worker)
+
+    def _say_late(self) -> None:
+        if self.late_pushes != self._said:
+            self._says_at, self._said = self._clock + SAY_SECONDS, dict(self.late_pushes)
+            LOG.warning("%s", told_late(self.late_pushes))
+
+    def _see_gone(self, unit: Unit) -> None:
+        if unit.number in self.open:  # it may close without who has left, or waits for all
+            self.ready[unit.number] = unit
+
+    def _may_read(self, unit: Unit, worker: int, round_: int) -> bool:
+        index = unit.position.get(worker)
+        return index is None or self._round(unit).answered(index) >= round_
+
+    def _grant(self, unit: Unit) -> Replies:
+        replies = super()._grant(unit)
+        for reply in replies:
+            if reply.what == "GRANT":
+                unit.readers.remove(reply.worker)  # it reads a copy
+                if unit.copy is None:
+                    unit.copy = unit.stored.copy()
+                if (index := unit.position.get(reply.worker)) is not None:
+                    self._round(unit).read(index)
+        return replies
+
+    def _round(self, unit: Unit) -> OpenRound:
+        found = self._rounds.get(unit.number)
+        if found is None:
+            found = self._rounds[unit.number] = OpenRound(self._quorum, unit.done)
+        return found
+
+    def _turn(self, unit: Unit) -> tuple[bool, Replies]:
+        if unit.readers or not unit.mirrored:
+            return False, []
+        if unit.block == unit.blocks:
+            return True, self._end_round(unit)  # its mirror has it
+        replies, coming = self._take(unit)
+        open_round, absent = self._round(unit), self.gone | self.meeting | self.asking
+        here = [index for index, worker in enumerate(unit.contributors) if worker not in absent or index in coming]
+        if open_round.is_due(self._clock, [] if self._is_over else here):
+            return True, replies + self._close(unit, open_round)
+        self._wakes = min(self._wakes, open_round.closes_at)
+        if not coming:
+            self.ready.pop(unit.number, None)
+        return bool(replies), replies
+
+    def _take(self, unit: Unit) -> tuple[Replies, set[int]]:
+        """Take in what is there: return what to say, and whose contributions are still on their way."""
+        open_round, replies, coming = self._round(unit), list[Reply](), set[int]()
+        for index, queue in enumerate(unit.queues):
+            while queue and index not in open_round.in_time:
+                source = queue[0]
+                if not source.ready(0):
+                    coming.add(index)
+                    break
+                given = open_round.give(index, source.weight)
+                if unit.number not in self.open:
+                    self.open[unit.number] = unit
+                    unit.opened, unit.warned = None, False
+                if given.late:
+                    queue.popleft()
+                    unit.missing += not queue
+                    self._sources.setdefault(unit.number, {})[given] = source
+                    self._note_late(unit.contributors[index], given.late)
+                replies.append(Reply("CONSUMED", unit.contributors[index], unit.number, open_round.taken[index]))
+        return (replies + self._grant(unit) if replies else []), coming
+
+    def _note_late(self, worker: int, rounds: int) -> None:
+        count, most = self.late_pushes.get(worker, (0, 0))
+        self.late_pushes[worker] = count + 1, max(most, rounds)
+
+    def _close(self, unit: Unit, open_round: OpenRound) -> Replies:
+        """Update the unit by the mean of what is in its round."""
+        late = self._sources.pop(unit.number, {})
+        self._word[0] = unit.token
+        if unit.is_timed:
+            self._begin(unit, open_round.number + 1)
+        given = open_round.close()
+        if unit.undo is not None:
+            unit.undo.pushed(open_round.taken)
+        optimizer = unit.optimizer
+        try:
+            parts = [_weighed((late.get(one) or unit.queues[one.position][0]).whole(), factor) for one, factor in given]
+            unit.optimizer = replace(optimizer, rescale=optimizer.rescale / len(given))  # type: ignore
+            self._reduce.whole(unit, parts)
+        except Exception as error:
+            raise self._failed(unit, error) from error
+        finally:
+            unit.optimizer = optimizer
+        unit.block = unit.blocks
+        unit.done = list(open_round.taken)
+        for one, _ in given:
+            if not one.late:
+                unit.queues[one.position].popleft()
+                unit.missing += not unit.queues[one.position]
+        self._written(unit)
+        return self._end_round(unit) if unit.mirrored else []
+
+    def _end_round(self, unit: Unit) -> Replies:
+        """Let those read who wait for the round."""
+        if self._begun:
+            self._end(unit)
+        unit.begin()
+        unit.round += 1
+        unit.copy = None
+        for index, count in enumerate(unit.done):
+            unit.words[1 + index] = count
+        self.open.pop(unit.number, None)
+        self.ready[unit.number] = unit  # what comes next may be there
+        return self._grant(unit)
+
+    def finish(self) -> bool:
+        """Close rounds with what is there, as the generation is over."""
+        self._is_over = True
+        self.ready.update(self.open)
+        return super().finish()
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._say_late()
+        self._rounds, self._sources, self._is_over = {}, {}, False
+
+
+def told_late(pushes: dict[int, tuple[int, int]]) -> str:
+    """Return who has come late, by how many rounds, with how many pushes."""
+    words = [
+        f"rank {worker} with {count} part{'s' * (count > 1)} of keys, by at most {most} round{'s' * (most > 1)}"
+        for worker, (count, most) in sorted(pushes.items())
+    ]
+    return f"too late for a round, and in the next one with less weight: {'; '.join(words)}"
+
+
+def _weighed(array: NDArray[Any], factor: float) -> NDArray[Any]:
+    """Multiply an array, in its memory, by a factor."""
+    return array if factor == 1.0 else np.multiply(array, factor, out=array)
