@@ -380,6 +380,7 @@ class Generations:
         for card in recovered.tables:
             table = store.tables[card.table] = known.get(card.table) or KnownTable(card)
             table.card, table.round = card, recovered.rounds.get(card.table, 0)
+            table.refusals, table.room = 0, {}
         for key in recovered.keys:
             key.replaced = True
         store.add(recovered.keys)

@@ -121,6 +121,10 @@ class RegularSaves:
 
     def is_due(self, key: Any) -> bool:
         """Return whether a push of this key, or list of keys, begins a step before which the store has to be saved."""
+        for name, table in self._store.tables.items():
+            if table.round != self._counts.get(name, 0):  # a round was refused
+                self._counts[name] = table.round
+                self._most = max(self._counts.values())
         if self._step + self._most < self._next:
             return False
         if self._store.layout.rank and self._store.layout.asynchronous:
@@ -154,6 +158,7 @@ class RegularSaves:
         which is warned of. Collective in a synchronous store."""
         store, step, alone = self._store, self._step + self._most, self._store.layout.asynchronous
         store.finish()
+        store.hear_refusals()
         busy = store.saving is not None and not store.saving.go_on()
         if busy if alone else store.agree("save", data=b"busy" if busy else b"")[0]:
             self._next = self._soon(step)

@@ -153,6 +153,7 @@ def meet(
 ) -> None:  # fmt: skip
     """All workers come with the same arguments; ValueError on all where, in rounds, one has pushed more often."""
     settings.finish()
+    settings.hear_refusals()
     told = settings.agree(what, items, refusal, noun="argument", data=b"%d" % table.round)
     for rank, theirs in enumerate(told):
         if theirs != told[0] and not settings.layout.asynchronous:
@@ -266,7 +267,7 @@ def export(settings: Settings, table: KnownTable, path: object, given: Callable[
 
 def _exported(tables: Tables, table: KnownTable, what: str, writer: Writer | None, since: int) -> Task[bytes]:
     assert writer is not None
-    stats = yield from tables.stats(table.name)
+    stats = yield from tables.stats(table)
     updates = min(part.updates for part in stats)
     if since and not all(since in part.exports for part in stats):
         raise ValueError(

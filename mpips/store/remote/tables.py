@@ -13,14 +13,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.errors import of_caller
 from collectives.fabric import arena
 from collectives.fabric.tasks import Task
 from mpips.store.remote.link import Link
 from mpips.store.remote.setup import Setup
 from mpips.store.roles import Layout
+from mpips.store.runtime.errors import RoomError
+from mpips.store.tables import kernels
 from mpips.store.tables.initial import Ids, owners_of
 from mpips.store.tables.merge import Distinct, deal, distinct, sum_into
 from mpips.store.transport import frames
+from mpips.store.worker.interface import KnownTable
 
 Array = NDArray[Any]
 Payload = NDArray[np.uint8]
@@ -106,6 +110,7 @@ class RemoteTables:
     def make(self, card: frames.MakeTable) -> Task[None]:
         """Make a table on all servers. Collective; ValueError on all workers where a server cannot."""
         yield from self._setup.at_rank_0(lambda: self._setup.tell_all(card), f"table {card.table!r}")
+        kernels.load(np.dtype(card.dtype), kernels.OF_WORKERS, kernels.LOADED_SECONDS)
         self.cards.append(card)
 
     def update(self, table: str, numbers: bytes) -> Task[None]:
@@ -113,45 +118,88 @@ class RemoteTables:
         request = frames.UpdateTable(table, numbers)
         yield from self._setup.at_rank_0(lambda: self._setup.tell_all(request), f"update_optimizer of table {table!r}")
 
-    def push(self, table: str, ids: Ids, gradients: Array) -> Task[None]:
-        """Contribute to the table's next round, on every server; over when the servers have it."""
+    def push(self, table: KnownTable, ids: Ids, gradients: Array) -> Task[None]:
+        """Contribute to the table's next round, on every server; over when the servers have it. RoomError: see
+        `Tables`."""
         found = distinct(ids, self._servers)
-        requests = [frames.PushRows(table, count) for count in found.counts]
+        if any(count > table.room.get(server, 0) for server, count in enumerate(found.counts)):
+            yield from self._ask_for_room(table, found)
+        requests = [frames.PushRows(table.name, count, table.refusals) for count in found.counts]
         block = _Block(self._pool, found, gradients.shape[1], gradients.dtype, requests)
         sum_into(block.rows, gradients, block.places)
-        pushes = self._pushes.setdefault(table, [])
+        pushes = self._pushes.setdefault(table.name, [])
         pushes.append(block.memory)
         tokens = [self._link.order_with(server, *block.body(server)) for server in range(self._servers)]
-        for token in tokens:
-            yield from self._link.answer(token)
+        yield from self._take_room(table, (yield from self._answers(tokens)))
         for memory in pushes[:-1]:  # those have been applied
             self._pool.give(memory)
         del pushes[:-1]
+        table.round += 1
 
-    def pull(self, table: str, round_: int, ids: Ids, out: Array) -> Task[None]:
-        """Write the rows of `ids` into `out`, after so many of this worker's pushes."""
+    def _ask_for_room(self, table: KnownTable, found: Distinct) -> Task[None]:
+        """Have memory for the rows of these ids on all servers; RoomError where one has none."""
+        asked = [
+            frames.AskForRoom(table.name, table.round, found.ids[found.owners == server].tobytes(), table.refusals)
+            for server in range(self._servers)
+        ]
+        tokens = [self._link.order(server, request) for server, request in enumerate(asked)]
+        yield from self._take_room(table, (yield from self._answers(tokens)))
+
+    def _take_room(self, table: KnownTable, answers: Sequence[Any]) -> Task[None]:
+        """See how much may be pushed next; where a server refuses that, or a round before, have all drop the round."""
+        table.room = {server: answer.ids for server, answer in enumerate(answers) if isinstance(answer, frames.Room)}
+        yield from self._see_refused(table, answers)
+
+    def _see_refused(self, table: KnownTable, answers: Sequence[Any]) -> Task[None]:
+        """RoomError where a server has refused a round, which all servers drop before."""
+        refusals = [answer for answer in answers if isinstance(answer, frames.RoundRefused)]
+        if not refusals:
+            return
+        told, table.room = refusals[0], {}
+        if not self._layout.asynchronous:  # else it is this worker's push alone, and was not sent
+            request = frames.RefuseRound(table.name, told.round, told.refusals, told.why)
+            tokens = [self._link.order(server, request) for server in range(self._servers)]
+            yield from self._answers(tokens)
+            table.refusals, table.round = told.refusals, told.round - 1
+            for memory in self._pushes.pop(table.name, []):
+                self._pool.give(memory)
+        raise of_caller(RoomError(told.why))
+
+    def _answers(self, tokens: Sequence[int]) -> Task[list[Any]]:
+        """Return what all servers answer."""
+        found = []
+        for token in tokens:
+            found.append((yield from self._link.answer(token)))
+        return found
+
+    def pull(self, table: KnownTable, ids: Ids, out: Array) -> Task[None]:
+        """Write the rows of `ids` into `out`, after this worker's pushes. RoomError: see `Tables`."""
         found, local = distinct(ids, self._servers), [line.local for line in self._link.lines]
-        requests = [frames.PullRows(table, round_, count, near) for count, near in zip(found.counts, local)]
+        requests = [
+            frames.PullRows(table.name, table.round, count, near, table.refusals)
+            for count, near in zip(found.counts, local)
+        ]
         block = _Block(self._pool, found, out.shape[1], out.dtype, requests)
         self._pulls[id(block.memory)] = block.memory
         asked = [
             (server, self._link.order_with(server, *block.body(server, local[server])))
             for server, count in enumerate(block.counts) if count
         ]  # fmt: skip
-        for server, token in asked:
-            answer = yield from self._link.answer(token)
-            if not local[server]:
+        answers = yield from self._answers([token for _, token in asked])
+        for (server, _), answer in zip(asked, answers):
+            if isinstance(answer, frames.Bytes):
                 block.rows_of(server)[...] = np.frombuffer(answer.data, out.dtype).reshape(-1, out.shape[1])
         del self._pulls[id(block.memory)]
+        yield from self._see_refused(table, answers)
         np.take(block.rows, block.places, axis=0, out=out, mode="clip")  # NumPy would copy `out` to raise in time
         self._pool.give(block.memory)
 
-    def stats(self, table: str) -> Task[list[frames.TableStats]]:
-        """Return what each server holds of the table."""
-        tokens = [self._link.order(server, frames.GetTableStats(table)) for server in range(self._servers)]
-        found = []
-        for token in tokens:
-            found.append((yield from self._link.answer(token)))
+    def stats(self, table: KnownTable, ahead: int = 0) -> Task[list[frames.TableStats]]:
+        """Return what each server holds of the table after this worker's pushes. RoomError: see `Tables`."""
+        request = frames.GetTableStats(table.name, table.round + ahead, table.refusals)
+        tokens = [self._link.order(server, request) for server in range(self._servers)]
+        found = yield from self._answers(tokens)
+        yield from self._see_refused(table, found)
         return found
 
     def freeze(self, tables: Sequence[str], since: int = 0, export: int = -1) -> Task[FrozenOnServers]:
@@ -181,8 +229,7 @@ class RemoteTables:
         for server, chosen in enumerate(self._spread(arrays["ids"])):
             parts = {name: values[chosen].tobytes() for name, values in arrays.items()}
             tokens.append(self._link.order(server, frames.PutRows(table, parts)))
-        for token in tokens:
-            yield from self._link.answer(token)
+        yield from self._answers(tokens)
 
     def at_rank_0(self, do: Callable[[], Task[bytes]], what: str) -> Task[bytes]:
         """Let rank 0 do it, as `Setup.at_rank_0`. Collective."""

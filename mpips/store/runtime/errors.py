@@ -37,6 +37,16 @@ class StoreStallError(StoreError, StallError):
     """The generation has ended because a wait exceeded `timeout_seconds`."""
 
 
+class RoomError(MemoryError):
+    """A server has no memory for rows: a round of a table does not count, and the store goes on."""
+
+
+def refused(error: BaseException) -> bool:
+    """Return whether it is an error with which nothing has changed, of what was asked for or cannot be done."""
+    callers = isinstance(error, (ValueError, TypeError)) and not isinstance(error, CollectiveError)
+    return isinstance(error, RoomError) or (callers and getattr(error, "of_caller", False))
+
+
 _GENERATION_KINDS: tuple[type[StoreError], ...] = (StoreError, StoreMismatchError, StoreStallError)
 assert len(_GENERATION_KINDS) == len(KINDS), "one for each kind that travels between ranks"
 

@@ -4,8 +4,12 @@ Every worker contributes to every round on every server, be it nothing. A round 
 has pushed it: gradients of a row are summed in the order of the workers. In an asynchronous store every push is an
 update of its own; one of a worker too far ahead waits, as do its pulls, but not for workers that wait for all.
 
-A push is answered when none of that worker's waits before it, so a server holds at most two of each worker. What a push
-cannot do (memory) ends the generation.
+A push is answered when none of that worker's waits before it, so a server holds at most two of each worker.
+
+A push needs memory for rows that are new, and no server may apply a round that another cannot. So a server answers with
+room for the worker's next push, or with none where memory is short. A push that exceeds its room on any server is asked
+for on all of them first; where one says no, the worker has all drop the round (`RefuseRound`). All rounds before it are
+applied by then, as a question waits for them. Each worker hears of it in its next call that the round concerns.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from numpy.typing import NDArray
 from collectives.errors import CollectiveError, MismatchError
 from collectives.fabric.arena import SparseFile
 from mpips.store.recovery.tables import TableEntry, TableHolding, TablePlan, holding_of_table
-from mpips.store.tables import admission, row_optimizers
+from mpips.store.tables import admission, kernels, row_optimizers
 from mpips.store.tables.initial import Ids, owners_of
 from mpips.store.tables.journal import TORN, Journal
 from mpips.store.tables.merge import summed
@@ -31,27 +35,45 @@ from mpips.store.transport.lines import Line
 Asker = tuple[Line, int]
 """Who has asked: the line of a worker, and the token of its request."""
 Payload = NDArray[np.uint8]
-NOTHING = np.zeros(0, np.uint8)
+NOTHING, NO_IDS = np.zeros(0, np.uint8), np.zeros(0, np.int64)
 TableAnswers = Sequence[tuple[Asker, frames.Answer]]
 
 
 class _Push(NamedTuple):
-    """Keep a push that is not applied yet: who waits for room behind it, its ids and gradients."""
+    """Keep a push that is not applied yet: who waits for room behind it, its ids and gradients.
+
+    `rows`: that it makes at most."""
 
     asker: Asker
     ids: Ids
     gradients: Array
+    rows: int
 
 
-class _Pull(NamedTuple):
-    """Keep a pull that cannot be answered yet."""
+Read = frames.PullRows | frames.GetTableStats | frames.AskForRoom
+
+
+class _Read(NamedTuple):
+    """Keep a request that is answered after some of the worker's own pushes."""
 
     worker: int
-    round: int
     asker: Asker
+    request: Read
     ids: Ids
     out: Array | None
-    """Where the rows go; None: into the answer."""
+    """Where the rows of a pull go; None: into the answer."""
+
+
+class _Room(NamedTuple):
+    """Say of a worker's next push how many ids it may have without a question, and how many rows it makes at most."""
+
+    ids: int
+    rows: int
+
+
+NO_ROOM = _Room(0, 0)
+LEAST_ROOM = 1 << 10
+"""Ids for which a worker has room, where there is memory."""
 
 
 class ServerTables:
@@ -93,17 +115,11 @@ class ServerTables:
         match request:
             case frames.MakeTable():
                 self._make(request)
+                kernels.load(np.dtype(request.dtype), [*kernels.OF_SERVERS, kernels.OF_OPTIMIZERS[request.optimizer]])
                 return [(asker, frames.RequestDone())]
             case frames.UpdateTable():
                 self._tables[request.table].set_numbers(request.numbers)
                 return [(asker, frames.RequestDone())]
-            case frames.GetTableStats():
-                table, rows = self._tables[request.table], self._tables[request.table].rows
-                stats = frames.TableStats(
-                    rows.count, rows.positions.top, rows.nbytes, table.updates, rows.evicted, table.refused,
-                    rows.drops.exports,
-                )
-                return [(asker, stats)]
             case frames.FreezeTables():
                 return [(asker, self._freeze(request))]
             case frames.ReadTable():
@@ -129,11 +145,19 @@ class ServerTables:
             case frames.PushRows():
                 table = self._tables[request.table]
                 self._taken[worker] = self._taken.get(worker, 0) + payload.nbytes
-                return table.push(worker, _Push(asker, *table.parts(payload, request.count)), self._absent)
+                return table.push(worker, asker, request, payload, self._absent)
             case frames.PullRows():
                 table = self._tables[request.table]
                 ids, out = table.parts(payload, request.count) if request.shared else (payload.view(np.int64), None)
-                return table.pull(_Pull(worker, request.round, asker, ids, out), self._absent)
+                return table.read(_Read(worker, asker, request, ids, out), self._absent)
+            case frames.GetTableStats():
+                return self._tables[request.table].read(_Read(worker, asker, request, NO_IDS, None), self._absent)
+            case frames.AskForRoom():
+                ids = np.frombuffer(request.ids, np.int64)
+                return self._tables[request.table].read(_Read(worker, asker, request, ids, None), self._absent)
+            case frames.RefuseRound():
+                refused = frames.RoundRefused(request.round, request.refusals, request.why)
+                return [*self._tables[request.table].refuse(refused), (asker, frames.RequestDone())]
 
     def _freeze(self, request: frames.FreezeTables) -> frames.FrozenTables:
         taken, told = self._frozen.setdefault(request.number, {}), []
@@ -147,7 +171,8 @@ class ServerTables:
     def _make(self, card: frames.MakeTable) -> _Table:
         limit = (card.limit + self._servers - 1 - self._server) // self._servers
         counts = self._tables[card.table + admission.COUNTS] if card.seen else None
-        made = _Table(card, self._workers, self._staleness, limit, counts, self._file, self._survives)
+        rank = self._workers + self._server
+        made = _Table(card, self._workers, self._staleness, limit, counts, self._file, self._survives, rank)
         self._tables[card.table] = made
         return made
 
@@ -214,12 +239,13 @@ class ServerTables:
 
 
 class _Table:
-    """One table on one server: its rows, and what waits. `counts`: of ids that have no row yet."""
+    """One table on one server, of this rank: its rows, and what waits. `counts`: of ids that have no row yet."""
 
     def __init__(
         self, card: frames.MakeTable, workers: int, staleness: int | None, limit: int, counts: _Table | None,
-        file: SparseFile, survives: bool,
+        file: SparseFile, survives: bool, rank: int,
     ) -> None:  # fmt: skip
+        self._rank = rank
         self.card, self._staleness, self._limit, self._counts, self._file = card, staleness, limit, counts, file
         self._survives = survives
         self.refused = 0
@@ -237,12 +263,18 @@ class _Table:
         self._queues: list[deque[_Push]] = [deque() for _ in range(workers)]
         self._arrivals: deque[int] = deque()
         """In an asynchronous store: whose pushes wait, as they came."""
-        self._pulls: list[_Pull] = []
+        self._reads: list[_Read] = []
+        self._rooms = [NO_ROOM] * workers
+        """Of each worker what it was given for its next push."""
+        self._largest = 0
+        """The ids of the largest push."""
+        self._refusal = frames.RoundRefused(0, 0, "")
+        """The last round that was refused."""
 
     @property
     def queued(self) -> int:
         """Return how many pushes and pulls wait."""
-        return len(self._pulls) + sum(map(len, self._queues))
+        return len(self._reads) + sum(map(len, self._queues))
 
     def reset(self, updates: int) -> None:
         """Begin without rows, after so many updates; until `end_load` the table is torn."""
@@ -292,37 +324,90 @@ class _Table:
         rows = payload[: count * row_bytes].view(dtype).reshape(count, dim)
         return frames.ids_in(payload, count, row_bytes), rows
 
-    def push(self, worker: int, push: _Push, gone: set[int]) -> TableAnswers:
+    def push(
+        self, worker: int, asker: Asker, request: frames.PushRows, payload: Payload, gone: set[int]
+    ) -> TableAnswers:
         """Take a push; return what is answered by now."""
+        if request.refusals < self._refusal.refusals:
+            return [(asker, self._refusal)]
+        rows = min(request.count, self._rooms[worker].rows)
+        self._rooms[worker], self._largest = NO_ROOM, max(self._largest, request.count)
         queue = self._queues[worker]
-        queue.append(push)
+        queue.append(_Push(asker, *self.parts(payload, request.count), rows))
         self._arrivals.append(worker)
-        there: TableAnswers = [(push.asker, frames.RequestDone())] if len(queue) == 1 else []
+        there: TableAnswers = [self._taken(worker)] if len(queue) == 1 else []
         return [*there, *self.go_on(gone)]
 
-    def pull(self, pull: _Pull, gone: set[int]) -> TableAnswers:
-        """Take a pull; return what is answered by now."""
-        self._pulls.append(pull)
+    def read(self, read: _Read, gone: set[int]) -> TableAnswers:
+        """Take a request that is answered after the worker's own pushes; return what is answered by now."""
+        self._reads.append(read)
         return self.go_on(gone)
+
+    def refuse(self, refusal: frames.RoundRefused) -> TableAnswers:
+        """Drop all pushes that are not applied yet; tell those who wait for one of them. Idempotent."""
+        if refusal.refusals <= self._refusal.refusals:
+            return []
+        self._refusal, told = refusal, [push.asker for queue in self._queues for push in [*queue][1:]]
+        for queue in self._queues:
+            queue.clear()
+        self._arrivals.clear()
+        self._rooms = [NO_ROOM] * len(self._rooms)
+        late = [read for read in self._reads if read.request.round >= refusal.round]
+        self._reads = [read for read in self._reads if read.request.round < refusal.round]
+        return [(asker, refusal) for asker in (*told, *(read.asker for read in late))]
+
+    # ---- memory for rows
+
+    def _taken(self, worker: int) -> tuple[Asker, frames.Answer]:
+        """Answer the worker's first push that waits, with room for the next one where there is memory."""
+        wanted = max(LEAST_ROOM, 2 * self._largest)
+        if self._has_room(worker, wanted):
+            self._rooms[worker] = _Room(wanted, wanted)
+        return self._queues[worker][0].asker, frames.Room(self._rooms[worker].ids)
+
+    def _has_room(self, worker: int, rows: int) -> bool:
+        """Return whether there is memory for so many rows of a worker's next push, and all that was promised."""
+        promised = sum(push.rows for queue in self._queues for push in queue)
+        promised += sum(room.rows for other, room in enumerate(self._rooms) if other != worker)
+        tables = [self] if self._counts is None else [self._counts, self]
+        return all(table.rows.positions.has_room(promised + rows) for table in tables)
+
+    def _room_for(self, read: _Read) -> frames.Answer:
+        """Give a worker room for a push of ids, or say why there is none."""
+        new = int(np.count_nonzero(self.rows.positions.find(read.ids) < 0))
+        if not self._has_room(read.worker, new):
+            round_ = read.request.round + 1
+            words = f"push {round_} of table {self.card.table!r} counts on no server, as server rank {self._rank} has"
+            why = f"{words} {self.rows.positions.no_room(new)}; save and export go on"
+            return frames.RoundRefused(round_, read.request.refusals + 1, why)
+        self._rooms[read.worker] = _Room(len(read.ids), new)
+        return frames.Room(len(read.ids))
+
+    # ---- rounds
 
     def go_on(self, gone: set[int]) -> TableAnswers:
         """Apply what can be applied, and answer who waited for it. MismatchError where a round can never end."""
         answers: list[tuple[Asker, frames.Answer]] = []
         while workers := self._next(gone):
             self._apply(workers, [self._queues[worker].popleft() for worker in workers])
-            for worker in workers:
-                if self._queues[worker]:
-                    answers.append((self._queues[worker][0].asker, frames.RequestDone()))
+            answers += [self._taken(worker) for worker in workers if self._queues[worker]]
         waiting = []
-        for pull in self._pulls:
-            if self._done[pull.worker] >= pull.round and not self._too_far(pull.worker, pull.round, gone):
-                answers.append((pull.asker, self._read(pull)))
+        for read in self._reads:
+            if self._done[read.worker] < read.request.round and read.request.refusals < self._refusal.refusals:
+                answers.append((read.asker, self._refusal))
+            elif self._may_read(read, gone):
+                answers.append((read.asker, self._answer(read)))
             else:
-                waiting.append(pull)
-        self._pulls = waiting
+                waiting.append(read)
+        self._reads = waiting
         if self._staleness is None and any(self._queues):
             self._see_gone(gone)
         return answers
+
+    def _may_read(self, read: _Read, gone: Collection[int]) -> bool:
+        round_ = read.request.round
+        waits = isinstance(read.request, frames.PullRows) and self._too_far(read.worker, round_, gone)
+        return self._done[read.worker] >= round_ and not waits
 
     def _next(self, gone: set[int]) -> Sequence[int]:
         """Return the workers whose next pushes are applied now, together; nobody where that has to wait."""
@@ -373,10 +458,17 @@ class _Table:
             there[new] = admission.lucky(self.card.key, ids[new], self.updates, self.card.chance)
         return np.flatnonzero(there)
 
-    def _read(self, pull: _Pull) -> frames.Answer:
+    def _answer(self, read: _Read) -> frames.Answer:
+        if isinstance(read.request, frames.AskForRoom):
+            return self._room_for(read)
+        if isinstance(read.request, frames.GetTableStats):
+            rows, positions = self.rows, self.rows.positions
+            return frames.TableStats(
+                rows.count, positions.top, rows.nbytes, self.updates, rows.evicted, self.refused, rows.drops.exports
+            )
         try:
-            rows = self.rows.pull(pull.ids, pull.out)
-            return frames.RequestDone() if pull.out is not None else frames.Bytes(rows.tobytes())
+            found = self.rows.pull(read.ids, read.out)
+            return frames.RequestDone() if read.out is not None else frames.Bytes(found.tobytes())
         except Exception as error:
             raise CollectiveError(f"table {self.card.table!r}: rows cannot be made: {error}") from error
 

@@ -5,11 +5,13 @@ Rows are given flat: row p of an array `values` is values[p * dim : (p + 1) * di
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from collectives.kernels.function import compiled
+from collectives.kernels import engine
+from collectives.kernels.function import Compiled, compiled
 
 if TYPE_CHECKING:
     from collectives.kernels.compiler import mixed64, prefetch
@@ -22,6 +24,18 @@ PAIRWISE = 128
 """NumPy sums longer rows in parts."""
 GOLDEN, AHEAD = CONSTANTS["GOLDEN"], CONSTANTS["AHEAD"]
 """That of `initial`; how many rows ahead memory is asked for."""
+LOADED_SECONDS = 3.0
+"""A worker waits so long at most, when it makes a table, until loops are there."""
+
+
+def load(dtype: np.dtype, loops: Sequence[Compiled], seconds: float = 0.0) -> None:
+    """Load these loops beside what this process does, and wait so long at most.
+
+    A push takes up to 0.1 s longer while Numba is loaded, as both share the interpreter."""
+    for loop in loops:
+        if loop.prepare(dtype) is None:
+            loop.prepare(np.dtype(np.int64))
+    engine.settle(seconds)
 
 
 @compiled("const int64[], int32[], int64[], int64[], int32[], int64[]", IDS, CONSTANTS)
@@ -229,3 +243,8 @@ def adam(
             below = np.sqrt(second / correction2) + epsilon
             w_[k] -= first / correction1 * rate / (below if below != 0 else np.float32(1))
     return 1
+
+
+OF_WORKERS = merge, deal, add_rows
+OF_SERVERS = merge, add_rows, find, insert, first_values
+OF_OPTIMIZERS = {"sgd": sgd, "adagrad": adagrad, "row_adagrad": row_adagrad, "adam": adam}

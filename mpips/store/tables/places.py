@@ -29,7 +29,7 @@ RESTORED_AT_ONCE = 1 << 20
 INDEX_BYTES = 24
 """At most, of a row."""
 SEEN_BYTES = 1 << 26
-"""Of rows, for which the machine is asked at a time."""
+"""Of rows, for which the machine is asked at a time; so many are left to others."""
 
 
 class Places:
@@ -59,18 +59,28 @@ class Places:
         """Return the position of each id's row, -1 where there is none."""
         return self._index.find(ids)
 
-    def see_room(self, count: int) -> None:
-        """MemoryError where the machine has no memory for so many more rows; nothing has changed."""
+    def has_room(self, count: int) -> bool:
+        """Return whether the machine has memory for so many more rows."""
         top = self.top + max(0, count - self._free_count)
         if top <= self._sure:
-            return
-        more = max(top - self._sure, SEEN_BYTES // self._row_bytes)
-        if self._sure + more > len(self._ids) or more * self._row_bytes > free_memory():
-            raise MemoryError(
-                f"this machine has no memory for more than {self.count} rows: give the table limit= or evict=, or the "
-                "store more servers"
-            )
-        self._sure += more
+            return True
+        sure = max(top, self._sure + SEEN_BYTES // self._row_bytes)
+        if sure > len(self._ids) or (sure - self.top) * self._row_bytes + SEEN_BYTES > free_memory():
+            return False
+        self._sure = sure
+        return True
+
+    def see_room(self, count: int) -> None:
+        """MemoryError where the machine has no memory for so many more rows; nothing has changed."""
+        if not self.has_room(count):
+            raise MemoryError(self.no_room(count))
+
+    def no_room(self, count: int) -> str:
+        """Return the sentence of a machine that has no memory for so many more rows."""
+        return (
+            f"no memory for {count:,} rows ({count * self._row_bytes:,} bytes) beside the {self.count:,} that are "
+            "there: give the table limit= or evict=, or the store more servers"
+        )
 
     def add(self, ids: Ids) -> tuple[Positions, Positions]:
         """Give positions to rows that are not there, each once: return all, and those where rows have lain before.

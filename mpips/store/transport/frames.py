@@ -284,11 +284,34 @@ class UpdateTable(msgspec.Struct, tag=True):
 
 
 class PushRows(msgspec.Struct, tag=True):
-    """A worker's contribution to the next round of a table: gradients of so many ids, each once, then the ids. Answered
-    once the one before it has been applied: then the worker may overwrite that."""
+    """A worker's contribution to the next round of a table: gradients of so many ids, each once, then the ids.
+
+    Answered with Room once the one before it has been applied: then the worker may overwrite that. `refusals`: how many
+    refused rounds the worker has heard of; where there were more, the answer is RoundRefused."""
 
     table: str
     count: int
+    refusals: int = 0
+
+
+class AskForRoom(msgspec.Struct, tag=True):
+    """Ask for memory for the rows of ids that are pushed next: Room, once `round` own pushes count, or RoundRefused."""
+
+    table: str
+    round: int
+    ids: bytes
+    refusals: int = 0
+
+
+class RefuseRound(msgspec.Struct, tag=True):
+    """Drop all pushes of a table that are not applied yet, from this round on, as a server has no memory for it.
+
+    `refusals`: so many rounds were refused by then. Servers tell all who wait, `why`, or have pushed to it."""
+
+    table: str
+    round: int
+    refusals: int
+    why: str
 
 
 class PullRows(msgspec.Struct, tag=True):
@@ -299,6 +322,7 @@ class PullRows(msgspec.Struct, tag=True):
     round: int
     count: int
     shared: bool
+    refusals: int = 0
 
 
 class FreezeTables(msgspec.Struct, tag=True):
@@ -373,9 +397,11 @@ class PutRows(msgspec.Struct, tag=True):
 
 
 class GetTableStats(msgspec.Struct, tag=True):
-    """Ask what a table holds on this server: answered with TableStats, at once."""
+    """Ask what a table holds on this server after `round` of the worker's own pushes: answered with TableStats."""
 
     table: str
+    round: int = 0
+    refusals: int = 0
 
 
 class TableStats(msgspec.Struct, tag=True):
@@ -392,6 +418,20 @@ class TableStats(msgspec.Struct, tag=True):
     exports: list[int]
 
 
+class Room(msgspec.Struct, tag=True):
+    """Say how many ids the worker may push next without asking for room."""
+
+    ids: int
+
+
+class RoundRefused(msgspec.Struct, tag=True):
+    """Say that a round of a table does not count, and why; `refusals`: which refusal that is, from 1 on."""
+
+    round: int
+    refusals: int
+    why: str
+
+
 class RequestDone(msgspec.Struct, tag=True):
     """It has been done."""
 
@@ -400,15 +440,16 @@ Request = (
     Create | Forget | Flush | OpenStore | SetOptimizer | UpdateOptimizer | SetCompression | GetState | PutState
     | SetTorn | TakeSnapshot | ReadSnapshot | DropSnapshot | GetVersions | MakeTable | PushRows | PullRows
     | UpdateTable | GetTableStats | FreezeTables | ReadTable | ReadDropped | ThawTables | ResetTable | PutRows
-    | EndLoad
+    | EndLoad | AskForRoom | RefuseRound
 )  # fmt: skip
 Answer = (
-    Created | StatePart | Snapshotted | Bytes | Versions | TableStats | FrozenTables | PutRows | RequestDone
+    Created | StatePart | Snapshotted | Bytes | Versions | TableStats | FrozenTables | PutRows | RequestDone | Room
+    | RoundRefused
 )  # fmt: skip
 
 TableRequest = (
     MakeTable | UpdateTable | PushRows | PullRows | GetTableStats | FreezeTables | ReadTable | ReadDropped | ThawTables
-    | ResetTable | PutRows | EndLoad
+    | ResetTable | PutRows | EndLoad | AskForRoom | RefuseRound
 )  # fmt: skip
 """What a worker asks of tables, which have rounds of their own."""
 

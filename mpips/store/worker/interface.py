@@ -3,13 +3,14 @@
 Arguments have been checked: arrays are C-contiguous host arrays of the key's dtype; `flat` and `out` are 1-D and hold
 the whole key. Every method that returns a task does nothing before the task's first step. Tasks raise what they find:
 who runs them (`worker.operations`) ends the generation, but for a ValueError that all workers raise, marked by
-`of_caller`, and with which nothing has changed. Arrays may be read and written until the task is over, and no longer.
+`of_caller`, or a RoomError, with which nothing has changed. Arrays may be read and written until the task is over, and
+no longer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from numpy.typing import NDArray
@@ -53,6 +54,10 @@ class KnownTable:
     """How servers are told of it."""
     round: int = 0
     """How often this worker has pushed; with `recover`, how many of its pushes count."""
+    refusals: int = 0
+    """How many rounds were refused that this worker has heard of."""
+    room: dict[int, int] = field(default_factory=dict)
+    """By server how many ids this worker may push next without asking for room."""
     noun = "table"
 
     @property
@@ -144,14 +149,18 @@ class Tables(Protocol):
     def update(self, table: str, numbers: bytes) -> Task[None]:
         """Update rows with other numbers of the optimizer from the next update on. Collective."""
 
-    def push(self, table: str, ids: Array, gradients: Array) -> Task[None]:
-        """Contribute to the table's next round; when it is over, the arrays may be overwritten."""
+    def push(self, table: KnownTable, ids: Array, gradients: Array) -> Task[None]:
+        """Contribute to the table's next round; when it is over, the arrays may be overwritten.
 
-    def pull(self, table: str, round_: int, ids: Array, out: Array) -> Task[None]:
-        """Write the rows of `ids` into `out`, after so many of this worker's pushes."""
+        RoomError where the round is refused, or one before it was: nothing of it counts, and the table's round says
+        which counts last."""
 
-    def stats(self, table: str) -> Task[list[TableStats]]:
-        """Return what each server holds of the table. Local."""
+    def pull(self, table: KnownTable, ids: Array, out: Array) -> Task[None]:
+        """Write the rows of `ids` into `out`, after this worker's pushes. RoomError where one of them was refused."""
+
+    def stats(self, table: KnownTable, ahead: int = 0) -> Task[list[TableStats]]:
+        """Return what each server holds of the table after this worker's pushes, and `ahead` more. RoomError as `pull`.
+        """
 
     def freeze(self, tables: Sequence[str], since: int = 0, export: int = -1) -> Task[FrozenRows]:
         """Keep the rows of tables as they are now, those that updates after `since` have named. For one worker.

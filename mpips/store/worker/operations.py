@@ -22,6 +22,7 @@ from mpips.store.keys.arguments import Call
 from mpips.store.keys.key import Key, Name
 from mpips.store.keys.rows import RowSparse
 from mpips.store.runtime.engine import Ending, Engine, Handle
+from mpips.store.runtime.errors import refused
 from mpips.store.worker.interface import Backend
 
 Array = NDArray[Any]
@@ -327,9 +328,3 @@ def _finish(call: Call) -> Generator[bool | None, None, None]:
         np.copyto(other, call.targets[0])
     if call.spread is not None:
         yield from call.spread.spread()
-
-
-def refused(error: BaseException) -> bool:
-    """Return whether it is an error that all workers raise, with which nothing has changed (`rendezvous.agree`)."""
-    callers = isinstance(error, (ValueError, TypeError)) and not isinstance(error, CollectiveError)
-    return callers and getattr(error, "of_caller", False)

@@ -211,12 +211,27 @@ class Settings:
         self.finish()
         self.run("settle", self.backend.settle(list(self.keys.values())))
 
+    def hear_refusals(self) -> None:
+        """Hear of rounds of tables that were refused: RoomError on a worker that has not heard of one. Collective in a
+        synchronous store with tables; those who have heard wait for the others to come again."""
+        tables = self.backend.tables
+        while tables is not None and self.tables and not self.layout.asynchronous:
+            mine = msgspec.msgpack.encode([table.refusals for table in self.tables.values()])
+            words = self.agree("rounds of tables", data=mine)
+            told = [msgspec.msgpack.decode(word, type=list[int]) for word in words]
+            if all(one == told[0] for one in told):
+                return
+            for table, counts in zip(self.tables.values(), zip(*told)):
+                if table.refusals < max(counts):
+                    self.run(f"stats of table {table.name!r}", tables.stats(table, ahead=1))
+
     def settled(
         self, what: str, items: Items = (), refusal: BaseException | None = None, noun: str = "key", data: bytes = b""
     ) -> list[bytes]:
         """`agree`, and `settle` of all workers. ValueError on all where one of a synchronous store has pushed more
         rounds than another, as its servers wait for that one."""
         self.finish()
+        self.hear_refusals()
         keys = list(self.pushed.values())
         mine = msgspec.msgpack.encode(([key.round for key in keys], data))
         told = [

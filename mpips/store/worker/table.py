@@ -21,6 +21,7 @@ from collectives.fabric.tasks import Task, together
 from mpips.store.checkpoint import tables as files
 from mpips.store.runtime import rendezvous
 from mpips.store.runtime.engine import Handle
+from mpips.store.runtime.errors import RoomError
 from mpips.store.tables import row_optimizers
 from mpips.store.tables.admission import COUNTS, Chance, Seen
 from mpips.store.tables.initial import Ids, Uniform, key_of
@@ -62,6 +63,10 @@ class Table:
         Args:
             ids: int64, any shape.
             gradients: Of the table's dtype, shape ids.shape + (dim,).
+
+        Raises:
+            MemoryError: A server has no memory for new rows. Nothing of this round counts, on no server, and the store
+                goes on. Other workers hear of it here or in a later call.
         """
         push_together([(self, ids, gradients)])
 
@@ -126,13 +131,14 @@ class Table:
         return self.stats()["rows"]
 
     def stats(self) -> dict[str, int]:
-        """Return numbers of all servers: `rows`, their `bytes` with optimizer state, index and counts, and `updates`.
+        """Return numbers of all servers after this worker's pushes: `rows`, `updates`, and the `bytes` of rows with
+        optimizer state, index and counts.
 
         `evicted`: rows that were dropped. `refused`: gradients of ids that `admit` gave no row, and which were dropped.
         `counted`: ids without a row whose updates are counted."""
         self._check_there("stats")
-        parts = self._stats(self.name)
-        counts = self._stats(self.name + COUNTS) if self._known.card.seen else []
+        parts = self._stats(self._known)
+        counts = self._stats(self._settings.tables[self.name + COUNTS]) if self._known.card.seen else []
         return {
             "rows": sum(part.rows for part in parts), "bytes": sum(part.nbytes for part in (*parts, *counts)),
             "updates": max(part.updates for part in parts), "evicted": sum(part.evicted for part in parts),
@@ -190,22 +196,22 @@ class Table:
 
     # ---- calls
 
-    def _stats(self, table: str) -> list[frames.TableStats]:
+    def _stats(self, table: KnownTable) -> list[frames.TableStats]:
         tables = self._settings.backend.tables
         assert tables is not None
-        return self._settings.run(f"stats of table {table!r}", tables.stats(table))
+        return self._settings.run(f"stats of table {table.name!r}", tables.stats(table))
 
     def _pull(self, what: str, ids: Ids, out: Array) -> None:
         tables = self._settings.backend.tables
         assert tables is not None
         self._begin(said := f"{what} of table {self.name!r}")
-        self._settings.run(said, tables.pull(self.name, self._known.round, ids, out))
+        self._settings.run(said, tables.pull(self._known, ids, out))
 
     def _read(self, what: str, ids: Ids, out: Array, target: object) -> Task[object]:
         """Pull, and return what `out` is the memory of."""
         tables = self._settings.backend.tables
         assert tables is not None
-        yield from tables.pull(self.name, self._known.round, ids, out)
+        yield from tables.pull(self._known, ids, out)
         return target
 
     def _begin(self, what: str) -> None:
@@ -305,9 +311,19 @@ def _push_all(what: str, pushes: Sequence[tuple[Table, Ids, Array]]) -> None:
     with first._route.pushing_tables(names):
         for table, *_ in pushes:
             table._begin(said)
-        settings.run(said, together([tables.push(table.name, ids, gradients) for table, ids, gradients in pushes]))
-        for table, *_ in pushes:
-            table._known.round += 1
+        refusals: list[RoomError] = []
+        sent = [_noting(tables.push(table._known, ids, gradients), refusals) for table, ids, gradients in pushes]
+        settings.run(said, together(sent))
+        if refusals:
+            raise refusals[0]
+
+
+def _noting(push: Task[None], refusals: list[RoomError]) -> Task[None]:
+    """Push; note what refuses that, so that pushes to other tables come to their end."""
+    try:
+        yield from push
+    except RoomError as error:
+        refusals.append(error)
 
 
 def make(

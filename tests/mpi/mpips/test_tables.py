@@ -289,26 +289,106 @@ def test_bad_arguments_lose_nothing() -> None:
     run("dist_sync", body, servers=1)
 
 
-def test_a_server_without_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    need(servers=1)
+class Memory:
+    """The free memory of the last server's machine, as a file says; others have enough."""
 
-    def body(kv: mpips.KVStore) -> str:
-        table = kv.table("t", 2, init=mpips.uniform(0), learning_rate=1.0)
-        table.push(np.arange(9), -np.ones((9, 2), np.float32))
-        assert (table.pull(np.arange(10))[:9] == kv.num_workers).all()
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
+        self._path = f"{folder}/free"
+        monkeypatch.setattr(places, "SEEN_BYTES", 1 << 10)
+        monkeypatch.setattr(places, "free_memory", self._read if WORLD.rank == WORLD.size - 1 else lambda: 1 << 30)
+
+    def _read(self) -> int:
+        with open(self._path) as file:
+            return int(file.read())
+
+    def set(self, kv: mpips.KVStore, free: int) -> None:
+        """Let there be so much. Collective over the workers."""
         kv.barrier()
-        return failure(lambda: [table.pushpull(np.arange(1000), np.ones((1000, 2), np.float32)) for _ in range(9)])
+        if kv.rank == 0:
+            with open(self._path, "w") as file:
+                file.write(str(free))
+        kv.barrier()
 
-    free = iter([1 << 30])
-    monkeypatch.setattr(places, "SEEN_BYTES", 1 << 10)
-    monkeypatch.setattr(places, "free_memory", lambda: next(free, 0))
-    said = ""
-    try:
-        said = run("dist_sync", body, servers=1) or ""
-    except mpips.StoreError as error:  # of the close
-        said = str(error)
-    if WORLD.rank < WORLD.size - 1:
-        assert "table 't': update 2 failed: this machine has no memory for more than 9 rows: give the table" in said
+
+@either_mpi
+@pytest.mark.parametrize("options", SERVERS)
+@pytest.mark.parametrize("who", ["all", "one", "one, and nobody pulls"])
+def test_a_server_without_memory_refuses_the_whole_round(
+    options: dict[str, Any], who: str, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    need(**options)
+    folder = WORLD.bcast(str(tmp_path_factory.mktemp("full")) if WORLD.rank == 0 else "")
+    memory = Memory(monkeypatch, folder)
+
+    def body(kv: mpips.KVStore) -> None:
+        memory.set(kv, 1 << 30)
+        table = kv.table("t", 2, init=mpips.uniform(0.5), optimizer="row_adagrad", **SMALL_RATE)
+        expected = ReferenceTable("t", 2, "float32", 0.5, "row_adagrad")
+        old, many = np.arange(50), np.arange(-9000, 9000)
+        greedy = who == "all" or kv.rank == kv.num_workers - 1
+
+        def step(ids: Any) -> None:
+            table.push(ids, np.ones((len(ids), 2), np.float32))
+            expected.push([(ids, np.ones((len(ids), 2), np.float32))] * kv.num_workers)
+            assert table.pull(old).tobytes() == expected.pull(old).tobytes()
+
+        def try_many() -> None:
+            mine = many if greedy else old
+            table.push(mine, np.ones((len(mine), 2), np.float32))
+            if who == "one, and nobody pulls":
+                table.save(f"{folder}/of others")
+            table.pull(old)
+
+        step(old)
+        memory.set(kv, 0)
+        for _ in range(2):
+            with pytest.raises(MemoryError) as raised:
+                try_many()
+            assert f"push 2 of table 't' counts on no server, as server rank {WORLD.size - 1} has" in str(raised.value)
+            assert "rows" in str(raised.value) and "bytes) beside" in str(raised.value)
+            table.save(f"{folder}/saved")
+            assert table.export(f"{folder}/exported") == table.pushes == table.stats()["updates"] == 1
+            assert table.rows == len(old)
+            assert table.pull(many[8990:9060]).tobytes() == expected.pull(many[8990:9060]).tobytes()
+        copy = ServingCopy()
+        copy.read(f"{folder}/exported")
+        copy.check(expected)
+        step(old)
+        memory.set(kv, 1 << 30)
+        table.load(f"{folder}/saved")
+        assert table.rows == len(old)
+        table.push(many, np.ones((len(many), 2), np.float32))
+        assert table.rows == len(many)
+
+    run("dist_sync", body, **options)
+
+
+def test_a_push_that_is_refused_is_of_one_worker_in_an_asynchronous_store(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    need(servers=2)
+    memory = Memory(monkeypatch, WORLD.bcast(str(tmp_path_factory.mktemp("full")) if WORLD.rank == 0 else ""))
+
+    def body(kv: mpips.KVStore) -> None:
+        memory.set(kv, 0)
+        table, many = kv.table("t", 1, init=mpips.uniform(0), learning_rate=1.0), np.arange(5000)
+        if kv.rank == 0:
+            with pytest.raises(MemoryError, match="push 1 of table 't' counts on no server"):
+                table.push(many, -np.ones((5000, 1), np.float32))
+        else:
+            table.push(many[:0], np.ones((0, 1), np.float32))
+        assert table.pushes == (kv.rank > 0)
+        kv.barrier()
+        assert table.rows == 0
+        memory.set(kv, 1 << 30)
+        table.push(many, -np.ones((5000, 1), np.float32))
+        kv.barrier()
+        kv.layout.workers.Barrier()
+        table.stats()
+        kv.layout.workers.Barrier()
+        assert (table.pull(many) == kv.num_workers).all()
+
+    run("dist_async", body, servers=2)
 
 
 def test_stores_without_servers_refuse_a_table() -> None:
