@@ -152,8 +152,7 @@ class KVStore(Uncopied):
                 table.
 
         Raises:
-            ValueError: An argument is bad or differs between workers, or the store has no servers, or mirrors. Nothing
-                has changed.
+            ValueError: An argument is bad or differs between workers, or the store has no servers. Nothing has changed.
         """
         with self._route.marked("table"):
             life = admit, evict, limit

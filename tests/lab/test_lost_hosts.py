@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,26 +20,40 @@ from launch.lab.job import agent_settings
 from launch.mpirun import find_obstacle_to_survival
 from tests.choice import first
 from tests.lab.conftest import LIMIT, ROOT
+from tests.mpi.mpips import mirrored, survivor, table_survivor
 from tests.mpi.mpips.mirrored import Job
-from tests.mpi.mpips.survivor import expected
 
 pytestmark = pytest.mark.lab
 
 
-@first(1, spares=[1, 0])
-def test_a_hosts_ranks_are_all_killed(make: Callable[..., str], tmp_path: Path, spares: int) -> None:
+def survive(lab: str, folder: Path, module: Any, job: survivor.Job) -> int:
+    """Run 3 workers, 2 servers and spares, two ranks on a host; return how many workers are left, with right values."""
     if why := find_obstacle_to_survival(find()):
         pytest.skip(why)
-    name = make("star:3")
-    job = Job("dist_sync", spares=spares, optimizer="sgd", apart=False, kills={"2": 0.3, "3": 0.3})
-    program = [sys.executable, "-m", "tests.mpi.mpips.mirrored", str(tmp_path), job.text()]
-    argv = client.job_command(name, 5 + spares, program, per_host=2, extra=["--with-ft", "ulfm"])
+    program = [sys.executable, "-m", module.__name__, str(folder), job.text()]
+    argv = client.job_command(lab, 5 + job.spares, program, per_host=2, extra=["--with-ft", "ulfm"])
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
-    traces = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("*.trace"))]
-    assert done.returncode == 0 and len(traces) == 2, done.stderr
-    with np.load(tmp_path / "values.npz") as found:
+    traces = [json.loads(file.read_text()) for file in sorted(folder.glob("*.trace"))]
+    assert done.returncode == 0 and traces, done.stderr
+    expected = table_survivor.expected if module is table_survivor else survivor.expected
+    with np.load(folder / "values.npz") as found:
         for key, array in expected(job, traces).items():
             assert found[key].tobytes() == array.tobytes(), key
+    return len(traces)
+
+
+@first(1, spares=[1, 0])
+def test_a_hosts_ranks_are_all_killed(make: Callable[..., str], tmp_path: Path, spares: int) -> None:
+    job = Job("dist_sync", spares=spares, optimizer="sgd", apart=False, kills={"2": 0.3, "3": 0.3})
+    assert survive(make("star:3"), tmp_path, mirrored, job) == 2
+
+
+@first(2, **{"victims, spares, mirrors": [(["2", "3"], 1, 1), (["3"], 1, 0), (["3"], 0, 0), (["2", "3"], 0, 1)]})
+def test_rows_of_tables_outlive_their_host_or_server(
+    make: Callable[..., str], tmp_path: Path, victims: list[str], spares: int, mirrors: int
+) -> None:
+    job = survivor.Job("dist_sync", 2, spares=spares, kills=dict.fromkeys(victims, 0.5), mirrors=mirrors)
+    assert survive(make("star:3"), tmp_path, table_survivor, job) == 3 - ("2" in victims)
 
 
 LOSES_A_HOST = """

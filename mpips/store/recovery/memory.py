@@ -205,7 +205,8 @@ class NodeMemory:
                 if book is not None:
                     units = self._holdings(rank, book, layout.asynchronous)
                     tables = [
-                        holding_of_table(entry.card.table, attached(self._files[rank], entry)) for entry in book.tables
+                        holding_of_table(entry.card.table, attached(self._files[rank], entry), rank, rank)
+                        for entry in book.tables
                     ]
                     found.append(Shelf(rank, False, book.settings, units, tables=tables))
         return found

@@ -2,7 +2,7 @@
 
 A unit that has changed goes to the mirror, whole, and nothing is written to it before it is there. The mirror keeps the
 last two complete versions of each unit. The older one's memory is that of the next one. So what is cut off while it
-comes leaves a whole version.
+comes leaves a whole version. Rows of tables have a way of their own (`row_mirror`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from numpy.typing import NDArray
 
 from collectives.errors import warn
 from collectives.fabric import requests
+from collectives.fabric.arena import SparseFile
 from collectives.fabric.failure import is_death
 from mpips.store.recovery.membership import Before, mirror_of
 from mpips.store.recovery.memory import arrays_of_unit, holding_of_unit
 from mpips.store.recovery.plan import Holding, Shelf, copies_of, dtype_names
+from mpips.store.recovery.row_mirror import MirroredTables, RowMirror
 from mpips.store.recovery.undo import Version
 from mpips.store.roles import Layout
 from mpips.store.server.unit import Unit, UnitMirror
@@ -112,11 +114,12 @@ class MirroredUnits:
     """All that one server keeps for others, from generation to generation.
 
     When a generation begins, the copies of the one before stay until all servers have sent their units anew: nothing
-    that they stand for is changed before.
+    that they stand for is changed before. `file`: where copies of tables lie.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, file: SparseFile | None = None) -> None:
         self._copies: dict[UnitPlace, MirroredUnit] = {}
+        self.tables = MirroredTables(SparseFile() if file is None else file)
 
     def of(self, place: UnitPlace) -> MirroredUnit:
         """Return the copy of a unit."""
@@ -139,6 +142,7 @@ class MirroredUnits:
     def drop_before(self, generation: int) -> None:
         """Drop what is older, as all servers have sent their units in this generation."""
         self._copies = {place: copy for place, copy in self._copies.items() if copy.generation >= generation}
+        self.tables.drop_before(generation)
 
     def shelves(self, before: Before | None, rank: int) -> list[Shelf]:
         """Return what is whole here, on the rank that this server had, where a server has died."""
@@ -149,7 +153,8 @@ class MirroredUnits:
             states = max((dtype_names(version.arrays[1:]) for version in copy.versions), key=len)
             standings = [(one.round, one.step) for one in copy.versions]
             units.append(Holding(key, start, stop, standings, copy.torn, states, list(copy.versions[0].pushes)))
-        return [Shelf(copies_of(rank), False, b"", units)] if units else []
+        tables = self.tables.holdings(before.num_workers, before.num_servers, copies_of(rank))
+        return [Shelf(copies_of(rank), False, b"", units, tables=tables)] if units or tables else []
 
     def arrays_of(self, index: int, before: bool) -> list[Array]:
         """Return values and state of a unit on the shelf; `before`: as they were a round before."""
@@ -201,6 +206,7 @@ class Mirror(UnitMirror):
         """By numbers of units, the version that is to come; 0 where it is not sent yet."""
         self._number = self._nbytes = 0
         self._coming: list[Coming] = []
+        self.tables = RowMirror(layout.servers, self._mirror, copies.tables, generation)
         if self._mirror is None and self._mine == 0:
             warn("mirrors=1, but all servers that are left share one node: another loss of a node loses what is stored")
 
@@ -230,11 +236,11 @@ class Mirror(UnitMirror):
 
     def turn(self) -> bool:
         """Take in what has come, and send what there is room for; return whether anything was done."""
-        worked = self._hear()
+        worked = self._hear() | self.tables.turn()
         while self._due and (not self._nbytes or self._nbytes < UNDER_WAY_BYTES):
             self._send(self._due.popleft())
             worked = True
-        if not self._told and self.quiet:
+        if not self._told and self.quiet and self.tables.quiet:
             self._told = True
             self._post(MirrorFilled(), *(server for server in range(self._comm.size) if server != self._mine))
             self._note_filled(self._mine)
@@ -243,6 +249,7 @@ class Mirror(UnitMirror):
     def stop(self) -> None:
         """End with the generation: nobody waits for the mirror any more, and what is not whole here does not count."""
         self._hear()
+        self.tables.stop()
         self._over = True
         for unit in (*self._due, *(sent.unit for sent in self._under_way.values())):
             unit.mirrored = True

@@ -31,7 +31,6 @@ from mpips.store.keys.cutting import Cards, Cutting
 from mpips.store.keys.key import Key, Name, Rounds
 from mpips.store.keys.sharding import Interval
 from mpips.store.recovery.tables import (
-    RowSource,
     TableHolding,
     TablePlan,
     common_holdings,
@@ -154,10 +153,11 @@ def owners_of_tables(inventories: Sequence[Inventory]) -> dict[str, dict[int, Ta
     A table and its counts of ids close a round one after the other: they are put at rounds that both have."""
     cards = common_tables(inventories)
     found: dict[str, dict[int, TableHolding]] = {card.table: {} for card in cards}
-    for shelf in (shelf for one in inventories for shelf in one.shelves):
-        for holding in shelf.tables:
-            if holding.table in found:
-                found[holding.table][shelf.owner] = holding
+    for holding in (holding for one in inventories for shelf in one.shelves for holding in shelf.tables):
+        if (there := found.get(holding.table)) is None:
+            continue
+        known = there.get(holding.owner, holding)
+        there[holding.owner] = max(known, holding, key=lambda one: (one.shelf == one.owner, one.standings[0]))
     for table in (card.table for card in cards if card.seen):
         found[table] = found[table + COUNTS] = common_holdings(found[table], found[table + COUNTS])
     return found
@@ -277,10 +277,6 @@ class RecoveryPlan:
     tables: list[TablePlan] = field(default_factory=list)
     rank: int = 0
     """Of the one that has made this plan; all else is the same on all."""
-    row_sources: dict[int, list[RowSource] | None] = field(default_factory=dict)
-    """Whence each server takes rows of tables, by its rank; None: it keeps its own. Nothing where there are no tables.
-    """
-
     holdings: dict[int, list[Holding]] = field(default_factory=dict)
     """By the ranks that old servers had; copies of a server, by -1 - its rank."""
 
@@ -532,19 +528,21 @@ def _plan_units(
     ]  # fmt: skip
     holdings = {owner: shelf.units for owner, shelf in shelves.items()}
     owners = owners_of_tables(inventories)
-    tables = [
-        plan_table(layout, card, owners[card.table], choice.tables[card.table]) for card in common_tables(inventories)
-    ]
+    live = {shelf.owner for one in inventories for shelf in one.shelves if shelf.live}
+    tables = []
+    for card in common_tables(inventories):
+        theirs = owners[card.table]
+        sources = {
+            rank: sources_of(layout, rank, theirs, live, inventories[rank].mapped, holders)
+            for rank in map(layout.server_rank, range(layout.num_servers))
+        }
+        tables.append(plan_table(layout, card, theirs, choice.tables[card.table])._replace(sources=sources))
     if layout.asynchronous:
         mine = [key.round for key in keys] + [table.pushes[layout.rank] for table in tables if layout.is_worker]
         choice = choice._replace(step=min(filter(None, mine), default=0))
-    live = {shelf.owner for one in inventories for shelf in one.shelves if shelf.live}
-    ranks = map(layout.server_rank, range(layout.num_servers if tables else 0))
-    sources = {rank: sources_of(layout, rank, live, inventories[rank].mapped, holders) for rank in ranks}
     return RecoveryPlan(
-        inventories, choice, keys, cutting, cards, units, holdings=holdings, tables=tables, rank=layout.rank,
-        row_sources=sources,
-    )  # fmt: skip
+        inventories, choice, keys, cutting, cards, units, holdings=holdings, tables=tables, rank=layout.rank
+    )
 
 
 def _plan_unit(

@@ -291,7 +291,7 @@ class Member(Generic[T]):
         Collective, blocking."""
         layout = self.layout
         moved = UnitTransfer(plan, layout, reached, units)
-        rows = RowTransfer(plan, layout.world, layout.num_workers, reached.journal, tables)
+        rows = RowTransfer(plan.tables, layout.world, reached.journal, tables)
         try:
             self.generation.wait(lambda: rows.is_over() & moved.is_over(), WHAT)
         finally:
@@ -335,10 +335,10 @@ class ReachableMemory:
 
     def __init__(
         self, node: NodeMemory, generation: int, units: Sequence[Unit] = (), owner: int = -1,
-        copies: MirroredUnits | None = None, tables: Callable[[str], Journal] | None = None,
+        copies: MirroredUnits | None = None, tables: Callable[[RowSource, str], Journal] | None = None,
     ) -> None:  # fmt: skip
         """`generation`: the one that is to begin. `owner`: the rank that this one had as a server. `tables`: what this
-        one had of a table."""
+        one had of a table, or keeps as a copy."""
         self.units, self._owner, self._node, self._generation, self._copies = units, owner, node, generation, copies
         self._tables = tables
 
@@ -353,9 +353,9 @@ class ReachableMemory:
 
     def journal(self, source: RowSource, table: str) -> Journal:
         """Return what a server had of a table. Not to be changed."""
-        if source.owner == self._owner:
+        if source.shelf < 0 or source.shelf == self._owner:
             assert self._tables is not None
-            return self._tables(table)
+            return self._tables(source, table)
         return self._node.journal(source.owner, table, self._generation)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -17,10 +17,9 @@ from mpi4py import MPI
 
 from collectives.errors import CollectiveError
 from collectives.fabric import requests
-from mpips.store.recovery.plan import RecoveryPlan
-from mpips.store.recovery.tables import RowSource
+from mpips.store.recovery.tables import RowSource, TablePlan
 from mpips.store.tables.initial import owners_of
-from mpips.store.tables.journal import Array, Journal
+from mpips.store.tables.journal import Journal
 
 TAG = 7
 """On the store's communicator."""
@@ -51,14 +50,14 @@ class NewRows(Protocol):
         """Set rows that were sent."""
 
 
-Taker = tuple[int, RowSource]
-"""A server, and where its rows come from."""
-
-
-def takers_from(plan: RecoveryPlan, rank: int) -> list[Taker]:
-    """Return who has rows by this rank: others by its messages, itself from memory that it reaches."""
-    every = ((server, source) for server, sources in plan.row_sources.items() for source in sources or ())
-    return [(server, source) for server, source in every if rank == (source.holder if source.sent else server)]
+def takers_from(table: TablePlan, rank: int) -> dict[RowSource, list[int]]:
+    """Return which servers have rows by this rank: others by its messages, itself from memory that it reaches."""
+    takers: dict[RowSource, list[int]] = {}
+    for server, sources in table.sources.items():
+        for source in sources or ():
+            if rank == (source.holder if source.sent else server):
+                takers.setdefault(source, []).append(server)
+    return takers
 
 
 def check_of(arrays: Mapping[str, bytes]) -> int:
@@ -73,17 +72,16 @@ class RowTransfer:
     """The rows that one rank sends, puts into its own new tables, and takes in."""
 
     def __init__(
-        self, plan: RecoveryPlan, comm: MPI.Intracomm, first_server: int,
-        journal: Callable[[RowSource, str], Journal], tables: NewRows | None,
+        self, plans: Sequence[TablePlan], comm: MPI.Intracomm, journal: Callable[[RowSource, str], Journal],
+        tables: NewRows | None,
     ) -> None:  # fmt: skip
-        """`first_server`: the rank of server 0. `journal`: of a source that this rank reaches, and a table. `tables`:
-        this server's, which are made already; None on other ranks."""
-        self._plan, self._comm, self._rank, self._tables = plan, comm, comm.Get_rank(), tables
-        self._first, self._servers, self._journal = first_server, len(plan.row_sources), journal
-        sources = plan.row_sources.get(self._rank) or ()
+        """`journal`: of a source that this rank reaches, and a table. `tables`: this server's, which are made already;
+        None on other ranks."""
+        self._plans, self._comm, self._rank, self._tables = plans, comm, comm.Get_rank(), tables
+        self._journal = journal
         self._due = {
             (table.card.table, source.owner, source.holder): 0
-            for table in plan.tables for source in sources if source.sent
+            for table in plans for source in table.sources.get(self._rank) or () if source.sent
         }  # fmt: skip
         """Of what comes from others the number of the next piece."""
         self._going = self._go()
@@ -111,30 +109,27 @@ class RowTransfer:
 
     def _go(self) -> Iterator[bool]:
         """Read what this rank reaches and others or it need, a piece at each step."""
-        takers: dict[RowSource, list[int]] = {}
-        for server, source in takers_from(self._plan, self._rank):
-            takers.setdefault(source, []).append(server)
-        for table in self._plan.tables:
-            name = table.card.table
-            for source, servers in takers.items():
+        for table in self._plans:
+            name, every = table.card.table, sorted(table.sources)
+            for source, takers in takers_from(table, self._rank).items():
                 number = 0
                 for piece in self._journal(source, name).pieces(table.rounds[source.owner]):
-                    self._deal(name, source, servers, number, piece)
+                    owners = owners_of(piece["ids"], len(every))
+                    for server in takers:
+                        mine = owners == every.index(server)
+                        arrays = {array: values[mine].tobytes() for array, values in piece.items()}
+                        self._deal(server, name, source, number, arrays)
                     number += 1
                     yield False
-                for server in servers if source.sent else ():
+                for server in takers if source.sent else ():
                     self._send(server, RowsSent(name, source.owner, number, True, {}, 0))
 
-    def _deal(self, table: str, source: RowSource, servers: list[int], number: int, piece: Mapping[str, Array]) -> None:
-        owners = owners_of(piece["ids"], self._servers)
-        for server in servers:
-            mine = owners == server - self._first
-            arrays = {name: array[mine].tobytes() for name, array in piece.items()}
-            if source.sent:
-                self._send(server, RowsSent(table, source.owner, number, False, arrays, check_of(arrays)))
-            else:
-                assert self._tables is not None
-                self._tables.put(table, arrays)
+    def _deal(self, server: int, table: str, source: RowSource, number: int, arrays: dict[str, bytes]) -> None:
+        if source.sent:
+            self._send(server, RowsSent(table, source.owner, number, False, arrays, check_of(arrays)))
+        else:
+            assert self._tables is not None
+            self._tables.put(table, arrays)
 
     def _send(self, server: int, rows: RowsSent) -> None:
         data = msgspec.msgpack.encode(rows)

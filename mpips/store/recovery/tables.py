@@ -23,9 +23,12 @@ from mpips.store.transport.frames import MakeTable
 
 
 class TableHolding(msgspec.Struct, array_like=True):
-    """A table on one server, and the rounds at which its rows can be had there."""
+    """A table on one server, the `owner` by its rank, and the rounds at which its rows can be had."""
 
     table: str
+    owner: int
+    shelf: int
+    """Whose memory it is: the owner's, or that of its mirror; see `plan.Shelf`."""
     standings: list[tuple[int, int]]
     """The newest round first, each with the updates of the table."""
     torn: bool
@@ -42,6 +45,16 @@ class TableEntry(msgspec.Struct, array_like=True):
     workers: int
 
 
+class RowSource(NamedTuple):
+    """Whence a server takes rows that the server `owner` had before, by its rank then: from a shelf that the rank
+    `holder` reaches. `sent`: they come as messages."""
+
+    owner: int
+    shelf: int
+    holder: int
+    sent: bool
+
+
 class TablePlan(NamedTuple):
     """A table in the next generation. `pushes`: of each worker how many are in it."""
 
@@ -52,25 +65,18 @@ class TablePlan(NamedTuple):
     pushes: list[int]
     rounds: Mapping[int, int]
     """Of each server before, by its rank then, the round of its rows: in an asynchronous store each its own."""
-
-
-class RowSource(NamedTuple):
-    """Whence a server takes rows: from the memory of a server before, `owner` by its rank then, which the rank `holder`
-    reaches. `sent`: they come as messages."""
-
-    owner: int
-    holder: int
-    sent: bool
+    sources: Mapping[int, list[RowSource] | None] = {}
+    """Whence each server takes its rows, by its rank; None: it keeps its own."""
 
 
 Owners = Mapping[int, TableHolding]
 """What each server of the generation before, by its rank then, has of one table."""
 
 
-def holding_of_table(name: str, journal: Journal) -> TableHolding:
+def holding_of_table(name: str, journal: Journal, owner: int, shelf: int) -> TableHolding:
     """Return what a journal says of a table."""
     standings = journal.standings()
-    return TableHolding(name, standings, journal.torn, journal.done(standings[0][0]))
+    return TableHolding(name, owner, shelf, standings, journal.torn, journal.done(standings[0][0]))
 
 
 def attached(file: SparseFile, entry: TableEntry) -> Journal:
@@ -88,7 +94,7 @@ def common_holdings(owners: Owners, counts: Owners) -> dict[int, TableHolding]:
         both = {round_ for round_, _ in other.standings}
         standings = [standing for standing in one.standings if standing[0] in both]
         torn = one.torn or other.torn or not standings
-        found[owner] = TableHolding(one.table, standings or one.standings, torn, one.pushes)
+        found[owner] = TableHolding(one.table, owner, one.shelf, standings or one.standings, torn, one.pushes)
     return found
 
 
@@ -114,19 +120,24 @@ def plan_table(layout: Layout, card: MakeTable, owners: Owners, round_: int | No
 
 
 def sources_of(
-    layout: Layout, rank: int, live: Collection[int], mapped: Collection[int], holders: Mapping[int, int]
-) -> list[RowSource] | None:
+    layout: Layout, rank: int, owners: Owners, live: Collection[int], mapped: Collection[int],
+    holders: Mapping[int, int],
+) -> list[RowSource] | None:  # fmt: skip
     """Return whence the server `rank` takes the rows that belong to it now; None where it keeps its own.
 
     `live`: those servers before that live, by their ranks then. `mapped`: those whose memory it reaches. `holders`: of
-    each the rank that reaches its memory, and says what is there."""
+    each shelf the rank that reaches it, and says what is there."""
     before = layout.before
     if before is None:
         return None
     first, count, own = before.num_workers, before.num_servers, before.origin[rank]
-    owners = range(first, first + count)
+    wanted = range(first, first + count)
     if count == layout.num_servers:
-        owners = owners[rank - layout.num_workers :][:1]
-        if own in live and own in owners:
+        wanted = wanted[rank - layout.num_workers :][:1]
+        if own in live and own in wanted:
             return None
-    return [RowSource(owner, holders[owner], owner != own and owner not in mapped) for owner in owners]
+    shelves = [(owner, owners[owner].shelf) for owner in wanted]
+    return [
+        RowSource(owner, shelf, holders[shelf], holders[shelf] != rank and shelf not in mapped)
+        for owner, shelf in shelves
+    ]

@@ -25,6 +25,7 @@ from mpips.store.recovery.memory import LastGeneration, Ledger, NodeMemory, Unit
 from mpips.store.recovery.mirror import Mirror, MirroredUnits
 from mpips.store.recovery.plan import Inventory, Placed, RecoveryPlan, Shelf, encode_settings
 from mpips.store.recovery.recover import Member, ReachableMemory, former_rank, make_units, recover
+from mpips.store.recovery.tables import RowSource
 from mpips.store.roles import Layout, Seat
 from mpips.store.runtime.generation import Generation
 from mpips.store.server.late import Gossip, Late
@@ -36,6 +37,7 @@ from mpips.store.server.sources import FillingOutbox, Pushes, Receiver
 from mpips.store.server.state import AsynchronousState, ServerState, SynchronousState
 from mpips.store.server.tables import ServerTables
 from mpips.store.server.unit import Replies
+from mpips.store.tables.journal import Journal
 from mpips.store.transport.frames import ROUND, ROUND_AT, Frame, Op, OpenStore
 from mpips.store.transport.lines import Line, MessageLine, Rings, any_waiting
 
@@ -126,7 +128,8 @@ class Server(Member[None]):
         here = sum(layout.same_node(layout.rank, server) for server in every)
         threads = max(1, min(MOST_THREADS, seat.usable // here))
         self._reduce = Reduce(threads, seat.step_aside, seat.shared)
-        self._copies, self._rounds = MirroredUnits(), Rounds()
+        self._copies, self._rounds = MirroredUnits(self._file), Rounds()
+        self._table_rounds: dict[str, int] = {}
         self._last_serving: LastGeneration[Serving] = LastGeneration()
         self._now = self._serving([])
 
@@ -151,8 +154,9 @@ class Server(Member[None]):
         staleness = options.staleness if layout.asynchronous else None
         server = layout.rank - layout.num_workers
         tables = ServerTables(
-            layout.num_workers, staleness, server, layout.num_servers, self._file, layout.survives
-        )
+            layout.num_workers, staleness, server, layout.num_servers, self._file, layout.survives,
+            None if self._mirror is None else self._mirror.tables,
+        )  # fmt: skip
         return Serving(state, Requests(state, f"server rank {layout.rank}", self._units, number, tables))
 
     def begin(self) -> None:
@@ -314,10 +318,10 @@ class Server(Member[None]):
         old = self._last_serving.before(number, self._now)
         there = [*old.state.units.values()]
         mine, tables = former_rank(layout), serving.requests.tables
-        reached = ReachableMemory(self.old_memory, number, there, mine, self._copies, old.requests.tables.journal)
+        reached = ReachableMemory(self.old_memory, number, there, mine, self._copies, self._journal)
         units, where = make_units(plan, layout.rank, self._units, groups, reached)
-        stays = plan.row_sources.get(layout.rank) is None
         for table in plan.tables:
+            stays = table.sources[layout.rank] is None
             tables.restore(table, old.requests.tables if stays else None, mine)
         self.move(plan, reached, units, tables)
         for unit in units:
@@ -325,9 +329,16 @@ class Server(Member[None]):
             serving.state.changed(unit)
         for table in plan.tables:
             tables.begin(table)
-        self._rounds = plan.rounds
+        self._rounds, self._table_rounds = plan.rounds, {table.card.table: table.round for table in plan.tables}
         LOG.info("%d unit%s moved, %d byte%s", len(units), "s"[: len(units) != 1], self.nbytes, "s"[: self.nbytes != 1])
         return Placed(where, serving.requests.repeat_change(plan.change))
+
+    def _journal(self, source: RowSource, table: str) -> Journal:
+        """Return what this server had of a table, or keeps of another one's."""
+        before = self.layout.before
+        if source.shelf < 0 and before is not None:
+            return self._copies.tables.journal(table, source.owner - before.num_workers, before.num_servers)
+        return self._last_serving.before(self.generation.number, self._now).requests.tables.journal(table)
 
     def rebuild(self, plan: RecoveryPlan, placed: Sequence[Placed]) -> None:
         """Serve the new units over the new lines."""
@@ -339,6 +350,7 @@ class Server(Member[None]):
         super().commit()
         self._last_serving.forget()
         self._copies.begin(None if self.layout.asynchronous else self._rounds)
+        self._copies.tables.begin(None if self.layout.asynchronous else self._table_rounds)
 
 
 class WorkerTraffic:

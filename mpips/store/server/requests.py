@@ -46,6 +46,8 @@ class Requests:
         """(worker, line, token, request) of what waits until all that was pushed has been applied."""
         self._unsaid: list[tuple[Line, int, bytes, list[Unit]]] = []
         """(line, token, answer, units) of what is said once these units are with the mirror."""
+        self._deferred: list[tuple[int, Line, int, frames.TableRequest, np.ndarray]] = []
+        """What is heard once the mirror has its table."""
         self.opening: dict[int, OpenStore] = {}
         """By workers that have asked for one more store: for which."""
 
@@ -72,6 +74,9 @@ class Requests:
         self, worker: int, line: Line, token: int, request: frames.TableRequest, payload: np.ndarray
     ) -> None:
         """Let the tables have a request, and say what they answer by now, to whomever it is."""
+        if self.tables.waits(request):
+            self._deferred.append((worker, line, token, request, payload))
+            return
         try:
             answers = self.tables.hear(worker, (line, token), request, payload)
         except REFUSALS as error:
@@ -96,7 +101,11 @@ class Requests:
         return any(changed)
 
     def say_mirrored(self) -> None:
-        """Say answers whose units the mirror has by now; to be called after each look at the mirror."""
+        """Say answers whose units and tables the mirror has by now; to be called after each look at the mirror."""
+        self.say(self.tables.take_mirrored())
+        deferred, self._deferred = self._deferred, []
+        for request in deferred:
+            self._hear_of_table(*request)
         unsaid, self._unsaid = self._unsaid, []
         for line, token, answer, units in unsaid:
             if rest := [unit for unit in units if not unit.mirrored]:
@@ -108,6 +117,7 @@ class Requests:
         """Drop all, as the generation is over: nobody waits for an answer."""
         self.waiting.clear()
         self._unsaid.clear()
+        self._deferred.clear()
         self.opening.clear()
         for number in list(self.snapshots):
             self._drop_snapshot(number)

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from collectives.errors import CollectiveError, MismatchError
 from collectives.fabric.arena import SparseFile
+from mpips.store.recovery.row_mirror import RowMirror
 from mpips.store.recovery.tables import TableEntry, TableHolding, TablePlan, holding_of_table
 from mpips.store.tables import admission, kernels, row_optimizers
 from mpips.store.tables.initial import Ids, owners_of
@@ -37,6 +38,8 @@ Asker = tuple[Line, int]
 Payload = NDArray[np.uint8]
 NOTHING, NO_IDS = np.zeros(0, np.uint8), np.zeros(0, np.int64)
 TableAnswers = Sequence[tuple[Asker, frames.Answer]]
+WITHOUT_TABLE = frames.FreezeTables | frames.ThawTables
+"""Requests that name no table."""
 
 
 class _Push(NamedTuple):
@@ -80,12 +83,15 @@ class ServerTables:
     """All tables of one server in one generation. `staleness`: None where rounds are synchronous; -1: any.
 
     `server`: which of `servers` it is, from 0; a table's `limit` is spread over them. `file`: where rows lie.
-    `survives`: others can have them, and the round before, when this server has died."""
+    `survives`: others can have them, and the round before, when this server has died. `mirror`: to which they go."""
 
     def __init__(
         self, workers: int, staleness: int | None = None, server: int = 0, servers: int = 1,
-        file: SparseFile | None = None, survives: bool = False,
+        file: SparseFile | None = None, survives: bool = False, mirror: RowMirror | None = None,
     ) -> None:  # fmt: skip
+        self._mirror, self._rank = mirror, workers + server
+        self._held: dict[str, list[tuple[Asker, frames.Answer]]] = {}
+        """By tables what is answered once the mirror has them."""
         self._workers, self._staleness, self._server, self._servers = workers, staleness, server, servers
         self._file, self._survives = SparseFile() if file is None else file, survives
         self._tables: dict[str, _Table] = {}
@@ -112,6 +118,34 @@ class ServerTables:
 
         ValueError or MemoryError where a table cannot be made: nothing has changed. MismatchError where a worker that
         has left is waited for. CollectiveError where rows cannot be updated."""
+        answers = self._hear(worker, asker, request, payload)
+        if isinstance(request, frames.MakeTable | frames.ResetTable | frames.EndLoad):
+            self._mirror_all(self._tables[request.table])
+        return answers if isinstance(request, WITHOUT_TABLE) else self._hold(request.table, answers)
+
+    def waits(self, request: frames.TableRequest) -> bool:
+        """Return whether a request is to be heard only when the mirror has its table."""
+        return self._mirror is not None and not (
+            isinstance(request, WITHOUT_TABLE) or self._mirror.has(request.table)
+        )  # fmt: skip
+
+    def take_mirrored(self) -> TableAnswers:
+        """Return the answers of tables that the mirror has by now; to be called after each look at it."""
+        mirror = self._mirror
+        ready = [table for table in self._held if mirror is None or mirror.has(table)]
+        return [answer for table in ready for answer in self._held.pop(table)]
+
+    def _hold(self, table: str, answers: TableAnswers) -> TableAnswers:
+        if self._mirror is None or self._mirror.has(table):
+            return answers
+        self._held.setdefault(table, []).extend(answers)
+        return []
+
+    def _mirror_all(self, table: _Table) -> None:
+        if self._mirror is not None:
+            self._mirror.begin(table.card, table.rows.capacity, table.journal)
+
+    def _hear(self, worker: int, asker: Asker, request: frames.TableRequest, payload: Payload) -> TableAnswers:
         match request:
             case frames.MakeTable():
                 self._make(request)
@@ -171,8 +205,9 @@ class ServerTables:
     def _make(self, card: frames.MakeTable) -> _Table:
         limit = (card.limit + self._servers - 1 - self._server) // self._servers
         counts = self._tables[card.table + admission.COUNTS] if card.seen else None
-        rank = self._workers + self._server
-        made = _Table(card, self._workers, self._staleness, limit, counts, self._file, self._survives, rank)
+        made = _Table(
+            card, self._workers, self._staleness, limit, counts, self._file, self._survives, self._rank, self._mirror
+        )
         self._tables[card.table] = made
         return made
 
@@ -180,7 +215,7 @@ class ServerTables:
 
     def holdings(self) -> list[TableHolding]:
         """Return what this server has of each table."""
-        return [holding_of_table(name, table.journal) for name, table in self._tables.items()]
+        return [holding_of_table(name, one.journal, self._rank, self._rank) for name, one in self._tables.items()]
 
     def entries(self) -> list[TableEntry]:
         """Return where others find the tables when this server has died."""
@@ -215,23 +250,29 @@ class ServerTables:
 
     def begin(self, plan: TablePlan) -> None:
         """Let a table stand at its round, as all of its rows are there."""
-        self._tables[plan.card.table].begin(plan.round, plan.updates, plan.pushes, plan.torn)
+        table = self._tables[plan.card.table]
+        table.begin(plan.round, plan.updates, plan.pushes, plan.torn)
+        self._mirror_all(table)
 
     def left(self, worker: int) -> TableAnswers:
         """A worker has left: return what can be answered without it. MismatchError where a round waits for it."""
         self._gone.add(worker)
-        return [answer for table in self._tables.values() for answer in table.go_on(self._absent)]
+        return self._go_on()
 
     def meets(self, worker: int) -> TableAnswers:
         """A worker waits for all, in an asynchronous store: return what can be answered as it pushes nothing."""
         self._meeting.add(worker)
-        return [answer for table in self._tables.values() for answer in table.go_on(self._absent)]
+        return self._go_on()
 
     def all_met(self) -> None:
         """Count anew how far workers are ahead, as all have waited for all."""
         self._meeting.clear()
         for table in self._tables.values():
             table.all_met()
+
+    def _go_on(self) -> TableAnswers:
+        tables = self._tables.items()
+        return [answer for name, table in tables for answer in self._hold(name, table.go_on(self._absent))]
 
     @property
     def _absent(self) -> set[int]:
@@ -243,9 +284,9 @@ class _Table:
 
     def __init__(
         self, card: frames.MakeTable, workers: int, staleness: int | None, limit: int, counts: _Table | None,
-        file: SparseFile, survives: bool, rank: int,
+        file: SparseFile, survives: bool, rank: int, mirror: RowMirror | None,
     ) -> None:  # fmt: skip
-        self._rank = rank
+        self._rank, self._mirror = rank, mirror
         self.card, self._staleness, self._limit, self._counts, self._file = card, staleness, limit, counts, file
         self._survives = survives
         self.refused = 0
@@ -447,6 +488,8 @@ class _Table:
             self._done[worker] += 1
         for table in tables:
             table.journal.close(self.updates, self._done)
+            if self._mirror is not None:
+                self._mirror.round_over(table.card.table, table.journal)
 
     def _admitted(self, ids: Ids) -> NDArray[np.int64]:
         """Return the places of ids that have a row, or get one now."""

@@ -44,6 +44,8 @@ class Journal:
     ) -> None:
         self._arrays, self._done, self._kept = arrays, done, kept
         self.words: Any = memoryview(words)  # type: ignore[arg-type]
+        self.rows_at_once = max(1, PIECE_BYTES // sum(array[:1].nbytes for array in arrays.values()))
+        """Rows that are read at a time."""
 
     @classmethod
     def attached(
@@ -79,6 +81,13 @@ class Journal:
             np.take(array, at, axis=0, out=self._kept[name][mark:stop], mode="clip")
         self._kept["at"][mark:stop] = at
         self.words[MARK] = stop
+
+    def write(self, at: Positions, arrays: Mapping[str, Array], rows: int) -> None:
+        """Let this lie at positions, each for the first time in this round; so many are given out by now."""
+        self.keep(at)
+        for name, values in arrays.items():
+            self._arrays[name][at] = values
+        self.words[ROWS] = rows
 
     def close(self, updates: int, done: Sequence[int]) -> None:
         """Complete the round."""
@@ -136,15 +145,29 @@ class Journal:
         """Return how many pushes of each worker are in a round that can be had."""
         return [int(count) for count in self._done[round_ % 2]]
 
+    @property
+    def workers(self) -> int:
+        """Return whose pushes are counted."""
+        return int(self._done.shape[1])
+
+    def changed(self) -> Positions:
+        """Return the positions that the last round has written, where copies are kept: those of dropped rows, too."""
+        words = self.words
+        fresh = np.arange(int(words[ROWS_BEFORE]), int(words[ROWS]))
+        return np.concatenate([self._kept["at"][: int(words[MARK])], fresh])
+
+    def read(self, at: Positions) -> dict[str, Array]:
+        """Return what lies at positions, of all arrays by name."""
+        return {name: array[at] for name, array in self._arrays.items()}
+
     def pieces(self, round_: int) -> Iterable[dict[str, Array]]:
         """Yield the rows at a round that can be had, or the newest before it, piece by piece, of all arrays by name."""
         words, at = self.words, np.zeros(0, np.int64)
         rows = int(words[ROWS])
         if words[OPENED] != words[CLOSED] or round_ < words[CLOSED]:
             rows, at = int(words[ROWS_BEFORE]), self._kept["at"][: int(words[MARK])] if self._kept else at
-        at_once = max(1, PIECE_BYTES // sum(array[:1].nbytes for array in self._arrays.values()))
-        for start in range(0, rows, at_once):
-            stop = min(start + at_once, rows)
+        for start in range(0, rows, self.rows_at_once):
+            stop = min(start + self.rows_at_once, rows)
             part = {name: array[start:stop].copy() for name, array in self._arrays.items()}
             some = np.flatnonzero((at >= start) & (at < stop))
             for name, array in part.items():

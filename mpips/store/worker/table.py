@@ -408,12 +408,8 @@ def _card_of_counts(card: frames.MakeTable, admit: Seen) -> frames.MakeTable:
 
 def _see_store(settings: Settings, name: str) -> None:
     """ValueError where the store cannot keep a table."""
-    layout, why = settings.layout, ""
     if settings.backend.tables is None:
-        why = f"kind {layout.kind!r} has no servers here, and rows are made on servers: give servers=1 or more"
-    elif layout.options.mirrors:
-        why = f"mirrors={layout.options.mirrors}: rows have no mirror on another host yet: make the store without"
-    if why:
+        why = f"kind {settings.layout.kind!r} has no servers here, and rows are made on servers: give servers=1 or more"
         raise ValueError(f"table {name!r}: {why}")
 
 

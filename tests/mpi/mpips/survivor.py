@@ -48,6 +48,7 @@ class Job:
     """Whether seconds count from when a spare has joined."""
     apart: bool = False
     """Whether each rank is a node of its own."""
+    mirrors: int = 0
     hosts: tuple[int, ...] = ()
     """Of each rank the host that it pretends to be on."""
     late: int = -1
@@ -147,6 +148,7 @@ def main(folder: Path, job: Job, train: Train = train) -> None:
     if str(rank) in job.kills:
         threading.Thread(target=_die, args=(begun, job.kills[str(rank)]), daemon=True).start()
     more = {"masters": job.masters, "big_array": 4000} if job.servers else {}
+    more |= {"mirrors": job.mirrors}
     kv = mpips.create(job.kind, servers=job.servers, spares=job.spares, shared_memory=not job.apart, **more)
     if not job.joined or kv.resumed:
         begun.touch()

@@ -45,6 +45,21 @@ def test_rows_are_lost_with_all_that_reach_them(tmp_path: Path) -> None:
         survive(tmp_path, job, 5)
 
 
+@first(2, **{"kind, victims, servers, spares, hosts": [
+    ("dist_sync", [2], 2, 1, [0, 0, 1, 2, 2]),  # a host of its own is lost, a spare takes its place
+    ("dist_sync", [3, 1], 3, 0, [0, 1, 0, 1, 2]),  # a server and a worker are lost with their host
+    ("dist_async", [2], 2, 1, [0, 0, 1, 2, 2]), ("dist_async", [3], 3, 0, [0, 0, 1, 2, 3]),
+    ("dist_sync", [2], 2, 1, [0, 0, 1, 2, 1]),  # its memory is there all the same
+    ("dist_sync", [2, 3], 3, 2, [0, 0, 1, 2, 3, 4, 5]),  # one after the other
+]})  # fmt: skip
+def test_a_mirror_has_the_rows_of_a_lost_host(
+    tmp_path: Path, kind: str, victims: list[int], servers: int, spares: int, hosts: list[int]
+) -> None:
+    kills = {str(victim): 0.3 + 2.0 * number * (spares > 0) for number, victim in enumerate(victims)}
+    job = Job(kind, servers, spares=spares, steps=STEPS, kills=kills, hosts=tuple(hosts), mirrors=1)
+    survive(tmp_path, job, 2 + servers + spares)
+
+
 @pytest.mark.parametrize("victim", [1, 3])
 def test_pushes_count_once_in_an_asynchronous_store(tmp_path: Path, victim: int) -> None:
     survive(tmp_path, Job("dist_async", 2, spares=1, steps=2000, kills={str(victim): 0.2}), 5)

@@ -78,10 +78,9 @@ def contents(servers: list[Workers]) -> list[dict[int, list[bytes]]]:
     return every
 
 
-def plan_of(cards: list[frames.MakeTable], round_: int, sources: dict[int, Any], old: int) -> Any:
+def plans_of(cards: list[frames.MakeTable], round_: int, sources: dict[int, Any], old: int) -> list[TablePlan]:
     rounds = dict.fromkeys(range(OLD, OLD + old), round_)
-    tables = [TablePlan(card, round_, round_, False, [round_], rounds) for card in cards]
-    return SimpleNamespace(tables=tables, row_sources=sources)
+    return [TablePlan(card, round_, round_, False, [round_], rounds, sources) for card in cards]
 
 
 @settings(max_examples=60, deadline=None)
@@ -102,15 +101,15 @@ def test_rows_are_the_same_on_other_servers(
         push(before, step, ids, expected)
     sources = {
         server: [
-            RowSource(OLD + owner, data.draw(st.sampled_from([*range(new + 1)])), data.draw(st.booleans()))
+            RowSource(OLD + owner, OLD + owner, data.draw(st.sampled_from([*range(new + 1)])), data.draw(st.booleans()))
             for owner in (range(old) if old != new else [server])
         ]
         for server in range(new)
     }  # the rank behind the servers is a worker or a spare
-    plan, mail = plan_of(cards, half, sources, old), dict[int, Any]()
+    plans, mail = plans_of(cards, half, sources, old), dict[int, Any]()
     after = [Workers(1, server=(number, new), cards=(), file=SparseFile()) for number in range(new)]
     for server in after:
-        for table in plan.tables:
+        for table in plans:
             server.tables.restore(table, None, 0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(journal, "PIECE_BYTES", ROWS_AT_ONCE * 60)
@@ -119,7 +118,7 @@ def test_rows_are_the_same_on_other_servers(
         worlds = [World(rank, mail) for rank in range(new + 1)]
         moves = [
             RowTransfer(
-                plan, world, 0, lambda source, name: before[source.owner - OLD].tables.journal(name),  # type: ignore[arg-type]
+                plans, world, lambda source, name: before[source.owner - OLD].tables.journal(name),  # type: ignore[arg-type]
                 after[world.rank].tables if world.rank < new else None,
             )
             for world in worlds
@@ -131,7 +130,7 @@ def test_rows_are_the_same_on_other_servers(
             pytest.fail("rows are still under way")
     assert all(world.most < 500 + new * 600 for world in worlds)
     for server in after:
-        for table in plan.tables:
+        for table in plans:
             server.tables.begin(table)
     assert contents(after) == contents(before)
     for step, ids in enumerate(rounds[half:], half):
@@ -158,13 +157,13 @@ def test_what_comes_wrong_is_refused(how: str, why: str) -> None:
     cards = cards_of("t", key_of(5, "t"), "adam", {"admit": None, "evict": 0, "limit": 0})
     before = Workers(1, cards=cards, file=SparseFile())
     push([before], 0, [1, 2, 3], ReferenceTable("t", 3, "float64", 0.5, "adam", 5))
-    plan, mail = plan_of(cards, 1, {0: [RowSource(OLD, 1, True)]}, 1), dict[int, Any]()
-    RowTransfer(plan, World(1, mail), 0, lambda source, name: before.tables.journal(name), None).is_over()  # type: ignore[arg-type]
+    plans, mail = plans_of(cards, 1, {0: [RowSource(OLD, OLD, 1, True)]}, 1), dict[int, Any]()
+    RowTransfer(plans, World(1, mail), lambda source, name: before.tables.journal(name), None).is_over()  # type: ignore[arg-type]
     if how != "place":
         rows = msgspec.msgpack.decode(mail[0][0][1], type=RowsSent)
         mail[0][0] = 1, msgspec.msgpack.encode(broken(rows, how))
-    after = Workers(1, server=(0, 1 if how != "place" else 2), cards=(), file=SparseFile())
-    after.tables.restore(plan.tables[0], None, 0)
-    taking = RowTransfer(plan, World(0, mail), 0, lambda source, name: before.tables.journal(name), after.tables)  # type: ignore[arg-type]
+    after = Workers(1, server=(0, 2 if how == "place" else 1), cards=(), file=SparseFile())
+    after.tables.restore(plans[0], None, 0)
+    taking = RowTransfer(plans, World(0, mail), lambda source, name: before.tables.journal(name), after.tables)  # type: ignore[arg-type]
     with pytest.raises(CollectiveError, match=why):
         taking.is_over()

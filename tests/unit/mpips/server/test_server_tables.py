@@ -18,6 +18,7 @@ from mpips.optimizers import encode_numbers
 from mpips.store.checkpoint.file import TableRecord
 from mpips.store.checkpoint.tables import restore
 from mpips.store.recovery.plan import Inventory, RecoveryPlan, Shelf, choose_rounds, owners_of_tables
+from mpips.store.recovery.row_mirror import RowMirror
 from mpips.store.recovery.tables import attached, plan_table
 from mpips.store.server.tables import ServerTables
 from mpips.store.tables.admission import COUNTS, Chance, Seen, chance, seen
@@ -35,9 +36,10 @@ class Workers:
 
     def __init__(
         self, count: int, staleness: int | None = None, server: tuple[int, int] = (0, 1),
-        cards: Sequence[frames.MakeTable] = (CARD,), file: SparseFile | None = None,
+        cards: Sequence[frames.MakeTable] = (CARD,), file: SparseFile | None = None, mirror: RowMirror | None = None,
     ) -> None:  # fmt: skip
-        self.tables, self.asked = ServerTables(count, staleness, *server, file, file is not None), [0] * count
+        self.tables = ServerTables(count, staleness, *server, file, file is not None, mirror)
+        self.asked = [0] * count
         self.said: dict[Any, Any] = {}
         for card in cards:
             self.ask(0, card)

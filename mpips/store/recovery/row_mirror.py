@@ -1,0 +1,306 @@
+"""A second copy of each server's rows of tables, on its mirror (`mirror`): after each round the rows that have changed.
+
+When a generation begins, and when a table is made or loaded, all of its rows go to the mirror. From then on only what a
+round has changed goes, of which the journal knows the positions. The copy has its rows at the same positions, and a
+journal of its own. So what is cut off while it comes leaves a whole round.
+
+Nobody is told of a round before the mirror has it, and requests of the table wait until then (`server.requests`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from itertools import chain
+from typing import Union
+
+import msgspec
+import numpy as np
+from mpi4py import MPI
+
+from collectives.errors import CollectiveError
+from collectives.fabric import requests
+from collectives.fabric.arena import SparseFile
+from collectives.fabric.failure import is_death
+from collectives.machine import free_memory
+from mpips.store.recovery.tables import TableHolding, holding_of_table
+from mpips.store.tables import row_optimizers
+from mpips.store.tables.journal import CLOSED, OPENED, ROWS, TORN, UPDATES, WORDS, Journal, Positions, kept_arrays
+from mpips.store.tables.rows import arrays_of
+from mpips.store.transport.frames import MakeTable
+
+TAG = 4
+"""On the servers' communicator."""
+UNDER_WAY_BYTES = 32 << 20
+"""At this many bytes under way nothing else goes."""
+SEEN_BYTES = 1 << 26
+"""Of rows, for which the machine is asked at a time."""
+Place = tuple[str, int, int]
+"""A table, the server that has these rows, and of how many servers."""
+
+
+class TableBegins(msgspec.Struct, array_like=True, tag=0):
+    """All rows of a table come next, in a copy of its own."""
+
+    card: MakeTable
+    capacity: int
+    workers: int
+
+
+class RoundEnd(msgspec.Struct, array_like=True):
+    """Say where the table stands with this, and how many pushes of each worker count by then."""
+
+    round: int
+    updates: int
+    done: list[int]
+    torn: bool
+
+
+class RowsChanged(msgspec.Struct, array_like=True, tag=1):
+    """Say what lies at some positions now, of all arrays by name; `rows` positions are given out."""
+
+    table: str
+    rows: int
+    at: bytes
+    arrays: dict[str, bytes]
+    end: RoundEnd | None
+    """None: more comes."""
+
+
+class RowsKept(msgspec.Struct, array_like=True, tag=2):
+    """The mirror has so many more messages."""
+
+    count: int
+
+
+Message = Union[TableBegins, RowsChanged, RowsKept]  # noqa: UP007 (msgspec reads it)
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)  # type: ignore[arg-type]
+
+
+def _changes(table: str, journal: Journal, count: int, at: Positions | None = None) -> Iterator[RowsChanged]:
+    """Yield what lies at so many positions, the first ones where None, some at a time; at last where the table stands.
+    """
+    words, at_once = journal.words, journal.rows_at_once
+    for start in range(0, max(count, 1), at_once):
+        stop = min(start + at_once, count)
+        some = np.arange(start, stop) if at is None else at[start:stop]
+        arrays = {name: array.tobytes() for name, array in journal.read(some).items()}
+        closed = int(words[CLOSED])
+        end = RoundEnd(closed, int(words[UPDATES]), journal.done(closed), bool(words[TORN]))
+        yield RowsChanged(table, int(words[ROWS]), some.tobytes(), arrays, end if stop == count else None)
+
+
+# ---- what a mirror keeps
+
+
+class MirroredTable:
+    """The rows that one server has of a table, at the last two rounds."""
+
+    def __init__(self, file: SparseFile, begins: TableBegins, generation: int) -> None:
+        card, capacity = begins.card, begins.capacity
+        self._arrays = arrays_of(card.dim, np.dtype(card.dtype), row_optimizers.decode(card.optimizer, card.numbers))
+        arrays = {name: file.zeros((capacity, *shape), kind)[0] for name, (kind, shape) in self._arrays.items()}
+        kept = {
+            name: file.zeros((capacity, *shape), kind)[0] for name, (kind, shape) in kept_arrays(self._arrays).items()
+        }
+        words = file.zeros((WORDS,), np.uint64)[0]
+        self.journal = Journal(arrays, words, file.zeros((2, begins.workers), np.uint64)[0], kept)
+        self.name, self.generation = card.table, generation
+        self.whole = False
+        """All rows have come."""
+        self._sure = 0
+        """The machine had memory for the positions before."""
+
+    def take(self, rows: RowsChanged) -> None:
+        """Take in a part of a round, or of all rows. CollectiveError where it does not go on from what is here."""
+        self._see_memory(rows.rows)
+        journal, words, end = self.journal, self.journal.words, rows.end
+        if self.whole and words[OPENED] == words[CLOSED]:
+            journal.open()
+        arrays = {
+            name: np.frombuffer(rows.arrays[name], kind).reshape(-1, *shape)
+            for name, (kind, shape) in self._arrays.items()
+        }
+        journal.write(np.frombuffer(rows.at, np.int64), arrays, rows.rows)
+        if end is None:
+            return
+        if self.whole:
+            if words[OPENED] != end.round:
+                raise CollectiveError(
+                    f"table {self.name!r}: round {end.round} has come to its mirror, where round {words[OPENED]} was "
+                    "due: call recover()"
+                )
+            journal.close(end.updates, end.done)
+        else:
+            journal.begin(rows.rows, end.round, end.updates, end.done, end.torn)
+            self.whole = True
+
+    def go_to(self, round_: int | None) -> bool:
+        """Go back to this round, None: the newest, as a generation begins at it; return whether it can be had."""
+        self.journal.put_back()
+        rounds = [number for number, _ in self.journal.standings()]
+        if round_ is None or rounds[0] == round_:
+            return True
+        return round_ in rounds and self.journal.back()
+
+    def _see_memory(self, rows: int) -> None:
+        """CollectiveError where the machine has no memory for so many rows."""
+        if rows <= self._sure:
+            return
+        row_bytes = sum(kind.itemsize * int(np.prod(shape)) for kind, shape in self._arrays.values())
+        more = max(rows - self._sure, SEEN_BYTES // row_bytes)
+        if more * row_bytes > free_memory():
+            raise CollectiveError(
+                f"table {self.name!r}: the mirror's machine has no memory for {rows} rows of another server: give the "
+                "table limit= or evict=, or the store more servers"
+            )
+        self._sure += more
+
+
+class MirroredTables:
+    """All rows that one server keeps for others, from generation to generation, in its sparse file."""
+
+    def __init__(self, file: SparseFile) -> None:
+        self._file = file
+        self._copies: dict[Place, MirroredTable] = {}
+        self._coming: dict[Place, MirroredTable] = {}
+        """Of which all rows have not come."""
+
+    def take(self, server: int, servers: int, message: TableBegins | RowsChanged, generation: int) -> None:
+        """Take in what a server has sent."""
+        if isinstance(message, TableBegins):
+            table = message.card.table
+            try:
+                self._coming[table, server, servers] = MirroredTable(self._file, message, generation)
+            except MemoryError as error:
+                raise CollectiveError(f"table {table!r}: its mirror cannot keep it: {error}") from error
+            return
+        place = message.table, server, servers
+        copy = self._coming.get(place) or self._copies[place]
+        copy.take(message)
+        if copy.whole and place in self._coming:
+            self._copies[place] = self._coming.pop(place)
+
+    def begin(self, rounds: Mapping[str, int] | None) -> None:
+        """Begin a generation in which tables stand at these rounds, where rounds count (not None)."""
+        self._coming.clear()
+        stay = {}
+        for place, copy in self._copies.items():
+            if (rounds is None or place[0] in rounds) and copy.go_to(None if rounds is None else rounds[place[0]]):
+                stay[place] = copy
+        self._copies = stay
+
+    def drop_before(self, generation: int) -> None:
+        """Drop what is older, as all servers have sent their rows in this generation."""
+        self._copies = {place: copy for place, copy in self._copies.items() if copy.generation >= generation}
+
+    def holdings(self, first: int, servers: int, shelf: int) -> list[TableHolding]:
+        """Return what is here of tables of so many servers, of which `first` is the rank of the first one."""
+        return [
+            holding_of_table(copy.name, copy.journal, first + server, shelf)
+            for (_, server, of), copy in self._copies.items() if of == servers
+        ]  # fmt: skip
+
+    def journal(self, table: str, server: int, servers: int) -> Journal:
+        """Return the copy of a table of one of so many servers."""
+        return self._copies[table, server, servers].journal
+
+
+# ---- to the mirror, and from the servers of which this one is the mirror
+
+
+class RowMirror:
+    """The way of one server's rows to its mirror, and of others' to this one, in one generation. `to`: the mirror."""
+
+    def __init__(self, comm: MPI.Intracomm, to: int | None, copies: MirroredTables, generation: int) -> None:
+        self._comm, self._to, self._copies, self._generation = comm, to, copies, generation
+        self._due: deque[tuple[str, Iterator[TableBegins | RowsChanged]]] = deque()
+        """What is to go of tables, piece by piece."""
+        self._under_way: deque[tuple[int, MPI.Request, str]] = deque()
+        """Of each message that the mirror has not said to have its bytes, and the table of which it is the last."""
+        self._nbytes, self._broken = 0, False
+        self._open: Counter[str] = Counter()
+        """Of each table how much of it is due or under way."""
+
+    @property
+    def quiet(self) -> bool:
+        """Return whether the mirror has everything."""
+        return not self._due and not self._under_way
+
+    def has(self, table: str) -> bool:
+        """Return whether the mirror has all that there is of a table."""
+        return not self._open[table]
+
+    def begin(self, card: MakeTable, capacity: int, journal: Journal) -> None:
+        """Send all rows of a table, which stays as it is until the mirror has them."""
+        begins: list[TableBegins | RowsChanged] = [TableBegins(card, capacity, journal.workers)]
+        self._put(card.table, chain(begins, _changes(card.table, journal, int(journal.words[ROWS]))))
+
+    def round_over(self, table: str, journal: Journal) -> None:
+        """Send what the last round has changed, as it is now."""
+        if self._to is not None:
+            at = journal.changed()
+            self._put(table, iter(list(_changes(table, journal, len(at), at))))
+
+    def turn(self) -> bool:
+        """Take in what has come, and send what there is room for; return whether anything was done."""
+        worked = self._hear()
+        while self._due and self._nbytes < UNDER_WAY_BYTES:
+            table, pieces = self._due[0]
+            piece = next(pieces)
+            last = isinstance(piece, RowsChanged) and piece.end is not None
+            if last:
+                self._due.popleft()
+            self._send(msgspec.msgpack.encode(piece), table if last else "")
+            worked = True
+        return worked
+
+    def stop(self) -> None:
+        """End with the generation: nobody waits for the mirror any more."""
+        with suppress(CollectiveError):
+            self._hear()
+        requests.keep(request for _, request, _ in self._under_way)
+        self._due.clear()
+        self._under_way.clear()
+
+    def _put(self, table: str, pieces: Iterator[TableBegins | RowsChanged]) -> None:
+        if self._to is not None:
+            self._due.append((table, pieces))
+            self._open[table] += 1
+
+    def _send(self, data: bytes, table: str) -> None:
+        assert self._to is not None
+        request = MPI.REQUEST_NULL
+        try:
+            request = requests.send(self._comm, data, self._to, TAG)
+        except MPI.Exception as error:
+            if not is_death(error):
+                raise
+        self._under_way.append((len(data), request, table))
+        self._nbytes += len(data)
+
+    def _hear(self) -> bool:
+        """Take in what has come; return whether anything has. Nothing more after an error: a part would be missing."""
+        taken: Counter[int] = Counter()
+        worked = False
+        while not self._broken and (received := requests.received(self._comm, TAG)) is not None:
+            worked = self._broken = True
+            server, message = received[0], _decoder.decode(received[1])
+            if isinstance(message, RowsKept):
+                self._note_kept(message.count)
+            else:
+                self._copies.take(server, self._comm.Get_size(), message, self._generation)
+                taken[server] += 1
+            self._broken = False
+        for server, count in taken.items():
+            requests.tell(self._comm, msgspec.msgpack.encode(RowsKept(count)), [server], TAG)
+        return worked
+
+    def _note_kept(self, count: int) -> None:
+        for _ in range(count):
+            nbytes, request, table = self._under_way.popleft()
+            if not requests.over(request):
+                requests.keep([request])
+            self._nbytes -= nbytes
+            self._open[table] -= 1
