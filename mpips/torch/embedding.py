@@ -12,7 +12,8 @@ module for `step`. So what PyTorch does with gradients (accumulate, checkpoint, 
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -39,14 +40,18 @@ class _Next(NamedTuple):
 class TableModule(Uncopied, nn.Module):
     """Base of the modules whose rows are a table's: pulls rows, and keeps their gradients until they are pushed."""
 
-    def __init__(self, table: Table, *others: object) -> None:
+    def __init__(self, table: Table, *others: object, padding_idx: int | None = None) -> None:
         super().__init__()
         name = type(self).__name__
         if not isinstance(table, Table) or others:
             given = ", ".join(map(repr, (table, *others)))
             raise of_caller(TypeError(f"{name}({given}): give the one table that kv.table(...) returns"))
         self._what = f"{name} of table {table.name!r}"
-        self.table = table
+        if not isinstance(padding_idx, int | None):
+            raise of_caller(TypeError(f"{self._what}: padding_idx={padding_idx!r} is no whole number: give an id"))
+        self.table, self.padding_idx = table, padding_idx
+        self._dtype: torch.dtype = getattr(torch, table.dtype.name)
+        """Of what a forward pass returns."""
         self.is_trained = False
         """Whether a `TableOptimizer` pushes its gradients."""
         self._leaves: dict[int, tuple[Tensor, Tensor]] = {}
@@ -71,7 +76,8 @@ class TableModule(Uncopied, nn.Module):
         taken = []
         for ids, rows in leaves.values():
             if rows.grad is not None:
-                taken.append((ids, rows.grad.detach()))
+                there = slice(None) if self.padding_idx is None else ids != self.padding_idx
+                taken.append((ids[there], rows.grad.detach()[there]))
             rows.grad = None  # another backward pass over the same graph begins anew
         return taken
 
@@ -82,7 +88,13 @@ class TableModule(Uncopied, nn.Module):
 
     def extra_repr(self) -> str:
         """Describe the table."""
-        return f"{self.table.name!r}, dim={self.table.dim}"
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.table.name!r}, dim={self.table.dim}{padding}"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Follow `half`, `to` and their like: what a forward pass returns is converted, the table is not."""
+        self._dtype = fn(torch.empty(0, dtype=self._dtype)).dtype
+        return super()._apply(fn, recurse)
 
     def _ask(self, ids: Tensor, places: Tensor) -> _Next:
         return _Next(ids, places, self.table.ipull(ids.numpy()), self.table.pushes)
@@ -106,14 +118,17 @@ class TableModule(Uncopied, nn.Module):
                 return found.ids, found.places, found.rows if fresh else None
         return (*torch.unique(ids, return_inverse=True), None)
 
-    def _pull(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return where each id stands among the rows, and the rows: a leaf where gradients are wanted."""
+    def _pull(self, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
+        """Return where each id stands among the rows, the rows, of a leaf where gradients are wanted, and the place of
+        the padding, which is zeros."""
         wanted, places, handle = self._find_prefetched(ids)
         rows = torch.from_numpy(self.table.pull(wanted.numpy()) if handle is None else handle.wait())
+        found = [] if self.padding_idx is None else (wanted == self.padding_idx).nonzero().flatten().tolist()
+        rows[found] = 0
         if torch.is_grad_enabled():
             rows.requires_grad_()
             rows.register_post_accumulate_grad_hook(lambda leaf: self._keep(wanted, leaf))
-        return places, rows
+        return places, rows.to(self._dtype), found[0] if found else None
 
     def _keep(self, ids: Tensor, rows: Tensor) -> None:
         """Let a gradient that backward has left wait for `step`. RuntimeError where nobody would push it."""
@@ -129,6 +144,7 @@ class Embedding(TableModule):
     """Rows of a table by ids, in the place of `torch.nn.Embedding`; any int64 is an id.
 
     table       what `kv.table` has returned, on each worker.
+    padding_idx an id whose row is zeros and stays so: it is never pushed.
 
     The forward pass takes int64 ids of any shape on the host and returns their rows, (*ids.shape, dim); it blocks until
     they are there. A module may be used several times before a `TableOptimizer` pushes all gradients. Rows are no
@@ -137,8 +153,8 @@ class Embedding(TableModule):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the rows of ids."""
-        places, rows = self._pull(ids)
-        return functional.embedding(places, rows)
+        places, rows, padding = self._pull(ids)
+        return functional.embedding(places, rows, padding)
 
 
 class EmbeddingBag(TableModule):
@@ -146,21 +162,24 @@ class EmbeddingBag(TableModule):
 
     table       what `kv.table` has returned, on each worker.
     mode        "sum" or "mean".
+    padding_idx an id that counts in no bag: neither in sums nor in means.
 
     Bags are the rows of 2-D ids, or cut 1-D ids at `offsets`, where each begins. `per_sample_weights` has the shape of
     the ids, and needs mode "sum". Else as `Embedding`.
     """
 
-    def __init__(self, table: Table, mode: str = "mean") -> None:
-        super().__init__(table)
+    def __init__(self, table: Table, mode: str = "mean", padding_idx: int | None = None) -> None:
+        super().__init__(table, padding_idx=padding_idx)
         if mode not in MODES:
             raise of_caller(ValueError(f"{self._what}: mode={mode!r}: give {' or '.join(map(repr, MODES))}"))
         self.mode = mode
 
     def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Return a row for each bag, (bags, dim)."""
-        places, rows = self._pull(ids)
-        return functional.embedding_bag(places, rows, offsets, mode=self.mode, per_sample_weights=per_sample_weights)
+        places, rows, padding = self._pull(ids)
+        return functional.embedding_bag(
+            places, rows, offsets, mode=self.mode, per_sample_weights=per_sample_weights, padding_idx=padding
+        )
 
     def extra_repr(self) -> str:
         """Describe the table and the mode."""

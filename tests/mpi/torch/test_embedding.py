@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -47,10 +48,13 @@ class Net(nn.Module):
         return self.last(self.rows(ids if self.bags else ids.reshape(-1)))[:, 0]
 
 
-def plain_of(table: mpips.Table, bags: str = "") -> nn.Module:
+def plain_of(table: mpips.Table, bags: str = "", padding: int | None = None) -> nn.Module:
     """PyTorch's own module with the table's first rows."""
     first = torch.from_numpy(table.pull(torch.arange(ROWS).numpy()))
-    made = nn.EmbeddingBag(ROWS, DIM, mode=bags, sparse=True) if bags else nn.Embedding(ROWS, DIM, sparse=True)
+    words: dict[str, Any] = {"sparse": True, "padding_idx": padding}
+    if padding is not None:
+        first[padding] = 0
+    made = nn.EmbeddingBag(ROWS, DIM, mode=bags, **words) if bags else nn.Embedding(ROWS, DIM, **words)
     made.weight = nn.Parameter(first)
     return made
 
@@ -210,6 +214,63 @@ def test_modules_of_one_table_push_it_together() -> None:
     run("dist_sync", body, servers=1)
 
 
+@served
+@pytest.mark.parametrize("bags", ["", "sum", "mean"])
+def test_padding_is_zeros_and_has_no_row(bags: str) -> None:
+    def body(kv: mpips.KVStore) -> None:
+        table = table_of(kv, "adagrad")
+        weight = trained_plain(kv, Net(plain_of(table, bags, 2), bool(bags)), "adagrad", once)
+        made = mpips.torch.EmbeddingBag(table, bags, 2) if bags else mpips.torch.Embedding(table, padding_idx=2)
+        train(kv, Net(made, bool(bags)), once)
+        others = torch.arange(ROWS) != 2
+        assert close(rows_of(table)[others], weight[others])
+        assert made(torch.full((1, 3), 2)).count_nonzero() == 0
+        kv.barrier()
+        assert table.rows == ROWS - 1
+
+    run("dist_sync", body, servers=1)
+
+
+@served
+def test_rows_follow_the_type_of_the_model() -> None:
+    """The table keeps its own."""
+
+    def body(kv: mpips.KVStore) -> None:
+        table = table_of(kv)
+        before = rows_of(table)
+        net, ids = Net(mpips.torch.Embedding(table)).to(torch.bfloat16), ids_of(0, kv.rank)
+        rows = mpips.torch.TableOptimizer(net)
+        loss = loss_of(net, ids)
+        assert loss.dtype == torch.bfloat16
+        loss.backward()
+        rows.step()
+        assert net.float()(ids).dtype == torch.float32
+        assert (rows_of(table) - before).abs().max() > 1e-4
+
+    run("dist_sync", body, servers=1)
+
+
+@served
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+@pytest.mark.parametrize("bags", ["", "mean"])
+def test_a_compiled_model_trains_alike(bags: str, backend: str) -> None:
+    if backend == "inductor" and not shutil.which("c++"):
+        pytest.skip("there is no C++ compiler")
+
+    def body(kv: mpips.KVStore) -> None:
+        table = table_of(kv)
+        weight = trained_plain(kv, Net(plain_of(table, bags), bool(bags)), "sgd", once)
+        torch.compiler.reset()
+        net = Net(mpips.torch.EmbeddingBag(table, bags) if bags else mpips.torch.Embedding(table), bool(bags))
+        train(kv, torch.compile(net, backend=backend), once)  # type: ignore[arg-type]
+        assert close(rows_of(table), weight)
+        torch.compiler.reset()
+        whole = torch.compile(net, backend=backend, fullgraph=True)
+        assert "compile without fullgraph=True" in heard(lambda: whole(ids_of(0, 0)))
+
+    run("dist_sync", body, servers=1)
+
+
 @several
 @pytest.mark.parametrize("how", ["no ids", "no forward"])
 def test_a_worker_without_a_batch_counts_as_zero(how: str) -> None:
@@ -326,6 +387,7 @@ def test_wrong_use_is_said_in_a_sentence() -> None:
             "a tensor is on meta": lambda: net.rows(ids.to("meta")),
             "give the one table": lambda: mpips.torch.Embedding(10, 3),  # type: ignore[arg-type]
             "Embedding(Linear(": lambda: mpips.torch.Embedding(net.last),  # type: ignore[arg-type]
+            "padding_idx='x' is no whole number": lambda: mpips.torch.Embedding(table, padding_idx="x"),  # type: ignore
             "mode='max': give 'sum' or 'mean'": lambda: mpips.torch.EmbeddingBag(table, "max"),
             "'t' has a gradient that nobody pushes: make mpips.torch.TableOptimizer": lambda: net(ids).sum().backward(),
             "the model has no mpips.torch.Embedding": lambda: mpips.torch.TableOptimizer(net.last),
