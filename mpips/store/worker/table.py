@@ -345,11 +345,11 @@ def make(
     items = []
     if card is not None:
         chosen = row_optimizers.decode(card.optimizer, card.numbers)
-        items = [("name", repr(name)), ("dim", str(card.dim)), ("dtype", card.dtype), ("init", repr(init)),
-                 ("seed", repr(seed)), ("optimizer", repr(chosen)), ("evict", str(card.evict)),
-                 ("limit", str(card.limit)), ("admit", repr(life[0]))]  # fmt: skip
+        items = [("dim", str(card.dim)), ("dtype", card.dtype), ("init", repr(init)), ("seed", repr(seed)),
+                 ("optimizer", repr(chosen)), ("evict", str(card.evict)), ("limit", str(card.limit)),
+                 ("admit", repr(life[0]))]  # fmt: skip
     settings.finish()
-    settings.agree("table", items, refusal, noun="argument")
+    settings.agree(f"table {name!r}", items, refusal, noun="argument")
     assert card is not None and settings.backend.tables is not None
     cards = [_card_of_counts(card, life[0]), card] if isinstance(life[0], Seen) else [card]
     for one in cards:

@@ -280,11 +280,48 @@ def test_bad_arguments_lose_nothing() -> None:
         }
         for sentence, call in calls.items():
             assert sentence in failure(call), sentence
-        if kv.num_workers > 1:
-            said = failure(lambda: kv.table("u", 3 + (kv.rank == kv.num_workers - 1)))
-            assert "dim" in said and "3 on rank 0 and 4 on rank" in said, said
         assert table.pull(np.arange(5)).tobytes() == before.tobytes()
         assert kv.table("u", 3).pull(np.arange(1)).shape == (1, 3)
+
+    run("dist_sync", body, servers=1)
+
+
+def test_what_one_rank_asks_otherwise_all_hear() -> None:
+    """Or that rank alone, where the others need not wait. Then all go on."""
+    need(workers=2, servers=1)
+    asked: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+        "table 'u': argument 'dim' is 3 on rank 0 and 4 on rank": ("table", {"dim": 3}, {"dim": 4}),
+        "argument 'dtype' is float32 on rank 0 and float64": ("table", {}, {"dtype": "float64"}),
+        "argument 'optimizer' is RowSGD(learning_rate=0.01) on rank 0": ("table", {}, {"optimizer": "adam"}),
+        "argument 'init' is Uniform(bound=": ("table", {}, {"init": mpips.uniform(0.5)}),
+        "unknown optimizer 'rprop' of a table: the known ones are sgd,": ("table", {}, {"optimizer": "rprop"}),
+        "a table has no argument momentum": ("table", {}, {"momentum": 0.9}),
+        "rank 0 calls table 'u', rank": ("table", {}, {"name": "v"}),
+        "a key has the name 'key': choose another": ("table", {"name": "w"}, {"name": "key"}),
+        "'t' was already made": ("table", {"name": "w"}, {"name": "t"}),
+        "a table has the name 't': choose another": ("init", {"key": "w"}, {"key": "t"}),
+    }  # fmt: skip
+    alone: dict[str, dict[str, Any]] = {
+        "ids have dtype int32, and need int64": {"ids": np.arange(2, dtype=np.int32)},
+        "gradients has dtype float64, and the table float32": {"gradients": np.ones((2, 3))},
+        "gradients has shape (2, 4), and ids of shape (2,) need (2, 3)": {"gradients": np.ones((2, 4), np.float32)},
+    }
+
+    def body(kv: mpips.KVStore) -> None:
+        odd = kv.rank == kv.num_workers - 1
+        kv.init("key", np.zeros(3))
+        table = kv.table("t", 3, init=mpips.uniform(0), learning_rate=1.0)
+        for sentence, (call, most, one) in asked.items():
+            usual = {"name": "u", "dim": 3} if call == "table" else {"value": np.zeros(3)}
+            said = failure(lambda: getattr(kv, call)(**{**usual, **(one if odd else most)}))  # noqa: B023
+            assert sentence in said, (sentence, said)
+        good = {"ids": np.arange(2), "gradients": -np.ones((2, 3), np.float32)}
+        for step, (sentence, one) in enumerate(alone.items(), 1):
+            if odd:
+                said = failure(lambda: table.push(**{**good, **one}))  # noqa: B023
+                assert sentence in said, (sentence, said)
+            assert (table.pushpull(**good) == step * kv.num_workers).all()
+            kv.barrier()
 
     run("dist_sync", body, servers=1)
 
