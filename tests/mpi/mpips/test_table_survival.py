@@ -74,3 +74,14 @@ def test_rows_outlive_deaths_at_drawn_moments(tmp_path: Path, seed: int) -> None
         victims = choice.sample(range(1, 4 + spares), 2)
     kills = {str(victim): choice.random() * choice.choice([0.1, 1.0]) for victim in victims}
     survive(tmp_path, Job("dist_sync", 2, spares=spares, steps=STEPS, kills=kills), 4 + spares)
+
+
+@first(1, seed=range(20))
+def test_a_host_is_lost_and_a_worker_dies_at_drawn_moments(tmp_path: Path, seed: int) -> None:
+    choice = random.Random(seed)
+    kind, servers, spares = choice.choice(["dist_sync", "dist_async"]), choice.choice([2, 3]), choice.choice([0, 1, 2])
+    victims = [choice.randrange(2, 2 + servers), *choice.sample([1], choice.randrange(2))]
+    begin = choice.random()
+    kills = {str(victim): begin + choice.random() * choice.choice([0.05, 0.5]) for victim in victims}
+    hosts = (0, 0, *range(1, 1 + servers + spares))
+    survive(tmp_path, Job(kind, servers, spares=spares, steps=STEPS, kills=kills, hosts=hosts, mirrors=1), len(hosts))
