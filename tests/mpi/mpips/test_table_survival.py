@@ -2,18 +2,47 @@
 
 from __future__ import annotations
 
+import io
 import random
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests import child
 from tests.choice import first
 from tests.mpi.mpips import table_survivor
 from tests.mpi.mpips.survivor import Job
-from tests.mpi.mpips.test_survival import HINDRANCE, run
+from tests.mpi.mpips.test_survival import HINDRANCE, ROOT, run
+from tests.mpi.sizes import JOB_LIMIT
 
 pytestmark = pytest.mark.skipif(bool(HINDRANCE), reason=HINDRANCE)
 STEPS = 300
+SAVES = """
+import sys
+import numpy as np
+import mpips
+
+kv = mpips.create("dist_sync", mirrors=1, shared_memory=False)
+folder, ids, ones = sys.argv[1], np.arange(1000), np.ones((1000, 3), np.float32)
+table = kv.table("t", 3, init=mpips.uniform(0.5), optimizer="adam", learning_rate=0.1, admit=mpips.seen(2))
+for _ in range(3):
+    table.push(ids, ones)
+table.update_optimizer(learning_rate=0.2)
+saved, since = table.pull(ids), table.export(folder + "/export")
+table.save(folder + "/table")
+kv.save(folder + "/store")
+after = table.pushpull(ids, ones)
+for load in (lambda: table.load(folder + "/table"), lambda: kv.load(folder + "/store")):
+    load()
+    assert (table.pull(ids) == saved).all() and table.rows == 1000
+    assert (table.pushpull(ids, ones) == after).all()
+kv.barrier()
+rounds = kv.recover()
+assert (table.pull(ids) == after).all() and not rounds.torn and table.stats()["refused"] == 0
+print("all is there", flush=True)
+kv.close()
+"""
 
 
 def survive(folder: Path, job: Job, ranks: int) -> list[list[list[int]]]:
@@ -85,3 +114,11 @@ def test_a_host_is_lost_and_a_worker_dies_at_drawn_moments(tmp_path: Path, seed:
     kills = {str(victim): begin + choice.random() * choice.choice([0.05, 0.5]) for victim in victims}
     hosts = (0, 0, *range(1, 1 + servers + spares))
     survive(tmp_path, Job(kind, servers, spares=spares, steps=STEPS, kills=kills, hosts=hosts, mirrors=1), len(hosts))
+
+
+def test_a_table_with_a_mirror_is_saved_loaded_and_exported(tmp_path: Path) -> None:
+    (tmp_path / "saves.py").write_text(SAVES)
+    out = io.BytesIO()
+    words = [sys.executable, "-m", "launch.cli", "run", "-w", "2", "-s", "2", "--spares", "0"]
+    code = child.run([*words, str(tmp_path / "saves.py"), str(tmp_path)], JOB_LIMIT, ROOT, out)
+    assert code == 0 and out.getvalue().count(b"all is there") == 2, out.getvalue().decode()
