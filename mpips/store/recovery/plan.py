@@ -194,8 +194,9 @@ def decode_settings(data: bytes) -> tuple[Groups, Compressor | None]:
 
 
 class Part(NamedTuple):
-    """Elements [start, stop) of a key from one unit, or a copy of it: its place on the shelf of the `owner`, as it is,
-    or as it was a round `before`."""
+    """Say which elements [start, stop) of a key come from one unit, or from a copy of it.
+
+    `unit`: its place on the shelf of the `owner`. `before`: as it was a round before."""
 
     owner: int
     unit: int
