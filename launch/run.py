@@ -24,8 +24,8 @@ from urllib.parse import quote
 import click
 
 from collectives import log
+from collectives.recorder import folders, tracing
 from collectives.recorder import own as recorder
-from collectives.recorder import tracing
 from collectives.terminal import Interruptible, Whole
 from launch import restarts
 from launch.hosts import Host, place, read
@@ -212,7 +212,7 @@ def command(
     with observing(**watched, several=remote):
         code = restarts.until_it_ends(start, start.fitting, options, tries, remote, launcher.flavour)
     if not code:
-        recorder.forget_job(str(os.getpid()))
+        folders.forget_job(str(os.getpid()))
     merge_log()
     sys.exit(code)
 
@@ -288,8 +288,8 @@ class JobStarter:
                  "agent": find_agent(self.launcher, self.extra, os.environ),
                  "python": sys.executable, "path": os.environ.get("PYTHONPATH", "")}  # fmt: skip
         own, text = str(os.getpid()), json.dumps(known)
-        recorder.write_hosts(own, text)
-        variables = {recorder.JOB: own, recorder.HOSTS: quote(text, safe="")}
+        folders.write_hosts(own, text)
+        variables = {folders.JOB: own, folders.HOSTS: quote(text, safe="")}
         return job._replace(environment={**job.environment, **variables})
 
     def named(self) -> tuple[Host, ...]:

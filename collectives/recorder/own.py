@@ -1,7 +1,6 @@
 """This process' page: opened when the process is a rank, kept where it dies, removed where it ends well.
 
-Pages lie in `folder()`, a folder for each job of this user on this machine: memory, so that writing costs no disk, and
-only this user can read them. Beside the page lies a file into which a signal writes the stacks of all threads.
+It lies in the folder of its job (`folders`). Beside it a signal writes the stacks of all threads into a file.
 `MPIPS_RECORDER=0` opens none.
 """
 
@@ -9,14 +8,10 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import json
 import os
-import shutil
 import signal
 import socket
-import stat
 import sys
-import tempfile
 import threading
 import time
 import weakref
@@ -27,26 +22,13 @@ from types import FrameType
 from typing import Any, Protocol
 from urllib.parse import unquote
 
-from collectives.recorder import dump
+from collectives.recorder import dump, folders
 from collectives.recorder import page as pages
 from collectives.recorder.page import Page
 from collectives.recorder.ring import WORD, Ring, form
 
 VARIABLE = "MPIPS_RECORDER"
 DUMP_VARIABLE = "MPIPS_DUMP_DIR"
-JOB = "_MPIPS_JOB"
-"""Set by `mpips run`: the job's name."""
-SCHEDULERS = ("SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID")
-"""Variables that name an allocation, in which several jobs may run at the same time."""
-MEMORY = Path("/dev/shm")
-PAGE, STACKS = ".page", ".stacks"
-TRACE, TRACE_REQUEST = ".trace", "trace.json"
-END_FILE = "end.json"
-HOSTS = "_MPIPS_HOSTS"
-"""Set by `mpips run` for a job of several hosts: what goes into `HOSTS_FILE`, quoted as in an address."""
-HOSTS_FILE = "hosts.json"
-KEPT_JOBS = 8
-"""Folders of jobs that have ended otherwise than well, of which the newest are kept."""
 SIGNAL = int(signal.SIGRTMAX) - 6
 """A signal that nobody else uses, and that a rank answers by the stacks of its threads."""
 LASTING_SECONDS = 0.2
@@ -115,41 +97,6 @@ _paths: list[Path] = []
 _communicators: dict[int, dict[str, Any]] = {}
 
 
-def folder() -> Path:
-    """Return the folder of this user's jobs on this machine."""
-    return (MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())) / f"mpips-{os.getuid()}"
-
-
-def is_private(path: Path) -> bool:
-    """Return whether a folder is this user's, and closed to others."""
-    found = path.lstat()
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
-
-
-def job_name(environment: Mapping[str, str] = os.environ, alone: bool = False) -> str:
-    """Return the name of this process' job, which no other launch has; behind the scheduler's, where there is one.
-
-    `alone`: the job has no other process.
-    """
-    name = environment.get(JOB, "")
-    if not name:
-        name = environment.get("PMIX_NAMESPACE", "")  # each mpirun, and each srun --mpi=pmix, has another
-        if not name and "HYDI_CONTROL_FD" not in environment:  # an mpiexec in a step has the step's variables
-            name = environment.get("SLURM_STEP_ID", "")
-        name = name or f"p{os.getpid() if alone else _launcher()}"
-        name = ".".join([*(environment[one] for one in SCHEDULERS if environment.get(one)), name])
-    return "".join(letter if letter.isalnum() or letter in "-_.@" else "-" for letter in name).lstrip(".")[:200]
-
-
-def _launcher() -> int:
-    """Return the process that has started this rank: its parent, but for a script that is the rank's own."""
-    pid = os.getppid()
-    with suppress(OSError):
-        while b"\0PMI_RANK=" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return pid
-
-
 def is_wanted(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether ranks have pages. ValueError where the variable says neither."""
     word = environment.get(VARIABLE, "").strip()
@@ -163,14 +110,14 @@ def begin(rank: int, size: int) -> None:
     global page, ring
     answer_usr2()
     if not _paths and os.environ.get(VARIABLE, "").strip() != "0":
-        here = _job_folder(job_name(alone=size == 1))
-        path = here / f"{os.getpid()}{PAGE}"
+        here = folders.make(folders.job_name(alone=size == 1))
+        path = here / f"{os.getpid()}{folders.PAGE}"
         try:
-            if hosts := os.environ.get(HOSTS):
-                _write(here, HOSTS_FILE, unquote(hosts))
+            if hosts := os.environ.get(folders.HOSTS):
+                folders.write(here, folders.HOSTS_FILE, unquote(hosts))
             opened = Page(path)
         except OSError:
-            leave(here)
+            folders.leave(here)
             raise
         _paths.append(path)
         atexit.register(_end)
@@ -183,7 +130,7 @@ def begin(rank: int, size: int) -> None:
         page = opened
         if not is_traced:
             ring = page.ring
-        _answer_signals(here / f"{os.getpid()}{STACKS}")
+        _answer_signals(here / f"{os.getpid()}{folders.STACKS}")
         os.register_at_fork(after_in_child=_forget)
 
 
@@ -195,98 +142,6 @@ def beside(suffix: str) -> Path | None:
 def who() -> dict[str, Any]:
     """Return what the page says of who this rank is."""
     return dict(_identity)
-
-
-def _job_folder(name: str) -> Path:
-    """Make the folder of a job, and make room for it. OSError where it is not this user's alone."""
-    top = folder()
-    top.mkdir(mode=0o700, exist_ok=True)
-    if not is_private(top):
-        raise PermissionError(f"{top} is open to others")
-    here = top / name
-    try:
-        here.mkdir(mode=0o700)
-    except FileExistsError:
-        return here
-    others = sorted((one for one in top.iterdir() if one != here), key=modified)
-    ended = [one for one in others if not any(lives(int(path.stem)) for path in one.glob(f"*{PAGE}"))
-             and not is_launched_here(one)]  # fmt: skip
-    for one in ended[:-KEPT_JOBS]:
-        shutil.rmtree(one, ignore_errors=True)
-    return here
-
-
-def modified(path: Path) -> float:
-    """Return when a file was written last, in Unix time; 0 where another process has removed it meanwhile."""
-    with suppress(OSError):
-        return path.stat().st_mtime
-    return 0.0
-
-
-def forget_job(name: str) -> None:
-    """Remove what dead ranks have left of a job that has ended well. Whoever traces it removes the traces."""
-    with suppress(OSError):
-        here = folder() / name
-        if not name or not is_private(folder()):
-            return
-        if not (here / TRACE_REQUEST).exists() and not any(here.glob(f"*{TRACE}")):
-            shutil.rmtree(here)
-            return
-        for path in here.iterdir():
-            if path.suffix != TRACE and path.name != TRACE_REQUEST:
-                path.unlink(missing_ok=True)
-
-
-def write_end(name: str, **known: Any) -> None:
-    """Write what the launcher of a job knows of its end, beside the pages of its ranks, where there are any."""
-    with suppress(OSError):
-        if is_ours(folder() / name):
-            _write(folder() / name, END_FILE, json.dumps(known))
-
-
-def write_hosts(name: str, text: str) -> None:
-    """Write on which hosts a job is, and how they are reached, for who looks from the host of its launcher."""
-    with suppress(OSError):
-        _write(_job_folder(name), HOSTS_FILE, text)
-
-
-def read_hosts(here: Path) -> dict[str, Any]:
-    """Return what is written of the hosts of a job: `names`, `launcher`, `agent`, `python`, `path`; {}: nothing.
-
-    It names a program to be run, so nothing counts but what lies in this user's own folder.
-    """
-    with suppress(OSError, ValueError):
-        if here.parent == folder() and is_ours(here):
-            known: dict[str, Any] = json.loads((here / HOSTS_FILE).read_text(encoding="utf-8"))
-            return known
-    return {}
-
-
-def is_ours(here: Path) -> bool:
-    """Return whether there is a folder of a job that is this user's alone."""
-    try:
-        return is_private(here.parent) and is_private(here)
-    except OSError:
-        return False
-
-
-def is_launched_here(here: Path) -> bool:
-    """Return whether the `mpips run` of a job of several hosts lives here; its number is the job's name."""
-    return read_hosts(here).get("launcher") == socket.gethostname() and lives(int(here.name))
-
-
-def _write(here: Path, name: str, text: str) -> None:
-    """Write a file at one go, which ranks of one host may do at the same time."""
-    passing = here / f".{name}-{os.getpid()}"
-    fd = os.open(passing, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-    with open(fd, "w", encoding="utf-8") as file:
-        file.write(text)
-    os.replace(passing, here / name)
-
-
-def lives(pid: int) -> bool:
-    """Return whether there is a process of this number."""
-    return os.path.exists(f"/proc/{pid}")
 
 
 def _answer_signals(path: Path) -> None:
@@ -390,15 +245,7 @@ def _end() -> None:
         with suppress(OSError):
             path.unlink()
     with suppress(IndexError):
-        leave(_paths[0].parent)
-
-
-def leave(here: Path) -> None:
-    """Remove the folder of a job in which nothing of its ranks is left; whoever is the last does."""
-    with suppress(OSError):
-        if not any(here.glob(f"*{PAGE}")) and not is_launched_here(here):
-            (here / HOSTS_FILE).unlink(missing_ok=True)
-        here.rmdir()
+        folders.leave(_paths[0].parent)
 
 
 def _forget() -> None:

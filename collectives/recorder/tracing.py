@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from collectives import log
-from collectives.recorder import own, ring
+from collectives.recorder import folders, own, ring
 from collectives.recorder.page import allocate, read
 from collectives.recorder.ring import RECORD_BYTES, Record, Ring
 
@@ -33,7 +33,7 @@ VARIABLE = "_MPIPS_TRACE"
 """Set by `mpips run`: the bytes of each rank's ring."""
 RING_BYTES, LEAST_BYTES = 32 << 20, 1 << 20
 """Of a rank's ring; and a half of it, and so on down to this, where all ranks' are more than half of what is free."""
-SUFFIX, REQUEST = own.TRACE, own.TRACE_REQUEST
+SUFFIX, REQUEST = folders.TRACE, folders.TRACE_REQUEST
 HEAD_BYTES = 4096
 SIGNAL = int(signal.SIGRTMAX) - 7
 """A signal that nobody else uses, upon which a rank looks for a request."""
@@ -66,7 +66,7 @@ def begin(rank: int, size: int) -> None:
     try:
         own.begin(rank, size)
     except OSError as error:
-        LOG.warning("no page of this rank, so that nobody sees it: %s: %s", own.folder(), error.strerror or error)
+        LOG.warning("no page of this rank, so that nobody sees it: %s: %s", folders.of_jobs(), error.strerror or error)
     log.begin_rank(size)
     path = own.beside(SUFFIX)
     if path is None:
@@ -155,7 +155,7 @@ def read_raw(folder: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
                 who = json.loads(file.read(HEAD_BYTES).rstrip(b"\0"))
                 data = file.read()
             with suppress(OSError):
-                if (page := read(path.with_suffix(own.PAGE))) is not None:
+                if (page := read(path.with_suffix(folders.PAGE))) is not None:
                     who = {**who, **page.identity}
             yield who, data
 

@@ -18,8 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from collectives.recorder import dump, own
-from collectives.recorder.own import PAGE
+from collectives.recorder import dump, folders, own
 from collectives.terminal import Interruptible, OutFile, Seconds, console, parse_address, show_table, writing
 from launch.observe.explain import as_json, explain
 from launch.observe.gather import Rank, has_living, has_pages, jobs, read_end
@@ -66,7 +65,7 @@ def find(job: str | None) -> Path:
     if not known:
         raise click.UsageError("no job of yours runs on this machine, or has ended otherwise than well: look on the "
                                f"host where its ranks are (with {own.VARIABLE}=0 ranks are not seen)")  # fmt: skip
-    return next((path for path in reversed(known) if own.is_launched_here(path) or has_pages(path)), known[-1])
+    return next((path for path in reversed(known) if folders.is_launched_here(path) or has_pages(path)), known[-1])
 
 
 def _has_no_pages(job: str) -> bool:
@@ -143,7 +142,7 @@ def _tell_of_others(folder: Path, command: str) -> None:
 
 def _dump(folder: Path, into: Path, how: str, known: dict[str, Any]) -> None:
     """Write what is known of a job into a folder. UsageError where that cannot be."""
-    pages = (folder / f"{one['pid']}{PAGE}" for one in known["ranks"])
+    pages = (folder / f"{one['pid']}{folders.PAGE}" for one in known["ranks"])
     paths = [path for path in pages if path.exists()]  # of other hosts' ranks there is no more than `known`
     try:
         if how == "pytorch":

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from collectives.recorder import own
+from collectives.recorder import folders, own
 from collectives.recorder.dump import bytes_of
 from collectives.recorder.page import NUMBERS, PAGE_BYTES, Lane, Seen, read, read_lanes
 
@@ -194,26 +194,27 @@ class _Look(NamedTuple):
 
 def jobs(top: Path | None = None) -> list[Path]:
     """Return the folders of this user's jobs, those with living ranks behind the others, the newest last."""
-    top = own.folder() if top is None else top
+    top = folders.of_jobs() if top is None else top
     try:
-        if not own.is_private(top):
+        if not folders.is_private(top):
             return []
-        found = [path for path in top.iterdir() if any(path.glob(f"*{own.PAGE}")) or own.read_hosts(path)]
+        found = [path for path in top.iterdir() if any(path.glob(f"*{folders.PAGE}")) or folders.read_hosts(path)]
     except OSError:
         return []
-    return sorted(found, key=lambda path: (has_living(path), own.modified(path)))
+    return sorted(found, key=lambda path: (has_living(path), folders.modified(path)))
 
 
 def has_pages(folder: Path) -> bool:
     """Return whether something is known of a rank of the job here, dead or alive."""
     with suppress(OSError):
-        return any(read(path) is not None for path in folder.glob(f"*{own.PAGE}"))
+        return any(read(path) is not None for path in folder.glob(f"*{folders.PAGE}"))
     return False
 
 
 def has_living(folder: Path) -> bool:
     """Return whether a rank of the job lives here, or its launcher, where its ranks are elsewhere."""
-    return own.is_launched_here(folder) or any(_owns(int(path.stem), path) for path in folder.glob(f"*{own.PAGE}"))
+    pages = folder.glob(f"*{folders.PAGE}")
+    return folders.is_launched_here(folder) or any(_owns(int(path.stem), path) for path in pages)
 
 
 def gather(folder: Path, seconds: float = 0.5, stacks: bool = True) -> list[Rank]:
@@ -222,7 +223,7 @@ def gather(folder: Path, seconds: float = 0.5, stacks: bool = True) -> list[Rank
     With `stacks` ranks are asked where they are. Between the looks their marks are looked at again and again, which
     tells how many bytes they move by collectives: all of calls that take as long as `MARKS_SECONDS`, others about.
     """
-    paths = sorted(folder.glob(f"*{own.PAGE}"))
+    paths = sorted(folder.glob(f"*{folders.PAGE}"))
     asked = _Stacks()
     before = {path: look for path in paths if (look := _look(path)) is not None}
     if stacks:
@@ -271,7 +272,7 @@ def _owns(pid: int, path: Path) -> bool:
     try:
         return str(path) in Path(f"/proc/{pid}/maps").read_text()
     except PermissionError:  # a container without ptrace, or a process that is not dumpable
-        return _has_begun(pid, own.modified(path))
+        return _has_begun(pid, folders.modified(path))
     except OSError:
         return False
 
@@ -304,7 +305,7 @@ def _ranks_on_host(pid: int) -> int:
 def read_end(folder: Path) -> Mapping[str, Any]:
     """Return what `mpips run` has written of the end of a job: `heard`, or `death` and `sentence`; {} where nothing."""
     with suppress(OSError, ValueError):
-        found: dict[str, Any] = json.loads((folder / own.END_FILE).read_text(encoding="utf-8"))
+        found: dict[str, Any] = json.loads((folder / folders.END_FILE).read_text(encoding="utf-8"))
         return found
     return {}
 
@@ -378,7 +379,7 @@ class _Stacks:
     def ask(self, looks: Mapping[Path, _Look]) -> None:
         """Send the signal to those that answer it."""
         for path, look in looks.items():
-            number, file = look.seen.head["signal"], path.with_suffix(own.STACKS)
+            number, file = look.seen.head["signal"], path.with_suffix(folders.STACKS)
             with suppress(OSError):
                 size = file.stat().st_size
                 if number and catches(int(path.stem), number):
@@ -391,7 +392,7 @@ class _Stacks:
             return []
         size, thread, asked = self._from[path]
         while True:
-            with suppress(OSError), open(path.with_suffix(own.STACKS), encoding="utf-8", errors="replace") as file:
+            with suppress(OSError), open(path.with_suffix(folders.STACKS), encoding="utf-8", errors="replace") as file:
                 file.seek(size)
                 found = _threads(file.read(), thread, _folder_of(int(path.stem)))
                 if found or time.monotonic() > asked + STACK_SECONDS:

@@ -26,7 +26,7 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import msgspec
 
-from collectives.recorder import own
+from collectives.recorder import folders
 from launch.observe.gather import Rank, add_pushes, gather, join
 
 WITHIN_SECONDS = 1.3
@@ -81,7 +81,7 @@ class Watch:
 
 def connect(folder: Path, module: str, kind: type[T]) -> dict[str, Connection[T]]:
     """Return a line to each other host of a job, on which a module answers by what is of that kind. Sends nothing."""
-    known = own.read_hosts(folder)
+    known = folders.read_hosts(folder)
     here = socket.gethostname()
     others = [name for name in known.get("names", ()) if name not in (here, here.partition(".")[0], "localhost")]
     return {name: Connection([*known["agent"], name, *_command(known, module, folder.name)], kind) for name in others}
@@ -175,10 +175,10 @@ def _command(known: Mapping[str, Any], module: str, job: str) -> list[str]:
 
 def main(job: str) -> None:
     """Answer questions about a job's ranks on this host, a line each, until there are no more."""
-    folder = own.folder() / job
+    folder = folders.of_jobs() / job
     for line in sys.stdin:
         number, seconds, stacks = line.split()
-        ranks = gather(folder, float(seconds), bool(int(stacks))) if own.is_ours(folder) else []
+        ranks = gather(folder, float(seconds), bool(int(stacks))) if folders.is_ours(folder) else []
         sys.stdout.write(json.dumps([int(number), ranks]) + "\n")
         sys.stdout.flush()
 

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, generate_latest, start_http_ser
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from collectives.recorder import own
+from collectives.recorder import folders
 from collectives.terminal import parse_address, without_signals
 from launch.observe.explain import is_replaced
 from launch.observe.gather import Rank, gather, jobs
@@ -145,7 +145,7 @@ def _write_regularly(folder: Path, job: str, ended: threading.Event) -> None:
     """Write at once when ranks have come or gone, too: many a job is over before the first turn."""
     known, due = 0, time.monotonic() + EVERY_SECONDS
     while not ended.wait(LOOK_SECONDS):
-        there = len(list((own.folder() / job).glob(f"*{own.PAGE}")))
+        there = len(list((folders.of_jobs() / job).glob(f"*{folders.PAGE}")))
         if there != known or time.monotonic() >= due:
             known, due = there, time.monotonic() + EVERY_SECONDS
             with suppress(OSError):  # a full disk, which others say

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from collectives.recorder import folders
 from collectives.recorder import own as recorder
 from collectives.terminal import OutFile
 
@@ -53,7 +54,7 @@ def observing(
     page: str | None, several: bool,
 ) -> Iterator[None]:  # fmt: skip
     """Show others the job that the block runs, by what is asked for. `several`: it has ranks on other hosts."""
-    folder = recorder.folder() / recorder.job_name({recorder.JOB: str(os.getpid())})
+    folder = folders.of_jobs() / folders.job_name({folders.JOB: str(os.getpid())})
     traced = _tracing(folder, several, trace, summary, summary_json)
     with _exporting(metrics, metrics_port), _showing(page, folder), traced:
         yield

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, Self, cast
 import click
 
 from collectives import files
-from collectives.recorder import chrome, own, ring, tracing
+from collectives.recorder import chrome, folders, ring, tracing
 from collectives.recorder.tracing import RankTrace
 from collectives.terminal import show_table, without_signals, write_json, writing
 from launch.observe import clocks, summary
@@ -124,7 +124,7 @@ class OtherHosts:
         raw = list(tracing.read_raw(self._folder)) if here else []
         if here:
             tracing.forget(self._folder)
-            own.leave(self._folder)
+            folders.leave(self._folder)
         missing = {**self._mute, **self._refused}
         asked = {name: line for name, line in self._lines.items() if name not in missing}
         self._ask(asked.values(), "read", READ_SECONDS)
@@ -241,8 +241,8 @@ def trace_ranks(folder: Path, seconds: float) -> str:
 
     Return "", or why not.
     """
-    pids = [int(path.stem) for path in folder.glob(f"*{own.PAGE}")]
-    asked = [pid for pid in pids if own.lives(pid) and _hears(pid)]
+    pids = [int(path.stem) for path in folder.glob(f"*{folders.PAGE}")]
+    asked = [pid for pid in pids if folders.lives(pid) and _hears(pid)]
     if any(folder.glob(f"*{tracing.SUFFIX}")):
         return f"job {folder.name} is traced already: wait for the other `mpips trace`, or the job"
     if not asked:
@@ -254,7 +254,7 @@ def trace_ranks(folder: Path, seconds: float) -> str:
         for pid in asked:
             with suppress(OSError):
                 os.kill(pid, tracing.SIGNAL)
-        while time.monotonic_ns() < until and any(map(own.lives, asked)):
+        while time.monotonic_ns() < until and any(map(folders.lives, asked)):
             time.sleep(min(LOOK_SECONDS, max(0.0, (until - time.monotonic_ns()) / 1e9)))
     except BaseException:
         tracing.forget(folder)
@@ -282,7 +282,7 @@ def unpack(text: str) -> bytes:
 
 def main(job: str) -> None:
     """Answer questions about a job's traces on this host, a line each, until there are no more."""
-    folder = own.folder() / job
+    folder = folders.of_jobs() / job
     unread = False
     try:
         for line in sys.stdin:
@@ -290,7 +290,7 @@ def main(job: str) -> None:
             answer: Any
             if what == "time":
                 answer = tracing.clock(), time.monotonic_ns()
-            elif not own.is_ours(folder):
+            elif not folders.is_ours(folder):
                 answer = f"no rank of job {job} is here" if what == "trace" else []
             elif what == "trace":
                 answer = trace_ranks(folder, float(words[0]))
@@ -298,7 +298,7 @@ def main(job: str) -> None:
             else:
                 answer, unread = [(who, pack(data)) for who, data in tracing.read_raw(folder)], False
                 tracing.forget(folder)
-                own.leave(folder)
+                folders.leave(folder)
             sys.stdout.write(json.dumps([int(number), answer]) + "\n")
             sys.stdout.flush()
     finally:

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from collectives import log
 from collectives.machine import read_stat
-from collectives.recorder import own as recorder
+from collectives.recorder import folders
 from launch.machine import remove_leftovers, remove_session
 from launch.mpirun import environment_of_job
 from launch.running.presence import Death, OutputListener, Presence, status_of
@@ -89,7 +89,7 @@ def run(
         code, sentence, death = verdict.code(end), verdict.sentence(end), verdict.death(end)
         watched.clear(others=bool(code))
         if code and not end.heard:
-            recorder.write_end(str(os.getpid()), death=death, sentence=sentence)
+            folders.write_end(str(os.getpid()), death=death, sentence=sentence)
         LOG.info("job has ended after %.1f s: code %d, mpirun's %d, %s", time.monotonic() - began, code, end.returned,
                   death or "no death that ended it")  # fmt: skip
     finally:
@@ -122,7 +122,7 @@ class Watched:
         self._began = time.time()
         output, errors = (listener.output, listener.errors) if listener else (None, None)
         self._job = subprocess.Popen(
-            argv, env={**environment_of_job(os.environ), **presence.environment(), recorder.JOB: str(os.getpid())},
+            argv, env={**environment_of_job(os.environ), **presence.environment(), folders.JOB: str(os.getpid())},
             stdin=subprocess.DEVNULL if presence.hands_over >= 0 else None, stdout=output, stderr=errors,
             preexec_fn=_child_of(os.getpid(), signals.before),
         )  # fmt: skip
@@ -218,7 +218,7 @@ class Watched:
                 send_signal(pid, number)
             return
         if not self._heard:
-            recorder.write_end(str(os.getpid()), heard=signal.Signals(number).name)
+            folders.write_end(str(os.getpid()), heard=signal.Signals(number).name)
         self._heard = number
         self._ends_by = min(self._ends_by, time.monotonic() + GRACE)
         if not by_terminal:

@@ -35,7 +35,8 @@ from collectives.terminal import (
     write_json,
 )
 from mpips.mlp.mesh import Mesh, misfit, parse
-from mpips.mlp.network import MLP, interval
+from mpips.mlp.model import MLP
+from mpips.mlp.network import interval
 from mpips.mlp.training import Worker
 from mpips.optimizers import SGD
 

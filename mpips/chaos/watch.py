@@ -25,7 +25,7 @@ from typing import IO
 import msgspec
 
 from collectives.machine import find_carriers, find_peer, read_stat
-from collectives.recorder import own as recorder
+from collectives.recorder import folders
 from mpips.chaos.faults import OF_HOSTS, Fault, FaultPlan, Point, Whom, check_lab, save
 from mpips.chaos.injector import PLAN, SHOW_STACK, SOCKET, WATCHED, Here, Made, Reached, Told
 
@@ -125,7 +125,7 @@ def _files(ranks: Ranks) -> list[str]:
     Pages of ranks that died in a job that did are kept on purpose.
     """
     had = sorted(path for rank in ranks.all.values() for path in rank.memory if path.exists())
-    memory = [path for path in had if path.parent.parent != recorder.folder()]
+    memory = [path for path in had if path.parent.parent != folders.of_jobs()]
     ends = tuple(f".{pid}" for pid in ranks.parents)
     sessions = (path for path in Path(tempfile.gettempdir()).glob("*.[0-9]*") if path.name.startswith(SESSIONS))
     return [str(path) for path in (*dict.fromkeys(memory), *(path for path in sessions if path.name.endswith(ends)))]

@@ -36,7 +36,8 @@ from mpips.mlp import checkpoint, options
 from mpips.mlp.data.base import name_classes
 from mpips.mlp.data.loading import WAYS, Data, load_opened, open_everywhere
 from mpips.mlp.mesh import Mesh, TrainingError, agree, counted, parse
-from mpips.mlp.network import ACTIVATIONS, DTYPES, MLP, MODES, Specification
+from mpips.mlp.model import MLP
+from mpips.mlp.network import ACTIVATIONS, DTYPES, MODES, Specification
 from mpips.mlp.options import FiniteRange
 from mpips.mlp.parallel import PHASES
 from mpips.mlp.prediction import MeshPrediction, predict_all

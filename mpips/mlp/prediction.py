@@ -17,7 +17,8 @@ from mpi4py import MPI
 import collectives
 from collectives.simulator.cost import FREE, LinkCost, fit
 from mpips.mlp.mesh import Mesh, Spans, alike, arguments_of, factorings, spans_nodes
-from mpips.mlp.network import MLP, Network, Specification, interval, kinds, largest_slice, working_dtype
+from mpips.mlp.model import MLP
+from mpips.mlp.network import Network, Specification, interval, kinds, largest_slice, working_dtype
 from mpips.mlp.parallel import Sum, buckets
 from mpips.optimizers import SGD, Optimizer
 

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-from collectives.recorder import own, page
+from collectives.recorder import folders, page
 
 ROLES = ("worker", "server", "spare", "client member")
 KEYS = {"w": 10, "b": 1000, "long": 300_000}
@@ -82,18 +82,18 @@ def kill(role: str, folder: Path, chance: random.Random) -> tuple[str, str]:
     words = [sys.executable, "-m", "launch.cli", "run", *shape, "-m", "examples.reproduce.store.killed",
              "--work", str(folder), "--kind", "mpi_sync" if role == ROLES[3] else "dist_sync"]  # fmt: skip
     job = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    pages = own.folder() / str(job.pid)
+    pages = folders.of_jobs() / str(job.pid)
     try:
         await_work(folder, 4 if role == ROLES[3] else 2, job)
         time.sleep(chance.uniform(0.0, 0.5))
-        ranks = {int(path.stem): seen for path in pages.glob(f"*{own.PAGE}") if (seen := page.read(path))}
+        ranks = {int(path.stem): seen for path in pages.glob(f"*{folders.PAGE}") if (seen := page.read(path))}
         wanted = role if role in ("server", "spare") else "worker"
         pid = chance.choice([pid for pid, seen in ranks.items() if seen.identity.get("role", "").startswith(wanted)])
         os.kill(pid, signal.SIGKILL)
         with suppress(FileNotFoundError, ProcessLookupError):  # its launcher has heard of its end
             while " Z " not in (Path("/proc") / str(pid) / "stat").read_text():
                 time.sleep(0.001)
-        last = page.read(pages / f"{pid}{own.PAGE}")
+        last = page.read(pages / f"{pid}{folders.PAGE}")
         time.sleep(0.5)  # workers come to a stand
         assert last is not None
         lane = max((lane for lane in last.lanes if lane.text), key=lambda lane: lane.identity)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from collectives.recorder import own
+from collectives.recorder import folders
 from tests.child import outside, wait_for
 from tests.mpi.sizes import JOB_LIMIT, only_on
 from tests.perfetto import see_in_perfetto, why_not
@@ -160,6 +160,6 @@ def test_trace_ends_with_its_job(tmp_path: Path) -> None:
         trace = json.loads((tmp_path / "t.json").read_text())
         assert len(read_flows(trace)) > 50
         assert job.wait(20) == 0
-        assert not (own.folder() / str(job.pid)).exists(), "memory is left"
+        assert not (folders.of_jobs() / str(job.pid)).exists(), "memory is left"
     finally:
         job.kill()

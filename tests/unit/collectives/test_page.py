@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from collectives.recorder import own, page
+from collectives.recorder import folders, page
 from collectives.recorder.page import LANES, TOKENS, Page, read
 from tests.child import outside
 
 BEGIN = """
 import os, sys
 from pathlib import Path
-from collectives.recorder import own, tracing
-own.folder = lambda: Path(sys.argv[1])
+from collectives.recorder import folders, own, tracing
+folders.of_jobs = lambda: Path(sys.argv[1])
 tracing.begin(3, 5)
 marks = own.Marks(77)
 """
@@ -197,10 +197,10 @@ own.fails("of the rank")
 
 def test_few_jobs_that_have_ended_badly_are_kept(tmp_path: Path) -> None:
     top = tmp_path / "jobs"
-    for number in range(own.KEPT_JOBS + 4):
+    for number in range(folders.KEPT_JOBS + 4):
         run(top, "own.fails('x')", _MPIPS_JOB=f"job-{number:02}")
     assert [path.name for path in sorted(top.iterdir())] == [
-        f"job-{number:02}" for number in range(3, own.KEPT_JOBS + 4)
+        f"job-{number:02}" for number in range(3, folders.KEPT_JOBS + 4)
     ]  # fmt: skip
 
 
@@ -217,12 +217,12 @@ def test_the_recorder_can_be_left_out(tmp_path: Path) -> None:
      ({"PMIX_NAMESPACE": "../prte/a b@1"}, "-prte-a-b@1"), ({}, f"p{os.getppid()}")],
 )  # fmt: skip
 def test_a_job_has_the_name_that_its_launcher_gives(variables: dict[str, str], name: str) -> None:
-    assert own.job_name(variables) == name
+    assert folders.job_name(variables) == name
 
 
 @pytest.mark.parametrize("own_script", [False, True], ids=["beside others", "behind a script of its own"])
 def test_ranks_of_a_launch_share_a_name_and_two_launches_do_not(own_script: bool) -> None:
-    rank = f"{sys.executable} -c 'from collectives.recorder import own; print(own.job_name())'"
+    rank = f"{sys.executable} -c 'from collectives.recorder import folders; print(folders.job_name())'"
     if own_script:
         rank = f'sh -c "{rank}; true"'
     launch = ["sh", "-c", f"PMI_RANK=0 {rank}; PMI_RANK=1 {rank}"]
@@ -239,7 +239,7 @@ def run_with_memory(size: str, program: str) -> subprocess.CompletedProcess[str]
     words = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"', "sh"]
     if subprocess.run([*words, "true"], capture_output=True, timeout=60, check=False).returncode:
         pytest.skip("nobody can mount here")
-    program = BEGIN.replace("own.folder = lambda: Path(sys.argv[1])", "") + program
+    program = BEGIN.replace("folders.of_jobs = lambda: Path(sys.argv[1])", "") + program
     return subprocess.run([*words, sys.executable, "-c", program], env={**outside(), "_MPIPS_TRACE": str(32 << 20)},
                           capture_output=True, text=True, timeout=60, check=False)  # fmt: skip
 
@@ -252,7 +252,7 @@ own.note(loss=1.0)
 for token in range(1, 61):
     marks.name(token, "sum"); marks.word[0] = marks.new_token("x" * 300) if token % 2 else token
 tracing.begin(3, 5)
-seen = [read(path) for path in own.folder().glob("*/*.page")]
+seen = [read(path) for path in folders.of_jobs().glob("*/*.page")]
 print([(one.head["step"], one.notes, one.lanes[0].text) for one in seen], shutil.disk_usage("/dev/shm").free >> 10)
 """
 

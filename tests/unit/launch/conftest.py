@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from collectives.recorder import own
+from collectives.recorder import folders
 from tests.child import outside
 
 RANK = """
 import sys, time
 from pathlib import Path
-from collectives.recorder import own
-own.folder = lambda: Path(sys.argv[1])
+from collectives.recorder import folders, own
+folders.of_jobs = lambda: Path(sys.argv[1])
 own.begin(int(sys.argv[2]), 2)
 own.place.role, own.place.generation, own.place.step = "worker", 1, 40
 marks, other = own.Marks(5), own.Marks(6)
@@ -36,7 +36,7 @@ sys.stdin.read()
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[subprocess.Popen[str]]]:
     """Two ranks of job 77, which wait."""
     top = tmp_path / "jobs"
-    monkeypatch.setattr(own, "folder", lambda: top)
+    monkeypatch.setattr(folders, "of_jobs", lambda: top)
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, str(top), str(rank)], env={**outside(), "_MPIPS_JOB": "77"},

@@ -10,7 +10,7 @@ import pytest
 from click import UsageError
 from click.testing import CliRunner
 
-from collectives.recorder import own
+from collectives.recorder import folders
 from collectives.recorder.page import Lane
 from launch.observe import command
 from launch.observe.explain import explain
@@ -121,16 +121,16 @@ def test_the_newest_job_is_one_of_which_something_is_known(job: list[subprocess.
     for one in job:
         one.kill()
         one.wait()
-    newer = own.folder() / "78"
+    newer = folders.of_jobs() / "78"
     newer.mkdir(mode=0o700)
     (newer / "1.page").touch()
-    assert command.find(None) == own.folder() / "77"
+    assert command.find(None) == folders.of_jobs() / "77"
 
 
 def test_a_job_is_found_by_its_allocation_where_no_other_is_in_it(
     job: list[subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = [own.folder() / name for name in ("77.p1", "77.p2", "771.p3", "8.0")]
+    known = [folders.of_jobs() / name for name in ("77.p1", "77.p2", "771.p3", "8.0")]
     monkeypatch.setattr(command, "jobs", lambda: known)
     assert [command.find(name).name for name in ("771", "8", "77.p2")] == ["771.p3", "8.0", "77.p2"]
     with pytest.raises(UsageError, match=r"2 jobs of yours are in 77: name one of 77\.p1, 77\.p2"):
@@ -140,7 +140,7 @@ def test_a_job_is_found_by_its_allocation_where_no_other_is_in_it(
 
 
 def test_another_job_that_runs_is_named(job: list[subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "jobs", lambda: [own.folder() / "78", own.folder() / "77"])
+    monkeypatch.setattr(command, "jobs", lambda: [folders.of_jobs() / "78", folders.of_jobs() / "77"])
     monkeypatch.setattr(command, "has_living", lambda folder: True)
     said = CliRunner().invoke(command.command, ["why"]).output
     assert "(This is your newest job here; job 78 runs, too: name one by `mpips why JOB`.)" in said

@@ -16,7 +16,7 @@ from typing import Any
 import click
 import pytest
 
-from collectives.recorder import own
+from collectives.recorder import folders
 from launch.observe import live
 from launch.observe.gather import gather
 from launch.observe.hosts import Found, Watch
@@ -27,7 +27,7 @@ Ranks = list[subprocess.Popen[str]]
 
 @pytest.fixture
 def address(job: Ranks) -> Iterator[str]:
-    with live.serving("0", own.folder() / "77") as shown:
+    with live.serving("0", folders.of_jobs() / "77") as shown:
         yield shown
 
 
@@ -53,10 +53,10 @@ def test_the_data_are_what_mpips_why_says_and_what_was_noted(job: Ranks, address
 
 
 def test_a_loss_that_is_no_number_is_null(monkeypatch: pytest.MonkeyPatch, job: Ranks) -> None:
-    seen = gather(own.folder() / "77", 0.0)
+    seen = gather(folders.of_jobs() / "77", 0.0)
     odd = [one._replace(notes={"loss": float("nan"), "accuracy": float("inf")}) for one in seen]
     monkeypatch.setattr(Watch, "look", lambda *words, **more: Found(odd, {}))
-    history = live.History(own.folder() / "77")
+    history = live.History(folders.of_jobs() / "77")
     history.look()
     found = json.loads(history.shown(), parse_constant=lambda word: pytest.fail(word))
     assert found["samples"][-1]["notes"] == {"loss": None, "accuracy": None}
@@ -89,10 +89,10 @@ def test_the_page_loads_nothing_from_elsewhere(address: str) -> None:
 
 
 def test_hosts_that_are_written_after_the_first_look_are_asked(job: Ranks) -> None:
-    with Watch(own.folder() / "77") as watch:
+    with Watch(folders.of_jobs() / "77") as watch:
         assert not watch.look(0.0).unreached
         known = {"names": ["elsewhere"], "launcher": "a", "agent": ["false"], "python": sys.executable, "path": ""}
-        own.write_hosts("77", json.dumps(known))
+        folders.write_hosts("77", json.dumps(known))
         assert [*watch.look(0.0).unreached] == ["elsewhere"]
 
 
@@ -112,5 +112,5 @@ def test_a_browser_shows_the_job(job: Ranks, address: str, size: str) -> None:
 
 def test_a_taken_port_is_one_sentence(address: str) -> None:
     port = address.rpartition(":")[2].partition("/")[0]
-    with pytest.raises(click.UsageError, match="no page can be served at"), live.serving(port, own.folder()):
+    with pytest.raises(click.UsageError, match="no page can be served at"), live.serving(port, folders.of_jobs()):
         pass

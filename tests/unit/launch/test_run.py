@@ -253,7 +253,7 @@ launch.cli.main()
     imported = set(ast.literal_eval(done.stdout.splitlines()[-1]))
     light = {
         "terminal", "errors", "files", "log", "machine", "kernels", "kernels.engine", "recorder", "recorder.own",
-        "recorder.dump", "recorder.page", "recorder.ring", "recorder.tracing",
+        "recorder.dump", "recorder.folders", "recorder.page", "recorder.ring", "recorder.tracing",
     }  # fmt: skip
     assert imported <= {f"collectives.{name}" for name in light}
 
