@@ -174,7 +174,7 @@ class Communicator:
         return bool(self.board.poison.flag[0]) or (self.control is not None and self.control.over)
 
     def hold(self) -> None:
-        """See anew whether operations may begin by a short way."""
+        """See anew whether operations may begin by a fast path."""
         self.board.hold(bool(self.started or self.over is not None or not self.open))
 
     @contextmanager

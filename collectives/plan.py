@@ -78,7 +78,7 @@ class Plan(Uncopied):
         return self._result
 
     def go_on(self, code: int) -> None:
-        """Run to the end from where the short way has left it."""
+        """Run to the end from where the fast path has left it."""
         home, runner = self._home, self.runner
         if code != MET:
             self._check()

@@ -175,10 +175,10 @@ class Board:
         self.lent = 0
         """in this operation."""
         self.spent = -DESCRIPTORS
-        """Only a descriptor that was put after this one may be brought by a short way."""
+        """Only a descriptor that was put after this one may be brought by a fast path."""
         self.spins = SPINS_SHARED if memory.crowded else SPINS_ALONE
         self.looks = range(self.spins + MOST_LOOKS)
-        """A short way looks so many times, and gives way after `spins` of them, before the wait loop takes over."""
+        """A fast path looks so many times, and gives way after `spins` of them, before the wait loop takes over."""
         self._held = self._carrying = False
         self._due = 0.0
         self._peers = Peers(memory.pids)
@@ -195,7 +195,7 @@ class Board:
         return token
 
     def hold(self, held: bool) -> None:
-        """From here on no operation may begin by a short way, or each may again."""
+        """From here on no operation may begin by a fast path, or each may again."""
         self._held = held
         self.spent = sys.maxsize if held else self.descriptors.put - DESCRIPTORS
 

@@ -11,8 +11,8 @@ All of them add in the order of the ranks, so a sum's bits depend neither on the
 nor on the element's place in it.
 
 Before it, `api` finds the plan by the array's identity. The first run reads the others' descriptors and binds a program
-to the arrays. From then on `fast` carries the call out in one straight function, as long as the others bring what they
-brought; else it says so, and `steps` or `rest` goes on.
+to the arrays. From then on `fast` carries the call out in one straight-line function, as long as the others bring what
+they brought; else it says so, and `steps` or `rest` goes on.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class Executor:
         return StagePipeline(memory, *part[:3]).program(restage=unlike)
 
     def _fast(self, tokens: tuple[int, ...]) -> Callable[[], int]:
-        """The call as one straight function, while the others bring these tokens."""
+        """The call as one straight-line function, while the others bring these tokens."""
         others = int.from_bytes(array("Q", tokens), ORDER)
         bound, program = _Bound(self._board, self._text, self._put, self._token, others), self._program
         if self.modes == [SLOTS] and not self._program.phases:
@@ -234,12 +234,12 @@ def _region(vector: Vector) -> ArrayPlace:
 
 
 def not_begun() -> int:
-    """The short way of what has none."""
+    """The fast path of what has none."""
     return NOT_BEGUN
 
 
 class _Bound(NamedTuple):
-    """The knowledge of a short way: this rank brings `token`, as the `put`th that it has put; the others bring
+    """The knowledge of a fast path: this rank brings `token`, as the `put`th that it has put; the others bring
     the words `others`, side by side."""
 
     board: Board

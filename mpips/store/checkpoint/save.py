@@ -5,7 +5,7 @@ All workers see that they are after the same round, and wait until the servers h
 time, and writes the file. What compression kept back is written before training goes on.
 
 `Saving` writes during the training. Some pieces go at the end of a call of the store, as many as the time since the
-last ones allows. Then comes a rest in which nothing of it is under way, so that calls take their fast routes.
+last ones allows. Then comes a rest in which nothing of it is under way, so that calls take their fast paths.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ NO_MARKS = {"push": 0, "pull": 0, "pushpull": 0}
 
 
 class Fast(Protocol):
-    """The fast route of one key, bound at `init`, for C-contiguous arrays of the key's shape and dtype.
+    """The fast path of one key, bound at `init`, for C-contiguous arrays of the key's shape and dtype.
 
     Every call does at once what takes no more than a moment, and returns None, or the task of what is left. Nothing
     has been begun where a call returns a task that does all of it. Used only while no other operation is under way.
@@ -48,7 +48,7 @@ class Fast(Protocol):
 
 
 class FastList(Protocol):
-    """The fast route of a list of keys that each have one, in one step; `None` and tasks as in `Fast`."""
+    """The fast path of a list of keys that each have one, in one step; `None` and tasks as in `Fast`."""
 
     def push(self, keys: Sequence[Key], arrays: Sequence[Array], priority: int) -> Task[None] | None: ...
 
@@ -87,7 +87,7 @@ class Key:
     pieces: list[Piece] = field(default_factory=list)
     """What a server has of the key, or a chunk of that: the step of the pipeline inside a client."""
     fast: Fast | None = None
-    """The fast route, where it has one."""
+    """The fast path, where it has one."""
     weight: int = 1
     """How much this worker's next push counts in a round that a quorum closes."""
     replaced: bool = True

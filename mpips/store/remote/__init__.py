@@ -2,6 +2,6 @@
 
 `store`: the operations of such a store. `link`: what a worker says to servers and hears from them. `client`: pushes and
 pulls of a worker, by itself or in a client, whose `members` meet; `sparse`: of rows; `transfers`: to and from servers.
-`fast`: the fast route of a key. `setup`: keys are made, forgotten, recovered. `states`: optimizer, compression, and
+`fast`: the fast path of a key. `setup`: keys are made, forgotten, recovered. `states`: optimizer, compression, and
 what goes to files.
 """

@@ -215,7 +215,7 @@ class Client(RowTransfers):
 
 
 SMALL_BYTES = {True: 1 << 14, False: 1 << 16}
-"""Of a key with a fast route, and of one without: longer ones go alone, as to copy them takes as long as they save."""
+"""Of a key with a fast path, and of one without: longer ones go alone, as to copy them takes as long as they save."""
 MOST_BYTES = 1 << 20
 """Of one vector."""
 

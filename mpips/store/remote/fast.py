@@ -1,4 +1,4 @@
-"""The fast route of plain arrays within a node: one straight function for a push, one for a pull, bound at `init`.
+"""The fast path of plain arrays within a node: one straight-line function for a push, one for a pull, bound at `init`.
 
 For plain arrays of a key whose servers are all of this node, uncompressed, while nothing else is under way. It does
 what `push` and `pull` do in the general case, in a fraction of the time. Whatever has to be waited for longer than a
@@ -39,7 +39,7 @@ def came(words: memoryview, word: int, count: int) -> bool:
 
 
 class General:
-    """The general way of a key, where its fast route does not do. `flag[0]`: the generation has ended."""
+    """The general path of a key, where its fast path does not do. `flag[0]`: the generation has ended."""
 
     def __init__(self, flag: memoryview, link: Link, push: Push, pull: Pull) -> None:
         self.flag, self.link, self.copy_in = flag, link, push.copy_in
@@ -284,7 +284,7 @@ class InClient(FastRoute):
         return self._reading.pull(out)
 
     def _room(self) -> Array:
-        """Memory for the sum, and its pushes. The general way sums into the same."""
+        """Memory for the sum, and its pushes. The general path sums into the same."""
         piece = self._key.pieces[0]
         if piece.reduced is None:
             piece.reduced = arena.empty(self._key.size, self._key.dtype)
@@ -293,7 +293,7 @@ class InClient(FastRoute):
 
 
 def by_itself(general: General, key: Key, layout: Layout) -> Fast | None:
-    """The fast route of a worker that pushes and pulls by itself, where the key has one."""
+    """The fast path of a worker that pushes and pulls by itself, where the key has one."""
     if layout.options.staleness >= 0:
         return None
     if len(key.shards) > 1 or key.shards[0].blocks > 1:
@@ -304,7 +304,7 @@ def by_itself(general: General, key: Key, layout: Layout) -> Fast | None:
 def in_client(
     general: General, key: Key, layout: Layout, slow: Callable[[Key, Array, int], Task[None]]
 ) -> Fast | None:
-    """The fast route of a member of a client, where the key has one. `slow`: a push in the general way."""
+    """The fast path of a member of a client, where the key has one. `slow`: a push by the general path."""
     if layout.options.masters != "one" or not key.size:
         return None
     assert layout.client is not None

@@ -121,7 +121,7 @@ class RemoteStore(Member[Recovered]):
         return self._setup.put(keys, values)
 
     def bind(self, key: Key) -> Fast | None:
-        """The fast route of a key, where it has one."""
+        """The fast path of a key, where it has one."""
         if self._push.residuals is not None or not self._settings.updates(key.name) or not self._link.all_local:
             return None
         if isinstance(self.transfers, Client):

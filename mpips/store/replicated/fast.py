@@ -1,7 +1,7 @@
 """Sum one key or a list straight through one collective, in a store without servers; the sums in steps beside compute.
 
-The fast routes serve plain arrays while nothing else is under way and nothing is compressed. A worker that goes the
-general way meanwhile takes part in the same collective. Bits depend on neither.
+The fast paths serve plain arrays while nothing else is under way and nothing is compressed. A worker that goes the
+general path meanwhile takes part in the same collective. Bits depend on neither.
 """
 
 from __future__ import annotations

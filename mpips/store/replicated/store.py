@@ -60,14 +60,14 @@ class ReplicatedStore(Member[Recovered]):
             key.fast = self.bind(key)
 
     def bind(self, key: Key) -> Fast | None:
-        """The fast route of a key; None where its pushes are compressed."""
+        """The fast path of a key; None where its pushes are compressed."""
         if self._settings.compressing(key) is not None:
             return None
         return Fast(self._replicas.by_name[key.name], self._sums, self.generation)
 
     @property
     def quick_list(self) -> Lists | None:
-        """The fast route of lists of keys that have one of their own."""
+        """The fast path of lists of keys that have one of their own."""
         return self._lists if self._settings.residuals is None else None
 
     def forget(self, keys: Sequence[Key]) -> Task[None]:

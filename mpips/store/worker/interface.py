@@ -199,12 +199,12 @@ class Backend(Protocol):
 
     @property
     def quick_list(self) -> FastList | None:
-        """The fast route of lists, where keys are not better pushed one by one."""
+        """The fast path of lists, where keys are not better pushed one by one."""
 
     # ---- keys
 
     def init(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
-        """Make keys with rank 0's values, and bind their fast routes. Collective."""
+        """Make keys with rank 0's values, and bind their fast paths. Collective."""
 
     def forget(self, keys: Sequence[Key]) -> Task[None]:
         """Give up keys and their memory; nothing is under way on them. Collective."""

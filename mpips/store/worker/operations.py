@@ -1,4 +1,4 @@
-"""Make pushes and pulls the general way: check the arguments, put calls in order, and run them as tasks.
+"""The general path of pushes and pulls: check the arguments, put calls in order, and run them as tasks.
 
 A bad argument is raised before anything was sent; nothing has changed. Any other error ends the generation.
 """
@@ -151,7 +151,7 @@ class Operations:
         return self._backend.transfers.pull([key], [out.reshape(-1)])
 
     def ended(self, what: str, names: Sequence[Name], error: BaseException) -> BaseException:
-        """A fast route has failed: end the generation; what to raise."""
+        """A fast path has failed: end the generation; what to raise."""
         return self._engine.generation.end(text(what, names), error)
 
     def check_not_closed(self) -> None:

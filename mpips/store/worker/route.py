@@ -1,8 +1,8 @@
-"""Route every push, pull and pushpull of a worker: the fast way for plain arrays, else the general way.
+"""Route every push, pull and pushpull of a worker: the fast path for plain arrays, else the general path.
 
-`Route.try_fast` has one straight function for each key. Where it cannot serve a call it has done nothing. The general
-way (`Route.call`) then does what is due before and after the call, and lets `operations` make it. `CallMarks` shows
-others which call this worker is in.
+`Route.try_fast` has one straight-line function for each key. Where it cannot serve a call it has done nothing. The
+general path (`Route.call`) then does what is due before and after the call, and lets `operations` make it. `CallMarks`
+shows others which call this worker is in.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class CallMarks:
 
 
 class ListTransfers:
-    """Push and pull a list of keys, each with one plain array, by their fast ways: all at once where there is one for
+    """Push and pull a list of keys, each with one plain array, by their fast paths: all at once where there is one for
     that."""
 
     def __init__(self, operations: Operations, backend: Backend) -> None:
@@ -182,7 +182,7 @@ class Route:
         self._written: Written | None = None
         self._first_push: Callable[[], None] | None = None
         self._checks = operations.checks_finite
-        self._extra = self._checks  # one of these four is there, and calls take the general way
+        self._extra = self._checks  # one of these four is there, and calls take the general path
         self._lists = ListTransfers(operations, backend)
         self._marks = CallMarks(known, lane)
         self._word = self._marks.word

@@ -193,7 +193,7 @@ class Settings:
         self.restored.pushed()
 
     def unbind(self) -> None:
-        """No call takes a fast route any more: the general way sees why."""
+        """No call takes a fast path any more: the general path sees why."""
         for key in self.keys.values():
             key.fast = None
 

@@ -52,7 +52,7 @@ def test_a_started_call_that_nobody_waits_for_keeps_its_arrays(one_shot):
 @pytest.mark.parametrize("n", [50, 100_000])
 @pytest.mark.parametrize("nodes", NODES)
 def test_plans_that_were_started_are_carried_out_in_turn(nodes, n):
-    """Others are made, and run, meanwhile; then short ways are taken again."""
+    """Others are made, and run, meanwhile; then fast paths are taken again."""
     with fresh(nodes) as comm:
         few = np.ones(1)
         short = collectives.plan("allreduce", few, comm)

@@ -104,7 +104,7 @@ def test_a_bad_call_in_flight_raises_at_once_and_changes_nothing(servers: int) -
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("kind, servers", [("mpi_sync", 0), ("mpi_sync", 1), ("dist_sync", 1)])
 def test_one_worker_started_its_calls_and_another_blocks(kind: str, servers: int) -> None:
-    """An i-call costs the store no fast route: fault 8."""
+    """An i-call costs the store no fast path: fault 8."""
     workers = need(servers=servers)
 
     def body(kv: mpips.KVStore) -> list[float]:

@@ -117,7 +117,7 @@ def test_a_fast_call_is_fast_again_after_one_that_was_started(monkeypatch):
     def body(kv):
         kv.init("w", np.zeros(9))
         kv.ipush("w", np.ones(9)).wait()
-        monkeypatch.setattr(kv._operations, "do", lambda *words: pytest.fail("the general way"))
+        monkeypatch.setattr(kv._operations, "do", lambda *words: pytest.fail("the general path"))
         x = np.ones(9)
         kv.pushpull("w", x)
         assert (x == kv.num_workers).all()

@@ -173,7 +173,7 @@ def test_calls_that_do_not_fit_are_refused_on_all_ranks():
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @given(data=st.data())
 def test_a_few_numbers_are_added_as_numpy_adds_them(op, dtype, data):
-    """By the short way: the other ranks have come, and this one is the last."""
+    """By the fast path: the other ranks have come, and this one is the last."""
     p, n = data.draw(st.integers(2, 9)), data.draw(st.integers(1, program.MOST_SCALARS))
     values = st.floats(width=8 * np.dtype(dtype).itemsize, allow_nan=False)
     call = node.call_of("allreduce", n, p, dtype, op)

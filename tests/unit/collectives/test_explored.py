@@ -1,6 +1,6 @@
 """The board's protocol (publish, meet, take, poison), in every interleaving of two and three ranks.
 
-The real code runs: board, poison, descriptors, executor with its short ways, and how a generation ends. Vectors
+The real code runs: board, poison, descriptors, executor with its fast paths, and how a generation ends. Vectors
 and arrays are words; an array is touched by the other ranks, and freed when its rank is done or has failed. CASES
 says what is covered: two operations, the first of which may bind, a rank that brings another array to the second,
 numbers that wrap, an interrupt of one or of both ranks before each access, stores that a processor holds back. Two
@@ -43,7 +43,7 @@ def total(size: int, operation: int) -> int:
 
 
 class Slots(Executor):
-    """The real executor and its short way, over slots that the explorer sees."""
+    """The real executor and its fast path, over slots that the explorer sees."""
 
     def __init__(self, world: World, board: Board) -> None:
         self.world, self.x, self.out = world, [0], [None]

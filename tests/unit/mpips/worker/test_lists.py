@@ -14,7 +14,7 @@ SIZES = st.one_of(st.integers(0, 40), st.integers(SMALL_BYTES[True] // 8 - 2, SM
 
 
 def keys_of(*wanted, fast=False):
-    """Keys of (elements, dtype), with a fast route or without."""
+    """Keys of (elements, dtype), with a fast path or without."""
     return [Key(name, (size,), dtype, fast=object() if fast else None) for name, (size, dtype) in enumerate(wanted)]
 
 
