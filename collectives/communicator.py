@@ -44,7 +44,7 @@ from collectives.recorder import own as recorder
 from collectives.recorder import tracing
 from collectives.schedule.catalog import see_named
 from collectives.tuner import table
-from collectives.tuner.table import Table
+from collectives.tuner.table import TuningTable
 
 LOG = log.get("mpips.collectives")
 MOST_CORES = 4096
@@ -83,7 +83,7 @@ class Communicator:
     that is all ranks. `names`: its ranks as sentences are to name them. Making it is collective, blocking."""
 
     def __init__(
-        self, comm: MPI.Intracomm, known_table: Table | None = None, names: Sequence[int] | None = None
+        self, comm: MPI.Intracomm, known_table: TuningTable | None = None, names: Sequence[int] | None = None
     ) -> None:
         tracing.begin(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
         self.comm = made(comm.Dup())
@@ -314,7 +314,7 @@ def _told(kept: Communicator, what: str, error: BaseException) -> CollectiveErro
 
 
 def communicator(
-    comm: MPI.Comm | None, known_table: Table | None = None, names: Sequence[int] | None = None
+    comm: MPI.Comm | None, known_table: TuningTable | None = None, names: Sequence[int] | None = None
 ) -> Communicator:
     """Return what is kept for `comm` (None: COMM_WORLD). The first call for a communicator is collective, blocking.
 
@@ -337,7 +337,7 @@ def _see_comm(comm: object) -> None:
         raise of_caller(TypeError(f"{given}: pass a communicator of mpi4py, or None for COMM_WORLD"))
 
 
-def _found(comm: MPI.Comm, known_table: Table | None, names: Sequence[int] | None) -> Communicator:
+def _found(comm: MPI.Comm, known_table: TuningTable | None, names: Sequence[int] | None) -> Communicator:
     _see_comm(comm)
     try:
         found: Any = comm.Get_attr(_key())
@@ -409,7 +409,7 @@ class _Arrival:
 
 
 def _open(
-    comm: MPI.Intracomm, arrival: _Arrival | None, known_table: Table | None, names: Sequence[int] | None
+    comm: MPI.Intracomm, arrival: _Arrival | None, known_table: TuningTable | None, names: Sequence[int] | None
 ) -> Communicator:
     """Wait for all ranks, from where an earlier call gave up, and make what is kept."""
     if arrival is None:

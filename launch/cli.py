@@ -63,7 +63,7 @@ COMMANDS = {
         ("mpips tune -n 4", "mpips tune -n 4 --dry-run"), ranked=True,
     ),
     "sim": Sub(
-        "collectives.simulator.command", "Simulate an algorithm on a topology.",
+        "collectives.simulator.__main__", "Simulate an algorithm on a topology.",
         ("mpips sim --topology bcube:3,2 --algorithms bcube,ring --bytes 4MiB",),
     ),
     "plan": Sub(
@@ -71,27 +71,27 @@ COMMANDS = {
         ("mpips plan profile.json --nodes 8", "mpips plan --model resnet50 --nodes 4:64 --plot plan.png"),
     ),
     "why": Sub(
-        "launch.observe.command", "Say why a job stands: who waits for whom, and where that rank is.",
+        "launch.observe.__main__", "Say why a job stands: who waits for whom, and where that rank is.",
         ("mpips why", "mpips why 4711 --json"), case="why",
     ),
     "top": Sub(
-        "launch.observe.command", "Show the ranks of a running job.", ("mpips top", "mpips top 4711 --once"),
+        "launch.observe.__main__", "Show the ranks of a running job.", ("mpips top", "mpips top 4711 --once"),
         case="top",
     ),
     "page": Sub(
-        "launch.observe.command", "Serve a live page of a job for a browser.",
+        "launch.observe.__main__", "Serve a live page of a job for a browser.",
         ("mpips page", "mpips page 4711 --port 8080"), case="page",
     ),
     "trace": Sub(
-        "launch.observe.command", "Write one timeline of all ranks of a running job.",
+        "launch.observe.__main__", "Write one timeline of all ranks of a running job.",
         ("mpips trace --seconds 5", "mpips trace 4711 -o step.json"), case="trace",
     ),
     "metrics": Sub(
-        "launch.observe.command", "Export metrics of jobs for Prometheus.",
+        "launch.observe.__main__", "Export metrics of jobs for Prometheus.",
         ("mpips metrics --port 9477", "mpips metrics --dir /var/lib/node_exporter"), case="metrics",
     ),
     "chaos": Sub(
-        "mpips.chaos.command", "Make faults in a running job by a plan, and report.",
+        "mpips.chaos.__main__", "Make faults in a running job by a plan, and report.",
         ("mpips chaos --faults 3 --every 5 --save plan.json -- mpips run -w 4 -s 2 --spares 3 train.py",
          "mpips chaos --replay plan.json --reference -- mpips run -w 4 train.py"),
     ),

@@ -40,7 +40,7 @@ def bytes_of(text: str) -> int:
     return sum(int(count) * int(bits or 8) // 8 for count, bits in ARRAY.findall(text))
 
 
-class Call(NamedTuple):
+class Collective(NamedTuple):
     """One collective of a rank, by what is known of it. Times are Unix time in nanoseconds, 0 where unknown."""
 
     number: int
@@ -122,16 +122,16 @@ Group = tuple[tuple[int, ...], int]
 """The ranks of a communicator, and how many of the same ranks were made before it."""
 
 
-def _calls(rank: Mapping[str, Any]) -> dict[Group, dict[int, Call]]:
+def _calls(rank: Mapping[str, Any]) -> dict[Group, dict[int, Collective]]:
     """Return the collectives of a rank by communicator and number."""
     groups: dict[int, Group] = {
         int(identity): (tuple(map(int, one["ranks"].split(","))), one["place"])
         for identity, one in rank["communicators"].items()
     }
-    found: dict[Group, dict[int, Call]] = {group: {} for group in groups.values()}
+    found: dict[Group, dict[int, Collective]] = {group: {} for group in groups.values()}
     for one in rank["records"]:
         if one["lane"] in groups and one["operation"] in NAMES and one["begun_ns"]:
-            found[groups[one["lane"]]][one["number"]] = Call(
+            found[groups[one["lane"]]][one["number"]] = Collective(
                 one["number"], one["operation"], one["elements"], one["dtype"], one["state"], one["made_ns"],
                 one["begun_ns"], one["ended_ns"], one["thread"], one["line"],
             )  # fmt: skip
@@ -148,13 +148,13 @@ def _calls(rank: Mapping[str, Any]) -> dict[Group, dict[int, Call]]:
         waited = next((wait for wait in rank["waits"] if wait["what"] == lane["text"]), None)
         failed = lane["text"] in rank["end"].get("failed", "")
         state, line = "started" if waited or failed else "completed", waited["line"] if waited else ""
-        last = Call(lane["number"], operation, elements, dtype, state, 0, 0, 0, 0, line)
+        last = Collective(lane["number"], operation, elements, dtype, state, 0, 0, 0, 0, line)
         if operation in NAMES:
             found[groups[lane["identity"]]][lane["number"]] = last
     return found
 
 
-def _as_pytorch(rank: int, calls: Mapping[Group, Mapping[int, Call]], groups: Sequence[Group]) -> dict[str, Any]:
+def _as_pytorch(rank: int, calls: Mapping[Group, Mapping[int, Collective]], groups: Sequence[Group]) -> dict[str, Any]:
     """Return a rank's dump as PyTorch pickles it. `groups`: all of the job, in one order on all ranks."""
     mine = [group for group in groups if rank in group[0]]
     names = {group: str(groups.index(group)) for group in mine}
@@ -175,7 +175,7 @@ def _as_pytorch(rank: int, calls: Mapping[Group, Mapping[int, Call]], groups: Se
     return {"version": VERSION, "pg_config": config, "pg_status": status, "entries": entries}
 
 
-def _entry(call: Call, name: str, desc: str, size: int) -> dict[str, Any]:
+def _entry(call: Collective, name: str, desc: str, size: int) -> dict[str, Any]:
     dtype = DTYPES.get(call.dtype, call.dtype)
     block = call.elements // size
     given = block if call.operation == "allgather" else call.elements

@@ -31,7 +31,7 @@ from collectives.simulator.topology import BCube, FatTree, Topology, star
 
 if TYPE_CHECKING:  # a simulation loads no MPI
     from collectives.call import Call
-    from collectives.tuner.table import Table
+    from collectives.tuner.table import TuningTable
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ class _Routes:
         return hops
 
 
-def predict_seconds(table: Table, call: Call, nodes: int, way: str = "") -> float | None:
+def predict_seconds(table: TuningTable, call: Call, nodes: int, way: str = "") -> float | None:
     """Return what a call should take; None where nothing is known of its algorithm. `way` is how shared memory serves
     it: "slots", "stages", "cross_memory" or "direct"."""
     if call.p == 1:

@@ -29,7 +29,7 @@ from collectives.fabric.requests import Tags, receives, release, sends
 from collectives.kernels import sums
 from collectives.kernels.sums import perform
 from collectives.schedule.model import NOBODY, Interval, RankStep, Schedule, extent
-from collectives.tensor import kernels
+from collectives.tensor import cuda_kernels
 from collectives.tensor.vectors import NO_MEMORY, HostVectors, Ticket, VectorPlace, Vectors, place, running, until
 
 FUSED_BYTES = 64 << 10
@@ -99,7 +99,7 @@ def compile_tensor(
     call = _call(home, kind, sources, targets, op, algorithm, in_place, root, label)
     on_gpu = any(v.device is not None for v in [*sources, *targets])
     if on_gpu and call.operation is not None:
-        kernels.see_serves(call.operation.ufunc.__name__, call.dtype.name)
+        cuda_kernels.see_serves(call.operation.ufunc.__name__, call.dtype.name)
     if call.operation is None:  # the first vector is what the worker gives
         sources = sources[:1]
     vectors: Vectors

@@ -38,7 +38,7 @@ import numpy as np
 from collectives.arrays import Flat, Vector
 from collectives.fabric import arena
 from collectives.schedule.model import cut
-from collectives.tensor import kernels
+from collectives.tensor import cuda_kernels
 from collectives.tensor.vectors import Ticket, VectorPlace
 
 PATIENCE = 10.0
@@ -49,7 +49,7 @@ _LEFT: list[list[Vector]] = []
 
 
 class CudaVectors:
-    """Vectors of one worker, at least one of them on a GPU. `operation` is a NumPy ufunc's name, of `kernels`."""
+    """Vectors of one worker, at least one of them on a GPU. `operation` is a NumPy ufunc's name, of `cuda_kernels`."""
 
     def __init__(self, sources: Sequence[VectorPlace], targets: Sequence[VectorPlace], operation: str):
         self.n, self.count, self.dtype = sources[0].n, len(sources), sources[0].dtype
@@ -103,7 +103,7 @@ class CudaVectors:
         if len(parts) == 1:
             self._streams.copy(device, out, parts[0], n * self.dtype.itemsize)
         elif n:
-            blocks, threads = kernels.grid(n)
+            blocks, threads = cuda_kernels.grid(n)
             with self._streams.on(device):
                 _kernel(self._operation, self.dtype.name, len(parts))((blocks,), (threads,), (*parts, out, n))
 
@@ -117,7 +117,7 @@ class CudaVectors:
 @cache
 def _kernel(operation: str, dtype: str, count: int) -> Any:
     """The kernel, built at its first use and kept by the process."""
-    return cp.RawKernel(kernels.source(operation, dtype, count), kernels.name(operation, dtype, count))
+    return cp.RawKernel(cuda_kernels.source(operation, dtype, count), cuda_kernels.name(operation, dtype, count))
 
 
 def _on(place: VectorPlace) -> int:

@@ -42,7 +42,7 @@ class Range(msgspec.Struct, frozen=True):
     algorithm: str
 
 
-class Line(msgspec.Struct, frozen=True):
+class LinearCost(msgspec.Struct, frozen=True):
     """seconds = alpha + beta bytes."""
 
     alpha: float
@@ -67,15 +67,15 @@ as many."""
 SHIPPED_CROSS_MEMORY = 4 << 20
 """Measured with 2 and 4 ranks on two cores. Where other work has emptied the caches between calls, the kernel's copies
 are faster from some 256 KiB on."""
-SHIPPED_MEMORY: dict[str, Line] = {
-    "slots 2": Line(1.1e-6, 7.4e-11),
-    "slots 4": Line(6.5e-6, 2.8e-10),
-    "direct 2": Line(2.5e-6, 5.8e-11),
-    "direct 4": Line(16e-6, 1.2e-10),
-    "stages 2": Line(2.6e-6, 7.7e-11),
-    "stages 4": Line(18e-6, 1.9e-10),
-    "cross_memory 2": Line(1e-5, 8e-11),
-    "cross_memory 4": Line(4e-5, 2e-10),
+SHIPPED_MEMORY: dict[str, LinearCost] = {
+    "slots 2": LinearCost(1.1e-6, 7.4e-11),
+    "slots 4": LinearCost(6.5e-6, 2.8e-10),
+    "direct 2": LinearCost(2.5e-6, 5.8e-11),
+    "direct 4": LinearCost(16e-6, 1.2e-10),
+    "stages 2": LinearCost(2.6e-6, 7.7e-11),
+    "stages 4": LinearCost(18e-6, 1.9e-10),
+    "cross_memory 2": LinearCost(1e-5, 8e-11),
+    "cross_memory 4": LinearCost(4e-5, 2e-10),
 }
 SHIPPED_BETWEEN: dict[str, tuple[Range, ...]] = {
     "allreduce": (Range(32 << 10, "recursive_doubling"), Range(EVERYTHING, "hierarchical")),
@@ -87,7 +87,7 @@ SHIPPED_BETWEEN: dict[str, tuple[Range, ...]] = {
 }
 
 
-class Table(msgspec.Struct, frozen=True):
+class TuningTable(msgspec.Struct, frozen=True):
     """Measurements of this machine, by the number of ranks (of one node, or NODESxRANKS between nodes).
 
     On one node:
@@ -104,9 +104,9 @@ class Table(msgspec.Struct, frozen=True):
     slots: dict[int, Slots] = {}
     cross_memory: dict[int, int] = {}
     between: dict[str, tuple[Range, ...]] = {}
-    memory: dict[str, Line] = msgspec.field(default_factory=SHIPPED_MEMORY.copy)
-    near: Line = Line(6e-7, 1.2e-10)
-    far: Line = Line(2e-5, 1e-9)
+    memory: dict[str, LinearCost] = msgspec.field(default_factory=SHIPPED_MEMORY.copy)
+    near: LinearCost = LinearCost(6e-7, 1.2e-10)
+    far: LinearCost = LinearCost(2e-5, 1e-9)
     gamma: float = 5e-11
 
     def slot_limits(self, ranks: int, crowded: bool) -> Slots:
@@ -137,26 +137,26 @@ def path() -> Path:
     return Path(caches) / "mpips" / "collectives.json"
 
 
-def load(see: See) -> Table:
+def load(see: See) -> TuningTable:
     """Return the user's table, or the shipped one where `tune` has not run; CollectiveError where the file is spoilt.
     `see` is `schedule.catalog.see_named`."""
     file = path()
     try:
-        return _checked(msgspec.json.decode(file.read_bytes(), type=Table), see)
+        return _checked(msgspec.json.decode(file.read_bytes(), type=TuningTable), see)
     except (FileNotFoundError, NotADirectoryError):
-        return Table()
+        return TuningTable()
     except (msgspec.MsgspecError, ValueError, RecursionError, OSError) as error:
         raise CollectiveError(f"cannot read {file}: {error}; delete it, or make another with `mpips tune`") from error
 
 
-def _checked(table: Table, see: See) -> Table:
+def _checked(table: TuningTable, see: See) -> TuningTable:
     """Return the same; ValueError where an entry is none that `tune` writes."""
     for ranks, limit in (*((ranks, slots.always) for ranks, slots in table.slots.items()), *table.cross_memory.items()):
         if ranks < 1 or not 0 <= limit <= EVERYTHING:
             raise ValueError(f"of {ranks} ranks it says {limit} bytes")
     if any(slots.ordinary < slots.always for slots in table.slots.values()):
         raise ValueError("fewer ordinary arrays go through slots than any arrays")
-    lines = {"near": table.near, "far": table.far, "gamma": Line(0.0, table.gamma), **table.memory}
+    lines = {"near": table.near, "far": table.far, "gamma": LinearCost(0.0, table.gamma), **table.memory}
     for name, line in lines.items():
         if name in table.memory and not re.fullmatch(rf"({'|'.join(WAYS)}) [1-9]\d{{0,6}}", name):
             raise ValueError(f"{name!r} is no way and number of ranks")
@@ -173,16 +173,16 @@ def _checked(table: Table, see: See) -> Table:
     return table
 
 
-def usable(see: See) -> Table:
+def usable(see: See) -> TuningTable:
     """Return the user's table; where its file is spoilt, a RuntimeWarning and the shipped one: nobody needs a cache."""
     try:
         return load(see)
     except CollectiveError as error:
         warn(f"{error}; the shipped table serves")
-        return Table()
+        return TuningTable()
 
 
-def save(table: Table) -> Path:
+def save(table: TuningTable) -> Path:
     """Write the table for later runs; gives back where. CollectiveError where it cannot be written."""
     file = path()
     try:
@@ -210,7 +210,7 @@ def _unwritable(file: Path, error: OSError) -> CollectiveError:
     return CollectiveError(f"cannot write {file}: {error.strerror}; set XDG_CACHE_HOME to a folder that can be written")
 
 
-def shared(comm: MPI.Comm, read: Callable[[], Table]) -> Table:
+def shared(comm: MPI.Comm, read: Callable[[], TuningTable]) -> TuningTable:
     """Rank 0's table, as `read` there gives it, on every rank, or its CollectiveError. Collective, blocking."""
     message = b""
     if comm.rank == 0:
@@ -225,4 +225,4 @@ def shared(comm: MPI.Comm, read: Callable[[], Table]) -> Table:
     answer = raw.tobytes()
     if answer[:1] == b"-":
         raise CollectiveError(answer[1:].decode())
-    return msgspec.json.decode(answer[1:], type=Table)
+    return msgspec.json.decode(answer[1:], type=TuningTable)

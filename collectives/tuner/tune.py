@@ -20,7 +20,7 @@ import click
 import msgspec
 import numpy as np
 from mpi4py import MPI
-from rich.table import Table as Listing
+from rich.table import Table
 
 from collectives.benchmark.harness import measure, ping_pong
 from collectives.communicator import communicator
@@ -34,7 +34,7 @@ from collectives.schedule.model import KINDS, cut
 from collectives.simulator.cost import fit
 from collectives.terminal import RankedCommand, Seconds, console, show_progress
 from collectives.tuner import table
-from collectives.tuner.table import EVERYTHING, Line, Range, Slots, Table
+from collectives.tuner.table import EVERYTHING, LinearCost, Range, Slots, TuningTable
 
 SLOT_SIZES = tuple(1 << e for e in range(11, 18))
 CROSS_SIZES = tuple(1 << e for e in range(24, 15, -1))
@@ -48,7 +48,7 @@ arrays in the cache, and between other work they would not."""
 Begin = Callable[[str], None]
 
 
-def opened(comm: MPI.Comm, known: Table) -> MPI.Comm:
+def opened(comm: MPI.Comm, known: TuningTable) -> MPI.Comm:
     """Return a communicator of the same ranks, on which calls go as this table says. Collective, blocking."""
     made = comm.Dup()
     communicator(made, known_table=known)
@@ -93,7 +93,7 @@ def _told() -> Iterator[None]:
         raise click.ClickException(str(error)) from None
 
 
-def _known(dry_run: bool) -> Table:
+def _known(dry_run: bool) -> TuningTable:
     """Return the table to go on from: the shipped one where the user's is spoilt. CollectiveError where it cannot be
     kept."""
     if not dry_run:
@@ -102,10 +102,10 @@ def _known(dry_run: bool) -> Table:
         return table.load(see_named)
     except CollectiveError as error:
         click.echo(f"note: {table.path()} is spoilt ({error.__cause__}); starting from the shipped table", err=True)
-        return Table()
+        return TuningTable()
 
 
-def tuned(comm: MPI.Comm, known: Table, seconds: float, begin: Begin = lambda what: None) -> Table:
+def tuned(comm: MPI.Comm, known: TuningTable, seconds: float, begin: Begin = lambda what: None) -> TuningTable:
     """Return the known table with this number of ranks measured anew; `begin` hears of parts. Collective, blocking."""
     node_of = communicator(comm).node_of  # of each rank the lowest rank of its node
     x, y = np.zeros(1 << 16, np.float32), np.zeros(1 << 16, np.float32)  # in the cache, and added again and again
@@ -125,17 +125,17 @@ def tuned(comm: MPI.Comm, known: Table, seconds: float, begin: Begin = lambda wh
     return msgspec.structs.replace(known, **changes)
 
 
-def forced(ranks: int) -> dict[str, Table]:
+def forced(ranks: int) -> dict[str, TuningTable]:
     """Return, for each way of ordinary arrays on one node, a table that sends all vectors that way."""
     largest, none = Slots(SLOT_SIZES[-1], SLOT_SIZES[-1]), Slots(0, 0)
     return {
-        "slots": Table(slots={ranks: largest}, cross_memory={ranks: EVERYTHING}),
-        "stages": Table(slots={ranks: none}, cross_memory={ranks: EVERYTHING}),
-        "cross_memory": Table(slots={ranks: none}, cross_memory={ranks: 0}),
+        "slots": TuningTable(slots={ranks: largest}, cross_memory={ranks: EVERYTHING}),
+        "stages": TuningTable(slots={ranks: none}, cross_memory={ranks: EVERYTHING}),
+        "cross_memory": TuningTable(slots={ranks: none}, cross_memory={ranks: 0}),
     }
 
 
-def _on_one_node(comm: MPI.Comm, seconds: float, begin: Begin) -> tuple[Slots, int, dict[str, Line]]:
+def _on_one_node(comm: MPI.Comm, seconds: float, begin: Begin) -> tuple[Slots, int, dict[str, LinearCost]]:
     """Return up to where slots win, from where on the kernel's copies do, and lines through the times of every way."""
     ways = {name: opened(comm, one) for name, one in forced(comm.size).items()}
 
@@ -160,7 +160,7 @@ def _on_one_node(comm: MPI.Comm, seconds: float, begin: Begin) -> tuple[Slots, i
         if len(sizes) > 1:
             home = ways["stages" if way == "direct" else way]
             points = [(size, _times(comm, [home], size, shared, seconds)[0]) for size in sizes]
-            lines[f"{way} {comm.size}"] = Line(*fit(points))
+            lines[f"{way} {comm.size}"] = LinearCost(*fit(points))
     for one in ways.values():
         one.Free()
     return slots, cross_memory, lines
@@ -229,15 +229,15 @@ def _plan(kind: str, n: int, comm: MPI.Comm, algorithm: str) -> Plan:
     return compiled(kind, np.zeros(n, np.float32), comm, algorithm=algorithm)
 
 
-def _measure_message(comm: MPI.Comm, other: int, seconds: float) -> Line:
+def _measure_message(comm: MPI.Comm, other: int, seconds: float) -> LinearCost:
     """Return alpha and beta from a ping-pong of ranks 0 and `other`."""
     sizes = (8, 1 << 12, 1 << 16, 1 << 20, 1 << 22)
     times = [ping_pong(comm, np.zeros(size, np.uint8), seconds, other)["blocking"].median for size in sizes]
-    return Line(*fit(list(zip(sizes, times))))
+    return LinearCost(*fit(list(zip(sizes, times))))
 
 
-def _show(found: Table, ranks: int, nodes: int) -> None:
-    listing = Listing(title=f"measured with {ranks} ranks on {nodes} node{'s' if nodes > 1 else ''}")
+def _show(found: TuningTable, ranks: int, nodes: int) -> None:
+    listing = Table(title=f"measured with {ranks} ranks on {nodes} node{'s' if nodes > 1 else ''}")
     listing.add_column("what")
     listing.add_column("result")
     for what, result in (_inside if nodes == 1 else _across)(found, ranks, nodes):
@@ -246,7 +246,7 @@ def _show(found: Table, ranks: int, nodes: int) -> None:
     console().print(listing)
 
 
-def _inside(found: Table, ranks: int, nodes: int) -> Iterator[tuple[str, str]]:
+def _inside(found: TuningTable, ranks: int, nodes: int) -> Iterator[tuple[str, str]]:
     limits, copies = found.slot_limits(ranks, crowded=False), found.cross_memory_from(ranks)
     yield "slots up to", f"{limits.always} bytes, ordinary arrays {limits.ordinary}"
     yield "the kernel's copies from", f"{copies} bytes on" if copies < EVERYTHING else "no size on"
@@ -257,7 +257,7 @@ def _inside(found: Table, ranks: int, nodes: int) -> Iterator[tuple[str, str]]:
     yield "message inside a node", _line(found.near)
 
 
-def _across(found: Table, ranks: int, nodes: int) -> Iterator[tuple[str, str]]:
+def _across(found: TuningTable, ranks: int, nodes: int) -> Iterator[tuple[str, str]]:
     for key, entries in found.between.items():
         kind, _, of = key.partition(" ")
         if of == f"{nodes}x{ranks}":
@@ -266,7 +266,7 @@ def _across(found: Table, ranks: int, nodes: int) -> Iterator[tuple[str, str]]:
     yield "message between nodes", _line(found.far)
 
 
-def _line(line: Line) -> str:
+def _line(line: LinearCost) -> str:
     speed = f"{1e-9 / line.beta:.2f} GB/s" if line.beta else "-"
     return f"{line.alpha * 1e6:.1f} us + bytes at {speed}"
 

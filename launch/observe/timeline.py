@@ -26,7 +26,7 @@ FIRST_ROW = 1001
 """The number of a rank's first row. Perfetto calls the row *main thread* whose number is the rank's."""
 
 
-class Placed(NamedTuple):
+class PlacedCall(NamedTuple):
     """A call where the trace has it: its process and row, and its times by the reference clock."""
 
     record: Record
@@ -47,7 +47,7 @@ def merge(traces: Sequence[RankTrace], clocks: Mapping[str, Clock]) -> tuple[lis
     first = min(clock.to_reference(record.made_ns) for clock, one in times for record in one.records)
     last = max(clock.to_reference(max(record[3:6])) for clock, one in times for record in one.records)
     events: list[chrome.Event] = []
-    placed: list[Placed] = []
+    placed: list[PlacedCall] = []
     tids: dict[int, dict[int, str]] = defaultdict(dict)
     for clock, one in times:
         found = _Rank(one, clock, first, last, tids[one.rank])
@@ -99,7 +99,7 @@ class _Rank:
 
     def __init__(self, trace: RankTrace, clock: Clock, first: int, last: int, tids: dict[int, str]) -> None:
         self.events: list[chrome.Event] = []
-        self.placed: list[Placed] = []
+        self.placed: list[PlacedCall] = []
         self._trace, self._tids = trace, tids
         groups: dict[tuple[bool, int], list[tuple[Record, int, int]]] = defaultdict(list)
         steps = []
@@ -137,7 +137,7 @@ class _Rank:
         rows = chrome.rows([(begin, end) for _, begin, end in calls])
         tids = [self._row(name if not row else f"{name} ({row + 1})") for row in range(max(rows) + 1)]
         for (record, begin, end), row in zip(calls, rows):
-            one = Placed(record, self._trace.rank, tids[row], begin, end)
+            one = PlacedCall(record, self._trace.rank, tids[row], begin, end)
             self.placed.append(one)
             more = {"bytes": record.nbytes, "dtype": record.dtype, "number": record.number, "round": record.round,
                     "line": record.line, "part": max(record.part, 0)}  # fmt: skip
@@ -158,9 +158,9 @@ class _Rank:
 class Flow(NamedTuple):
     """A worker's push, a server's sum, and this worker's pull of that round, where it is there."""
 
-    push: Placed
-    total: Placed
-    pull: Placed | None
+    push: PlacedCall
+    total: PlacedCall
+    pull: PlacedCall | None
 
     def places(self) -> list[tuple[int, int, float]]:
         """Return where its arrow goes through."""
@@ -170,13 +170,13 @@ class Flow(NamedTuple):
         return [(one.pid, one.tid, at) for one, at in places]
 
 
-def find_flows(placed: Sequence[Placed], error_ns: int) -> Iterator[Flow]:
+def find_flows(placed: Sequence[PlacedCall], error_ns: int) -> Iterator[Flow]:
     """Yield all flows. `error_ns`: of times that two clocks have shown.
 
     After a recovery a round is gone through again: what is nearest in time belongs together.
     """
-    pushes: dict[tuple[int, str, int], list[Placed]] = defaultdict(list)
-    pulls: dict[tuple[int, str, int], list[Placed]] = defaultdict(list)
+    pushes: dict[tuple[int, str, int], list[PlacedCall]] = defaultdict(list)
+    pulls: dict[tuple[int, str, int], list[PlacedCall]] = defaultdict(list)
     for one in placed:
         key = one.record.lane, one.record.subject, one.record.round
         if one.record.operation in PUSHES:
@@ -192,9 +192,9 @@ def find_flows(placed: Sequence[Placed], error_ns: int) -> Iterator[Flow]:
             yield Flow(push, total, readers.get(pid))
 
 
-def _receives(placed: Sequence[Placed], flows: Sequence[Flow]) -> Iterator[chrome.Event]:
+def _receives(placed: Sequence[PlacedCall], flows: Sequence[Flow]) -> Iterator[chrome.Event]:
     """Yield a bar in each pull that has waited for its sums, from the end of the last one on."""
-    summed: dict[Placed, int] = defaultdict(int)
+    summed: dict[PlacedCall, int] = defaultdict(int)
     for flow in flows:
         if flow.pull:
             summed[flow.pull] = max(summed[flow.pull], flow.total.end)
@@ -211,9 +211,9 @@ def _receives(placed: Sequence[Placed], flows: Sequence[Flow]) -> Iterator[chrom
             yield chrome.bar("receive", "receive", pull.pid, pull.tid, begin, pull.end)
 
 
-def _nearest(calls: Sequence[Placed], at: int, last: bool = False) -> dict[int, Placed]:
+def _nearest(calls: Sequence[PlacedCall], at: int, last: bool = False) -> dict[int, PlacedCall]:
     """Return of each rank one call: the last that has begun by then, or the first."""
-    found: dict[int, Placed] = {}
+    found: dict[int, PlacedCall] = {}
     for one in sorted(calls, key=lambda call: call.begin, reverse=not last):
         if not last or one.begin <= at or one.pid not in found:
             found[one.pid] = one

@@ -156,7 +156,7 @@ class Faults:
         self.done: list[Done] = []
         self._plan, self._ranks, self._lab, self._timed = plan, ranks, lab, False
         self._due: list[tuple[float, int]] = []
-        self._until: list[tuple[float, Fault, Rank]] = []
+        self._until: list[tuple[float, Fault, WatchedRank]] = []
 
     def hear(self, told: Told) -> None:
         if isinstance(told, Made) and not self._timed:
@@ -202,7 +202,7 @@ class Faults:
             else:
                 self._set_links(rank.host)
 
-    def _made(self, number: int, fault: Fault, rank: Rank) -> Done:
+    def _made(self, number: int, fault: Fault, rank: WatchedRank) -> Done:
         """Begin a fault."""
         now, host = time.monotonic(), rank.host if fault.kind in OF_HOSTS else ""
         if not fault.lasts:
@@ -249,7 +249,7 @@ MOST_BYTES = 4096  # of a message
 SHARED = "/dev/shm/"
 
 
-class Rank:
+class WatchedRank:
     """A rank's line, and its process by a pidfd."""
 
     def __init__(self, line: socket.socket) -> None:
@@ -297,7 +297,7 @@ class Ranks:
     """All ranks of a job that have been heard; `hear` waits for news."""
 
     def __init__(self, folder: Path) -> None:
-        self.all: dict[int, Rank] = {}
+        self.all: dict[int, WatchedRank] = {}
         self.parents: set[int] = set()
         """Who started them, such as an mpirun."""
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
@@ -316,14 +316,14 @@ class Ranks:
                 news += self._read(descriptor)
         return news
 
-    def living(self, whom: Whom) -> Rank | None:
+    def living(self, whom: Whom) -> WatchedRank | None:
         """The process that is meant; None where there is none alive."""
         if whom.role == "rank":
             return next((rank for rank in self.all.values() if rank.rank == whom.number and rank.alive), None)
         fit = [rank for rank in self.all.values() if whom.role in ("any", rank.role) and rank.alive]
         return sorted(fit, key=lambda rank: rank.rank)[whom.number % len(fit)] if fit else None
 
-    def beside(self, rank: Rank) -> list[Rank]:
+    def beside(self, rank: WatchedRank) -> list[WatchedRank]:
         """Those alive on the host of a rank, itself among them."""
         return [other for other in self.all.values() if other.host == rank.host and other.alive]
 
@@ -339,7 +339,7 @@ class Ranks:
             while True:
                 line, _ = self._listener.accept()
                 line.setblocking(False)
-                rank = self.all[line.fileno()] = Rank(line)
+                rank = self.all[line.fileno()] = WatchedRank(line)
                 self._poll.register(line, select.POLLIN)
                 with suppress(OSError):
                     self.parents.add(int(read_stat(rank.pid)[1]))

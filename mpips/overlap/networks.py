@@ -38,7 +38,7 @@ class Shape(NamedTuple):
     width: int
 
 
-class Table(NamedTuple):
+class LayerTable(NamedTuple):
     """A network's learnable layers in forward order."""
 
     name: str
@@ -114,8 +114,8 @@ class Builder:
         self.layers.append(CountedLayer(name, weights + units, 2, 2 * weights))
         return Shape(units, 1, 1)
 
-    def table(self) -> Table:
-        return Table(self.name, tuple(self.layers))
+    def table(self) -> LayerTable:
+        return LayerTable(self.name, tuple(self.layers))
 
 
 def pool(x: Shape, kernel: int, stride: int, padding: int = 0, ceil: bool = False) -> Shape:
@@ -132,7 +132,7 @@ def _out(size: int, kernel: int, stride: int, padding: int, ceil: bool = False) 
     return (size + 2 * padding - kernel + (stride - 1 if ceil else 0)) // stride + 1
 
 
-def lenet5() -> Table:
+def lenet5() -> LayerTable:
     net = Builder("lenet5")
     x = pool(net.convolution("conv1", Shape(1, 28, 28), 32, 5), 2, 2)
     x = pool(net.convolution("conv2", x, 64, 5), 2, 2)
@@ -144,7 +144,7 @@ _STAGES = ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2))
 _EXPANSION = 4
 
 
-def resnet50() -> Table:
+def resnet50() -> LayerTable:
     net = Builder("resnet50")
     x = net.convolution("conv1", Shape(3, 224, 224), 64, 7, stride=2, normalised=True)
     x = pool(x, 3, 2, padding=1)
@@ -164,5 +164,5 @@ def _bottleneck(net: Builder, name: str, x: Shape, channels: int, stride: int) -
     return out
 
 
-MODELS: dict[str, Callable[[], Table]] = {"lenet5": lenet5, "resnet50": resnet50}
+MODELS: dict[str, Callable[[], LayerTable]] = {"lenet5": lenet5, "resnet50": resnet50}
 """Name -> table. The other networks of the papers are in examples/reproduce/overlap."""

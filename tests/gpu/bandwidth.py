@@ -20,7 +20,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from collectives.tensor import kernels
+from collectives.tensor import cuda_kernels as kernels
 
 ASKED = 0.9
 CASES = [("float32", 2), ("float32", 3), ("float32", 5), ("float64", 3), ("float16", 3), ("bfloat16", 3), ("int8", 3)]

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from examples.reproduce.overlap.figures import Comparison, Figure, Point, speedup
 from examples.reproduce.overlap.networks import MODELS, blocks, googlenet
 from examples.reproduce.overlap.rivals import PARTITIONS
-from mpips.overlap.networks import Table
+from mpips.overlap.networks import LayerTable
 from mpips.overlap.problem import PARAMETER_BYTES, Problem, makespan
 
 BLADES, BLADE_BYTES_PER_S = 8, 10e9 / 8
@@ -80,18 +80,18 @@ def fit_startup() -> float:
     return few
 
 
-def _table(model: str) -> Table:
+def _table(model: str) -> LayerTable:
     """Blocks are layers: the paper's GoogLeNet has 12 (figure 4)."""
     return blocks(googlenet(heads=False) if model == "googlenet" else MODELS[model]())
 
 
-def _transfer(table: Table, nodes: int) -> NDArray[np.float64]:
+def _transfer(table: LayerTable, nodes: int) -> NDArray[np.float64]:
     share = BLADE_BYTES_PER_S / math.ceil(nodes / BLADES)
     nbytes = PARAMETER_BYTES * np.array([layer.parameters for layer in table.layers], np.float64)
     return nbytes * (nodes - 1) / nodes / share
 
 
-def _pull(table: Table, nodes: int, compute: float, startup: float) -> Problem:
+def _pull(table: LayerTable, nodes: int, compute: float, startup: float) -> Problem:
     forward = [compute * FORWARD_SHARE * layer.flops / table.flops for layer in table.layers]
     return Problem.of(forward, startup * nodes, _transfer(table, nodes))
 

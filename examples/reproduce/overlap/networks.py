@@ -11,16 +11,16 @@ from collections.abc import Callable
 from itertools import groupby
 
 from mpips.overlap.networks import MODELS as OURS
-from mpips.overlap.networks import Builder, CountedLayer, Shape, Table, average, pool
+from mpips.overlap.networks import Builder, CountedLayer, LayerTable, Shape, average, pool
 
 
-def blocks(table: Table) -> Table:
+def blocks(table: LayerTable) -> LayerTable:
     """Return the network with each block (layers of one name up to the first "/") as one layer, as in BigDL."""
     parts = [tuple(part) for _, part in groupby(table.layers, key=lambda layer: layer.name.split("/")[0])]
-    return Table(table.name, tuple(_join(part) for part in parts))
+    return LayerTable(table.name, tuple(_join(part) for part in parts))
 
 
-def tensors_apart(table: Table) -> Table:
+def tensors_apart(table: LayerTable) -> LayerTable:
     """Return the network with every tensor by itself, as where each is a message: a layer's first has its parameters
     and operations, the others (biases, scales) are there but weigh nothing."""
     parts = [
@@ -29,7 +29,7 @@ def tensors_apart(table: Table) -> Table:
         for layer in table.layers
         for number in range(layer.tensors)
     ]  # fmt: skip
-    return Table(table.name, tuple(parts))
+    return LayerTable(table.name, tuple(parts))
 
 
 def _join(part: tuple[CountedLayer, ...]) -> CountedLayer:
@@ -48,15 +48,15 @@ def concatenate(*shapes: Shape) -> Shape:
 _BLOCKS = ((64, 2), (128, 2), (256, 4), (512, 4), (512, 4))
 
 
-def vgg19() -> Table:
+def vgg19() -> LayerTable:
     return _vgg("vgg19", 1000)
 
 
-def vgg19_22k() -> Table:
+def vgg19_22k() -> LayerTable:
     return _vgg("vgg19-22k", 21841)
 
 
-def _vgg(name: str, classes: int) -> Table:
+def _vgg(name: str, classes: int) -> LayerTable:
     net, x = Builder(name), Shape(3, 224, 224)
     for block, (channels, repeats) in enumerate(_BLOCKS, 1):
         for repeat in range(1, repeats + 1):
@@ -82,7 +82,7 @@ _POOLED_AFTER = ("3b", "4e")
 _HEAD_AFTER = ("4a", "4d")
 
 
-def googlenet(heads: bool = True) -> Table:
+def googlenet(heads: bool = True) -> LayerTable:
     """With both auxiliary heads as in training, or without, as the model is used (and as iBatch counts it)."""
     net = Builder("googlenet" if heads else "googlenet-plain")
     x = pool(net.convolution("conv1", Shape(3, 224, 224), 64, 7, stride=2), 3, 2, ceil=True)
@@ -116,7 +116,7 @@ def _side_head(net: Builder, name: str, x: Shape) -> None:
 Kernel = int | tuple[int, int]
 
 
-def inception_v3() -> Table:
+def inception_v3() -> LayerTable:
     net = Builder("inception-v3")
     x = _stem(net)
     for name, projection in (("5b", 32), ("5c", 64), ("5d", 64)):
@@ -203,7 +203,7 @@ def _head(net: Builder, x: Shape) -> None:
     net.dense("head/fc", average(x), 1000)
 
 
-MODELS: dict[str, Callable[[], Table]] = {
+MODELS: dict[str, Callable[[], LayerTable]] = {
     "lenet5": OURS["lenet5"],
     "googlenet": googlenet,
     "inception-v3": inception_v3,

@@ -373,7 +373,7 @@ class HostStaging:
 Known = Mapping[Name, Key]
 
 
-class Call(NamedTuple):
+class KeyCall(NamedTuple):
     """One call for one key: what it contributes, where the result goes."""
 
     key: Key
@@ -387,7 +387,7 @@ class Call(NamedTuple):
     """Copies the first target, its host array, to GPUs."""
 
 
-def check(known: Known, what: str, key: object, value: object = None, out: object = None) -> list[Call]:
+def check(known: Known, what: str, key: object, value: object = None, out: object = None) -> list[KeyCall]:
     """The calls for one key or a list of keys; ValueError or TypeError where anything of any of them is bad.
 
     `what`: push, pull, or pushpull, which writes to `value` where `out` is None.
@@ -402,7 +402,7 @@ def check(known: Known, what: str, key: object, value: object = None, out: objec
     for index, one in enumerate(keys):
         targets, spread = _targets(one, outs[index][1], what) if outs else ([], None)
         payload, gathered = _payload(one, values[index][1], what) if values else (None, None)
-        made.append(Call(one, payload, targets, gathered, spread))
+        made.append(KeyCall(one, payload, targets, gathered, spread))
     return made
 
 

@@ -18,7 +18,7 @@ from collectives.fabric.tasks import Task, in_turn, together
 from collectives.recorder import own as recorder
 from collectives.recorder.ring import Ring
 from mpips.store.keys import arguments
-from mpips.store.keys.arguments import Call
+from mpips.store.keys.arguments import KeyCall
 from mpips.store.keys.key import Key, Name
 from mpips.store.keys.rows import RowSparse
 from mpips.store.runtime.engine import Ending, Engine, Handle
@@ -209,7 +209,7 @@ class Operations:
         mixed = out is not None or len(set(map(id, value or ()))) < len(made)
         return names, self._several(made, priority, mixed)
 
-    def _several(self, made: Sequence[Call], priority: int, mixed: bool) -> Task[None]:
+    def _several(self, made: Sequence[KeyCall], priority: int, mixed: bool) -> Task[None]:
         """Several keys: dense ones as one list, then those with some rows. `mixed`: what is written for one key may be
         what is pushed of another."""
         yield from together([call.gathered for call in made if call.gathered is not None])
@@ -222,7 +222,7 @@ class Operations:
             if isinstance(call.payload, RowSparse):
                 yield from self._one(call, priority)
 
-    def _listed(self, dense: Sequence[Call], priority: int, mixed: bool) -> Task[None]:
+    def _listed(self, dense: Sequence[KeyCall], priority: int, mixed: bool) -> Task[None]:
         transfers, keys = self._backend.transfers, [call.key for call in dense]
         flats = [call.payload.reshape(-1) for call in dense if isinstance(call.payload, np.ndarray)]
         outs = [call.targets[0].reshape(-1) for call in dense if call.targets]
@@ -234,19 +234,19 @@ class Operations:
         if outs:
             yield from transfers.pull(keys, outs)
 
-    def _one(self, call: Call, priority: int) -> Task[None]:
+    def _one(self, call: KeyCall, priority: int) -> Task[None]:
         if call.gathered is None and call.spread is None and len(call.targets) < 2:
             return self._transfer(call, priority)
         return self._with_gpus(call, priority)
 
-    def _with_gpus(self, call: Call, priority: int) -> Task[None]:
+    def _with_gpus(self, call: KeyCall, priority: int) -> Task[None]:
         """Transfer one key between arrays that GPUs sum, or results that go to several."""
         if call.gathered is not None:
             yield from call.gathered
         yield from self._transfer(call, priority)
         yield from _finish(call)
 
-    def _transfer(self, call: Call, priority: int) -> Task[None]:
+    def _transfer(self, call: KeyCall, priority: int) -> Task[None]:
         """Push, pull or both, of one key: the first target gets the result."""
         transfers, key, payload = self._backend.transfers, call.key, call.payload
         outs = [call.targets[0].reshape(-1)] if call.targets else []
@@ -260,7 +260,7 @@ class Operations:
         push = transfers.push_rows(key, payload, priority)
         return in_turn(push, transfers.pull([key], outs)) if outs else push
 
-    def _newer(self, made: Sequence[Call], found: list[int]) -> Task[None]:
+    def _newer(self, made: Sequence[KeyCall], found: list[int]) -> Task[None]:
         """Pull the keys that do not stand at the versions in `found`, and put there those that they are read at."""
         versions = yield from self._backend.versions([call.key for call in made])
         chosen = [at for at, version in enumerate(versions) if made[at].key.replaced or version != found[at]]
@@ -303,7 +303,7 @@ def step_of_push() -> str:
     return f" (the step noted last is {recorder.place.step})" if recorder.place.step >= 0 else ""
 
 
-def see_finite(rank: int, what: str, call: Call) -> None:
+def see_finite(rank: int, what: str, call: KeyCall) -> None:
     """FloatingPointError where a push holds NaN or infinity: which rank, key and push, and where the first one is."""
     rows = call.payload if isinstance(call.payload, RowSparse) else None
     values = call.payload if rows is None else rows.values
@@ -322,7 +322,7 @@ def see_finite(rank: int, what: str, call: Call) -> None:
         ))  # fmt: skip
 
 
-def _finish(call: Call) -> Generator[bool | None, None, None]:
+def _finish(call: KeyCall) -> Generator[bool | None, None, None]:
     """The result is in the first target: it goes to the others, and to GPUs."""
     for other in call.targets[1:]:
         np.copyto(other, call.targets[0])

@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 import collectives
 from collectives.benchmark.case import contribution, count_wrong, expected
-from collectives.tensor import kernels
+from collectives.tensor import cuda_kernels as kernels
 from tests.choice import once, pairwise
 from tests.gpu.arrays import numbers, placed, write
 from tests.mpi.collectives.support import block, fresh, sentence

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives.tensor import kernels
+from collectives.tensor import cuda_kernels as kernels
 
 DEVICES = 4
 MODULES = ("cuda", "streams", "pinned")

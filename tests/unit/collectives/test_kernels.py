@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from collectives.tensor import kernels
+from collectives.tensor import cuda_kernels as kernels
 from collectives.tensor.vectors import place, running
 from tests.choice import once
 from tests.gpu.arrays import on_gpu

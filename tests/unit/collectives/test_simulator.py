@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from collectives.schedule import bcube as exchange
 from collectives.schedule.catalog import build, serves
-from collectives.simulator.command import command
+from collectives.simulator.__main__ import command
 from collectives.simulator.cost import TERMS, Costs, LinkCost, closed_form, fit
 from collectives.simulator.simulate import figure5, predict, schedule_on, simulate, simulate_on_job
 from collectives.simulator.topology import BCube, FatTree, star

@@ -16,7 +16,7 @@ from collectives.schedule.catalog import see_named
 from collectives.schedule.model import KINDS
 from collectives.simulator.simulate import predict_seconds
 from collectives.tuner import table
-from collectives.tuner.table import EVERYTHING, Line, Range, Slots, Table
+from collectives.tuner.table import EVERYTHING, LinearCost, Range, Slots, TuningTable
 
 
 @pytest.fixture(autouse=True)
@@ -30,9 +30,9 @@ def call(algorithm, n=1000, p=4, kind="allreduce"):
 
 
 def test_shipped_until_kept():
-    assert table.load(see_named) == Table()
+    assert table.load(see_named) == TuningTable()
     between = {"allreduce 2x4": (Range(EVERYTHING, "ring"),)}
-    mine = Table(slots={6: Slots(1, 2)}, cross_memory={6: 3}, between=between, near=Line(1e-6, 1e-9))
+    mine = TuningTable(slots={6: Slots(1, 2)}, cross_memory={6: 3}, between=between, near=LinearCost(1e-6, 1e-9))
     table.save(mine)
     assert table.load(see_named) == mine
 
@@ -58,20 +58,20 @@ def test_a_spoilt_file_is_told(text):
     with pytest.raises(CollectiveError, match="mpips tune"):
         table.load(see_named)
     with pytest.warns(RuntimeWarning, match=f"cannot read {table.path()}: .*; the shipped table serves") as told:
-        assert table.usable(see_named) == Table()
+        assert table.usable(see_named) == TuningTable()
     assert told[0].filename == __file__
 
 
 def test_a_table_that_cannot_be_reached_is_told():
     table.path().mkdir(parents=True)
     with pytest.warns(RuntimeWarning, match="mpips tune"):
-        assert table.usable(see_named) == Table()
+        assert table.usable(see_named) == TuningTable()
 
 
 def test_a_cache_that_is_no_folder_has_no_table(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert table.load(see_named) == Table()
+    assert table.load(see_named) == TuningTable()
 
 
 @pytest.mark.parametrize("words, kept", [([], True), (["--dry-run"], False)])
@@ -83,7 +83,7 @@ def test_tune_makes_a_spoilt_table_anew(words, kept):
     assert done.exit_code == 0, done.output
     assert f"{table.path()} is spoilt" in done.output
     if kept:
-        assert table.load(see_named) == Table()
+        assert table.load(see_named) == TuningTable()
     else:
         assert table.path().read_text() == "{"
 
@@ -109,29 +109,29 @@ def test_tune_sees_first_whether_the_table_can_be_kept(monkeypatch, tmp_path, pl
 
 @given(st.integers(1, 300), st.integers(0, 1 << 40), st.sampled_from(KINDS), st.booleans())
 def test_there_is_always_an_answer(ranks, nbytes, kind, crowded):
-    limits = Table().slot_limits(ranks, crowded)
+    limits = TuningTable().slot_limits(ranks, crowded)
     assert 0 < limits.always <= limits.ordinary
-    assert Table().cross_memory_from(ranks) > limits.ordinary
-    assert Table().best_between(kind, 2, ranks, nbytes)
+    assert TuningTable().cross_memory_from(ranks) > limits.ordinary
+    assert TuningTable().best_between(kind, 2, ranks, nbytes)
 
 
 def test_measured_limits_come_before_the_shipped():
-    mine = Table(slots={3: Slots(1, 2)})
+    mine = TuningTable(slots={3: Slots(1, 2)})
     assert mine.slot_limits(3, True) == mine.slot_limits(3, False) == Slots(1, 2)
-    assert mine.slot_limits(2, False) == Table().slot_limits(2, False)
-    mine = Table(cross_memory={3: 5})
+    assert mine.slot_limits(2, False) == TuningTable().slot_limits(2, False)
+    mine = TuningTable(cross_memory={3: 5})
     assert mine.cross_memory_from(3) == 5
-    assert mine.cross_memory_from(2) == Table().cross_memory_from(2)
+    assert mine.cross_memory_from(2) == TuningTable().cross_memory_from(2)
 
 
 def test_measured_ranges_come_before_the_shipped():
-    mine = Table(between={"reduce 3x6": (Range(100, "binomial"), Range(EVERYTHING, "ring"))})
+    mine = TuningTable(between={"reduce 3x6": (Range(100, "binomial"), Range(EVERYTHING, "ring"))})
     assert mine.best_between("reduce", 3, 6, 100) == "binomial"
     assert mine.best_between("reduce", 3, 6, 101) == "ring"
 
 
 def test_seconds_grow_with_bytes_and_know_the_closed_forms():
-    mine = Table(far=Line(1e-5, 1e-9), gamma=0.0)
+    mine = TuningTable(far=LinearCost(1e-5, 1e-9), gamma=0.0)
     ring = predict_seconds(mine, call("ring", n=1_000_000), nodes=4)
     assert ring == pytest.approx(6 * 1e-5 + 6 / 4 * 4e6 * 1e-9)
     assert predict_seconds(mine, call("native"), nodes=4) is None

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from collectives.recorder import folders
 from collectives.recorder.page import Lane
-from launch.observe import command
+from launch.observe import __main__ as command
 from launch.observe.explain import explain
 from launch.observe.gather import ROOT, Frame, Rank, Wait
 

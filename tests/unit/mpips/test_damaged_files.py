@@ -30,10 +30,10 @@ OLD = Path(__file__).parents[2] / "data" / "e292923"
 X, Y = data()
 TRAINERS = "step-00000025"
 SUM = operation("sum", np.dtype("f4"))
-TABLE = table.Table(
+TABLE = table.TuningTable(
     slots={2: Slots(1000, 2000), 4: Slots(10, 10)}, cross_memory={2: 30_000},
     between={"allreduce 2x4": (Range(100, "ring"), Range(EVERYTHING, "hierarchical(between=ring)"))},
-    near=table.Line(1e-6, 1e-9),
+    near=table.LinearCost(1e-6, 1e-9),
 )  # fmt: skip
 
 

@@ -187,4 +187,4 @@ def _draw_bars(rows: Sequence[tuple[Prediction, float]], full: float, path: Path
 
 
 if __name__ == "__main__":
-    command(prog_name="python -m collectives.simulator.command")
+    command(prog_name="python -m collectives.simulator")
