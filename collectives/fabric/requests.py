@@ -161,8 +161,7 @@ class Collectives:
 
     def keep(self) -> None:
         """Hold on to what is under way until MPI is through with it."""
-        for request in self._row[3]:
-            keep_collective(request, self.comm)
+        _collectives.extend((request, self.comm) for request in self._row[3] if not over(request))
 
 
 class Receive(MPI.Prequest):
@@ -199,12 +198,6 @@ def keep(requests: Iterable[MPI.Request]) -> None:
     if len(_left) >= _look_at:
         outstanding()
         _look_at = max(LOOK_AT, 2 * len(_left))
-
-
-def keep_collective(request: MPI.Request, comm: MPI.Comm) -> None:
-    """Hold on to the request of a collective of MPI's own until MPI is through with it."""
-    if not over(request):
-        _collectives.append((request, comm))
 
 
 def unfinished(comm: MPI.Comm) -> bool:

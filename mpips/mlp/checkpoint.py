@@ -221,7 +221,7 @@ def _gather(worker: Worker, index: int, flat: np.ndarray) -> np.ndarray:
     parts = [_place(split, index) for split in everywhere]
     counts = [int(np.prod([cut.stop - cut.start for cut in part])) for part in parts]
     received = np.empty(sum(counts), flat.dtype) if comm.rank == 0 else None
-    comm.Gatherv(np.ascontiguousarray(mine), [received, counts, None, MPI._typedict[flat.dtype.char]], root=0)
+    comm.Gatherv(np.ascontiguousarray(mine), None if received is None else [received, counts], root=0)
     if received is None:
         return np.empty(0, flat.dtype)
     whole, offset = np.empty((network.sizes[layer + 1], network.sizes[layer])[: mine.ndim], flat.dtype), 0

@@ -194,7 +194,7 @@ class SliceGroup:
             self._comm.Scatterv(self._parts(whole), flat, root=0)
 
     def _parts(self, whole: np.ndarray) -> list[object] | None:
-        return [whole, self._counts, None, MPI._typedict[whole.dtype.char]] if self._leads else None
+        return [whole, self._counts] if self._leads else None
 
     def keyed(self, whole: np.ndarray) -> dict[str, np.ndarray]:
         """Return views of `whole`, one for each slice's layer that is not empty, by the name of its key."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import mpips
 from tests.mutations import MUTATIONS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,3 +154,9 @@ def test_a_shell_completes_public_names_alone(package: str) -> None:
 def test_every_mutation_has_one_place() -> None:
     wrong = [one.name for one in MUTATIONS if (ROOT / one.file).read_text(encoding="utf-8").count(one.old) != 1]
     assert not wrong, f"tests/mutations.py: adapt what these faults replace: {wrong}"
+
+
+def test_the_version_is_one() -> None:
+    words = [sys.executable, "setup.py", "--version"]
+    told = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout.split()[-1]
+    assert mpips.__version__ == told and f"\nversion: {told}\n" in (ROOT / "CITATION.cff").read_text()

@@ -37,9 +37,7 @@ class Cutting:
 
     def copy(self) -> Cutting:
         """Return a copy, to try a change with."""
-        return self._with(self._placement.copy(), self._numbers.copy())
-
-    def _with(self, placement: Placement, numbers: UnitNumbers) -> Cutting:
+        placement, numbers = self._placement.copy(), self._numbers.copy()
         return Cutting(self._layout, self._one_node, self._side_by_side, placement, numbers)
 
     def free(self, keys: Iterable[Key]) -> None:

@@ -280,9 +280,8 @@ def _share_blocks(replicas: Sequence[Replica], table: Array, rank: int) -> None:
         key, others = replica.key, []
         for worker in range(workers):
             if worker != rank:
-                first, second = (
-                    arena.attach(Region(*words)).view(key.dtype) for words in _halves(table[worker, number])
-                )
+                places = table[worker, number].reshape(2, -1).tolist()
+                first, second = (arena.attach(Region(*words)).view(key.dtype) for words in places)
                 others.append((cut(key.size, workers, worker), cut(key.size, workers, worker + 1), (first, second)))
         replica.share(others)
 
@@ -291,8 +290,3 @@ def _region(array: Array) -> Region:
     region = arena.locate(array)
     assert region is not None
     return region
-
-
-def _halves(words: Array) -> tuple[list[int], list[int]]:
-    numbers = words.tolist()
-    return numbers[: WORDS // 2], numbers[WORDS // 2 :]

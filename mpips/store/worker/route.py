@@ -336,7 +336,7 @@ class Route:
         if records is None or (what == "pushpull" and outs is not None and self._all(keys, outs, priority) is None):
             return False
         self._marks.mark(what, keys)
-        if what != "push" and not _writeable(targets):
+        if what != "push" and not all(array.flags.writeable for array in targets):
             return False
         if outs is not None and len(set(map(id, outs))) < len(outs):
             return False  # one is out of two keys, which the checks of a call name
@@ -372,7 +372,3 @@ class Route:
                 return None
             records.append(record)
         return records if len(set(keys)) == len(keys) else None
-
-
-def _writeable(arrays: Sequence[Array]) -> bool:
-    return all(array.flags.writeable for array in arrays)

@@ -6,16 +6,20 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import collectives
+import mpips
+from collectives.machine import THRESHOLD, TUNABLES
 from tests.choice import pairwise
+from tests.mpi.delays import put_off
 from tests.mpi.mpips.exact import BIG, SMALLER, exact
 from tests.mpi.mpips.support import WORLD, need, run
-from tests.mpi.sizes import JOB_LIMIT, either_mpi
+from tests.mpi.sizes import JOB_LIMIT, either_mpi, only_on
 
 ROOT = Path(__file__).parents[3]
 
@@ -144,3 +148,63 @@ def test_a_hundred_small_and_big_keys_in_one_call():
         assert all((out == value * kv.num_workers).all() for out, value in zip(outs, values))
 
     run("dist_sync", body, servers=2, big_array=1000)
+
+
+def places(size):
+    """(value, out) pairs: in place, apart, and overlapping both ways, in node-shared and in ordinary memory."""
+    for make in (mpips.empty, lambda n: np.empty(n, np.float32)):
+        both = make(size + 3)
+        yield make(size), None
+        yield make(size), make(size)
+        yield both[:size], both[3:]
+        yield both[3:], both[:size]
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize(("size", "past_caches"), [(100, 0), (40_001, 0), (40_001, 24_576)])
+def test_the_sum_is_exact_wherever_value_and_result_lie(monkeypatch, servers, size, past_caches):
+    need(servers=servers)
+    if past_caches:
+        monkeypatch.setenv(TUNABLES, f"{THRESHOLD}={past_caches}")
+
+    def body(kv):
+        kv.init("w", np.zeros(size, np.float32))
+        ramp = np.arange(size, dtype=np.float32) % 1000
+        for turn in range(3):
+            for value, out in places(size):
+                value[...] = ramp + kv.rank + turn
+                kv.pushpull("w", value, out, priority=turn)
+                expected = kv.num_workers * (ramp + turn) + sum(range(kv.num_workers))
+                assert ((value if out is None else out) == expected).all()
+
+    run("dist_sync", body, servers=servers, block_bytes=4096, big_array=1000, small_bytes=1024)
+
+
+ROUNDS = 60
+STORES = [{"servers": 0}, {"servers": 1, "clients": 1}, {"servers": 1, "clients": 1, "masters": "all"}]
+
+
+@pytest.mark.mpi
+@only_on(2, 3, 4)
+@pytest.mark.parametrize("options", STORES)
+@pytest.mark.parametrize("calls", ["pushes", "pulls"])
+def test_every_call_is_the_same_on_all_workers(options, calls):
+    """One small key, again and again, by workers of which one is put off now and then."""
+    workers = need(2, **options)
+
+    def body(kv):
+        kv.init("bias", np.zeros(10, np.float32))
+        value, wrong, kept = np.zeros(10, np.float32), 0, []
+        with put_off(0.002, 0.0046) if kv.rank == 1 else nullcontext():
+            for number in range(ROUNDS):
+                gradient = np.full(10, kv.rank + number, np.float32)
+                kept.append(gradient)  # so that the next one lies elsewhere
+                if calls != "pulls" or not number:
+                    kv.push("bias", gradient)
+                    expected = workers * number + workers * (workers - 1) // 2
+                if calls != "pushes" or number == ROUNDS - 1:
+                    kv.pull("bias", value)
+                    wrong += int((value != expected).sum())
+        return wrong
+
+    assert run("mpi_sync", body, **options) in (0, None)

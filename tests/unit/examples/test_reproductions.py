@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -160,3 +163,23 @@ def test_hiding_reductions_counts_on_fast_links_only() -> None:
     gain = [MODELS["host_ring"](net, 64 * MIB, 2, MEMORY) / MODELS["multi_ring"](net, 64 * MIB, 2, MEMORY)
             for net in (slow, fast)]  # fmt: skip
     assert gain[0] < 1.05 < 1.5 < gain[1]
+
+
+ROOT = Path(__file__).resolve().parents[3]
+DRIVERS = ["allreduce", "bml", "mlp", "mlp.grids", "mlp.lab", "mxnet_mpi", "overlap", "settings", "tensor"]
+CODE = """
+import importlib, sys
+found = importlib.import_module("examples.reproduce." + sys.argv[1])
+if hasattr(found, "__path__"):
+    importlib.import_module(found.__name__ + ".__main__")
+MPI = sys.modules.get("mpi4py.MPI")
+print(MPI is not None, MPI is not None and MPI.Is_initialized())
+"""
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_a_driver_starts_no_mpi(driver: str) -> None:
+    """It is no rank, and its mpirun may not be the one that would be found."""
+    command = [sys.executable, "-c", CODE, driver]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == [str(driver == "mlp"), "False"], done.stderr
