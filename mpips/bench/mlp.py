@@ -35,8 +35,8 @@ from collectives.terminal import (
     write_json,
 )
 from mpips.mlp.mesh import Mesh, misfit, parse
-from mpips.mlp.model import MLP
 from mpips.mlp.network import interval
+from mpips.mlp.perceptron import MLP
 from mpips.mlp.training import Worker
 from mpips.optimizers import SGD
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,18 @@ from mpips.torch.tensors import check_on_host, reduction
 
 Tensors = Sequence[Tensor]
 WORLD = global_process_set
+
+
+class Compressor(Protocol):
+    """Horovod's interface of what compresses a tensor; a program may bring its own."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        """Return what travels, and what `decompress` needs to know."""
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
+        """Return a tensor as it was."""
 
 
 class Compression:
@@ -79,8 +91,9 @@ def allreduce_(tensor: Tensor, *args: Any, **keywords: Any) -> Tensor:
 
 
 def allreduce(
-    tensor: Tensor, average: bool | None = None, name: str | None = None, compression: Any = Compression.none,
-    op: Op | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = WORLD,
+    tensor: Tensor, average: bool | None = None, name: str | None = None,
+    compression: type[Compressor] = Compression.none, op: Op | None = None, prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0, process_set: ProcessSet = WORLD,
 ) -> Tensor:  # fmt: skip
     """Make an allreduce into a new tensor, through which gradients flow. Blocking."""
     factors = (prescale_factor, postscale_factor, process_set)
@@ -111,8 +124,9 @@ def grouped_allreduce_(tensors: Tensors, *args: Any, **keywords: Any) -> list[Te
 
 
 def grouped_allreduce(
-    tensors: Tensors, average: bool | None = None, name: str | None = None, compression: Any = Compression.none,
-    op: Op | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = WORLD,
+    tensors: Tensors, average: bool | None = None, name: str | None = None,
+    compression: type[Compressor] = Compression.none, op: Op | None = None, prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0, process_set: ProcessSet = WORLD,
 ) -> list[Tensor]:  # fmt: skip
     """Make one allreduce of many tensors, through which gradients flow. Blocking."""
     arguments: Any = (None, _op(op, average), prescale_factor, postscale_factor, process_set)
@@ -274,7 +288,7 @@ def grouped_reducescatter_async(
 
 
 def reducescatter(
-    tensor: Tensor, name: str | None = None, compression: Any = Compression.none, op: Op = Op.Average,
+    tensor: Tensor, name: str | None = None, compression: type[Compressor] = Compression.none, op: Op = Op.Average,
     process_set: ProcessSet = WORLD, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """Reduce, and take this rank's rows; gradients flow back. Blocking."""
@@ -282,7 +296,7 @@ def reducescatter(
 
 
 def grouped_reducescatter(
-    tensors: Tensors, name: str | None = None, compression: Any = Compression.none, op: Op = Op.Average,
+    tensors: Tensors, name: str | None = None, compression: type[Compressor] = Compression.none, op: Op = Op.Average,
     process_set: ProcessSet = WORLD, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> list[Tensor]:  # fmt: skip
     """Reduce many tensors, and take this rank's rows of each; gradients flow back. Blocking."""

@@ -16,6 +16,7 @@ from collectives.errors import of_caller
 from mpips.horovod.negotiation import Op
 from mpips.horovod.operations import (
     Compression,
+    Compressor,
     allreduce_async,
     grouped_allreduce_async,
     sparse_allreduce_async,
@@ -26,7 +27,7 @@ from mpips.horovod.world import ProcessSet, global_process_set
 
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-    compression: Any = Compression.none, backward_passes_per_step: int = 1, op: Op = Op.Average,
+    compression: type[Compressor] = Compression.none, backward_passes_per_step: int = 1, op: Op = Op.Average,
     gradient_predivide_factor: float = 1.0, num_groups: int = 0, groups: int | Sequence[Sequence[Tensor]] | None = None,
     sparse_as_dense: bool = False, process_set: ProcessSet = global_process_set,
 ) -> Any:  # fmt: skip
@@ -63,8 +64,9 @@ class _Reduction:
     """Reduces gradients as the arguments say; each call returns what waits for the reduced ones."""
 
     def __init__(
-        self, compression: Any, op: Op, factors: tuple[float, float], sparse_as_dense: bool, process_set: ProcessSet
-    ) -> None:
+        self, compression: type[Compressor], op: Op, factors: tuple[float, float], sparse_as_dense: bool,
+        process_set: ProcessSet,
+    ) -> None:  # fmt: skip
         self._compression, self._op, self._factors = compression, op, factors
         self._sparse_as_dense, self.process_set = sparse_as_dense, process_set
 

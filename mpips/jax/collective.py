@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 import collectives
 from collectives.call import operation, see_root
 from collectives.communicator import communicator
-from mpips.jax.primitive import JaxCall, bind, bind_own
+from mpips.jax.primitive import JaxCall, Tree, bind, bind_own
 
 GRADIENTS = ("sum", "identity")
 LINEAR = ("sum", "mean")
@@ -122,8 +122,8 @@ class Collective(JaxCall):
 
 
 def allreduce(
-    tree: Any, op: str = "mean", comm: MPI.Comm | None = None, algorithm: str = "auto", *, gradient: str = "sum"
-) -> Any:
+    tree: Tree, op: str = "mean", comm: MPI.Comm | None = None, algorithm: str = "auto", *, gradient: str = "sum"
+) -> Tree:
     """Return every leaf of a pytree reduced over all ranks of `comm`: a tree of the same shapes and types. Collective.
 
     >>> mpips.jax.allreduce({"w": jnp.ones(3), "b": jnp.zeros(())})
@@ -153,7 +153,7 @@ def allreduce(
     return jax.tree.unflatten(shape, [_decode(leaf, [next(found) for _ in one]) for leaf, one in zip(leaves, parts)])
 
 
-def broadcast(tree: Any, root: int = 0, comm: MPI.Comm | None = None, *, gradient: str = "sum") -> Any:
+def broadcast(tree: Tree, root: int = 0, comm: MPI.Comm | None = None, *, gradient: str = "sum") -> Tree:
     """Return the root's leaves on all ranks, of the same shapes and types everywhere. Collective.
 
     Leaves are of any type. The root alone gets a gradient: see `allreduce`, also for errors.
@@ -162,7 +162,7 @@ def broadcast(tree: Any, root: int = 0, comm: MPI.Comm | None = None, *, gradien
     return _map(Collective("broadcast", comm, root=int(root), gradient=_checked(gradient)), tree)
 
 
-def allgather(tree: Any, comm: MPI.Comm | None = None, *, gradient: str = "sum") -> Any:
+def allgather(tree: Tree, comm: MPI.Comm | None = None, *, gradient: str = "sum") -> Tree:
     """Return all ranks' leaves on all ranks, with the rank as their first axis: shape -> (p, *shape). Collective.
 
     Leaves are of any type. Errors and gradients: see `allreduce`.
@@ -170,7 +170,7 @@ def allgather(tree: Any, comm: MPI.Comm | None = None, *, gradient: str = "sum")
     return _map(Collective("allgather", comm, gradient=_checked(gradient)), tree)
 
 
-def reduce_scatter(tree: Any, op: str = "sum", comm: MPI.Comm | None = None) -> Any:
+def reduce_scatter(tree: Tree, op: str = "sum", comm: MPI.Comm | None = None) -> Tree:
     """Return row r, on rank r, of every leaf reduced over all ranks: (p, *shape) -> shape. Collective.
 
     `op` and errors: see `allreduce`. Cotangents are gathered.
@@ -180,7 +180,7 @@ def reduce_scatter(tree: Any, op: str = "sum", comm: MPI.Comm | None = None) -> 
     return _map(Collective("reduce_scatter", comm, op), tree)
 
 
-def alltoall(tree: Any, comm: MPI.Comm | None = None) -> Any:
+def alltoall(tree: Tree, comm: MPI.Comm | None = None) -> Tree:
     """Return, on rank r, row r of every rank's leaves: (p, *shape) -> (p, *shape), by rank. Collective.
 
     Leaves are of any type. Errors: see `allreduce`.
@@ -195,7 +195,7 @@ def barrier(comm: MPI.Comm | None = None) -> None:
         jax.effects_barrier()
 
 
-def _map(call: Collective, tree: Any) -> Any:
+def _map(call: Collective, tree: Tree) -> Tree:
     leaves, shape = jax.tree.flatten(tree)
     return jax.tree.unflatten(shape, _run(call, leaves) if leaves else [])
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -18,6 +18,9 @@ from jax.experimental import io_callback
 from numpy.typing import NDArray
 
 from mpips.jax import ffi
+
+Tree: TypeAlias = Any
+"""A pytree of arrays."""
 
 
 class JaxCall(ABC):

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from mpips.jax.primitive import JaxCall, bind
+from mpips.jax.primitive import JaxCall, Tree, bind
 
 if TYPE_CHECKING:
     from mpips.store.api import KVStore
@@ -38,13 +38,13 @@ class StoreCall(JaxCall):
             self.kv.pushpull(names, inputs, outputs)
 
 
-def init(kv: KVStore, name: str, tree: Any) -> None:
+def init(kv: KVStore, name: str, tree: Tree) -> None:
     """Make a key of a store for every leaf of a pytree, with rank 0's values. Outside `jit`; collective, blocking."""
     leaves = [np.array(leaf) for leaf in jax.tree.leaves(tree)]
     kv.init(keys(name, len(leaves)), leaves)
 
 
-def pushpull(kv: KVStore, name: str, tree: Any) -> Any:
+def pushpull(kv: KVStore, name: str, tree: Tree) -> Tree:
     """Push every leaf to its key, and return what the keys then hold, as a tree.
 
     `kv` is a store of `mpips.create`, whose keys `init(kv, name, ...)` has made. Blocking; errors as of `kv.pushpull`.
@@ -52,7 +52,7 @@ def pushpull(kv: KVStore, name: str, tree: Any) -> Any:
     return _called(StoreCall("pushpull", kv, name), tree)
 
 
-def pull(kv: KVStore, name: str, tree: Any) -> Any:
+def pull(kv: KVStore, name: str, tree: Tree) -> Tree:
     """Return what the keys hold, as a tree like `tree`, whose values do not count. Blocking."""
     return _called(StoreCall("pull", kv, name), tree)
 
@@ -62,6 +62,6 @@ def keys(name: str, leaves: int) -> list[str]:
     return [f"{name}/{number}" for number in range(leaves)]
 
 
-def _called(call: StoreCall, tree: Any) -> Any:
+def _called(call: StoreCall, tree: Tree) -> Tree:
     leaves, shape = jax.tree.flatten(tree)
     return jax.tree.unflatten(shape, bind(call, leaves)) if leaves else tree

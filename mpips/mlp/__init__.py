@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from mpips.mlp.data.sources import ArraySource, SyntheticSource, open_source
     from mpips.mlp.data.text import TextSource
     from mpips.mlp.mesh import Mesh, TrainingError
-    from mpips.mlp.model import MLP
+    from mpips.mlp.perceptron import MLP
     from mpips.mlp.prediction import choose_mesh, predict_all
     from mpips.mlp.servers import Servers
     from mpips.mlp.training import train
 
 _HOMES = {
-    "ArraySource": "data.sources", "MLP": "model", "Mesh": "mesh", "Servers": "servers",
+    "ArraySource": "data.sources", "MLP": "perceptron", "Mesh": "mesh", "Servers": "servers",
     "SyntheticSource": "data.sources", "TextSource": "data.text", "TrainingError": "mesh", "choose_mesh": "prediction",
     "collect": "checkpoint", "load": "data.loading", "load_checkpoint": "checkpoint", "open_source": "data.sources",
     "predict_all": "prediction", "save_checkpoint": "checkpoint", "train": "training",

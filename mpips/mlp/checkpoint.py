@@ -16,9 +16,9 @@ from mpi4py import MPI
 from collectives import log
 from mpips.mlp.data.loading import Data, DealRule, Scaling
 from mpips.mlp.mesh import Mesh, TrainingError, agree, attempt
-from mpips.mlp.model import MLP
 from mpips.mlp.network import Network, Specification, Split, check, splits, working_dtype
 from mpips.mlp.parallel import on_host, put
+from mpips.mlp.perceptron import MLP
 from mpips.mlp.servers import Servers
 from mpips.mlp.training import Worker
 from mpips.optimizers import Optimizer, decode, encode

@@ -17,9 +17,9 @@ from mpi4py import MPI
 import collectives
 from collectives.simulator.cost import FREE, LinkCost, fit
 from mpips.mlp.mesh import Mesh, Spans, alike, arguments_of, factorings, spans_nodes
-from mpips.mlp.model import MLP
 from mpips.mlp.network import Network, Specification, interval, kinds, largest_slice, working_dtype
 from mpips.mlp.parallel import Sum, buckets
+from mpips.mlp.perceptron import MLP
 from mpips.optimizers import SGD, Optimizer
 
 _SMALL, _LARGE = 64, 1024  # bytes: the smaller sum that is timed, and the least of the larger one

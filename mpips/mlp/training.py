@@ -20,9 +20,9 @@ from collectives import log
 from mpips.mlp.data.base import DataSource
 from mpips.mlp.data.loading import Data, DealRule, epoch_order, load
 from mpips.mlp.mesh import Mesh, TrainingError, agree, alike, arguments_of, counted, parse, spans_nodes
-from mpips.mlp.model import MLP
 from mpips.mlp.network import Network, Specification
 from mpips.mlp.parallel import PHASES, Clock, LocalUpdate, LossScale, TensorExchange, hidden_share, on_host
+from mpips.mlp.perceptron import MLP
 from mpips.mlp.prediction import choose_mesh
 from mpips.mlp.servers import Servers, SynchronousUpdate
 from mpips.optimizers.base import Optimizer

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from mpips.store.keys.rows import CURE, in_memory, table
+from mpips.training.model import Samples
 
 if TYPE_CHECKING:
     from mpips.store.api import KVStore
 
-Batch = tuple[Any, Any]
+Batch = tuple[Samples, Samples]
 BLOCK = 1024
 """Samples that are evaluated at once."""
 SHOWN_ROWS, SHOWN_NUMBERS = 8, 32
@@ -50,8 +51,8 @@ class Arrays:
     Every epoch is a new order of the samples, of which each worker takes its share: equally many batches.
     """
 
-    x: Any
-    y: Any
+    x: Samples
+    y: Samples
     batch_size: int
     seed: int = 0
 
@@ -139,7 +140,7 @@ def _pair(batch: object) -> Batch:
 
 
 def source_of(
-    x: Any, y: Any, batch_size: int | None, seed: int, what: str = "fit", most: int | None = None
+    x: Samples, y: Samples, batch_size: int | None, seed: int, what: str = "fit", most: int | None = None
 ) -> Source:
     """Return the batches that `fit` or `evaluate` was given, `most` of them an epoch. TypeError or ValueError where
     they are none."""
@@ -202,7 +203,7 @@ def see_again(source: Source, epochs: int, survives: bool = False) -> None:
                         "or steps=, the steps of an epoch")
 
 
-def paired(name: str, x: Any, y: Any) -> tuple[Any, Any]:
+def paired(name: str, x: Samples, y: Samples) -> tuple[Samples, Samples]:
     """Return two tables of as many samples, for rows by position. TypeError or ValueError where they are none."""
     wrong = [type(array).__name__ for array in (x, y) if not hasattr(array, "shape") or not len(array.shape)]
     if wrong:

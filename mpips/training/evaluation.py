@@ -16,7 +16,7 @@ import numpy as np
 
 from collectives.errors import CollectiveError
 from mpips.training.batches import Arrays, Source, share_of
-from mpips.training.model import samples_of, see_method
+from mpips.training.model import Samples, samples_of, see_method
 from mpips.training.step import Job
 
 Metric = Callable[[Any, Any], Any]
@@ -79,7 +79,7 @@ def _scored(job: Job) -> bool:
     return callable(getattr(job.model, "accuracy", None))
 
 
-def _classes(y: Any) -> bool:
+def _classes(y: Samples) -> bool:
     """Return whether targets are the classes of samples: whole numbers (samples,)."""
     if getattr(y, "ndim", 0) != 1:
         return False

@@ -40,7 +40,7 @@ from mpips.training.batches import (
 from mpips.training.callbacks import Callback, Fitting, order_of, see_order
 from mpips.training.checkpoint import Epoch, Position
 from mpips.training.evaluation import evaluate, evaluate_here, test_words
-from mpips.training.model import samples_of
+from mpips.training.model import Samples, samples_of
 from mpips.training.rejoin import BEGIN, COUNTED, ENDED, OVER, TOLD, SurvivingFit
 from mpips.training.step import Blocking, Job, see_joined
 
@@ -269,7 +269,7 @@ class Request(NamedTuple):
 
 
 def requested(
-    job: Job, x: Any, y: Any, batch_size: int | None, epochs: int, seed: int, steps: int | None, test: Any,
+    job: Job, x: Samples, y: Samples, batch_size: int | None, epochs: int, seed: int, steps: int | None, test: Any,
     callbacks: Sequence[Callback], on_epoch: Callable[[Epoch], object] | None, resume: object, spares: int,
 ) -> Request:  # fmt: skip
     """The arguments of `fit`; TypeError or ValueError where they are wrong. `spares`: may become workers. Local."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
+Samples: TypeAlias = Any
+"""Inputs or targets of samples, (samples, ...): an array of any library, or what a loader makes of them."""
 REQUIRED = ("parameters", "gradients", "loss_and_gradients")
 
 
@@ -27,7 +29,7 @@ class Model(Protocol):
         """An array for each parameter, of its shape and dtype; in `mpips.empty` they travel without being copied."""
         ...
 
-    def loss_and_gradients(self, x: Any, y: Any) -> float:
+    def loss_and_gradients(self, x: Samples, y: Samples) -> float:
         """Mean loss of a batch; `gradients` become the gradients of that mean.
 
         x is (samples, ...) and y (samples, ...), as `fit` and `step` were given them, or what a loader makes of them.
@@ -38,22 +40,22 @@ class Model(Protocol):
 class EvaluatedModel(Model, Protocol):
     """Offer more methods, each for one feature of a Trainer."""
 
-    def predict(self, x: Any) -> np.ndarray:
+    def predict(self, x: Samples) -> np.ndarray:
         """Outputs (samples, ...) of inputs (samples, ...). For `Trainer.predict` and `metrics=`."""
         ...
 
-    def loss(self, x: Any, y: Any) -> float:
+    def loss(self, x: Samples, y: Samples) -> float:
         """Mean loss of a batch. For `evaluate` and `fit(test=)`, which use `loss_and_gradients` where there is none:
         that takes a backward pass more, and overwrites the gradients."""
         ...
 
-    def accuracy(self, x: Any, y: Any) -> float:
+    def accuracy(self, x: Samples, y: Samples) -> float:
         """A share of the samples. `evaluate` and `fit(test=)` measure it where no `metrics=` are named and y are
         classes, whole numbers (samples,)."""
         ...
 
 
-    def check_samples(self, x: Any, y: Any) -> None:
+    def check_samples(self, x: Samples, y: Samples) -> None:
         """Raise ValueError or TypeError where the model cannot learn y from x. `fit` and `evaluate` ask for all of
         their arrays before the first step, so that all workers are told; they may lie on disk (`shape`, `x[a:b]`)."""
         ...
@@ -82,7 +84,7 @@ def see_method(model: object, method: str, feature: str) -> None:
                         f"leave {feature} out (docs/reference/training.md)")
 
 
-def samples_of(x: Any, y: Any) -> int:
+def samples_of(x: Samples, y: Samples) -> int:
     """Return how many samples a batch has: the length of its targets, or of its inputs where it has none."""
     return len(x if y is None else y)
 

@@ -16,7 +16,7 @@ import numpy as np
 import collectives
 from mpips.overlap.exchange import Overlapped, Recorder, Report
 from mpips.training.batches import Source
-from mpips.training.model import Model, samples_of
+from mpips.training.model import Model, Samples, samples_of
 from mpips.training.updates import Arrays, LocalTraining, Update, weigh
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Blocking:
         self._sum = Accumulated(model.gradients)
         self._begin, self._added = 0.0, 0
 
-    def step(self, x: Any, y: Any) -> float:
+    def step(self, x: Samples, y: Samples) -> float:
         """Compute a batch, and exchange with every `accumulate`-th; return its loss."""
         loss = self.add(x, y)
         if self.full:
@@ -71,7 +71,7 @@ class Blocking:
         """Return how many batches wait for the next exchange."""
         return self._added
 
-    def add(self, x: Any, y: Any) -> float:
+    def add(self, x: Samples, y: Samples) -> float:
         """Compute a batch, which waits for the next exchange; return its loss. Local."""
         if not self._added:
             self._begin = time.perf_counter()

@@ -27,7 +27,7 @@ from mpips.training.checkpoint import Epoch, Position
 from mpips.training.evaluation import Metric, check_metrics, evaluate, test_words
 from mpips.training.local import Elastic, Local
 from mpips.training.loop import Fit, begin, requested, words_of
-from mpips.training.model import see_method, see_model
+from mpips.training.model import Samples, see_method, see_model
 from mpips.training.rejoin import see_alike, survival_of
 from mpips.training.step import Blocking, Job, update_optimizer
 from mpips.training.updates import (
@@ -121,7 +121,7 @@ class Trainer(Uncopied):
 
     # ---- training
 
-    def step(self, x: Any, y: Any) -> float:
+    def step(self, x: Samples, y: Samples) -> float:
         """One iteration on this worker's batch, blocking until its parameters are the new ones; the batch's loss.
 
         All workers of a synchronous store (of a client) call it equally often. With `accumulate=k` every k-th call
@@ -137,8 +137,8 @@ class Trainer(Uncopied):
 
     def fit(
         self,
-        x: Any,
-        y: Any = None,
+        x: Samples,
+        y: Samples = None,
         *,
         batch_size: int | None = None,
         epochs: int,
@@ -193,7 +193,7 @@ class Trainer(Uncopied):
 
     # ---- what was learnt
 
-    def evaluate(self, x: Any, y: Any = None, *, batch_size: int = BLOCK) -> dict[str, float]:
+    def evaluate(self, x: Samples, y: Samples = None, *, batch_size: int = BLOCK) -> dict[str, float]:
         """"loss" and the metrics by name, means over all samples, equal on every worker.
 
         x and y are arrays (samples, ...), the same on every worker, of which each computes a share, `batch_size`
@@ -214,7 +214,7 @@ class Trainer(Uncopied):
         self.exchange.finish()
         return evaluate(self._job, source)
 
-    def predict(self, x: Any) -> np.ndarray:
+    def predict(self, x: Samples) -> np.ndarray:
         """The model's outputs (samples, ...) for x (samples, ...), by this worker's parameters. Local."""
         see_method(self.model, "predict", "predict")
         self.exchange.finish()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mpips import overlap
-from mpips.mlp.model import MLP
+from mpips.mlp.perceptron import MLP
 from mpips.overlap import MODELS, Ring, check_model, lay_out
 
 
