@@ -49,8 +49,8 @@ PLACE_WORDS = 12
 
 
 class ArrayPlace(NamedTuple):
-    """The place of an array of a rank: five integers as `arena.Region` has them (all 0: not shared), and its address in
-    the rank's own memory (0: others cannot reach it)."""
+    """The place of an array of a rank: five integers as `arena.Region` has them, all 0 where it is not shared, and its
+    address. The address is in the rank's own memory, 0 where others cannot reach it."""
 
     pid: int = 0
     fd: int = 0

@@ -49,8 +49,8 @@ class OutOfReach(CollectiveError):
 
 
 class Move:
-    """A copy between `here` in this process and `there` in process `pid`: a call that begins soon, as all that the
-    kernel asks for lies ready."""
+    """A copy between `here` in this process and `there` in process `pid`. The call begins soon, as all that the kernel
+    asks for lies ready."""
 
     def __init__(self, call: Callable[..., int], pid: int, here: int, there: int, nbytes: int):
         self._call, self.pid, self._nbytes = call, pid, nbytes

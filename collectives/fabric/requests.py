@@ -45,8 +45,8 @@ def last_tag() -> int:
 
 
 class Lanes(NamedTuple):
-    """The roads of messages: the communicator of all ranks, and that of the ranks with this one's place in their nodes
-    (None where nodes differ in size)."""
+    """The communicators of messages: that of all ranks, and that of the ranks with this one's place in their nodes. The
+    second is None where nodes differ in size."""
 
     comm: MPI.Intracomm
     across: MPI.Comm | None

@@ -65,8 +65,8 @@ class MessagePlan:
                 yield
 
     def _one_by_one(self) -> Iterator[None]:
-        """Lanes in turn: a lane's step goes on the wire when the one before it has left it, and while it is there, what
-        the one before has brought is added."""
+        """Run lanes in turn: a lane's step goes on the wire when the one before it has left. Meanwhile what that one
+        has brought is added."""
         landings: list[Step] = []
         lane_before = -1
         for lane, step in self._queue:

@@ -239,8 +239,8 @@ def not_begun() -> int:
 
 
 class _Bound(NamedTuple):
-    """The knowledge of a fast path: this rank brings `token`, as the `put`th that it has put; the others bring
-    the words `others`, side by side."""
+    """The knowledge of a fast path: this rank brings `token`, as the `put`th that it has put. The others bring the
+    words `others`, side by side."""
 
     board: Board
     text: str

@@ -29,8 +29,9 @@ _FEWEST_STEPS, _MOST_STEPS = 3, 20
 
 
 class MeshPrediction(NamedTuple):
-    """Seconds of one step on a mesh: computation, gradient sums over batch ranks, exchanges between model ranks, and
-    what of the latter two is hidden behind computation."""
+    """Seconds of one step on a mesh: computation, gradient sums over batch ranks, exchanges between model ranks.
+
+    `hidden` is what of the latter two goes on during computation."""
 
     batch: int
     model: int

@@ -172,7 +172,7 @@ def message_costs(
 
 
 def runs(elements: Sequence[int]) -> tuple[Groups, ...]:
-    """Return what is sent: all layers one by one, in a few groups and in one; a third of the layers one by one and in
+    """Return what is sent: all layers one by one, in a few groups and in one. Then a third of them one by one and in
     one."""
     layers = len(elements)
     few = max(1, layers // SHARE)

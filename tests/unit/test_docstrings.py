@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CLAUSE = re.compile(r"(What|Whether|How|Where|Who|Whose|When|By what|The same)\b")
 SENTENCE = re.compile(r".*?\.(?=\s|$)|.*", re.DOTALL)
 MOST_WORDS = 25
-CLAUSES_LEFT, LONG_LEFT = 0, 40
+CLAUSES_LEFT, LONG_LEFT = 0, 36
 """How many docstrings still break each rule. These numbers may only fall: lower them where you mend some."""
 
 
