@@ -143,7 +143,9 @@ class ServerExchange(GradientExchange):
         self.take()
 
     def push(self, step: AgreedStep) -> None:
-        """Let the servers update, and take the parameters from them. Those without a gradient stay as they are."""
+        """Let the servers update, and take the parameters from them. Those without a gradient stay as they are.
+
+        Where a synchronous store survives deaths, the round is complete then on all servers: none can undo it."""
         if step.changed:
             raise RuntimeError(f"parameter {step.changed!r} was changed since the last step, and the servers have the "
                                "old one: call set_parameters() of this optimizer first, on all workers")  # fmt: skip
@@ -153,17 +155,21 @@ class ServerExchange(GradientExchange):
         self._check_sparse(step)
         self._update_numbers()
         self.sent = True
+        store = self._store
         each = [*zip(self._all_keys, self._parameters, step.used)]
         used = [(key, parameter) for key, parameter, has in each if has]
+        rest = [(key, parameter) for key, parameter, has in each if not has]
+        if rest:
+            keys = [store.settings.keys[key] for key, _ in rest]
+            store.push([key.name for key in keys], [EmptyPush(key.shape, key.dtype) for key in keys])
         if used:
             with values_of([parameter for _, parameter in used]) as outs:
-                self._store.pushpull([key for key, _ in used], [gradient(p, True) for _, p in used], out=outs)
-        if rest := [(key, parameter) for key, parameter, has in each if not has]:
-            keys = [self._store.settings.keys[key] for key, _ in rest]
-            self._store.push([key.name for key in keys], [EmptyPush(key.shape, key.dtype) for key in keys])
-            if self._store.layout.asynchronous:  # others may have used them
-                with values_of([parameter for _, parameter in rest]) as outs:
-                    self._store.pull([key.name for key in keys], outs)
+                store.pushpull([key for key, _ in used], [gradient(p, True) for _, p in used], out=outs)
+        if rest and store.layout.asynchronous:  # others may have used them
+            with values_of([parameter for _, parameter in rest]) as outs:
+                store.pull([key for key, _ in rest], outs)
+        elif rest and store.layout.survives:
+            store.settings.settle()
 
     def take(self) -> None:
         """Take the parameters from the servers."""

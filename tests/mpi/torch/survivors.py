@@ -6,10 +6,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
-import threading
 import zlib
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,7 @@ from mpi4py import MPI
 from torch import nn
 
 import mpips.torch
+from tests.mpi.torch.apart import die, die_later
 
 BATCH = 5
 OPTIMIZERS: dict[str, Any] = {
@@ -37,7 +35,8 @@ class Plan(msgspec.Struct):
     first: int = 0
     last: int = 11
     kills: list[tuple[int, int, float]] = []
-    """Ranks of COMM_WORLD that die, in which step, and so many milliseconds after it began; below 0: before that."""
+    """Ranks of COMM_WORLD that die, in which step of their own, below 0: before it; or so many milliseconds after
+    worker 0 has begun that step."""
     saves: int = 0
     """A checkpoint is written each so many steps, by `optimizer.save`."""
     saved: str = ""
@@ -68,16 +67,11 @@ def batch(step: int, place: int, workers: int) -> tuple[torch.Tensor, torch.Tens
     return x, torch.randn(BATCH, 3, generator=generator, dtype=torch.float64)
 
 
-def die(milliseconds: float) -> None:
-    """This process is killed, now or soon."""
-    if milliseconds < 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    threading.Timer(milliseconds / 1000, os.kill, (os.getpid(), signal.SIGKILL)).start()
-
-
 def main(plan: Plan, folder: str) -> None:
-    kills = {(rank, step): milliseconds for rank, step, milliseconds in plan.kills}
     model, me = Network().double(), MPI.COMM_WORLD.rank
+    for rank, step, milliseconds in plan.kills:
+        if rank == me and milliseconds >= 0:
+            die_later(Path(folder, f"begun-{step}"), milliseconds)
     optimizer = mpips.torch.DistributedOptimizer(
         OPTIMIZERS[plan.optimizer](model.parameters()), model.named_parameters(), plan.kind
     )
@@ -93,8 +87,10 @@ def main(plan: Plan, folder: str) -> None:
         scheduler.step()
     losses: list[Any] = []
     for step in range(plan.first + optimizer.resumed, plan.last):
-        if (me, step) in kills:
-            die(kills[me, step])
+        if store.rank == 0:
+            Path(folder, f"begun-{step}").touch()
+        if (me, step, -1) in plan.kills:
+            die()
         place, workers = store.rank, store.num_workers
         if plan.odd and step == plan.first:
             place, workers = plan.odd[store.rank], 3
@@ -113,7 +109,7 @@ def main(plan: Plan, folder: str) -> None:
             torch.save(state, plan.keep)
     data = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
     said = {"rank": store.rank, "process": me, "workers": store.num_workers, "crc": zlib.crc32(data),
-            "resumed": optimizer.resumed, "losses": losses}  # fmt: skip
+            "resumed": optimizer.resumed, "losses": losses, "generation": store.generation}  # fmt: skip
     Path(folder, f"worker-{store.rank}.json").write_text(json.dumps(said))
     optimizer.close()
 

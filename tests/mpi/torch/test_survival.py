@@ -46,9 +46,9 @@ PLANS = {
     "worker": (0, {"optimizer": "adamax", "kills": [[1, 4, 1.5]]}),
     "before": (0, {"optimizer": "adamax", "kills": [[0, 3, -1]], "saves": 2}),
     "worker of a server": (1, {"optimizer": "adam", "kills": [[2, 6, 2.0]], "saves": 3}),
-    "server": (1, {"optimizer": "adam", "kills": [[3, 5, 1.0]]}),
+    "server": (1, {"optimizer": "adam", "kills": [[3, 3, 0.0], [4, 5, 3.0], [5, 8, 1.0]]}),
 }
-"""How many servers there are, and what happens."""
+"""How many servers there are, and who dies; the first spare takes the first one's place, and may die there."""
 _undisturbed: dict[int, dict[int, Any]] = {}
 
 
@@ -59,9 +59,11 @@ def test_a_spare_takes_the_place_of_one_that_is_killed(tmp_path: Path, name: str
     servers, plan = PLANS[name]
     if servers not in _undisturbed:
         _undisturbed[servers] = job(tmp_path / "calm", WORKERS, servers, -1, optimizer=plan["optimizer"])
-    calm, found = _undisturbed[servers], job(tmp_path / "deaths", WORKERS, servers, 1, **plan)
+    deaths = len(plan["kills"])
+    calm, found = _undisturbed[servers], job(tmp_path / "deaths", WORKERS, servers, deaths, **plan)
     assert sorted(found) == [0, 1, 2]
     assert {one["crc"] for one in found.values()} == {calm[0]["crc"]}
+    assert {one["generation"] for one in found.values()} == {deaths}
     expected = losses(calm)
     for place, loss in losses(found).items():
         assert expected[place] == loss, place
