@@ -103,24 +103,30 @@ def find(ids: Array, slots: Array, held: Array, found: Array) -> int:
     """Write the position of each id, -1 where it is not there; `held`: the id of each position. Return 1 + how many
     are not there."""
     mask, missing = np.uint64(slots.size - 1), 0
+    above = np.uint64(0xFFFFFFFF) & ~mask
     for start in range(0, ids.size, 64):
         stop = min(start + 64, ids.size)
         for i in range(start, stop):
-            at = mixed64(np.uint64(ids[i]) + np.uint64(GOLDEN)) & mask
-            found[i] = at
-            prefetch(slots, np.int64(at))
+            word = mixed64(np.uint64(ids[i]) + np.uint64(GOLDEN))
+            found[i] = word
+            prefetch(slots, np.int64(word & mask))
         for i in range(start, stop):
-            prefetch(held, np.int64(slots[found[i]]) - 1)
-        for i in range(start, stop):
-            at, position = np.uint64(found[i]), -1
-            while slots[at]:
-                position = int(slots[at]) - 1
-                if held[position] == ids[i]:
-                    break
-                position = -1
+            word = np.uint64(found[i])
+            at = word & mask
+            while slots[at] != 0 and (np.uint64(slots[at]) ^ word) & above != 0:
                 at = (at + np.uint64(1)) & mask
-            found[i] = position
-            missing += position < 0
+            prefetch(held, np.int64(np.uint64(slots[at]) & mask) - 1)
+            found[i] = at
+        for i in range(start, stop):
+            at, mark = np.uint64(found[i]), np.int64(0)
+            while slots[at]:
+                mark = np.int64(np.uint64(slots[at]) & mask)
+                if held[mark - 1] == ids[i]:
+                    break
+                mark = np.int64(0)
+                at = (at + np.uint64(1)) & mask
+            found[i] = mark - 1
+            missing += mark == 0
     return missing + 1
 
 
@@ -128,11 +134,13 @@ def find(ids: Array, slots: Array, held: Array, found: Array) -> int:
 def insert(ids: Array, slots: Array, positions: Array) -> int:
     """Add positions of ids that are not there."""
     mask = np.uint64(slots.size - 1)
+    above = np.uint64(0xFFFFFFFF) & ~mask
     for i in range(ids.size):
-        at = mixed64(np.uint64(ids[i]) + np.uint64(GOLDEN)) & mask
+        word = mixed64(np.uint64(ids[i]) + np.uint64(GOLDEN))
+        at = word & mask
         while slots[at]:
             at = (at + np.uint64(1)) & mask
-        slots[at] = positions[i] + 1
+        slots[at] = (word & above) | np.uint64(positions[i] + 1)
     return 1
 
 

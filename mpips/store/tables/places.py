@@ -16,8 +16,9 @@ from collections import OrderedDict
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.fabric.arena import SparseFile
 from collectives.machine import free_memory
-from mpips.store.tables.index import Index, Positions
+from mpips.store.tables.index import Hashes, Index, Positions
 from mpips.store.tables.initial import Ids
 
 Touched = NDArray[np.int32]
@@ -34,10 +35,15 @@ SEEN_BYTES = 1 << 26
 
 class Places:
     """Positions of rows by id. `ids`, `touched`: of each position, room for as many as there can be: the id of its row,
-    and the update that has named it last, `FREE` where none lies. `row_bytes`: what a row takes."""
+    and the update that has named it last, `FREE` where none lies. `row_bytes`: what a row takes. `file`, `words`: of
+    the index."""
 
-    def __init__(self, ids: Ids, touched: Touched, row_bytes: int, evict: int = 0, limit: int = 0) -> None:
+    def __init__(
+        self, ids: Ids, touched: Touched, row_bytes: int, file: SparseFile, words: Hashes, evict: int = 0,
+        limit: int = 0,
+    ) -> None:  # fmt: skip
         self._ids, self._touched, self._evict, self._limit = ids, touched, evict, limit
+        self._file, self._words = file, words
         self._row_bytes, self._sure = row_bytes + INDEX_BYTES, 0
         """The machine had memory for the positions before `_sure`."""
         self.count = 0
@@ -46,7 +52,7 @@ class Places:
         """The positions that were ever given out are those before it."""
         self._free = np.zeros(0, np.uint32)
         self._free_count = 0
-        self._index = Index(ids)
+        self._index = Index(ids, file, words)
         self._order = Order(ids, touched) if evict or limit else None
 
     @property
@@ -125,7 +131,7 @@ class Places:
 
     def restore(self, top: int) -> None:
         """Find the rows before this position anew, by their ids and the updates that have named them."""
-        lying, self._index = self.lying(0, top), Index(self._ids)
+        lying, self._index = self.lying(0, top), Index(self._ids, self._file, self._words)
         for start in range(0, len(lying), RESTORED_AT_ONCE):
             piece = lying[start : start + RESTORED_AT_ONCE]
             self._index.insert(self._ids[piece], piece)

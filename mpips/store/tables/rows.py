@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.fabric.arena import SparseFile
-from mpips.store.tables import kernels
+from mpips.store.tables import index, kernels
 from mpips.store.tables.index import MOST_ROWS, Positions
 from mpips.store.tables.initial import Ids, first_rows
 from mpips.store.tables.journal import KEPT, ROWS, WORDS, Journal, kept_arrays
@@ -73,7 +73,9 @@ class TableRows:
         self._values = self._arrays["values"]
         self._state = [self._arrays[name] for name in arrays if name.startswith("state")]
         self._counts = self._arrays.get("counts")
-        self.positions = Places(self._arrays["ids"], self._arrays["touched"], self.row_bytes, evict, limit)
+        words = self._reserved("index", (index.WORDS,), np.dtype(np.uint64))
+        ids, touched = self._arrays["ids"], self._arrays["touched"]
+        self.positions = Places(ids, touched, self.row_bytes, self._file, words, evict, limit)
         self.evicted = 0
         """How many rows were dropped."""
         self.drops = Drops()
