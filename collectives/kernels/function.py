@@ -53,6 +53,11 @@ class Compiled:
         types = self._types.replace("stored", stored).replace("wide", WIDE.get(dtype, dtype)).split(", ")
         return engine.kernel(f"{self._name} of {dtype}", text, types)
 
+    def ready(self, array: np.ndarray) -> bool:
+        """Return whether the kernel is there for such arrays; where it is not, NumPy does this one's elements."""
+        kernel = self.prepare(array.dtype)
+        return kernel is not None and kernel.call_for(array.size) is not None
+
     def __call__(self, array: np.ndarray, *rest: np.ndarray | int) -> int:
         """Return what the kernel does; 0 where it is not there, or not for such arrays."""
         kernel = self.prepare(array.dtype)

@@ -13,14 +13,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.errors import of_caller
+from collectives.errors import CollectiveError, of_caller
 from collectives.fabric import arena
+from collectives.fabric.arena import Region, SparseFile
 from collectives.fabric.tasks import Task
 from mpips.store.remote.link import Link
 from mpips.store.remote.setup import Setup
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import RoomError
 from mpips.store.tables import kernels
+from mpips.store.tables.in_place import RowsInPlace
 from mpips.store.tables.initial import Ids, owners_of
 from mpips.store.tables.merge import Distinct, deal, distinct, sum_into
 from mpips.store.transport import frames
@@ -100,12 +102,15 @@ class RemoteTables:
         """Memory that servers of this node may still read: the last push of each table, and those under way."""
         self._pulls: dict[int, Payload] = {}
         """Memory that servers may still write: of pulls under way, and of those that an error has ended."""
+        self._in_place: dict[str, list[RowsInPlace]] = {}
+        """Of each table its rows on every server, where all are of this node."""
 
     def renew(self) -> None:
         """Begin anew, in the next generation: servers have let go of this worker's memory."""
         self._servers = self._layout.num_servers
         self._pushes.clear()
         self._pulls.clear()
+        self._in_place.clear()
 
     def make(self, card: frames.MakeTable) -> Task[None]:
         """Make a table on all servers. Collective; ValueError on all workers where a server cannot."""
@@ -174,6 +179,9 @@ class RemoteTables:
 
     def pull(self, table: KnownTable, ids: Ids, out: Array) -> Task[None]:
         """Write the rows of `ids` into `out`, after this worker's pushes. RoomError: see `Tables`."""
+        near = self._link.all_local and self._layout.options.staleness < 0 and kernels.read_rows.ready(out)
+        if near and (yield from self._read_in_place(table, ids, out)):
+            return
         found, local = distinct(ids, self._servers), [line.local for line in self._link.lines]
         requests = [
             frames.PullRows(table.name, table.round, count, near, table.refusals)
@@ -193,6 +201,36 @@ class RemoteTables:
         yield from self._see_refused(table, answers)
         np.take(block.rows, block.places, axis=0, out=out, mode="clip")  # NumPy would copy `out` to raise in time
         self._pool.give(block.memory)
+
+    def _read_in_place(self, table: KnownTable, ids: Ids, out: Array) -> Task[bool]:
+        """Read rows in the servers' memory; False where others change them meanwhile, they are gone, or a round was
+        refused."""
+        parts = self._in_place.get(table.name, [])
+        if not parts or not all(part.valid for part in parts):
+            parts = yield from self._locate(table)
+        for part in parts:
+            while (now := part.round_with(self._layout.rank, table.round)) < 0:
+                if self._layout.asynchronous or not part.valid or part.refusals > table.refusals:
+                    return False
+                yield False
+            if not part.read(now, ids, out):
+                return False
+        return bool(parts)
+
+    def _locate(self, table: KnownTable) -> Task[list[RowsInPlace]]:
+        """Return a table's rows in the servers' memory; none where that cannot be mapped."""
+        parts, card, kind = [], table.card, np.dtype(table.card.dtype)
+        for server in range(self._servers):
+            found = yield from self._link.request(server, frames.LocateTable(table.name))
+            try:
+                parts.append(RowsInPlace(
+                    SparseFile.opened(Region(*found.file)), found.places, found.capacity, self._layout.num_workers,
+                    card.dim, kind, card.key, card.bound, (server, self._servers),
+                ))  # fmt: skip
+            except (CollectiveError, OSError):  # no addresses, or another container
+                return []
+        self._in_place[table.name] = parts
+        return parts
 
     def stats(self, table: KnownTable, ahead: int = 0) -> Task[list[frames.TableStats]]:
         """Return what each server holds of the table after this worker's pushes. RoomError: see `Tables`."""

@@ -27,7 +27,7 @@ from mpips.store.recovery.row_mirror import RowMirror
 from mpips.store.recovery.tables import TableEntry, TableHolding, TablePlan, holding_of_table
 from mpips.store.tables import admission, kernels, row_optimizers
 from mpips.store.tables.initial import Ids, owners_of
-from mpips.store.tables.journal import TORN, Journal
+from mpips.store.tables.journal import HERE, REFUSALS, TORN, Journal
 from mpips.store.tables.merge import summed
 from mpips.store.tables.rows import Array, FrozenRows, TableRows, arrays_of
 from mpips.store.transport import frames
@@ -154,6 +154,10 @@ class ServerTables:
             case frames.UpdateTable():
                 self._tables[request.table].set_numbers(request.numbers)
                 return [(asker, frames.RequestDone())]
+            case frames.LocateTable():
+                rows, words = self._tables[request.table].rows, self._tables[request.table].journal.words
+                words[HERE] = not words[TORN]
+                return [(asker, frames.TablePlaces(tuple(self._file.region), dict(rows.places), rows.capacity))]
             case frames.FreezeTables():
                 return [(asker, self._freeze(request))]
             case frames.ReadTable():
@@ -319,6 +323,7 @@ class _Table:
 
     def reset(self, updates: int) -> None:
         """Begin without rows, after so many updates; until `end_load` the table is torn."""
+        self.journal.words[HERE] = 0
         self._before_load, self.rows = self.rows, self._new_rows()
         self.rows.begin(self.journal.standings()[0][0], updates, self._done, True)
         self.updates, self.journal = updates, self.rows.journal
@@ -388,6 +393,7 @@ class _Table:
         """Drop all pushes that are not applied yet; tell those who wait for one of them. Idempotent."""
         if refusal.refusals <= self._refusal.refusals:
             return []
+        self.journal.words[REFUSALS] = refusal.refusals
         self._refusal, told = refusal, [push.asker for queue in self._queues for push in [*queue][1:]]
         for queue in self._queues:
             queue.clear()

@@ -20,10 +20,11 @@ Array = NDArray[Any]
 Positions = NDArray[np.int64]
 Arrays = dict[str, tuple[np.dtype, tuple[int, ...]]]
 WORDS = 16
-ROWS, CLOSED, OPENED, WHOLE, MARK, ROWS_BEFORE, UPDATES, UPDATES_BEFORE, TORN = range(9)
+ROWS, CLOSED, OPENED, WHOLE, MARK, ROWS_BEFORE, UPDATES, UPDATES_BEFORE, TORN, HERE, REFUSALS = range(11)
 """How many positions were given out; the last complete round; the one that is being written, else the same; whether the
 copies are whole, of the round before the last; how many positions are copied; positions and updates of the table at the
-round before; whether rows are being put from outside."""
+round before; whether rows are being put from outside; for those who read in place, whether this is the table's journal,
+and how many rounds were refused."""
 KEPT = "kept "
 """What the names of copies begin with."""
 PIECE_BYTES = 4 << 20

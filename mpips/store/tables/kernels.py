@@ -156,6 +156,67 @@ def first_values(values: Array, ids: Array, rows: Array, key: Array, spread: Arr
     return 1
 
 
+@compiled("stored[], const stored[], const int64[], const uint32[], const uint32[], const int64[], const uint64[], "
+          "const float64[], int64", FLOATS, CONSTANTS)  # fmt: skip
+def read_rows(
+    out: Array, values: Array, ids: Array, slots: Array, growing: Array, held: Array, numbers: Array, spread: Array,
+    dim: int,
+) -> int:  # fmt: skip
+    """Write the rows of those ids that belong to one server, or their first values, into their places in `out`.
+
+    `slots`, `growing`: of the index and the one that is being moved. `numbers`: the key of first values, the server,
+    and how many there are. Memory is asked for in two steps ahead of the copy: slots, then ids and values."""
+    mask, below, server, servers = np.uint64(slots.size - 1), np.uint64(growing.size - 1), numbers[1], numbers[2]
+    above, at_of = np.uint64(0xFFFFFFFF) & ~mask, np.empty(32, np.int64)
+    for step in range(ids.size + 2 * AHEAD):
+        if step < ids.size:
+            word = mixed64(np.uint64(ids[step]) + np.uint64(GOLDEN))
+            at_of[step & 31] = word
+            prefetch(slots, np.int64(word & mask))
+        i = step - AHEAD
+        if 0 <= i < ids.size:
+            word = np.uint64(at_of[i & 31])
+            if ((word >> np.uint64(32)) * servers) >> np.uint64(32) == server:
+                at = word & mask
+                while slots[at] != 0 and (np.uint64(slots[at]) ^ word) & above != 0:
+                    at = (at + np.uint64(1)) & mask
+                at_of[i & 31] = at
+                mark = np.int64(np.uint64(slots[at]) & mask)
+                prefetch(held, mark - 1)
+                for k in range(0, dim, 16):
+                    prefetch(values, (mark - 1) * dim + k)
+            else:
+                at_of[i & 31] = -1
+        i = step - 2 * AHEAD
+        if i >= 0 and at_of[i & 31] >= 0:
+            at, mark = np.uint64(at_of[i & 31]), np.int64(0)
+            while slots[at]:
+                mark = np.int64(np.uint64(slots[at]) & mask)
+                if held[mark - 1] == ids[i]:
+                    break
+                mark = np.int64(0)
+                at = (at + np.uint64(1)) & mask
+            if mark == 0:
+                at = mixed64(np.uint64(ids[i]) + np.uint64(GOLDEN)) & below
+                while growing[at]:
+                    mark = np.int64(np.uint64(growing[at]) & below)
+                    if held[mark - 1] == ids[i]:
+                        break
+                    mark = np.int64(0)
+                    at = (at + np.uint64(1)) & below
+            o_ = out[i * dim : (i + 1) * dim]
+            if mark:
+                v_ = values[(mark - 1) * dim : mark * dim]
+                for k in range(o_.size):
+                    o_[k] = v_[k]
+            else:
+                stream = mixed64(np.uint64(ids[i]) ^ numbers[0])
+                for k in range(o_.size):
+                    word = mixed64(stream + np.uint64(k + 1) * np.uint64(GOLDEN)) >> np.uint64(11)
+                    o_[k] = np.float64(np.int64(word)) * spread[0] - spread[1]
+    return 1
+
+
 @compiled("stored[], const stored[], const int64[], const stored[], int64", FLOATS, CONSTANTS)
 def sgd(values: Array, gradients: Array, rows: Array, numbers: Array, dim: int) -> int:
     """Update rows by `RowSGD`. `numbers`: the learning rate."""
@@ -253,6 +314,6 @@ def adam(
     return 1
 
 
-OF_WORKERS = merge, deal, add_rows
+OF_WORKERS = merge, deal, add_rows, read_rows
 OF_SERVERS = merge, add_rows, find, insert, first_values
 OF_OPTIMIZERS = {"sgd": sgd, "adagrad": adagrad, "row_adagrad": row_adagrad, "adam": adam}

@@ -6,10 +6,10 @@ Nothing stops for growth. Rows lie in a sparse file of the server's memory (`are
 that are reserved at once and take memory only as rows are written. They never move. Rows that nobody has named for long
 may be dropped, and others take their positions (`places`).
 
-Another process of the node reads rows in place, also when the server has ended: it opens the file by its region while
-the server lives, and takes `view(offset, shape, dtype)` of an array by its offset in `TableRows.places`. Of `words`
-there, `words[ROWS]` says how many positions were given out; it is written behind the rows. No row lies where `touched`
-is `places.FREE`.
+Another process of the node reads rows where they lie (`in_place`), also when the server has ended: it opens the file by
+its region while the server lives, and views arrays by their offsets in `TableRows.places`. Of `words` there,
+`words[ROWS]` says how many positions were given out; it is written behind the rows. No row lies where `touched` is
+`places.FREE`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from collectives.fabric.arena import SparseFile
 from mpips.store.tables import index, kernels
 from mpips.store.tables.index import MOST_ROWS, Positions
 from mpips.store.tables.initial import Ids, first_rows
-from mpips.store.tables.journal import KEPT, ROWS, WORDS, Journal, kept_arrays
+from mpips.store.tables.journal import HERE, KEPT, ROWS, WORDS, Journal, kept_arrays
 from mpips.store.tables.places import FREE, Places
 from mpips.store.tables.row_optimizers import RowOptimizer
 
@@ -188,6 +188,7 @@ class TableRows:
     def begin(self, round_: int, updates: int, done: Sequence[int], torn: bool) -> None:
         """Begin a generation at a round. What the last one has written of rounds stays until this one has begun."""
         self._frozen, self.drops = [], Drops()
+        self.journal.words[HERE] = 0
         self.journal = self._new_journal(len(done))
         self.journal.begin(self.positions.top, round_, updates, done, torn)
 

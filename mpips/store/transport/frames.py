@@ -325,6 +325,20 @@ class PullRows(msgspec.Struct, tag=True):
     refusals: int = 0
 
 
+class LocateTable(msgspec.Struct, tag=True):
+    """Ask where a worker of the node reads rows of a table in place: answered with TablePlaces."""
+
+    table: str
+
+
+class TablePlaces(msgspec.Struct, tag=True):
+    """The region of a server's sparse file, the offsets of a table's arrays there, and for how many rows they are."""
+
+    file: tuple[int, ...]
+    places: dict[str, int]
+    capacity: int
+
+
 class FreezeTables(msgspec.Struct, tag=True):
     """Freeze the rows of tables under a number that updates after `since` have named: answered with FrozenTables.
 
@@ -440,16 +454,16 @@ Request = (
     Create | Forget | Flush | OpenStore | SetOptimizer | UpdateOptimizer | SetCompression | GetState | PutState
     | SetTorn | TakeSnapshot | ReadSnapshot | DropSnapshot | GetVersions | MakeTable | PushRows | PullRows
     | UpdateTable | GetTableStats | FreezeTables | ReadTable | ReadDropped | ThawTables | ResetTable | PutRows
-    | EndLoad | AskForRoom | RefuseRound
+    | EndLoad | AskForRoom | RefuseRound | LocateTable
 )  # fmt: skip
 Answer = (
     Created | StatePart | Snapshotted | Bytes | Versions | TableStats | FrozenTables | PutRows | RequestDone | Room
-    | RoundRefused
+    | RoundRefused | TablePlaces
 )  # fmt: skip
 
 TableRequest = (
     MakeTable | UpdateTable | PushRows | PullRows | GetTableStats | FreezeTables | ReadTable | ReadDropped | ThawTables
-    | ResetTable | PutRows | EndLoad | AskForRoom | RefuseRound
+    | ResetTable | PutRows | EndLoad | AskForRoom | RefuseRound | LocateTable
 )  # fmt: skip
 """What a worker asks of tables, which have rounds of their own."""
 

@@ -94,6 +94,15 @@ def test_pushes_count_once_in_an_asynchronous_store(tmp_path: Path, victim: int)
     survive(tmp_path, Job("dist_async", 2, spares=1, steps=2000, kills={str(victim): 0.2}), 5)
 
 
+@pytest.mark.parametrize("kind, victim, spares", [("dist_sync", 3, 1), ("dist_sync", 3, 0), ("dist_async", 3, 1)])
+def test_rows_that_are_read_in_place_outlive_deaths(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, victim: int, spares: int
+) -> None:
+    monkeypatch.setenv("MPIPS_KERNELS", "numba")  # from the beginning
+    steps = STEPS if kind == "dist_sync" else 2000
+    survive(tmp_path, Job(kind, 2, spares=spares, steps=steps, kills={str(victim): 0.5}), 4 + spares)
+
+
 @first(2, seed=range(20))
 def test_rows_outlive_deaths_at_drawn_moments(tmp_path: Path, seed: int) -> None:
     choice = random.Random(seed)

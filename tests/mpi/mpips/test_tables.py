@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 import mpips
+from collectives.kernels import engine
 from mpips.store.checkpoint.file import TensorFile
-from mpips.store.tables import places
+from mpips.store.tables import index, places
+from mpips.store.transport import frames
 from mpips.store.worker.table import push_together
 from tests.mpi.mpips.reference_table import UPDATES, ReferenceTable
 from tests.mpi.mpips.support import WORLD, failure, need, run
@@ -207,6 +209,47 @@ def test_rows_come_and_go_as_in_a_dictionary(options: dict[str, Any], life: dict
             kv.barrier()
 
     run("dist_sync", body, **options)
+
+
+@either_mpi
+@pytest.mark.parametrize("kind, options", [
+    ("dist_sync", {"servers": 1}), ("dist_sync", {"servers": 2}), ("mpi_sync", {"servers": 1, "clients": 1}),
+    ("dist_sync", {"servers": 1, "shared_memory": False}),
+])  # fmt: skip
+@pytest.mark.parametrize("life", [{}, *LIVES[:2]])
+def test_rows_are_read_in_place(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: Any, kind: str, options: dict[str, Any], life: dict[str, Any]
+) -> None:
+    need(**options)
+    path = WORLD.bcast(str(tmp_path_factory.mktemp("table") / "users.safetensors"))
+    monkeypatch.setattr(index, "MOVED_AT_ONCE", 64)
+
+    def body(kv: mpips.KVStore) -> None:
+        table = kv.table("users", 3, "float64", mpips.uniform(0.5), "adam", **life, **SMALL_RATE)
+        expected = ReferenceTable("users", 3, "float64", 0.5, "adam", **life, servers=options["servers"])
+        table.pull(EDGES)
+        engine.settle(200)
+        kv.barrier()
+        in_place = engine.status().engine == "numba" and "shared_memory" not in options
+        for repeat in range(12):
+            batches = [batch(repeat, worker, 3, "float64") for worker in range(kv.num_workers)]
+            expected.push(batches)
+            table.push(*batches[kv.rank])
+            wanted = np.concatenate([ids.reshape(-1) for ids, _ in batches] + [np.arange(-20, 20)])
+            with monkeypatch.context() as patch:
+                if in_place:  # another request would be refused
+                    patch.delattr(frames, "PullRows")
+                assert table.pull(wanted).tobytes() == expected.pull(wanted).tobytes(), repeat
+            if repeat == 5:
+                table.save(path)
+            if repeat == 6:
+                before = table.pull(wanted)
+                table.load(path)
+                again = table.pull(wanted)
+                table.push(*batches[kv.rank])
+                assert table.pull(wanted).tobytes() == before.tobytes() != again.tobytes()
+
+    run(kind, body, **options)
 
 
 def test_a_schedule_counts_updates_of_the_table() -> None:
