@@ -45,9 +45,11 @@ def push(tables: ServerTables, ids: np.ndarray, gradients: np.ndarray) -> None:
     ask(tables, frames.PushRows("t", len(ids)), payload)
 
 
-def located(found: frames.TablePlaces, dtype: str = "float32", server: tuple[int, int] = (0, 1)) -> RowsInPlace:
+def located(
+    found: frames.TablePlaces, dtype: str = "float32", server: tuple[int, int] = (0, 1), bound: float = 0.5
+) -> RowsInPlace:
     file, kind = SparseFile.opened(Region(*found.file)), np.dtype(dtype)
-    return RowsInPlace(file, found.places, found.capacity, 1, DIM, kind, key_of(3, "t"), 0.5, server)
+    return RowsInPlace(file, found.places, found.capacity, 1, DIM, kind, key_of(3, "t"), bound, server)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -148,7 +150,7 @@ def test_a_read_is_of_one_round_while_the_server_goes_on_and_dies(child: Any, li
             push(tables, ids, np.full((len(ids), DIM), -1, np.float32))
 
     pid, said = child(serve)
-    part = located(frames.decode_answer(said.read()))
+    part = located(frames.decode_answer(said.read()), bound=0.0)
     out, whole, until = np.zeros((len(always), DIM), np.float32), set[int](), time.monotonic() + SECONDS
     killed = False
     while time.monotonic() < until or not killed:
