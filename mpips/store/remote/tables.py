@@ -179,7 +179,9 @@ class RemoteTables:
 
     def pull(self, table: KnownTable, ids: Ids, out: Array) -> Task[None]:
         """Write the rows of `ids` into `out`, after this worker's pushes. RoomError: see `Tables`."""
-        near = self._link.all_local and self._layout.options.staleness < 0 and kernels.read_rows.ready(out)
+        options = self._layout.options
+        free = options.staleness < 0 and not options.mirrors  # a round counts once its mirror has it
+        near = free and self._link.all_local and kernels.read_rows.ready(out)
         if near and (yield from self._read_in_place(table, ids, out)):
             return
         found, local = distinct(ids, self._servers), [line.local for line in self._link.lines]
