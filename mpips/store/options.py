@@ -110,6 +110,9 @@ class Options:
         if self.grace_seconds and self.quorum < 0:
             raise OptionError(f"grace_seconds={self.grace_seconds} is the time after a quorum, and there is none: give "
                               "quorum, too, or leave it out")  # fmt: skip
+        if 0 < self.timeout_seconds <= self.grace_seconds:
+            raise OptionError(f"grace_seconds={self.grace_seconds} is not below timeout_seconds={self.timeout_seconds},"
+                              " after which a wait ends the generation: give less, or a longer timeout_seconds")
         if self.staleness >= 0 and self.quorum >= 0:
             raise OptionError(f"staleness={self.staleness} and quorum={self.quorum} are two ways to bound how far "
                               "workers are apart: leave one of the two out")  # fmt: skip

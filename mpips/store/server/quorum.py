@@ -130,7 +130,9 @@ class QuorumState(ServerState):
         """What is in the open round of a unit and came late: it has left the queue of its contributor."""
         self._wakes, self._is_over = math.inf, False
         self.late_pushes: dict[int, tuple[int, int]] = {}
-        """Of each worker that came late: with how many pushes, and by how many rounds at most."""
+        """Of each worker that came late: with how many pushes of a key at most, and by how many rounds at most."""
+        self._late: dict[tuple[int, int], int] = {}
+        """The same of each of its units."""
         self._said: dict[int, tuple[int, int]] = {}
         self._says_at = 0.0
 
@@ -225,13 +227,14 @@ class QuorumState(ServerState):
                     queue.popleft()
                     unit.missing += not queue
                     self._sources.setdefault(unit.number, {})[given] = source
-                    self._note_late(unit.contributors[index], given.late)
+                    self._note_late(unit, unit.contributors[index], given.late)
                 replies.append(Reply("CONSUMED", unit.contributors[index], unit.number, open_round.taken[index]))
         return (replies + self._grant(unit) if replies else []), coming
 
-    def _note_late(self, worker: int, rounds: int) -> None:
-        count, most = self.late_pushes.get(worker, (0, 0))
-        self.late_pushes[worker] = count + 1, max(most, rounds)
+    def _note_late(self, unit: Unit, worker: int, rounds: int) -> None:
+        count = self._late[worker, unit.number] = self._late.get((worker, unit.number), 0) + 1
+        pushes, most = self.late_pushes.get(worker, (0, 0))
+        self.late_pushes[worker] = max(pushes, count), max(most, rounds)
 
     def _close(self, unit: Unit, open_round: OpenRound) -> Replies:
         """Update the unit by the mean of what is in its round."""
@@ -288,7 +291,7 @@ class QuorumState(ServerState):
 def told_late(pushes: dict[int, tuple[int, int]]) -> str:
     """Return who has come late, by how many rounds, with how many pushes."""
     words = [
-        f"rank {worker} with {count} part{'s' * (count > 1)} of keys, by at most {most} round{'s' * (most > 1)}"
+        f"rank {worker} with {count} push{'es' * (count > 1)} of a key, by at most {most} round{'s' * (most > 1)}"
         for worker, (count, most) in sorted(pushes.items())
     ]
     return f"too late for a round, and in the next one with less weight: {'; '.join(words)}"

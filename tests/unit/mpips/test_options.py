@@ -39,6 +39,7 @@ def test_an_option_travels_to_another_process():
     ({"quorum": -2}, "quorum=-2 is less than -1"),
     ({"quorum": 2, "grace_seconds": -1}, "grace_seconds=-1.0 is less than 0"),
     ({"grace_seconds": 2}, "grace_seconds=2.0 is the time after a quorum, and there is none"),
+    ({"quorum": 2, "grace_seconds": 300}, "grace_seconds=300.0 is not below timeout_seconds=300.0"),
     ({"quorum": 2, "staleness": 1}, "staleness=1 and quorum=2 are two ways"),
     ({"clients": 3, "workers": 2}, "clients=3 is more than workers=2: ask for fewer"),
 ])  # fmt: skip

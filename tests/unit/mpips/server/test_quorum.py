@@ -231,6 +231,6 @@ def test_the_end_of_a_generation_closes_what_is_open():
 
 def test_the_log_names_ranks():
     assert told_late({3: (1, 1), 0: (7, 2)}) == (
-        "too late for a round, and in the next one with less weight: rank 0 with 7 parts of keys, by at most 2 "
-        "rounds; rank 3 with 1 part of keys, by at most 1 round"
+        "too late for a round, and in the next one with less weight: rank 0 with 7 pushes of a key, by at most 2 "
+        "rounds; rank 3 with 1 push of a key, by at most 1 round"
     )
