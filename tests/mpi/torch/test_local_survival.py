@@ -108,7 +108,8 @@ def test_a_dead_server_changes_no_bit(tmp_path: Path, local: dict[str, Any]) -> 
 ], ids=str)  # fmt: skip
 def test_training_goes_on_after_two_deaths(tmp_path: Path, kind: str, local: dict[str, Any]) -> None:
     found = job(tmp_path, "-w 3 -s 1 --spares 1", kind=kind, local=local, steps=40, kills=[[1, 6, 0.3], [2, 13, -1]])
-    assert [one["workers"] for one in found] == [2, 2] and all(one["generation"] == 2 for one in found)
+    generations = (1, 2) if kind == "dist_async" else (2,)  # nobody waits, so one recovery may be of both deaths
+    assert [one["workers"] for one in found] == [2, 2] and all(one["generation"] in generations for one in found)
     see_learnt(found[0]["values"])
     assert kind == "dist_async" or found[0]["values"] == found[1]["values"]
 
