@@ -26,7 +26,7 @@ from collectives.fabric.failure import is_death
 from collectives.machine import free_memory
 from mpips.store.recovery.tables import TableHolding, holding_of_table
 from mpips.store.tables import row_optimizers
-from mpips.store.tables.journal import CLOSED, OPENED, ROWS, TORN, UPDATES, WORDS, Journal, Positions, kept_arrays
+from mpips.store.tables.journal import CLOSED, COUNTS, OPENED, ROWS, TORN, WORDS, Journal, Positions, kept_arrays
 from mpips.store.tables.rows import arrays_of
 from mpips.store.transport.frames import MakeTable
 
@@ -52,7 +52,7 @@ class RoundEnd(msgspec.Struct, array_like=True):
     """Say where the table stands with this, and how many pushes of each worker count by then."""
 
     round: int
-    updates: int
+    counts: tuple[int, int, int]
     done: list[int]
     torn: bool
 
@@ -87,7 +87,7 @@ def _changes(table: str, journal: Journal, count: int, at: Positions | None = No
         some = np.arange(start, stop) if at is None else at[start:stop]
         arrays = {name: array.tobytes() for name, array in journal.read(some).items()}
         closed = int(words[CLOSED])
-        end = RoundEnd(closed, int(words[UPDATES]), journal.done(closed), bool(words[TORN]))
+        end = RoundEnd(closed, tuple(words[COUNTS]), journal.done(closed), bool(words[TORN]))
         yield RowsChanged(table, int(words[ROWS]), some.tobytes(), arrays, end if stop == count else None)
 
 
@@ -131,15 +131,15 @@ class MirroredTable:
                     f"table {self.name!r}: round {end.round} has come to its mirror, where round {words[OPENED]} was "
                     "due: call recover()"
                 )
-            journal.close(end.updates, end.done)
+            journal.close(end.counts, end.done)
         else:
-            journal.begin(rows.rows, end.round, end.updates, end.done, end.torn)
+            journal.begin(rows.rows, (end.round, *end.counts), end.done, end.torn)
             self.whole = True
 
     def go_to(self, round_: int | None) -> bool:
         """Go back to this round, None: the newest, as a generation begins at it; return whether it can be had."""
         self.journal.put_back()
-        rounds = [number for number, _ in self.journal.standings()]
+        rounds = [number for number, *_ in self.journal.standings()]
         if round_ is None or rounds[0] == round_:
             return True
         return round_ in rounds and self.journal.back()

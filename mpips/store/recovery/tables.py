@@ -17,7 +17,7 @@ import numpy as np
 from collectives.fabric.arena import SparseFile
 from mpips.store.roles import Layout
 from mpips.store.tables import row_optimizers
-from mpips.store.tables.journal import Journal
+from mpips.store.tables.journal import Journal, Standing
 from mpips.store.tables.rows import arrays_of
 from mpips.store.transport.frames import MakeTable
 
@@ -29,8 +29,8 @@ class TableHolding(msgspec.Struct, array_like=True):
     owner: int
     shelf: int
     """Whose memory it is: the owner's, or that of its mirror; see `plan.Shelf`."""
-    standings: list[tuple[int, int]]
-    """The newest round first, each with the updates of the table."""
+    standings: list[Standing]
+    """The newest round first."""
     torn: bool
     pushes: list[int]
     """Of each worker how many pushes are in the newest."""
@@ -65,6 +65,8 @@ class TablePlan(NamedTuple):
     pushes: list[int]
     rounds: Mapping[int, int]
     """Of each server before, by its rank then, the round of its rows: in an asynchronous store each its own."""
+    counts: tuple[int, int]
+    """Of all servers: dropped rows, and refused gradients. The first server has them from now on."""
     sources: Mapping[int, list[RowSource] | None] = {}
     """Whence each server takes its rows, by its rank; None: it keeps its own."""
 
@@ -91,7 +93,7 @@ def common_holdings(owners: Owners, counts: Owners) -> dict[int, TableHolding]:
     found = {}
     for owner in owners.keys() & counts.keys():
         one, other = owners[owner], counts[owner]
-        both = {round_ for round_, _ in other.standings}
+        both = {round_ for round_, *_ in other.standings}
         standings = [standing for standing in one.standings if standing[0] in both]
         torn = one.torn or other.torn or not standings
         found[owner] = TableHolding(one.table, owner, one.shelf, standings or one.standings, torn, one.pushes)
@@ -100,14 +102,15 @@ def common_holdings(owners: Owners, counts: Owners) -> dict[int, TableHolding]:
 
 def rounds_of(owners: Owners) -> list[int]:
     """Return the rounds at which all servers can have a table."""
-    return sorted(set.intersection(*({round_ for round_, _ in one.standings} for one in owners.values())))
+    return sorted(set.intersection(*({round_ for round_, *_ in one.standings} for one in owners.values())))
 
 
 def plan_table(layout: Layout, card: MakeTable, owners: Owners, round_: int | None) -> TablePlan:
     """Return a table at a round that all can have, where None at each server's newest."""
     newest = max(one.standings[0][0] for one in owners.values())
     chosen = newest if round_ is None else round_
-    updates = max(step for one in owners.values() for number, step in one.standings if number <= chosen)
+    chosen_by = [next(it for it in one.standings if it[0] <= chosen) for one in owners.values()]
+    updates = max(standing[1] for standing in chosen_by)
     torn = any(one.torn for one in owners.values()) or (round_ is None and not layout.asynchronous)
     pushes = [chosen] * layout.num_workers
     if layout.asynchronous:
@@ -116,7 +119,8 @@ def plan_table(layout: Layout, card: MakeTable, owners: Owners, round_: int | No
         places = range(layout.num_workers) if layout.before is None else layout.before.places
         pushes = [told[place] if 0 <= place < len(told) else slowest for place in places]
     rounds = {owner: min(chosen, one.standings[0][0]) for owner, one in owners.items()}
-    return TablePlan(card, chosen, updates, torn, pushes, rounds)
+    counts = sum(standing[2] for standing in chosen_by), sum(standing[3] for standing in chosen_by)
+    return TablePlan(card, chosen, updates, torn, pushes, rounds, counts)
 
 
 def sources_of(

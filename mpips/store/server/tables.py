@@ -27,7 +27,7 @@ from mpips.store.recovery.row_mirror import RowMirror
 from mpips.store.recovery.tables import TableEntry, TableHolding, TablePlan, holding_of_table
 from mpips.store.tables import admission, kernels, row_optimizers
 from mpips.store.tables.initial import Ids, owners_of
-from mpips.store.tables.journal import HERE, REFUSALS, TORN, Journal
+from mpips.store.tables.journal import HERE, REFUSALS, TORN, Journal, Standing
 from mpips.store.tables.merge import summed
 from mpips.store.tables.rows import Array, FrozenRows, TableRows, arrays_of
 from mpips.store.transport import frames
@@ -255,7 +255,8 @@ class ServerTables:
     def begin(self, plan: TablePlan) -> None:
         """Let a table stand at its round, as all of its rows are there."""
         table = self._tables[plan.card.table]
-        table.begin(plan.round, plan.updates, plan.pushes, plan.torn)
+        counts = plan.counts if not self._server else (0, 0)
+        table.begin((plan.round, plan.updates, *counts), plan.pushes, plan.torn)
         self._mirror_all(table)
 
     def left(self, worker: int) -> TableAnswers:
@@ -325,7 +326,8 @@ class _Table:
         """Begin without rows, after so many updates; until `end_load` the table is torn."""
         self.journal.words[HERE] = 0
         self._before_load, self.rows = self.rows, self._new_rows()
-        self.rows.begin(self.journal.standings()[0][0], updates, self._done, True)
+        standing = self.journal.standings()[0][0], updates, self._before_load.evicted, self.refused
+        self.rows.begin(standing, self._done, True)
         self.updates, self.journal = updates, self.rows.journal
 
     def end_load(self) -> None:
@@ -338,10 +340,10 @@ class _Table:
         self.card.numbers = numbers
         self.rows.optimizer = self._optimizer = row_optimizers.decode(self.card.optimizer, numbers)
 
-    def begin(self, round_: int, updates: int, done: Sequence[int], torn: bool) -> None:
+    def begin(self, standing: Standing, done: Sequence[int], torn: bool) -> None:
         """Begin a generation with the rows that are there."""
-        self._done, self.updates = list(done), updates
-        self.rows.begin(round_, updates, done, torn)
+        self._done, (_, self.updates, _, self.refused) = list(done), standing
+        self.rows.begin(standing, done, torn)
         self.rows.optimizer = self._optimizer
         self.journal = self.rows.journal
 
@@ -493,7 +495,7 @@ class _Table:
         for worker in workers:
             self._done[worker] += 1
         for table in tables:
-            table.journal.close(self.updates, self._done)
+            table.journal.close((self.updates, table.rows.evicted, table.refused), self._done)
             if self._mirror is not None:
                 self._mirror.round_over(table.card.table, table.journal)
 

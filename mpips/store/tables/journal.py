@@ -20,18 +20,20 @@ Array = NDArray[Any]
 Positions = NDArray[np.int64]
 Arrays = dict[str, tuple[np.dtype, tuple[int, ...]]]
 WORDS = 16
-ROWS, CLOSED, OPENED, WHOLE, MARK, ROWS_BEFORE, UPDATES, UPDATES_BEFORE, TORN, HERE, REFUSALS = range(11)
+ROWS, CLOSED, OPENED, WHOLE, MARK, ROWS_BEFORE, TORN, HERE, REFUSALS = range(9)
 """How many positions were given out; the last complete round; the one that is being written, else the same; whether the
-copies are whole, of the round before the last; how many positions are copied; positions and updates of the table at the
-round before; whether rows are being put from outside; for those who read in place, whether this is the table's journal,
-and how many rounds were refused."""
+copies are whole, of the round before the last; how many positions are copied; positions at the round before; whether
+rows are being put from outside; for those who read in place, whether this is the table's journal, and how many rounds
+were refused."""
+COUNTS, COUNTS_BEFORE = slice(9, 12), slice(12, 15)
+"""At the last round, and at the one before, what was counted: see `Standing`."""
 KEPT = "kept "
 """What the names of copies begin with."""
 PIECE_BYTES = 4 << 20
 """Of rows that are read at a time."""
 
-Standing = tuple[int, int]
-"""A round that can be had, and the updates of the table by then."""
+Standing = tuple[int, int, int, int]
+"""A round that can be had, and what the table has counted by then: updates, dropped rows, and refused gradients."""
 
 
 class Journal:
@@ -68,7 +70,7 @@ class Journal:
         words = self.words
         words[WHOLE] = 0
         words[MARK] = 0
-        words[ROWS_BEFORE], words[UPDATES_BEFORE] = words[ROWS], words[UPDATES]
+        words[ROWS_BEFORE], words[COUNTS_BEFORE] = words[ROWS], words[COUNTS]
         words[OPENED] = words[CLOSED] + 1
 
     def keep(self, at: Positions) -> None:
@@ -90,20 +92,20 @@ class Journal:
             self._arrays[name][at] = values
         self.words[ROWS] = rows
 
-    def close(self, updates: int, done: Sequence[int]) -> None:
-        """Complete the round."""
+    def close(self, counts: Sequence[int], done: Sequence[int]) -> None:
+        """Complete the round. `counts`: as in `Standing`."""
         words = self.words
         self._done[words[OPENED] % 2] = done
-        words[UPDATES] = updates
+        words[COUNTS] = _words(counts)
         words[WHOLE] = bool(self._kept)
         words[CLOSED] = words[OPENED]
 
-    def begin(self, rows: int, round_: int, updates: int, done: Sequence[int], torn: bool = False) -> None:
+    def begin(self, rows: int, standing: Standing, done: Sequence[int], torn: bool = False) -> None:
         """Begin at a round, with so many positions given out."""
-        words = self.words
+        words, (round_, *counts) = self.words, standing
         words[TORN] = torn
         self._done[round_ % 2] = done
-        words[ROWS], words[UPDATES] = rows, updates
+        words[ROWS], words[COUNTS] = rows, _words(counts)
         words[OPENED] = words[CLOSED] = round_
 
     def put_back(self) -> bool:
@@ -116,7 +118,7 @@ class Journal:
         for name, array in self._arrays.items():
             array[at] = self._kept[name][:mark]
             array[before : int(words[ROWS])] = 0  # as where no row has lain
-        words[ROWS], words[UPDATES] = before, words[UPDATES_BEFORE]
+        words[ROWS], words[COUNTS] = before, words[COUNTS_BEFORE]
         words[WHOLE] = 0
         words[OPENED] = words[CLOSED]
         return True
@@ -138,9 +140,9 @@ class Journal:
         """Return the rounds that can be had, the newest first."""
         words = self.words
         if words[OPENED] != words[CLOSED]:
-            return [(int(words[CLOSED]), int(words[UPDATES_BEFORE]))]
-        before = [(int(words[CLOSED]) - 1, int(words[UPDATES_BEFORE]))] if words[WHOLE] else []
-        return [(int(words[CLOSED]), int(words[UPDATES])), *before]
+            return [(int(words[CLOSED]), *words[COUNTS_BEFORE])]
+        before: list[Standing] = [(int(words[CLOSED]) - 1, *words[COUNTS_BEFORE])] if words[WHOLE] else []
+        return [(int(words[CLOSED]), *words[COUNTS]), *before]
 
     def done(self, round_: int) -> list[int]:
         """Return how many pushes of each worker are in a round that can be had."""
@@ -175,6 +177,10 @@ class Journal:
                 array[at[some] - start] = self._kept[name][some] if len(some) else array[:0]
             lie = part["touched"] != FREE
             yield {name: array[lie] for name, array in part.items()}
+
+
+def _words(counts: Sequence[int]) -> memoryview:
+    return memoryview(np.array(counts, np.uint64))  # type: ignore[arg-type]
 
 
 def kept_arrays(arrays: Arrays) -> Arrays:

@@ -27,7 +27,7 @@ from collectives.fabric.arena import SparseFile
 from mpips.store.tables import index, kernels
 from mpips.store.tables.index import MOST_ROWS, Positions
 from mpips.store.tables.initial import Ids, first_rows
-from mpips.store.tables.journal import HERE, KEPT, ROWS, WORDS, Journal, kept_arrays
+from mpips.store.tables.journal import HERE, KEPT, ROWS, WORDS, Journal, Standing, kept_arrays
 from mpips.store.tables.places import FREE, Places
 from mpips.store.tables.row_optimizers import RowOptimizer
 
@@ -185,12 +185,13 @@ class TableRows:
         if changed:
             self.positions.restore(int(self.journal.words[ROWS]))
 
-    def begin(self, round_: int, updates: int, done: Sequence[int], torn: bool) -> None:
+    def begin(self, standing: Standing, done: Sequence[int], torn: bool) -> None:
         """Begin a generation at a round. What the last one has written of rounds stays until this one has begun."""
+        self.evicted = standing[2]
         self._frozen, self.drops = [], Drops()
         self.journal.words[HERE] = 0
         self.journal = self._new_journal(len(done))
-        self.journal.begin(self.positions.top, round_, updates, done, torn)
+        self.journal.begin(self.positions.top, standing, done, torn)
 
     def _new_journal(self, workers: int) -> Journal:
         words = self._reserved("words", (WORDS,), np.dtype(np.uint64))

@@ -21,6 +21,7 @@ TABLES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 LIMITED = {"tags": {"optimizer": "sgd", "limit": 40}}
 """Servers share the limit, so that what is dropped depends on how many there are."""
+COUNTED = "evicted", "refused"
 EVERY = np.arange(-60, 60) * 7 * 10**15
 
 
@@ -52,7 +53,9 @@ def train(kv: mpips.KVStore, job: Job) -> tuple[dict[str, np.ndarray], list[list
                     (table.push if step % 3 else table.pushpull)(*batch(name, step, kv.rank))
                 kv.pushpull("w", np.full(3, -1.0), w)
                 step += 1
-            return {name: table.pull(EVERY) for name, table in made.items()} | {"w": w}, trace
+            rows = {name: table.pull(EVERY) for name, table in made.items()}
+            counts = {f"{name} counts": np.array([*map(table.stats().get, COUNTED)]) for name, table in made.items()}
+            return rows | counts | {"w": w}, trace
         except mpips.StoreError:
             step = kv.recover().step
 
@@ -88,7 +91,9 @@ def expected(job: Job, traces: Iterable[list[list[int]]]) -> dict[str, np.ndarra
     for step, size in enumerate(workers):
         for name, table in tables.items():
             table.push([batch(name, step, rank) for rank in range(size)])
-    return {name: table.pull(EVERY) for name, table in tables.items()} | {"w": np.full(3, float(sum(workers)))}
+    rows = {name: table.pull(EVERY) for name, table in tables.items()}
+    counts = {f"{name} counts": np.array([len(it.evicted), it.refused]) for name, it in tables.items()}
+    return rows | counts | {"w": np.full(3, float(sum(workers)))}
 
 
 if __name__ == "__main__":

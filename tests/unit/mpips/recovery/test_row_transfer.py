@@ -80,7 +80,7 @@ def contents(servers: list[Workers]) -> list[dict[int, list[bytes]]]:
 
 def plans_of(cards: list[frames.MakeTable], round_: int, sources: dict[int, Any], old: int) -> list[TablePlan]:
     rounds = dict.fromkeys(range(OLD, OLD + old), round_)
-    return [TablePlan(card, round_, round_, False, [round_], rounds, sources) for card in cards]
+    return [TablePlan(card, round_, round_, False, [round_], rounds, (0, 0), sources) for card in cards]
 
 
 @settings(max_examples=60, deadline=None)

@@ -85,11 +85,12 @@ def killed_at(tables: ServerTables, line: int, rounds: range) -> bool:
 @pytest.mark.parametrize("evict, seen", [(0, 0), (2, 0), (2, 2)])
 def test_rows_of_a_whole_round_are_there_wherever_it_is_killed(evict: int, seen: int) -> None:
     names = ["t/seen", "t"] if seen else ["t"]
-    undisturbed, contents = made(evict, seen), dict[tuple[str, int], Any]()
+    undisturbed, contents, counts = made(evict, seen), dict[tuple[str, int], Any](), dict[tuple[str, int], Any]()
     for round_ in range(1, ROUNDS + 1):
         push(undisturbed, round_)
         for name in names:
             contents[name, round_] = content(undisturbed.journal(name), round_)
+            counts[name, round_] = undisturbed.journal(name).standings()[0]
     line, went_back, step = 0, set(), 7
     while True:
         tables = made(evict, seen)
@@ -102,8 +103,9 @@ def test_rows_of_a_whole_round_are_there_wherever_it_is_killed(evict: int, seen:
             there = _seen_from_outside(tables, entries[name])
             standings = there.standings()
             assert not there.torn and standings[0][0] in range(ROUNDS - 2, ROUNDS + 1)
-            for number, updates in standings:
-                assert updates == number and there.done(standings[0][0]) == [standings[0][0]]
+            for standing in standings:
+                number = standing[0]
+                assert standing == counts[name, number] and there.done(standings[0][0]) == [standings[0][0]]
                 assert content(there, number) == contents[name, number], (line, name, number)
         rows = tables._tables["t"].rows  # as another generation of the same process takes them
         oldest = rows.journal.standings()[-1][0]
