@@ -37,9 +37,10 @@ for load in (lambda: table.load(folder + "/table"), lambda: kv.load(folder + "/s
     load()
     assert (table.pull(ids) == saved).all() and table.rows == 1000
     assert (table.pushpull(ids, ones) == after).all()
+refused = table.stats()["refused"]
 kv.barrier()
 rounds = kv.recover()
-assert (table.pull(ids) == after).all() and not rounds.torn and table.stats()["refused"] == 0
+assert (table.pull(ids) == after).all() and not rounds.torn and table.stats()["refused"] == refused == 1000
 print("all is there", flush=True)
 kv.close()
 """
