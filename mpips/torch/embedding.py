@@ -33,6 +33,7 @@ class _Next(NamedTuple):
     ids: Tensor
     places: Tensor
     rows: Handle | None
+    origin: tuple[int, int]
     pushes: int
 
 
@@ -68,7 +69,7 @@ class TableModule(Uncopied, nn.Module):
         self._check(ids)
         wanted, places = torch.unique(ids, return_inverse=True)
         waits = self.table.synchronous and self._leaves
-        self._next.append(_Next(wanted, places, None, 0) if waits else self._ask(wanted, places))
+        self._next.append(_Next(wanted, places, None, (0, 0), 0) if waits else self._ask(wanted, places))
 
     def take_gradients(self) -> list[tuple[Tensor, Tensor]]:
         """Return ids and gradients since the last call, (k,) and (k, dim) each, and forget them."""
@@ -97,7 +98,7 @@ class TableModule(Uncopied, nn.Module):
         return super()._apply(fn, recurse)
 
     def _ask(self, ids: Tensor, places: Tensor) -> _Next:
-        return _Next(ids, places, self.table.ipull(ids.numpy()), self.table.pushes)
+        return _Next(ids, places, self.table.ipull(ids.numpy()), self.table.origin, self.table.pushes)
 
     def _check(self, ids: object) -> None:
         """Raise TypeError or ValueError where these are no ids."""
@@ -114,7 +115,8 @@ class TableModule(Uncopied, nn.Module):
         for place, found in enumerate(self._next):
             if torch.equal(found.ids[found.places], ids):
                 del self._next[place]
-                fresh = not self.table.synchronous or found.pushes == self.table.pushes
+                fresh = found.origin == self.table.origin
+                fresh &= not self.table.synchronous or found.pushes == self.table.pushes
                 return found.ids, found.places, found.rows if fresh else None
         return (*torch.unique(ids, return_inverse=True), None)
 

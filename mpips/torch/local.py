@@ -152,12 +152,14 @@ class LocalSGD:
         """Give the model the outer parameters, which all workers have in common: to measure or to save it. All call.
 
         What inner steps have changed since the last exchange is dropped: call it at a multiple of `every`. In an
-        asynchronous store that survives deaths nobody waits: each takes those that it has seen last.
+        asynchronous store that survives deaths nobody waits: each takes the newest, which others may go on to change.
         """
-        self._through(lambda: self._rounds.share(self._views()))
-        if self.store.layout.asynchronous and not self.store.layout.survives:
+        layout = self.store.layout
+        self._through(lambda: self._rounds.finish(self._views()))
+        if waits := layout.asynchronous and not layout.survives:
             self.store.barrier()
-            self._rounds.share(self._views(), newest=True)
+        self._through(lambda: self._rounds.share(self._views(), newest=layout.asynchronous))
+        if waits:
             self.store.barrier()
 
     def state_dict(self) -> dict[str, Any]:

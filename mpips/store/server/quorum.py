@@ -1,8 +1,9 @@
 """Rounds of an asynchronous store that close when a quorum has given to them: who is in, when they close, what counts.
 
-A client that has read the value of the last round is in time: it waits until the open round closes. One that has read
-an older value is late by so many rounds: what it pushes is in the open round, too, with less weight, and it reads on at
-once. `OpenRound` is that rule, without arithmetic, clock or MPI; `QuorumState` applies it to the units of a server.
+A client that has read the value of the last round, or has given to it, is in time: it waits until the open round
+closes. One that has missed rounds since is late by so many: what it pushes is in the open round, too, with less weight,
+and it reads on at once. With that it is in time again, so a client has at most one late push in a round. `OpenRound` is
+that rule, without arithmetic, clock or MPI; `QuorumState` applies it to the units of a server.
 
 Sources: a least number of learners, a time of grace, and weights by tokens are those of Decoupled DiLoCo (2604.21428).
 A weight of 1 / (1 + rounds late) is the polynomial of FedAsync (1903.03934) with exponent 1.
@@ -54,8 +55,8 @@ class OpenRound:
     def __init__(self, quorum: Quorum, taken: Iterable[int]) -> None:
         self.quorum, self.number = quorum, 0
         self.taken = list(taken)
-        self._read = [0] * len(self.taken)
-        """The round after which each contributor has read the value last."""
+        self._seen = [0] * len(self.taken)
+        """The last round that each contributor has read or given to."""
         self.in_time: dict[int, Given] = {}
         self.late: list[Given] = []
         self._reached: float | None = None
@@ -64,7 +65,8 @@ class OpenRound:
     def give(self, position: int, weight: float) -> Given:
         """Take a contribution in. One that is in time is the only one of its contributor: see `in_time` before."""
         self.taken[position] += 1
-        given = Given(position, self.taken[position], weight, self.number - self._read[position])
+        given = Given(position, self.taken[position], weight, max(self.number - self._seen[position], 0))
+        self._seen[position] = self.number + (not given.late)
         if given.late:
             self.late.append(given)
         else:
@@ -73,7 +75,7 @@ class OpenRound:
 
     def read(self, position: int) -> None:
         """Note that a contributor has read the value after the last round."""
-        self._read[position] = self.number
+        self._seen[position] = max(self._seen[position], self.number)
 
     def answered(self, position: int) -> int:
         """Return after how many of its pushes a contributor may read: it waits for none that came late."""

@@ -56,6 +56,8 @@ class KnownTable:
     """How often this worker has pushed; with `recover`, how many of its pushes count."""
     refusals: int = 0
     """How many rounds were refused that this worker has heard of."""
+    loads: int = 0
+    """How often its rows were loaded from a file."""
     room: dict[int, int] = field(default_factory=dict)
     """By server how many ids this worker may push next without asking for room."""
     noun = "table"

@@ -115,6 +115,11 @@ class Table:
         return self._known.round
 
     @property
+    def origin(self) -> tuple[int, int]:
+        """Return numbers that change when rows become others than by pushes: by a load, or by a recovery."""
+        return self._settings.generation.number, self._known.loads
+
+    @property
     def contributors(self) -> int:
         """Return how many workers' gradients one update sums: in asynchronous kinds 1."""
         layout = self._settings.layout

@@ -36,9 +36,11 @@ def exchange(kv: KVStore, values: dict[str, np.ndarray], number: int) -> None:
     kv.pushpull(list(values), [gradient(name, kv.rank, number) for name in values], out=list(values.values()))
 
 
+@pytest.mark.parametrize("pushes", [0, 3])
 @pytest.mark.parametrize("options", [{"servers": 1}, {"servers": 2, "big_array": 50_000}], ids=str)
 @pytest.mark.mpi(min_size=3)
-def test_a_quorum_of_all_has_the_bits_of_a_synchronous_store(options: dict[str, Any]) -> None:
+def test_a_quorum_of_all_has_the_bits_of_a_synchronous_store(options: dict[str, Any], pushes: int) -> None:
+    """Also where workers push several times, behind one another, before they read."""
     workers = need(2, **options)
 
     def work(kv: KVStore) -> list[bytes]:
@@ -46,6 +48,8 @@ def test_a_quorum_of_all_has_the_bits_of_a_synchronous_store(options: dict[str, 
         if kv.type == "dist_sync":
             kv.update_optimizer(rescale=1 / workers)
         for number in range(3):
+            for more in range(pushes):
+                kv.push(list(values), [gradient(name, kv.rank, 10 + 10 * number + more) for name in values])
             exchange(kv, values, number)
         return [value.tobytes() for value in values.values()]
 
@@ -109,11 +113,29 @@ def test_what_is_given_last_counts_though_nobody_else_comes() -> None:
                 kv.push("short", gradient("short", 1, number))
         kv.barrier()
         kv.pull("short", values["short"])
-        first, *late = (gradient("short", 1, number).astype(float) for number in range(3))
-        assert np.abs(values["short"] - (np.arange(3) - 0.5 * (first + sum(late) / 2))).max() < 1e-5
+        total = sum(gradient("short", 1, number).astype(float) for number in range(3))
+        assert np.abs(values["short"] - (np.arange(3) - 0.5 * total)).max() < 1e-5
         assert kv.pull("short", values["short"], newer_than=-1) == 3
 
     run("dist_async", work, servers=1, quorum=workers)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_pushes_without_a_pull_are_rounds_of_their_own() -> None:
+    """One worker is the quorum, and pushes ten times before it reads."""
+    need(1, servers=1)
+
+    def work(kv: KVStore) -> None:
+        values = keys(kv)
+        if kv.rank == 0:
+            for number in range(10):
+                kv.push("long", gradient("long", 0, number))
+            kv.pull("long", values["long"])
+            total = sum(gradient("long", 0, number).astype(float) for number in range(10))
+            assert np.abs(values["long"] - (np.linspace(-1, 1, SIZE) - 0.5 * total)).max() < 1e-4
+        kv.barrier()
+
+    run("dist_async", work, servers=1, quorum=1)
 
 
 @pytest.mark.mpi(min_size=5)

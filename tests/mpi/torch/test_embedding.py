@@ -6,8 +6,10 @@ import contextlib
 import copy
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -331,6 +333,31 @@ def test_a_step_left_out_is_named_at_the_end() -> None:
 # ---- prefetch
 
     run("dist_sync", body, servers=1)
+
+
+@served
+@pytest.mark.parametrize("whole", [False, True], ids=["table.load", "kv.load"])
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+def test_rows_that_were_prefetched_before_a_load_are_read_anew(tmp_path: Path, kind: str, whole: bool) -> None:
+    folder = Path(WORLD.bcast(str(tmp_path)))
+
+    def body(kv: mpips.KVStore) -> None:
+        table, ids = kv.table("t", 3, optimizer="sgd", learning_rate=1.0), torch.arange(5)
+        module, ones = mpips.torch.Embedding(table), np.ones((5, 3), np.float32)
+        saves, loads = (kv.save, kv.load) if whole else (table.save, table.load)
+        table.push(ids.numpy(), ones)
+        kv.barrier()
+        saved = table.pull(ids.numpy())
+        saves(str(folder / "saved"))
+        table.push(ids.numpy(), ones)
+        module.prefetch(ids)
+        kv.barrier()
+        loads(str(folder / "saved"))
+        with torch.no_grad():
+            assert (module(ids).numpy() == saved).all()
+        kv.barrier()
+
+    run(kind, body, servers=1)
 
 
 @served
