@@ -17,6 +17,7 @@ is at the other end of a Unix socket, so nobody can claim to be another. A proce
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import shutil
@@ -71,7 +72,7 @@ def find_quota(root: Path = ROOT) -> Quota | None:
     quota up, and then the kernel stops all ranks of the group until the next period.
     """
     found = []
-    for folder in _find_groups(root):
+    for folder in _find_groups(root, "cpu"):
         with suppress(OSError, ValueError, ZeroDivisionError):
             spent, period = _read_quota(folder)
             if spent > 0:
@@ -88,8 +89,8 @@ def _read_quota(folder: Path) -> tuple[int, int]:
     return int((folder / "cpu.cfs_quota_us").read_text()), int((folder / "cpu.cfs_period_us").read_text())
 
 
-def _find_groups(root: Path) -> Iterator[Path]:
-    """Yield the folders of this process' control groups that may bound its cores, and of their parents."""
+def _find_groups(root: Path, controller: str) -> Iterator[Path]:
+    """Yield the folders of this process' control groups that may bound its "cpu" or "memory", and of their parents."""
     with suppress(OSError):
         lines = (root / "proc/self/cgroup").read_text().splitlines()
         paths = {controllers: path for _, controllers, path in (line.split(":", 2) for line in lines if line)}
@@ -98,7 +99,7 @@ def _find_groups(root: Path) -> Iterator[Path]:
             kind, _, options = (after.split(" ", 2) + ["", ""])[:3]
             mounted, point = before.split(" ")[3:5]
             for controllers, path in paths.items():
-                version_1 = kind == "cgroup" and "cpu" in controllers.split(",") and "cpu" in options.split(",")
+                version_1 = kind == "cgroup" and all(controller in words.split(",") for words in (controllers, options))
                 if version_1 or (kind == "cgroup2" and not controllers):
                     yield from _walk_up(root / point.lstrip("/").replace("\\040", " "), mounted, path)
 
@@ -114,31 +115,53 @@ def _walk_up(top: Path, mounted: str, path: str) -> Iterator[Path]:
         yield folder
 
 
-def total_memory() -> int:
-    """Return bytes of memory and swap for all processes here: the machine's, or its control group's where that is
-    less."""
+def total_memory(root: Path = ROOT) -> int:
+    """Return bytes of memory and swap for all processes here: the machine's, or those of its control groups where they
+    are less."""
     found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = read_number("/sys/fs/cgroup/memory.max")
-    swap = 0
-    with suppress(OSError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        swap = next((int(line.split()[1]) << 10 for line in lines if line.startswith("SwapTotal:")), 0)
-    return min(found, found if limit is None else limit) + swap
+    limits = [limit.most for limit in _memory_limits(root)]
+    return min([found, *limits]) + _numbers(root / "proc/meminfo").get("SwapTotal:", 0) * 1024
 
 
-def free_memory() -> int:
-    """Return bytes that processes here can still take without swap: the machine's, or the control group's if less."""
-    found = {}
-    for path, unit in (("/proc/meminfo", 1 << 10), ("/sys/fs/cgroup/memory.stat", 1)):
-        with suppress(OSError):
-            for line in Path(path).read_text().splitlines():
-                name, number = line.split()[:2]
-                found[name] = int(number) * unit
-    available = found.get("MemAvailable:", sys.maxsize)
-    limit, taken = read_number("/sys/fs/cgroup/memory.max"), read_number("/sys/fs/cgroup/memory.current")
-    if limit is None or taken is None:
-        return available
-    return min(available, limit - taken + found.get("inactive_file", 0))
+def free_memory(root: Path = ROOT) -> int:
+    """Return bytes that processes here can still take without swap: the machine's, or a control group's if less."""
+    available = _numbers(root / "proc/meminfo").get("MemAvailable:", sys.maxsize >> 10) * 1024
+    return min([available, *(limit.most - limit.taken for limit in _memory_limits(root))])
+
+
+class _MemoryLimit(NamedTuple):
+    """Bytes that a control group may take, and that it has taken but for files that were not read of late."""
+
+    most: int
+    taken: int
+
+
+def _memory_limits(root: Path) -> Iterator[_MemoryLimit]:
+    """Yield the limits of this process' control groups and their parents, of cgroups v2 and v1."""
+    for folder in _memory_groups(root):
+        for most, taken, files in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            limit = read_number(folder / most)
+            if limit is None or limit >= sys.maxsize >> 12 << 12:  # v1's word for none
+                continue
+            if (used := read_number(folder / taken)) is not None:
+                yield _MemoryLimit(limit, used - _numbers(folder / "memory.stat").get(files, 0))
+
+
+@functools.cache
+def _memory_groups(root: Path) -> list[Path]:
+    return list(_find_groups(root, "memory"))
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """Return the numbers of a file of the kernel that has one behind a name on each line; none where it is missing."""
+    try:
+        lines = [line.split() for line in path.read_text().splitlines()]
+    except OSError:
+        return {}
+    return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdigit()}
 
 
 def count_local_ranks() -> int:
@@ -158,7 +181,7 @@ def check_memory(words: str, nbytes: int, arrays: int, ranks: int = 1) -> None:
         )
 
 
-def read_number(path: str) -> int | None:
+def read_number(path: str | Path) -> int | None:
     """Return the whole number in a file of the kernel; None where there is no such file, or no limit in it."""
     try:
         text = Path(path).read_text().strip()

@@ -112,7 +112,7 @@ def _number(record: Any, name: str, value: Any) -> float | bool:
     if isinstance(value, (bool, np.bool_)):
         return bool(value)
     try:
-        number = float(value)
+        number = math.nan if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):

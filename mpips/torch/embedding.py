@@ -51,6 +51,7 @@ class TableModule(Uncopied, nn.Module):
         if not isinstance(padding_idx, int | None):
             raise of_caller(TypeError(f"{self._what}: padding_idx={padding_idx!r} is no whole number: give an id"))
         self.table, self.padding_idx = table, padding_idx
+        self.embedding_dim = table.dim
         self._dtype: torch.dtype = getattr(torch, table.dtype.name)
         """Of what a forward pass returns."""
         self.is_trained = False

@@ -414,7 +414,7 @@ def _card_of_counts(card: frames.MakeTable, admit: Seen) -> frames.MakeTable:
 def _see_store(settings: Settings, name: str) -> None:
     """ValueError where the store cannot keep a table."""
     if settings.backend.tables is None:
-        why = f"kind {settings.layout.kind!r} has no servers here, and rows are made on servers: give servers=1 or more"
+        why = f"kind {settings.layout.kind!r} has no servers here, and a table needs one: take dist_sync with servers=1"
         raise ValueError(f"table {name!r}: {why}")
 
 

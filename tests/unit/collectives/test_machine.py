@@ -166,3 +166,36 @@ def test_processes_of_one_group_share_its_quota() -> None:
     assert bound_cores(8, [Quota(2, 1), None]) == 8
     assert bound_cores(8, []) == 8
     assert bound_cores(1, [Quota(2, 1)]) == 1
+
+
+MEMORY = {
+    1: ("31 31 0:29 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n", "3:memory:/job/step\n0::/\n",
+        "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("41 31 0:38 / /sys/fs/cgroup rw,relatime - cgroup2 cgroup2 rw\n", "0::/job/step\n",
+        "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("limits, total, free", [
+    ({"job": 900, "job/step": 700}, 700, 600), ({"job": 500, "job/step": 700}, 500, 400),
+    ({"job": None, "job/step": 700}, 700, 600), ({"job": None, "job/step": None}, None, 3000), ({}, None, 3000),
+], ids=str)  # fmt: skip
+def test_a_control_group_bounds_memory(
+    tmp_path: Path, version: int, limits: dict[str, int | None], total: int | None, free: int
+) -> None:
+    """In MiB: of the machine 3,000 are free; each group has taken 150, of which 50 are files that nobody reads."""
+    mounts, groups, place, most, taken, files = MEMORY[version]
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(groups)
+    (tmp_path / "proc/self/mountinfo").write_text(mounts)
+    (tmp_path / "proc/meminfo").write_text(f"MemTotal: 4096000 kB\nMemAvailable: {3000 << 10} kB\nSwapTotal: 0 kB\n")
+    for folder, limit in limits.items():
+        (where := tmp_path / place / folder).mkdir(parents=True, exist_ok=True)
+        none = "max" if version == 2 else str((1 << 63) - 4096)
+        (where / most).write_text(f"{none if limit is None else limit * MIB}\n")
+        (where / taken).write_text(f"{150 * MIB}\n")
+        (where / "memory.stat").write_text(f"cache {100 * MIB}\n{files} {50 * MIB}\n")
+    assert machine.free_memory(tmp_path) == free * MIB
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert machine.total_memory(tmp_path) == (whole if total is None else total * MIB)
