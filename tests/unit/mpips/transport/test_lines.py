@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpips.store.options import Options
 from mpips.store.transport import lines
 from mpips.store.transport.frames import FRAME, Frame
 from mpips.store.transport.lines import SLOTS, Rings, SharedLine
@@ -131,6 +132,7 @@ def connected(monkeypatch, ordered, rank=0, nodes=(0, 0)):
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     layout = SimpleNamespace(
         rank=rank, nodes=nodes, num_workers=2, num_servers=1, is_server=False, is_worker=True, world=None,
+        options=Options(),
         same_node=lambda a, b: nodes[a % 2] == nodes[b % 2],
     )  # fmt: skip
     memory = Rings.create(2).memory
