@@ -139,7 +139,7 @@ def test_running_job_is_traced_for_seconds(tmp_path: Path) -> None:
         for _ in range(2):  # it can be asked for again
             subprocess.run(words, cwd=tmp_path, env=outside(), check=True, timeout=60)
             trace = json.loads((tmp_path / "t.json").read_text())
-            assert 0.5 < trace["otherData"]["seconds"] < 2
+            assert 0 < trace["otherData"]["seconds"] < 5  # a rank that waits for a core begins late
             assert {one["rank"] for one in trace["otherData"]["ranks"]} == set(range(6))
             assert len(read_flows(trace)) > 50
     finally:
