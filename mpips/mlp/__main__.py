@@ -37,11 +37,11 @@ from mpips.mlp.data.base import name_classes
 from mpips.mlp.data.loading import WAYS, Data, load_opened, open_everywhere
 from mpips.mlp.mesh import Mesh, TrainingError, agree, counted, parse
 from mpips.mlp.network import ACTIVATIONS, DTYPES, MODES, Specification
-from mpips.mlp.options import FiniteRange
 from mpips.mlp.parallel import PHASES
 from mpips.mlp.perceptron import MLP
 from mpips.mlp.prediction import MeshPrediction, predict_all
 from mpips.mlp.servers import STORES, Servers
+from mpips.mlp.train_options import FiniteRange
 from mpips.mlp.training import EpochResult, Trained, check_fit, hidden_of, train
 from mpips.optimizers.elastic import INTERVAL
 

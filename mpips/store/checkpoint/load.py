@@ -27,8 +27,7 @@ from mpips.compression.registry import create, options
 from mpips.optimizers.base import Optimizer, initial
 from mpips.optimizers.registry import as_data, from_data
 from mpips.optimizers.schedules import Groups
-from mpips.store.checkpoint import file
-from mpips.store.checkpoint import tables as of_tables
+from mpips.store.checkpoint import file, table_files
 from mpips.store.checkpoint.file import (
     Header,
     Reader,
@@ -108,7 +107,7 @@ def _see_tables(store: Settings, path: str, header: Header) -> None:
     for table in store.tables.values():
         if table.name not in records:
             raise ValueError(f"{path} has no table {table.name!r}, which the store has: save it too, by kv.save")
-        of_tables.see_fit("load", path, records[table.name], table)
+        table_files.see_fit("load", path, records[table.name], table)
     names = {record.key for record in header.records}
     if twice := next((name for name in (*records, *store.tables) if name in names or name in store.keys), None):
         raise ValueError(f"{path} and the store use the name {twice!r} for a key and for a table: choose another")
@@ -176,7 +175,7 @@ def _tables_loaded(store: Settings, reader: Reader | None, records: Sequence[Tab
         counts = {record.card.table + COUNTS for record in records if record.card.seen}
         for table in (record.card.table for record in records if record.card.table not in counts):
             parts = [one for one in records if one.card.table in (table, *({table + COUNTS} & counts))]
-            yield from of_tables.restore(tables, {table_prefix(one.card.table): one for one in parts}, reader)
+            yield from table_files.restore(tables, {table_prefix(one.card.table): one for one in parts}, reader)
         return b""
 
     yield from tables.at_rank_0(rows, "load")

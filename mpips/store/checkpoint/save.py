@@ -30,7 +30,7 @@ from collectives.recorder.ring import Ring
 from mpips.compression.registry import options
 from mpips.optimizers.registry import as_data
 from mpips.store.checkpoint import folder as files
-from mpips.store.checkpoint import tables as of_tables
+from mpips.store.checkpoint import table_files
 from mpips.store.checkpoint.file import (
     HOLDS,
     NAMES,
@@ -48,7 +48,7 @@ from mpips.store.checkpoint.file import (
     value_name,
     why,
 )
-from mpips.store.checkpoint.tables import RowsPiece
+from mpips.store.checkpoint.table_files import RowsPiece
 from mpips.store.keys.arguments import packed, runs, unpack
 from mpips.store.keys.key import Key, Name, label
 from mpips.store.roles import Layout
@@ -137,7 +137,7 @@ def _content(store: Settings, keys: Sequence[Key], snapshot: Snapshot) -> Task[C
     if tables is None or not store.tables or store.layout.rank:
         return Content(keys, snapshot, None, [])
     frozen = yield from tables.freeze(list(store.tables))
-    return Content(keys, snapshot, frozen, [of_tables.record_of(table, frozen) for table in store.tables.values()])
+    return Content(keys, snapshot, frozen, [table_files.record_of(table, frozen) for table in store.tables.values()])
 
 
 def _frozen(
@@ -289,14 +289,14 @@ def pieces(content: Content) -> Iterator[Piece | RowsPiece]:
                 yield Piece(key, slot, start, stop, name, (stop - start) * itemsize)
     for record in content.tables:
         assert content.frozen is not None
-        yield from of_tables.pieces(record, table_prefix(record.card.table), content.frozen)
+        yield from table_files.pieces(record, table_prefix(record.card.table), content.frozen)
 
 
 def copied(content: Content, piece: Piece | RowsPiece, writer: Writer) -> Task[float]:
     """Write a piece; the seconds that this has cost."""
     if isinstance(piece, RowsPiece):
         assert content.frozen is not None
-        parts = yield from of_tables.read(content.frozen, piece)
+        parts = yield from table_files.read(content.frozen, piece)
         begun = time.perf_counter()
         for name, values in parts:
             writer.append(name, values)

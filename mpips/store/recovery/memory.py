@@ -25,7 +25,7 @@ from mpips.optimizers.schedules import Groups
 from mpips.store.keys.rows import RowSparse, sum_of
 from mpips.store.recovery import undo
 from mpips.store.recovery.plan import Holding, Shelf, dtype_names
-from mpips.store.recovery.tables import TableEntry, attached, holding_of_table
+from mpips.store.recovery.table_plan import TableEntry, attached, holding_of_table
 from mpips.store.recovery.undo import Undo, with_state, words_of
 from mpips.store.roles import Layout
 from mpips.store.server.unit import Unit

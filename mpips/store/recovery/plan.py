@@ -30,7 +30,7 @@ from mpips.optimizers.schedules import Groups
 from mpips.store.keys.cutting import Cards, Cutting
 from mpips.store.keys.key import Key, Name, Rounds
 from mpips.store.keys.sharding import Interval
-from mpips.store.recovery.tables import (
+from mpips.store.recovery.table_plan import (
     TableHolding,
     TablePlan,
     common_holdings,

@@ -54,7 +54,7 @@ from mpips.store.recovery.plan import (
     make_plan,
 )
 from mpips.store.recovery.row_transfer import NewRows, RowTransfer
-from mpips.store.recovery.tables import RowSource
+from mpips.store.recovery.table_plan import RowSource
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import LostError, StoreError, of_kind, uninterrupted
 from mpips.store.runtime.generation import FREEING_SECONDS, NEVER, Generation

@@ -24,7 +24,7 @@ from collectives.fabric import requests
 from collectives.fabric.arena import SparseFile
 from collectives.fabric.failure import is_death
 from collectives.machine import free_memory
-from mpips.store.recovery.tables import TableHolding, holding_of_table
+from mpips.store.recovery.table_plan import TableHolding, holding_of_table
 from mpips.store.tables import row_optimizers
 from mpips.store.tables.journal import CLOSED, COUNTS, OPENED, ROWS, TORN, WORDS, Journal, Positions, kept_arrays
 from mpips.store.tables.rows import arrays_of

@@ -152,7 +152,8 @@ class RemoteTables:
 
     def _take_room(self, table: KnownTable, answers: Sequence[Any]) -> Task[None]:
         """See how much may be pushed next; where a server refuses that, or a round before, have all drop the round."""
-        table.room = {server: answer.ids for server, answer in enumerate(answers) if isinstance(answer, frames.Room)}
+        granted = ((server, answer) for server, answer in enumerate(answers) if isinstance(answer, frames.RoomGranted))
+        table.room = {server: answer.ids for server, answer in granted}
         yield from self._see_refused(table, answers)
 
     def _see_refused(self, table: KnownTable, answers: Sequence[Any]) -> Task[None]:

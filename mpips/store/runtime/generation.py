@@ -35,7 +35,7 @@ from collectives.fabric.wait import (
 from collectives.recorder import own as recorder
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import LostError, StoreError, of_kind, uninterrupted
-from mpips.store.runtime.rendezvous import LAST_WORD_SECONDS, LeftRanks, Room, Watch
+from mpips.store.runtime.rendezvous import LAST_WORD_SECONDS, LeftRanks, MeetingRoom, Watch
 
 CLOSING_SECONDS = 5.0
 """How long a rank that closes waits for the others once the generation is over."""
@@ -87,8 +87,8 @@ class Generation:
         """flag[0] != 0 once the generation has ended on this node. The next generation has another."""
         self.over: StoreError | None = None
         self._meeting = False
-        self._everybody = Room(layout.world)
-        self._workers = None if layout.workers is None else Room(layout.workers)
+        self._everybody = MeetingRoom(layout.world)
+        self._workers = None if layout.workers is None else MeetingRoom(layout.workers)
         self.succession = Succession(layout.world, partial(_gone, layout.world, self._home), layout.survives)
         """What ranks say of what comes after this generation."""
 
@@ -227,14 +227,14 @@ class Generation:
         return room.end()
 
     @contextmanager
-    def _in_meeting(self, room: Room, what: str) -> Iterator[None]:
+    def _in_meeting(self, room: MeetingRoom, what: str) -> Iterator[None]:
         self.undescribed = what if room is self._workers else ""
         try:
             yield
         finally:
             self.undescribed = ""
 
-    def _watch(self, room: Room, what: str) -> Watch:
+    def _watch(self, room: MeetingRoom, what: str) -> Watch:
         """Return how this rank waits in a room: it looks at the generation, and sees who comes no more."""
         presence = LeftRanks(what)
 
@@ -270,7 +270,7 @@ class Generation:
         """Return what each worker says that waits in a meeting to which this one has not come. Does not block."""
         return {} if self._workers is None else self._workers.waits_elsewhere()
 
-    def _room(self, everybody: bool) -> Room:
+    def _room(self, everybody: bool) -> MeetingRoom:
         room = self._everybody if everybody else self._workers
         assert room is not None, "servers meet everybody, or nobody"
         self.check()
@@ -334,7 +334,7 @@ class Succession:
     """
 
     def __init__(self, comm: MPI.Comm, gone: Callable[[], dict[int, str]], survives: bool) -> None:
-        self._room, self._gone, self._survives = Room(comm, SUCCESSION_TAG), gone, survives
+        self._room, self._gone, self._survives = MeetingRoom(comm, SUCCESSION_TAG), gone, survives
         self._said = b""
         self._attempt = 0
 

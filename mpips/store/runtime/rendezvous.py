@@ -4,8 +4,8 @@ It serves what all workers (or all ranks) call together, and no call that has to
 barrier, save, load, the beginning of a training. `agree` compares what ranks ask for: where they differ, or one brings
 a bad argument as a `refusal`, all ranks raise one sentence, nothing has changed, and everything lives on.
 
-Ranks meet in a `Room` of a communicator. The store's `Generation` looks in these waits at what may end it; `Gathering`
-serves communicators of which no store knows.
+Ranks meet in a `MeetingRoom` of a communicator. The store's `Generation` looks in these waits at what may end it;
+`Gathering` serves communicators of which no store knows.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class Watch:
     nap_after: float = NAP_AFTER_BETWEEN_NODES
 
 
-class Room:
+class MeetingRoom:
     """Meetings of the ranks of one communicator, one after the other. A rank that gives one up comes to no other.
 
     Each rank sends its bytes to each other rank, so that each knows whom it waits for. Nothing blocks but `exchange`.
@@ -217,7 +217,7 @@ class Gathering:
 
     def __init__(self, comm: MPI.Comm, limits: Limits | None = None) -> None:
         found = comm.Get_attr(_room_key())
-        self._room = found if isinstance(found, Room) else Room(comm, GATHERING_TAG)
+        self._room = found if isinstance(found, MeetingRoom) else MeetingRoom(comm, GATHERING_TAG)
         comm.Set_attr(_room_key(), self._room)
         self._limits = limits or Limits()
 

@@ -10,7 +10,7 @@ from collections import Counter
 
 from collectives.recorder import own as recorder
 from mpips.store.server.state import ServerState
-from mpips.store.server.tables import ServerTables
+from mpips.store.server.table_requests import ServerTables
 
 EVERY_SECONDS = 0.2
 """Between two looks, and more where a look takes more than 1 / `SHARE` of that."""

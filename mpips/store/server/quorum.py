@@ -1,4 +1,4 @@
-"""Rounds of an asynchronous store that close when a quorum has given to them: who is in, when they close, what counts.
+"""Rounds of an asynchronous store that close when a quorum has given: who is in, when they close, what late ones weigh.
 
 A client that has read the value of the last round, or has given to it, is in time: it waits until the open round
 closes. One that has missed rounds since is late by so many: what it pushes is in the open round, too, with less weight,

@@ -17,8 +17,8 @@ from mpips import compression, optimizers
 from mpips.store.recovery.memory import UnitMemory
 from mpips.store.recovery.plan import encode_settings
 from mpips.store.server.state import ServerState
-from mpips.store.server.table import TableAnswers
-from mpips.store.server.tables import ServerTables
+from mpips.store.server.table_requests import ServerTables
+from mpips.store.server.table_rounds import TableAnswers
 from mpips.store.server.unit import FrozenUnit, Unit
 from mpips.store.transport import frames
 from mpips.store.transport.frames import Answer, Frame, Op, OpenStore, Request

@@ -1,4 +1,4 @@
-"""Read rows of a server of this node where they lie, while that server goes on. For the compiled kernels only.
+"""Read rows in the memory of a server of this node while it goes on; the journal tells torn reads. Kernels only.
 
 A server opens a round in its journal, changes rows, and closes it. Who reads notes the last round, which is closed, and
 looks again when it is through: what it has read is that round if no other was opened meanwhile. In a synchronous store

@@ -1,4 +1,4 @@
-"""First values of rows, and the server of each, from ids alone: a counter-based generator (SplitMix64's mixing).
+"""First values of rows, bit by bit, and the server of each, from ids alone: a counter-based generator (SplitMix64).
 
     value(seed, table, id, column) = a + (b - a) * mix(mix(id ^ key) + (column + 1) * golden ratio) / 2^64
 

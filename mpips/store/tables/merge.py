@@ -1,4 +1,4 @@
-"""Merge ids that stand several times, deal them out to servers, and add up gradients: on workers, and of workers.
+"""Merge repeated ids of a push and sum their gradients, deal ids out to servers, and sum the pushes of workers.
 
 Sums are exact in their order: the first gradient of a row, and the others added as they stand. Compiled loops find
 repeated ids by a hash table; without them NumPy sorts. The bits of a row are the same, the order of ids is not.

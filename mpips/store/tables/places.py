@@ -1,4 +1,4 @@
-"""Positions of rows: given to ids, found again, and given back by rows that nobody has named for long.
+"""Positions of rows, given to ids and found again; and which old rows give theirs back (`evict`, `limit`).
 
 Rows never move, and the position of one that is dropped goes to a new one. Which rows are dropped depends on the ids of
 each update alone: those that no update has named for `evict` updates, and, beyond `limit`, those longest not named; of

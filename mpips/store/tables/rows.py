@@ -1,4 +1,4 @@
-"""The rows of one table on one server: values and optimizer state, one behind the other, found by an index of ids.
+"""Rows of one table on one server: made by the update that names them first, with state, and dropped when old.
 
 A row is made when it is first updated; until then a pull gives its first values.
 

@@ -286,8 +286,8 @@ class UpdateTable(msgspec.Struct, tag=True):
 class PushRows(msgspec.Struct, tag=True):
     """A worker's contribution to the next round of a table: gradients of so many ids, each once, then the ids.
 
-    Answered with Room once the one before it has been applied: then the worker may overwrite that. `refusals`: how many
-    refused rounds the worker has heard of; where there were more, the answer is RoundRefused."""
+    Answered with RoomGranted once the one before it has been applied: then the worker may overwrite that. `refusals`:
+    how many refused rounds the worker has heard of; where there were more, the answer is RoundRefused."""
 
     table: str
     count: int
@@ -295,7 +295,7 @@ class PushRows(msgspec.Struct, tag=True):
 
 
 class AskForRoom(msgspec.Struct, tag=True):
-    """Ask for memory for the rows of ids that are pushed next: Room, once `round` own pushes count, or RoundRefused."""
+    """Ask for memory for rows of the next push's ids: RoomGranted once `round` own pushes count, or RoundRefused."""
 
     table: str
     round: int
@@ -432,7 +432,7 @@ class TableStats(msgspec.Struct, tag=True):
     exports: list[int]
 
 
-class Room(msgspec.Struct, tag=True):
+class RoomGranted(msgspec.Struct, tag=True):
     """Say how many ids the worker may push next without asking for room."""
 
     ids: int
@@ -457,8 +457,8 @@ Request = (
     | EndLoad | AskForRoom | RefuseRound | LocateTable
 )  # fmt: skip
 Answer = (
-    Created | StatePart | Snapshotted | Bytes | Versions | TableStats | FrozenTables | PutRows | RequestDone | Room
-    | RoundRefused | TablePlaces
+    Created | StatePart | Snapshotted | Bytes | Versions | TableStats | FrozenTables | PutRows | RequestDone
+    | RoomGranted | RoundRefused | TablePlaces
 )  # fmt: skip
 
 TableRequest = (

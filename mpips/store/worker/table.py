@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from collectives import arrays
 from collectives.errors import of_caller, warn
 from collectives.fabric.tasks import Task, together
-from mpips.store.checkpoint import tables as files
+from mpips.store.checkpoint import table_files
 from mpips.store.runtime import rendezvous
 from mpips.store.runtime.engine import Handle
 from mpips.store.runtime.errors import RoomError
@@ -158,7 +158,7 @@ class Table:
         self._check_there("update_optimizer")
         card, what = self._known.card, f"update_optimizer of table {self.name!r}"
         options, refusal = rendezvous.attempt(lambda: row_optimizers.changed(card.optimizer, card.numbers, numbers))
-        files.meet(self._settings, what, [("numbers", repr(sorted(numbers.items())))], self._known, refusal)
+        table_files.meet(self._settings, what, [("numbers", repr(sorted(numbers.items())))], self._known, refusal)
         tables = self._settings.backend.tables
         assert options is not None and tables is not None
         self._settings.run(what, tables.update(self.name, options))
@@ -171,7 +171,7 @@ class Table:
         synchronous store, where one has pushed more often than another.
         """
         self._check_there("save")
-        files.save(self._settings, self._known, path)
+        table_files.save(self._settings, self._known, path)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Let the table be what `save` wrote, with any number of servers and workers. Collective over all workers.
@@ -179,7 +179,7 @@ class Table:
         Its own learning rate and seed stay. ValueError on all where the file does not fit, and nothing has changed.
         """
         self._check_there("load")
-        files.load(self._settings, self._known, path)
+        table_files.load(self._settings, self._known, path)
 
     def export(self, path: str | os.PathLike[str], since: int | None = None) -> int:
         """Write rows for programs that serve into one file (safetensors): `ids`, `values`, `dropped`. Collective.
@@ -197,7 +197,7 @@ class Table:
                 a load are not), or which rows were dropped after it is no longer known.
         """
         self._check_there("export")
-        return files.export(self._settings, self._known, path, lambda: _since(self.name, since))
+        return table_files.export(self._settings, self._known, path, lambda: _since(self.name, since))
 
     # ---- calls
 

@@ -5,7 +5,7 @@ import pytest
 
 from mpips.mlp import MLP, Mesh, SyntheticSource, TrainingError, collect, load, train
 from mpips.mlp.mesh import factorings
-from mpips.mlp.options import array_module
+from mpips.mlp.train_options import array_module
 from mpips.optimizers import SGD
 from tests.gpu.arrays import CARD, card_is_here
 from tests.mpi.sizes import either_mpi, only_on

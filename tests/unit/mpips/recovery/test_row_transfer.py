@@ -17,7 +17,7 @@ from collectives.errors import CollectiveError
 from collectives.fabric.arena import SparseFile
 from mpips.store.recovery import row_transfer
 from mpips.store.recovery.row_transfer import RowsSent, RowTransfer
-from mpips.store.recovery.tables import RowSource, TablePlan
+from mpips.store.recovery.table_plan import RowSource, TablePlan
 from mpips.store.tables import journal
 from mpips.store.tables.admission import Seen, seen
 from mpips.store.tables.initial import key_of, owners_of

@@ -16,11 +16,11 @@ from collectives.errors import MismatchError
 from collectives.fabric.arena import SparseFile
 from mpips.optimizers import encode_numbers
 from mpips.store.checkpoint.file import TableRecord
-from mpips.store.checkpoint.tables import restore
+from mpips.store.checkpoint.table_files import restore
 from mpips.store.recovery.plan import Inventory, RecoveryPlan, Shelf, choose_rounds, owners_of_tables
 from mpips.store.recovery.row_mirror import RowMirror
-from mpips.store.recovery.tables import attached, plan_table
-from mpips.store.server.tables import ServerTables
+from mpips.store.recovery.table_plan import attached, plan_table
+from mpips.store.server.table_requests import ServerTables
 from mpips.store.tables.admission import COUNTS, Chance, Seen, chance, seen
 from mpips.store.tables.initial import key_of, owners_of
 from mpips.store.tables.journal import Journal

@@ -11,14 +11,14 @@ import pytest
 
 from collectives.fabric.arena import SparseFile
 from mpips.optimizers import encode_numbers
-from mpips.store.recovery.tables import TableEntry, attached
-from mpips.store.server.tables import ServerTables
+from mpips.store.recovery.table_plan import TableEntry, attached
+from mpips.store.server.table_requests import ServerTables
 from mpips.store.tables.initial import key_of
 from mpips.store.tables.journal import Journal
 from mpips.store.transport import frames
 
 ROUNDS = 5
-KILLED_IN = ("store/tables/rows", "store/tables/journal", "store/tables/places", "store/server/tables")
+KILLED_IN = ("store/tables/rows", "store/tables/journal", "store/tables/places", "store/server/table_requests")
 LINE: Any = object()
 
 

@@ -1,7 +1,7 @@
-"""Tables on one server: requests in, answers out. No MPI.
+"""Tables on one server: requests of workers in, answers out. No MPI.
 
 Every worker contributes to every round on every server, be it nothing. What one table does with rounds, pushes and
-memory for rows stands in `server.table`.
+memory for rows stands in `server.table_rounds`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import numpy as np
 from collectives.errors import CollectiveError
 from collectives.fabric.arena import SparseFile
 from mpips.store.recovery.row_mirror import RowMirror
-from mpips.store.recovery.tables import TableEntry, TableHolding, TablePlan, holding_of_table
-from mpips.store.server.table import NO_IDS, NOTHING, Asker, Payload, ServerTable, TableAnswers, TableRead
+from mpips.store.recovery.table_plan import TableEntry, TableHolding, TablePlan, holding_of_table
+from mpips.store.server.table_rounds import NO_IDS, NOTHING, Asker, Payload, ServerTable, TableAnswers, TableRead
 from mpips.store.tables import admission, kernels
 from mpips.store.tables.initial import owners_of
 from mpips.store.tables.journal import HERE, TORN, Journal

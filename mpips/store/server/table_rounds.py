@@ -64,14 +64,14 @@ class TableRead(NamedTuple):
     """Where the rows of a pull go; None: into the answer."""
 
 
-class Room(NamedTuple):
+class PushRoom(NamedTuple):
     """Say of a worker's next push how many ids it may have without a question, and how many rows it makes at most."""
 
     ids: int
     rows: int
 
 
-NO_ROOM = Room(0, 0)
+NO_ROOM = PushRoom(0, 0)
 LEAST_ROOM = 1 << 10
 """Ids for which a worker has room, where there is memory."""
 
@@ -203,8 +203,8 @@ class ServerTable:
         """Answer the worker's first push that waits, with room for the next one where there is memory."""
         wanted = max(LEAST_ROOM, 2 * self._largest)
         if self._has_room(worker, wanted):
-            self._rooms[worker] = Room(wanted, wanted)
-        return self._queues[worker][0].asker, frames.Room(self._rooms[worker].ids)
+            self._rooms[worker] = PushRoom(wanted, wanted)
+        return self._queues[worker][0].asker, frames.RoomGranted(self._rooms[worker].ids)
 
     def _has_room(self, worker: int, rows: int) -> bool:
         """Return whether there is memory for so many rows of a worker's next push, and all that was promised."""
@@ -221,8 +221,8 @@ class ServerTable:
             words = f"push {round_} of table {self.card.table!r} counts on no server, as server rank {self._rank} has"
             why = f"{words} {self.rows.positions.no_room(new)}; save and export go on"
             return frames.RoundRefused(round_, read.request.refusals + 1, why)
-        self._rooms[read.worker] = Room(len(read.ids), new)
-        return frames.Room(len(read.ids))
+        self._rooms[read.worker] = PushRoom(len(read.ids), new)
+        return frames.RoomGranted(len(read.ids))
 
     # ---- rounds
 
