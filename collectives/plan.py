@@ -264,7 +264,7 @@ MOST_IDENTITIES = 1024
 class Entry(NamedTuple):
     """A plan, and the array for which it was found last."""
 
-    plan: Any
+    plan: Plan
     x: weakref.ref[Any]
     out: weakref.ref[Any]
     n: int
@@ -274,7 +274,7 @@ class Entry(NamedTuple):
 class Several(NamedTuple):
     """A plan of many arrays, and those for which it was found last."""
 
-    plan: Any
+    plan: Plan
     arrays: list[weakref.ref[Any]]
     sizes: list[int]
     dtypes: list[Any]
@@ -299,10 +299,10 @@ class PlanCache:
     def __init__(self, by_identity: dict[Any, Any]) -> None:
         """`by_identity` is kept up to date, for who looks there first."""
         self.by_identity = by_identity
-        self._by_place: OrderedDict[Any, Any] = OrderedDict()
+        self._by_place: OrderedDict[Hashable, Plan] = OrderedDict()
         self._held = 0
 
-    def find(self, call: tuple[Any, ...], x: Array, out: Array, make: Callable[[], Any]) -> Any:
+    def find(self, call: tuple[Hashable, ...], x: Array, out: Array, make: Callable[[], Plan]) -> Plan:
         """The plan of a call with these arrays: `call` says all else. One that is made is kept."""
         try:
             key = (*call, place(x), place(out))
@@ -328,7 +328,7 @@ class PlanCache:
         while self._by_place:
             self._drop()
 
-    def _know_again(self, call: tuple[Any, ...], plan: Any, x: list[Any], out: Array) -> None:
+    def _know_again(self, call: tuple[Hashable, ...], plan: Plan, x: list[Any], out: Array) -> None:
         """Find the plan of these NumPy arrays by their identities from now on."""
         every = x if out is None else [*x, *out]
         if every and all(isinstance(one, np.ndarray) for one in every):
@@ -336,7 +336,7 @@ class PlanCache:
             entry = Several(plan, list(refs), list(sizes), list(dtypes))
             self.by_identity[identity(call, every, len(x))] = entry
 
-    def _keep(self, key: Hashable, plan: Any) -> None:
+    def _keep(self, key: Hashable, plan: Plan) -> None:
         self._by_place[key] = plan
         self._held += plan.held_bytes
         while len(self._by_place) > MOST_PLANS or (self._held > MOST_BYTES and len(self._by_place) > 1):

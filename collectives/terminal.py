@@ -134,7 +134,7 @@ class Interruptible(click.Command):
         with keep_stdout():
             return super().main(*args, **options)
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def invoke(self, ctx: click.Context) -> object:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -304,7 +304,7 @@ class Seconds(click.ParamType):
 class Whole(click.IntRange):
     """A whole number of at least so many, refused in our own words."""
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
         try:
             return int(super().convert(value, param, ctx))
         except click.BadParameter:

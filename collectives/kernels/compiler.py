@@ -11,19 +11,22 @@ import os
 import pickle
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import llvmlite.binding
 import llvmlite.ir
 import numba
 import numpy as np
+from llvmlite.ir import IRBuilder, Value
 from numba import njit, types
 from numba.core import caching, errors
+from numba.core.base import BaseContext
 from numba.core.compiler import CompileResult
 from numba.core.registry import cpu_target
 from numba.core.serialize import dumps
+from numba.core.typing import Context, Signature
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array
 
@@ -35,6 +38,8 @@ _DIGEST = hashlib.sha256().digest_size
 _OWN = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 """Names the conversions, which kernels take in."""
 _INT16, _INT32 = llvmlite.ir.IntType(16), llvmlite.ir.IntType(32)
+Typed: TypeAlias = "tuple[Signature, Callable[..., Value]]"
+"""Of an intrinsic: the types of its result and arguments, and what writes its code."""
 
 
 # To colour a message Numba would put other streams in the place of sys.stdout and sys.stderr meanwhile, and write to
@@ -66,7 +71,7 @@ def compiled(kernel: Source, path: Path | None) -> Callable[..., Any]:
         raise RuntimeError("this processor does not convert float16")  # LLVM would call a function that is not there
     space: dict[str, Any] = {"__name__": __name__, "np": np, **CONVERSIONS}
     exec(compile(kernel.text, f"<{kernel.name}>", "exec"), space)
-    dispatcher: Any = njit(error_model="numpy", nogil=True, fastmath=False, boundscheck=False)(space["kernel"])
+    dispatcher = njit(error_model="numpy", nogil=True, fastmath=False, boundscheck=False)(space["kernel"])
     if path is not None:
         dispatcher._cache = _File(kernel.name, path)
     dispatcher.compile(tuple(map(_type, kernel.types)))
@@ -80,7 +85,7 @@ class _File(caching.NullCache):
     def __init__(self, name: str, path: Path) -> None:
         self._name, self._path = name, path
 
-    def load_overload(self, sig: Any, target_context: Any) -> Any:
+    def load_overload(self, sig: Signature, target_context: BaseContext) -> CompileResult | None:
         try:
             found = self._path.stat()
             if found.st_uid not in (os.getuid(), 0) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -96,7 +101,7 @@ class _File(caching.NullCache):
             LOG.info("kernel %s is compiled anew: %s: %s", self._name, self._path, error)
             return None
 
-    def save_overload(self, sig: Any, data: CompileResult) -> None:
+    def save_overload(self, sig: Signature, data: CompileResult) -> None:
         part = self._path.with_suffix(".part")
         try:
             payload = dumps(data._reduce())
@@ -116,17 +121,17 @@ def _converts_float16() -> bool:
     return True
 
 
-def _type(text: str) -> Any:
+def _type(text: str) -> types.Type:
     """Return Numba's type of an argument."""
     element = getattr(types, text.removeprefix("const ").removesuffix("[]"))
     return types.Array(element, 1, "C", readonly=text.startswith("const ")) if text.endswith("[]") else element
 
 
 @intrinsic
-def widen_float16(typingctx: Any, bits: Any) -> Any:
+def widen_float16(typingctx: Context, bits: types.Type) -> Typed:
     """Return the float32 of a float16's bits."""
 
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def code(context: BaseContext, builder: IRBuilder, signature: Signature, args: Sequence[Value]) -> Value:
         half = builder.bitcast(args[0], _HALF)
         return builder.fpext(half, _FLOAT)
 
@@ -134,43 +139,43 @@ def widen_float16(typingctx: Any, bits: Any) -> Any:
 
 
 @intrinsic
-def narrow_float16(typingctx: Any, x: Any) -> Any:
+def narrow_float16(typingctx: Context, x: types.Type) -> Typed:
     """Return the bits of the float16 that is nearest to a float32, ties to even."""
 
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def code(context: BaseContext, builder: IRBuilder, signature: Signature, args: Sequence[Value]) -> Value:
         return builder.bitcast(builder.fptrunc(args[0], _HALF), _INT16)
 
     return types.uint16(types.float32), code
 
 
 @intrinsic
-def float_of(typingctx: Any, bits: Any) -> Any:
+def float_of(typingctx: Context, bits: types.Type) -> Typed:
     """Return the float32 of these 32 bits."""
 
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def code(context: BaseContext, builder: IRBuilder, signature: Signature, args: Sequence[Value]) -> Value:
         return builder.bitcast(args[0], _FLOAT)
 
     return types.float32(types.uint32), code
 
 
 @intrinsic
-def bits_of(typingctx: Any, x: Any) -> Any:
+def bits_of(typingctx: Context, x: types.Type) -> Typed:
     """Return the 32 bits of a float32."""
 
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def code(context: BaseContext, builder: IRBuilder, signature: Signature, args: Sequence[Value]) -> Value:
         return builder.bitcast(args[0], _INT32)
 
     return types.uint32(types.float32), code
 
 
 @njit(inline="always")
-def widen_bfloat16(bits: Any) -> Any:
+def widen_bfloat16(bits: np.uint16) -> np.float32:
     """Return the float32 of a bfloat16's bits."""
     return float_of(np.uint32(np.uint32(bits) << np.uint32(16)))
 
 
 @njit(inline="always")
-def narrow_bfloat16(x: Any) -> Any:
+def narrow_bfloat16(x: np.float32) -> np.uint16:
     """Return the bits of the bfloat16 that is nearest to a float32, ties to even; a NaN stays one."""
     bits = bits_of(x)
     rounded = np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
@@ -179,10 +184,10 @@ def narrow_bfloat16(x: Any) -> Any:
 
 
 @intrinsic
-def sum_of_128(typingctx: Any, array: Any, start: Any) -> Any:
+def sum_of_128(typingctx: Context, array: types.Type, start: types.Type) -> Typed:
     """Return the sum of 128 elements from `start` on in NumPy's order: of eight columns, then of neighbours."""
 
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def code(context: BaseContext, builder: IRBuilder, signature: Signature, args: Sequence[Value]) -> Value:
         columns = llvmlite.ir.VectorType(context.get_value_type(array.dtype), 8)
         data = make_array(array)(context, builder, args[0]).data
         rows = builder.bitcast(builder.gep(data, [args[1]]), columns.as_pointer())
@@ -199,7 +204,7 @@ def sum_of_128(typingctx: Any, array: Any, start: Any) -> Any:
 
 
 @njit(inline="always")
-def mixed64(word: Any) -> Any:
+def mixed64(word: np.uint64) -> np.uint64:
     """Return a hash of a uint64, one to one (SplitMix64's finalizer)."""
     word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -207,10 +212,10 @@ def mixed64(word: Any) -> Any:
 
 
 @intrinsic
-def prefetch(typingctx: Any, array: Any, index: Any) -> Any:
+def prefetch(typingctx: Context, array: types.Type, index: types.Type) -> Typed:
     """Let the processor fetch the cache line of an element, which may lie anywhere."""
 
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def code(context: BaseContext, builder: IRBuilder, signature: Signature, args: Sequence[Value]) -> Value:
         data = make_array(array)(context, builder, args[0]).data
         pointer = builder.gep(data, [args[1]])
         function = builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], llvmlite.ir.FunctionType(

@@ -19,7 +19,7 @@ from collectives import files
 Event = dict[str, Any]
 
 
-def bar(name: str, kind: str, pid: int, tid: int, begin: float, end: float, **more: Any) -> Event:
+def bar(name: str, kind: str, pid: int, tid: int, begin: float, end: float, **more: object) -> Event:
     """Return a bar; `more`, where there is any, is shown when it is clicked."""
     event: Event = {"ph": "X", "name": name, "cat": kind, "pid": pid, "tid": tid, "ts": begin / 1e3,
                     "dur": (end - begin) / 1e3}  # fmt: skip
@@ -43,7 +43,7 @@ def names(pid: int, process: str, threads: Mapping[int, str]) -> list[Event]:
     return events
 
 
-def _meta(pid: int, tid: int | None, what: str, **args: Any) -> Event:
+def _meta(pid: int, tid: int | None, what: str, **args: object) -> Event:
     event: Event = {"ph": "M", "name": what, "pid": pid, "args": args}
     return event if tid is None else event | {"tid": tid}
 

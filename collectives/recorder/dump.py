@@ -82,7 +82,7 @@ def write_rank(page: Path, folder: Path) -> Path | None:
     return None if found is None else write_json(folder / f"rank-{found.get('rank', page.stem)}.json", found)
 
 
-def write_json(path: Path, content: Any) -> Path:
+def write_json(path: Path, content: object) -> Path:
     """Write a file of JSON at one go, and the folder that it lies in. OSError as of files."""
     return _write(path, json.dumps(content, indent=1).encode())
 

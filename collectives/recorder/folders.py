@@ -106,7 +106,7 @@ def forget_job(name: str) -> None:
                 path.unlink(missing_ok=True)
 
 
-def write_end(name: str, **known: Any) -> None:
+def write_end(name: str, **known: object) -> None:
     """Write what the launcher of a job knows of its end, beside the pages of its ranks, where there are any."""
     with suppress(OSError):
         if is_ours(of_jobs() / name):

@@ -75,7 +75,7 @@ def allocate(fd: int, offset: int, nbytes: int, part: int) -> None:
     os.posix_fallocate(fd, offset, nbytes)
 
 
-def encode(content: Any) -> bytes:
+def encode(content: object) -> bytes:
     """Return JSON as an area holds it."""
     return json.dumps(content, ensure_ascii=False).encode(errors="backslashreplace")  # of a surrogate: JSON's escape
 
@@ -124,7 +124,7 @@ class Page:
         """Write a word of the head."""
         self.words[AT[name]] = value
 
-    def write(self, area: int, content: Any) -> None:
+    def write(self, area: int, content: object) -> None:
         """Write JSON into an area: of a list the first members that fit, of an object the last."""
         while len(raw := encode(content)) > JSON_BYTES:
             content = content[:-1] if isinstance(content, list) else dict([*content.items()][1:])

@@ -18,12 +18,17 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 
 import msgspec
 
 from mpips.chaos.faults import CALLS, FaultPlan, Point, load
 from mpips.store.world import WATCHED, launched_as
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from mpips.store.api import KVStore
 
 PLAN, SOCKET = "plan.json", "ranks"
 
@@ -91,7 +96,7 @@ class Injector:
         self.rank = rank
         self._plan: FaultPlan = load(folder / PLAN)
         self._counts: Counter[str] = Counter()
-        self._store: Any = None
+        self._store: KVStore | None = None
         self._line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._line.connect(str(folder / SOCKET))
         faulthandler.register(SHOW_STACK, chain=False)
@@ -118,7 +123,7 @@ class Injector:
             return launched_as(os.environ) or (0, 1)
         return self._store.rank, self._store.num_workers
 
-    def take(self, store: Any) -> None:
+    def take(self, store: KVStore) -> None:
         """Watch the calls of a store that has been made."""
         self._store = store
         for call in CALLS:
@@ -129,7 +134,7 @@ class Injector:
 
     def _counted(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
-        def counted(*args: Any, **options: Any) -> Any:
+        def counted(*args: object, **options: object) -> object:
             self.reach(name)
             result = call(*args, **options)
             if name == "recover":
@@ -158,17 +163,17 @@ def watched(create: Create) -> Create:
     injector.tell(Here(rank, _role(rank, size, {}), socket.gethostname()))
 
     @functools.wraps(create)
-    def told(*args: Any, **options: Any) -> Any:
+    def told(*args: object, **options: object) -> KVStore:
         injector.tell(Here(rank, _role(rank, size, options), socket.gethostname()))
         injector.reach("create")
-        store = create(*args, **options)
+        store: KVStore = create(*args, **options)
         injector.take(store)
         return store
 
     return told  # type: ignore[return-value]
 
 
-def note(step: int, value: Any) -> None:
+def note(step: int, value: SupportsFloat | bytes | np.ndarray) -> None:
     """Say, in a watched job, that this worker begins `step`, and what it has then.
 
     So many steps are done. `value` is a loss, or an array, of which only a digest is kept. Runs of one program are

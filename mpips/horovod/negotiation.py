@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import IntEnum
 from itertools import groupby
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -51,32 +52,35 @@ class Request(msgspec.Struct, array_like=True):
         return f"{self.kind} {self.name!r}"
 
 
-class Handle:
+T = TypeVar("T")
+
+
+class Handle(Generic[T]):
     """An operation under way on this rank: the tensors it takes, and what has come of it."""
 
     def __init__(
-        self, request: Request, tensors: Sequence[Tensor], deliver: Callable[[list[Tensor]], object],
+        self, request: Request, tensors: Sequence[Tensor], deliver: Callable[..., T],
         waiting: Callable[[], AbstractContextManager[None]],
     ) -> None:  # fmt: skip
         self.request, self.tensors, self._deliver, self._waiting = request, list(tensors), deliver, waiting
         self.received: list[int] = []
         """Rows that an alltoall has brought from each rank."""
         self._done = threading.Event()
-        self._result: object = None
+        self._result: T
         self._error: BaseException | None = None
 
     def poll(self) -> bool:
         """Return whether it has ended."""
         return self._done.is_set()
 
-    def end(self, results: list[Tensor] | object, error: BaseException | None = None) -> None:
+    def end(self, results: list[Tensor] | T, error: BaseException | None = None) -> None:
         """Note what has come of it."""
         if error is None and isinstance(results, list):
             results = self._deliver(results)
-        self._result, self._error = results, error
+        self._result, self._error = results, error  # type: ignore[assignment]
         self._done.set()
 
-    def wait(self) -> object:
+    def wait(self) -> T:
         """Wait until it has ended; return its result, or raise its error. Blocking."""
         if not self._done.is_set():
             with self._waiting():
@@ -110,7 +114,7 @@ class Executor:
         yield from self._jobs.allreduce_together(tensors, REDUCTIONS[Op(first.op)]).steps()
         _scale(tensors, first.postscale)
 
-    def run(self, first: Request, every: Sequence[Request], handle: Handle) -> Generator[None, None, list[Tensor]]:
+    def run(self, first: Request, every: Sequence[Request], handle: Handle[Any]) -> Generator[None, None, list[Tensor]]:
         """Run any other operation, from all ranks' requests. Return its results."""
         if first.kind == "broadcast":
             root = self._names.index(first.root)
@@ -190,7 +194,7 @@ class Negotiator:
         self._cycle_seconds = CYCLE_SECONDS if roomy else CROWDED_CYCLE_SECONDS
         self._executor = Executor(self.jobs, comm.rank, names)
         self._state = threading.Lock()
-        self._handles: dict[str, Handle] = {}
+        self._handles: dict[str, Handle[Any]] = {}
         self._new: list[Request] = []
         self._runs = False
         self._waiting = 0
@@ -200,7 +204,7 @@ class Negotiator:
         self._row = np.zeros(ROW_BYTES, np.uint8)
         self._rows = np.zeros((comm.size, ROW_BYTES), np.uint8)
 
-    def begin(self, handle: Handle) -> Handle:
+    def begin(self, handle: Handle[T]) -> Handle[T]:
         """Begin an operation. ValueError where one of that name is under way on this rank."""
         request = handle.request
         with self._state:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from mpips.horovod.world import ProcessSet, global_process_set, rank
 from mpips.torch.tensors import check_on_host, reduction
 
 Tensors = Sequence[Tensor]
+T = TypeVar("T")
+Step = Callable[[Tensors], Tensors]
+Splits = Tensor | Sequence[int]
 WORLD = global_process_set
 
 
@@ -39,29 +42,29 @@ class Compression:
 
     class none:
         @staticmethod
-        def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        def compress(tensor: Tensor) -> tuple[Tensor, None]:
             return tensor, None
 
         @staticmethod
-        def decompress(tensor: Tensor, ctx: Any) -> Tensor:
+        def decompress(tensor: Tensor, ctx: object) -> Tensor:
             return tensor
 
     class fp16:
         @staticmethod
-        def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        def compress(tensor: Tensor) -> tuple[Tensor, torch.dtype]:
             return (tensor.to(torch.float16) if tensor.dtype.is_floating_point else tensor), tensor.dtype
 
         @staticmethod
-        def decompress(tensor: Tensor, ctx: Any) -> Tensor:
+        def decompress(tensor: Tensor, ctx: torch.dtype) -> Tensor:
             return tensor.to(ctx)
 
 
-def poll(handle: Handle) -> bool:
+def poll(handle: Handle[Any]) -> bool:
     """Return whether an operation has ended."""
     return handle.poll()
 
 
-def synchronize(handle: Handle) -> Any:
+def synchronize(handle: Handle[T]) -> T:
     """Wait for an operation; return its result. HorovodInternalError where it has failed, as it has on all ranks."""
     return handle.wait()
 
@@ -72,17 +75,17 @@ def synchronize(handle: Handle) -> Any:
 def allreduce_async(
     tensor: Tensor, average: bool | None = None, name: str | None = None, op: Op | None = None,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = WORLD,
-) -> Handle:  # fmt: skip
+) -> Handle[Tensor]:  # fmt: skip
     """Begin an allreduce into a new tensor. `op` is Average unless given."""
-    return _reduce([_copy(tensor)], name, _op(op, average), prescale_factor, postscale_factor, process_set, False)
+    return _reduce([_copy(tensor)], name, _op(op, average), prescale_factor, postscale_factor, process_set, _first)
 
 
 def allreduce_async_(
     tensor: Tensor, average: bool | None = None, name: str | None = None, op: Op | None = None,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = WORLD,
-) -> Handle:  # fmt: skip
+) -> Handle[Tensor]:  # fmt: skip
     """Begin an allreduce in place."""
-    return _reduce([tensor], name, _op(op, average), prescale_factor, postscale_factor, process_set, False)
+    return _reduce([tensor], name, _op(op, average), prescale_factor, postscale_factor, process_set, _first)
 
 
 def allreduce_(tensor: Tensor, *args: Any, **keywords: Any) -> Tensor:
@@ -104,18 +107,18 @@ def allreduce(
 def grouped_allreduce_async(
     tensors: Tensors, average: bool | None = None, name: str | None = None, op: Op | None = None,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = WORLD,
-) -> Handle:  # fmt: skip
+) -> Handle[list[Tensor]]:  # fmt: skip
     """Begin one allreduce of many tensors, into new ones."""
     copies = [_copy(tensor) for tensor in tensors]
-    return _reduce(copies, name, _op(op, average), prescale_factor, postscale_factor, process_set, True)
+    return _reduce(copies, name, _op(op, average), prescale_factor, postscale_factor, process_set, list)
 
 
 def grouped_allreduce_async_(
     tensors: Tensors, average: bool | None = None, name: str | None = None, op: Op | None = None,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = WORLD,
-) -> Handle:  # fmt: skip
+) -> Handle[list[Tensor]]:  # fmt: skip
     """Begin one allreduce of many tensors, in place."""
-    return _reduce(list(tensors), name, _op(op, average), prescale_factor, postscale_factor, process_set, True)
+    return _reduce(list(tensors), name, _op(op, average), prescale_factor, postscale_factor, process_set, list)
 
 
 def grouped_allreduce_(tensors: Tensors, *args: Any, **keywords: Any) -> list[Tensor]:
@@ -129,11 +132,11 @@ def grouped_allreduce(
     postscale_factor: float = 1.0, process_set: ProcessSet = WORLD,
 ) -> list[Tensor]:  # fmt: skip
     """Make one allreduce of many tensors, through which gradients flow. Blocking."""
-    arguments: Any = (None, _op(op, average), prescale_factor, postscale_factor, process_set)
+    arguments = _op(op, average), prescale_factor, postscale_factor, process_set
     packed, contexts = zip(*[compression.compress(tensor) for tensor in tensors])
 
     def reduce(given: Tensors, named: str | None = None) -> list[Tensor]:
-        return synchronize(grouped_allreduce_async(given, None, named, *arguments[1:]))
+        return synchronize(grouped_allreduce_async(given, None, named, *arguments))
 
     results = _Followed.apply(lambda given: reduce(given, name), reduce, *packed)
     return [compression.decompress(result, context) for result, context in zip(results, contexts)]
@@ -159,7 +162,7 @@ def sparse_allreduce_async(
 # ---- allgather, broadcast, alltoall, reducescatter
 
 
-def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = WORLD) -> Handle:
+def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = WORLD) -> Handle[Tensor]:
     """Begin to join all ranks' tensors along their first dimension, of which each may have any length."""
     return _begin("allgather", [_copy(tensor)], name, process_set, _first)
 
@@ -169,7 +172,9 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
     return grouped_allgather([tensor], name, process_set)[0]
 
 
-def grouped_allgather_async(tensors: Tensors, name: str | None = None, process_set: ProcessSet = WORLD) -> Handle:
+def grouped_allgather_async(
+    tensors: Tensors, name: str | None = None, process_set: ProcessSet = WORLD
+) -> Handle[list[Tensor]]:
     """Begin to join all ranks' tensors, for each of many."""
     return _begin("allgather", [_copy(tensor) for tensor in tensors], name, process_set, list)
 
@@ -190,14 +195,16 @@ def grouped_allgather(tensors: Tensors, name: str | None = None, process_set: Pr
     return list(_Followed.apply(forward, backward, *tensors))
 
 
-def broadcast_async(tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = WORLD) -> Handle:
+def broadcast_async(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = WORLD
+) -> Handle[Tensor]:
     """Begin to give all ranks the root's tensor, as a new one."""
     return broadcast_async_(_copy(tensor), root_rank, name, process_set)
 
 
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = WORLD
-) -> Handle:
+) -> Handle[Tensor]:
     """Begin to give all ranks the root's tensor, in place. `root_rank` is a rank of the world."""
     if root_rank not in process_set.ranks:
         raise of_caller(ValueError(f"broadcast {name!r}: root_rank is {root_rank}, which {process_set} lacks"))
@@ -223,8 +230,8 @@ def broadcast(tensor: Tensor, root_rank: int, name: str | None = None, process_s
 
 
 def alltoall_async(
-    tensor: Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = WORLD
-) -> Handle:
+    tensor: Tensor, splits: Splits | None = None, name: str | None = None, process_set: ProcessSet = WORLD
+) -> Handle[tuple[Tensor, Tensor]]:
     """Begin to send `splits[k]` rows to each rank k, in order; an even share where no splits are given.
 
     Its result is a pair: the rows that have come, and how many of each rank.
@@ -253,7 +260,9 @@ def alltoall_async(
     return handle
 
 
-def alltoall(tensor: Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = WORLD) -> Any:
+def alltoall(
+    tensor: Tensor, splits: Splits | None = None, name: str | None = None, process_set: ProcessSet = WORLD
+) -> Tensor | tuple[Tensor, Tensor]:
     """Exchange rows as `alltoall_async` does; gradients flow back. Without splits return the rows alone. Blocking."""
     received: list[Tensor] = []
 
@@ -272,7 +281,7 @@ def alltoall(tensor: Tensor, splits: Any = None, name: str | None = None, proces
 def reducescatter_async(
     tensor: Tensor, name: str | None = None, op: Op = Op.Average, process_set: ProcessSet = WORLD,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-) -> Handle:  # fmt: skip
+) -> Handle[Tensor]:  # fmt: skip
     """Begin a reduction of which each rank takes its rows; the first ranks have one more where they do not divide."""
     copies = [_copy(tensor)]
     return _begin("reducescatter", copies, name, process_set, _first, _op(op, None), prescale_factor, postscale_factor)
@@ -281,7 +290,7 @@ def reducescatter_async(
 def grouped_reducescatter_async(
     tensors: Tensors, name: str | None = None, op: Op = Op.Average, process_set: ProcessSet = WORLD,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-) -> Handle:  # fmt: skip
+) -> Handle[list[Tensor]]:  # fmt: skip
     """Begin a reduction of many tensors, of each of which a rank takes its rows."""
     copies = [_copy(tensor) for tensor in tensors]
     return _begin("reducescatter", copies, name, process_set, list, _op(op, None), prescale_factor, postscale_factor)
@@ -324,7 +333,7 @@ def join(device: int = -1) -> int:
 
     Return the rank that joined last. Blocking.
     """
-    return synchronize(_begin("join", [], "join", WORLD, list))
+    return synchronize(_begin("join", [], "join", WORLD, int))
 
 
 # ---- inside
@@ -332,9 +341,9 @@ def join(device: int = -1) -> int:
 
 def _begin(
     kind: str, tensors: Tensors, name: str | None, process_set: ProcessSet,
-    deliver: Callable[[list[Tensor]], object], op: Op = Op.Average, prescale: float = 1.0, postscale: float = 1.0,
+    deliver: Callable[..., T], op: Op = Op.Average, prescale: float = 1.0, postscale: float = 1.0,
     root: int = 0, splits: Sequence[int] = (),
-) -> Handle:  # fmt: skip
+) -> Handle[T]:  # fmt: skip
     members = process_set.members()
     check_on_host(tensors, f"{kind} {name!r}")
     for tensor in tensors:
@@ -349,9 +358,9 @@ def _begin(
 
 
 def _reduce(
-    tensors: Tensors, name: str | None, op: Op, prescale: float, postscale: float, process_set: ProcessSet, many: bool
-) -> Handle:
-    deliver = list if many else _first
+    tensors: Tensors, name: str | None, op: Op, prescale: float, postscale: float, process_set: ProcessSet,
+    deliver: Callable[..., T],
+) -> Handle[T]:  # fmt: skip
     return _begin("allreduce", tensors, name, process_set, deliver, op=op, prescale=prescale, postscale=postscale)
 
 
@@ -381,10 +390,10 @@ class _Followed(torch.autograd.Function):
     """Calls an operation on tensors forwards, and another one on their gradients backwards."""
 
     @staticmethod
-    def forward(ctx: Any, forward: Any, backward: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, forward: Step, backward: Step, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.backward_of = backward
         return tuple(forward(list(tensors)))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return (None, None, *ctx.backward_of(list(gradients)))

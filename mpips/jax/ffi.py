@@ -11,7 +11,7 @@ import _thread
 import atexit
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
@@ -206,7 +206,7 @@ _turn = threading.Lock()
 _misfit: list[str] = []
 
 
-def number_site(call: Any, run: Run, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
+def number_site(call: Hashable, run: Run, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
     """Return the number by which the program names this call of arrays of these shapes and types, alike for alike."""
     key = (call, *[(one.shape, str(one.dtype)) for one in (*inputs, *outputs)])
     if key not in _numbers:

@@ -8,19 +8,22 @@ from one program to the next. Calls run one after the other, in the order of the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 from jax.experimental import io_callback
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 from numpy.typing import NDArray
 
 from mpips.jax import ffi
 
 Tree: TypeAlias = Any
 """A pytree of arrays."""
+Arrays: TypeAlias = Sequence[jax.Array]
 
 
 class JaxCall(ABC):
@@ -54,15 +57,15 @@ class JaxCall(ABC):
         raise NotImplementedError(f"{self} has no gradient: call it outside of jax.grad, or on jax.lax.stop_gradient")
 
 
-def bind(call: JaxCall, inputs: Sequence[Any]) -> list[Any]:
+def bind(call: JaxCall, inputs: Arrays) -> list[jax.Array]:
     """Put a call into the program, or run it where none is traced. Returns its outputs."""
     arrays = [jax.numpy.asarray(one) for one in inputs]
     if ffi.is_available():
-        found: list[Any] = _primitive().bind(*arrays, call=call)
+        found: list[jax.Array] = _primitive().bind(*arrays, call=call)
         return found
     shapes = call.shapes(arrays)
 
-    def run(*sources: Any) -> list[NDArray[Any]]:
+    def run(*sources: jax.Array) -> list[NDArray[Any]]:
         outputs = [np.empty(one.shape, one.dtype) for one in shapes]
         call.run([np.ascontiguousarray(one).reshape(np.shape(one)) for one in sources], outputs)
         return outputs
@@ -70,16 +73,13 @@ def bind(call: JaxCall, inputs: Sequence[Any]) -> list[Any]:
     return list(io_callback(run, shapes, *arrays, ordered=True))
 
 
-def bind_own(call: JaxCall, x: Any) -> Any:
+def bind_own(call: JaxCall, x: jax.Array) -> jax.Array:
     """Put in the rank's share of x, which is linear, and whose transpose is the call itself. No rank waits."""
     return _own().bind(x, call=call)
 
 
 @cache
-def _own() -> Any:
-    from jax.extend.core import Primitive
-    from jax.interpreters import ad, batching, mlir
-
+def _own() -> Primitive:
     primitive = Primitive("mpips_own")
     primitive.def_impl(lambda x, call: call.own(x))
     primitive.def_abstract_eval(lambda x, call: x)
@@ -90,11 +90,9 @@ def _own() -> Any:
 
 
 @cache
-def _primitive() -> Any:
+def _primitive() -> Primitive:
     """Make the primitive. Of JAX's inner names those are used without which no primitive is ordered."""
     from jax._src import core, effects
-    from jax.extend.core import Primitive
-    from jax.interpreters import ad, batching, mlir
 
     class Ordered(effects.Effect):
         """One call of mpips after the other."""
@@ -107,7 +105,7 @@ def _primitive() -> Any:
     ordered, primitive = Ordered(), Primitive("mpips_call")
     primitive.multiple_results = True
 
-    def lower(context: Any, *operands: Any, call: JaxCall) -> Any:
+    def lower(context: mlir.LoweringRuleContext, *operands: mlir.ir.Value, call: JaxCall) -> list[mlir.ir.Value]:
         number = ffi.number_site(call, call.run, context.avals_in, context.avals_out)
         aliases = {n: n for n in range(len(operands))} if call.in_place else None
         rule = jax.ffi.ffi_lowering(ffi.TARGET, has_side_effect=True, operand_output_aliases=aliases)
@@ -118,39 +116,40 @@ def _primitive() -> Any:
         context.set_tokens_out(mlir.TokenSet({ordered: token}))
         return found
 
-    def evaluate(*inputs: Any, call: JaxCall) -> Any:
+    def evaluate(*inputs: core.AbstractValue, call: JaxCall) -> tuple[list[core.AbstractValue], set[Ordered]]:
         return [core.ShapedArray(one.shape, one.dtype) for one in call.shapes(inputs)], {ordered}
-
-    def differentiate(primals: Any, tangents: Any, *, call: JaxCall) -> Any:
-        outputs = primitive.bind(*primals, call=call)
-        which = [n for n, one in enumerate(tangents) if not isinstance(one, ad.Zero)]
-        moved = [
-            one if n in which else ad.Zero(one.aval.update(shape=outputs[n].shape)) for n, one in enumerate(tangents)
-        ]
-        for n, one in zip(which, primitive.bind(*[tangents[n] for n in which], call=call.tangent()) if which else ()):
-            moved[n] = one
-        return outputs, moved
-
-    def transpose(cotangents: Any, *inputs: Any, call: JaxCall) -> Any:
-        which = [n for n, one in enumerate(cotangents) if not isinstance(one, ad.Zero)]
-        found = [ad.Zero(one.aval) if ad.is_undefined_primal(one) else None for one in inputs]
-        for n, one in zip(which, call.transpose([cotangents[n] for n in which]) if which else ()):
-            found[n] = one
-        return found
-
-    def batch(inputs: Any, axes: Any, *, call: JaxCall) -> Any:
-        pairs = [(x, axis) if axis is None else call.batch(x, axis) for x, axis in zip(inputs, axes)]
-        return primitive.bind(*[x for x, _ in pairs], call=call), [axis for _, axis in pairs]
 
     primitive.def_impl(lambda *inputs, call: _compiled(primitive, call)(*inputs))
     primitive.def_effectful_abstract_eval(evaluate)
     mlir.register_lowering(primitive, lower, platform="cpu")
-    ad.primitive_jvps[primitive], ad.primitive_transposes[primitive] = differentiate, transpose
-    batching.primitive_batchers[primitive] = batch
+    ad.primitive_jvps[primitive], ad.primitive_transposes[primitive] = _differentiate, _transpose
+    batching.primitive_batchers[primitive] = _batch
     return primitive
 
 
+def _differentiate(primals: Arrays, tangents: Arrays, *, call: JaxCall) -> tuple[Arrays, Arrays]:
+    outputs = _primitive().bind(*primals, call=call)
+    which = [n for n, one in enumerate(tangents) if not isinstance(one, ad.Zero)]
+    moved = [one if n in which else ad.Zero(one.aval.update(shape=outputs[n].shape)) for n, one in enumerate(tangents)]
+    for n, one in zip(which, _primitive().bind(*[tangents[n] for n in which], call=call.tangent()) if which else ()):
+        moved[n] = one
+    return outputs, moved
+
+
+def _transpose(cotangents: Arrays, *inputs: jax.Array, call: JaxCall) -> Sequence[jax.Array | None]:
+    which = [n for n, one in enumerate(cotangents) if not isinstance(one, ad.Zero)]
+    found = [ad.Zero(one.aval) if ad.is_undefined_primal(one) else None for one in inputs]
+    for n, one in zip(which, call.transpose([cotangents[n] for n in which]) if which else ()):
+        found[n] = one
+    return found
+
+
+def _batch(inputs: Arrays, axes: Sequence[int | None], *, call: JaxCall) -> tuple[list[jax.Array], list[int | None]]:
+    pairs = [(x, axis) if axis is None else call.batch(x, axis) for x, axis in zip(inputs, axes)]
+    return _primitive().bind(*[x for x, _ in pairs], call=call), [axis for _, axis in pairs]
+
+
 @cache
-def _compiled(primitive: Any, call: JaxCall) -> Any:
+def _compiled(primitive: Primitive, call: JaxCall) -> Callable[..., list[jax.Array]]:
     """Return the program that is one call alone."""
     return jax.jit(partial(primitive.bind, call=call))

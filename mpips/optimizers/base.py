@@ -108,7 +108,7 @@ def check(
             raise ValueError(f"{type(record).__name__}({name}={value}): give a number in [0, 1)")
 
 
-def _number(record: Any, name: str, value: Any) -> float | bool:
+def _number(record: object, name: str, value: Any) -> float | bool:
     if isinstance(value, (bool, np.bool_)):
         return bool(value)
     try:

@@ -173,7 +173,7 @@ def _known_way(optimizer: Equation, dtype: np.dtype, parts: int, ask: bool, by_r
 
 def _run_kernel(
     way: _Way, weights: np.ndarray, parts: Sequence[np.ndarray], state: State, numbers: Sequence[float],
-    *more: Any,
+    *more: object,
 ) -> bool:  # fmt: skip
     """Update by the kernel; False where none is there, or it cannot take these arrays. Nothing has changed then."""
     call = None if way.kernel is None else way.kernel.call_for(parts[0].size)

@@ -181,7 +181,7 @@ def _plain(option: str, value: object) -> Any:
     )
 
 
-def _made(value: Any) -> Any:
+def _made(value: object) -> object:
     """Return what `_plain` was given."""
     if isinstance(value, list):
         return tuple(_made(part) for part in value)

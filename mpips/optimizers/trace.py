@@ -11,13 +11,15 @@ float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 Array = np.ndarray
+Function = Callable[..., Any]
+"""Of NumPy, of elements or arrays: `np.add`, `np.where`."""
 
 TEXTS = {
     "add": "{} + {}", "subtract": "{} - {}", "multiply": "{} * {}", "divide": "{} / {}", "negative": "-{}",
@@ -49,7 +51,7 @@ class Untraceable(TypeError):
 class Operation(NamedTuple):
     """`result = function(inputs)`, of numbered values. `function` None: copy."""
 
-    function: Any
+    function: Function | None
     inputs: tuple[int, ...]
     result: int
 
@@ -82,7 +84,7 @@ class Tape:
         """The values of the new weight and state."""
         self.program = placed(self)
 
-    def value_of(self, operand: Any) -> int:
+    def value_of(self, operand: object) -> int:
         """Return the number of the value that an operand is."""
         if isinstance(operand, Symbol):
             if operand.tape is not self:
@@ -98,7 +100,7 @@ class Tape:
             self._next += 1
         return self._constant[repr(number)]
 
-    def record(self, function: Any, operands: Sequence[Any]) -> Symbol:
+    def record(self, function: Function, operands: Sequence[object]) -> Symbol:
         """Note an operation; return its result."""
         inputs = tuple(map(self.value_of, operands))
         with np.errstate(all="ignore"):
@@ -147,10 +149,10 @@ class Tape:
         return [*lines, f"{', '.join(targets)} = {', '.join(names[value] for value in self.results)}"]
 
 
-def pair(given: Any, slots: int) -> list[Any]:
+def pair(given: object, slots: int) -> list[object]:
     """Return the new weight and state that an equation gave back, in one list; TypeError for another thing."""
     try:
-        weight, state = given
+        weight, state = given  # type: ignore[misc]
         results = [weight, *state]
     except (TypeError, ValueError):
         results = []
@@ -162,18 +164,20 @@ def pair(given: Any, slots: int) -> list[Any]:
 class Symbol(NDArrayOperatorsMixin):
     """A value in an equation that is being recorded."""
 
-    def __init__(self, tape: Tape, value: int, sample: Any = ONE) -> None:
+    def __init__(self, tape: Tape, value: int, sample: np.generic = ONE) -> None:
         """`sample`: an element of it, of its dtype."""
         self.tape, self.value, self.sample = tape, value, sample
 
-    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: object, **options: object) -> Symbol:
         if method != "__call__" or options or ufunc.nout != 1:
             raise Untraceable(f"it calls {ufunc.__name__}.{method} with {', '.join(options) or 'several results'}")
         if ufunc is np.power and not isinstance(inputs[1], Symbol) and inputs[1] in (2, 0.5):  # as `**` of arrays does
             return self.tape.record(np.square if inputs[1] == 2 else np.sqrt, inputs[:1])
         return self.tape.record(ufunc, inputs)
 
-    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def __array_function__(
+        self, function: Function, types: object, args: Sequence[Any], kwargs: Mapping[str, object]
+    ) -> Symbol:
         if function is np.where and len(args) == 3 and not kwargs:
             return self.tape.record(np.where, args)
         if function is np.clip and len(args) == 3 and not kwargs:
@@ -186,7 +190,7 @@ class Symbol(NDArrayOperatorsMixin):
     def __float__(self) -> float:
         raise Untraceable("it asks for a value")
 
-    def __array__(self, *args: Any, **kwargs: Any) -> Array:
+    def __array__(self, *args: object, **kwargs: object) -> Array:
         raise Untraceable("it asks for an array")
 
 

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import click
 from click.core import ParameterSource
@@ -36,7 +36,7 @@ class Rate(click.ParamType):
 
     name = "rate"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
         found = re.fullmatch(r"([0-9.eE+-]+?) *([kMGTP]?) *(?:flop/s|op/s|flops)?", str(value).strip())
         try:
             rate = float(found[1]) * 1000 ** " kMGTP".index(found[2] or " ") if found else math.nan

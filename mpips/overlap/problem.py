@@ -294,7 +294,7 @@ def create_profile(
                       "bandwidth_Bps": bandwidth_Bps, **_nodes_dict(network)})
 
 
-def profile_from_dict(data: Any) -> Profile:
+def profile_from_dict(data: object) -> Profile:
     """A profile from the parsed JSON; ValueError with a sentence that names the entry that is wrong."""
     if not isinstance(data, Mapping):
         raise ValueError(f"a profile is a JSON object, not {type(data).__name__}")
@@ -337,7 +337,7 @@ def save_profile(profile: Profile, path: str | Path) -> None:
     files.write(path, json.dumps(profile_to_dict(profile), indent=1).encode() + b"\n")
 
 
-def _layer(row: Any, index: int) -> Layer:
+def _layer(row: object, index: int) -> Layer:
     where = f"layers[{index}]"
     if not isinstance(row, Mapping):
         raise ValueError(f"{where} is {row!r}, not an object with name, parameters, forward_s, backward_s")
@@ -352,7 +352,7 @@ def _layer(row: Any, index: int) -> Layer:
     return Layer(name, int(parameters), *(_number(row, where, field) for field in _TIMES))
 
 
-def _network(data: Any, nodes: int | None) -> Network:
+def _network(data: object, nodes: int | None) -> Network:
     if not isinstance(data, Mapping):
         raise ValueError(f"network is {data!r}, not an object with a and b, or alpha, beta, gamma and collective")
     if "alpha" in data or "beta" in data or "gamma" in data:
@@ -379,7 +379,7 @@ def _nodes_dict(network: Network) -> dict[str, int]:
     return {} if measured is None else {"nodes": measured}
 
 
-def _get(data: Mapping[str, Any], where: str, field: str) -> Any:
+def _get(data: Mapping[str, Any], where: str, field: str) -> object:
     if field not in data:
         raise ValueError(f"{where}: {field} is missing")
     return data[field]
@@ -400,7 +400,7 @@ def _number(data: Mapping[str, Any], where: str, field: str) -> float:
     return value
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """The value in a sentence, cut short."""
     if isinstance(value, int) and abs(value) > LARGEST:
         return f"an integer of {value.bit_length()} bits"

@@ -103,7 +103,7 @@ class RegularSaves:
         options = store.layout.options
         self.folder, self.every = options.checkpoint, options.every
         self._store, self._step = store, step
-        self.pushing: Any = ()
+        self.pushing: object = ()
         self._counts: dict[Name, int] = {}
         """How often this worker has pushed each key and table."""
         self._most = 0

@@ -35,7 +35,7 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 PRIORITY_BITS = 31
 
 
-def names(key: Any) -> list[Name]:
+def names(key: object) -> list[Name]:
     """One key or a list of keys as a list; int or str, never mixed, none twice."""
     if type(key) is str or type(key) is int:
         return [key]
@@ -109,7 +109,7 @@ def versions(key: object, newer_than: object) -> list[int]:
     return [int(version) for version in given]
 
 
-def turns(given: Any, what: str) -> list[Hashable]:
+def turns(given: Iterable[Hashable], what: str) -> list[Hashable]:
     """Return what a call takes turns on, beside its keys; TypeError unless all are hashable."""
     chosen = list(given)
     for name in chosen:
@@ -191,7 +191,9 @@ def see_dtype(dtype: np.dtype, name: Name, what: str) -> None:
         )
 
 
-def fits(array: Any, shape: tuple[int, ...], dtype: np.dtype, name: Name, what: str, rows: int | None = None) -> None:
+def fits(
+    array: Array | RowSparse, shape: tuple[int, ...], dtype: np.dtype, name: Name, what: str, rows: int | None = None
+) -> None:
     """Raise ValueError unless shape and dtype are those that the key was initialised with, or those of `rows` of it."""
     if array.shape != shape or array.dtype != dtype:
         cure = f"shape {shape}" if array.shape != shape else f"dtype {dtype.name}, as astype makes it"
@@ -416,7 +418,7 @@ def _see_apart(outs: Sequence[tuple[Name, Sequence[Any]]], what: str) -> None:
                 raise ValueError(f"{what}: keys {other!r} and {name!r} have one array as out: give each its own")
 
 
-def rows(known: Known, key: Any, out: Any, row_ids: Any) -> list[tuple[Key, Array, NDArray[np.int64]]]:
+def rows(known: Known, key: object, out: object, row_ids: object) -> list[tuple[Key, Array, NDArray[np.int64]]]:
     """(key, target, row numbers) of every target of a `row_sparse_pull`; errors as in `check`."""
     what = "row_sparse_pull"
     if row_ids is None:
@@ -440,7 +442,7 @@ def rows(known: Known, key: Any, out: Any, row_ids: Any) -> list[tuple[Key, Arra
     return result
 
 
-def _lists(row_ids: object) -> Any:
+def _lists(row_ids: object) -> object:
     """A key's lists of row numbers: it may be given one, or a list of them."""
     one = isinstance(row_ids, (list, tuple)) and not any(np.ndim(each) for each in row_ids)
     return [row_ids] if one else row_ids

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike, NDArray
 
 from collectives import arrays
 from mpips.optimizers.base import Optimizer
@@ -21,6 +22,7 @@ from mpips.optimizers.equation import is_fused
 
 ROWS_AT_A_TIME = 4096
 """Rows that are added, or gathered of weights and state, at once."""
+Positions = slice | NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +93,7 @@ class EmptyPush(RowSparse):
     """A push that counts as a round of its key and as nothing else. Where all contributors push it, the key and its
     optimizer's state and step count stay as they are; beside other pushes it counts as zeros."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: DTypeLike) -> None:
         for name, value in (("rows", np.empty(0, np.int64)), ("values", np.empty((0, *shape[1:]), dtype))):
             object.__setattr__(self, name, value)
         object.__setattr__(self, "shape", tuple(shape))
@@ -209,14 +211,14 @@ class Rows:
     def __len__(self) -> int:
         return int(self.shape[0])
 
-    def __getitem__(self, rows: Any) -> np.ndarray:
+    def __getitem__(self, rows: Positions) -> np.ndarray:
         """Return the rows of a slice, or of an int array in its order; libraries of files want rising numbers."""
         if isinstance(rows, slice):
             return self._read(rows)
         rising, places = np.unique(rows, return_inverse=True)
         return self._read(rising)[places]
 
-    def _read(self, rows: Any) -> np.ndarray:
+    def _read(self, rows: Positions) -> np.ndarray:
         part = self._source[rows]
         found = part.toarray() if self._sparse else np.asarray(part)
         wanted = len(range(*rows.indices(len(self)))) if isinstance(rows, slice) else len(rows)

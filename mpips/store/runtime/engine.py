@@ -71,7 +71,7 @@ class Handle(Uncopied):
         self.started = self.ended = 0.0
         """time.perf_counter() when it was first looked at and when it ended."""
         self.error: BaseException | None = None
-        self._result: Any = None
+        self._result: object = None
 
     def __repr__(self) -> str:
         return f"<{self.what}, {'done' if self.done else 'under way'}>"

@@ -65,7 +65,7 @@ def key_of(seed: int, table: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed} {table}".encode(), digest_size=8).digest(), "little")
 
 
-def first_rows(key: int, bound: float, ids: Ids, dim: int, dtype: Any) -> Iterator[tuple[slice, NDArray[Any]]]:
+def first_rows(key: int, bound: float, ids: Ids, dim: int, dtype: np.dtype) -> Iterator[tuple[slice, NDArray[Any]]]:
     """Yield which of the ids, and the first values of their rows, (k, dim), piece by piece."""
     columns = np.arange(1, dim + 1, dtype=np.uint64) * np.uint64(GOLDEN)
     step = max(1, MADE_AT_ONCE // dim)

@@ -191,7 +191,9 @@ class Operations:
         finally:
             task.close()
 
-    def _prepare(self, what: str, key: Any, value: Any, out: Any, priority: int) -> tuple[list[Name], Task[None]]:
+    def _prepare(
+        self, what: str, key: object, value: object, out: object, priority: int
+    ) -> tuple[list[Name], Task[None]]:
         """The keys, and what is to be done. ValueError or TypeError where an argument is bad."""
         self.check_open()
         with GIVEN:

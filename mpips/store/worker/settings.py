@@ -170,7 +170,7 @@ class Settings:
         self.groups.update(numbers, names)
         LOG.debug("the optimizer of %s has %s", "all keys" if names is None else f"{len(names)} keys", numbers)
 
-    def set_compression(self, options: Any) -> None:
+    def set_compression(self, options: Mapping[str, Any]) -> None:
         what = "set_gradient_compression"
         chosen, refusal = rendezvous.attempt(lambda: compression.create(options))
         if chosen is not None and self.restored.claim_compressor(chosen):
