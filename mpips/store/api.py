@@ -359,7 +359,7 @@ class Generations:
         if store.layout.survives:
             store.restored = store.restored.renewed(STORE, store.pushed, store.groups, store.compressor)
         else:
-            store.restored.keep(store.pushed)
+            store.restored.keep_only(store.pushed)
         return rounds
 
     def join(self, recovered: Recovered) -> None:

@@ -274,7 +274,7 @@ class _Spare:
         self._seat = _seat(layout, generation) if layout.num_servers else None
         self._stands_by: StandBy | None = stands_by
         with generation.failing(roles.WHAT):
-            step = resume.hear(layout, generation) if layout.options.checkpoint else None
+            step = resume.hear_step(layout, generation) if layout.options.checkpoint else None
         self._saves = None if step is None else _saves_from(step)
 
     def wait(self) -> KVStore:

@@ -208,7 +208,7 @@ def _values_loaded(store: Settings, reader: Reader | None, records: Sequence[Rec
         values = [_read(reader, value_name(one.key), one.shape, one.dtype).reshape(-1) for one in there]
         for record in there:
             store.keys[record.key].replaced = True
-        yield from store.backend.put([store.keys[record.key] for record in there], values)
+        yield from store.backend.store_values([store.keys[record.key] for record in there], values)
     if new:
         keys = [Key(record.key, tuple(record.shape), np.dtype(record.dtype)) for record in new]
         yield from store.backend.init(keys, [_read(reader, value_name(one.key), one.shape, one.dtype) for one in new])

@@ -78,7 +78,7 @@ def tell_spares(layout: Layout, step: int | None) -> None:
         requests.tell(layout.world, msgspec.msgpack.encode(step), range(size - layout.spares, size), TAG)
 
 
-def hear(layout: Layout, generation: Generation) -> int | None:
+def hear_step(layout: Layout, generation: Generation) -> int | None:
     """On a spare: what worker 0 has told; blocking."""
     said: list[bytes] = []
 

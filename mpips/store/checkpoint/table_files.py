@@ -100,7 +100,7 @@ def restore(tables: Tables, parts: Mapping[str, TableRecord], file: Readable) ->
         step = max(1, LOADED_BYTES // _row_bytes(record))
         for start in range(0, record.rows, step):
             piece = slice(start, start + step)
-            yield from tables.put(record.card.table, {name: file.get(prefix + name, piece) for name in names})
+            yield from tables.put_rows(record.card.table, {name: file.get(prefix + name, piece) for name in names})
     for record in parts.values():
         yield from tables.end_load(record.card.table)
 

@@ -43,7 +43,7 @@ class Cutting:
     def free(self, keys: Iterable[Key]) -> None:
         """These keys are kept no more."""
         for key in keys:
-            self._placement.free(_parts(key), key.dtype.itemsize)
+            self._placement.remove_load(_parts(key), key.dtype.itemsize)
             self._numbers.release(shard.number for shard in key.shards)
 
     def cut(
@@ -60,7 +60,7 @@ class Cutting:
         if parts is None:
             parts = self._placement.place(key.shape, key.dtype.itemsize)
         else:
-            self._placement.keep(parts, key.dtype.itemsize)
+            self._placement.add_load(parts, key.dtype.itemsize)
         for server, part in parts:
             first, chunks = len(key.pieces), 1
             if not self._one_node:

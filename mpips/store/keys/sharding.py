@@ -103,7 +103,7 @@ class Placement:
         placement.loads = self.loads.copy()
         return placement
 
-    def free(self, parts: Sequence[tuple[int, int]], itemsize: int) -> None:
+    def remove_load(self, parts: Sequence[tuple[int, int]], itemsize: int) -> None:
         """(server, elements) of an array that is no longer kept."""
         for server, elements in parts:
             self.loads[server] -= elements * itemsize
@@ -120,10 +120,10 @@ class Placement:
             pieces = [(server, part) for server, part in enumerate(parts) if part.size]
         else:
             pieces = [(emptiest, whole)]
-        self.keep(pieces, itemsize)
+        self.add_load(pieces, itemsize)
         return pieces
 
-    def keep(self, parts: Sequence[tuple[int, Interval]], itemsize: int) -> None:
+    def add_load(self, parts: Sequence[tuple[int, Interval]], itemsize: int) -> None:
         """(server, interval) pairs of an array that is kept there."""
         for server, part in parts:
             self.loads[server] += part.size * itemsize

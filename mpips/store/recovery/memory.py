@@ -353,20 +353,20 @@ class SurvivingUnit(Unit):
         super().open_write()
         self.undo.open()
         if start < stop:
-            self.undo.keep(start, stop)
+            self.undo.keep_old(start, stop)
 
     def pass_round(self) -> None:
         """The round before is what is stored."""
         self.undo.open()
 
-    def keep(self, start: int, stop: int) -> None:
+    def keep_old(self, start: int, stop: int) -> None:
         """Copy what is about to be written."""
-        self.undo.keep(start, stop)
+        self.undo.keep_old(start, stop)
 
-    def keep_rows(self, parts: Sequence[RowSparse]) -> Sequence[RowSparse]:
+    def keep_old_rows(self, parts: Sequence[RowSparse]) -> Sequence[RowSparse]:
         """Copy rows that are about to be written; return the sum, in which each comes once."""
         total = sum_of(parts)
-        self.undo.keep_rows(total.rows)
+        self.undo.keep_old_rows(total.rows)
         return [total]
 
     def give_up(self) -> None:
@@ -397,12 +397,12 @@ class SurvivingUnit(Unit):
         super().overwritten(torn)
         self.undo.overwritten(torn)
 
-    def stands(
+    def begin_at(
         self, round_: int, pushes: Sequence[int] | None, state: State | None, step: int, torn: bool
     ) -> None:  # fmt: skip
         """Also say so to those who outlive this server."""
-        super().stands(round_, pushes, state, step, torn)
-        self.undo.stands(round_ if pushes is None else 0, self.stands_at, torn)
+        super().begin_at(round_, pushes, state, step, torn)
+        self.undo.begin_at(round_ if pushes is None else 0, self.stands_at, torn)
 
     def _in_its_memory(self, state: Sequence[Array]) -> State:
         for mine, given in zip(self.undo.state, state, strict=True):

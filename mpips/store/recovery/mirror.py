@@ -100,7 +100,7 @@ class MirroredUnit:
         fits = [array.dtype.name for array in old] == sent.dtypes
         return old if fits else [np.empty(size, dtype_of(name)) for name in sent.dtypes]
 
-    def keep(self, sent: VersionSent, arrays: list[Array], generation: int) -> None:
+    def add_version(self, sent: VersionSent, arrays: list[Array], generation: int) -> None:
         """Keep a version, as all of it has come."""
         (round_, step), *before = sent.unit.standings
         old = self.versions[:1]
@@ -353,7 +353,7 @@ class Mirror(UnitMirror):
             if not there:
                 rest.append(coming)
                 continue
-            coming.copy.keep(coming.sent, coming.arrays, self._generation)
+            coming.copy.add_version(coming.sent, coming.arrays, self._generation)
             whole.setdefault(coming.server, []).append(coming.sent.number)
         self._coming = rest
         for server, numbers in whole.items():

@@ -400,7 +400,7 @@ class UnitTransfer:
         for one, unit, states in self._left:
             steps = [_step(self._plan, transfer) for transfer in one.transfers]
             state, step = _join_states(unit, one.transfers, states, steps)
-            unit.stands(one.round, one.pushes, state, step, one.torn)
+            unit.begin_at(one.round, one.pushes, state, step, one.torn)
 
     def _send(self, rank: int) -> None:
         """Begin to send what other ranks need of this one's memory. Messages keep the arrays that they are made of."""
@@ -441,7 +441,7 @@ def _adopt(plan: UnitPlan, old: Unit, unit: Unit) -> None:
         old.round = plan.round
     slots = 0 if unit.optimizer is None else len(initial(unit.optimizer, unit.stored[:0]))
     state, step = (old.state, old.step) if slots == len(old.state or ()) else (None, 0)
-    unit.stands(plan.round, plan.pushes, state, step, plan.torn)
+    unit.begin_at(plan.round, plan.pushes, state, step, plan.torn)
 
 
 def _join_states(

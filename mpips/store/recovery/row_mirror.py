@@ -112,7 +112,7 @@ class MirroredTable:
         self._sure = 0
         """The machine had memory for the positions before."""
 
-    def take(self, rows: RowsChanged) -> None:
+    def apply(self, rows: RowsChanged) -> None:
         """Take in a part of a round, or of all rows. CollectiveError where it does not go on from what is here."""
         self._see_memory(rows.rows)
         journal, words, end = self.journal, self.journal.words, rows.end
@@ -167,7 +167,7 @@ class MirroredTables:
         self._coming: dict[Place, MirroredTable] = {}
         """Of which all rows have not come."""
 
-    def take(self, server: int, servers: int, message: TableBegins | RowsChanged, generation: int) -> None:
+    def apply_message(self, server: int, servers: int, message: TableBegins | RowsChanged, generation: int) -> None:
         """Take in what a server has sent."""
         if isinstance(message, TableBegins):
             table = message.card.table
@@ -178,7 +178,7 @@ class MirroredTables:
             return
         place = message.table, server, servers
         copy = self._coming.get(place) or self._copies[place]
-        copy.take(message)
+        copy.apply(message)
         if copy.whole and place in self._coming:
             self._copies[place] = self._coming.pop(place)
 
@@ -235,17 +235,17 @@ class RowMirror:
     def begin(self, card: MakeTable, capacity: int, journal: Journal) -> None:
         """Send all rows of a table, which stays as it is until the mirror has them."""
         begins: list[TableBegins | RowsChanged] = [TableBegins(card, capacity, journal.workers)]
-        self._put(card.table, chain(begins, _changes(card.table, journal, int(journal.words[ROWS]))))
+        self._queue(card.table, chain(begins, _changes(card.table, journal, int(journal.words[ROWS]))))
 
     def round_over(self, table: str, journal: Journal) -> None:
         """Send what the last round has changed, as it is now."""
         if self._to is not None:
             at = journal.changed()
-            self._put(table, iter(list(_changes(table, journal, len(at), at))))
+            self._queue(table, iter(list(_changes(table, journal, len(at), at))))
 
     def turn(self) -> bool:
         """Take in what has come, and send what there is room for; return whether anything was done."""
-        worked = self._hear()
+        worked = self._receive()
         while self._due and self._nbytes < UNDER_WAY_BYTES:
             table, pieces = self._due[0]
             piece = next(pieces)
@@ -259,12 +259,12 @@ class RowMirror:
     def stop(self) -> None:
         """End with the generation: nobody waits for the mirror any more."""
         with suppress(CollectiveError):
-            self._hear()
+            self._receive()
         requests.keep(request for _, request, _ in self._under_way)
         self._due.clear()
         self._under_way.clear()
 
-    def _put(self, table: str, pieces: Iterator[TableBegins | RowsChanged]) -> None:
+    def _queue(self, table: str, pieces: Iterator[TableBegins | RowsChanged]) -> None:
         if self._to is not None:
             self._due.append((table, pieces))
             self._open[table] += 1
@@ -280,7 +280,7 @@ class RowMirror:
         self._under_way.append((len(data), request, table))
         self._nbytes += len(data)
 
-    def _hear(self) -> bool:
+    def _receive(self) -> bool:
         """Take in what has come; return whether anything has. Nothing more after an error: a part would be missing."""
         taken: Counter[int] = Counter()
         worked = False
@@ -290,7 +290,7 @@ class RowMirror:
             if isinstance(message, RowsKept):
                 self._note_kept(message.count)
             else:
-                self._copies.take(server, self._comm.Get_size(), message, self._generation)
+                self._copies.apply_message(server, self._comm.Get_size(), message, self._generation)
                 taken[server] += 1
             self._broken = False
         for server, count in taken.items():

@@ -46,7 +46,7 @@ class RowsSent(msgspec.Struct, array_like=True):
 class NewRows(Protocol):
     """Tables that rows are put into."""
 
-    def put(self, table: str, arrays: Mapping[str, bytes]) -> None:
+    def put_rows(self, table: str, arrays: Mapping[str, bytes]) -> None:
         """Set rows that were sent."""
 
 
@@ -129,7 +129,7 @@ class RowTransfer:
             self._send(server, RowsSent(table, source.owner, number, False, arrays, check_of(arrays)))
         else:
             assert self._tables is not None
-            self._tables.put(table, arrays)
+            self._tables.put_rows(table, arrays)
 
     def _send(self, server: int, rows: RowsSent) -> None:
         data = msgspec.msgpack.encode(rows)
@@ -159,5 +159,5 @@ class RowTransfer:
             del self._due[place]
             return
         assert self._tables is not None
-        self._tables.put(rows.table, rows.arrays)
+        self._tables.put_rows(rows.table, rows.arrays)
         self._due[place] = due + 1

@@ -83,16 +83,16 @@ class Undo:
         first = PUSHES + (self.words[CLOSED] + 1) % 2 * len(counts)
         self.words[first : first + len(counts)] = words_in.array("L", counts)  # type: ignore[assignment, index]
 
-    def keep(self, start: int, stop: int) -> None:
+    def keep_old(self, start: int, stop: int) -> None:
         """Copy elements [start, stop), which are about to be written, and before which all are copied."""
         for array, copy in self._pairs():
             copy[start:stop] = array[start:stop]
         self.words[MARK] = stop
 
-    def keep_rows(self, rows: NDArray[np.int64]) -> None:
+    def keep_old_rows(self, rows: NDArray[np.int64]) -> None:
         """Copy rows, of which each comes once and which alone are about to be written."""
         if self.rows is None or len(rows) > len(self.rows) // 2:
-            self.keep(0, len(self.arrays[0]))
+            self.keep_old(0, len(self.arrays[0]))
             return
         self.words[BY_ROWS] = 1
         self.rows[: len(rows)] = rows
@@ -134,7 +134,7 @@ class Undo:
         self.words[WHOLE] = 0
         self.words[STEP] = 0 if step is None else 1 + step
 
-    def stands(self, round_: int, step: int | None, torn: bool) -> None:
+    def begin_at(self, round_: int, step: int | None, torn: bool) -> None:
         """Begin a generation at this round and step."""
         words = self.words
         words[CLOSED] = words[OPENED] = round_

@@ -106,7 +106,7 @@ class Setup:
             yield from self._set_torn(keys, False)  # servers hear by it that all is there
         return told
 
-    def put(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
+    def store_values(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
         """Overwrite what is stored by rank 0's values, while nothing is under way: no key is torn any more.
         Collective."""
         yield from self.at_rank_0(lambda: self._put(keys, values), "load")

@@ -117,8 +117,8 @@ class RemoteStore(Member[Recovered]):
         if self._push.residuals is not None:
             self._push.residuals.forget(shard.number for key in keys for shard in key.shards)
 
-    def put(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
-        return self._setup.put(keys, values)
+    def store_values(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
+        return self._setup.store_values(keys, values)
 
     def bind(self, key: Key) -> Fast | None:
         """The fast path of a key, where it has one."""
@@ -156,8 +156,8 @@ class RemoteStore(Member[Recovered]):
     def settle(self, keys: Sequence[Key], meets: bool = False) -> Task[None]:
         return self._push.settle(keys, meets)
 
-    def waits(self, keys: Sequence[Key]) -> None:
-        self._push.waits(keys)
+    def tell_wait(self, keys: Sequence[Key]) -> None:
+        self._push.tell_wait(keys)
 
     def sums(self) -> tuple[int, str]:
         return 0, ""

@@ -40,14 +40,14 @@ class _Pool:
     def __init__(self) -> None:
         self._free: list[Payload] = []
 
-    def take(self, nbytes: int) -> Payload:
+    def borrow(self, nbytes: int) -> Payload:
         """Return memory of that size or more, uninitialised."""
         for number, memory in enumerate(self._free):
             if nbytes <= memory.nbytes <= 4 * nbytes:
                 return self._free.pop(number)
         return arena.empty(nbytes + nbytes // 4, np.uint8)
 
-    def give(self, memory: Payload) -> None:
+    def give_back(self, memory: Payload) -> None:
         """Take memory back that nobody else reads or writes any more."""
         self._free.append(memory)
         del self._free[:-KEPT]
@@ -66,7 +66,7 @@ class _Block:
         unit = math.lcm(row_bytes, 8)
         sizes = [-(-(at + len(data)) // unit) * unit for at, data in zip(self._words_at, words)]
         *starts, total = [0, *itertools.accumulate(sizes)]
-        self.memory = pool.take(total)
+        self.memory = pool.borrow(total)
         whole = self.memory[:total]
         self.rows: Array = whole.view(dtype).reshape(-1, dim)
         """All of it as rows."""
@@ -137,7 +137,7 @@ class RemoteTables:
         tokens = [self._link.order_with(server, *block.body(server)) for server in range(self._servers)]
         yield from self._take_room(table, (yield from self._answers(tokens)))
         for memory in pushes[:-1]:  # those have been applied
-            self._pool.give(memory)
+            self._pool.give_back(memory)
         del pushes[:-1]
         table.round += 1
 
@@ -168,7 +168,7 @@ class RemoteTables:
             yield from self._answers(tokens)
             table.refusals, table.round = told.refusals, told.round - 1
             for memory in self._pushes.pop(table.name, []):
-                self._pool.give(memory)
+                self._pool.give_back(memory)
         raise of_caller(RoomError(told.why))
 
     def _answers(self, tokens: Sequence[int]) -> Task[list[Any]]:
@@ -203,7 +203,7 @@ class RemoteTables:
         del self._pulls[id(block.memory)]
         yield from self._see_refused(table, answers)
         np.take(block.rows, block.places, axis=0, out=out, mode="clip")  # NumPy would copy `out` to raise in time
-        self._pool.give(block.memory)
+        self._pool.give_back(block.memory)
 
     def _read_in_place(self, table: KnownTable, ids: Ids, out: Array) -> Task[bool]:
         """Read rows in the servers' memory; False where others change them meanwhile, they are gone, or a round was
@@ -264,7 +264,7 @@ class RemoteTables:
         for server in range(self._servers):
             yield from self._link.request(server, frames.EndLoad(table))
 
-    def put(self, table: str, arrays: Mapping[str, Array]) -> Task[None]:
+    def put_rows(self, table: str, arrays: Mapping[str, Array]) -> Task[None]:
         """Give the servers rows: all arrays of the table by name. For one worker."""
         tokens = []
         for server, chosen in enumerate(self._spread(arrays["ids"])):

@@ -87,7 +87,7 @@ class Push:
         for key in keys:
             yield from self.read(key.round, key.pushes)
 
-    def waits(self, keys: Sequence[Key]) -> None:
+    def tell_wait(self, keys: Sequence[Key]) -> None:
         """This worker's program has waited long for what it has called of these keys: the servers look for circles."""
         if not self._layout.asynchronous:
             for key in keys:

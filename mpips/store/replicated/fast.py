@@ -52,7 +52,7 @@ class Fast:
             replica.prepare()
         total = replica.room()
         self._sums.one(array, total, self._label)
-        replica.take(total)
+        replica.take_sum(total)
 
     post = push
 
@@ -87,7 +87,7 @@ class Lists:
         else:
             self._sums.many(arrays, totals, text)
         for replica, total in zip(replicas, totals):
-            replica.take(total)
+            replica.take_sum(total)
 
     def pull(self, keys: Sequence[Key], outs: Sequence[Array]) -> None:
         """Copy what is stored."""
@@ -136,7 +136,7 @@ def take_from(replicas: Sequence[Replica], outs: Sequence[Array], blocks: Blocks
             replica.take_block()
             continue
         total = flat(out)
-        replica.take(total)
+        replica.take_sum(total)
         if replica.optimizer is not None:
             total[...] = replica.value
 
@@ -198,16 +198,16 @@ class Sums:
                 )
             yield from in_steps(plan)
 
-    def give(self, array: Array, root: int, text: str) -> None:
+    def broadcast_one(self, array: Array, root: int, text: str) -> None:
         """The root's array, on all workers. Collective, blocking."""
         collectives.broadcast(array, self.comm, root, label=text)
 
     def broadcast(self, arrays: Sequence[Array], root: int, text: str, direct: bool) -> Task[None]:
-        """`give` of several, beside compute unless `direct`. Small ones travel together."""
+        """`broadcast_one` of several, beside compute unless `direct`. Small ones travel together."""
         for run in runs(array.nbytes for array in arrays):
             vector = packed(arrays[run])
             if direct:
-                self.give(vector, root, text)
+                self.broadcast_one(vector, root, text)
             else:
                 yield from in_steps(begin("broadcast", vector, self.comm, root=root, label=text))
             unpack(vector, arrays[run])

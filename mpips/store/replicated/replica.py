@@ -95,7 +95,7 @@ class Replica:
         if self.optimizer is not None and self.state is None:
             self.state = initial(self.optimizer, self.value)
 
-    def take(self, total: Array) -> None:
+    def take_sum(self, total: Array) -> None:
         """A round is complete: the sum, 1-D, updates the value or becomes it. One in `room` is taken without a copy."""
         if self.optimizer is not None:
             self._update(total)

@@ -83,7 +83,7 @@ class ReplicaSettings:
         residuals = self.compressing(key)
         return flat if residuals is None else residuals.decoded(key.name, flat)
 
-    def kept(self, keys: Sequence[Key]) -> Array | None:
+    def residuals_of(self, keys: Sequence[Key]) -> Array | None:
         """Return what compression has kept back of this worker's pushes, float64, one key behind the other; None where
         nothing is compressed."""
         if self.residuals is None:
@@ -91,7 +91,7 @@ class ReplicaSettings:
         kept = [(key.size, self.residuals.get(key.name)) for key in keys]
         return np.concatenate([np.zeros(size) if each is None else each.astype(np.float64) for size, each in kept])
 
-    def keep(self, keys: Sequence[Key], values: Sequence[Array]) -> None:
+    def put_residuals(self, keys: Sequence[Key], values: Sequence[Array]) -> None:
         """Give back what was kept back, one array a key."""
         for key, value in zip(keys, values, strict=True):
             if (residuals := self.compressing(key)) is not None:
@@ -107,7 +107,7 @@ class ReplicaSettings:
         """Return all of it but the residuals, which each worker has of its own."""
         return encode_settings(self.groups, None if self.residuals is None else self.residuals.compressor)
 
-    def take(self, data: bytes, changes: int) -> None:
+    def take_over(self, data: bytes, changes: int) -> None:
         """Take over the settings that another worker has encoded, after so many changes. Residuals stay where the
         compressor is the same."""
         self.groups, compressor = decode_settings(data)
@@ -157,7 +157,7 @@ class Replicas:
         """Memory for a key, where collectives are fastest."""
         return arena.empty(size, dtype) if self.sums.one_node else np.empty(size, dtype)
 
-    def put(self, keys: Sequence[Key], values: Sequence[Array], direct: bool) -> Task[None]:
+    def store_values(self, keys: Sequence[Key], values: Sequence[Array], direct: bool) -> Task[None]:
         """Replace what is stored by rank 0's values; rounds stay. Collective."""
         replicas = self.of(keys)
         rooms = [replica.room() for replica in replicas]
@@ -198,7 +198,7 @@ class Replicas:
 
     # ---- the next generation
 
-    def keep(self, known: Container[Name]) -> None:
+    def keep_only(self, known: Container[Name]) -> None:
         """Forget all other keys."""
         self.forget([replica.key for name, replica in self.by_name.items() if name not in known])
 
@@ -215,7 +215,7 @@ class Replicas:
         best = plan.best_settings
         is_new = plan.inventories[self.sums.rank].keys is None
         if best is not None and (is_new or best.changes != self._settings.changes):
-            self._settings.take(best.settings, best.changes)
+            self._settings.take_over(best.settings, best.changes)
         self.forget([replica.key for name, replica in self.by_name.items() if name not in plan.replicas])
         for key in plan.keys:
             self._take_over(key, plan.replicas[key.name])
@@ -231,7 +231,7 @@ class Replicas:
         elif not plan.everybody:
             states = None if plan.step is None else plan.states
             for array in replica.become(plan.round, plan.step or 0, states, plan.root == self.sums.rank):
-                self.sums.give(array, plan.root, label("recover", [key.name]))
+                self.sums.broadcast_one(array, plan.root, label("recover", [key.name]))
             replica.updating = False
 
     def _stand(self, replica: Replica, plan: ReplicaPlan) -> None:
@@ -245,7 +245,7 @@ class Replicas:
             version = Version(plan.round, plan.step, [self._allocate(key.size, dtype) for dtype in dtypes])
         if not plan.everybody:
             for array in version.arrays:
-                self.sums.give(array, plan.root, label("recover", [key.name]))
+                self.sums.broadcast_one(array, plan.root, label("recover", [key.name]))
         if replica.updating or version.arrays[0] is not replica.value:
             assert isinstance(replica, SurvivingReplica)
             replica.become_version(version)

@@ -75,9 +75,9 @@ class ReplicatedStore(Member[Recovered]):
         self._replicas.forget(keys)
         yield from ()
 
-    def put(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
+    def store_values(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
         """Replace what is stored by rank 0's values; rounds stay. Collective."""
-        yield from self._replicas.put(keys, values, self.direct)
+        yield from self._replicas.store_values(keys, values, self.direct)
 
     # ---- what keys have beside their values (`worker.interface.Stored`)
 
@@ -99,11 +99,11 @@ class ReplicatedStore(Member[Recovered]):
     def residuals(self, keys: Sequence[Key]) -> Task[Array | None]:
         """Return what compression has kept back of this worker's pushes."""
         yield from ()
-        return self._settings.kept(keys)
+        return self._settings.residuals_of(keys)
 
     def put_residuals(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
         """Give it back."""
-        self._settings.keep(keys, values)
+        self._settings.put_residuals(keys, values)
         yield from ()
 
     def snapshot(self, keys: Sequence[Key], alone: bool = False) -> Task[CopiedSnapshot]:
@@ -140,7 +140,7 @@ class ReplicatedStore(Member[Recovered]):
         totals = [replica.room() for replica in replicas]
         yield from self._sum(replicas, flats, totals)
         for replica, total in zip(replicas, totals):
-            replica.take(total)
+            replica.take_sum(total)
 
     def pull(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[None]:
         """Pull what is stored."""
@@ -192,7 +192,7 @@ class ReplicatedStore(Member[Recovered]):
         """Pushes have ended when they return."""
         return nothing()
 
-    def waits(self, keys: Sequence[Key]) -> None:
+    def tell_wait(self, keys: Sequence[Key]) -> None:
         """`collectives` sees by itself that workers make different calls."""
 
     def sums(self) -> tuple[int, str]:
@@ -231,7 +231,7 @@ class ReplicatedStore(Member[Recovered]):
         """See `Member`: what this worker has of each key, and its settings."""
         self._replicas.sums = self._joined()
         self._join()
-        self._replicas.keep(known)
+        self._replicas.keep_only(known)
         return self._replicas.inventory(self.layout.rank, self.layout.fresh)
 
     def transfer(self, plan: RecoveryPlan) -> Placed:

@@ -71,11 +71,11 @@ class Late:
 
     # ---- workers that wait for one another
 
-    def waits(self, unit: Unit, worker: int, round_: int) -> None:
+    def note_wait(self, unit: Unit, worker: int, round_: int) -> None:
         """Note that a worker's program waits until this round of the unit is complete, and does nothing else."""
         self._said[worker] = unit, round_
 
-    def own(self) -> list[Wait]:
+    def waits_here(self) -> list[Wait]:
         """Return who waits at this server for whom, as of now."""
         waits = []
         for worker, (unit, round_) in list(self._said.items()):
@@ -85,13 +85,13 @@ class Late:
                 waits.append(Wait(worker, unit.key, round_, absent))
         return waits
 
-    def told(self, server: int, waits: list[Wait]) -> None:
-        """Take what another server's `own` says now."""
+    def note_elsewhere(self, server: int, waits: list[Wait]) -> None:
+        """Take what another server's `waits_here` says now."""
         self._told[server] = waits
 
-    def look(self, clock: float) -> None:
+    def check_circles(self, clock: float) -> None:
         """Raise MismatchError if workers have waited in a circle for a while: another server's words may be old."""
-        waits = {wait.worker: wait for wait in self.own()}
+        waits = {wait.worker: wait for wait in self.waits_here()}
         for others in self._told.values():
             waits.update((wait.worker, wait) for wait in others)
         circle = find_circle(waits)
@@ -171,7 +171,7 @@ class Gossip:
         if self._comm.Get_rank() == 0:
             while (message := received(self._comm, WAITS_TAG)) is not None:
                 server, data = message
-                self._late.told(server, msgspec.msgpack.decode(data, type=list[Wait]))
-        elif (waits := self._late.own()) != self._said:
+                self._late.note_elsewhere(server, msgspec.msgpack.decode(data, type=list[Wait]))
+        elif (waits := self._late.waits_here()) != self._said:
             self._said = waits
             tell(self._comm, msgspec.msgpack.encode(waits), [0], WAITS_TAG)

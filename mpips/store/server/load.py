@@ -27,7 +27,7 @@ class Load:
         """When to look again, in seconds of the monotonic clock."""
         self._pushed = Counter[int]()
 
-    def look(self, now: float, states: list[tuple[ServerState, ServerTables]]) -> None:
+    def write(self, now: float, states: list[tuple[ServerState, ServerTables]]) -> None:
         """Write it down, at `now`."""
         queued = 0
         for state, tables in states:

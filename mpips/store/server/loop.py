@@ -89,7 +89,7 @@ def serve(servers: Sequence[Server], opened: Callable[[OpenStore], Server | None
             now = time.monotonic()
             since = since or now
         if now >= load.due:
-            load.look(now, [server.taken for server in here])
+            load.write(now, [server.taken for server in here])
         for server in list(here):
             server.tick(now)
             if opened is not None and (asked := server.opens()) and (more := opened(asked)):
@@ -225,7 +225,7 @@ class Server(Member[None]):
         if self._flag[0]:
             self.generation.look()
         traffic, state = self._traffic, self._state
-        heard = traffic.hear()
+        heard = traffic.read_frames()
         if self._mirror is not None:
             heard |= self._mirror.turn()
             self._requests.say_mirrored()
@@ -381,7 +381,7 @@ class WorkerTraffic:
 
     # ---- in
 
-    def hear(self) -> bool:
+    def read_frames(self) -> bool:
         """Take in what workers have said, if there is anything; whether there was."""
         if not ((self._rings is not None and self._rings.any_written()) or (self.remote and any_waiting(self.remote))):
             return False
@@ -417,7 +417,7 @@ class WorkerTraffic:
                 state.units[unit].thaw()
                 self._firsts.append((self._receiver.first(state.units[unit], worker), unit, line))
             case Op.CONTROL:
-                if self._requests.hear(worker, line, frame):
+                if self._requests.answer(worker, line, frame):
                     self._units_changed()
             case Op.WAITS:
                 state.waits(unit, worker, frame.round)

@@ -62,7 +62,7 @@ class Reduce:
         if first == 0:
             unit.open_write()
         if unit.undo is not None:
-            unit.undo.keep(unit.bounds(first)[0], unit.bounds(stop - 1)[1])
+            unit.undo.keep_old(unit.bounds(first)[0], unit.bounds(stop - 1)[1])
         if self.worth_sharing(unit, sources, first, stop):
             self._share(unit, sources, first, stop)
         else:
@@ -140,7 +140,7 @@ class Reduce:
         start, stop = unit.bounds(unit.block)
         if unit.block == 0:
             unit.open_write()
-        unit.keep(start, stop)
+        unit.keep_old(start, stop)
         unit.write(start, stop, parts)
         unit.block += 1
         _tell(unit, unit.block)
@@ -180,7 +180,7 @@ class Reduce:
         if not source.coded:
             start, stop = unit.bounds(unit.block)
             part = source.part(unit.block, start, stop)
-            unit.keep(start, stop)
+            unit.keep_old(start, stop)
             unit.write(start, stop, [part])
             unit.block += 1
             return True
@@ -189,7 +189,7 @@ class Reduce:
         else:
             total = np.zeros_like(unit.stored)
             source.add_to(total)
-            unit.keep(0, total.size)
+            unit.keep_old(0, total.size)
             unit.write(0, total.size, [total])
         unit.block = unit.blocks
         return True
@@ -271,7 +271,7 @@ class Team:
         self.threads = threads
         self._others = [_Other(number, begin) for number in range(1, threads)]
         for other in self._others:
-            weakref.finalize(self, other.give, None)
+            weakref.finalize(self, other.give_task, None)
 
     def share(self, work: Work, items: Iterable[int]) -> None:
         """Do `work(item, thread)` for every item. Thread 0 takes them from the front, the others from the back.
@@ -279,7 +279,7 @@ class Team:
         left is not waited for."""
         task = _Task(work, items)
         for other in self._others:
-            other.give(task)
+            other.give_task(task)
         try:
             task.front()
         finally:
@@ -300,7 +300,7 @@ class _Other:
         self._tasks: deque[_Task | None] = deque(maxlen=1)
         self._begun = False
 
-    def give(self, task: _Task | None) -> None:
+    def give_task(self, task: _Task | None) -> None:
         """Take part in a task; None: no more follow."""
         if not self._begun:
             if task is None:

@@ -54,12 +54,12 @@ class Requests:
 
     # ---- questions and answers
 
-    def hear(self, worker: int, line: Line, frame: Frame) -> bool:
+    def answer(self, worker: int, line: Line, frame: Frame) -> bool:
         """Answer a request, or keep it for `answer_all`; return whether there are other units now."""
         body = line.body(frame)
         request = frames.decode_request(body[frame.aux :].data)
         if isinstance(request, frames.TableRequest):
-            self._hear_of_table(worker, line, frame.token, request, body[: frame.aux])
+            self._answer_of_table(worker, line, frame.token, request, body[: frame.aux])
             return False
         if isinstance(request, frames.Forget | frames.SetTorn):
             at_once = self._state.idle(request.units)
@@ -71,7 +71,7 @@ class Requests:
         self._state.asks(worker)
         return False
 
-    def _hear_of_table(
+    def _answer_of_table(
         self, worker: int, line: Line, token: int, request: frames.TableRequest, payload: np.ndarray
     ) -> None:
         """Let the tables have a request, and say what they answer by now, to whomever it is."""
@@ -79,7 +79,7 @@ class Requests:
             self._deferred.append((worker, line, token, request, payload))
             return
         try:
-            answers = self.tables.hear(worker, (line, token), request, payload)
+            answers = self.tables.answer(worker, (line, token), request, payload)
         except REFUSALS as error:
             if isinstance(error, CollectiveError):
                 raise
@@ -106,7 +106,7 @@ class Requests:
         self.say(self.tables.take_mirrored())
         deferred, self._deferred = self._deferred, []
         for request in deferred:
-            self._hear_of_table(*request)
+            self._answer_of_table(*request)
         unsaid, self._unsaid = self._unsaid, []
         for line, token, answer, units in unsaid:
             if rest := [unit for unit in units if not unit.mirrored]:

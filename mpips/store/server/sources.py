@@ -210,7 +210,7 @@ class MessageBlocks(Contribution):
         """Blocks `_asked - len(_coming)` up to `_asked`."""
         self._asked = 0
         if frame.flags & ALONG:
-            data = receiver.buffers.take(frame.nbytes, True, sent=True)
+            data = receiver.buffers.borrow(frame.nbytes, True, sent=True)
             assert data is not None
             self._coming.append(receiver.receive(data, worker, unit.number, False))
             self._asked = 1
@@ -225,7 +225,7 @@ class MessageBlocks(Contribution):
         """Ask for one more block; False where there is no room for it."""
         unit, receiver = self._unit, self._receiver
         due = next_one and unit.position.get(self._worker, unit.turn) == unit.turn
-        data = receiver.buffers.take(self._nbytes(self._asked), due)
+        data = receiver.buffers.borrow(self._nbytes(self._asked), due)
         if data is None:
             return False
         self._coming.append(receiver.receive(data, self._worker, unit.number, due))
@@ -239,7 +239,7 @@ class MessageBlocks(Contribution):
     def _take(self) -> Bytes:
         """Return the next block that has come; its memory is used again for what is asked for next."""
         came = self._coming.popleft()
-        self._receiver.buffers.give(came.data, came.due)
+        self._receiver.buffers.give_back(came.data, came.due)
         return came.data
 
     def part(self, block: int, start: int, stop: int) -> Array:
@@ -464,7 +464,7 @@ class Buffers:
         self._due = 0
         self._spare: list[Bytes] = []
 
-    def take(self, nbytes: int, due: bool, sent: bool = False) -> Bytes | None:
+    def borrow(self, nbytes: int, due: bool, sent: bool = False) -> Bytes | None:
         """Return a buffer, or None where there is no room. `due`: it is this block's turn; `sent`: it comes in any
         case."""
         room = self.limit if due else self.limit // 2
@@ -477,8 +477,8 @@ class Buffers:
                 return self._spare.pop(index)
         return np.empty(nbytes, np.uint8)
 
-    def give(self, buffer: Bytes, due: bool) -> None:
-        """Give back what `take` gave; it keeps its bytes until the next `take`."""
+    def give_back(self, buffer: Bytes, due: bool) -> None:
+        """Give back what `borrow` gave; it keeps its bytes until the next `borrow`."""
         self.held -= buffer.size
         self._due -= due
         if len(self._spare) < KEPT:

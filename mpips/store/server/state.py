@@ -125,7 +125,7 @@ class ServerState(ABC):
         """Note that a worker's program has waited long for a round of a unit."""
         unit = self.units.get(number)
         if unit is not None and not self.asynchronous:
-            self.late.waits(unit, worker, round_)
+            self.late.note_wait(unit, worker, round_)
 
     def meets(self, worker: int) -> Replies:
         """Hold nobody back for a worker that waits for all, until `all_met`."""
@@ -163,7 +163,7 @@ class ServerState(ABC):
     def tick(self, clock: float) -> Replies:
         """Look for waits that have become too long; call now and then while idle. StallError or MismatchError where one
         will not end."""
-        self.late.look(clock)
+        self.late.check_circles(clock)
         return self.late.tick(clock, list(self.open.values()))
 
     def wake(self, clock: float) -> None:

@@ -58,13 +58,15 @@ class ServerTables:
         """Return how many pushes and pulls wait."""
         return sum(table.queued for table in self._tables.values())
 
-    def hear(self, worker: int, asker: Asker, request: frames.TableRequest, payload: Payload = NOTHING) -> TableAnswers:
+    def answer(
+        self, worker: int, asker: Asker, request: frames.TableRequest, payload: Payload = NOTHING
+    ) -> TableAnswers:
         """Take a worker's request; return what can be answered by now, to whomever it is. `payload`: rows and ids of a
         push or a pull, which lie where the worker has them.
 
         ValueError or MemoryError where a table cannot be made: nothing has changed. MismatchError where a worker that
         has left is waited for. CollectiveError where rows cannot be updated."""
-        answers = self._hear(worker, asker, request, payload)
+        answers = self._answers_to(worker, asker, request, payload)
         if isinstance(request, frames.MakeTable | frames.ResetTable | frames.EndLoad):
             self._mirror_all(self._tables[request.table])
         return answers if isinstance(request, WITHOUT_TABLE) else self._hold(request.table, answers)
@@ -91,7 +93,7 @@ class ServerTables:
         if self._mirror is not None:
             self._mirror.begin(table.card, table.rows.capacity, table.journal)
 
-    def _hear(self, worker: int, asker: Asker, request: frames.TableRequest, payload: Payload) -> TableAnswers:
+    def _answers_to(self, worker: int, asker: Asker, request: frames.TableRequest, payload: Payload) -> TableAnswers:
         match request:
             case frames.MakeTable():
                 self._make(request)
@@ -124,7 +126,7 @@ class ServerTables:
                 self._tables[request.table].end_load()
                 return [(asker, frames.RequestDone())]
             case frames.PutRows():
-                self._tables[request.table].put(request.arrays)
+                self._tables[request.table].put_rows(request.arrays)
                 return [(asker, frames.RequestDone())]
             case frames.PushRows():
                 table = self._tables[request.table]
@@ -187,14 +189,14 @@ class ServerTables:
             table.rows = old._tables[plan.card.table].rows
             table.rows.go_to(old.journal(plan.card.table), plan.rounds[mine])
 
-    def put(self, table: str, arrays: Mapping[str, bytes]) -> None:
+    def put_rows(self, table: str, arrays: Mapping[str, bytes]) -> None:
         """Set rows that belong to this server, of all arrays by name. CollectiveError where they do not, or where the
         machine has no memory for them."""
         ids = np.frombuffer(arrays["ids"], np.int64)
         if (owners_of(ids, self._servers) != self._server).any():
             raise CollectiveError(f"table {table!r}: rows of another server have come: call recover() again")
         try:
-            self._tables[table].put(arrays)
+            self._tables[table].put_rows(arrays)
         except MemoryError as error:
             raise CollectiveError(f"table {table!r}: rows cannot be taken from other memory: {error}") from error
 

@@ -150,10 +150,10 @@ class ServerTable:
             card.dim, kind, card.key, card.bound, self._optimizer, *life, self._file, self._survives, len(self._done)
         )
 
-    def put(self, arrays: Mapping[str, bytes]) -> None:
+    def put_rows(self, arrays: Mapping[str, bytes]) -> None:
         """Set rows that were sent."""
         kinds = arrays_of(self.card.dim, np.dtype(self.card.dtype), self._optimizer)
-        self.rows.put(
+        self.rows.put_rows(
             {name: np.frombuffer(arrays[name], dtype).reshape(-1, *shape) for name, (dtype, shape) in kinds.items()}
         )
 

@@ -245,10 +245,10 @@ class Unit:
     def pass_round(self) -> None:
         """Let a round pass that changes nothing: all its contributions are empty."""
 
-    def keep(self, start: int, stop: int) -> None:
+    def keep_old(self, start: int, stop: int) -> None:
         """Prepare to write elements [start, stop), as those before have been; to be called before `write`."""
 
-    def keep_rows(self, parts: Sequence[RowSparse]) -> Sequence[RowSparse]:
+    def keep_old_rows(self, parts: Sequence[RowSparse]) -> Sequence[RowSparse]:
         """Prepare to write rows of the sum of gradients; return these as they are to be summed."""
         return parts
 
@@ -278,13 +278,13 @@ class Unit:
         of other rows by 0."""
         table = self.stored.reshape(parts[0].shape)
         if self.optimizer is None:
-            self.keep(0, self.stored.size)
+            self.keep_old(0, self.stored.size)
             total = sum_of(parts)
             table[...] = 0
             table[total.rows] = total.values
         else:
             assert self.state is not None
-            update_rows(self.optimizer, table, self.keep_rows(parts), self.state, self.step)
+            update_rows(self.optimizer, table, self.keep_old_rows(parts), self.state, self.step)
         self.writes += 1
 
     def failed(self, error: Exception) -> CollectiveError:
@@ -296,7 +296,7 @@ class Unit:
         why = str(error) if refused else f"{type(error).__name__}: {error}"
         return CollectiveError(f"key {self.key!r}: the server could not apply what was pushed: {why}")
 
-    def stands(
+    def begin_at(
         self, round_: int, pushes: Sequence[int] | None, state: State | None, step: int, torn: bool
     ) -> None:  # fmt: skip
         """Begin a generation with so many rounds complete, and read of every contributor; or, where asynchronous, with

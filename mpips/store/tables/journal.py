@@ -73,7 +73,7 @@ class Journal:
         words[ROWS_BEFORE], words[COUNTS_BEFORE] = words[ROWS], words[COUNTS]
         words[OPENED] = words[CLOSED] + 1
 
-    def keep(self, at: Positions) -> None:
+    def keep_old(self, at: Positions) -> None:
         """Copy what lies at positions that are about to change, each for the first time in this round."""
         if not self._kept:
             return
@@ -87,7 +87,7 @@ class Journal:
 
     def write(self, at: Positions, arrays: Mapping[str, Array], rows: int) -> None:
         """Let this lie at positions, each for the first time in this round; so many are given out by now."""
-        self.keep(at)
+        self.keep_old(at)
         for name, values in arrays.items():
             self._arrays[name][at] = values
         self.words[ROWS] = rows

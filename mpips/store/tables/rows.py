@@ -119,7 +119,7 @@ class TableRows:
             self._put = False
         self._step = step
         at = self._positions(ids)
-        self._keep(at)
+        self._keep_old(at)
         counts = None
         if self._counts is not None:
             counts = self._counts[at] + 1
@@ -150,7 +150,7 @@ class TableRows:
         self._remove(self.positions.find(ids))
 
     def _remove(self, at: Positions) -> None:
-        self._keep(at[self._arrays["touched"][at] != self._step])  # those that this update has named are kept already
+        self._keep_old(at[self._arrays["touched"][at] != self._step])  # what this update has named is kept already
         self.positions.remove(at)
 
     def freeze(self, since: int = FREE, export: int = -1) -> FrozenRows:
@@ -167,14 +167,14 @@ class TableRows:
         """Let what was frozen go."""
         self._frozen = [one for one in self._frozen if one is not frozen]
 
-    def _keep(self, at: Positions) -> None:
+    def _keep_old(self, at: Positions) -> None:
         """Keep what lies at positions and is about to change, for those who need it as it is."""
-        self.journal.keep(at)
+        self.journal.keep_old(at)
         self._keep_frozen(at)
 
     def _keep_frozen(self, at: Positions) -> None:
         for frozen in self._frozen:
-            frozen.keep(at)
+            frozen.keep_old(at)
 
     def go_to(self, journal: Journal, round_: int) -> None:
         """Put back what is beyond a round that can be had, by the journal of the generation that is over."""
@@ -198,7 +198,7 @@ class TableRows:
         done = self._reserved("done", (2, workers), np.dtype(np.uint64))
         return Journal(self._arrays, words, done, self._kept)
 
-    def put(self, arrays: Mapping[str, Array]) -> None:
+    def put_rows(self, arrays: Mapping[str, Array]) -> None:
         """Set rows, of all arrays by name; ids are each there once."""
         self._put = True
         at = self._positions(arrays["ids"])
@@ -252,7 +252,7 @@ class FrozenRows:
         self._copied = np.zeros(top, bool)
         self._read = 0
 
-    def keep(self, at: Positions) -> None:
+    def keep_old(self, at: Positions) -> None:
         """Copy what lies at positions and is about to change, unless it was copied or read."""
         at = at[(at >= self._read) & (at < self.top)]
         at = at[~self._copied[at]]

@@ -76,7 +76,7 @@ class Outbox:
         """Return whether all blocks of the round are there."""
         return self.filled >= self._blocks
 
-    def put(self, values: Array) -> None:
+    def put_block(self, values: Array) -> None:
         """Copy the next block of the shard's values in and count it."""
         mine, step = self._mine, self._step
         slot = self._free.pop() if self._free else self._slot()
@@ -90,7 +90,7 @@ class Outbox:
         """Return a slot that the server has summed, if it sums; else another."""
         if not self._look() and self._used >= WARM and self._summed and self._patient:
             self._patient = self._wait()
-        if self._used == self._blocks and not self._free:  # an interrupt has lost one between here and `put`
+        if self._used == self._blocks and not self._free:  # an interrupt has lost one between here and `put_block`
             kept = {self._mine[PLACES + block] for block in range(self._summed, self.filled)}
             self._free = [slot for slot in range(self._blocks) if slot not in kept]
         if self._free:
@@ -128,7 +128,7 @@ def fill(grows: Grows) -> None:
     Workers that share a core take turns, too, so that a server finds every worker's block in the cache."""
     while left := [item for item in grows if not item[0].full]:
         for outbox, values in left:
-            outbox.put(values)
+            outbox.put_block(values)
             os.sched_yield()
 
 

@@ -172,7 +172,7 @@ class Tables(Protocol):
     def reset(self, table: str, updates: int) -> Task[None]:
         """Let all servers forget the table's rows. For one worker."""
 
-    def put(self, table: str, arrays: Mapping[str, Array]) -> Task[None]:
+    def put_rows(self, table: str, arrays: Mapping[str, Array]) -> Task[None]:
         """Give the servers rows: all arrays of the table by name, ids each once. For one worker."""
 
     def end_load(self, table: str) -> Task[None]:
@@ -211,7 +211,7 @@ class Backend(Protocol):
     def forget(self, keys: Sequence[Key]) -> Task[None]:
         """Give up keys and their memory; nothing is under way on them. Collective."""
 
-    def put(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
+    def store_values(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
         """Store worker 0's values under keys that are there; they are torn no more. Collective."""
 
     # ---- pushes and pulls
@@ -235,7 +235,7 @@ class Backend(Protocol):
 
         `meets`: this worker waits for all then, and pushes nothing until all do: `staleness` counts it not."""
 
-    def waits(self, keys: Sequence[Key]) -> None:
+    def tell_wait(self, keys: Sequence[Key]) -> None:
         """Tell servers that the program has waited long for a call with these keys, and does nothing else. Local.
 
         So workers that wait for one another in a circle are found."""

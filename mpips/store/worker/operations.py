@@ -186,7 +186,7 @@ class Operations:
                         since = now
                     elif now - since > LONG_SECONDS:
                         since = math.inf
-                        self._backend.waits([self._known[name] for name in names if name in self._known])
+                        self._backend.tell_wait([self._known[name] for name in names if name in self._known])
                 yield moved
         finally:
             task.close()

@@ -87,9 +87,9 @@ class Restored:
     def claim(self, names: Iterable[Name]) -> None:
         """`init` has asked for these, or they are gone."""
         self._unasked = False
-        self.keep((self.names | self._later).difference(names))
+        self.keep_only((self.names | self._later).difference(names))
 
-    def keep(self, names: Collection[Name]) -> None:
+    def keep_only(self, names: Collection[Name]) -> None:
         """Only these keys are left."""
         self.names.intersection_update(names)
         self._later.intersection_update(names)

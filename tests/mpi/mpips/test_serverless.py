@@ -160,7 +160,7 @@ def test_who_has_not_completed_a_round_takes_it_over(monkeypatch, optimizer, siz
                 raise KeyboardInterrupt
 
             with monkeypatch.context() as patched:
-                for name in ("take", "take_block"):
+                for name in ("take_sum", "take_block"):
                     patched.setattr(Replica, name, interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     kv.pushpull(["a", "b"], [np.ones(size), np.full(size, 2.0)])

@@ -24,7 +24,7 @@ def put(copies, message, value, generation=0):
     arrays = copy.allocate(message)
     for array in arrays:
         array[...] = value
-    copy.keep(message, arrays, generation)
+    copy.add_version(message, arrays, generation)
 
 
 def found(copies):

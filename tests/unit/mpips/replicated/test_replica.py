@@ -30,7 +30,7 @@ def test_an_optimizer_that_does_not_do_is_told_before_anything_changes():
 def test_it_becomes_another_workers():
     one, other = replica(sgd(momentum=0.9)), replica(sgd(momentum=0.9))
     other.prepare()
-    other.take(np.ones(4, np.float32))
+    other.take_sum(np.ones(4, np.float32))
     there = other.now()
     arrays = one.become(there.round, there.step, [array.dtype.name for array in there.arrays[1:]], False)
     for array, source in zip(arrays, [other.value, *other.state], strict=True):
@@ -79,7 +79,7 @@ def test_who_has_the_whole_serves_who_has_its_block():
     first, second = spread()
     give_blocks([first, second], np.ones(5, np.float32))
     first.room()[...] = 2
-    first.take(first.room())
+    first.take_sum(first.room())
     second.block_room()[2:] = 2
     second.take_block()
     assert (second.value == 2).all() and (first.value == 2).all()
@@ -93,7 +93,7 @@ def test_with_an_optimizer_every_worker_keeps_the_whole():
         assert one.block_room() is None
         one.prepare()
     for one in workers:
-        one.take(np.ones(5, np.float32))
+        one.take_sum(np.ones(5, np.float32))
         assert (one.value == 0.5).all()
 
 
@@ -119,7 +119,7 @@ def test_they_are_taken_over_whole():
     mine.set_optimizer(optimizers.create("adam"), ["w", 3])
     mine.update_optimizer({"learning_rate": 0.25}, ["w"])
     mine.set_compression(compression.create({"type": "2bit", "threshold": 0.5}))
-    other.take(mine.encode(), mine.changes)
+    other.take_over(mine.encode(), mine.changes)
     assert (other.groups.default, other.groups.own) == (mine.groups.default, mine.groups.own)
     assert other.residuals.compressor == mine.residuals.compressor and other.changes == 4
 
@@ -129,7 +129,7 @@ def test_residuals_stay_where_the_compressor_is_the_same():
     mine.set_compression(compression.create({"type": "fp16"}))
     kept = mine.residuals
     kept.put("w", np.ones(3), np.dtype(np.float32))
-    mine.take(mine.encode(), 7)
+    mine.take_over(mine.encode(), 7)
     assert mine.residuals is kept and kept.get("w")[0] == 1
 
 

@@ -22,7 +22,7 @@ def push(one, number):
         one.prepare()
     total = one.room()
     total[...] = np.sin(np.arange(7) * number)
-    one.take(total)
+    one.take_sum(total)
 
 
 def held(version):
@@ -87,7 +87,7 @@ def test_an_update_that_breaks_off_is_undone():
     one.prepare()
     before = held(one.now())
     with pytest.raises(KeyboardInterrupt):
-        one.take(np.ones(7, np.float32))
+        one.take_sum(np.ones(7, np.float32))
     assert one.updating and [version.round for version in one.versions()] == [0]
     one.become_version(one.versions()[0])
     assert held(one.now()) == before and not one.updating

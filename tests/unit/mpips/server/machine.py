@@ -46,7 +46,7 @@ class Machine:
             pass
         self.state.abandon()
         unit, asynchronous = self.unit, self.state.asynchronous
-        unit.stands(unit.round, unit.done if asynchronous else None, unit.state, unit.step, unit.torn)
+        unit.begin_at(unit.round, unit.done if asynchronous else None, unit.state, unit.step, unit.torn)
         return list(self.unit.stored)
 
     def heard(self, what):

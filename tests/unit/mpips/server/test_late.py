@@ -154,7 +154,7 @@ def test_a_circle_through_another_server_is_seen():
     machine = Machine(workers=2)
     machine.push(0, 1)
     machine.state.waits(0, 0, 1)
-    machine.state.late.told(1, [Wait(1, "y", 4, (0,))])
+    machine.state.late.note_elsewhere(1, [Wait(1, "y", 4, (0,))])
     machine.state.tick(5.0)
     with pytest.raises(MismatchError, match=r"rank 1 waits for round 4 of key 'y', to which rank 0 has not pushed"):
         machine.state.tick(6.0)

@@ -49,7 +49,7 @@ class Server:
         """The answer, if there is one."""
         self.line.answers.clear()
         self.line.asked = frames.encode(request)
-        self.requests.hear(0, self.line, Frame(int(Op.CONTROL), *[0] * 12))
+        self.requests.answer(0, self.line, Frame(int(Op.CONTROL), *[0] * 12))
         if self.requests.waiting and self.state.quiet:
             self.requests.answer_all()
         return self.line.answers[-1] if self.line.answers else None

@@ -48,7 +48,7 @@ class Workers:
         asker: Any = (worker, self.asked[worker])
         self.asked[worker] += 1
         payload = np.frombuffer(b"".join(array.tobytes() for array in arrays), np.uint8)
-        self.hear(self.tables.hear(worker, asker, request, payload))
+        self.hear(self.tables.answer(worker, asker, request, payload))
         return asker
 
     def hear(self, answers: Any) -> None:
@@ -228,7 +228,7 @@ def test_a_table_and_its_counts_recover_at_one_round(monkeypatch: pytest.MonkeyP
         journal = attached(files[1 + number], entries[plan.card.table])
         new.tables.restore(plan, None, 1 + number)
         for piece in journal.pieces(plan.rounds[1 + number]):
-            new.tables.put(plan.card.table, {name: array.tobytes() for name, array in piece.items()})
+            new.tables.put_rows(plan.card.table, {name: array.tobytes() for name, array in piece.items()})
         new.tables.begin(plan)
     rounds = RecoveryPlan(inventories, choice, tables=plans).rounds
     assert rounds == {"t": 5} and rounds.torn == ()

@@ -35,7 +35,7 @@ def card(dtype: str = "float32", **life: int) -> frames.MakeTable:
 
 
 def ask(tables: ServerTables, request: frames.TableRequest, payload: np.ndarray | None = None) -> Any:
-    return tables.hear(0, (LINE, 0), request, np.zeros(0, np.uint8) if payload is None else payload)[-1][1]
+    return tables.answer(0, (LINE, 0), request, np.zeros(0, np.uint8) if payload is None else payload)[-1][1]
 
 
 def push(tables: ServerTables, ids: np.ndarray, gradients: np.ndarray) -> None:

@@ -33,7 +33,7 @@ def push(tables: ServerTables, round_: int) -> None:
     payload = np.zeros(frames.ids_at(len(ids), 12) + ids.nbytes, np.uint8)
     payload[: gradients.nbytes] = gradients.reshape(-1).view(np.uint8)
     payload[-ids.nbytes :] = ids.view(np.uint8)
-    tables.hear(0, (LINE, round_), frames.PushRows("t", len(ids)), payload)
+    tables.answer(0, (LINE, round_), frames.PushRows("t", len(ids)), payload)
 
 
 def made(evict: int, seen: int) -> ServerTables:
@@ -44,7 +44,7 @@ def made(evict: int, seen: int) -> ServerTables:
         one = encode_numbers({"learning_rate": 1.0})
         cards.insert(0, frames.MakeTable("t/seen", 1, "float32", key_of(0, "t"), 0.0, "sgd", one, evict, 1000))
     for card in cards:
-        tables.hear(0, (LINE, 0), card)
+        tables.answer(0, (LINE, 0), card)
     return tables
 
 

@@ -115,7 +115,7 @@ def test_rows_are_dropped_as_a_dictionary_drops_them(
         if step == moved_at:  # as a file that was saved moves them
             table, before = made(), table
             parts = before.freeze().read(0, 10**6)
-            table.put({name: array[::-1] for name, array in parts.items()})
+            table.put_rows({name: array[::-1] for name, array in parts.items()})
             table.evicted = before.evicted
     if frozen is not None:  # nothing of that moment has changed
         assert frozen.count == len(then["ids"])

@@ -15,10 +15,10 @@ def test_buffers_fill_no_more_than_the_limit_and_one_block(steps):
     buffers.limit = 100
     for size, due, back in steps:
         if back and taken:
-            buffers.give(*taken.pop(0))
+            buffers.give_back(*taken.pop(0))
             continue
         nothing_due = not any(other for _, other in taken)
-        buffer = buffers.take(size, due)
+        buffer = buffers.borrow(size, due)
         assert buffer is not None or not due or not nothing_due  # what is due gets room where no other is on its way
         if buffer is not None:
             taken.append((buffer, due))
@@ -29,11 +29,11 @@ def test_buffers_fill_no_more_than_the_limit_and_one_block(steps):
 def test_early_blocks_leave_room_for_due_ones():
     buffers = Buffers()
     buffers.limit = 100
-    early = [buffers.take(25, False) for _ in range(4)]
+    early = [buffers.borrow(25, False) for _ in range(4)]
     assert [buffer is not None for buffer in early] == [True, True, False, False]
-    assert buffers.take(25, True) is not None and buffers.take(25, True) is not None
-    assert buffers.take(25, True) is None
-    assert buffers.take(1000, True, sent=True) is not None
+    assert buffers.borrow(25, True) is not None and buffers.borrow(25, True) is not None
+    assert buffers.borrow(25, True) is None
+    assert buffers.borrow(1000, True, sent=True) is not None
 
 
 def test_a_window_opens_when_the_server_has_read():

@@ -44,7 +44,7 @@ def test_what_servers_count_on_is_filled(store):
     """An interrupt has come while a push was being copied."""
     outbox, values = Outbox(store.words, SIZE, BLOCKS, STEP, np.dtype(np.float32)), np.arange(SIZE, dtype=np.float32)
     outbox.begin(1)
-    outbox.put(values)
+    outbox.put_block(values)
     store.link.filling.append((outbox, values))
     store.link.quiesce()
     assert outbox.full and not store.link.filling

@@ -31,9 +31,9 @@ class Worker:
         source.begin(self.round)
         return source
 
-    def put(self, block):
+    def put_block(self, block):
         assert self.outbox.filled == block and not self.outbox.full
-        self.outbox.put(self.values)
+        self.outbox.put_block(self.values)
         assert self.outbox.full == (block + 1 == BLOCKS)
 
     def reads(self, source, block):
@@ -55,7 +55,7 @@ def test_a_block_stays_until_it_is_summed(rounds):
         assert not source.ready(0)
         done = 0
         for block, most in enumerate(summed):
-            worker.put(block)
+            worker.put_block(block)
             assert source.ready(block) and not source.ready(block + 1)
             assert all(worker.reads(source, other) for other in range(done, block + 1))
             done = max(done, min(most, block + 1))
@@ -68,7 +68,7 @@ def test_a_server_that_keeps_up_needs_few_slots():
     worker = Worker()
     source = worker.begin()
     for block in range(BLOCKS):
-        worker.put(block)
+        worker.put_block(block)
         worker.words[0] = block  # all but the last
     assert len(worker.slots(source)) == 2
 
@@ -78,7 +78,7 @@ def test_nobody_waits_for_an_idle_server():
     for stops in (0, 2):
         source = worker.begin()
         for block in range(BLOCKS):
-            worker.put(block)
+            worker.put_block(block)
             worker.words[0] = (worker.round - 1) * BLOCKS + min(stops, block)
         assert len(worker.slots(source)) == BLOCKS - stops
         worker.words[0] = worker.round * BLOCKS
@@ -90,7 +90,7 @@ def test_what_was_summed_before_this_round_frees_nothing():
     worker.words[0] = BLOCKS - 1  # what came before is summed
     source = worker.begin()
     for block in range(BLOCKS):
-        worker.put(block)
+        worker.put_block(block)
     assert len(worker.slots(source)) == BLOCKS
 
 
@@ -101,18 +101,18 @@ def test_a_slot_lost_to_an_interrupt_is_found():
         for block in range(BLOCKS):
             if block <= lost:
                 worker.outbox._slot()
-            worker.put(block)
+            worker.put_block(block)
         assert all(worker.reads(source, block) for block in range(BLOCKS))
         worker.words[0] = worker.round * BLOCKS
 
 
 def test_filling_goes_on_after_an_interrupt():
     class Interrupted(Outbox):
-        def put(self, values):
+        def put_block(self, values):
             calls.append(self.filled)
             if len(calls) % 3:
                 raise KeyboardInterrupt
-            super().put(values)
+            super().put_block(values)
 
     calls, words = [], [0]
     box = Interrupted(words, SIZE, BLOCKS, STEP, np.dtype(np.float32))
