@@ -37,7 +37,7 @@ class Fast(Protocol):
     def post(self, array: Array, priority: int) -> Task[None] | None:
         """Push, but without waiting until the servers have read what they read in place."""
 
-    def read(self) -> Task[None] | None:
+    def wait_until_read(self) -> Task[None] | None:
         """Wait until they have, after a `post` that left nothing."""
 
     def pull(self, out: Array) -> Task[None] | None:

@@ -38,11 +38,11 @@ class Alone(RowTransfers):
 
     def push(self, keys: Sequence[Key], flats: Sequence[Array], priority: int) -> Task[None]:
         """Push all keys before one is waited for."""
-        return together([self._push.part(key, 0, flat, priority, key.pushes) for key, flat in zip(keys, flats)])
+        return together([self._push.push_part(key, 0, flat, priority, key.pushes) for key, flat in zip(keys, flats)])
 
     def pull(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[None]:
         """Ask for all keys before one is waited for."""
-        return together([self._pull.part(key, out, key.shards) for key, out in zip(keys, outs)])
+        return together([self._pull.pull_part(key, out, key.shards) for key, out in zip(keys, outs)])
 
     def pushpull(
         self, keys: Sequence[Key], flats: Sequence[Array], outs: Sequence[Array], priority: int
@@ -56,11 +56,11 @@ class Alone(RowTransfers):
         if self._one_node or self._asynchronous or len(key.pieces) == 1:
             # Servers may still read later elements of `flat` while earlier ones of the result are written.
             wait = self._asynchronous or (out is not flat and np.may_share_memory(flat, out))
-            yield from self._push.part(key, 0, flat, priority, key.pushes, wait=wait)
-            yield from self._pull.part(key, out, key.shards)
+            yield from self._push.push_part(key, 0, flat, priority, key.pushes, wait=wait)
+            yield from self._pull.pull_part(key, out, key.shards)
             return
-        key.round += 1
-        pushes = [self._push.part(key, key.round, flat, priority, piece.pushes, wait=False) for piece in key.pieces]
+        key.round = round_ = key.round + 1
+        pushes = [self._push.push_part(key, round_, flat, priority, piece.pushes, wait=False) for piece in key.pieces]
         pairs = zip(key.pieces, pushes, strict=True)
         yield from together([self._pull.exchange(key, push, out, piece.pushes) for piece, push in pairs])
 
@@ -108,7 +108,7 @@ class Client(RowTransfers):
             if piece.reduced is None:
                 piece.reduced = arena.empty(stop - start, key.dtype)
             total = piece.reduced
-            yield from self._push.read(key.round - 1, piece.pushes)
+            yield from self._push.wait_until_read(key.round - 1, piece.pushes)
         if self._all:
             assert total is not None
             yield from call.reduce_scatter(piece, flat, total)
@@ -116,12 +116,12 @@ class Client(RowTransfers):
             yield from call.reduce(piece, flat, total)
         if total is not None:
             yield from call.agreed()
-            yield from self._push.part(key, key.round, total, priority, piece.pushes, start, wait=False, own=True)
+            yield from self._push.push_part(key, key.round, total, priority, piece.pushes, start, wait=False, own=True)
 
     def _pull_piece(self, call: ClientCall, key: Key, piece: Piece, out: Array) -> Task[None]:
         """This member reads what it owns of a piece; then all have the whole."""
         if piece.pushes:
-            yield from self._pull.part(key, out, piece.pushes)
+            yield from self._pull.pull_part(key, out, piece.pushes)
         whole = out[piece.cuts[0] : piece.cuts[-1]]
         yield from call.allgather(piece, whole) if self._all else call.broadcast(piece, whole)
 
@@ -157,7 +157,7 @@ class Client(RowTransfers):
         """Pull keys in turn, as far as it goes without waiting; what is left."""
         left: list[Task[None]] = []
         for key, out in zip(keys, outs, strict=True):
-            task = self._pull.part(key, out, key.shards) if left or key.fast is None else key.fast.pull(out)
+            task = self._pull.pull_part(key, out, key.shards) if left or key.fast is None else key.fast.pull(out)
             if task is not None:
                 left.append(task)
         return left
@@ -196,10 +196,10 @@ class Client(RowTransfers):
         yield from call.run(call.reduce(keys[0].pieces[0], vector, total if master else None))
         if master:
             for key in keys:
-                yield from self._push.read(key.round - 1, key.pushes)
+                yield from self._push.wait_until_read(key.round - 1, key.pushes)
             pairs = zip(keys, parts, strict=True)
             yield from together(
-                [self._push.part(key, key.round, part, priority, key.pushes, own=True) for key, part in pairs]
+                [self._push.push_part(key, key.round, part, priority, key.pushes, own=True) for key, part in pairs]
             )
 
     def _pull_vector(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[None]:
@@ -208,7 +208,7 @@ class Client(RowTransfers):
         call = self._call(label("pull", keys))
         if self._rank == 0:
             pairs = zip(keys, slices, strict=True)
-            yield from together([self._pull.part(key, vector[each], key.shards) for key, each in pairs])
+            yield from together([self._pull.pull_part(key, vector[each], key.shards) for key, each in pairs])
         yield from call.run(call.broadcast(keys[0].pieces[0], vector))
         for out, each in zip(outs, slices, strict=True):
             out[...] = vector[each]

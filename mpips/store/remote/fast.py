@@ -47,15 +47,15 @@ class General:
 
     def push(self, key: Key, array: Array, priority: int) -> Task[None]:
         """Contribute to the key's next round; nothing is begun before the first step."""
-        return self._push.part(key, 0, array.reshape(-1), priority, key.pushes)
+        return self._push.push_part(key, 0, array.reshape(-1), priority, key.pushes)
 
     def pull(self, key: Key, out: Array) -> Task[None]:
         """Read the key."""
-        return self._pull.part(key, out.reshape(-1), key.shards)
+        return self._pull.pull_part(key, out.reshape(-1), key.shards)
 
-    def read(self, key: Key) -> Task[None]:
+    def wait_until_read(self, key: Key) -> Task[None]:
         """Wait until the servers have read what was pushed."""
-        return self._push.read(key.round, key.pushes)
+        return self._push.wait_until_read(key.round, key.pushes)
 
     def then_pull(self, key: Key, push: Task[None], out: Array) -> Task[None]:
         """A push that takes longer, and the pull after it."""
@@ -74,7 +74,7 @@ class FastRoute:
     def post(self, array: Array, priority: int) -> Task[None] | None:
         raise NotImplementedError
 
-    def read(self) -> Task[None] | None:
+    def wait_until_read(self) -> Task[None] | None:
         raise NotImplementedError
 
     def pull(self, out: Array) -> Task[None] | None:
@@ -82,7 +82,7 @@ class FastRoute:
 
     def push(self, array: Array, priority: int) -> Task[None] | None:
         left = self.post(array, priority)
-        return self.read() if left is None else left
+        return self.wait_until_read() if left is None else left
 
     def pushpull(self, array: Array, out: Array, priority: int) -> Task[None] | None:
         """Push, then pull: whoever can read the result knows that the server has read the array."""
@@ -128,10 +128,10 @@ class OneBlock(FastRoute):
         push.post(round_, priority)
         return None
 
-    def read(self) -> Task[None] | None:
+    def wait_until_read(self) -> Task[None] | None:
         if not self._in_place or came(self._words, self._mine, self._key.round):
             return None
-        return self._general.read(self._key)
+        return self._general.wait_until_read(self._key)
 
     def pull(self, out: Array) -> Task[None] | None:
         key = self._key
@@ -201,11 +201,11 @@ class Blocks(FastRoute):
             self._general.copy_in(key, round_, payloads, priority)
         return None
 
-    def read(self) -> Task[None] | None:
+    def wait_until_read(self) -> Task[None] | None:
         key = self._key
         for words, mine in self._mine if self._in_place else ():
             if words[mine] < key.round and not came(words, mine, key.round):
-                return self._general.read(key)
+                return self._general.wait_until_read(key)
         return None
 
     def pull(self, out: Array) -> Task[None] | None:
@@ -277,7 +277,7 @@ class InClient(FastRoute):
             push.post(key.round, priority)
         return None
 
-    def read(self) -> None:
+    def wait_until_read(self) -> None:
         """Wait for nothing: what was pushed is in the sum already."""
 
     def pull(self, out: Array) -> Task[None] | None:

@@ -122,19 +122,19 @@ class Link:
 
     # ---- what servers are asked
 
-    def order(self, server: int, request: frames.Request) -> int:
-        """Tell one server something typed; the token for its `answer`."""
-        return self.order_with(server, frames.encode(request), 0)
+    def post_request(self, server: int, request: frames.Request) -> int:
+        """Tell one server something typed; the token of its answer."""
+        return self.post_request_with(server, frames.encode(request), 0)
 
-    def order_with(self, server: int, body: bytes | NDArray[np.uint8], rows: int) -> int:
-        """Tell one server something typed, with so many bytes of rows in front of it; the token for its `answer`.
+    def post_request_with(self, server: int, body: bytes | NDArray[np.uint8], rows: int) -> int:
+        """Tell one server something typed, with so many bytes of rows in front of it; the token of its answer.
 
         An array in memory that the node shares is not copied."""
         self._tokens += 1
         self.lines[server].post_body(body, Op.CONTROL, token=self._tokens, aux=rows)
         return self._tokens
 
-    def answer(self, token: int) -> Task[Any]:
+    def wait_for_answer(self, token: int) -> Task[Any]:
         """Return what a server answers; ValueError with its sentence if it refuses."""
         self.listen()
         while token not in self._answers:
@@ -147,7 +147,7 @@ class Link:
 
     def request(self, server: int, request: frames.Request) -> Task[Any]:
         """Ask one server something typed; its answer. ValueError with the server's sentence if it refuses."""
-        return (yield from self.answer(self.order(server, request)))
+        return (yield from self.wait_for_answer(self.post_request(server, request)))
 
     def set(self, pairs: Iterable[tuple[Key, Array]]) -> Task[None]:
         """Give keys their first values (1-D); for one worker, before anybody uses them. Over when they are there."""

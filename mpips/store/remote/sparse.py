@@ -76,11 +76,11 @@ class RowTransfers:
             yield from call.run(in_turn(call.met(), self._add_up(key, merged, totals)))
             merged = totals[0]
         row = elements(key)
-        yield from self._push.read(key.round - 1, key.pushes)
+        yield from self._push.wait_until_read(key.round - 1, key.pushes)
         chosen = [merged.between(shard.start // row, shard.stop // row) for shard in key.pushes]
         yield from together(
             [
-                self._push.coded(key, key.round, shard, packed(rows), Coding.ROWS, priority, len(rows.rows))
+                self._push.push_coded(key, key.round, shard, packed(rows), Coding.ROWS, priority, len(rows.rows))
                 for shard, rows in zip(key.pushes, chosen, strict=True)
             ]
         )
@@ -88,10 +88,10 @@ class RowTransfers:
     def _push_nothing(self, key: Key, priority: int) -> Task[None]:
         """Count the key's next round. The members of a client all do, so they need not meet."""
         key.round += 1
-        yield from self._push.read(key.round - 1, key.pushes)
+        yield from self._push.wait_until_read(key.round - 1, key.pushes)
         nothing = np.empty(0, np.uint8)
         yield from together(
-            [self._push.coded(key, key.round, shard, nothing, Coding.NOTHING, priority) for shard in key.pushes]
+            [self._push.push_coded(key, key.round, shard, nothing, Coding.NOTHING, priority) for shard in key.pushes]
         )
 
     def pull_rows(self, key: Key, out: Array, ids: Array) -> Task[None]:
@@ -178,4 +178,4 @@ class RowTransfers:
             start, stop = np.searchsorted(ids, [shard.start // row, shard.stop // row])
             if stop > start:
                 wanted.append((shard, ids[start:stop] - shard.start // row, table[start:stop]))
-        yield from self._pull.rows(key, row, wanted)
+        yield from self._pull.pull_rows(key, row, wanted)

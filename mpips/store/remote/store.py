@@ -139,7 +139,7 @@ class RemoteStore(Member[Recovered]):
         if not self._asynchronous:  # no round ends without this worker
             return [key.round for key in keys]
         for key in keys:
-            yield from self._push.read(key.round, key.pushes)
+            yield from self._push.wait_until_read(key.round, key.pushes)
         return (yield from self._pull.versions(keys))
 
     def pull_versions(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[list[int]]:

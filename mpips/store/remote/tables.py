@@ -134,7 +134,7 @@ class RemoteTables:
         sum_into(block.rows, gradients, block.places)
         pushes = self._pushes.setdefault(table.name, [])
         pushes.append(block.memory)
-        tokens = [self._link.order_with(server, *block.body(server)) for server in range(self._servers)]
+        tokens = [self._link.post_request_with(server, *block.body(server)) for server in range(self._servers)]
         yield from self._take_room(table, (yield from self._answers(tokens)))
         for memory in pushes[:-1]:  # those have been applied
             self._pool.give_back(memory)
@@ -147,7 +147,7 @@ class RemoteTables:
             frames.AskForRoom(table.name, table.round, found.ids[found.owners == server].tobytes(), table.refusals)
             for server in range(self._servers)
         ]
-        tokens = [self._link.order(server, request) for server, request in enumerate(asked)]
+        tokens = [self._link.post_request(server, request) for server, request in enumerate(asked)]
         yield from self._take_room(table, (yield from self._answers(tokens)))
 
     def _take_room(self, table: KnownTable, answers: Sequence[Any]) -> Task[None]:
@@ -164,7 +164,7 @@ class RemoteTables:
         told, table.room = refusals[0], {}
         if not self._layout.asynchronous:  # else it is this worker's push alone, and was not sent
             request = frames.RefuseRound(table.name, told.round, told.refusals, told.why)
-            tokens = [self._link.order(server, request) for server in range(self._servers)]
+            tokens = [self._link.post_request(server, request) for server in range(self._servers)]
             yield from self._answers(tokens)
             table.refusals, table.round = told.refusals, told.round - 1
             for memory in self._pushes.pop(table.name, []):
@@ -175,7 +175,7 @@ class RemoteTables:
         """Return what all servers answer."""
         found = []
         for token in tokens:
-            found.append((yield from self._link.answer(token)))
+            found.append((yield from self._link.wait_for_answer(token)))
         return found
 
     def pull(self, table: KnownTable, ids: Ids, out: Array) -> Task[None]:
@@ -193,7 +193,7 @@ class RemoteTables:
         block = _Block(self._pool, found, out.shape[1], out.dtype, requests)
         self._pulls[id(block.memory)] = block.memory
         asked = [
-            (server, self._link.order_with(server, *block.body(server, local[server])))
+            (server, self._link.post_request_with(server, *block.body(server, local[server])))
             for server, count in enumerate(block.counts) if count
         ]  # fmt: skip
         answers = yield from self._answers([token for _, token in asked])
@@ -238,7 +238,7 @@ class RemoteTables:
     def stats(self, table: KnownTable, ahead: int = 0) -> Task[list[frames.TableStats]]:
         """Return what each server holds of the table after this worker's pushes. RoomError: see `Tables`."""
         request = frames.GetTableStats(table.name, table.round + ahead, table.refusals)
-        tokens = [self._link.order(server, request) for server in range(self._servers)]
+        tokens = [self._link.post_request(server, request) for server in range(self._servers)]
         found = yield from self._answers(tokens)
         yield from self._see_refused(table, found)
         return found
@@ -269,7 +269,7 @@ class RemoteTables:
         tokens = []
         for server, chosen in enumerate(self._spread(arrays["ids"])):
             parts = {name: values[chosen].tobytes() for name, values in arrays.items()}
-            tokens.append(self._link.order(server, frames.PutRows(table, parts)))
+            tokens.append(self._link.post_request(server, frames.PutRows(table, parts)))
         yield from self._answers(tokens)
 
     def at_rank_0(self, do: Callable[[], Task[bytes]], what: str) -> Task[bytes]:

@@ -39,7 +39,7 @@ class Push:
         self._small_bytes = layout.options.small_bytes
         self.residuals: Residuals | None = None
 
-    def part(
+    def push_part(
         self, key: Key, round_: int, values: Array, priority: int, shards: Sequence[Shard], base: int = 0,
         wait: bool = True, own: bool = False,
     ) -> Task[None]:  # fmt: skip
@@ -68,7 +68,7 @@ class Push:
             tasks.append(self._here(key, round_, here, priority, wait, own))
         yield from together(tasks)
 
-    def read(self, round_: int, shards: Sequence[Shard]) -> Task[None]:
+    def wait_until_read(self, round_: int, shards: Sequence[Shard]) -> Task[None]:
         """Wait until the servers have read this worker's contributions up to `round_`."""
         for shard in shards:
             while shard.consumed() < round_:
@@ -85,7 +85,7 @@ class Push:
                 yield from self._link.request(server, Flush())
             return
         for key in keys:
-            yield from self.read(key.round, key.pushes)
+            yield from self.wait_until_read(key.round, key.pushes)
 
     def tell_wait(self, keys: Sequence[Key]) -> None:
         """This worker's program has waited long for what it has called of these keys: the servers look for circles."""
@@ -95,7 +95,7 @@ class Push:
                     if not shard.local or shard.words[0] < key.round * shard.blocks:
                         shard.line.post(Op.WAITS, shard.number, key.round)
 
-    def coded(
+    def push_coded(
         self, key: Key, round_: int, shard: Shard, payload: Array, coding: Coding, priority: int, count: int = 0
     ) -> Task[None]:
         """Contribute a compressed or row-sparse payload (uint8) to a round of a shard. `count`: its rows.
@@ -141,17 +141,17 @@ class Push:
             else:
                 shard.line.post(Op.PUSH, shard.number, round_, region, priority=priority)
                 lent.append(shard)
-        yield from self.read(round_ - 1, [shard for shard, _ in copies])
+        yield from self.wait_until_read(round_ - 1, [shard for shard, _ in copies])
         self.copy_in(key, round_, copies, priority)
         if wait and not own:
-            yield from self.read(round_, lent)
+            yield from self.wait_until_read(round_, lent)
 
     def _compressed(self, key: Key, round_: int, shard: Shard, values: Array, priority: int) -> Task[None]:
         """Contribute what the compressor makes of a shard's elements."""
         assert self.residuals is not None
-        yield from self.read(round_ - 1, [shard])
+        yield from self.wait_until_read(round_ - 1, [shard])
         payload = self.residuals.payload(shard.number, values, key.name, shard.start)
-        yield from self.coded(key, round_, shard, payload, Coding.COMPRESSED, priority)
+        yield from self.push_coded(key, round_, shard, payload, Coding.COMPRESSED, priority)
 
 
 TRIES = 4
@@ -181,7 +181,7 @@ class Pull:
         self._between = layout.asynchronous and layout.options.staleness < 0
         """Whether an asynchronous unit may be read between two updates, unasked."""
 
-    def part(self, key: Key, out: Array, shards: Sequence[Shard], asked: bool = False) -> Task[None]:
+    def pull_part(self, key: Key, out: Array, shards: Sequence[Shard], asked: bool = False) -> Task[None]:
         """Read shards of the key into `out` (1-D, the key's size) after this worker's pushes; over when it is there.
         `asked`: servers of other nodes have been asked already."""
         if self._asynchronous:
@@ -206,7 +206,7 @@ class Pull:
                     if not shard.local:
                         shard.line.post(Op.PULL, shard.number, key.round)
             yield moved
-        yield from self.part(key, out, shards, asked)
+        yield from self.pull_part(key, out, shards, asked)
 
     def versions(self, keys: Sequence[Key]) -> Task[list[int]]:
         """Return how many pushes all shards of each key of an asynchronous store hold. On a node the server's words
@@ -216,10 +216,10 @@ class Pull:
             for shard in key.shards:
                 if not shard.local:
                     distant.setdefault(shard.server, []).append(shard.number)
-        asked = [(units, self._link.order(server, GetVersions(units))) for server, units in distant.items()]
+        asked = [(units, self._link.post_request(server, GetVersions(units))) for server, units in distant.items()]
         told: dict[int, int] = {}
         for units, token in asked:
-            told.update(zip(units, (yield from self._link.answer(token)).counts))
+            told.update(zip(units, (yield from self._link.wait_for_answer(token)).counts))
         return [
             min(sum(shard.words[1:]) if shard.local else told[shard.number] for shard in key.shards) for key in keys
         ]
@@ -259,7 +259,7 @@ class Pull:
         shard.held = -1
         shard.line.post(Op.HOLD, shard.number, pushes)
 
-    def rows(self, key: Key, row: int, wanted: Sequence[Rows]) -> Task[None]:
+    def pull_rows(self, key: Key, row: int, wanted: Sequence[Rows]) -> Task[None]:
         """Read rows of `row` elements after this worker's pushes."""
         waiting: list[Rows] = []
         coming: list[MessageGroup] = []

@@ -56,7 +56,7 @@ class Fast:
 
     post = push
 
-    def read(self) -> None:
+    def wait_until_read(self) -> None:
         """Nobody reads the array after the push."""
 
     def pull(self, out: Array) -> None:

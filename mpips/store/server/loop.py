@@ -228,14 +228,14 @@ class Server(Member[None]):
         heard = traffic.read_frames()
         if self._mirror is not None:
             heard |= self._mirror.turn()
-            self._requests.say_mirrored()
+            self._requests.post_mirrored()
         worked, replies = state.work()
         if replies:
             traffic.send(replies)
         if self._requests.waiting and state.quiet:
-            traffic.answer()
+            traffic.answer_waiting()
         if traffic.remote:
-            traffic.arrived()
+            traffic.note_arrivals()
         return heard or worked
 
     def tick(self, now: float) -> None:
@@ -271,7 +271,7 @@ class Server(Member[None]):
         now = time.monotonic()
         grace, until = now + GRACE_SECONDS, now + END_SECONDS
         while now < grace or (self._state.ready and now < until and self._ledger is None):
-            self._traffic.hear_last()
+            self._traffic.read_last_frames()
             if self._state.finish():
                 until = now + END_SECONDS
             time.sleep(SLEEP_SECONDS[0])
@@ -423,17 +423,17 @@ class WorkerTraffic:
                 state.waits(unit, worker, frame.round)
             case Op.MEETS:
                 self.send(state.meets(worker))
-                self._requests.say(self._requests.tables.meets(worker))
+                self._requests.post_answers(self._requests.tables.meets(worker))
             case Op.BYE:
                 self._callers = [caller for caller in self._callers if caller[0] != worker]
                 if not line.local:
                     line.post(Op.BYE)
                 self.send(state.left(worker))
-                self._requests.say(self._requests.tables.left(worker))
+                self._requests.post_answers(self._requests.tables.left(worker))
             case _:
                 raise KeyError(frame.op)
 
-    def hear_last(self) -> None:
+    def read_last_frames(self) -> None:
         """Take in what workers of this node had pushed before they knew that the generation is over."""
         known = self._pushes.known
         for worker, line in self._callers:
@@ -446,7 +446,7 @@ class WorkerTraffic:
                 with suppress(CollectiveError):  # another worker, who has left, does not push to this round
                     self._state.pushed(unit, index, source, 0, time.monotonic())
 
-    def arrived(self) -> None:
+    def note_arrivals(self) -> None:
         """See what messages from and to other nodes have come and gone; to be called where there are `remote` lines."""
         for unit, worker in self._receiver.delivered():
             self._state.released(unit, worker)
@@ -475,7 +475,7 @@ class WorkerTraffic:
             else:
                 line.post(Op[reply.what], reply.unit, reply.round)
 
-    def answer(self) -> None:
+    def answer_waiting(self) -> None:
         """Answer requests that have waited until all that was pushed has been applied, as it has."""
         if len(self._state.meeting | self._state.gone) == len(self._lines):
             self._state.all_met()

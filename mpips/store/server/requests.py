@@ -87,9 +87,9 @@ class Requests:
             return
         if isinstance(request, frames.MakeTable | frames.ResetTable):
             self.publish()
-        self.say(answers)
+        self.post_answers(answers)
 
-    def say(self, answers: TableAnswers) -> None:
+    def post_answers(self, answers: TableAnswers) -> None:
         """Say what tables answer."""
         for (line, token), answer in answers:
             line.post_body(frames.encode(answer), Op.ANSWER, token=token)
@@ -101,9 +101,9 @@ class Requests:
         changed = [self._reply(*question) for question in waiting]
         return any(changed)
 
-    def say_mirrored(self) -> None:
+    def post_mirrored(self) -> None:
         """Say answers whose units and tables the mirror has by now; to be called after each look at the mirror."""
-        self.say(self.tables.take_mirrored())
+        self.post_answers(self.tables.take_mirrored())
         deferred, self._deferred = self._deferred, []
         for request in deferred:
             self._answer_of_table(*request)
@@ -136,7 +136,7 @@ class Requests:
         elif isinstance(request, frames.PutState | frames.SetTorn):
             changed = [self._state.units[number] for number in request.units]
         self._unsaid.append((line, token, answer, changed))
-        self.say_mirrored()
+        self.post_mirrored()
         return isinstance(request, frames.Create | frames.Forget)
 
     def _answer(self, worker: int, request: Request) -> Answer:

@@ -94,56 +94,59 @@ class ServerTables:
             self._mirror.begin(table.card, table.rows.capacity, table.journal)
 
     def _answers_to(self, worker: int, asker: Asker, request: frames.TableRequest, payload: Payload) -> TableAnswers:
+        answer: frames.Answer = frames.RequestDone()
         match request:
+            case frames.FreezeTables() | frames.ReadTable() | frames.ReadDropped() | frames.ThawTables():
+                return [(asker, self._answer_of_frozen(request))]
             case frames.MakeTable():
                 self._make(request)
                 kernels.load(np.dtype(request.dtype), [*kernels.OF_SERVERS, kernels.OF_OPTIMIZERS[request.optimizer]])
-                return [(asker, frames.RequestDone())]
+                return [(asker, answer)]
+        table = self._tables[request.table]
+        match request:
             case frames.UpdateTable():
-                self._tables[request.table].set_numbers(request.numbers)
-                return [(asker, frames.RequestDone())]
+                table.set_numbers(request.numbers)
             case frames.LocateTable():
-                rows, words = self._tables[request.table].rows, self._tables[request.table].journal.words
-                words[HERE] = not words[TORN]
-                return [(asker, frames.TablePlaces(tuple(self._file.region), dict(rows.places), rows.capacity))]
-            case frames.FreezeTables():
-                return [(asker, self._freeze(request))]
-            case frames.ReadTable():
-                frozen = self._frozen[request.number][request.table][1]
-                parts = frozen.read(request.start, request.stop, request.arrays)
-                arrays = {name: part.tobytes() for name, part in parts.items()}
-                return [(asker, frames.PutRows(request.table, arrays))]
-            case frames.ReadDropped():
-                return [(asker, frames.Bytes(self._frozen[request.number][request.table][1].dropped.tobytes()))]
-            case frames.ThawTables():
-                for rows_of, one in self._frozen.pop(request.number).values():
-                    rows_of.thaw(one)
-                return [(asker, frames.RequestDone())]
+                table.journal.words[HERE] = not table.journal.words[TORN]
+                answer = frames.TablePlaces(tuple(self._file.region), dict(table.rows.places), table.rows.capacity)
             case frames.ResetTable():
-                self._tables[request.table].reset(request.updates)
-                return [(asker, frames.RequestDone())]
+                table.reset(request.updates)
             case frames.EndLoad():
-                self._tables[request.table].end_load()
-                return [(asker, frames.RequestDone())]
+                table.end_load()
             case frames.PutRows():
-                self._tables[request.table].put_rows(request.arrays)
-                return [(asker, frames.RequestDone())]
+                table.put_rows(request.arrays)
             case frames.PushRows():
-                table = self._tables[request.table]
                 self._taken[worker] = self._taken.get(worker, 0) + payload.nbytes
                 return table.push(worker, asker, request, payload, self._absent)
             case frames.PullRows():
-                table = self._tables[request.table]
                 ids, out = table.parts(payload, request.count) if request.shared else (payload.view(np.int64), None)
                 return table.read(TableRead(worker, asker, request, ids, out), self._absent)
             case frames.GetTableStats():
-                return self._tables[request.table].read(TableRead(worker, asker, request, NO_IDS, None), self._absent)
+                return table.read(TableRead(worker, asker, request, NO_IDS, None), self._absent)
             case frames.AskForRoom():
                 ids = np.frombuffer(request.ids, np.int64)
-                return self._tables[request.table].read(TableRead(worker, asker, request, ids, None), self._absent)
+                return table.read(TableRead(worker, asker, request, ids, None), self._absent)
             case frames.RefuseRound():
                 refused = frames.RoundRefused(request.round, request.refusals, request.why)
-                return [*self._tables[request.table].refuse(refused), (asker, frames.RequestDone())]
+                return [*table.refuse(refused), (asker, answer)]
+        return [(asker, answer)]
+
+    def _answer_of_frozen(
+        self, request: frames.FreezeTables | frames.ReadTable | frames.ReadDropped | frames.ThawTables
+    ) -> frames.Answer:
+        match request:
+            case frames.FreezeTables():
+                return self._freeze(request)
+            case frames.ReadTable():
+                frozen = self._frozen[request.number][request.table][1]
+                parts = frozen.read(request.start, request.stop, request.arrays)
+                return frames.PutRows(request.table, {name: part.tobytes() for name, part in parts.items()})
+            case frames.ReadDropped():
+                return frames.Bytes(self._frozen[request.number][request.table][1].dropped.tobytes())
+            case frames.ThawTables():
+                for rows_of, one in self._frozen.pop(request.number).values():
+                    rows_of.thaw(one)
+                return frames.RequestDone()
 
     def _freeze(self, request: frames.FreezeTables) -> frames.FrozenTables:
         taken, told = self._frozen.setdefault(request.number, {}), []

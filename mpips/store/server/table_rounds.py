@@ -175,7 +175,7 @@ class ServerTable:
         queue = self._queues[worker]
         queue.append(TablePush(asker, *self.parts(payload, request.count), rows))
         self._arrivals.append(worker)
-        there: TableAnswers = [self._taken(worker)] if len(queue) == 1 else []
+        there: TableAnswers = [self._answer_push(worker)] if len(queue) == 1 else []
         return [*there, *self.go_on(gone)]
 
     def read(self, read: TableRead, gone: set[int]) -> TableAnswers:
@@ -199,7 +199,7 @@ class ServerTable:
 
     # ---- memory for rows
 
-    def _taken(self, worker: int) -> tuple[Asker, frames.Answer]:
+    def _answer_push(self, worker: int) -> tuple[Asker, frames.Answer]:
         """Answer the worker's first push that waits, with room for the next one where there is memory."""
         wanted = max(LEAST_ROOM, 2 * self._largest)
         if self._has_room(worker, wanted):
@@ -231,7 +231,7 @@ class ServerTable:
         answers: list[tuple[Asker, frames.Answer]] = []
         while workers := self._next(gone):
             self._apply(workers, [self._queues[worker].popleft() for worker in workers])
-            answers += [self._taken(worker) for worker in workers if self._queues[worker]]
+            answers += [self._answer_push(worker) for worker in workers if self._queues[worker]]
         waiting = []
         for read in self._reads:
             if self._done[read.worker] < read.request.round and read.request.refusals < self._refusal.refusals:

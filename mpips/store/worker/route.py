@@ -145,7 +145,7 @@ class ListTransfers:
             else:
                 left.append((record, task))
         for record in posted if wait else ():
-            task = record.fast.read()  # type: ignore[union-attr]
+            task = record.fast.wait_until_read()  # type: ignore[union-attr]
             if task is not None:
                 left.append((record, task))
         if left:
