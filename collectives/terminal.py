@@ -304,7 +304,7 @@ class Seconds(click.ParamType):
 class Whole(click.IntRange):
     """A whole number of at least so many, refused in our own words."""
 
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         try:
             return int(super().convert(value, param, ctx))
         except click.BadParameter:

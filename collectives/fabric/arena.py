@@ -291,6 +291,13 @@ def locate(array: NDArray[Any]) -> Region | None:
     return Region(os.getpid(), segment.fd, segment.inode, address - segment.base, array.nbytes)
 
 
+def region_of(array: NDArray[Any]) -> Region:
+    """The region of an array that was made by `empty`."""
+    region = locate(array)
+    assert region is not None
+    return region
+
+
 def attach(region: Region) -> NDArray[np.uint8]:
     """The bytes of a region of this or another process of the node, for reading and writing.
 

@@ -124,7 +124,7 @@ class Page:
         """Write a word of the head."""
         self.words[AT[name]] = value
 
-    def write(self, area: int, content: object) -> None:
+    def write(self, area: int, content: list[Any] | dict[Any, Any]) -> None:
         """Write JSON into an area: of a list the first members that fit, of an object the last."""
         while len(raw := encode(content)) > JSON_BYTES:
             content = content[:-1] if isinstance(content, list) else dict([*content.items()][1:])

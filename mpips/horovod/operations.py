@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from mpips.torch.tensors import check_on_host, reduction
 Tensors = Sequence[Tensor]
 T = TypeVar("T")
 Step = Callable[[Tensors], Tensors]
-Splits = Tensor | Sequence[int]
+Splits: TypeAlias = "Tensor | Sequence[int]"
 WORLD = global_process_set
 
 

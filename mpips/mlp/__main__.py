@@ -32,7 +32,7 @@ from collectives.terminal import (
     write_text,
     writing,
 )  # fmt: skip
-from mpips.mlp import checkpoint, options
+from mpips.mlp import checkpoint, train_options
 from mpips.mlp.data.base import name_classes
 from mpips.mlp.data.loading import WAYS, Data, load_opened, open_everywhere
 from mpips.mlp.mesh import Mesh, TrainingError, agree, counted, parse
@@ -71,9 +71,9 @@ MEANINGS = {
 @click.option("--batch", default=100, type=click.IntRange(1), help="Samples of a whole minibatch; --load: as before.")
 @click.option("--seed", default=1, type=click.IntRange(0), help="Of weights and of how rows are dealt.")
 @click.option("--dtype", default="float32", type=click.Choice(DTYPES), help="In mixed, float16 travels between nodes.")
-@click.option("--device", default="cpu", type=click.Choice(options.DEVICES),
+@click.option("--device", default="cpu", type=click.Choice(train_options.DEVICES),
               help="With gpu: CuPy; the node's GPUs are dealt.")
-@click.option("--optimizer", default="sgd", type=click.Choice(options.OPTIMIZERS))
+@click.option("--optimizer", default="sgd", type=click.Choice(train_options.OPTIMIZERS))
 @click.option("--learning-rate", default=0.01, type=FiniteRange(0))
 @click.option("--momentum", default=0.0, type=FiniteRange(0, 1, max_open=True), help="For sgd.")
 @click.option("--overlap/--no-overlap", default=None, show_default="between nodes", help="Send beside computation.")
@@ -93,7 +93,7 @@ def command(**given: Any) -> None:
     Start the ranks with `mpips train ... --ranks P` or with mpirun.
     """
     comm = MPI.COMM_WORLD
-    options.check_words(comm.size, **given)
+    train_options.check_words(comm.size, **given)
     run = _Run(comm, SimpleNamespace(**given))
     try:
         run.run()
@@ -109,7 +109,7 @@ def command(**given: Any) -> None:
         comm.Abort(1)
 
 
-check = options.check
+check = train_options.check
 
 
 class _Run:
@@ -117,7 +117,7 @@ class _Run:
 
     def __init__(self, comm: MPI.Intracomm, o: SimpleNamespace) -> None:
         self.comm: MPI.Comm = comm
-        self.console, self.options, self.optimizer = console(), o, options.optimizer_of(o)
+        self.console, self.options, self.optimizer = console(), o, train_options.optimizer_of(o)
         self.began = False
         """Whether steps have been taken: until then a training is refused."""
         self.xp: ModuleType = np
@@ -125,7 +125,7 @@ class _Run:
 
     def run(self) -> None:
         """Let servers serve, and train on all other ranks."""
-        threads = self.options.threads or max(1, usable_cores() // options.place_on_node(self.comm)[1])
+        threads = self.options.threads or max(1, usable_cores() // train_options.place_on_node(self.comm)[1])
         with threadpool_limits(threads, user_api="blas"):
             if self.servers is None:
                 self._prepare_and_train(None)
@@ -142,22 +142,23 @@ class _Run:
     def _prepare_and_train(self, mesh: Mesh | None) -> None:
         o = self.options
         agree(self.comm, self._unwritable() if self.comm.rank == 0 else None)
-        self.xp = options.array_module(o.device, self.comm)
+        self.xp = train_options.array_module(o.device, self.comm)
         saved = checkpoint.read_header(o.load_path, self.comm) if o.load_path else None
         labels = None
         if saved is not None:
             labels = saved.labels or tuple(str(number) for number in range(saved.specification.sizes[-1]))
             if saved.rule:
-                options.deal_by(saved.rule, o)
+                train_options.deal_by(saved.rule, o)
         start = perf_counter()
-        opened = open_everywhere(partial(options.open_data, o), self.comm, o.way, labels)
+        opened = open_everywhere(partial(train_options.open_data, o), self.comm, o.way, labels)
         seconds = perf_counter() - start
         if saved is not None:
             specification = saved.specification
         else:
-            loss, sizes = "l2" if opened.classes is None else "softmax", (*options.widths(o.hidden), opened.outputs)
-            specification = Specification((opened.features, *sizes), o.activation, loss, o.dtype, o.seed)
-        agree(self.comm, options.too_large(o, specification, opened, self.comm, mesh))
+            loss, hidden = "l2" if opened.classes is None else "softmax", train_options.widths(o.hidden)
+            sizes = (opened.features, *hidden, opened.outputs)
+            specification = Specification(sizes, o.activation, loss, o.dtype, o.seed)
+        agree(self.comm, train_options.too_large(o, specification, opened, self.comm, mesh))
         if mesh is None:
             mesh = self._choose_mesh(specification, opened.rows - int(opened.rows * o.test_share))
         start = perf_counter()

@@ -33,7 +33,7 @@ _OF_CHECKPOINT = ("hidden", "activation", "dtype", "optimizer", "learning_rate",
 class FiniteRange(click.FloatRange):
     """A number of a range, which infinity and NaN are not."""
 
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Return the number, or refuse it."""
         number = float(super().convert(value, param, ctx))
         if not math.isfinite(number):

@@ -138,6 +138,7 @@ class Tape:
         names |= {value: f"c{number}" for number, value in enumerate(self.scalars)}
         lines = []
         for function, inputs, result in self.operations:
+            assert function is not None
             name = function.__name__
             of_bools = name in OF_BOOLS
             wanted = [of_bools or name == "where", *[of_bools] * (len(inputs) - 1)]
@@ -149,10 +150,10 @@ class Tape:
         return [*lines, f"{', '.join(targets)} = {', '.join(names[value] for value in self.results)}"]
 
 
-def pair(given: object, slots: int) -> list[object]:
+def pair(given: Any, slots: int) -> list[object]:
     """Return the new weight and state that an equation gave back, in one list; TypeError for another thing."""
     try:
-        weight, state = given  # type: ignore[misc]
+        weight, state = given
         results = [weight, *state]
     except (TypeError, ValueError):
         results = []

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import ml_dtypes  # noqa: F401  (NumPy then knows bfloat16 by name)
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives.errors import warn
 from collectives.files import NewFile
+from mpips.store.keys.key import Array
 from mpips.store.options import MOST
 from mpips.store.tables import row_optimizers
 from mpips.store.tables.rows import arrays_of
@@ -232,7 +232,6 @@ def metadata(header: Header) -> dict[str, str]:
     return {STORE: msgspec.json.encode(header).decode()}
 
 
-Array = NDArray[Any]
 
 NAMES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "bool": "BOOL",
@@ -354,6 +353,14 @@ class Writer:
                 left, offset = left[written:], offset + written
         except OSError as error:
             self._failure = error
+
+
+def open_writer(path: str) -> Writer:
+    """Return the writer; ValueError where there cannot be a file."""
+    try:
+        return Writer(path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {why(error)}") from error
 
 
 def write(path: str | os.PathLike[str], arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> None:

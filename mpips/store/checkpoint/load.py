@@ -14,11 +14,9 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives import log
 from collectives.fabric.tasks import Task
@@ -42,7 +40,7 @@ from mpips.store.checkpoint.file import (
 )
 from mpips.store.checkpoint.save import from_worker, senders
 from mpips.store.keys.arguments import runs
-from mpips.store.keys.key import Key, Name
+from mpips.store.keys.key import Array, Key, Name
 from mpips.store.options import MOST
 from mpips.store.roles import Layout
 from mpips.store.runtime.rendezvous import attempt
@@ -50,7 +48,6 @@ from mpips.store.tables.admission import COUNTS
 from mpips.store.worker.interface import KnownTable, States, Stored
 from mpips.store.worker.settings import Settings
 
-Array = NDArray[Any]
 LOG = log.get("mpips.store")
 
 

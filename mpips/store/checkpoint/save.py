@@ -16,10 +16,9 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 import collectives
 from collectives import log
@@ -41,6 +40,7 @@ from mpips.store.checkpoint.file import (
     Writer,
     file_name,
     metadata,
+    open_writer,
     residual_dtype,
     residual_name,
     state_name,
@@ -50,7 +50,7 @@ from mpips.store.checkpoint.file import (
 )
 from mpips.store.checkpoint.table_files import RowsPiece
 from mpips.store.keys.arguments import packed, runs, unpack
-from mpips.store.keys.key import Key, Name, label
+from mpips.store.keys.key import Array, Key, Name, label
 from mpips.store.roles import Layout
 from mpips.store.runtime.engine import Handle
 from mpips.store.runtime.errors import StoreError
@@ -58,7 +58,6 @@ from mpips.store.runtime.rendezvous import attempt
 from mpips.store.worker.interface import FrozenRows, Snapshot, Stored
 from mpips.store.worker.settings import Settings
 
-Array = NDArray[Any]
 LOG = log.get("mpips.store")
 
 
@@ -68,7 +67,7 @@ def save(store: Settings, path: str | os.PathLike[str], wait: bool) -> Saving | 
         if store.saving is not None:
             store.saving.finish()  # it may write to the same place
         name, refusal = attempt(lambda: file_name("save", "path", path))
-        writer, unfit = attempt(lambda: _opened(name) if name and store.layout.rank == 0 else None)
+        writer, unfit = attempt(lambda: open_writer(name) if name and store.layout.rank == 0 else None)
         if writer is not None:
             stack.callback(writer.abandon)
         keys = list(store.keys.values())
@@ -92,7 +91,7 @@ def save(store: Settings, path: str | os.PathLike[str], wait: bool) -> Saving | 
 def save_alone(store: Settings, path: str) -> Saving:
     """Begin it by worker 0 alone, in an asynchronous store: each key as it is at one moment, after the pushes of
     this worker, nothing of what compression kept back. ValueError where it cannot be written."""
-    keys, writer = list(store.keys.values()), _opened(path)
+    keys, writer = list(store.keys.values()), open_writer(path)
     with contextlib.ExitStack() as stack:
         stack.callback(writer.abandon)
         store.settle()
@@ -106,14 +105,6 @@ def save_alone(store: Settings, path: str) -> Saving:
         store.saving = saving = Saving(store, content, writer)
         stack.pop_all()
     return saving
-
-
-def _opened(path: str) -> Writer:
-    """Return the writer; ValueError where there cannot be a file."""
-    try:
-        return Writer(path)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be written: {why(error)}") from error
 
 
 class Content(NamedTuple):

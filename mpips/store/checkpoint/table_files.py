@@ -14,21 +14,20 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives.errors import CollectiveError, of_caller
 from collectives.fabric.tasks import Task
-from mpips.store.checkpoint.file import TableRecord, Tensor, TensorFile, Writer, file_name, why
+from mpips.store.checkpoint.file import TableRecord, Tensor, TensorFile, Writer, file_name, open_writer, why
+from mpips.store.keys.key import Array
 from mpips.store.runtime.rendezvous import Items, attempt
 from mpips.store.tables.admission import COUNTS
 from mpips.store.worker.interface import FrozenRows, KnownTable, Tables
 from mpips.store.worker.settings import Settings
 
-Array = NDArray[Any]
 WORD = "mpips.table"
 """The word of the metadata that says of what table a file is."""
 COUNTS_WORD, COUNTS_PREFIX = "mpips.table.seen", "seen_"
@@ -125,7 +124,7 @@ def save(settings: Settings, table: KnownTable, path: object) -> None:
     what = f"save of table {table.name!r}"
     with contextlib.ExitStack() as stack:
         name, refusal = attempt(lambda: file_name(what, "path", path))
-        writer, unfit = attempt(lambda: _opened(name) if name and settings.layout.rank == 0 else None)
+        writer, unfit = attempt(lambda: open_writer(name) if name and settings.layout.rank == 0 else None)
         if writer is not None:
             stack.callback(writer.abandon)
         meet(settings, what, [("path", name or "")], table, refusal or unfit)
@@ -162,13 +161,6 @@ def meet(
                 f"{what}: rank 0 has pushed {int(told[0])} times and rank {rank} {int(theirs)}: call it after the same "
                 "step"
             ))  # fmt: skip
-
-
-def _opened(path: str) -> Writer:
-    try:
-        return Writer(path)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be written: {why(error)}") from error
 
 
 def _counts_of(settings: Settings, table: KnownTable) -> KnownTable | None:
@@ -255,7 +247,7 @@ def export(settings: Settings, table: KnownTable, path: object, given: Callable[
     with contextlib.ExitStack() as stack:
         name, refusal = attempt(lambda: file_name(what, "path", path))
         since, wrong = attempt(given)
-        writer, unfit = attempt(lambda: _opened(name) if name and settings.layout.rank == 0 else None)
+        writer, unfit = attempt(lambda: open_writer(name) if name and settings.layout.rank == 0 else None)
         if writer is not None:
             stack.callback(writer.abandon)
         items = [("path", name or ""), ("since", str(since or None))]

@@ -22,7 +22,7 @@ from collectives.arrays import see_unmasked
 from collectives.errors import of_caller
 from collectives.fabric.tasks import Task
 from mpips.store.keys import rows as sparse
-from mpips.store.keys.key import Key, Name
+from mpips.store.keys.key import Array, Key, Name
 from mpips.store.keys.rows import RowSparse
 from mpips.store.options import LEAST, MOST
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from collectives.tensor.vectors import Ticket
 
 T = TypeVar("T")
-Array = NDArray[Any]
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 PRIORITY_BITS = 31
 
@@ -39,7 +38,7 @@ def names(key: object) -> list[Name]:
     """One key or a list of keys as a list; int or str, never mixed, none twice."""
     if type(key) is str or type(key) is int:
         return [key]
-    keys = list(key) if isinstance(key, (list, tuple)) else [key]
+    keys: list[Any] = list(key) if isinstance(key, (list, tuple)) else [key]
     if not keys:
         raise ValueError("an empty list of keys: a call needs at least one")
     for name in keys:
@@ -418,7 +417,7 @@ def _see_apart(outs: Sequence[tuple[Name, Sequence[Any]]], what: str) -> None:
                 raise ValueError(f"{what}: keys {other!r} and {name!r} have one array as out: give each its own")
 
 
-def rows(known: Known, key: object, out: object, row_ids: object) -> list[tuple[Key, Array, NDArray[np.int64]]]:
+def rows(known: Known, key: object, out: object, row_ids: Any) -> list[tuple[Key, Array, NDArray[np.int64]]]:
     """(key, target, row numbers) of every target of a `row_sparse_pull`; errors as in `check`."""
     what = "row_sparse_pull"
     if row_ids is None:

@@ -11,7 +11,7 @@ lie; `NodeMemory` is what every rank of a node keeps of them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -22,6 +22,7 @@ from collectives.fabric import arena
 from collectives.fabric.arena import Region, SparseFile
 from mpips.optimizers.base import Optimizer, State, state_dtypes
 from mpips.optimizers.schedules import Groups
+from mpips.store.keys.key import Array
 from mpips.store.keys.rows import RowSparse, sum_of
 from mpips.store.recovery import undo
 from mpips.store.recovery.plan import Holding, Shelf, dtype_names
@@ -33,7 +34,6 @@ from mpips.store.tables.journal import Journal
 from mpips.store.transport import frames
 from mpips.store.transport.frames import Created, UnitCard, dtype_of
 
-Array = NDArray[Any]
 SLOT_WORDS = 4
 SEQUENCE, GENERATION, OFFSET, NBYTES = range(SLOT_WORDS)
 """Of a slot: the number of the text, 0 while it changes; its generation; where it lies in the segment."""
@@ -82,9 +82,7 @@ class Ledger:
         self._slots = memoryview(self._memory)  # type: ignore[arg-type]
         self._texts: list[Array | None] = [None] * SLOTS
         self._written = 0
-        region = arena.locate(self._memory)
-        assert region is not None
-        self.region: Region = region
+        self.region = arena.region_of(self._memory)
 
     def offset(self, array: Array) -> int:
         """Return where an array begins in the segment. CollectiveError where it lies in another one."""
@@ -286,7 +284,7 @@ class UnitMemory:
             )  # fmt: skip
             unit.optimizer = groups.of(card.key)
             units.append(unit)
-        return units, Created(_region(words), [_region(unit.stored) for unit in units])
+        return units, Created(arena.region_of(words), [arena.region_of(unit.stored) for unit in units])
 
     def publish(
         self, units: Iterable[Unit], settings: bytes, generation: int, tables: Sequence[TableEntry] = ()
@@ -335,12 +333,6 @@ def _zeros(count: int) -> Array:
     words = arena.empty(max(count, 8), np.uint64)
     words[...] = 0
     return words
-
-
-def _region(array: Array) -> Region:
-    region = arena.locate(array)
-    assert region is not None
-    return region
 
 
 class SurvivingUnit(Unit):

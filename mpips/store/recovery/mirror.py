@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, Union
+from typing import NamedTuple, Union
 
 import msgspec
 import numpy as np
 from mpi4py import MPI
-from numpy.typing import NDArray
 
 from collectives.errors import warn
 from collectives.fabric import requests
 from collectives.fabric.arena import SparseFile
 from collectives.fabric.failure import is_death
+from mpips.store.keys.key import Array
 from mpips.store.recovery.membership import Before, mirror_of
 from mpips.store.recovery.memory import arrays_of_unit, holding_of_unit
 from mpips.store.recovery.plan import Holding, Shelf, copies_of, dtype_names
@@ -30,7 +30,6 @@ from mpips.store.server.unit import Unit, UnitMirror
 from mpips.store.transport.frames import dtype_of
 from mpips.store.transport.pending import cut_bytes
 
-Array = NDArray[Any]
 VERSIONS = 2
 TAG, DATA_TAG = 2, 3
 """On the servers' communicator: of messages between mirrors, and of what units hold."""

@@ -26,12 +26,11 @@ import copy
 import time
 from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 import numpy as np
 from mpi4py import MPI
-from numpy.typing import NDArray
 
 from collectives import log
 from collectives.errors import CollectiveError, StallError
@@ -41,7 +40,7 @@ from collectives.fabric.requests import keep, send, sweep
 from collectives.recorder import own as recorder
 from mpips.optimizers.base import initial
 from mpips.optimizers.schedules import Groups
-from mpips.store.keys.key import Name
+from mpips.store.keys.key import Array, Name
 from mpips.store.recovery.memory import LastGeneration, NodeMemory, SurvivingUnit, UnitMemory, arrays_of_unit
 from mpips.store.recovery.mirror import MirroredUnits
 from mpips.store.recovery.plan import (
@@ -64,7 +63,6 @@ from mpips.store.transport.frames import Created, dtype_of
 from mpips.store.transport.lines import Connection, Line, connect
 from mpips.store.transport.pending import cut_bytes
 
-Array = NDArray[Any]
 T = TypeVar("T")
 WHAT = "recover"
 SLEEP_SECONDS = 0.01

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import array as words_in
 from collections.abc import MutableSequence, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from collectives.fabric import arena
+from mpips.store.keys.key import Array
 
-Array = NDArray[Any]
 Words = MutableSequence[int] | memoryview
 CLOSED, OPENED, WHOLE, MARK, BY_ROWS, STEP, STEP_BEFORE, TORN, PUSHES = range(9)
 """The last complete round; the one that is being written, else the same; whether the copy is whole, of the round before

@@ -13,20 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives.fabric import arena
 from collectives.fabric.tasks import Task, together
-from mpips.store.keys.key import Key, Piece
+from mpips.store.keys.key import Array, Key, Piece
 from mpips.store.remote.members import ClientCall, Members, label
 from mpips.store.remote.sparse import RowTransfers
 from mpips.store.remote.transfers import Pull, Push
 from mpips.store.roles import Layout
-
-Array = NDArray[Any]
 
 
 class Alone(RowTransfers):

@@ -13,19 +13,17 @@ from typing import Any
 
 import numpy as np
 from mpi4py import MPI
-from numpy.typing import NDArray
 
 import collectives
 from collectives.fabric import arena
 from collectives.fabric.tasks import Task
-from mpips.store.keys.key import Fast, Key
+from mpips.store.keys.key import Array, Fast, Key
 from mpips.store.remote.link import Link
 from mpips.store.remote.members import label
 from mpips.store.remote.transfers import Pull, Push, snapshot
 from mpips.store.roles import Layout
 from mpips.store.transport.outbox import InPlacePushes, RepeatedPush
 
-Array = NDArray[Any]
 YIELDS = 500
 
 

@@ -15,7 +15,7 @@ from collectives.errors import warn
 from collectives.fabric.arena import Region
 from collectives.fabric.requests import send
 from collectives.fabric.tasks import Task, goes_on
-from mpips.store.keys.key import Key, Name, Shard
+from mpips.store.keys.key import Array, Key, Name, Shard
 from mpips.store.roles import Layout
 from mpips.store.transport import frames
 from mpips.store.transport.frames import ALONG, Coding, Frame, Op
@@ -23,7 +23,6 @@ from mpips.store.transport.lines import Line, MessageLine, any_waiting
 from mpips.store.transport.outbox import Grows, Outbox, RepeatedPush, fill
 from mpips.store.transport.pending import QUIET_SECONDS, MessageGroup, MessagesUnderWay, cut_bytes, pull_tag, push_tag
 
-Array = NDArray[Any]
 LOOK_SECONDS = 1e-4
 
 

@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 from zlib import crc32
 
 import numpy as np
 from mpi4py import MPI
-from numpy.typing import NDArray
 
 import collectives
 from collectives.communicator import Communicator
 from collectives.errors import MismatchError
 from collectives.fabric.requests import send
 from collectives.fabric.tasks import Task
-from mpips.store.keys.key import Key, Piece
+from mpips.store.keys.key import Array, Key, Piece
 from mpips.store.keys.key import label as key_label
 from mpips.store.runtime.rendezvous import LeftRanks
 from mpips.store.transport.client_sums import ClientSums
 from mpips.store.transport.pending import COMPARE_TAG, MessageGroup, MessagesUnderWay, member_tag
 
-Array = NDArray[Any]
 LOOK_SECONDS = 0.02
 """Between two looks at whether the others are still there."""
 TEXT_BYTES = 192

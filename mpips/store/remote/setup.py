@@ -11,21 +11,18 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives.errors import CollectiveError, of_caller
 from collectives.fabric import arena
 from collectives.fabric.arena import Region
 from collectives.fabric.tasks import Task
 from mpips.store.keys.cutting import Cards, Cutting
-from mpips.store.keys.key import Key, Name, Shard
+from mpips.store.keys.key import Array, Key, Name, Shard
 from mpips.store.remote.link import Link
 from mpips.store.roles import Layout
 from mpips.store.runtime.generation import Generation
 from mpips.store.transport import frames
 from mpips.store.transport.frames import UnitCard
-
-Array = NDArray[Any]
 
 
 class Setup:

@@ -12,23 +12,19 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from mpi4py import MPI
-from numpy.typing import NDArray
 
 from collectives.fabric.requests import send
 from collectives.fabric.tasks import Task, in_turn, together
-from mpips.store.keys.key import Key
+from mpips.store.keys.key import Array, Key
 from mpips.store.keys.rows import EmptyPush, RowSparse, merge, packed, unpacked
 from mpips.store.remote.members import Members, label
 from mpips.store.remote.transfers import Pull, Push, Rows
 from mpips.store.roles import Layout
 from mpips.store.transport.frames import Coding
 from mpips.store.transport.pending import ROWS_TAG
-
-Array = NDArray[Any]
 
 
 def elements(key: Key) -> int:

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 import collectives
 from collectives.errors import CollectiveError, of_caller
@@ -15,7 +14,7 @@ from mpips import compression
 from mpips.compression import Compressor, Residuals
 from mpips.optimizers import Groups, Optimizer, encode, encode_numbers
 from mpips.store.keys.arguments import runs
-from mpips.store.keys.key import Key, Name, Shard
+from mpips.store.keys.key import Array, Key, Name, Shard
 from mpips.store.remote.link import Link
 from mpips.store.remote.setup import Setup
 from mpips.store.remote.transfers import Push
@@ -23,8 +22,6 @@ from mpips.store.roles import Layout
 from mpips.store.transport import frames
 from mpips.store.transport.frames import Change
 from mpips.store.worker.interface import Frozen, States
-
-Array = NDArray[Any]
 
 
 class Changes(NamedTuple):

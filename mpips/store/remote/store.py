@@ -9,13 +9,12 @@ from collections.abc import Container, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives.fabric.tasks import Task, together
 from mpips.compression import Compressor, Residuals
 from mpips.optimizers import Optimizer
 from mpips.store.keys.cutting import Cutting
-from mpips.store.keys.key import Fast, FastList, Key, Name
+from mpips.store.keys.key import Array, Fast, FastList, Key, Name
 from mpips.store.recovery.memory import LastGeneration, NodeMemory
 from mpips.store.recovery.plan import Inventory, KeyCard, Placed, RecoveryPlan
 from mpips.store.recovery.recover import Member, former_rank
@@ -33,8 +32,6 @@ from mpips.store.runtime.generation import Generation
 from mpips.store.transport import frames
 from mpips.store.transport.lines import Line
 from mpips.store.worker.interface import Recovered
-
-Array = NDArray[Any]
 
 
 class Kept(NamedTuple):

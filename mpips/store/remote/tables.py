@@ -17,6 +17,7 @@ from collectives.errors import CollectiveError, of_caller
 from collectives.fabric import arena
 from collectives.fabric.arena import Region, SparseFile
 from collectives.fabric.tasks import Task
+from mpips.store.keys.key import Array
 from mpips.store.remote.link import Link
 from mpips.store.remote.setup import Setup
 from mpips.store.roles import Layout
@@ -28,7 +29,6 @@ from mpips.store.tables.merge import Distinct, deal, distinct, sum_into
 from mpips.store.transport import frames
 from mpips.store.worker.interface import KnownTable
 
-Array = NDArray[Any]
 Payload = NDArray[np.uint8]
 KEPT = 3
 """Pieces of memory that are kept for the next calls: those of two pushes and a pull in turns."""

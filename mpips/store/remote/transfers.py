@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,14 +17,12 @@ from numpy.typing import NDArray
 from collectives.fabric import arena
 from collectives.fabric.tasks import Task, together
 from mpips.compression import Residuals
-from mpips.store.keys.key import Key, Name, Shard
+from mpips.store.keys.key import Array, Key, Name, Shard
 from mpips.store.remote.link import Link
 from mpips.store.roles import Layout
 from mpips.store.transport.frames import Coding, Flush, GetVersions, Op
 from mpips.store.transport.outbox import fill
 from mpips.store.transport.pending import MessageGroup, cut_bytes
-
-Array = NDArray[Any]
 
 
 class Push:
@@ -107,9 +104,7 @@ class Push:
         shared = payload if arena.locate(payload) else arena.empty(payload.size, np.uint8)
         shared[...] = payload
         shard.kept = shared  # until the next one, which waits until this one has been read
-        region = arena.locate(shared)
-        assert region is not None
-        shard.line.post(Op.PUSH, shard.number, round_, region, coding, priority, aux=count)
+        shard.line.post(Op.PUSH, shard.number, round_, arena.region_of(shared), coding, priority, aux=count)
 
     def copy_in(self, key: Key, round_: int, payloads: Sequence[tuple[Shard, Array]], priority: int) -> None:
         """Contribute copies of 1-D arrays to a round of shards of this node, whose servers have read all rounds before.

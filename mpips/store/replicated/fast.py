@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from operator import is_
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from mpi4py import MPI
-from numpy.typing import NDArray
 
 import collectives
 from collectives.api import begin
@@ -21,13 +20,11 @@ from collectives.fabric.tasks import Task
 from collectives.group import OverlapError
 from collectives.plan import Plan
 from mpips.store.keys.arguments import packed, runs, unpack
-from mpips.store.keys.key import Key, Name, label
+from mpips.store.keys.key import Array, Key, Name, label
 from mpips.store.keys.rows import RowSparse, unpacked
 from mpips.store.keys.rows import packed as packed_rows
 from mpips.store.replicated.replica import Replica
 from mpips.store.runtime.generation import Generation
-
-Array = NDArray[Any]
 
 
 def flat(array: Array) -> Array:

@@ -11,17 +11,14 @@ Where the store survives deaths, `SurvivingReplica` can be put back to the round
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mpips.optimizers.base import Optimizer, initial
-from mpips.store.keys.key import Key
+from mpips.store.keys.key import Array, Key
 from mpips.store.keys.rows import RowSparse, sum_of, update_rows
 from mpips.store.recovery.undo import Version
 
-Array = NDArray[Any]
 Arrays = tuple[Array, Array]
 
 

@@ -9,7 +9,6 @@ from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives.fabric import arena
 from collectives.fabric.arena import Region
@@ -19,7 +18,7 @@ from mpips.compression.compressors import Compressor, Residuals
 from mpips.optimizers.base import Optimizer
 from mpips.optimizers.equation import prepare
 from mpips.optimizers.schedules import Groups
-from mpips.store.keys.key import Key, Name, label
+from mpips.store.keys.key import Array, Key, Name, label
 from mpips.store.recovery.plan import (
     Holding,
     Inventory,
@@ -36,7 +35,6 @@ from mpips.store.replicated.fast import Sums
 from mpips.store.replicated.replica import Replica, SurvivingReplica
 from mpips.store.worker.interface import States
 
-Array = NDArray[Any]
 LEAST_BYTES = 64 << 10
 """Of values that are longer, a list's sum leaves a worker its own block. Shorter ones are copied as fast."""
 WORDS = 2 * len(Region._fields)
@@ -269,7 +267,7 @@ def _label(what: str, keys: Sequence[Key]) -> str:
 
 def _regions(replicas: Sequence[Replica]) -> Array:
     """Return where this worker's arrays of these keys lie, (keys, WORDS) numbers."""
-    found = [[number for array in replica.arrays() for number in _region(array)] for replica in replicas]
+    found = [[number for array in replica.arrays() for number in arena.region_of(array)] for replica in replicas]
     return np.array(found, np.int64).reshape(len(replicas), WORDS)
 
 
@@ -284,9 +282,3 @@ def _share_blocks(replicas: Sequence[Replica], table: Array, rank: int) -> None:
                 first, second = (arena.attach(Region(*words)).view(key.dtype) for words in places)
                 others.append((cut(key.size, workers, worker), cut(key.size, workers, worker + 1), (first, second)))
         replica.share(others)
-
-
-def _region(array: Array) -> Region:
-    region = arena.locate(array)
-    assert region is not None
-    return region

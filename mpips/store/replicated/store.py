@@ -6,13 +6,12 @@ from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives.fabric.tasks import Task, nothing
 from collectives.group import OverlapError
 from mpips.compression import Compressor
 from mpips.optimizers import Groups, Optimizer
-from mpips.store.keys.key import Key, Name, label
+from mpips.store.keys.key import Array, Key, Name, label
 from mpips.store.keys.rows import RowSparse
 from mpips.store.recovery.plan import Inventory, Placed, RecoveryPlan
 from mpips.store.recovery.recover import Member
@@ -22,8 +21,6 @@ from mpips.store.replicated.replicas import Replicas, ReplicaSettings
 from mpips.store.roles import Layout
 from mpips.store.runtime.generation import Generation
 from mpips.store.worker.interface import Frozen, Recovered, States
-
-Array = NDArray[Any]
 
 
 class ReplicatedStore(Member[Recovered]):

@@ -10,12 +10,11 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives.kernels.sums import add_parts
+from mpips.store.keys.key import Array
 from mpips.store.keys.rows import sum_of
 from mpips.store.server.unit import Contribution, Unit
 
@@ -25,7 +24,6 @@ SHARED_BYTES = 1 << 21
 """Least of a sum that is worth another thread."""
 PART_BYTES = 1 << 20
 """What a thread sums at a time where there are others."""
-Array = NDArray[Any]
 
 
 class Reduce:

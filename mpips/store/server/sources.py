@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -29,6 +29,7 @@ from collectives.fabric.arena import Region
 from collectives.fabric.failure import is_death
 from collectives.fabric.requests import keep, over, send
 from mpips.compression import Compressor
+from mpips.store.keys.key import Array
 from mpips.store.keys.rows import RowSparse
 from mpips.store.server.unit import Contribution, Unit
 from mpips.store.transport.frames import ALONG, ROUND_AT, Coding, Frame, Op
@@ -48,7 +49,6 @@ ROW_MESSAGES = 2
 DRAIN_SECONDS = 0.2
 """How long a server takes in what workers have under way when the generation is over, so that they need not wait for
 it."""
-Array = NDArray[Any]
 Push = tuple[Unit, int, Contribution, int]
 """Unit, position of the contributor, source and priority."""
 Read = Callable[[Array], Contribution]

@@ -186,7 +186,7 @@ class ServerTables:
     def restore(self, plan: TablePlan, old: ServerTables | None, mine: int) -> None:
         """Have a table from the last generation on, until `begin` without a round.
 
-        Its rows are those that this server, as rank `mine`, has in `old`; None: those that are `put` next."""
+        Its rows are those that this server, as rank `mine`, has in `old`; None: those that `put_rows` brings next."""
         table = self._make(plan.card)
         if old is not None:
             table.rows = old._tables[plan.card.table].rows

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, MutableSequence, Sequence
-from typing import Any, NamedTuple
-
-from numpy.typing import NDArray
+from typing import NamedTuple
 
 from collectives.errors import CollectiveError
 from collectives.kernels.sums import add_parts
 from mpips.optimizers.base import Optimizer, State, initial
 from mpips.optimizers.equation import update_by_sum
+from mpips.store.keys.key import Array
 from mpips.store.keys.rows import RowSparse, sum_of, update_rows
 from mpips.store.recovery.undo import Undo
-
-Array = NDArray[Any]
 
 
 class Contribution:

@@ -10,20 +10,18 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from mpi4py import MPI
-from numpy.typing import NDArray
 
 from collectives.fabric.failure import failed
 from collectives.fabric.requests import keep, send, tell
 from collectives.fabric.tasks import Task
 from collectives.kernels.sums import add_parts
 from collectives.schedule.model import cut
+from mpips.store.keys.key import Array
 from mpips.store.transport.pending import LOOK_SECONDS, QUIET_SECONDS, QUIET_TAG, MessagesUnderWay
 
-Array = NDArray[Any]
 SHORT_BYTES = 8 << 10
 """Up to here one message from everybody to rank 0 is taken for faster than two rounds of smaller ones."""
 ALONE_SECONDS = 1.0

@@ -67,8 +67,7 @@ def connect(layout: Layout, place: MeetingPlace, wait: Wait, ledger: Region | No
     order of stores, as messages then take the place of rings.
     """
     own = Rings.create(layout.num_workers) if layout.is_server else None
-    region = arena.locate(own.memory if own else arena.empty(64, np.uint8))
-    assert region is not None
+    region = arena.region_of(own.memory if own else arena.empty(64, np.uint8))
     offer = msgspec.msgpack.encode(_Offer(tuple(region), tuple(ledger or ())))
     offers = [msgspec.msgpack.decode(data, type=_Offer) for data in place.meet(offer, WHAT, True)]
     servers = range(layout.num_workers, layout.num_workers + layout.num_servers)
@@ -142,9 +141,7 @@ class SharedLine:
     ) -> None:  # fmt: skip
         """Send a frame with a body. It is copied, but for an array in memory that the node shares."""
         memory = body if isinstance(body, np.ndarray) else _shared(body)
-        region = arena.locate(memory)
-        assert region is not None
-        self._queue((op, flags, 0, 0, unit, aux, *region, token, round_), memory)
+        self._queue((op, flags, 0, 0, unit, aux, *arena.region_of(memory), token, round_), memory)
 
     def _queue(self, fields: tuple[int, ...], body: NDArray[Any] | None) -> None:
         self._backlog.append((fields, body))

@@ -16,17 +16,14 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives.fabric import arena
 from collectives.fabric.arena import Region
-from mpips.store.keys.key import Shard
+from mpips.store.keys.key import Array, Shard
 from mpips.store.transport.frames import FRAME, NOWHERE, Op
 
-Array = NDArray[Any]
 PUSH = int(Op.PUSH)
 PLACES = 8
 WARM = 3

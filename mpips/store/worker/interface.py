@@ -13,17 +13,14 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from numpy.typing import NDArray
-
 from collectives.fabric.tasks import Task
 from mpips.compression.compressors import Compressor
 from mpips.optimizers.base import Optimizer
 from mpips.optimizers.schedules import Groups
-from mpips.store.keys.key import FastList, Key, Name, Rounds
+from mpips.store.keys.key import Array, FastList, Key, Name, Rounds
 from mpips.store.keys.rows import RowSparse
 from mpips.store.transport.frames import FrozenTable, MakeTable, TableStats
 
-Array = NDArray[Any]
 States = dict[Name, tuple[int, list[Array]]]
 """Of each key: how often the optimizer has updated it, and its 1-D state arrays, each as long as the key."""
 

@@ -11,7 +11,6 @@ from collections.abc import Generator, Hashable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives.errors import CollectiveError, of_caller
 from collectives.fabric.tasks import Task, in_turn, together
@@ -19,13 +18,12 @@ from collectives.recorder import own as recorder
 from collectives.recorder.ring import Ring
 from mpips.store.keys import arguments
 from mpips.store.keys.arguments import KeyCall
-from mpips.store.keys.key import Key, Name
+from mpips.store.keys.key import Array, Key, Name
 from mpips.store.keys.rows import RowSparse
 from mpips.store.runtime.engine import Ending, Engine, Handle
 from mpips.store.runtime.errors import refused
 from mpips.store.worker.interface import Backend
 
-Array = NDArray[Any]
 T = TypeVar("T")
 Begun: TypeAlias = tuple[Ring, int, Key]
 """A record that has begun: its ring, its sequence number there, and its key."""
@@ -71,13 +69,13 @@ class Operations:
         self.checks_finite = False
         """Whether a push of NaN or infinity is refused."""
 
-    def do(self, what: str, key: object, value: object, out: object, priority: int) -> None:
+    def do(self, what: str, key: object, value: Any, out: object, priority: int) -> None:
         """Push, pull or pushpull, blocking."""
         names, task = self._prepare(what, key, value, out, priority)
         self.run(names, task, priority, what)
 
     def start(
-        self, what: str, key: object, value: object, out: object, priority: int, turns: Sequence[Hashable],
+        self, what: str, key: object, value: Any, out: object, priority: int, turns: Sequence[Hashable],
         begun: Sequence[Begun] = (),
     ) -> Handle:
         """Start a push, pull or pushpull, not blocking; it takes turns with others on its keys and on `turns`.
@@ -192,7 +190,7 @@ class Operations:
             task.close()
 
     def _prepare(
-        self, what: str, key: object, value: object, out: object, priority: int
+        self, what: str, key: object, value: Any, out: object, priority: int
     ) -> tuple[list[Name], Task[None]]:
         """The keys, and what is to be done. ValueError or TypeError where an argument is bad."""
         self.check_open()

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpips.store.keys import arguments
-from mpips.store.keys.key import Key, Name
+from mpips.store.keys.key import Array, Key, Name
 from mpips.store.runtime.rendezvous import attempt
 from mpips.store.worker.interface import States
 from mpips.store.worker.settings import Settings
-
-Array = NDArray[Any]
 
 
 def recut(store: Settings, keys: Sequence[Name], new: Mapping[Name, int]) -> None:

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import msgspec
 from mpi4py import MPI
-from numpy.typing import NDArray
 
 from collectives import log
 from collectives.errors import MismatchError, warn
@@ -22,7 +21,7 @@ from mpips.compression import Compressor
 from mpips.optimizers import Groups, Optimizer
 from mpips.optimizers.elastic import Elastic1
 from mpips.store.keys import arguments
-from mpips.store.keys.key import Key, Name
+from mpips.store.keys.key import Array, Key, Name
 from mpips.store.roles import Layout
 from mpips.store.runtime import rendezvous
 from mpips.store.runtime.engine import Engine, Handle
@@ -35,7 +34,6 @@ from mpips.store.worker.restored import Restored
 
 LOG = log.get("mpips.store")
 
-Array = NDArray[Any]
 T = TypeVar("T")
 
 

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives import arrays
 from collectives.errors import of_caller, warn
 from collectives.fabric.tasks import Task, together
 from mpips.store.checkpoint import table_files
+from mpips.store.keys.key import Array
 from mpips.store.runtime import rendezvous
 from mpips.store.runtime.engine import Handle
 from mpips.store.runtime.errors import RoomError
@@ -31,7 +31,6 @@ from mpips.store.worker.operations import GIVEN, step_of_push
 from mpips.store.worker.route import Route
 from mpips.store.worker.settings import Settings
 
-Array = NDArray[Any]
 DTYPES = ("float32", "float64")
 MOST_BYTES = 1 << 30
 """Of the rows of one call: they travel to a server as one message."""

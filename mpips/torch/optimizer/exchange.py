@@ -199,7 +199,7 @@ class ServerExchange(GradientExchange):
         keys = [settings.keys[name] for name in self._all_keys]
         tensors = [parameter.detach().contiguous() for parameter in self._parameters]
         values = [arguments.first_value(key.name, [tensor]) for key, tensor in zip(keys, tensors, strict=True)]
-        settings.run("set_parameters", settings.backend.put(keys, values))
+        settings.run("set_parameters", settings.backend.store_values(keys, values))
 
     def _update_numbers(self) -> None:
         """Tell the servers of numbers of the groups that have changed. All workers then wait for each other.
