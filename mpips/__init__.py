@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mpips.store.api import KVStore
     from mpips.store.create import create
     from mpips.store.keys.key import Rounds
-    from mpips.store.keys.rows import RowSparse
+    from mpips.store.keys.row_sparse import RowSparse
     from mpips.store.options import OptionError, Options
     from mpips.store.runtime.errors import StoreError, StoreMismatchError, StoreStallError
     from mpips.store.tables.admission import chance, seen
@@ -45,7 +45,7 @@ _when_started(_open_page)
 
 _HOMES = {
     "create": "mpips.store.create", "KVStore": "mpips.store.api", "Options": "mpips.store.options",
-    "OptionError": "mpips.store.options", "RowSparse": "mpips.store.keys.rows",
+    "OptionError": "mpips.store.options", "RowSparse": "mpips.store.keys.row_sparse",
     "Rounds": "mpips.store.keys.key", "Trainer": "mpips.training.trainer", "Elastic": "mpips.training.local",
     "Model": "mpips.training.model", "empty": "collectives.fabric.arena", "note": "collectives.recorder.own",
     "CollectiveError": "collectives.errors",

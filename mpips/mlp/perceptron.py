@@ -11,7 +11,7 @@ from types import ModuleType
 import numpy as np
 
 from mpips.mlp.network import Empty, LayerHook, Network, Specification, check
-from mpips.store.keys.rows import in_memory
+from mpips.samples import in_memory
 
 _PREDICT_SAMPLES = 1024
 

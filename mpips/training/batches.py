@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from mpips.store.keys.rows import CURE, in_memory, table
+from mpips.samples import CURE, in_memory, table
 from mpips.training.model import Samples
 
 if TYPE_CHECKING:

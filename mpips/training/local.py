@@ -1,4 +1,4 @@
-"""Train apart and talk rarely: local SGD, DiLoCo and elastic averaging are one exchange, with other numbers.
+"""Train apart and talk rarely (local SGD, DiLoCo, elastic averaging): the optimizer of the store answers outer steps.
 
 A worker makes inner steps by itself. Now and then it pushes something of its parameters w, the store updates its own
 centre c by an optimizer, and the worker moves towards the c that it pulls:

@@ -17,8 +17,8 @@ from mpips.overlap.exchange import Overlapped, Report
 from mpips.overlap.measure import job_profile
 from mpips.overlap.messages import check_model
 from mpips.overlap.problem import Profile, save_profile
+from mpips.samples import Rows, table
 from mpips.store.api import KVStore
-from mpips.store.keys.rows import Rows, table
 from mpips.store.runtime.rendezvous import attempt
 from mpips.training import checkpoint
 from mpips.training.batches import BLOCK, Source, see_samples, source_of

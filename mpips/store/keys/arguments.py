@@ -21,9 +21,9 @@ from collectives import arrays
 from collectives.arrays import see_unmasked
 from collectives.errors import of_caller
 from collectives.fabric.tasks import Task
-from mpips.store.keys import rows as sparse
+from mpips.store.keys import row_sparse
 from mpips.store.keys.key import Array, Key, Name
-from mpips.store.keys.rows import RowSparse
+from mpips.store.keys.row_sparse import RowSparse
 from mpips.store.options import LEAST, MOST
 
 if TYPE_CHECKING:
@@ -478,7 +478,7 @@ def _row_payload(key: Key, values: Sequence[Any], what: str) -> RowSparse:
         if not isinstance(value, RowSparse):
             raise TypeError(f"{what}: key {key.name!r} got arrays and RowSparse in one list; pass either")
         fits(value, key.shape, key.dtype, key.name, what)
-    return values[0] if len(values) == 1 else sparse.add(values)
+    return values[0] if len(values) == 1 else row_sparse.add(values)
 
 
 def _targets(key: Key, outs: Sequence[Any], what: str) -> tuple[list[Array], HostStaging | None]:

@@ -23,7 +23,7 @@ from collectives.fabric.arena import Region, SparseFile
 from mpips.optimizers.base import Optimizer, State, state_dtypes
 from mpips.optimizers.schedules import Groups
 from mpips.store.keys.key import Array
-from mpips.store.keys.rows import RowSparse, sum_of
+from mpips.store.keys.row_sparse import RowSparse, sum_of
 from mpips.store.recovery import undo
 from mpips.store.recovery.plan import Holding, Shelf, dtype_names
 from mpips.store.recovery.table_plan import TableEntry, attached, holding_of_table

@@ -19,7 +19,7 @@ from mpi4py import MPI
 from collectives.fabric.requests import send
 from collectives.fabric.tasks import Task, in_turn, together
 from mpips.store.keys.key import Array, Key
-from mpips.store.keys.rows import EmptyPush, RowSparse, merge, packed, unpacked
+from mpips.store.keys.row_sparse import EmptyPush, RowSparse, merge, packed, unpacked
 from mpips.store.remote.members import Members, label
 from mpips.store.remote.transfers import Pull, Push, Rows
 from mpips.store.roles import Layout

@@ -21,8 +21,8 @@ from collectives.group import OverlapError
 from collectives.plan import Plan
 from mpips.store.keys.arguments import packed, runs, unpack
 from mpips.store.keys.key import Array, Key, Name, label
-from mpips.store.keys.rows import RowSparse, unpacked
-from mpips.store.keys.rows import packed as packed_rows
+from mpips.store.keys.row_sparse import RowSparse, unpacked
+from mpips.store.keys.row_sparse import packed as packed_rows
 from mpips.store.replicated.replica import Replica
 from mpips.store.runtime.generation import Generation
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from mpips.optimizers.base import Optimizer, initial
 from mpips.store.keys.key import Array, Key
-from mpips.store.keys.rows import RowSparse, sum_of, update_rows
+from mpips.store.keys.row_sparse import RowSparse, sum_of, update_rows
 from mpips.store.recovery.undo import Version
 
 Arrays = tuple[Array, Array]

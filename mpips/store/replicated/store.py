@@ -12,7 +12,7 @@ from collectives.group import OverlapError
 from mpips.compression import Compressor
 from mpips.optimizers import Groups, Optimizer
 from mpips.store.keys.key import Array, Key, Name, label
-from mpips.store.keys.rows import RowSparse
+from mpips.store.keys.row_sparse import RowSparse
 from mpips.store.recovery.plan import Inventory, Placed, RecoveryPlan
 from mpips.store.recovery.recover import Member
 from mpips.store.replicated.fast import Blocks, Fast, Lists, RowSums, Sums, blocks_of, take_from

@@ -15,7 +15,7 @@ import numpy as np
 
 from collectives.kernels.sums import add_parts
 from mpips.store.keys.key import Array
-from mpips.store.keys.rows import sum_of
+from mpips.store.keys.row_sparse import sum_of
 from mpips.store.server.unit import Contribution, Unit
 
 BURST = 4

@@ -30,7 +30,7 @@ from collectives.fabric.failure import is_death
 from collectives.fabric.requests import keep, over, send
 from mpips.compression import Compressor
 from mpips.store.keys.key import Array
-from mpips.store.keys.rows import RowSparse
+from mpips.store.keys.row_sparse import RowSparse
 from mpips.store.server.unit import Contribution, Unit
 from mpips.store.transport.frames import ALONG, ROUND_AT, Coding, Frame, Op
 from mpips.store.transport.lines import Line, MessageLine

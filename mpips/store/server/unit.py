@@ -11,7 +11,7 @@ from collectives.kernels.sums import add_parts
 from mpips.optimizers.base import Optimizer, State, initial
 from mpips.optimizers.equation import update_by_sum
 from mpips.store.keys.key import Array
-from mpips.store.keys.rows import RowSparse, sum_of, update_rows
+from mpips.store.keys.row_sparse import RowSparse, sum_of, update_rows
 from mpips.store.recovery.undo import Undo
 
 

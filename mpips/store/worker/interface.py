@@ -18,7 +18,7 @@ from mpips.compression.compressors import Compressor
 from mpips.optimizers.base import Optimizer
 from mpips.optimizers.schedules import Groups
 from mpips.store.keys.key import Array, FastList, Key, Name, Rounds
-from mpips.store.keys.rows import RowSparse
+from mpips.store.keys.row_sparse import RowSparse
 from mpips.store.transport.frames import FrozenTable, MakeTable, TableStats
 
 States = dict[Name, tuple[int, list[Array]]]

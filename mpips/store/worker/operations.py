@@ -19,7 +19,7 @@ from collectives.recorder.ring import Ring
 from mpips.store.keys import arguments
 from mpips.store.keys.arguments import KeyCall
 from mpips.store.keys.key import Array, Key, Name
-from mpips.store.keys.rows import RowSparse
+from mpips.store.keys.row_sparse import RowSparse
 from mpips.store.runtime.engine import Ending, Engine, Handle
 from mpips.store.runtime.errors import refused
 from mpips.store.worker.interface import Backend

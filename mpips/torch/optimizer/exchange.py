@@ -21,7 +21,7 @@ from collectives.fabric.wait import Limits
 from mpips.optimizers import SGD, AdaGrad, Adam, AdamW, Optimizer, RMSProp
 from mpips.optimizers.elastic import Elastic1
 from mpips.store.keys import arguments
-from mpips.store.keys.rows import EmptyPush
+from mpips.store.keys.row_sparse import EmptyPush
 from mpips.torch.state import broadcast_state, broadcast_tensors, worker_collectives
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from collectives.kernels import engine
 from mpips import RowSparse
 from mpips.optimizers import SGD, Adam
 from mpips.optimizers.equation import prepare
-from mpips.store.keys.rows import update_rows
+from mpips.store.keys.row_sparse import update_rows
 from tests.mpi.mpips.support import WORLD, need, run
 from tests.mpi.sizes import either_mpi
 

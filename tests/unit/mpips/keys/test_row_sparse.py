@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpips import RowSparse, optimizers
-from mpips.store.keys import rows as row_sparse
+from mpips.store.keys import row_sparse
 
 
 @st.composite

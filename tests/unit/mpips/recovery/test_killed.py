@@ -17,7 +17,7 @@ from collectives.kernels import engine
 from mpips.compression import TwoBit
 from mpips.optimizers import SGD, Adam, Groups
 from mpips.optimizers import equation as blocks
-from mpips.store.keys.rows import RowSparse
+from mpips.store.keys.row_sparse import RowSparse
 from mpips.store.recovery import memory as ledger
 from mpips.store.recovery.memory import Ledger, UnitMemory
 from mpips.store.server import reduce
