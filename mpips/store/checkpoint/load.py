@@ -59,7 +59,7 @@ def load(store: Settings, path: str | os.PathLike[str]) -> None:
         name, refusal = attempt(lambda: file_name("load", "path", path))
         reader, unfit = attempt(lambda: _opened(store, name, stack) if refusal is None else None)
         mine = b"" if reader is None else reader.encoded
-        told = store.settled("load", [("path", name or "")], refusal or unfit, noun="argument", data=mine)
+        told = store.agree_settled("load", [("path", name or "")], refusal or unfit, noun="argument", data=mine)
         header = msgspec.msgpack.decode(told[0], type=Header)
         store.run("load", _loaded(store, reader, header))
         LOG.info("checkpoint %s is loaded, %d keys, %d tables", name, len(header.records), len(header.tables))
@@ -302,7 +302,7 @@ def _all_come(store: Settings, what: str, fname: str) -> None:
     """ValueError unless all workers have called it with one name, after the same rounds, and there is an optimizer."""
     name, unfit = attempt(lambda: file.file_name(what, "fname", fname))
     refusal = None if store.groups else ValueError("it needs an optimizer; call set_optimizer first")
-    store.settled(what, [("fname", name or "")], refusal or unfit, noun="argument")
+    store.agree_settled(what, [("fname", name or "")], refusal or unfit, noun="argument")
 
 
 def _fitting(store: Settings, states: States) -> States:

@@ -71,13 +71,13 @@ def save(store: Settings, path: str | os.PathLike[str], wait: bool) -> Saving | 
         if writer is not None:
             stack.callback(writer.abandon)
         keys = list(store.keys.values())
-        store.settled("save", [("path", name or "")], refusal or unfit, noun="argument")
+        store.agree_settled("save", [("path", name or "")], refusal or unfit, noun="argument")
         content, refusal = store.run("save", _frozen(store, keys, writer))
         if refusal is not None:
             store.run("save", content.release())
         elif wait and writer is not None:
             begun = _log_begun(name, keys)
-            failure = store.run("save", written(content, writer))
+            failure = store.run("save", write_content(content, writer))
             _log_end(name, begun, failure)
             refusal = ValueError(f"{name} cannot be written: {failure}") if failure else None
         store.agree("save", refusal=refusal)  # until now nobody has pushed: it is one round everywhere
@@ -283,7 +283,7 @@ def pieces(content: Content) -> Iterator[Piece | RowsPiece]:
         yield from table_files.pieces(record, table_prefix(record.card.table), content.frozen)
 
 
-def copied(content: Content, piece: Piece | RowsPiece, writer: Writer) -> Task[float]:
+def copy_piece(content: Content, piece: Piece | RowsPiece, writer: Writer) -> Task[float]:
     """Write a piece; the seconds that this has cost."""
     if isinstance(piece, RowsPiece):
         assert content.frozen is not None
@@ -298,11 +298,11 @@ def copied(content: Content, piece: Piece | RowsPiece, writer: Writer) -> Task[f
     return COST * (time.perf_counter() - begun)
 
 
-def written(content: Content, writer: Writer) -> Task[str]:
+def write_content(content: Content, writer: Writer) -> Task[str]:
     """Write all of it and put the file in place; why that cannot be, or ""."""
     every = [*pieces(content)]
     for run in runs((piece.nbytes for piece in every), PIECE_BYTES):  # of one tensor never two pieces
-        yield from together([copied(content, piece, writer) for piece in every[run]], AT_ONCE)
+        yield from together([copy_piece(content, piece, writer) for piece in every[run]], AT_ONCE)
         yield True
     yield from content.release()
     disk = Disk(writer)
@@ -416,7 +416,7 @@ class Saving:
         """Write pieces, the given one first, that cost about so many seconds."""
         cost = 0.0
         while piece is not None:
-            cost += yield from copied(self._content, piece, writer)
+            cost += yield from copy_piece(self._content, piece, writer)
             piece = next(self._left, None) if cost < allowed else None
         self._due = time.perf_counter() + self._rest * cost
 

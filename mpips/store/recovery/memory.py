@@ -219,7 +219,7 @@ class NodeMemory:
         """Return values and state of a unit of a server whose memory is here; `before`: as they were a round before."""
         book = self._book(owner, generation)
         assert book is not None
-        return undo_of(self._mapped[owner][0], book.units[index]).at(before)
+        return undo_of(self._mapped[owner][0], book.units[index]).arrays_at(before)
 
     def _book(self, rank: int, generation: int) -> LedgerText | None:
         if (rank, generation) not in self._books:
@@ -325,7 +325,7 @@ def holding_of_unit(unit: Unit, asynchronous: bool) -> Holding:
 def arrays_of_unit(unit: Unit, before: bool) -> list[Array]:
     """Return values and state of a living server's unit; `before`: as they were a round before."""
     if unit.undo is not None:
-        return unit.undo.at(before)
+        return unit.undo.arrays_at(before)
     return [unit.stored, *(unit.state or ())]
 
 
@@ -363,9 +363,9 @@ class SurvivingUnit(Unit):
 
     def give_up(self) -> None:
         """Go back to the last complete round."""
-        self.goes_back_to(self.undo.undo()[1])
+        self.go_back_to(self.undo.undo()[1])
 
-    def goes_back_to(self, step: int | None) -> None:
+    def go_back_to(self, step: int | None) -> None:
         """Stand at this step of the optimizer, as what is stored does; None: it has no state yet."""
         self.state, self.step = (None, 0) if step is None else (self.undo.state, step)
 
@@ -380,14 +380,14 @@ class SurvivingUnit(Unit):
 
     def put_state(self, state: State | None, step: int) -> None:
         """Take another state; a server that is killed meanwhile has none."""
-        self.undo.stated(None)
+        self.undo.note_state(None)
         super().put_state(None if state is None else self._in_its_memory(state), step)
-        self.undo.stated(None if state is None else step)
+        self.undo.note_state(None if state is None else step)
 
-    def overwritten(self, torn: bool) -> None:
+    def note_overwrite(self, torn: bool) -> None:
         """Also say so to those who outlive this server."""
-        super().overwritten(torn)
-        self.undo.overwritten(torn)
+        super().note_overwrite(torn)
+        self.undo.note_overwrite(torn)
 
     def begin_at(
         self, round_: int, pushes: Sequence[int] | None, state: State | None, step: int, torn: bool

@@ -434,8 +434,8 @@ def _adopt(plan: UnitPlan, old: Unit, unit: Unit) -> None:
     """Let the new unit have the old one's arrays: it stands where the old one does, or is put back to."""
     if plan.transfers[0].part.before:
         assert isinstance(old, SurvivingUnit)
-        old.undo.back()
-        old.goes_back_to(old.undo.standings()[0][1])
+        old.undo.go_back()
+        old.go_back_to(old.undo.standings()[0][1])
         old.round = plan.round
     slots = 0 if unit.optimizer is None else len(initial(unit.optimizer, unit.stored[:0]))
     state, step = (old.state, old.step) if slots == len(old.state or ()) else (None, 0)

@@ -87,7 +87,7 @@ def _changes(table: str, journal: Journal, count: int, at: Positions | None = No
         some = np.arange(start, stop) if at is None else at[start:stop]
         arrays = {name: array.tobytes() for name, array in journal.read(some).items()}
         closed = int(words[CLOSED])
-        end = RoundEnd(closed, tuple(words[COUNTS]), journal.done(closed), bool(words[TORN]))
+        end = RoundEnd(closed, tuple(words[COUNTS]), journal.pushes_in(closed), bool(words[TORN]))
         yield RowsChanged(table, int(words[ROWS]), some.tobytes(), arrays, end if stop == count else None)
 
 
@@ -142,7 +142,7 @@ class MirroredTable:
         rounds = [number for number, *_ in self.journal.standings()]
         if round_ is None or rounds[0] == round_:
             return True
-        return round_ in rounds and self.journal.back()
+        return round_ in rounds and self.journal.go_back()
 
     def _see_memory(self, rows: int) -> None:
         """CollectiveError where the machine has no memory for so many rows."""

@@ -78,7 +78,7 @@ Owners = Mapping[int, TableHolding]
 def holding_of_table(name: str, journal: Journal, owner: int, shelf: int) -> TableHolding:
     """Return what a journal says of a table."""
     standings = journal.standings()
-    return TableHolding(name, owner, shelf, standings, journal.torn, journal.done(standings[0][0]))
+    return TableHolding(name, owner, shelf, standings, journal.torn, journal.pushes_in(standings[0][0]))
 
 
 def attached(file: SparseFile, entry: TableEntry) -> Journal:

@@ -78,7 +78,7 @@ class Undo:
         words[STEP_BEFORE] = words[STEP]
         words[OPENED] = words[CLOSED] + 1
 
-    def pushed(self, counts: Sequence[int]) -> None:
+    def note_pushes(self, counts: Sequence[int]) -> None:
         """Note how many pushes of each contributor count with the update that is about to be opened."""
         first = PUSHES + (self.words[CLOSED] + 1) % 2 * len(counts)
         self.words[first : first + len(counts)] = words_in.array("L", counts)  # type: ignore[assignment, index]
@@ -117,19 +117,19 @@ class Undo:
             words[OPENED] = words[CLOSED]
         return _standing(words[CLOSED], words[STEP])
 
-    def back(self) -> None:
+    def go_back(self) -> None:
         """Go back to the round before the last, which can be had."""
         self.words[CLOSED] -= 1
         self.undo()
 
     # ---- other changes
 
-    def overwritten(self, torn: bool) -> None:
+    def note_overwrite(self, torn: bool) -> None:
         """Note that values are being overwritten from outside, or (not `torn`) have been: there is no going back."""
         self.words[WHOLE] = 0
         self.words[TORN] = torn
 
-    def stated(self, step: int | None) -> None:
+    def note_state(self, step: int | None) -> None:
         """Note another state of the optimizer, from outside; None: there is none, or it is about to change."""
         self.words[WHOLE] = 0
         self.words[STEP] = 0 if step is None else 1 + step
@@ -151,7 +151,7 @@ class Undo:
         before = [_standing(words[CLOSED] - 1, words[STEP_BEFORE])] if words[WHOLE] else []
         return [_standing(words[CLOSED], words[STEP]), *before]
 
-    def at(self, before: bool) -> list[Array]:
+    def arrays_at(self, before: bool) -> list[Array]:
         """Return values and state (where there is one) at the newest round that can be had, or at the one before; not
         to be changed."""
         words = self.words
@@ -205,7 +205,7 @@ def new(stored: Array, row_elements: int, states: Sequence[np.dtype], words: Wor
 
 def with_state(undo: Undo, states: Sequence[np.dtype]) -> Undo:
     """Return the same unit with new memory for an optimizer's state of these dtypes, which does not hold any yet."""
-    undo.stated(None)
+    undo.note_state(None)
     values = undo.arrays[0]
     state, copies = ([arena.empty(values.shape, dtype) for dtype in states] for _ in range(2))
     return Undo([values, *state], [undo.copies[0], *copies], undo.words, undo.rows, undo.row_elements)

@@ -27,7 +27,7 @@ from mpips.store.transport.outbox import InPlacePushes, RepeatedPush
 YIELDS = 500
 
 
-def came(words: memoryview, word: int, count: int) -> bool:
+def has_come(words: memoryview, word: int, count: int) -> bool:
     """Wait a moment for a word of the server; whether it came."""
     for _ in range(YIELDS):
         if words[word] >= count:
@@ -127,13 +127,13 @@ class OneBlock(FastRoute):
         return None
 
     def wait_until_read(self) -> Task[None] | None:
-        if not self._in_place or came(self._words, self._mine, self._key.round):
+        if not self._in_place or has_come(self._words, self._mine, self._key.round):
             return None
         return self._general.wait_until_read(self._key)
 
     def pull(self, out: Array) -> Task[None] | None:
         key = self._key
-        if self._flag[0] or not came(self._words, 0, key.round) or self._line.waiting():
+        if self._flag[0] or not has_come(self._words, 0, key.round) or self._line.waiting():
             return self._general.pull(key, out)
         out[...] = self._stored
         return None
@@ -150,12 +150,12 @@ class AnyTime(OneBlock):
     __slots__ = ()
 
     def post(self, array: Array, priority: int) -> Task[None] | None:
-        came(self._words, self._mine, self._key.round)  # only the server may be behind
+        has_come(self._words, self._mine, self._key.round)  # only the server may be behind
         return super().post(array, priority)
 
     def pull(self, out: Array) -> Task[None] | None:
         key = self._key
-        there = not self._flag[0] and came(self._words, self._mine, key.round) and not self._line.waiting()
+        there = not self._flag[0] and has_come(self._words, self._mine, key.round) and not self._line.waiting()
         if there and snapshot(self._words, self._stored, out):
             return None
         return self._general.pull(key, out)
@@ -202,7 +202,7 @@ class Blocks(FastRoute):
     def wait_until_read(self) -> Task[None] | None:
         key = self._key
         for words, mine in self._mine if self._in_place else ():
-            if words[mine] < key.round and not came(words, mine, key.round):
+            if words[mine] < key.round and not has_come(words, mine, key.round):
                 return self._general.wait_until_read(key)
         return None
 
@@ -215,7 +215,7 @@ class Blocks(FastRoute):
             before, done = earlier * blocks, 0
             while done < blocks:
                 needed = before + enough(done)
-                if words[0] < needed and not came(words, 0, needed):
+                if words[0] < needed and not has_come(words, 0, needed):
                     return self._general.pull(key, flat)
                 there = words[0] - before
                 if there == blocks and not done:
@@ -262,7 +262,7 @@ class InClient(FastRoute):
         if self._flag[0]:
             return self._push(key, flat, priority)
         for words, mine in self._mine:
-            if not came(words, mine, key.round):
+            if not has_come(words, mine, key.round):
                 return self._push(key, flat, priority)
         out = flat
         if self._mine:

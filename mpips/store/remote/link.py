@@ -71,7 +71,7 @@ class Link:
             del self._shards[shard.number]
             self._count(key, shard, -1)
 
-    def turned(self, shards: Iterable[Shard]) -> list[Shard]:
+    def from_own_server(self, shards: Iterable[Shard]) -> list[Shard]:
         """Shards from another server on for every worker, so that not all use the link of the same server first. What
         one server has stays in order: it can answer the first shard when that has come from everybody."""
         first = self._layout.rank * self._layout.num_servers // self._layout.num_workers
@@ -148,7 +148,7 @@ class Link:
         """Ask one server something typed; its answer. ValueError with the server's sentence if it refuses."""
         return (yield from self.wait_for_answer(self.post_request(server, request)))
 
-    def set(self, pairs: Iterable[tuple[Key, Array]]) -> Task[None]:
+    def set_first_values(self, pairs: Iterable[tuple[Key, Array]]) -> Task[None]:
         """Give keys their first values (1-D); for one worker, before anybody uses them. Over when they are there."""
         shards = ((shard, flat[shard.start : shard.stop]) for key, flat in pairs for shard in key.shards)
         return self.in_window((self._set(*part), part[1].nbytes) for part in shards)

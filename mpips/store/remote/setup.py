@@ -120,7 +120,7 @@ class Setup:
 
     def _write(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
         flat = (np.ascontiguousarray(value).reshape(-1) for value in values)
-        yield from self._link.set(zip(keys, flat, strict=True))
+        yield from self._link.set_first_values(zip(keys, flat, strict=True))
 
     def _know(self, keys: Sequence[Key], cards: Cards, told: bytes) -> None:
         """The servers have made these keys."""

@@ -54,15 +54,15 @@ class Push:
             return
         here = [payload for payload in payloads if payload[0].local]
         if len(here) == len(payloads):
-            yield from self._here(key, round_, here, priority, wait, own)
+            yield from self._push_here(key, round_, here, priority, wait, own)
             return
         given = {shard.number: part for shard, part in payloads}
         tasks = [
             self._link.sender.send(key, shard, given[shard.number].view(np.uint8), round_, priority)
-            for shard in self._link.turned(shard for shard in shards if not shard.local)
+            for shard in self._link.from_own_server(shard for shard in shards if not shard.local)
         ]
         if here:
-            tasks.append(self._here(key, round_, here, priority, wait, own))
+            tasks.append(self._push_here(key, round_, here, priority, wait, own))
         yield from together(tasks)
 
     def wait_until_read(self, round_: int, shards: Sequence[Shard]) -> Task[None]:
@@ -123,7 +123,7 @@ class Push:
             fill(growing)
             growing.clear()
 
-    def _here(
+    def _push_here(
         self, key: Key, round_: int, payloads: Sequence[tuple[Shard, Array]], priority: int, wait: bool, own: bool
     ) -> Task[None]:
         """Contribute plain elements to servers of this node."""
@@ -225,7 +225,7 @@ class Pull:
         First all shards are held: they change no more. Those that are behind the others let go, until they have caught
         up: what the others hold has been sent to them, too. No other reader keeps them, as it lets them go likewise.
         """
-        shards = self._link.turned(key.shards)
+        shards = self._link.from_own_server(key.shards)
         for shard in shards:
             self._hold(shard, 0)
         behind = shards
@@ -317,7 +317,7 @@ class Pull:
     def _ask(self, key: Key, out: Array, shards: Sequence[Shard], asked: bool) -> Task[None]:
         """Read units that must not change meanwhile: on a node under a grant, from other nodes as messages."""
         sender, coming = self._link.sender, list[MessageGroup]()
-        for shard in self._link.turned(shards):
+        for shard in self._link.from_own_server(shards):
             shard.granted = False
             if not shard.local:
                 slices = cut_bytes(out[shard.start : shard.stop], shard.block_elements * out.itemsize)

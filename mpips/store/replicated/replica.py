@@ -124,13 +124,13 @@ class Replica:
             self.updating = False
         self.key.round += 1
 
-    def turn(self) -> None:
+    def swap_arrays(self) -> None:
         """Make the content of `room` the value."""
         self._turn, self._spread = 1 - self._turn, False
 
     def _replace(self) -> None:
         """A round is complete, and its sum in `room` becomes the value."""
-        self.turn()
+        self.swap_arrays()
 
     def _update(self, total: Array) -> None:
         assert self.optimizer is not None and self.state is not None

@@ -163,7 +163,7 @@ class Replicas:
             room[...] = value.reshape(-1)
         yield from self.sums.broadcast(rooms, 0, _label("put", keys), direct)
         for replica in replicas:
-            replica.turn()
+            replica.swap_arrays()
             replica.changed()
             replica.updating = False
 

@@ -246,12 +246,12 @@ class QuorumState(ServerState):
             self._begin(unit, open_round.number + 1)
         given = open_round.close()
         if unit.undo is not None:
-            unit.undo.pushed(open_round.taken)
+            unit.undo.note_pushes(open_round.taken)
         optimizer = unit.optimizer
         try:
             parts = [_weighed((late.get(one) or unit.queues[one.position][0]).whole(), factor) for one, factor in given]
             unit.optimizer = replace(optimizer, rescale=optimizer.rescale / len(given))  # type: ignore
-            self._reduce.whole(unit, parts)
+            self._reduce.sum_whole(unit, parts)
         except Exception as error:
             raise self._failed(unit, error) from error
         finally:

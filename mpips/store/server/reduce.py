@@ -42,14 +42,14 @@ class Reduce:
 
     # ---- payloads that lie in memory of this node
 
-    def whole(self, unit: Unit, arrays: Sequence[Array]) -> None:
+    def sum_whole(self, unit: Unit, arrays: Sequence[Array]) -> None:
         """Sum and write the only block of contributions that are all there."""
         size = unit.stored.size
         unit.open_write(0, size)
         unit.write(0, size, arrays)
         unit.block = 1
 
-    def blocks(self, unit: Unit, sources: Sequence[Contribution]) -> bool:
+    def sum_blocks(self, unit: Unit, sources: Sequence[Contribution]) -> bool:
         """Sum and write those of the next blocks that are there, on all threads at once where that is long enough."""
         first = stop = unit.block
         limit = min(stop + BURST * self._team.threads, unit.blocks)
@@ -113,7 +113,7 @@ class Reduce:
 
     # ---- payloads of which some come as messages
 
-    def arriving(self, unit: Unit, sources: Sequence[Contribution]) -> bool:
+    def sum_arriving(self, unit: Unit, sources: Sequence[Contribution]) -> bool:
         """Add what is there of the next block, contributor by contributor; write it when all have been added."""
         number, first, last = unit.block, unit.part, len(sources) - 1
         start, stop = unit.bounds(number)
@@ -145,7 +145,7 @@ class Reduce:
 
     # ---- payloads of which some are compressed or row-sparse
 
-    def coded(self, unit: Unit, sources: Sequence[Contribution]) -> bool:
+    def sum_coded(self, unit: Unit, sources: Sequence[Contribution]) -> bool:
         """Add the next contributor; when all have been added, write the sum: only rows that somebody named, where all
         gave rows."""
         if unit.part < len(sources):
@@ -164,7 +164,7 @@ class Reduce:
 
     # ---- one contribution by itself
 
-    def single(self, unit: Unit, source: Contribution) -> bool:
+    def apply_single(self, unit: Unit, source: Contribution) -> bool:
         """Write the next block of one contribution."""
         if not source.ready(unit.block):
             return False

@@ -170,7 +170,7 @@ class Requests:
                     self._state.changed(unit)
             case frames.SetTorn():
                 for number in request.units:
-                    units[number].overwritten(request.torn)
+                    units[number].note_overwrite(request.torn)
                     self._state.changed(units[number])
             case frames.TakeSnapshot():
                 return self._take_snapshot(request.number, [units[number] for number in request.units])

@@ -429,13 +429,13 @@ class SynchronousState(ServerState):
         if unit.blocks == 1 and not reduce.worth_sharing(unit, sources, 0, 1):
             steady = [array for source in sources if (array := source.steady) is not None]
             if len(steady) == len(sources):
-                reduce.whole(unit, steady)
+                reduce.sum_whole(unit, steady)
                 return True
         if any(source.coded for source in sources):
-            return reduce.coded(unit, sources)
+            return reduce.sum_coded(unit, sources)
         if all(source.local for source in sources):
-            return reduce.blocks(unit, sources)
-        return reduce.arriving(unit, sources)
+            return reduce.sum_blocks(unit, sources)
+        return reduce.sum_arriving(unit, sources)
 
     def _end_round(self, unit: Unit) -> Replies:
         """End the round: readers may have it, contributors may go on, the next round may already be there."""
@@ -537,9 +537,9 @@ class AsynchronousState(ServerState):
         if unit.blocks == 1:  # in a longer unit's word its outboxes look for blocks that have been summed: none here
             unit.words[0] |= 1
         if unit.block == 0 and unit.undo is not None:
-            unit.undo.pushed([count + (at == index) for at, count in enumerate(unit.done)])
+            unit.undo.note_pushes([count + (at == index) for at, count in enumerate(unit.done)])
         try:
-            self._reduce.single(unit, source)
+            self._reduce.apply_single(unit, source)
         except Exception as error:
             raise self._failed(unit, error) from error
         if unit.block < unit.blocks:

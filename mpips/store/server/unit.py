@@ -218,7 +218,7 @@ class Unit:
         """Take another state of the optimizer, from outside; None: it begins anew."""
         self.state, self.step = state, step
 
-    def overwritten(self, torn: bool) -> None:
+    def note_overwrite(self, torn: bool) -> None:
         """Note that values are being overwritten from outside, or (not `torn`) all of them have been."""
         self.torn = torn
 

@@ -123,7 +123,7 @@ class Journal:
         words[OPENED] = words[CLOSED]
         return True
 
-    def back(self) -> bool:
+    def go_back(self) -> bool:
         """Go back to the round before the last, which can be had."""
         self.words[CLOSED] -= 1
         return self.put_back()
@@ -144,7 +144,7 @@ class Journal:
         before: list[Standing] = [(int(words[CLOSED]) - 1, *words[COUNTS_BEFORE])] if words[WHOLE] else []
         return [(int(words[CLOSED]), *words[COUNTS]), *before]
 
-    def done(self, round_: int) -> list[int]:
+    def pushes_in(self, round_: int) -> list[int]:
         """Return how many pushes of each worker are in a round that can be had."""
         return [int(count) for count in self._done[round_ % 2]]
 

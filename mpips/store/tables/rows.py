@@ -181,7 +181,7 @@ class TableRows:
         self.journal = journal
         changed = self.journal.put_back()
         if self.journal.standings()[0][0] > round_:
-            changed = self.journal.back()
+            changed = self.journal.go_back()
         if changed:
             self.positions.restore(int(self.journal.words[ROWS]))
 

@@ -148,7 +148,7 @@ class Operations:
         """Pull one key."""
         return self._backend.transfers.pull([key], [out.reshape(-1)])
 
-    def ended(self, what: str, names: Sequence[Name], error: BaseException) -> BaseException:
+    def end_by(self, what: str, names: Sequence[Name], error: BaseException) -> BaseException:
         """A fast path has failed: end the generation; what to raise."""
         return self._engine.generation.end(text(what, names), error)
 

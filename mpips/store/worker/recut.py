@@ -18,7 +18,7 @@ def recut(store: Settings, keys: Sequence[Name], new: Mapping[Name, int]) -> Non
     found, refusal = attempt(lambda: _asked(store, keys, new))
     old, sizes = found or ([], {})
     asked = [*((key.name, "") for key in old), *((name, str(size)) for name, size in sizes.items())]
-    store.settled("recut", asked, refusal)
+    store.agree_settled("recut", asked, refusal)
     states: States = store.run("recut", store.backend.stored.states(old)) if store.groups else {}
     _, refusal = attempt(lambda: _see_steps(old, states))
     values = _values(store, old)

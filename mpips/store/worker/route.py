@@ -220,7 +220,7 @@ class Route:
                     return False
                 left = fast.pushpull(value, target, priority)  # type: ignore[union-attr]
         except BaseException as error:
-            raise self._operations.ended(what, [] if record is None else [record.name], error) from None
+            raise self._operations.end_by(what, [] if record is None else [record.name], error) from None
         if left is not None:
             self._operations.run([record.name], left, priority, what)
         return True

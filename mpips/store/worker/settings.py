@@ -110,7 +110,7 @@ class Settings:
 
     def forget(self, keys: object) -> None:
         records, refusal = rendezvous.attempt(lambda: self.known(keys, "forget"))
-        self.settled("forget", [(record.name, "") for record in records or []], refusal)
+        self.agree_settled("forget", [(record.name, "") for record in records or []], refusal)
         self.drop(records, "forget")
 
     def add(self, keys: Iterable[Key]) -> None:
@@ -146,7 +146,8 @@ class Settings:
                 if (said := self.restored.ignored_numbers(chosen, asked)) and self.layout.rank == 0:
                     warn(f"{what}: {said}: the checkpoint's holds; change it by update_optimizer")
         if names is None or names or names is asked:
-            self.settled(what, [("optimizer", repr(chosen)), ("keys", repr(names))], refusal or other, noun="argument")
+            items = [("optimizer", repr(chosen)), ("keys", repr(names))]
+            self.agree_settled(what, items, refusal or other, noun="argument")
             self.run(what, self.backend.set_optimizer(chosen, names))
             self.groups.set(chosen, names)
             LOG.info("the optimizer of %s is %r", "all keys" if names is None else f"{len(names)} keys", chosen)
@@ -163,7 +164,7 @@ class Settings:
             return [(name, repr(numbers[name])) for name in sorted(numbers)]
 
         items, other = rendezvous.attempt(tried)
-        self.settled(what, [("keys", repr(names)), *(items or [])], refusal or other, noun="argument")
+        self.agree_settled(what, [("keys", repr(names)), *(items or [])], refusal or other, noun="argument")
         self.run(what, self.backend.update_optimizer(numbers, names))
         self.groups.update(numbers, names)
         LOG.debug("the optimizer of %s has %s", "all keys" if names is None else f"{len(names)} keys", numbers)
@@ -173,7 +174,7 @@ class Settings:
         chosen, refusal = rendezvous.attempt(lambda: compression.create(options))
         if chosen is not None and self.restored.claim_compressor(chosen):
             return
-        self.settled(what, [("compression_params", repr(chosen))], refusal, noun="argument")
+        self.agree_settled(what, [("compression_params", repr(chosen))], refusal, noun="argument")
         for key in self.keys.values():
             chosen.prepare(key.dtype)
         self.run(what, self.backend.set_compression(dict(options), chosen))
@@ -223,7 +224,7 @@ class Settings:
                 if table.refusals < max(counts):
                     self.run(f"stats of table {table.name!r}", tables.stats(table, ahead=1))
 
-    def settled(
+    def agree_settled(
         self, what: str, items: Items = (), refusal: BaseException | None = None, noun: str = "key", data: bytes = b""
     ) -> list[bytes]:
         """`agree`, and `settle` of all workers. ValueError on all where one of a synchronous store has pushed more

@@ -195,7 +195,7 @@ class ServerExchange(GradientExchange):
     def put(self) -> None:
         """Give the servers rank 0's parameters. Collective over the workers, blocking."""
         settings = self._store.settings
-        settings.settled("set_parameters")
+        settings.agree_settled("set_parameters")
         keys = [settings.keys[name] for name in self._all_keys]
         tensors = [parameter.detach().contiguous() for parameter in self._parameters]
         values = [arguments.first_value(key.name, [tensor]) for key, tensor in zip(keys, tensors, strict=True)]

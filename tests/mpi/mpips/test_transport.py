@@ -253,7 +253,7 @@ def test_first_values_come_beside_all_else(comm):
     shards = [Shard(n, 0, i * size, (i + 1) * size, None, (0,), 30_000, 7) for i, n in enumerate(numbers)]
     key = Key("w", (2 * size,), np.dtype(float), shards=shards, pushes=shards)
     link = link_of(comm, key)
-    finish(link.set([(key, np.repeat(np.array(numbers, float) + 1, size))]))
+    finish(link.set_first_values([(key, np.repeat(np.array(numbers, float) + 1, size))]))
     link.goodbye()
 
 

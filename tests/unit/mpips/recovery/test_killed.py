@@ -97,7 +97,7 @@ def left(region):
     undo = ledger.undo_of(segment, entry)
     found = {}
     for before, (round_, step) in enumerate(undo.standings()):
-        arrays = undo.at(bool(before))
+        arrays = undo.arrays_at(bool(before))
         assert (step is None) == (len(arrays) == 1 < len(undo.arrays)) or len(undo.arrays) == 1
         found[round_] = step, [array.copy() for array in arrays]
     told = ledger.told_pushes(segment, entry)

@@ -97,10 +97,10 @@ def test_what_is_read_are_the_servers_own_arrays():
         undo = ledger.undo_of(arena.segment(one.region), entry)
         assert undo.standings() == [(2, 2), (1, 1)]
         mine = [unit.stored, *unit.state]
-        assert all(np.array_equal(a, b) for a, b in zip(undo.at(False), mine, strict=True))
-        undo.back()
+        assert all(np.array_equal(a, b) for a, b in zip(undo.arrays_at(False), mine, strict=True))
+        undo.go_back()
         assert undo.standings() == [(1, 1)]
-        assert all(np.array_equal(a, b) for a, b in zip(undo.at(False), mine, strict=True))
+        assert all(np.array_equal(a, b) for a, b in zip(undo.arrays_at(False), mine, strict=True))
 
 
 def test_another_optimizer_begins_anew_and_there_is_no_way_back():
@@ -121,7 +121,7 @@ def test_values_from_outside_leave_no_way_back(torn):
     unit = state.units[0]
     state.pushed(unit, 0, Elements(np.ones(10, np.float32)), 0, 0.0)
     state.work()
-    unit.overwritten(torn)
+    unit.note_overwrite(torn)
     assert unit.undo.standings() == [(1, None)] and unit.undo.torn == torn
 
 
