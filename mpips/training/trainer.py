@@ -27,7 +27,7 @@ from mpips.training.checkpoint import Epoch, Position
 from mpips.training.evaluation import Metric, check_metrics, evaluate, test_words
 from mpips.training.local import Elastic, Local
 from mpips.training.loop import Fit, begin, requested, words_of
-from mpips.training.model import Samples, see_method, see_model
+from mpips.training.model import Model, Samples, see_method, see_model
 from mpips.training.rejoin import see_alike, survival_of
 from mpips.training.step import Blocking, Job, update_optimizer
 from mpips.training.updates import (
@@ -103,16 +103,7 @@ class Trainer(Uncopied):
         self.exchange: Blocking | Overlapped
         steps: Blocking | None = None
         if overlap is None:
-            update: Update
-            if elastic is not None:
-                update = ElasticAveraging(model, kv, made, elastic, clip_norm)
-            elif local is not None:
-                update = LocalTraining(model, kv, made, local, check_clip(clip_norm))
-            elif clip_norm is not None and not kv.layout.asynchronous:
-                update = Summed(model, kv, made, clip_norm)
-            else:
-                update = Gradients(model, kv, made, clip_norm)
-            self.exchange = steps = Blocking(model, update, accumulate)
+            self.exchange = steps = Blocking(model, _update_of(model, kv, made, elastic, local, clip_norm), accumulate)
         else:
             self.exchange = Overlapped(model, kv, averaged(made, workers_in_a_sum(kv)), overlap)
         self._job = Job(model, kv, self.exchange, steps, measures)
@@ -273,6 +264,19 @@ class Trainer(Uncopied):
         if save is not None and self.kv.rank == 0:
             save_profile(found, save)
         return found
+
+
+def _update_of(
+    model: Model, kv: KVStore, made: Optimizer, elastic: Elastic | None, local: Local | None, clip_norm: float | None
+) -> Update:
+    """Return what makes the next parameters of a step's gradients."""
+    if elastic is not None:
+        return ElasticAveraging(model, kv, made, elastic, clip_norm)
+    if local is not None:
+        return LocalTraining(model, kv, made, local, check_clip(clip_norm))
+    if clip_norm is not None and not kv.layout.asynchronous:
+        return Summed(model, kv, made, clip_norm)
+    return Gradients(model, kv, made, clip_norm)
 
 
 def _see_local(kv: KVStore, local: Local, elastic: Elastic | None, overlap: str | None) -> None:
