@@ -158,7 +158,7 @@ class RegularSaves:
         which is warned of. Collective in a synchronous store."""
         store, step, alone = self._store, self._step + self._most, self._store.layout.asynchronous
         store.finish()
-        store.hear_refusals()
+        store.hear_refusals("save")
         busy = store.saving is not None and not store.saving.go_on()
         if busy if alone else store.agree("save", data=b"busy" if busy else b"")[0]:
             self._next = self._soon(step)

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 import numpy as np
 
-from collectives.errors import CollectiveError, of_caller
+from collectives.errors import CollectiveError, of_caller, warn
 from collectives.fabric.tasks import Task
 from mpips.store.checkpoint.file import TableRecord, Tensor, TensorFile, Writer, file_name, open_writer, why
 from mpips.store.keys.key import Array
@@ -153,7 +153,7 @@ def meet(
 ) -> None:  # fmt: skip
     """All workers come with the same arguments; ValueError on all where, in rounds, one has pushed more often."""
     settings.finish()
-    settings.hear_refusals()
+    settings.hear_refusals(what)
     told = settings.agree(what, items, refusal, noun="argument", data=b"%d" % table.round)
     for rank, theirs in enumerate(told):
         if theirs != told[0] and not settings.layout.asynchronous:
@@ -206,6 +206,8 @@ def _fitting(
     except msgspec.MsgspecError as error:
         raise ValueError(f"{path} has a header of a table that cannot be read: {error}") from error
     see_fit(what, path, records[""], table)
+    if (theirs := records[""].card.table) != table.name:
+        warn(f"{what}: {path} holds table {theirs!r}, whose rows this table has from now on")
     file.see_sums(())
     if file.tensors != {name: tensor for prefix, record in records.items() for name, tensor in record.tensors(prefix)}:
         raise ValueError(f"{path} holds {sorted(file.tensors)}, and not what its header promises: save it anew")

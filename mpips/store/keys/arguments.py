@@ -53,8 +53,8 @@ def names(key: object) -> list[Name]:
     return [str.__str__(name) if isinstance(name, str) else int(name) for name in keys]
 
 
-def see_new(name: Name, what: str) -> None:
-    """ValueError unless messages and files can hold a key of this name."""
+def see_new(name: Name, what: str, noun: str = "key") -> None:
+    """ValueError unless messages and files can hold a key, or a table, of this name."""
     if isinstance(name, int):
         if not LEAST <= name <= MOST:
             raise ValueError(f"{what}: key {name} is out of range: pass an int from -2**63 to 2**63 - 1")
@@ -64,7 +64,7 @@ def see_new(name: Name, what: str) -> None:
     except UnicodeEncodeError as error:
         lone = name[error.start]
         why = f"holds {lone!r}, which UTF-8 has no bytes for"
-        raise ValueError(f"{what}: key {name!r} {why}: pass another key") from None
+        raise ValueError(f"{what}: {noun} {name!r} {why}: pass another {noun}") from None
 
 
 def of_other_kind(keys: Iterable[Name], name: Name) -> Name | None:

@@ -31,7 +31,7 @@ from mpips.store.runtime.errors import in_order
 from mpips.store.runtime.generation import Generation
 from mpips.store.transport import frames
 from mpips.store.transport.lines import Line
-from mpips.store.worker.interface import Recovered
+from mpips.store.worker.interface import KnownTable, Recovered
 
 
 class Kept(NamedTuple):
@@ -153,8 +153,9 @@ class RemoteStore(Member[Recovered]):
     def settle(self, keys: Sequence[Key], meets: bool = False) -> Task[None]:
         return self._push.settle(keys, meets)
 
-    def tell_wait(self, keys: Sequence[Key]) -> None:
+    def tell_wait(self, keys: Sequence[Key], tables: Sequence[KnownTable]) -> None:
         self._push.tell_wait(keys)
+        self.tables.tell_wait(tables)
 
     def sums(self) -> tuple[int, str]:
         return 0, ""

@@ -235,6 +235,11 @@ class RemoteTables:
         self._in_place[table.name] = parts
         return parts
 
+    def tell_wait(self, tables: Sequence[KnownTable]) -> None:
+        """This worker's program has waited long for what it has called of these tables: servers look for circles."""
+        for table in () if self._layout.asynchronous else tables:  # the first server knows all
+            self._link.post_request(0, frames.WaitForTable(table.name, table.round, table.refusals))
+
     def stats(self, table: KnownTable, ahead: int = 0) -> Task[list[frames.TableStats]]:
         """Return what each server holds of the table after this worker's pushes. RoomError: see `Tables`."""
         request = frames.GetTableStats(table.name, table.round + ahead, table.refusals)

@@ -20,7 +20,7 @@ from mpips.store.replicated.replica import Replica
 from mpips.store.replicated.replicas import Replicas, ReplicaSettings
 from mpips.store.roles import Layout
 from mpips.store.runtime.generation import Generation
-from mpips.store.worker.interface import Frozen, Recovered, States
+from mpips.store.worker.interface import Frozen, KnownTable, Recovered, States
 
 
 class ReplicatedStore(Member[Recovered]):
@@ -189,7 +189,7 @@ class ReplicatedStore(Member[Recovered]):
         """Pushes have ended when they return."""
         return nothing()
 
-    def tell_wait(self, keys: Sequence[Key]) -> None:
+    def tell_wait(self, keys: Sequence[Key], tables: Sequence[KnownTable]) -> None:
         """`collectives` sees by itself that workers make different calls."""
 
     def sums(self) -> tuple[int, str]:

@@ -55,11 +55,12 @@ class _Word(msgspec.Struct, array_like=True):
     refusal: str = ""
     type_error: bool = False
     data: bytes = b""
+    alike: str = ""
 
 
 def agree(
     place: MeetingPlace, what: str, items: Items = (), refusal: BaseException | None = None, noun: str = "key",
-    data: bytes = b"", everybody: bool = False,
+    data: bytes = b"", everybody: bool = False, alike: str = "",
 ) -> list[bytes]:  # fmt: skip
     """Return each worker's `data`, in rank order, once all are seen to ask for the same. Collective, blocking.
 
@@ -68,6 +69,7 @@ def agree(
         refusal: What was wrong with this rank's own arguments.
         noun: What a name is of.
         everybody: All ranks of the store meet, not the workers alone.
+        alike: Not empty: calls that say the same here may meet, whatever they are.
 
     Raises:
         ValueError: One refuses, or two differ: on all ranks, with one sentence. Nothing has changed. TypeError where
@@ -77,7 +79,7 @@ def agree(
     """
     words = [(repr(name), text) for name, text in items]
     why = "" if refusal is None else str(refusal) or type(refusal).__name__
-    mine = _Word(what, words, why, isinstance(refusal, TypeError), data)
+    mine = _Word(what, words, why, isinstance(refusal, TypeError), data, alike)
     said = place.meet(msgspec.msgpack.encode(mine), what, everybody)
     every = [msgspec.msgpack.decode(word, type=_Word) for word in said]
     refused = [rank for rank, word in enumerate(every) if word.refusal]
@@ -94,7 +96,7 @@ def agree(
 
 def _difference(first: _Word, other: _Word, rank: int, noun: str) -> str:
     """Return what differs first between rank 0 and another; "" where nothing does."""
-    if first.what != other.what:
+    if (first.alike or first.what) != (other.alike or other.what):
         return f"rank 0 calls {first.what}, rank {rank} calls {other.what}: all make this call together"
     for mine, theirs in zip(first.items, other.items):
         if mine[0] != theirs[0]:

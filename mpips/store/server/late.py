@@ -1,23 +1,28 @@
 """Long waits at a server, who for whom: warnings, the end of a wait that is too long, and circles.
 
 A worker whose program has waited long for a round says so (`waits`). It stands still until that round is complete, so
-workers that wait for one another's pushes in a circle can be told: they use keys in different orders. `Late` is a
-machine without MPI; by `Gossip` the first server hears who waits at the others.
+workers that wait for one another's pushes in a circle can be told: they use keys, or tables, in different orders.
+`Late` is a machine without MPI; by `Gossip` the first server hears who waits at the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence, Sized
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
 from collectives.errors import MismatchError, StallError, ranks
 from collectives.fabric.wait import LONGER
-from mpips.store.server.unit import Replies, Reply, Unit
+from mpips.store.server.unit import Replies, Reply
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+    from mpips.store.server.table_rounds import ServerTable
+    from mpips.store.server.unit import Unit
+
+    InRounds: TypeAlias = Unit | ServerTable
 
 WAITS_TAG = 1
 """Of what servers tell the first one."""
@@ -26,12 +31,13 @@ CIRCLE_SECONDS = 0.5
 
 
 class Wait(msgspec.Struct, array_like=True, frozen=True):
-    """A worker waits for a round of a key, to which `absent` have not pushed."""
+    """A worker waits for a round of a key or a table, to which `absent` have not pushed."""
 
     worker: int
     key: int | str
     round: int
     absent: tuple[int, ...]
+    noun: str = "key"
 
 
 class Late:
@@ -39,17 +45,17 @@ class Late:
 
     def __init__(self, stall_seconds: float = 60.0, timeout_seconds: float = 0.0) -> None:
         self.stall_seconds, self.timeout_seconds = stall_seconds, timeout_seconds
-        self._said: dict[int, tuple[Unit, int]] = {}
+        self._said: dict[int, tuple[InRounds, int]] = {}
         self._told: dict[int, list[Wait]] = {}
         self._suspected: list[Wait] = []
         self._since = 0.0
 
     # ---- rounds that wait
 
-    def tick(self, clock: float, units: Iterable[Unit]) -> Replies:
+    def tick(self, clock: float, units: Iterable[InRounds]) -> Replies:
         """Look at open rounds; call now and then while idle. Warnings for those who wait, once a round; StallError
         where one has waited for longer than `timeout_seconds`."""
-        long: dict[str, tuple[float, list[Unit]]] = {}
+        long: dict[str, tuple[float, list[InRounds]]] = {}
         """How long the first has waited, and the units to warn of now, by who waits for whom."""
         for unit in units:
             if not unit.waits or not unit.missing:
@@ -61,7 +67,7 @@ class Late:
                 raise StallError(f"{_sentence([unit], self.timeout_seconds)}; {LONGER}")
             if waited > self.stall_seconds and not unit.warned:
                 unit.warned = True
-                long.setdefault(_who(unit), (waited, []))[1].append(unit)
+                long.setdefault(f"{unit.noun} {_who(unit)}", (waited, []))[1].append(unit)
         replies: Replies = []
         for waited, late in long.values():
             text, first = _sentence(late, waited), late[0]
@@ -71,8 +77,8 @@ class Late:
 
     # ---- workers that wait for one another
 
-    def note_wait(self, unit: Unit, worker: int, round_: int) -> None:
-        """Note that a worker's program waits until this round of the unit is complete, and does nothing else."""
+    def note_wait(self, unit: InRounds, worker: int, round_: int) -> None:
+        """Note that a worker's program waits until this round is complete, and does nothing else."""
         self._said[worker] = unit, round_
 
     def waits_here(self) -> list[Wait]:
@@ -82,7 +88,7 @@ class Late:
             if unit.round >= round_:
                 del self._said[worker]
             elif absent := _absent(unit, round_, worker):
-                waits.append(Wait(worker, unit.key, round_, absent))
+                waits.append(Wait(worker, unit.key, round_, absent, unit.noun))
         return waits
 
     def note_elsewhere(self, server: int, waits: list[Wait]) -> None:
@@ -99,13 +105,14 @@ class Late:
             self._suspected, self._since = circle, clock
         if circle and clock - self._since > CIRCLE_SECONDS:
             steps = "; ".join(
-                f"rank {wait.worker} waits for round {wait.round} of key {wait.key!r}, to which {ranks(wait.absent)} "
-                f"{'have' if len(wait.absent) > 1 else 'has'} not pushed"
+                f"rank {wait.worker} waits for round {wait.round} of {wait.noun} {wait.key!r}, to which "
+                f"{ranks(wait.absent)} {'have' if len(wait.absent) > 1 else 'has'} not pushed"
                 for wait in circle
             )
-            raise MismatchError(f"{steps}: use keys in the same order on all ranks")
+            nouns = " and ".join(sorted({f"{wait.noun}s" for wait in circle}))
+            raise MismatchError(f"{steps}: use {nouns} in the same order on all ranks")
 
-    def forget(self, units: Sequence[Unit]) -> None:
+    def forget(self, units: Sequence[InRounds]) -> None:
         """Forget units that nobody will use again."""
         self._said = {worker: wait for worker, wait in self._said.items() if wait[0] not in units}
 
@@ -136,20 +143,21 @@ def find_circle(waits: dict[int, Wait]) -> list[Wait]:
     return []
 
 
-def _absent(unit: Unit, round_: int, but: int) -> tuple[int, ...]:
+def _absent(unit: InRounds, round_: int, but: int) -> tuple[int, ...]:
     """Return the workers that have not pushed to a round of the unit, but for one."""
-    behind = (worker for worker, queue in zip(unit.contributors, unit.queues) if unit.round + len(queue) < round_)
+    queues: Sequence[Sized] = unit.queues
+    behind = (worker for worker, queue in zip(unit.contributors, queues) if unit.round + len(queue) < round_)
     return tuple(worker for worker in behind if worker != but)
 
 
-def _sentence(units: Sequence[Unit], waited: float) -> str:
+def _sentence(units: Sequence[InRounds], waited: float) -> str:
     """Return the sentence on units that wait for the same workers, so long for the first."""
     first, others = units[0], {unit.key for unit in units} - {units[0].key}
-    more = f" (and {len(others)} more key{'s' * (len(others) > 1)})" if others else ""
-    return f"key {first.key!r}{more}: round {first.round + 1} has waited {waited:.3g} s for {_who(first)}"
+    more = f" (and {len(others)} more {first.noun}{'s' * (len(others) > 1)})" if others else ""
+    return f"{first.noun} {first.key!r}{more}: round {first.round + 1} has waited {waited:.3g} s for {_who(first)}"
 
 
-def _who(unit: Unit) -> str:
+def _who(unit: InRounds) -> str:
     """Return which workers have pushed to the unit's round, and which have not."""
     came = [worker for worker, queue in zip(unit.contributors, unit.queues) if queue]
     return f"ranks {unit.absent()}; ranks {came} have pushed"

@@ -155,7 +155,7 @@ class Server(Member[None]):
         server = layout.rank - layout.num_workers
         tables = ServerTables(
             layout.num_workers, staleness, server, layout.num_servers, self._file, layout.survives,
-            None if self._mirror is None else self._mirror.tables,
+            None if self._mirror is None else self._mirror.tables, late,
         )  # fmt: skip
         return Serving(state, Requests(state, f"server rank {layout.rank}", self._units, number, tables))
 
@@ -492,7 +492,7 @@ class WorkerTraffic:
         """Look for waits that are too long, here and through other servers. StallError or MismatchError where one will
         not end."""
         self._gossip.tick()
-        self.send(self._state.tick(now))
+        self.send(self._state.tick(now, self._requests.tables.open))
 
     def _units_changed(self) -> None:
         units = self._state.units

@@ -25,6 +25,7 @@ from mpips.optimizers import Groups
 from mpips.store.server.late import Late
 from mpips.store.server.reduce import Reduce
 from mpips.store.server.state import ServerState
+from mpips.store.server.table_rounds import ServerTable
 from mpips.store.server.unit import Contribution, Replies, Reply, Unit, UnitMirror
 
 LOG = log.get("mpips.store")
@@ -153,11 +154,11 @@ class QuorumState(ServerState):
             self._wakes = math.inf
             self.ready.update(self.open)
 
-    def tick(self, clock: float) -> Replies:
+    def tick(self, clock: float, tables: Iterable[ServerTable] = ()) -> Replies:
         """Look for waits that are too long, and log who has come late."""
         if clock >= self._says_at:
             self._say_late()
-        return super().tick(clock)
+        return super().tick(clock, tables)
 
     def asks(self, worker: int) -> None:
         super().asks(worker)

@@ -43,6 +43,7 @@ from mpips.optimizers import Groups, Optimizer
 from mpips.optimizers.equation import prepare
 from mpips.store.server.late import Late
 from mpips.store.server.reduce import Reduce
+from mpips.store.server.table_rounds import ServerTable
 from mpips.store.server.unit import Contribution, Replies, Reply, Unit, UnitMirror
 
 TURNS, SHORT_BYTES = 8, 1 << 14
@@ -160,11 +161,11 @@ class ServerState(ABC):
             replies += self._grant(unit)
         return replies
 
-    def tick(self, clock: float) -> Replies:
-        """Look for waits that have become too long; call now and then while idle. StallError or MismatchError where one
-        will not end."""
+    def tick(self, clock: float, tables: Iterable[ServerTable] = ()) -> Replies:
+        """Look for waits that have become too long, of tables, too; call now and then while idle. StallError or
+        MismatchError where one will not end."""
         self.late.check_circles(clock)
-        return self.late.tick(clock, list(self.open.values()))
+        return self.late.tick(clock, [*self.open.values(), *tables])
 
     def wake(self, clock: float) -> None:
         """Take note of the time; call it often while idle."""

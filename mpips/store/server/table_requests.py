@@ -14,6 +14,7 @@ from collectives.errors import CollectiveError
 from collectives.fabric.arena import SparseFile
 from mpips.store.recovery.row_mirror import RowMirror
 from mpips.store.recovery.table_plan import TableEntry, TableHolding, TablePlan, holding_of_table
+from mpips.store.server.late import Late
 from mpips.store.server.table_rounds import NO_IDS, NOTHING, Asker, Payload, ServerTable, TableAnswers, TableRead
 from mpips.store.tables import admission, kernels
 from mpips.store.tables.initial import owners_of
@@ -29,13 +30,15 @@ class ServerTables:
     """All tables of one server in one generation. `staleness`: None where rounds are synchronous; -1: any.
 
     `server`: which of `servers` it is, from 0; a table's `limit` is spread over them. `file`: where rows lie.
-    `survives`: others can have them, and the round before, when this server has died. `mirror`: to which they go."""
+    `survives`: others can have them, and the round before, when this server has died. `mirror`: to which they go.
+    `late`: looks at long waits."""
 
     def __init__(
         self, workers: int, staleness: int | None = None, server: int = 0, servers: int = 1,
         file: SparseFile | None = None, survives: bool = False, mirror: RowMirror | None = None,
+        late: Late | None = None,
     ) -> None:  # fmt: skip
-        self._mirror, self._rank = mirror, workers + server
+        self._mirror, self._rank, self._late = mirror, workers + server, late or Late()
         self._held: dict[str, list[tuple[Asker, frames.Answer]]] = {}
         """By tables what is answered once the mirror has them."""
         self._workers, self._staleness, self._server, self._servers = workers, staleness, server, servers
@@ -52,6 +55,11 @@ class ServerTables:
         """Return how many bytes of rows each worker has pushed since the last such call."""
         taken, self._taken = self._taken, {}
         return taken
+
+    @property
+    def open(self) -> list[ServerTable]:
+        """Return the tables to whose round anybody has pushed; none where nobody waits for another's push."""
+        return [table for table in self._tables.values() if table.waits] if self._staleness is None else []
 
     @property
     def queued(self) -> int:
@@ -127,8 +135,14 @@ class ServerTables:
                 ids = np.frombuffer(request.ids, np.int64)
                 return table.read(TableRead(worker, asker, request, ids, None), self._absent)
             case frames.RefuseRound():
+                if request.refusals > table.refusals:
+                    self._late.forget([table])  # who waits hears of this
                 refused = frames.RoundRefused(request.round, request.refusals, request.why)
                 return [*table.refuse(refused), (asker, answer)]
+            case frames.WaitForTable():
+                if request.refusals >= table.refusals:
+                    self._late.note_wait(table, worker, request.round)
+                return []
         return [(asker, answer)]
 
     def _answer_of_frozen(

@@ -79,6 +79,8 @@ LEAST_ROOM = 1 << 10
 class ServerTable:
     """One table on one server, of this rank: its rows, and what waits. `counts`: of ids that have no row yet."""
 
+    noun, number = "table", 0
+
     def __init__(
         self, card: frames.MakeTable, workers: int, staleness: int | None, limit: int, counts: ServerTable | None,
         file: SparseFile, survives: bool, rank: int, mirror: RowMirror | None,
@@ -98,7 +100,11 @@ class ServerTable:
         """That of this generation, also where the next one has rows by now."""
         self._before_load: TableRows | None = None
         """The rows that a load has replaced, as long as those who outlive this server may look there."""
-        self._queues: list[deque[TablePush]] = [deque() for _ in range(workers)]
+        self.key, self.contributors = card.table, range(workers)
+        self.queues: list[deque[TablePush]] = [deque() for _ in range(workers)]
+        self.opened: float | None = None
+        """When the open round began to wait; None: since the next look at the clock."""
+        self.warned = False
         self._arrivals: deque[int] = deque()
         """In an asynchronous store: whose pushes wait, as they came."""
         self._reads: list[TableRead] = []
@@ -110,9 +116,33 @@ class ServerTable:
         """The last round that was refused."""
 
     @property
+    def round(self) -> int:
+        """Return the last round that is complete, in a synchronous store."""
+        return min(self._done)
+
+    @property
+    def refusals(self) -> int:
+        """Return how many rounds were refused."""
+        return self._refusal.refusals
+
+    @property
+    def waits(self) -> bool:
+        """Return whether anybody's push is here."""
+        return any(self.queues)
+
+    @property
+    def missing(self) -> int:
+        """Return how many workers have not pushed to the open round."""
+        return len(self.absent())
+
+    def absent(self) -> list[int]:
+        """Return the workers that have not pushed to the open round."""
+        return [worker for worker, queue in enumerate(self.queues) if not queue]
+
+    @property
     def queued(self) -> int:
         """Return how many pushes and pulls wait."""
-        return len(self._reads) + sum(map(len, self._queues))
+        return len(self._reads) + sum(map(len, self.queues))
 
     def reset(self, updates: int) -> None:
         """Begin without rows, after so many updates; until `end_load` the table is torn."""
@@ -168,11 +198,11 @@ class ServerTable:
         self, worker: int, asker: Asker, request: frames.PushRows, payload: Payload, gone: set[int]
     ) -> TableAnswers:
         """Take a push; return what is answered by now."""
-        if request.refusals < self._refusal.refusals:
+        if request.refusals < self.refusals:
             return [(asker, self._refusal)]
         rows = min(request.count, self._rooms[worker].rows)
         self._rooms[worker], self._largest = NO_ROOM, max(self._largest, request.count)
-        queue = self._queues[worker]
+        queue = self.queues[worker]
         queue.append(TablePush(asker, *self.parts(payload, request.count), rows))
         self._arrivals.append(worker)
         there: TableAnswers = [self._answer_push(worker)] if len(queue) == 1 else []
@@ -185,13 +215,14 @@ class ServerTable:
 
     def refuse(self, refusal: frames.RoundRefused) -> TableAnswers:
         """Drop all pushes that are not applied yet; tell those who wait for one of them. Idempotent."""
-        if refusal.refusals <= self._refusal.refusals:
+        if refusal.refusals <= self.refusals:
             return []
         self.journal.words[REFUSALS] = refusal.refusals
-        self._refusal, told = refusal, [push.asker for queue in self._queues for push in [*queue][1:]]
-        for queue in self._queues:
+        self._refusal, told = refusal, [push.asker for queue in self.queues for push in [*queue][1:]]
+        for queue in self.queues:
             queue.clear()
         self._arrivals.clear()
+        self.opened, self.warned = None, False
         self._rooms = [NO_ROOM] * len(self._rooms)
         late = [read for read in self._reads if read.request.round >= refusal.round]
         self._reads = [read for read in self._reads if read.request.round < refusal.round]
@@ -204,11 +235,11 @@ class ServerTable:
         wanted = max(LEAST_ROOM, 2 * self._largest)
         if self._has_room(worker, wanted):
             self._rooms[worker] = PushRoom(wanted, wanted)
-        return self._queues[worker][0].asker, frames.RoomGranted(self._rooms[worker].ids)
+        return self.queues[worker][0].asker, frames.RoomGranted(self._rooms[worker].ids)
 
     def _has_room(self, worker: int, rows: int) -> bool:
         """Return whether there is memory for so many rows of a worker's next push, and all that was promised."""
-        promised = sum(push.rows for queue in self._queues for push in queue)
+        promised = sum(push.rows for queue in self.queues for push in queue)
         promised += sum(room.rows for other, room in enumerate(self._rooms) if other != worker)
         tables = [self] if self._counts is None else [self._counts, self]
         return all(table.rows.positions.has_room(promised + rows) for table in tables)
@@ -230,18 +261,18 @@ class ServerTable:
         """Apply what can be applied, and answer who waited for it. MismatchError where a round can never end."""
         answers: list[tuple[Asker, frames.Answer]] = []
         while workers := self._next(gone):
-            self._apply(workers, [self._queues[worker].popleft() for worker in workers])
-            answers += [self._answer_push(worker) for worker in workers if self._queues[worker]]
+            self._apply(workers, [self.queues[worker].popleft() for worker in workers])
+            answers += [self._answer_push(worker) for worker in workers if self.queues[worker]]
         waiting = []
         for read in self._reads:
-            if self._done[read.worker] < read.request.round and read.request.refusals < self._refusal.refusals:
+            if self._done[read.worker] < read.request.round and read.request.refusals < self.refusals:
                 answers.append((read.asker, self._refusal))
             elif self._may_read(read, gone):
                 answers.append((read.asker, self._answer(read)))
             else:
                 waiting.append(read)
         self._reads = waiting
-        if self._staleness is None and any(self._queues):
+        if self._staleness is None and any(self.queues):
             self._see_gone(gone)
         return answers
 
@@ -253,7 +284,7 @@ class ServerTable:
     def _next(self, gone: set[int]) -> Sequence[int]:
         """Return the workers whose next pushes are applied now, together; nobody where that has to wait."""
         if self._staleness is None:
-            return range(len(self._queues)) if all(self._queues) else ()
+            return range(len(self.queues)) if all(self.queues) else ()
         for worker in self._arrivals:
             if not self._too_far(worker, self._done[worker], gone):
                 self._arrivals.remove(worker)
@@ -271,6 +302,7 @@ class ServerTable:
     def _apply(self, workers: Sequence[int], pushes: Sequence[TablePush]) -> None:
         """Apply a push of each of these workers, together, as one round of the journal."""
         ids, gradients = summed([(push.ids, push.gradients) for push in pushes])
+        self.opened, self.warned = None, False
         self.updates += 1
         tables = [self] if self._counts is None else [self._counts, self]
         for table in tables:
@@ -317,6 +349,6 @@ class ServerTable:
 
     def _see_gone(self, gone: Iterable[int]) -> None:
         for worker in gone:
-            if not self._queues[worker]:
+            if not self.queues[worker]:
                 round_ = f"table {self.card.table!r}: round {self.updates + 1}"
                 raise MismatchError(f"{round_} needs rank {worker}, which has left the store")

@@ -103,6 +103,8 @@ class Unit:
     """One unit on its server. `words[0]` counts finished blocks over all rounds (asynchronous: see `state`),
     `words[1 + i]` the rounds of contributor i that have been read; all that readers on the same node need to see."""
 
+    noun = "key"
+
     def __init__(
         self, number: int, key: int | str, stored: Array, words: MutableSequence[int] | memoryview,
         contributors: Sequence[int], block_elements: int, row_elements: int = 1, start: int = 0,

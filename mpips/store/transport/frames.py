@@ -314,6 +314,14 @@ class RefuseRound(msgspec.Struct, tag=True):
     why: str
 
 
+class WaitForTable(msgspec.Struct, tag=True):
+    """Say that the worker has waited long for `round` of a table. Nothing is answered."""
+
+    table: str
+    round: int
+    refusals: int = 0
+
+
 class PullRows(msgspec.Struct, tag=True):
     """Ask for rows of so many ids, each once, after `round` of the worker's own pushes. `shared`: in front of the ids
     there is room, where the server writes the rows before it answers; else they are the answer, Bytes."""
@@ -454,7 +462,7 @@ Request = (
     Create | Forget | Flush | OpenStore | SetOptimizer | UpdateOptimizer | SetCompression | GetState | PutState
     | SetTorn | TakeSnapshot | ReadSnapshot | DropSnapshot | GetVersions | MakeTable | PushRows | PullRows
     | UpdateTable | GetTableStats | FreezeTables | ReadTable | ReadDropped | ThawTables | ResetTable | PutRows
-    | EndLoad | AskForRoom | RefuseRound | LocateTable
+    | EndLoad | AskForRoom | RefuseRound | LocateTable | WaitForTable
 )  # fmt: skip
 Answer = (
     Created | StatePart | Snapshotted | Bytes | Versions | TableStats | FrozenTables | PutRows | RequestDone
@@ -463,7 +471,7 @@ Answer = (
 
 TableRequest = (
     MakeTable | UpdateTable | PushRows | PullRows | GetTableStats | FreezeTables | ReadTable | ReadDropped | ThawTables
-    | ResetTable | PutRows | EndLoad | AskForRoom | RefuseRound | LocateTable
+    | ResetTable | PutRows | EndLoad | AskForRoom | RefuseRound | LocateTable | WaitForTable
 )  # fmt: skip
 """What a worker asks of tables, which have rounds of their own."""
 

@@ -232,7 +232,7 @@ class Backend(Protocol):
 
         `meets`: this worker waits for all then, and pushes nothing until all do: `staleness` counts it not."""
 
-    def tell_wait(self, keys: Sequence[Key]) -> None:
+    def tell_wait(self, keys: Sequence[Key], tables: Sequence[KnownTable]) -> None:
         """Tell servers that the program has waited long for a call with these keys, and does nothing else. Local.
 
         So workers that wait for one another in a circle are found."""

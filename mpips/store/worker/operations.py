@@ -22,7 +22,7 @@ from mpips.store.keys.key import Array, Key, Name
 from mpips.store.keys.row_sparse import RowSparse
 from mpips.store.runtime.engine import Ending, Engine, Handle
 from mpips.store.runtime.errors import refused
-from mpips.store.worker.interface import Backend
+from mpips.store.worker.interface import Backend, KnownTable
 
 T = TypeVar("T")
 Begun: TypeAlias = tuple[Ring, int, Key]
@@ -61,10 +61,12 @@ GIVEN = Given()
 
 
 class Operations:
-    """Check calls, put them in order, and run them as tasks. `known`: the keys that are initialised."""
+    """Check calls, put them in order, and run them as tasks. `known`: the keys that are initialised; and `tables`."""
 
-    def __init__(self, rank: int, backend: Backend, engine: Engine, known: Mapping[Name, Key]) -> None:
-        self._rank, self._backend, self._engine, self._known = rank, backend, engine, known
+    def __init__(
+        self, rank: int, backend: Backend, engine: Engine, known: Mapping[Name, Key], tables: Mapping[str, KnownTable]
+    ) -> None:
+        self._rank, self._backend, self._engine, self._known, self._tables = rank, backend, engine, known, tables
         self.closed = False
         self.checks_finite = False
         """Whether a push of NaN or infinity is refused."""
@@ -130,12 +132,15 @@ class Operations:
         self.run([call.key.name for call in made], self._newer(made, found), priority, "pull")
         return [version + base for version in found]
 
-    def run(self, names: Sequence[Name], task: Task[Any], priority: int, what: str) -> None:
-        """Do it, blocking; a failure ends the generation."""
+    def run(
+        self, names: Sequence[Name], task: Task[Any], priority: int, what: str, tables: Sequence[str] = ()
+    ) -> None:
+        """Do it, blocking; a failure ends the generation. `tables`: whose rounds it may wait for."""
         with self.guard(what, names):
             self._backend.direct = not self._engine.under_way
+            order, heard = [*self._order(names), *tables], self.hearing(task, [*names, *tables])
             try:
-                self._engine.run(self._order(names), self.hearing(task, names), priority, lambda: text(what, names))
+                self._engine.run(order, heard, priority, lambda: text(what, names))
             finally:
                 self._backend.direct = False
 
@@ -168,8 +173,8 @@ class Operations:
     # ---- inside
 
     def hearing(self, task: Task[T], names: Sequence[Name] | None = None) -> Task[T]:
-        """Run a task, and hear the servers before each step. `names`: keys of a call that the program waits for: where
-        that does not go on for long, peers hear of it, once."""
+        """Run a task, and hear the servers before each step. `names`: keys or tables of a call that the program waits
+        for: where that does not go on for long, peers hear of it, once."""
         since = 0.0
         try:
             while True:
@@ -184,7 +189,8 @@ class Operations:
                         since = now
                     elif now - since > LONG_SECONDS:
                         since = math.inf
-                        self._backend.tell_wait([self._known[name] for name in names if name in self._known])
+                        tables = [table for table in self._tables.values() if table.name in names]
+                        self._backend.tell_wait([self._known[name] for name in names if name in self._known], tables)
                 yield moved
         finally:
             task.close()

@@ -49,8 +49,8 @@ class Settings:
         generation.on_end.append(self.unbind)
         generation.checks.append(self._check_waits)
         self.keys: dict[Name, Key] = {}
-        self.operations = Operations(layout.rank, backend, self.engine, self.keys)
         self.tables: dict[str, KnownTable] = {}
+        self.operations = Operations(layout.rank, backend, self.engine, self.keys, self.tables)
         self.groups = Groups()
         """The optimizers."""
         self.compressor: Compressor | None = None
@@ -210,13 +210,13 @@ class Settings:
         self.finish()
         self.run("settle", self.backend.settle(list(self.keys.values())))
 
-    def hear_refusals(self) -> None:
-        """Hear of rounds of tables that were refused: RoomError on a worker that has not heard of one. Collective in a
-        synchronous store with tables; those who have heard wait for the others to come again."""
+    def hear_refusals(self, what: str) -> None:
+        """Hear of rounds of tables that were refused, in the call `what`: RoomError on a worker that has not heard of
+        one. Collective in a synchronous store with tables; those who have heard wait for the others to come again."""
         tables = self.backend.tables
         while tables is not None and self.tables and not self.layout.asynchronous:
             mine = msgspec.msgpack.encode([table.refusals for table in self.tables.values()])
-            words = self.agree("rounds of tables", data=mine)
+            words = self.agree(what, data=mine, alike="rounds of tables")
             told = [msgspec.msgpack.decode(word, type=list[int]) for word in words]
             if all(one == told[0] for one in told):
                 return
@@ -230,7 +230,7 @@ class Settings:
         """`agree`, and `settle` of all workers. ValueError on all where one of a synchronous store has pushed more
         rounds than another, as its servers wait for that one."""
         self.finish()
-        self.hear_refusals()
+        self.hear_refusals(what)
         keys = list(self.pushed.values())
         mine = msgspec.msgpack.encode(([key.round for key in keys], data))
         told = [
@@ -245,9 +245,11 @@ class Settings:
         return [theirs for _, theirs in told]
 
     def agree(
-        self, what: str, items: Items = (), refusal: BaseException | None = None, noun: str = "key", data: bytes = b""
-    ) -> list[bytes]:
-        """All workers ask for the same, and learn everybody's data, or all raise the same sentence.
+        self, what: str, items: Items = (), refusal: BaseException | None = None, noun: str = "key", data: bytes = b"",
+        alike: str = "",
+    ) -> list[bytes]:  # fmt: skip
+        """All workers ask for the same, and learn everybody's data, or all raise the same sentence. `alike`: other
+        calls that say this come to it, too.
 
         In an asynchronous store neither `staleness` nor `quorum` holds anybody back for a worker that waits here."""
         self.operations.check_open()
@@ -257,18 +259,19 @@ class Settings:
             if self.layout.asynchronous and max(self.layout.options.staleness, self.layout.options.quorum) >= 0:
                 task = self.operations.hearing(self.backend.settle([], meets=True))
                 self.engine.run([("beside", what)], task, 0, lambda: what)
-            return rendezvous.agree(self.generation, what, items, refusal, noun, data)
+            return rendezvous.agree(self.generation, what, items, refusal, noun, data, alike=alike)
 
-    def run(self, what: str, task: Task[T], names: Sequence[Name] = ()) -> T:
-        """Run a task, blocking; what it returns. A failure ends the generation."""
+    def run(self, what: str, task: Task[T], names: Sequence[Name] = (), tables: Sequence[str] = ()) -> T:
+        """Run a task, blocking; what it returns. A failure ends the generation. `tables`: whose rounds it may wait
+        for."""
         results: list[T] = []
-        self.operations.run(names, kept(task, results), 0, what)
+        self.operations.run(names, kept(task, results), 0, what, tables)
         return results[0]
 
-    def start(self, what: str, task: Task[Any], detached: bool = True) -> Handle:
-        """Run a task beside the training, in turn with others of that name. `detached`: only the end of the store waits
-        for it."""
-        return self.engine.submit([("beside", what)], self.operations.hearing(task), 0, what, detached)
+    def start(self, what: str, task: Task[Any], detached: bool = True, tables: Sequence[str] = ()) -> Handle:
+        """Run a task beside the training, in turn with others of that name or of these tables. `detached`: only the end
+        of the store waits for it."""
+        return self.engine.submit([("beside", what), *tables], self.operations.hearing(task), 0, what, detached)
 
     # ---- inside
 
@@ -277,8 +280,8 @@ class Settings:
         used = self.engine.names_in_use()
         if any(name in used for name in self.backend.communicators):
             return b""
-        keys = self.keys.values() if self.layout.num_servers else ()
-        return waiting.describe(what, self.backend.sums()[0], keys, used)
+        keys = [key for key in self.keys.values() if key.name not in used] if self.layout.num_servers else []
+        return waiting.describe(what, self.backend.sums()[0], [*keys, *self.tables.values()])
 
     def _check_waits(self) -> None:
         """Say what this worker stands at in a call of all workers. MismatchError where the program waits for one that
@@ -298,6 +301,8 @@ class Settings:
             elif not self.layout.num_servers:
                 return
         rounds = {key.name: waiting.needed(key, call) for key in self.keys.values() if key.name in names}
+        if not self.layout.asynchronous:
+            rounds.update((name, table.round) for name, table in self.tables.items() if name in names)
         mine = waiting.Blocked(call, sums, rounds, blocked is None)
         if why := waiting.why_in_vain(mine, self.layout, others):
             raise MismatchError(why)

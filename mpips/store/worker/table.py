@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
 from collectives import arrays
-from collectives.errors import of_caller, warn
+from collectives.errors import Uncopied, of_caller, warn
 from collectives.fabric.tasks import Task, together
 from mpips.store.checkpoint import table_files
+from mpips.store.keys import arguments
 from mpips.store.keys.key import Array
 from mpips.store.runtime import rendezvous
 from mpips.store.runtime.engine import Handle
@@ -31,6 +32,7 @@ from mpips.store.worker.operations import GIVEN, step_of_push
 from mpips.store.worker.route import Route
 from mpips.store.worker.settings import Settings
 
+T = TypeVar("T")
 DTYPES = ("float32", "float64")
 MOST_BYTES = 1 << 30
 """Of the rows of one call: they travel to a server as one message."""
@@ -38,7 +40,7 @@ MOST_COUNT = 1 << 31
 """Updates that a table counts, and rows that `limit` may allow."""
 
 
-class Table:
+class Table(Uncopied):
     """One table, on one worker; made by `KVStore.table`. Its calls block, but for `ipull`.
 
     Ids are int64 of any values and any shape, repeats allowed. Gradients and rows have the shape of the ids, and `dim`
@@ -52,6 +54,9 @@ class Table:
         self.name, self.dim, self.dtype = known.name, known.card.dim, np.dtype(known.card.dtype)
         self._last: tuple[Handle, int] | None = None
         """The last `ipull`, which the next call of its generation waits for, and that generation."""
+
+    def __repr__(self) -> str:
+        return f"<table {self.name!r}, dim={self.dim}, {self.dtype.name}, {self._known.card.optimizer}>"
 
     def push(self, ids: object, gradients: object) -> None:
         """Contribute to the table's next update; return when the arrays may be overwritten.
@@ -95,7 +100,7 @@ class Table:
             target, rows = self._target_of("ipull", out, shape)
         task = self._read("ipull", where, rows, target)
         self._route.mark(f"ipull of table {self.name!r}")
-        handle = self._settings.start(f"ipull of table {self.name!r}", task, detached=False)
+        handle = self._settings.start(f"ipull of table {self.name!r}", task, detached=False, tables=[self.name])
         self._last = handle, self._settings.generation.number
         return handle
 
@@ -156,7 +161,9 @@ class Table:
         """
         self._check_there("update_optimizer")
         card, what = self._known.card, f"update_optimizer of table {self.name!r}"
-        options, refusal = rendezvous.attempt(lambda: row_optimizers.changed(card.optimizer, card.numbers, numbers))
+        options, refusal = rendezvous.attempt(
+            lambda: _optimizer(self.name, lambda: row_optimizers.changed(card.optimizer, card.numbers, numbers))
+        )
         table_files.meet(self._settings, what, [("numbers", repr(sorted(numbers.items())))], self._known, refusal)
         tables = self._settings.backend.tables
         assert options is not None and tables is not None
@@ -203,13 +210,13 @@ class Table:
     def _stats(self, table: KnownTable) -> list[frames.TableStats]:
         tables = self._settings.backend.tables
         assert tables is not None
-        return self._settings.run(f"stats of table {table.name!r}", tables.stats(table))
+        return self._settings.run(f"stats of table {table.name!r}", tables.stats(table), tables=[self.name])
 
     def _pull(self, what: str, ids: Ids, out: Array) -> None:
         tables = self._settings.backend.tables
         assert tables is not None
         self._begin(said := f"{what} of table {self.name!r}")
-        self._settings.run(said, tables.pull(self._known, ids, out))
+        self._settings.run(said, tables.pull(self._known, ids, out), tables=[self.name])
 
     def _read(self, what: str, ids: Ids, out: Array, target: object) -> Task[object]:
         """Pull, and return what `out` is the memory of."""
@@ -256,7 +263,8 @@ class Table:
             raise TypeError(f"{name} are of type {type(ids).__name__}: pass numpy.array(ids, numpy.int64)")
         found = arrays.host(ids, name)  # type: ignore[arg-type]
         if found.dtype != np.int64:
-            raise TypeError(f"{name} have dtype {found.dtype.name}, and need int64: pass ids.astype(numpy.int64)")
+            way = "ids.long()" if arrays.is_torch(ids) else "ids.astype(numpy.int64)"
+            raise TypeError(f"{name} have dtype {found.dtype}, and need int64: pass {way}")
         if found.size * self.dim * self.dtype.itemsize > MOST_BYTES:
             raise ValueError(
                 f"{name} are {found.size}, whose rows of {self.dim} {self.dtype.name} are more than {MOST_BYTES} "
@@ -269,7 +277,7 @@ class Table:
         name = f"{what} of table {self.name!r}: {word}"
         found = arrays.host(given, name)  # type: ignore[arg-type]
         if found.dtype != self.dtype:
-            raise TypeError(f"{name} has dtype {found.dtype.name}, and the table {self.dtype.name}: convert it")
+            raise TypeError(f"{name} has dtype {found.dtype}, and the table {self.dtype.name}: convert it")
         if found.shape != (*shape, self.dim):
             raise ValueError(f"{name} has shape {found.shape}, and ids of shape {shape} need {(*shape, self.dim)}")
         if not found.flags.c_contiguous:
@@ -317,7 +325,7 @@ def _push_all(what: str, pushes: Sequence[tuple[Table, Ids, Array]]) -> None:
             table._begin(said)
         refusals: list[RoomError] = []
         sent = [_noting(tables.push(table._known, ids, gradients), refusals) for table, ids, gradients in pushes]
-        settings.run(said, together(sent))
+        settings.run(said, together(sent), tables=names)
         if refusals:
             raise refusals[0]
 
@@ -350,7 +358,7 @@ def make(
     if card is not None:
         chosen = row_optimizers.decode(card.optimizer, card.numbers)
         items = [("dim", str(card.dim)), ("dtype", card.dtype), ("init", repr(init)), ("seed", repr(seed)),
-                 ("optimizer", repr(chosen)), ("evict", str(card.evict)), ("limit", str(card.limit)),
+                 ("optimizer", repr(chosen)), ("evict", str(card.evict or None)), ("limit", str(card.limit or None)),
                  ("admit", repr(life[0]))]  # fmt: skip
     settings.finish()
     settings.agree(f"table {name!r}", items, refusal, noun="argument")
@@ -369,6 +377,8 @@ def _card(
     """Return a new table as servers are told of it; ValueError or TypeError where it cannot be."""
     if not isinstance(name, str):
         raise TypeError(f"table: the name {name!r} is no str: give one")
+    arguments.see_new(name, "table", "name")
+    name = str.__str__(name)
     _see_store(settings, name)
     admit, evict, limit = life
     if not (admit is None or isinstance(admit, (Seen, Chance))):
@@ -379,9 +389,9 @@ def _card(
         if one in settings.tables and one not in settings.restored.names:
             raise ValueError(f"table: {one!r} was already made; a table is made once")
     try:
-        word = np.dtype(dtype).name  # type: ignore[call-overload]
+        word = str(dtype) if dtype is None else np.dtype(dtype).name  # type: ignore[call-overload]
     except TypeError:
-        word = repr(dtype)
+        word = repr(dtype).removeprefix("torch.")
     if word not in DTYPES:
         raise ValueError(f"table {name!r}: dtype={word}, and a table holds {' or '.join(DTYPES)}: give one of them")
     width = _whole(name, "dim", dim)
@@ -393,13 +403,22 @@ def _card(
         raise ValueError(f"table {name!r}: init={init!r}: give mpips.uniform(bound); uniform(0) are zeros")
     if isinstance(admit, Seen):
         _at_least(name, "remember", admit.remember, settings.layout.num_servers)
-    chosen, numbers = row_optimizers.encode(row_optimizers.create(optimizer, options))
+    chosen, numbers = _optimizer(name, lambda: row_optimizers.encode(row_optimizers.create(optimizer, options)))
     return frames.MakeTable(
         name, width, word, key_of(_whole(name, "seed", seed), name), init.bound, chosen, numbers,
         _at_least(name, "evict", evict, 1), _at_least(name, "limit", limit, settings.layout.num_servers),
         seen=admit.times if isinstance(admit, Seen) else 0,
         chance=admit.probability if isinstance(admit, Chance) else 1.0,
     )  # fmt: skip
+
+
+def _optimizer(name: str, make: Callable[[], T]) -> T:
+    """Return what `make` makes of an optimizer's name and numbers; its error names the table."""
+    try:
+        return make()
+    except (ValueError, TypeError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"table {name!r}: {error}") from None
 
 
 def _card_of_counts(card: frames.MakeTable, admit: Seen) -> frames.MakeTable:

@@ -1,12 +1,12 @@
 """Find workers that wait in vain: for a push of one that has closed the store, or that waits for all in another call.
 
-A worker that closes says how often it has pushed each key. A worker that waits for all says the same of the keys that
-nothing under way pushes any more. Another worker that needs one push more compares, and names both. Pure.
+A worker that closes says how often it has pushed each key and table. A worker that waits for all says the same of those
+that nothing under way pushes any more. Another worker that needs one push more compares, and names both. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -46,14 +46,14 @@ class WaitingWorker(msgspec.Struct, array_like=True):
     sums: int
     """Without servers: sums that it has begun, of all keys."""
     rounds: list[tuple[Name, int]]
-    """With servers: how often it has pushed each key that nothing under way uses."""
+    """With servers: how often it has pushed each key and table that nothing under way pushes."""
 
 
 class Blocked(NamedTuple):
     """Tell what this worker's program waits for.
 
-    `call` ("": a collective of its client), in which it has begun so many `sums`; with servers, of each key the round
-    that needs the others; and whether it blocks in a collective."""
+    `call` ("": a collective of its client), in which it has begun so many `sums`; with servers, of each key and table
+    the round that needs the others; and whether it blocks in a collective."""
 
     call: str
     sums: int
@@ -61,10 +61,9 @@ class Blocked(NamedTuple):
     inside: bool
 
 
-def describe(what: str, sums: int, keys: Iterable[Key], used: Collection[Hashable]) -> bytes:
-    """Return a `WaitingWorker` as bytes; `used`: names that operations under way use."""
-    rounds = [(key.name, key.round) for key in keys if key.name not in used]
-    return msgspec.msgpack.encode(WaitingWorker(what, sums, rounds))
+def describe(what: str, sums: int, pushed: Iterable[Key | KnownTable]) -> bytes:
+    """Return a `WaitingWorker` as bytes. `pushed`: what nothing under way pushes."""
+    return msgspec.msgpack.encode(WaitingWorker(what, sums, [(one.name, one.round) for one in pushed]))
 
 
 def needed(key: Key, call: str) -> int:

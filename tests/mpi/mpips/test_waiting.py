@@ -59,6 +59,107 @@ def test_a_wait_that_cannot_end_is_said(servers: int, kind: str, together: str, 
         assert took < SECONDS, took
 
 
+TABLES_TOGETHER = {
+    "barrier": lambda kv, table: kv.barrier(),
+    "save of table 't'": lambda kv, table: table.save("/nowhere/t"),
+    "update_optimizer of table 't'": lambda kv, table: table.update_optimizer(learning_rate=0.5),
+    "table 'new'": lambda kv, table: kv.table("new", 2),
+    "save": lambda kv, table: kv.save("/nowhere/s"),
+}
+TABLE_WAITS = {
+    "pull": lambda table, ids, ones: table.pull(ids),
+    "stats": lambda table, ids, ones: table.stats(),
+    "push": lambda table, ids, ones: [table.push(ids, ones) for _ in range(2)],
+    "ipull": lambda table, ids, ones: table.ipull(ids).wait(),
+}
+
+
+@only_on(2, 3)
+@once(kind=["dist_sync", "mpi_sync"], shared=[True, False], together=list(TABLES_TOGETHER), waits=list(TABLE_WAITS))
+def test_a_wait_for_a_table_that_cannot_end_is_said(kind: str, shared: bool, together: str, waits: str) -> None:
+    """As in `if kv.rank == 0: table.save(...)` one push too early."""
+    need(2, servers=1)
+
+    def body(kv):
+        ids, ones = np.arange(3), np.ones((3, 2), np.float32)
+        table = kv.table("t", 2, init=mpips.uniform(0), learning_rate=1.0)
+        table.push(ids, -ones)
+        kv.barrier()
+        begun = time.monotonic()
+
+        def wait() -> None:
+            table.push(ids, -ones)
+            TABLE_WAITS[waits](table, ids, -ones)
+
+        said = failure(lambda: TABLES_TOGETHER[together](kv, table) if kv.rank == 0 else wait())
+        took = time.monotonic() - begun
+        kv.recover()
+        table.push(ids, -ones)  # all is well again
+        assert (table.pull(ids) == 2 * kv.num_workers).all()
+        kv.barrier()
+        return said, took
+
+    made = run(kind, body, servers=1, shared_memory=shared)
+    if made is not None:
+        said, took = made
+        assert workers(1).allgather(said) == [said] * workers(1).size
+        assert f"rank 0 waits in {together} for all workers, and rank" in said, said
+        assert f"in {waits} of table 't' for rank 0: let all make these calls in the same order" in said, said
+        assert took < SECONDS, took
+
+
+@only_on(3)
+@once(order=["two tables", "a table and a key"], servers=[1, 2])
+def test_tables_in_another_order_are_said(order: str, servers: int) -> None:
+    need(2, servers=servers)
+
+    def body(kv):
+        ids, ones, w = np.arange(9), -np.ones((9, 2), np.float32), np.ones(2, np.float32)
+        first, second = (kv.table(name, 2, init=mpips.uniform(0), learning_rate=1.0) for name in "tu")
+        kv.init("w", w)
+        calls = [lambda: first.pushpull(ids, ones)]
+        calls.append(lambda: second.pushpull(ids, ones) if order == "two tables" else kv.pushpull("w", w.copy()))
+        for call in calls:
+            call()
+        kv.barrier()
+        begun = time.monotonic()
+        said = failure(lambda: [call() for call in (calls[::-1] if kv.rank else calls)])
+        took = time.monotonic() - begun
+        kv.recover()
+        for call in calls:
+            call()
+        kv.barrier()
+        return said, took
+
+    made = run("dist_sync", body, servers=servers)
+    if made is not None:
+        said, took = made
+        assert "waits for round 2 of table 't', to which rank" in said, said
+        nouns = "tables" if order == "two tables" else "keys and tables"
+        assert f"has not pushed: use {nouns} in the same order on all ranks" in said, said
+        assert took < SECONDS, took
+
+
+@only_on(3)
+def test_calls_of_tables_that_do_not_fit_together_are_named(tmp_path_factory: pytest.TempPathFactory) -> None:
+    need(2, servers=1)
+    path = str(tmp_path_factory.mktemp("tables") / "file")
+
+    def body(kv):
+        tables = kv.table("t", 2), kv.table("u", 2)
+        calls = {
+            "save of table 't', rank 1 calls barrier": (lambda: tables[0].save(path), kv.barrier),
+            "save, rank 1 calls export of table 'u'": (lambda: kv.save(path), lambda: tables[1].export(path)),
+            "save of table 't', rank 1 calls save of table 'u'":
+                (lambda: tables[0].save(path), lambda: tables[1].save(path)),
+        }  # fmt: skip
+        for sentence, pair in calls.items():
+            assert f"rank 0 calls {sentence}: all make this call together" in failure(pair[kv.rank > 0])
+        kv.barrier()
+
+    run("dist_sync", body, servers=1)
+
+
 @only_on(3)
 @pytest.mark.parametrize("kind, servers", [("dist_sync", 0), ("dist_sync", 1), ("mpi_sync", 1), ("dist_async", 1)])
 def test_who_may_wait_is_left_alone(kind: str, servers: int) -> None:

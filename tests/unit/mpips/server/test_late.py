@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import MagicMock
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,7 +12,10 @@ from hypothesis import strategies as st
 from collectives import MismatchError, StallError
 from mpips.store.server.late import CIRCLE_SECONDS, Late, Wait, find_circle
 from mpips.store.server.sources import Elements
+from mpips.store.server.table_requests import ServerTables
 from mpips.store.server.unit import Unit
+from mpips.store.tables import row_optimizers
+from mpips.store.transport import frames
 from tests.unit.mpips.server.machine import WORKERS, Growing, Machine
 
 
@@ -158,6 +163,39 @@ def test_a_circle_through_another_server_is_seen():
     machine.state.tick(5.0)
     with pytest.raises(MismatchError, match=r"rank 1 waits for round 4 of key 'y', to which rank 0 has not pushed"):
         machine.state.tick(6.0)
+
+
+def test_tables_wait_as_keys_do():
+    """Long waits are said, and circles of both; what was refused is waited for by nobody."""
+    late = Late(1, 30)
+    machine, tables = Machine(workers=2, late=late), ServerTables(2, late=late)
+    line, nothing = MagicMock(), np.zeros(0, np.uint8)
+
+    def hear(worker, request):
+        tables.answer(worker, (line, 0), request, nothing)
+
+    hear(0, frames.MakeTable("users", 2, "float32", 0, 0.0, *row_optimizers.encode(row_optimizers.RowSGD())))
+    assert tables.open == []
+    hear(1, frames.PushRows("users", 0))
+    machine.state.tick(10.0, tables.open)
+    said = machine.state.tick(11.5, tables.open)
+    assert [(reply.what, reply.worker) for reply in said] == [("WARNING", 1)]
+    assert said[0].text == "table 'users': round 1 has waited 1.5 s for ranks [0]; ranks [1] have pushed"
+    machine.push(0, 1)
+    machine.state.waits(0, 0, 1)
+    hear(1, frames.WaitForTable("users", 1))
+    machine.state.tick(12.0, tables.open)
+    with pytest.raises(MismatchError) as error:
+        machine.state.tick(12.1 + CIRCLE_SECONDS, tables.open)
+    assert str(error.value) == (
+        "rank 0 waits for round 1 of key 'w', to which rank 1 has not pushed; rank 1 waits for round 1 of table "
+        "'users', to which rank 0 has not pushed: use keys and tables in the same order on all ranks"
+    )
+    hear(1, frames.RefuseRound("users", 1, 1, "no memory"))
+    hear(1, frames.WaitForTable("users", 1))  # it was on its way
+    for clock in (13.0, 15.0):
+        machine.state.tick(clock, tables.open)
+    assert [wait.worker for wait in late.waits_here()] == [0]
 
 
 @given(st.dictionaries(st.integers(0, 6), st.sets(st.integers(0, 6), min_size=1, max_size=3), max_size=7))
