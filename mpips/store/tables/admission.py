@@ -81,8 +81,11 @@ def lucky(key: int, ids: Ids, update: int, probability: float) -> NDArray[np.boo
 
 
 def often_named(counts: TableRows, ids: Ids, update: int, times: int) -> NDArray[np.bool_]:
-    """Count that this update names ids without a row, ascending; return which reach `times`, and forget those."""
-    counts.update(ids, np.full((len(ids), 1), -1, np.float32), update)
+    """Count that this update names ids without a row; return which reach `times`, and forget those.
+
+    They get a row, so they take no place of the others, of which those longest not named are forgotten, too."""
+    counts.change_rows(ids, np.full((len(ids), 1), -1, np.float32), update)
     reached: NDArray[Any] = counts.pull(ids)[:, 0] >= times
     counts.remove(ids[reached])
+    counts.drop_due_rows()
     return reached

@@ -114,6 +114,11 @@ class TableRows:
         """Update the rows of these ids, each once, by gradients (k, dim); make those that are not there.
 
         `step`: the update of the table, counted from 1, for schedules and ages. MemoryError: nothing has changed."""
+        self.change_rows(ids, gradients, step)
+        self.drop_due_rows()
+
+    def change_rows(self, ids: Ids, gradients: Array, step: int) -> None:
+        """Do what `update` does before rows are dropped; `drop_due_rows` comes next."""
         if self._put:
             self.positions.see_touched()
             self._put = False
@@ -127,11 +132,14 @@ class TableRows:
         if not self.optimizer.update_at(at, self._values, gradients, self._state, counts, step):
             self._update_blocks(at, gradients, counts, step)
         self.positions.touch(at, step)
-        due = self.positions.due(step)
+
+    def drop_due_rows(self) -> None:
+        """Drop the rows that are due after the last update."""
+        due = self.positions.due(self._step)
         dropped = self._arrays["ids"][due]
         self._remove(due)
         self.evicted += len(due)
-        self.drops.note(dropped, step, self.count)
+        self.drops.note(dropped, self._step, self.count)
 
     def _update_blocks(self, at: Positions, gradients: Array, counts: Array | None, step: int) -> None:
         """Update rows that lie at these positions, so few at a time that what is made on the way stays in the cache."""

@@ -2,39 +2,45 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from mpips.optimizers.base import at
+from mpips.store.checkpoint.file import TensorFile
 from mpips.store.tables.admission import Chance
 from mpips.store.tables.initial import first_rows, key_of, owners_of
 
+Numbers = dict[str, Any]
+"""Of the optimizer, by the names of its options; what is not there has its default."""
 
-def sgd(row: Any, gradient: Any, state: dict[str, Any], step: int) -> Any:
-    return row - gradient * row.dtype.type(0.1)
+
+def sgd(row: Any, gradient: Any, state: dict[str, Any], rate: Any, numbers: Numbers) -> Any:
+    return row - gradient * rate
 
 
-def row_adagrad(row: Any, gradient: Any, state: dict[str, Any], step: int) -> Any:
+def row_adagrad(row: Any, gradient: Any, state: dict[str, Any], rate: Any, numbers: Numbers) -> Any:
     number = row.dtype.type
     state["sum"] = state.get("sum", number(0)) + np.add.reduce(gradient * gradient) / number(len(row))
-    return row - gradient * number(0.1) / (np.sqrt(state["sum"]) + number(1e-10))
+    return row - gradient * rate / (np.sqrt(state["sum"]) + number(numbers.get("epsilon", 1e-10)))
 
 
-def adagrad(row: Any, gradient: Any, state: dict[str, Any], step: int) -> Any:
-    number = row.dtype.type
+def adagrad(row: Any, gradient: Any, state: dict[str, Any], rate: Any, numbers: Numbers) -> Any:
     state["sum"] = state.get("sum", np.zeros_like(row)) + gradient * gradient
-    return row - gradient * number(0.1) / (np.sqrt(state["sum"]) + number(1e-10))
+    return row - gradient * rate / (np.sqrt(state["sum"]) + row.dtype.type(numbers.get("epsilon", 1e-10)))
 
 
-def adam(row: Any, gradient: Any, state: dict[str, Any], step: int) -> Any:
-    number = row.dtype.type
+def adam(row: Any, gradient: Any, state: dict[str, Any], rate: Any, numbers: Numbers) -> Any:
+    number, (beta1, beta2) = row.dtype.type, (numbers.get("beta1", 0.9), numbers.get("beta2", 0.999))
     count = state["count"] = state.get("count", 0) + 1
-    first = state["first"] = state.get("first", np.zeros_like(row)) * number(0.9) + gradient * number(1 - 0.9)
-    squares = gradient * gradient * number(1 - 0.999)
-    second = state["second"] = state.get("second", np.zeros_like(row)) * number(0.999) + squares
-    below = np.sqrt(second / number(1 - 0.999**count)) + number(1e-8)
-    return row - first / number(1 - 0.9**count) * number(0.1) / below
+    first = state["first"] = state.get("first", np.zeros_like(row)) * number(beta1) + gradient * number(1 - beta1)
+    squares = gradient * gradient * number(1 - beta2)
+    second = state["second"] = state.get("second", np.zeros_like(row)) * number(beta2) + squares
+    below = np.sqrt(second / number(1 - beta2**count)) + number(numbers.get("epsilon", 1e-8))
+    return row - first / number(1 - beta1**count) * rate / below
 
 
 UPDATES: dict[str, Callable[..., Any]] = {
@@ -51,15 +57,17 @@ def plainly_mixed(word: int) -> int:
 
 
 class ReferenceTable:
-    """Rows in a dictionary, all with learning rate 0.1; gradients are summed from zero, from first to last.
+    """Rows in a dictionary; gradients are summed from first to last.
 
-    `evict`, `limit`, `admit`: as `KVStore.table` says; 0: none. `servers`: how many share the limits."""
+    `evict`, `limit`, `admit`: as `KVStore.table` says; 0: none. `servers`: how many share the limits. `numbers`: of the
+    optimizer."""
 
     def __init__(
         self, name: str, dim: int, dtype: Any, bound: float, optimizer: str, seed: int = 0, evict: int = 0,
-        limit: int = 0, servers: int = 1, admit: Any = None,
+        limit: int = 0, servers: int = 1, admit: Any = None, **numbers: Any,
     ) -> None:  # fmt: skip
-        self._evict, self._limit, self._servers, self._admit = evict, limit, servers, admit
+        self._evict, self._limit, self.servers, self._admit = evict, limit, servers, admit
+        self.numbers: Numbers = {"learning_rate": 0.1, **numbers}
         self.touched: dict[int, int] = {}
         self.evicted: list[int] = []
         self.counts: dict[int, int] = {}
@@ -69,15 +77,22 @@ class ReferenceTable:
         self._key, self._update = key_of(seed, name), UPDATES[optimizer]
         self.rows: dict[int, Any] = {}
         self._state: dict[int, dict[str, Any]] = {}
-        self._step = 0
+        self.updates = 0
 
     def pull(self, ids: Any) -> Any:
         flat = [self._row(int(one)) for one in ids.reshape(-1)]
         return np.array(flat, self.dtype).reshape(*ids.shape, self.dim)
 
+    def save(self) -> Any:
+        """Return all that a file of the table holds, for `load`."""
+        return copy.deepcopy((self.rows, self._state, self.touched, self.counts, self._counted, self.updates))
+
+    def load(self, saved: Any) -> None:
+        self.rows, self._state, self.touched, self.counts, self._counted, self.updates = copy.deepcopy(saved)
+
     def push(self, pushes: Sequence[tuple[Any, Any]]) -> None:
         """One round: (ids, gradients) of each worker."""
-        self._step += 1
+        self.updates += 1
         total: dict[int, Any] = {}
         for ids, gradients in pushes:
             own: dict[int, Any] = {}
@@ -87,12 +102,13 @@ class ReferenceTable:
                 total[one] = total[one] + gradient if one in total else gradient
         refused = {one for one in total if one not in self.rows} - self._admitted({*total} - {*self.rows})
         self.refused += len(refused)
+        rate = self.dtype.type(at(self.numbers["learning_rate"], self.updates))
         for one, gradient in total.items():
             if one in refused:
                 continue
             state = self._state.setdefault(one, {})
-            self.rows[one] = self._update(self._row(one), gradient, state, self._step)
-            self.touched[one] = self._step
+            self.rows[one] = self._update(self._row(one), gradient, state, rate, self.numbers)
+            self.touched[one] = self.updates
         self._drop()
 
     def _drop(self) -> None:
@@ -102,9 +118,9 @@ class ReferenceTable:
         self.evicted += due
 
     def _due(self, touched: dict[int, int], limit: int) -> set[int]:
-        due = {one for one, step in touched.items() if self._evict and step <= self._step - self._evict}
-        for server in range(self._servers if limit else 0):
-            share = limit // self._servers + (server < limit % self._servers)
+        due = {one for one, step in touched.items() if self._evict and step <= self.updates - self._evict}
+        for server in range(self.servers if limit else 0):
+            share = limit // self.servers + (server < limit % self.servers)
             here = [one for one in touched if one not in due and self._owner(one) == server]
             here.sort(key=lambda one: (touched[one], one))
             due.update(here[: max(0, len(here) - share)])
@@ -117,23 +133,45 @@ class ReferenceTable:
         if self._admit is None:
             return new
         for one in new:
-            self.counts[one], self._counted[one] = self.counts.get(one, 0) + 1, self._step
-        for one in self._due(self._counted, self._admit.remember):
-            del self.counts[one], self._counted[one]
-        reached = {one for one in new if self.counts.get(one, 0) >= self._admit.times}
+            self.counts[one], self._counted[one] = self.counts.get(one, 0) + 1, self.updates
+        reached = {one for one in new if self.counts[one] >= self._admit.times}
         for one in reached:
+            del self.counts[one], self._counted[one]
+        for one in self._due(self._counted, self._admit.remember):
             del self.counts[one], self._counted[one]
         return reached
 
     def _lucky(self, one: int, probability: float) -> bool:
         stream = plainly_mixed((one % 2**64) ^ self._key ^ 0x5851F42D4C957F2D)
-        return plainly_mixed((stream + self._step * 0x9E3779B97F4A7C15) % 2**64) < probability * 2**64
+        return plainly_mixed((stream + self.updates * 0x9E3779B97F4A7C15) % 2**64) < probability * 2**64
 
     def _owner(self, one: int) -> int:
-        return int(owners_of(np.array([one], np.int64), self._servers)[0])
+        return int(owners_of(np.array([one], np.int64), self.servers)[0])
 
     def _row(self, one: int) -> Any:
         if one in self.rows:
             return self.rows[one]
         ((_, rows),) = first_rows(self._key, self._bound, np.array([one], np.int64), self.dim, self.dtype)
         return rows[0]
+
+
+class ServingCopy:
+    """What a program that serves makes of exported files."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, Any] = {}
+
+    def read(self, path: str) -> int:
+        """Return how many rows the file has."""
+        with TensorFile(path) as file:
+            ids, values, dropped = (file.get(name) for name in ("ids", "values", "dropped"))
+            if json.loads(file.metadata["mpips.export"])["since"] == 0:
+                self.rows.clear()
+        for one in dropped.tolist():
+            self.rows.pop(one, None)
+        self.rows.update(zip(ids.tolist(), values, strict=True))
+        return len(ids)
+
+    def check(self, *expected: ReferenceTable) -> None:
+        rows = {one: row.tobytes() for table in expected for one, row in table.rows.items()}
+        assert {one: row.tobytes() for one, row in self.rows.items()} == rows

@@ -11,11 +11,10 @@ import pytest
 
 import mpips
 from collectives.kernels import engine
-from mpips.store.checkpoint.file import TensorFile
 from mpips.store.tables import index, places
 from mpips.store.transport import frames
 from mpips.store.worker.table import push_together
-from tests.mpi.mpips.reference_table import UPDATES, ReferenceTable
+from tests.mpi.mpips.reference_table import UPDATES, ReferenceTable, ServingCopy
 from tests.mpi.mpips.support import WORLD, failure, need, run
 from tests.mpi.sizes import either_mpi
 
@@ -25,7 +24,7 @@ SERVERS = [
 EDGES = np.array([0, -1, 1, 2**63 - 1, -(2**63), 2**62, -(2**40)], np.int64)
 LIVES: list[dict[str, Any]] = [
     {"evict": 2}, {"limit": 11}, {"admit": mpips.seen(2), "evict": 3, "limit": 20}, {"admit": mpips.seen(3, 15)},
-    {"admit": mpips.chance(0.4), "limit": 25},
+    {"admit": mpips.chance(0.4), "limit": 25}, {"admit": mpips.seen(1, 4)},
 ]  # fmt: skip
 SMALL_RATE = {"learning_rate": 0.1}
 
@@ -622,26 +621,6 @@ def test_a_file_that_does_not_fit_changes_nothing(tmp_path_factory: pytest.TempP
         assert table.pull(np.arange(5)).tobytes() == rows.tobytes()
 
     run("dist_sync", body, servers=1)
-
-
-class ServingCopy:
-    """What a program that serves makes of exported files."""
-
-    def __init__(self) -> None:
-        self.rows: dict[int, Any] = {}
-
-    def read(self, path: str) -> int:
-        """Return how many rows the file has."""
-        with TensorFile(path) as file:
-            ids, values, dropped = (file.get(name) for name in ("ids", "values", "dropped"))
-        for one in dropped.tolist():
-            self.rows.pop(one, None)
-        self.rows.update(zip(ids.tolist(), values, strict=True))
-        return len(ids)
-
-    def check(self, expected: ReferenceTable) -> None:
-        assert self.rows.keys() == expected.rows.keys()
-        assert all(self.rows[one].tobytes() == row.tobytes() for one, row in expected.rows.items())
 
 
 @either_mpi
