@@ -105,7 +105,7 @@ def test_rows_of_a_whole_round_are_there_wherever_it_is_killed(evict: int, seen:
             assert not there.torn and standings[0][0] in range(ROUNDS - 2, ROUNDS + 1)
             for standing in standings:
                 number = standing[0]
-                assert standing == counts[name, number] and there.done(standings[0][0]) == [standings[0][0]]
+                assert standing == counts[name, number] and there.pushes_in(standings[0][0]) == [standings[0][0]]
                 assert content(there, number) == contents[name, number], (line, name, number)
         rows = tables._tables["t"].rows  # as another generation of the same process takes them
         oldest = rows.journal.standings()[-1][0]
