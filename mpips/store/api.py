@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any, Self, overload
 
 from collectives.errors import CollectiveError, Uncopied, of_caller
+from mpips.ending.process import is_fork
 from mpips.optimizers.base import Optimizer
 from mpips.store.checkpoint.load import load, load_states, save_states
 from mpips.store.checkpoint.save import Saving, save
@@ -393,7 +394,7 @@ class Generations:
 
     def close(self) -> None:
         generation = self._store.generation
-        if not self._store.operations.closed:
+        if self._is_open():
             limits, generation.limits = generation.limits, NEVER  # who has more to do may take long
             try:
                 self._save_last(self._meet_to_close())
@@ -404,9 +405,13 @@ class Generations:
     def give_up(self, error: BaseException) -> None:
         """The block of a `with` has raised this: end the generation for all, and leave. Waits for some seconds at
         most."""
-        if not self._store.operations.closed:
+        if self._is_open():
             self._store.generation.end("the block of `with` that uses the store", error)
             self._leave()
+
+    def _is_open(self) -> bool:
+        """Return whether there is a store to close: for a fork of this process there is none."""
+        return not self._store.operations.closed and not is_fork()
 
     def _exit(self) -> None:
         in_order(self.close, self._leave)

@@ -11,20 +11,24 @@ module for `step`. So what PyTorch does with gradients (accumulate, checkpoint, 
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, Self
+from typing import NamedTuple, NoReturn, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from collectives.errors import Uncopied, of_caller
+from collectives.errors import of_caller, warn
 from mpips.store.runtime.engine import Handle
 from mpips.store.worker.table import Table, push_together
 from mpips.torch.tensors import check_on_host, uncompiled
 
 MODES = ("sum", "mean")
+MANY = 1000
+"""Forward passes whose gradients wait for one step: so many look like a step that is forgotten."""
 
 
 class _Next(NamedTuple):
@@ -38,22 +42,25 @@ class _Next(NamedTuple):
 
 
 @uncompiled("_pull")
-class TableModule(Uncopied, nn.Module):
+class TableModule(nn.Module):
     """Base of the modules whose rows are a table's: pulls rows, and keeps their gradients until they are pushed."""
 
-    def __init__(self, table: Table, *others: object, padding_idx: int | None = None) -> None:
+    def __init__(self, table: Table, *others: object, padding_idx: int | None = None, **options: object) -> None:
         super().__init__()
         name = type(self).__name__
         if not isinstance(table, Table) or others:
             given = ", ".join(map(repr, (table, *others)))
             raise of_caller(TypeError(f"{name}({given}): give the one table that kv.table(...) returns"))
         self._what = f"{name} of table {table.name!r}"
-        if not isinstance(padding_idx, int | None):
-            raise of_caller(TypeError(f"{self._what}: padding_idx={padding_idx!r} is no whole number: give an id"))
-        self.table, self.padding_idx = table, padding_idx
+        if options:
+            said = f"{self._what} has no argument {next(iter(options))}: leave it out; tables have theirs in kv.table"
+            raise of_caller(TypeError(said))
+        self.table, self.padding_idx = table, None if padding_idx is None else self._id_of(padding_idx)
         self.embedding_dim = table.dim
         self._dtype: torch.dtype = getattr(torch, table.dtype.name)
         """Of what a forward pass returns."""
+        self._learns = True
+        """Whether forward passes leave gradients, where autograd is on."""
         self.is_trained = False
         """Whether a `TableOptimizer` pushes its gradients."""
         self._leaves: dict[int, tuple[Tensor, Tensor]] = {}
@@ -88,6 +95,21 @@ class TableModule(Uncopied, nn.Module):
         if self.table.synchronous:
             self._next = deque((self._ask(each.ids, each.places) for each in self._next), maxlen=2)
 
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Let rows stay as they are, or learn again, from the next forward pass on.
+
+        That of a module around does not come here, as rows are no parameters.
+        """
+        self._learns = requires_grad
+        return self
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Raise TypeError: called by `copy` and `pickle`, also of a model around."""
+        raise of_caller(TypeError(
+            f"{self._what} cannot be copied or pickled, as its rows are on servers: save the model's state_dict(), and "
+            "the rows by table.save(...)"
+        ))  # fmt: skip
+
     def extra_repr(self) -> str:
         """Describe the table."""
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
@@ -100,6 +122,16 @@ class TableModule(Uncopied, nn.Module):
 
     def _ask(self, ids: Tensor, places: Tensor) -> _Next:
         return _Next(ids, places, self.table.ipull(ids.numpy()), self.table.origin, self.table.pushes)
+
+    def _id_of(self, given: object) -> int:
+        """Return an id that may be NumPy's or a tensor. TypeError or ValueError where it is none."""
+        try:
+            found = operator.index(given)  # type: ignore[arg-type]
+        except TypeError:
+            raise of_caller(TypeError(f"{self._what}: padding_idx={given!r} is no whole number: give an id")) from None
+        if not -(2**63) <= found < 2**63:
+            raise of_caller(ValueError(f"{self._what}: padding_idx={found} is no int64: give an id"))
+        return found
 
     def _check(self, ids: object) -> None:
         """Raise TypeError or ValueError where these are no ids."""
@@ -124,11 +156,14 @@ class TableModule(Uncopied, nn.Module):
     def _pull(self, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
         """Return where each id stands among the rows, the rows, of a leaf where gradients are wanted, and the place of
         the padding, which is zeros."""
+        if torch.jit.is_tracing() or torch.compiler.is_exporting():
+            said = "a trace would keep the rows of these ids for all ids: trace the layers behind, and export the table"
+            raise of_caller(RuntimeError(f"{self._what}: {said}"))
         wanted, places, handle = self._find_prefetched(ids)
         rows = torch.from_numpy(self.table.pull(wanted.numpy()) if handle is None else handle.wait())
         found = [] if self.padding_idx is None else (wanted == self.padding_idx).nonzero().flatten().tolist()
         rows[found] = 0
-        if torch.is_grad_enabled():
+        if self._learns and torch.is_grad_enabled():
             rows.requires_grad_()
             rows.register_post_accumulate_grad_hook(lambda leaf: self._keep(wanted, leaf))
         return places, rows.to(self._dtype), found[0] if found else None
@@ -138,9 +173,11 @@ class TableModule(Uncopied, nn.Module):
         if not self.is_trained:
             raise of_caller(RuntimeError(
                 f"{self._what} has a gradient that nobody pushes: make mpips.torch.TableOptimizer(model) and call its "
-                "step(), or call the module under torch.no_grad() where its rows are to stay"
+                "step(), or call the module's requires_grad_(False) where its rows are to stay"
             ))  # fmt: skip
         self._leaves[id(rows)] = ids, rows
+        if len(self._leaves) == MANY:
+            warn(f"{self._what}: gradients of {MANY} forward passes wait: call step() of the TableOptimizer")
 
 
 class Embedding(TableModule):
@@ -166,23 +203,28 @@ class EmbeddingBag(TableModule):
     table       what `kv.table` has returned, on each worker.
     mode        "sum" or "mean".
     padding_idx an id that counts in no bag: neither in sums nor in means.
+    include_last_offset     the last of `offsets` is where the last bag ends, and begins none.
 
     Bags are the rows of 2-D ids, or cut 1-D ids at `offsets`, where each begins. `per_sample_weights` has the shape of
     the ids, and needs mode "sum". Else as `Embedding`.
     """
 
-    def __init__(self, table: Table, mode: str = "mean", padding_idx: int | None = None) -> None:
-        super().__init__(table, padding_idx=padding_idx)
+    def __init__(
+        self, table: Table, mode: str = "mean", padding_idx: int | None = None, include_last_offset: bool = False,
+        **options: object,
+    ) -> None:  # fmt: skip
+        super().__init__(table, padding_idx=padding_idx, **options)
         if mode not in MODES:
             raise of_caller(ValueError(f"{self._what}: mode={mode!r}: give {' or '.join(map(repr, MODES))}"))
-        self.mode = mode
+        self.mode, self.include_last_offset = mode, include_last_offset
 
     def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Return a row for each bag, (bags, dim)."""
         places, rows, padding = self._pull(ids)
         return functional.embedding_bag(
-            places, rows, offsets, mode=self.mode, per_sample_weights=per_sample_weights, padding_idx=padding
-        )
+            places, rows, offsets, mode=self.mode, per_sample_weights=per_sample_weights,
+            include_last_offset=self.include_last_offset, padding_idx=padding,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         """Describe the table and the mode."""
@@ -224,6 +266,14 @@ class TableOptimizer:
         for module in self._modules:
             module.note_push()
 
+    @property
+    def param_groups(self) -> NoReturn:
+        """Raise AttributeError: this is what GradScaler, schedulers and trainers ask an optimizer of PyTorch for."""
+        raise of_caller(AttributeError(
+            "TableOptimizer has no param_groups, as rows are no parameters: call its step() yourself, set the rate by "
+            "kv.table or table.update_optimizer, and let no GradScaler scale the loss (bfloat16 needs none)"
+        ))  # fmt: skip
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients that were not pushed."""
         for module in self._modules:
@@ -235,6 +285,6 @@ def _joined(table: Table, parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, T
     if len(parts) == 1:
         return parts[0]
     if not parts:
-        return torch.empty(0, dtype=torch.int64), torch.empty(0, table.dim, dtype=getattr(torch, table.dtype.name))
+        return torch.from_numpy(np.empty(0, np.int64)), torch.from_numpy(np.empty((0, table.dim), table.dtype))
     ids, gradients = zip(*parts)
     return torch.cat(ids), torch.cat(gradients)

@@ -97,7 +97,9 @@ class RemoteTables:
         self._freezes = 0
         self._pool = _Pool()
         self.cards: list[frames.MakeTable] = []
-        """The tables that there are, on all servers."""
+        """The tables that there are, on all servers,"""
+        self.known: Mapping[str, KnownTable] = {}
+        """and as the worker knows them, by name."""
         self._pushes: dict[str, list[Payload]] = {}
         """Memory that servers of this node may still read: the last push of each table, and those under way."""
         self._pulls: dict[int, Payload] = {}
@@ -123,53 +125,76 @@ class RemoteTables:
         request = frames.UpdateTable(table, numbers)
         yield from self._setup.at_rank_0(lambda: self._setup.tell_all(request), f"update_optimizer of table {table!r}")
 
-    def push(self, table: KnownTable, ids: Ids, gradients: Array) -> Task[None]:
-        """Contribute to the table's next round, on every server; over when the servers have it. RoomError: see
+    def push(self, pushes: Sequence[tuple[KnownTable, Ids, Array]]) -> Task[None]:
+        """Contribute to the next round of each table, on every server; over when the servers have it. RoomError: see
         `Tables`."""
-        found = distinct(ids, self._servers)
-        if any(count > table.room.get(server, 0) for server, count in enumerate(found.counts)):
-            yield from self._ask_for_room(table, found)
+        found = [distinct(ids, self._servers) for _, ids, _ in pushes]
+        rooms = [table.room.get(server, 0) for table, *_ in pushes for server in range(self._servers)]
+        if any(count > room for count, room in zip((count for one in found for count in one.counts), rooms)):
+            yield from self._ask_for_room([table for table, *_ in pushes], found)
+        sent = [self._send(table, one, gradients) for (table, _, gradients), one in zip(pushes, found)]
+        every: list[Any] = []
+        for (table, *_), tokens in zip(pushes, sent):
+            every += (answers := (yield from self._answers(tokens)))
+            self._take_room(table, answers)
+            if len(table.room) == self._servers:
+                table.round += 1
+                kept = self._pushes[table.name]
+                for memory in kept[:-1]:  # those have been applied
+                    self._pool.give_back(memory)
+                del kept[:-1]
+        yield from self._see_refused(every)
+
+    def _send(self, table: KnownTable, found: Distinct, gradients: Array) -> list[int]:
+        """Send a push to all servers; return what their answers are told by."""
         requests = [frames.PushRows(table.name, count, table.refusals) for count in found.counts]
         block = _Block(self._pool, found, gradients.shape[1], gradients.dtype, requests)
         sum_into(block.rows, gradients, block.places)
-        pushes = self._pushes.setdefault(table.name, [])
-        pushes.append(block.memory)
-        tokens = [self._link.post_request_with(server, *block.body(server)) for server in range(self._servers)]
-        yield from self._take_room(table, (yield from self._answers(tokens)))
-        for memory in pushes[:-1]:  # those have been applied
-            self._pool.give_back(memory)
-        del pushes[:-1]
-        table.round += 1
+        self._pushes.setdefault(table.name, []).append(block.memory)
+        return [self._link.post_request_with(server, *block.body(server)) for server in range(self._servers)]
 
-    def _ask_for_room(self, table: KnownTable, found: Distinct) -> Task[None]:
-        """Have memory for the rows of these ids on all servers; RoomError where one has none."""
-        asked = [
-            frames.AskForRoom(table.name, table.round, found.ids[found.owners == server].tobytes(), table.refusals)
-            for server in range(self._servers)
-        ]
-        tokens = [self._link.post_request(server, request) for server, request in enumerate(asked)]
-        yield from self._take_room(table, (yield from self._answers(tokens)))
+    def _ask_for_room(self, tables: Sequence[KnownTable], found: Sequence[Distinct]) -> Task[None]:
+        """Have memory for rows of these ids in all tables, on all servers; RoomError where one has none."""
+        sent = []
+        for table, one in zip(tables, found):
+            parts = [one.ids[one.owners == server].tobytes() for server in range(self._servers)]
+            asked = [frames.AskForRoom(table.name, table.round, part, table.refusals) for part in parts]
+            sent.append([self._link.post_request(server, request) for server, request in enumerate(asked)])
+        every: list[Any] = []
+        for table, tokens in zip(tables, sent):
+            every += (answers := (yield from self._answers(tokens)))
+            self._take_room(table, answers)
+        step = [(table.name, table.round + 1, table.refusals + 1) for table in tables]
+        yield from self._see_refused(every, step)
 
-    def _take_room(self, table: KnownTable, answers: Sequence[Any]) -> Task[None]:
-        """See how much may be pushed next; where a server refuses that, or a round before, have all drop the round."""
+    def _take_room(self, table: KnownTable, answers: Sequence[Any]) -> None:
+        """See how much may be pushed to a table next."""
         granted = ((server, answer) for server, answer in enumerate(answers) if isinstance(answer, frames.RoomGranted))
         table.room = {server: answer.ids for server, answer in granted}
-        yield from self._see_refused(table, answers)
 
-    def _see_refused(self, table: KnownTable, answers: Sequence[Any]) -> Task[None]:
-        """RoomError where a server has refused a round, which all servers drop before."""
+    def _see_refused(self, answers: Sequence[Any], step: Sequence[frames.TableRound] = ()) -> Task[None]:
+        """RoomError where a server has refused a round, which all servers drop before, with the others of its step.
+
+        `step`: what this worker would push now, which others hear of then."""
         refusals = [answer for answer in answers if isinstance(answer, frames.RoundRefused)]
         if not refusals:
             return
-        told, table.room = refusals[0], {}
         if not self._layout.asynchronous:  # else it is this worker's push alone, and was not sent
-            request = frames.RefuseRound(table.name, told.round, told.refusals, told.why)
-            tokens = [self._link.post_request(server, request) for server in range(self._servers)]
-            yield from self._answers(tokens)
-            table.refusals, table.round = told.refusals, told.round - 1
-            for memory in self._pushes.pop(table.name, []):
+            for told in refusals:
+                yield from self._drop(list(told.step or step), told.why)
+        raise of_caller(RoomError(refusals[0].why))
+
+    def _drop(self, step: list[frames.TableRound], why: str) -> Task[None]:
+        """Have all servers drop rounds of a step, and go on from before them."""
+        for name, round_, refusals in step:
+            table = self.known[name]
+            if refusals <= table.refusals:
+                continue
+            request = frames.RefuseRound(name, round_, refusals, why, step)
+            yield from self._answers([self._link.post_request(server, request) for server in range(self._servers)])
+            table.refusals, table.round, table.room = refusals, round_ - 1, {}
+            for memory in self._pushes.pop(name, []):
                 self._pool.give_back(memory)
-        raise of_caller(RoomError(told.why))
 
     def _answers(self, tokens: Sequence[int]) -> Task[list[Any]]:
         """Return what all servers answer."""
@@ -201,7 +226,7 @@ class RemoteTables:
             if isinstance(answer, frames.Bytes):
                 block.rows_of(server)[...] = np.frombuffer(answer.data, out.dtype).reshape(-1, out.shape[1])
         del self._pulls[id(block.memory)]
-        yield from self._see_refused(table, answers)
+        yield from self._see_refused(answers)
         np.take(block.rows, block.places, axis=0, out=out, mode="clip")  # NumPy would copy `out` to raise in time
         self._pool.give_back(block.memory)
 
@@ -245,7 +270,7 @@ class RemoteTables:
         request = frames.GetTableStats(table.name, table.round + ahead, table.refusals)
         tokens = [self._link.post_request(server, request) for server in range(self._servers)]
         found = yield from self._answers(tokens)
-        yield from self._see_refused(table, found)
+        yield from self._see_refused(found)
         return found
 
     def freeze(self, tables: Sequence[str], since: int = 0, export: int = -1) -> Task[FrozenOnServers]:

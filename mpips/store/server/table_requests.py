@@ -137,7 +137,7 @@ class ServerTables:
             case frames.RefuseRound():
                 if request.refusals > table.refusals:
                     self._late.forget([table])  # who waits hears of this
-                refused = frames.RoundRefused(request.round, request.refusals, request.why)
+                refused = frames.RoundRefused(request.round, request.refusals, request.why, request.step)
                 return [*table.refuse(refused), (asker, answer)]
             case frames.WaitForTable():
                 if request.refusals >= table.refusals:

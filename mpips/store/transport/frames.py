@@ -303,15 +303,21 @@ class AskForRoom(msgspec.Struct, tag=True):
     refusals: int = 0
 
 
+TableRound = tuple[str, int, int]
+"""The name of a table, a round of it, and which refusal it is that drops this, from 1 on."""
+
+
 class RefuseRound(msgspec.Struct, tag=True):
     """Drop all pushes of a table that are not applied yet, from this round on, as a server has no memory for it.
 
-    `refusals`: so many rounds were refused by then. Servers tell all who wait, `why`, or have pushed to it."""
+    `refusals`: so many rounds were refused by then. Servers tell all who wait, `why`, or have pushed to it. `step`:
+    what is dropped together, this round among it."""
 
     table: str
     round: int
     refusals: int
     why: str
+    step: list[TableRound] = []
 
 
 class WaitForTable(msgspec.Struct, tag=True):
@@ -447,11 +453,13 @@ class RoomGranted(msgspec.Struct, tag=True):
 
 
 class RoundRefused(msgspec.Struct, tag=True):
-    """Say that a round of a table does not count, and why; `refusals`: which refusal that is, from 1 on."""
+    """Say that a round of a table does not count, and why; `refusals`: which refusal that is, from 1 on. `step`: what
+    is dropped with it and itself; nothing yet where the answer is to AskForRoom."""
 
     round: int
     refusals: int
     why: str
+    step: list[TableRound] = []
 
 
 class RequestDone(msgspec.Struct, tag=True):

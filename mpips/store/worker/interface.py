@@ -148,10 +148,12 @@ class Tables(Protocol):
     def update(self, table: str, numbers: bytes) -> Task[None]:
         """Update rows with other numbers of the optimizer from the next update on. Collective."""
 
-    def push(self, table: KnownTable, ids: Array, gradients: Array) -> Task[None]:
-        """Contribute to the table's next round; when it is over, the arrays may be overwritten.
+    known: Mapping[str, KnownTable]
 
-        RoomError where the round is refused, or one before it was: nothing of it counts, and the table's round says
+    def push(self, pushes: Sequence[tuple[KnownTable, Array, Array]]) -> Task[None]:
+        """Contribute to the next round of each table, by ids and gradients; when it is over, these may be overwritten.
+
+        RoomError where a round is refused, or one before it was: nothing of all counts, and each table's round says
         which counts last."""
 
     def pull(self, table: KnownTable, ids: Array, out: Array) -> Task[None]:

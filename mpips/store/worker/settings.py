@@ -6,6 +6,8 @@ changed. Any error after that ends the generation.
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
@@ -25,6 +27,7 @@ from mpips.store.keys.key import Array, Key, Name
 from mpips.store.roles import Layout
 from mpips.store.runtime import rendezvous
 from mpips.store.runtime.engine import Engine, Handle
+from mpips.store.runtime.errors import StoreError
 from mpips.store.runtime.generation import Generation
 from mpips.store.runtime.rendezvous import Items
 from mpips.store.worker import waiting
@@ -35,6 +38,20 @@ from mpips.store.worker.restored import Restored
 LOG = log.get("mpips.store")
 
 T = TypeVar("T")
+_here: weakref.WeakSet[Settings] = weakref.WeakSet()
+"""Those of this process."""
+
+
+def _end_in_fork() -> None:
+    """A fork has its parent's memory, and would take its parent's messages: calls of stores raise there."""
+    for settings in _here:
+        rank = f"rank {settings.layout.rank}"
+        settings.unbind()
+        said = f"this process is a fork of {rank}, and no rank: call the store in {rank}, not in workers of DataLoader"
+        settings.generation.over = StoreError(said)
+
+
+os.register_at_fork(after_in_child=_end_in_fork)
 
 
 class Settings:
@@ -47,9 +64,12 @@ class Settings:
         self.layout, self.backend, self.generation = layout, backend, generation
         self.engine = Engine(generation, level >= MPI.THREAD_SERIALIZED)
         generation.on_end.append(self.unbind)
+        _here.add(self)
         generation.checks.append(self._check_waits)
         self.keys: dict[Name, Key] = {}
         self.tables: dict[str, KnownTable] = {}
+        if backend.tables is not None:
+            backend.tables.known = self.tables
         self.operations = Operations(layout.rank, backend, self.engine, self.keys, self.tables)
         self.groups = Groups()
         """The optimizers."""

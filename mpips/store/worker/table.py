@@ -16,13 +16,12 @@ import numpy as np
 
 from collectives import arrays
 from collectives.errors import Uncopied, of_caller, warn
-from collectives.fabric.tasks import Task, together
+from collectives.fabric.tasks import Task
 from mpips.store.checkpoint import table_files
 from mpips.store.keys import arguments
 from mpips.store.keys.key import Array
 from mpips.store.runtime import rendezvous
 from mpips.store.runtime.engine import Handle
-from mpips.store.runtime.errors import RoomError
 from mpips.store.tables import row_optimizers
 from mpips.store.tables.admission import COUNTS, Chance, Seen
 from mpips.store.tables.initial import Ids, Uniform, key_of
@@ -323,19 +322,8 @@ def _push_all(what: str, pushes: Sequence[tuple[Table, Ids, Array]]) -> None:
     with first._route.pushing_tables(names):
         for table, *_ in pushes:
             table._begin(said)
-        refusals: list[RoomError] = []
-        sent = [_noting(tables.push(table._known, ids, gradients), refusals) for table, ids, gradients in pushes]
-        settings.run(said, together(sent), tables=names)
-        if refusals:
-            raise refusals[0]
-
-
-def _noting(push: Task[None], refusals: list[RoomError]) -> Task[None]:
-    """Push; note what refuses that, so that pushes to other tables come to their end."""
-    try:
-        yield from push
-    except RoomError as error:
-        refusals.append(error)
+        parts = [(table._known, ids, gradients) for table, ids, gradients in pushes]
+        settings.run(said, tables.push(parts), tables=names)
 
 
 def make(

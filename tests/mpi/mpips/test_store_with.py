@@ -1,6 +1,7 @@
 """A store in a `with` statement closes at its end, on all workers, however it ends; copies of it are refused."""
 
 import copy
+import os
 import pickle
 import time
 from functools import partial
@@ -65,3 +66,46 @@ def test_copies_are_refused_by_a_sentence() -> None:
         things = (kv, trainer, plan, handle)
         said = [failure(partial(call, it)) for it in things for call in (copy.copy, copy.deepcopy, pickle.dumps)]
     assert all("cannot be copied or pickled: they hold memory and communicators" in one for one in said), said
+
+
+@only_on(2, 3)
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+def test_a_fork_is_refused_and_disturbs_nothing(kind: str) -> None:
+    """As a worker of a DataLoader, whose memory is the rank's."""
+    need(1, servers=1)
+    try:
+        with mpips.create(kind, comm=WORLD, servers=1) as kv:
+            kv.init("w", np.zeros(2))
+            kv.set_optimizer("sgd", learning_rate=1.0)
+            table, ids = kv.table("t", 2, init=mpips.uniform(0), learning_rate=1.0), np.arange(3)
+            ones, out = -np.ones((3, 2), np.float32), np.zeros(2)
+            calls = {
+                "pull": lambda: table.pull(ids), "ipull": lambda: table.ipull(ids).wait(), "stats": table.stats,
+                "push": lambda: table.push(ids, ones), "pushpull": lambda: kv.pushpull("w", -np.ones(2), out),
+                "barrier": kv.barrier, "init": lambda: kv.init("v", out),
+            }  # fmt: skip
+            kv.pushpull("w", -np.ones(2), out)
+            table.push(ids, ones)
+            read, write = os.pipe()
+            if not (child := os.fork()):
+                try:
+                    wrong = [name for name, call in calls.items() if f"a fork of rank {kv.rank}" not in failure(call)]
+                    kv.close()
+                    os.write(write, f"refused, but {wrong}".encode())
+                finally:
+                    os._exit(0)
+            os.waitpid(child, 0)
+            assert os.read(read, 1000) == b"refused, but []"
+            for end in (read, write):
+                os.close(end)
+            kv.pushpull("w", -np.ones(2), out)
+            table.push(ids, ones)
+            kv.barrier()
+            kv.pull("w", out)
+            kv.layout.workers.Barrier()
+            assert (out == 2 * kv.num_workers).all() if kind == "dist_async" else out.any()
+            table.stats()
+            kv.layout.workers.Barrier()
+            assert (table.pull(ids) == 2 * kv.num_workers).all()
+    except SystemExit:
+        return

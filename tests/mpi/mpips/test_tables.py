@@ -442,6 +442,55 @@ def test_a_server_without_memory_refuses_the_whole_round(
     run("dist_sync", body, **options)
 
 
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+@pytest.mark.parametrize("heard", ["pull of the one", "pull of the other", "next step", "stats"])
+@pytest.mark.parametrize("options", SERVERS[1:4])
+def test_a_step_of_several_tables_counts_for_all_or_for_none(
+    options: dict[str, Any], heard: str, kind: str, monkeypatch: pytest.MonkeyPatch,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:  # fmt: skip
+    """Whoever has memory enough hears of it once, in whatever it calls next."""
+    need(**options)
+    memory = Memory(monkeypatch, WORLD.bcast(str(tmp_path_factory.mktemp("full")) if WORLD.rank == 0 else ""))
+    old, many = np.arange(50), np.arange(-9000, 9000)
+
+    def step(tables: list[mpips.Table], *ids: Any) -> None:
+        push_together([(table, each, -np.ones((len(each), 2), np.float32)) for table, each in zip(tables, ids)])
+
+    def body(kv: mpips.KVStore) -> None:
+        greedy, synchronous = kv.rank == kv.num_workers - 1, kind == "dist_sync"
+        memory.set(kv, 1 << 30)
+        tables = [kv.table(name, 2, init=mpips.uniform(0), learning_rate=1.0) for name in "tuv"]
+        calls: dict[str, Any] = {
+            "pull of the one": lambda: tables[1].pull(old), "pull of the other": lambda: tables[0].pull(old),
+            "next step": lambda: step(tables, old, old, old), "stats": lambda: tables[2].stats(),
+        }  # fmt: skip
+        step(tables, old, old, old)
+        memory.set(kv, 0)
+
+        def try_many() -> None:
+            step(tables, old, many if greedy else old, old)
+            calls[heard]()
+
+        for _ in range(2):
+            if greedy or synchronous:
+                with pytest.raises(MemoryError, match=r"of table 'u' counts on no server"):
+                    try_many()
+            assert [table.pushes for table in tables] == [1, 1, 1]
+        memory.set(kv, 1 << 30)
+        step(tables[1:], old, old)  # another step than before
+        step(tables, old, many, old)
+        kv.barrier()
+        for table, rounds, ids in zip(tables, (2, 3, 3), (old, many, old)):
+            table.stats()
+            kv.layout.workers.Barrier()
+            assert (table.pull(old) == rounds * kv.num_workers).all()
+            assert (table.pushes, table.rows) == (rounds, len(ids))
+            assert table.stats()["updates"] == rounds * (1 if synchronous else kv.num_workers)
+
+    run(kind, body, **options)
+
+
 def test_a_push_that_is_refused_is_of_one_worker_in_an_asynchronous_store(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mpips
 import mpips.torch
+import mpips.torch.embedding
 from tests.mpi.mpips.support import run
 from tests.mpi.torch.support import WORLD, heard
 
@@ -233,6 +235,85 @@ def test_padding_is_zeros_and_has_no_row(bags: str) -> None:
     run("dist_sync", body, servers=1)
 
 
+NO_IDS = torch.empty(0, dtype=torch.int64)
+CALLS: dict[str, tuple[Tensor | None, ...]] = {
+    "2-D": (torch.arange(6).view(2, 3),), "no bags": (torch.empty(0, 3, dtype=torch.int64),), "1-D": (torch.arange(3),),
+    "empty bags": (torch.arange(4), torch.tensor([0, 0, 3, 4])), "only empty bags": (NO_IDS, torch.tensor([0, 0])),
+    "no ids": (NO_IDS, NO_IDS), "int32": (torch.arange(4), torch.tensor([0, 4], dtype=torch.int32)),
+    "too far": (torch.arange(3), torch.tensor([0, 7])), "2-D with offsets": (torch.arange(4).view(2, 2), NO_IDS),
+    "weights": (torch.arange(4), torch.tensor([0, 4]), torch.arange(4.0).double()),
+    "weights in 2-D": (torch.arange(4).view(2, 2), None, torch.ones(2, 2).double()),
+}  # fmt: skip
+
+
+@served
+@pytest.mark.parametrize("last", [False, True], ids=["", "include_last_offset"])
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_bags_take_the_calls_of_pytorch(mode: str, last: bool) -> None:
+    """And refuse what it refuses, by the same sentence."""
+
+    def body(kv: mpips.KVStore) -> None:
+        table = table_of(kv)
+        plain = nn.EmbeddingBag(ROWS, DIM, mode=mode, include_last_offset=last, padding_idx=2)
+        plain.weight = nn.Parameter(rows_of(table))
+        bag = mpips.torch.EmbeddingBag(table, mode, padding_idx=np.int64(2), include_last_offset=last)
+        for what, call in CALLS.items():
+            said, expected = heard(lambda: bag(*call)), heard(lambda: plain(*call))  # noqa: B023
+            assert said == expected, what
+            assert said or torch.equal(bag(*call), plain(*call)), what
+
+    run("dist_sync", body, servers=1)
+
+
+@served
+def test_a_frozen_table_stays_until_it_learns_again() -> None:
+    def body(kv: mpips.KVStore) -> None:
+        table = table_of(kv)
+        before, net = rows_of(table), Net(mpips.torch.Embedding(table))
+        for learns in (False, True):
+            net.rows.requires_grad_(learns)
+            train(kv, net, once)
+            assert torch.equal(rows_of(table), before) != learns
+        assert net.last.weight.grad is not None
+
+    run("dist_sync", body, servers=1)
+
+
+@served
+def test_two_optimizers_of_one_model_push_a_gradient_once() -> None:
+    def body(kv: mpips.KVStore) -> None:
+        table = table_of(kv)
+        weight = trained_plain(kv, Net(plain_of(table)), "sgd", once)
+        net = Net(mpips.torch.Embedding(table))
+        others = mpips.torch.TableOptimizer(net), mpips.torch.TableOptimizer(net)
+        for step in range(STEPS):
+            once(net, step, kv.rank).backward()
+            for each in others:
+                each.step()
+        assert close(rows_of(table), weight)
+
+    run("dist_sync", body, servers=1)
+
+
+@served
+def test_a_step_that_is_forgotten_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mpips.torch.embedding, "MANY", 3)
+
+    def body(kv: mpips.KVStore) -> None:
+        net = Net(mpips.torch.Embedding(table_of(kv)))
+        rows = mpips.torch.TableOptimizer(net)
+        for passes in (2, 3):
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                for step in range(passes):
+                    once(net, step, kv.rank).backward()
+            rows.step()
+            words = [str(one.message) for one in said if "forward passes wait: call step()" in str(one.message)]
+            assert len(words) == (passes == 3)
+
+    run("dist_sync", body, servers=1)
+
+
 @served
 def test_rows_follow_the_type_of_the_model() -> None:
     """The table keeps its own."""
@@ -419,12 +500,19 @@ def test_wrong_use_is_said_in_a_sentence() -> None:
             "'t' has a gradient that nobody pushes: make mpips.torch.TableOptimizer": lambda: net(ids).sum().backward(),
             "the model has no mpips.torch.Embedding": lambda: mpips.torch.TableOptimizer(net.last),
             "model is a list": lambda: mpips.torch.TableOptimizer([net]),  # type: ignore[arg-type]
-            "Embedding objects cannot be copied": lambda: copy.deepcopy(net),
+            "padding_idx=9223372036854775808 is no int64": lambda: mpips.torch.Embedding(table, padding_idx=2**63),
+            "of table 't' has no argument max_norm: leave it out": lambda: mpips.torch.Embedding(table, max_norm=1.0),
+            "'t' cannot be copied or pickled, as its rows are on servers": lambda: copy.deepcopy(net),
+            "a trace would keep the rows of these ids for all": lambda: torch.jit.trace(net, ids, check_trace=False),
+            "Embedding of table 't': a trace would keep": lambda: torch.export.export(net, (ids,)),
         }
         for sentence, call in calls.items():
             assert sentence in heard(call), (sentence, heard(call))
         assert "'t', dim=4" in repr(net)
         rows = mpips.torch.TableOptimizer(net)
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(torch.ones(1))
+        assert "TableOptimizer has no param_groups" in heard(lambda: scaler.step(rows))  # type: ignore[arg-type]
         net(ids).sum().backward()
         rows.step()  # nothing was lost
         assert table.pushes == 1
