@@ -477,6 +477,7 @@ def test_a_step_of_several_tables_counts_for_all_or_for_none(
                 with pytest.raises(MemoryError, match=r"of table 'u' counts on no server"):
                     try_many()
             assert [table.pushes for table in tables] == [1, 1, 1]
+            kv.layout.workers.Barrier()  # all have heard
         memory.set(kv, 1 << 30)
         step(tables[1:], old, old)  # another step than before
         step(tables, old, many, old)
