@@ -76,7 +76,7 @@ def host(x: Array, name: str = "x") -> Vector:
         return x
     if isinstance(x, np.generic):
         raise TypeError(f"{name} is a NumPy scalar, whose memory is nobody's: pass an array of it, numpy.array(...)")
-    if is_torch(x) and x.device.type == "cpu":
+    if is_torch(x) and not is_device(x):
         return _of_torch(x, name)
     if hasattr(x, "__array_interface__"):
         return np.asarray(x)
@@ -99,6 +99,10 @@ def see_unmasked(x: Array, name: str) -> None:
 def _of_torch(x: Array, name: str) -> Vector:
     """The memory of a tensor; of one that records gradients its values. NumPy has no bfloat16: ml_dtypes has."""
     torch = sys.modules["torch"]
+    if x.device.type != "cpu":
+        raise TypeError(f"{name} is a tensor on {x.device}: pass a CPU tensor, as tensor.cpu()")
+    if x.layout is not torch.strided:
+        raise TypeError(f"{name} is a tensor of layout {x.layout}: pass a dense one, as tensor.to_dense()")
     values = x.detach()
     if values.dtype != torch.bfloat16:
         return values.numpy()

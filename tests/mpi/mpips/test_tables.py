@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -319,6 +320,14 @@ def test_bad_arguments_lose_nothing() -> None:
             "a table holds float32 or float64": lambda: kv.table("u", 3, "int8"),
             "table 'u': dtype='nope', and a table holds": lambda: kv.table("u", 3, "nope"),
             "ids are of type list: pass numpy.array(ids, numpy.int64)": lambda: table.pull([1, 2]),
+            "ids have dtype >i8, and need int64": lambda: table.pull(np.zeros(2, ">i8")),
+            "table 'u': dtype=None, and a table holds": lambda: kv.table("u", 3, None),
+            r"table: name '\ud800' holds '\ud800', which UTF-8 has no bytes for": lambda: kv.table("\ud800", 3),
+            "table 'u': RowSGD(learning_rate=nan): give a finite number":
+                lambda: kv.table("u", 3, learning_rate=float("nan")),
+            "table 't': RowSGD(learning_rate=-1.0): give a":
+                lambda: table.update_optimizer(learning_rate=-1),
+            "Table objects cannot be copied or pickled": lambda: copy.deepcopy(table),
         }
         for sentence, call in calls.items():
             assert sentence in failure(call), sentence
@@ -604,6 +613,12 @@ def test_tensors_of_pytorch_serve_as_arrays() -> None:
     def body(kv: mpips.KVStore) -> None:
         table = kv.table("t", 2, init=mpips.uniform(0), learning_rate=1.0)
         out = torch.zeros(3, 2)
+        assert kv.table("u", 2, torch.float32).dtype == np.float32
+        sparse = failure(lambda: table.push(torch.tensor([1, 2]), torch.eye(2).to_sparse()))
+        assert "gradients is a tensor of layout torch.sparse_coo: pass a dense one" in sparse
+        meta = failure(lambda: table.push(torch.tensor([1, 2]), torch.ones(2, 2, device="meta")))
+        assert "gradients is a tensor on meta: pass a CPU tensor" in meta
+        assert "pass ids.long()" in failure(lambda: table.pull(torch.zeros(2, dtype=torch.int32)))
         assert table.pushpull(torch.tensor([1, 2, 1]), -torch.ones(3, 2), out) is out
         assert (out == kv.num_workers * torch.tensor([[2.0, 2], [1, 1], [2, 2]])).all()
 
@@ -653,6 +668,9 @@ def test_a_file_that_does_not_fit_changes_nothing(tmp_path_factory: pytest.TempP
         rows = table.pull(np.arange(5))
         kv.barrier()
         table.save(f"{folder}/t")
+        third = kv.table("x", 3)
+        with pytest.warns(RuntimeWarning, match="holds table 't', whose") if kv.rank == 0 else nullcontext():
+            third.load(f"{folder}/t")
         assert "has dim 3, and the table 4" in failure(lambda: other.load(f"{folder}/t"))
         adam = kv.table("v", 3, optimizer="adam")
         assert "has optimizer sgd, and the table adam" in failure(lambda: adam.load(f"{folder}/t"))

@@ -201,6 +201,14 @@ def test_wrong_arguments_are_refused(more: dict[str, Any], sentence: str) -> Non
     assert sentence in heard(lambda: local({}, **more))
 
 
+def test_what_is_no_model_or_optimizer_is_refused() -> None:
+    model: Any = network()
+    said = heard(lambda: mpips.torch.LocalSGD(model.parameters(), torch.optim.SGD(model.parameters(), 0.1)))
+    assert "LocalSGD: model is a generator: pass a torch.nn.Module" in said
+    said = heard(lambda: mpips.torch.LocalSGD(model, "adamw"))  # type: ignore[arg-type]
+    assert "LocalSGD: inner is a str: pass an optimizer of torch.optim" in said
+
+
 def test_a_state_that_is_none_is_refused() -> None:
     done = local({}, steps=0)
     assert done is not None
