@@ -23,7 +23,7 @@ from mpips.store.runtime.errors import LostError, StoreError
 from mpips.store.runtime.rendezvous import attempt
 from mpips.torch.backend import check_joined
 from mpips.torch.state import load_bytes, store_bytes
-from mpips.training.local import TOKENS, Local, LocalRounds
+from mpips.training.local import TOKENS, Local, LocalRounds, Open
 from mpips.training.updates import averaged, begins, workers_in_a_sum
 
 T = TypeVar("T")
@@ -76,6 +76,7 @@ class LocalSGD:
         for name, parameter in named:
             _check(name, parameter)
         self.inner, self._parameters, self._keys = inner, [p for _, p in named], [name for name, _ in named]
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._by_tokens = by_tokens
         self.store = store if store is not None else create(kind, **options)
         self._joins = self.store.layout.survives and self.store.settings.fresh
@@ -114,6 +115,7 @@ class LocalSGD:
 
     def _outer(self, rule: Local) -> Optimizer:
         layout = self.store.layout
+        self._see_inner("LocalSGD")
         if layout.survives and layout.asynchronous and len(layout.clients) < layout.num_workers:
             raise ValueError(f"LocalSGD: with spares each client of an asynchronous store has one worker, and this "
                              f"{layout.kind} store has {layout.num_workers} in {len(layout.clients)} clients: take "
@@ -144,6 +146,7 @@ class LocalSGD:
             raise of_caller(ValueError(f"LocalSGD.step: tokens={tokens}: make it with by_tokens=True, or give none"))
         if self._by_tokens and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0):
             raise of_caller(ValueError(f"LocalSGD.step: tokens={tokens!r}: give the step's tokens, an int, 0 or more"))
+        self._see_inner("LocalSGD.step")
         loss = self.inner.step(closure) if closure is not None else self.inner.step()
         self._through(lambda: self._rounds.step(self._views(), tokens or 0), again=False)
         return loss
@@ -169,40 +172,54 @@ class LocalSGD:
     def state_dict(self) -> dict[str, Any]:
         """Return what this worker needs to go on, beside the model's own `state_dict()`: `torch.save` writes both.
 
-        It waits for what is under way. The outer optimizer's part is the tensor "store", equal on all workers. All call
-        it after the same step; blocking.
+        It waits for what is under way, and changes no parameter. The outer optimizer's part is the tensor "store",
+        equal on all workers. All call it after the same step; blocking.
 
         Raises:
             RuntimeError: A process has died meanwhile. Training goes on: call it again after another step.
         """
-        self._through(lambda: self._rounds.finish(self._views()))
+        self._through(self._rounds.wait)
         died = "state_dict: a process has died meanwhile: call it again after the next step"
         data = self._through(lambda: store_bytes(self.store), again=RuntimeError(died))
         assert data is not None
         return {
             "inner": self.inner.state_dict(), "steps": self.steps, "since": list(self._rounds.since),
-            "centers": [torch.from_numpy(center.copy()) for center in map(arrays.host, self._rounds.centers)],
+            "open": list(self._rounds.open[:2]) if self._rounds.open is not None else [],
+            "centers": [_tensor(center, like) for center, like in zip(self._rounds.centers, self._parameters)],
             "store": torch.from_numpy(np.frombuffer(data, np.uint8).copy()),
         }  # fmt: skip
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` gave; the model loads its own. With the same number of workers training goes on with
         the same bits. Any number of servers, and of workers, of which each loads one's state. All call; blocking."""
-        if lacks := [name for name in STATE if name not in state_dict]:
-            raise of_caller(ValueError(f"load_state_dict: there is no {', '.join(map(repr, lacks))}: give what "
-                                       "LocalSGD.state_dict() gave"))  # fmt: skip
-        centers = [center.numpy() for center in state_dict["centers"]]
-        shapes = [[center.shape for center in found] for found in (centers, self._rounds.centers)]
-        if shapes[0] != shapes[1]:
-            raise of_caller(ValueError(f"load_state_dict: parameters are {shapes[0]} there and {shapes[1]} here: give "
-                                       "the model that it was saved with"))  # fmt: skip
-        died = "load_state_dict: a process has died meanwhile: load the model and this again"
-        self._through(self._rounds.drop, again=RuntimeError(died))
+        kv, died = self.store, RuntimeError("load_state_dict: a process has died meanwhile: load the model and this "
+                                            "again")  # fmt: skip
+        centers, refusal = attempt(lambda: self._centers_of(state_dict))
+        steps = [] if kv.layout.asynchronous else [("steps", str(state_dict.get("steps")))]
+        self._through(lambda: kv.settings.agree("load_state_dict", steps, refusal, noun="argument"), again=died)
+        self._through(self._rounds.wait, again=died)
         self.inner.load_state_dict(state_dict["inner"])
         load_bytes(self.store, state_dict["store"].numpy().tobytes())
-        for mine, center in zip(self._rounds.centers, centers):
+        for mine, center in zip(self._rounds.centers, centers or ()):
             mine[...] = center
-        self._rounds.begin_at(state_dict["steps"], state_dict["since"])
+        due = state_dict.get("open")
+        open_ = Open(due[0], due[1], come=True) if due else None
+        self._rounds.begin_at(state_dict["steps"], state_dict["since"], open_)
+
+    def _centers_of(self, state: Mapping[str, Any]) -> list[np.ndarray]:
+        """Return the centres in a state; ValueError where it does not fit."""
+        if lacks := [name for name in STATE if name not in state]:
+            raise ValueError(f"load_state_dict: there is no {', '.join(map(repr, lacks))}: give what "
+                             "LocalSGD.state_dict() gave")  # fmt: skip
+        centers = [arrays.host(center) for center in state["centers"]]
+        shapes = [[center.shape for center in found] for found in (centers, self._rounds.centers)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(f"load_state_dict: parameters are {shapes[0]} there and {shapes[1]} here: give the model "
+                             "that it was saved with")  # fmt: skip
+        if (saved := len(state["since"])) != (here := len(self._rounds.fragments)):
+            raise ValueError(f"load_state_dict: the state was saved with fragments={saved}, and here are {here}: give "
+                             "LocalSGD as many")  # fmt: skip
+        return centers
 
     def close(self) -> None:
         """Wait for what is under way, and close the store: its servers leave. All call."""
@@ -240,9 +257,27 @@ class LocalSGD:
             except StoreError as other:
                 error = other
 
+    def _see_inner(self, what: str) -> None:
+        """Raise ValueError where `inner` trains what is not exchanged: workers would drift apart there."""
+        exchanged = set(map(id, self._parameters))
+        for number, group in enumerate(self.inner.param_groups):
+            for place, one in enumerate(group["params"]):
+                if one.requires_grad and id(one) not in exchanged:
+                    name = self._names.get(id(one), f"{place} of group {number} of inner, which the model lacks")
+                    raise of_caller(ValueError(
+                        f"{what}: inner trains parameter {name}, {tuple(one.shape)}, and workers do not exchange it: "
+                        "make LocalSGD with a model that has it, when it asks for a gradient"))  # fmt: skip
+
     def _views(self) -> list[Any]:
         """The memory of the parameters, as NumPy sees it."""
         return [arrays.host(parameter.detach()) for parameter in self._parameters]
+
+
+def _tensor(array: Any, like: torch.Tensor) -> torch.Tensor:
+    """Return a copy of an array as a tensor; NumPy's bfloat16 is none that PyTorch knows."""
+    tensor = torch.empty_like(like, requires_grad=False)
+    arrays.host(tensor)[...] = array
+    return tensor
 
 
 def _check(name: str, parameter: torch.Tensor) -> None:

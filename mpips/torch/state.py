@@ -111,7 +111,7 @@ def worker_collectives(store: KVStore, what: str, comm: MPI.Intracomm | None = N
 
 def store_bytes(store: KVStore) -> bytes:
     """Return the file that `store.save` writes, on all workers. Collective over them, blocking."""
-    with _shared_file(store) as path:
+    with _shared_file(store, "state_dict") as path:
         store.save(path)
         data = path.read_bytes() if store.rank == 0 else b""
     with worker_collectives(store, "state_dict") as workers:
@@ -120,19 +120,17 @@ def store_bytes(store: KVStore) -> bytes:
 
 def load_bytes(store: KVStore, data: bytes) -> None:
     """Let `store.load` read such a file, of rank 0. Collective over the workers, blocking."""
-    with _shared_file(store) as path:
+    with _shared_file(store, "load_state_dict") as path:
         if store.rank == 0:
             path.write_bytes(data)
         store.load(path)
 
 
 @contextmanager
-def _shared_file(store: KVStore) -> Iterator[Path]:
+def _shared_file(store: KVStore, what: str) -> Iterator[Path]:
     """Yield the path of a file, the same on all workers; it lies on worker 0's machine, and is gone afterwards."""
     with tempfile.TemporaryDirectory() as folder:
-        with worker_collectives(store, "a file for all workers") as workers:
-            path = broadcast_bytes(folder.encode(), 0, workers).decode()
-        yield Path(path, "store.safetensors")
+        yield Path(store.settings.agree(what, data=folder.encode())[0].decode(), "store.safetensors")
 
 
 # ---- a state as one message; its tensors follow by themselves

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -117,9 +117,12 @@ class Exchange:
                 np.subtract(self.centers[place], parameter, out=pushed)
 
     def weigh(self, places: Sequence[int], factor: float) -> None:
-        """Let what is written down count by a factor; 0: not at all."""
+        """Let what is written down count by a factor; 0: not at all, whatever it is."""
         for place in places if factor != 1.0 else ():
-            np.multiply(self._pushed[place], factor, out=self._pushed[place])
+            if factor:
+                np.multiply(self._pushed[place], factor, out=self._pushed[place])
+            else:
+                self._pushed[place][...] = 0
 
     def send(self, places: Sequence[int], wait: bool = True) -> Handle | None:
         """Push what is written down, and ask for the centre; blocking if `wait`."""
@@ -149,6 +152,16 @@ class Exchange:
                 self._attract.update(parameter.reshape(-1), center.reshape(-1), (), 1)
 
 
+class Open(NamedTuple):
+    """Keep an exchange that is under way: its fragment, and the step at which the centre is taken."""
+
+    number: int
+    due: int
+    handle: Handle | None = None
+    come: bool = False
+    """Whether the centre has come. With neither, the exchange was broken off."""
+
+
 class LocalRounds:
     """Count a worker's inner steps, and exchange each fragment when it is due. All workers make equally many.
 
@@ -173,17 +186,17 @@ class LocalRounds:
         """By how much each fragment's last exchange counts: tokens, or inner steps."""
         self._shares = [1.0] * len(self.fragments)
         """The factors in what was pushed then."""
-        self._open: tuple[int, int, Handle | None] | None = None
-        """What is under way: a fragment, the step at which it is taken, and its handle."""
+        self.open: Open | None = None
         self.centers = self._exchange.centers
         self.begin_at(0)
         if not joins:
             self._exchange.pull(range(len(keys)))
             self.share(parameters)
 
-    def begin_at(self, steps: int, since: Sequence[int] = ()) -> None:
-        """Go on as behind so many inner steps. `since`: of each fragment the tokens since its last exchange."""
-        self.steps = steps
+    def begin_at(self, steps: int, since: Sequence[int] = (), open_: Open | None = None) -> None:
+        """Go on as behind so many inner steps. `since`: of each fragment the tokens since its last exchange; `open_`:
+        whose centre has come and is not due."""
+        self.steps, self.open = steps, open_
         self._begun = [max(steps - self._after(number, steps), 0) for number in range(len(self.fragments))]
         """The step at which each fragment's last exchange began."""
         self.since = list(since) or [steps - begun for begun in self._begun]
@@ -197,9 +210,9 @@ class LocalRounds:
         """An inner step of so many tokens has been made: take the centre that is due; begin the exchange that is."""
         self.steps += 1
         self.since = [count + (tokens if self._by_tokens else 1) for count in self.since]
-        if self._open is not None and self._open[2] is None:  # it was broken off, and nobody has made it since
-            self._open = None
-        elif self._open is not None and self.steps >= self._open[1]:
+        if self.open is not None and self.open.handle is None and not self.open.come:
+            self.open = None  # it was broken off, and nobody has made it since
+        elif self.open is not None and self.steps >= self.open.due:
             self.finish(parameters)
         for number, places in enumerate(self.fragments):
             if self._after(number, self.steps):
@@ -211,7 +224,7 @@ class LocalRounds:
             if handle is None:
                 self.finish(parameters)
             else:
-                self._open = number, self.steps + self._rule.delay, handle
+                self.open = Open(number, self.steps + self._rule.delay, handle)
         if (saving := self._kv.settings.saving) is not None:
             saving.go_on()  # else pushes see to a checkpoint that is being written, and here they are rare
 
@@ -223,7 +236,7 @@ class LocalRounds:
             self._goals[place] = self._round(place) + 1
         self._begun[number], self._shares[number] = self.steps, 1.0
         self._counts[number], self.since[number] = self.since[number], 0
-        self._open = number, self.steps + self._rule.delay, None
+        self.open = Open(number, self.steps + self._rule.delay)
 
     def _send(self, number: int, places: Sequence[int], wait: bool = True) -> Handle | None:
         """Push what is written down of places of a fragment, and ask for the centre; blocking if `wait`."""
@@ -244,27 +257,25 @@ class LocalRounds:
         before, self._shares[number] = self._shares[number], share
         self._exchange.weigh(self.fragments[number], share / before if share and before else 0.0)
 
+    def wait(self) -> None:
+        """Wait until the centre of what is under way has come. It is taken when it is due."""
+        if self.open is not None and (handle := self.open.handle) is not None:
+            self.open = self.open._replace(handle=None)
+            handle.wait()
+            self.open = self.open._replace(come=True)
+
     def finish(self, parameters: Arrays) -> None:
         """Wait for what is under way, and take it."""
-        if self._open is not None:
-            number, due, handle = self._open
-            self._open = number, due, None
-            if handle is not None:
-                handle.wait()
-            self._exchange.take(parameters, self.fragments[number])
-            self._open = None
-
-    def drop(self) -> None:
-        """Wait for what is under way, and leave it: the parameters are to become others."""
-        if self._open is not None:
-            (_, _, handle), self._open = self._open, None
-            if handle is not None:
-                handle.wait()
+        self.wait()
+        if self.open is not None:
+            self._exchange.take(parameters, self.fragments[self.open.number])
+            self.open = None
 
     def share(self, parameters: Arrays, newest: bool = False) -> None:
         """Take the centre as this worker has seen it last: the same on all, where the store is synchronous. `newest`:
-        take it as it is now."""
+        take it as it is now. What was changed since, and the tokens of that, do not count."""
         self.finish(parameters)
+        self.since = [0] * len(self.since)
         if newest:
             self._exchange.pull(range(len(self._keys)))
         for parameter, center in zip(parameters, self.centers):
@@ -288,7 +299,7 @@ class LocalRounds:
             raise LostError("local training: no worker is left that knows its step: go on from a checkpoint")
         if synchronous:
             self._see_workers()
-        due = [] if self._open is None else [self._open[0]]
+        due = [] if self.open is None else [self.open.number]
         numbers = range(len(self.fragments)) if synchronous or self._joins else due
         if numbers:
             self._exchange.pull([place for number in numbers for place in self.fragments[number]])
@@ -306,7 +317,7 @@ class LocalRounds:
                 self._send(number, again)
         for number in due:
             self._exchange.take(parameters, self.fragments[number])
-        self._open = None
+        self.open = None
         if self._joins:
             self._joins = False
             self.share(parameters)

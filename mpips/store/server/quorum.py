@@ -301,5 +301,7 @@ def told_late(pushes: dict[int, tuple[int, int]]) -> str:
 
 
 def _weighed(array: NDArray[Any], factor: float) -> NDArray[Any]:
-    """Multiply an array, in its memory, by a factor."""
-    return array if factor == 1.0 else np.multiply(array, factor, out=array)
+    """Multiply an array, in its memory, by a factor; 0 gives zeros, whatever was there."""
+    if not factor:
+        array[...] = 0
+    return array if factor in (0.0, 1.0) else np.multiply(array, factor, out=array)

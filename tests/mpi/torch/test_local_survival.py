@@ -143,6 +143,55 @@ def test_a_quorum_goes_on_with_those_that_are_there(
 
 @only_on(1)
 @needs_ulfm
+@pytest.mark.parametrize("local, kills, roles", [
+    ({"quorum": 3}, [(3, 7, 0.5)], "-w 3 -s 2 --spares 0"),
+    ({"quorum": 2}, [(1, 7, -1), (4, 13, 0.5)], "-w 3 -s 2 --spares 2"),
+    ({"quorum": 2, "by_tokens": True, "fragments": 3}, [(2, 7, 0.0), (3, 7, 0.0)], "-w 3 -s 2 --spares 2"),
+], ids=str)  # fmt: skip
+def test_a_quorum_goes_on_when_hosts_are_lost_with_their_memory(
+    tmp_path: Path, local: dict[str, Any], kills: list[tuple[int, int, float]], roles: str
+) -> None:
+    """Each rank is a host of its own: a server's copy lies on the other one. The last case is a worker and a server."""
+    options = {"outer": "average", "grace_seconds": 0.05, "mirrors": 1, "shared_memory": False, **local}
+    found = job(tmp_path, roles, kind="dist_async", local=options, steps=40, kills=kills)
+    assert [one["workers"] for one in found] == [3] * 3 and all(one["generation"] for one in found)
+    for one in found:
+        see_learnt(one["values"])
+
+
+REFUSED = """
+import mpips.torch
+import torch
+from mpips.training import Local, Trainer
+from tests.mpi.mpips.training.support import Line
+from tests.mpi.torch.support import heard, network
+
+model = network()
+kv = mpips.create("mpi_async")
+said = [heard(lambda: mpips.torch.LocalSGD(model, torch.optim.SGD(model.parameters(), 0.1), store=kv)),
+        heard(lambda: Trainer(Line(), kv, "sgd", local=Local(3)))]
+every = kv.layout.workers.allgather(said)
+kv.barrier()
+if kv.rank == 0:
+    print(*said, every == [said] * 4, sep="\\n", flush=True)
+kv.close()
+"""
+
+
+@only_on(1)
+@needs_ulfm
+def test_clients_of_several_workers_are_refused_with_spares_on_all_ranks(tmp_path: Path) -> None:
+    program, said = tmp_path / "refused.py", BytesIO()
+    program.write_text(REFUSED)
+    start = [sys.executable, "-m", "launch.cli", "run", "-w", "4", "-s", "1", "-c", "2", "--spares", "0", str(program)]
+    assert not child.run(start, JOB_LIMIT, ROOT, said), said.getvalue()
+    lines = said.getvalue().decode().splitlines()
+    words = "has 4 in 2 clients: take", "or leave spares out"
+    assert lines[-1] == "True" and all(word in line for word in words for line in lines[-3:-1]), lines
+
+
+@only_on(1)
+@needs_ulfm
 def test_the_example_learns(tmp_path: Path) -> None:
     said = BytesIO()
     start = [sys.executable, "-m", "launch.cli", "run", "-w", "2", "-s", "1", "--spares", "0", "examples/diloco.py"]

@@ -40,7 +40,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sgd": {"momentum": 0.9}, "adam": {"optimizer": "adam"}, "clipped": {"optimizer": "adam", "clip_norm": 0.5},
     "accumulated": {"momentum": 0.9, "accumulate": 2}, "uneven": {"momentum": 0.9},
     "elastic": {"elastic": Elastic(alpha=0.3, interval=2)}, "local": {"local": Local(3, "average")},
+    "quorum": {"local": Local(3, "average")}, "mirrored": {"local": Local(3, "average")},
 }  # fmt: skip
+STORES: dict[str, dict[str, Any]] = {
+    "quorum": {"quorum": 2, "grace_seconds": 0.05},
+    "mirrored": {"quorum": 2, "grace_seconds": 0.05, "mirrors": 1, "shared_memory": False, "timeout_seconds": 30},
+}  # fmt: skip
+"""Options of the store."""
 ENDS: list[dict[str, Any]] = [{}, {"batches": (1, 5, 9)}, {"step": 4}, {"epoch": 1}, {"epoch": EPOCHS}]
 """How epochs end: in these batches of one worker, in a callback after a step, or after an epoch."""
 survivors = pytest.mark.skipif(OTHER_MPI in os.environ, reason="Open MPI alone tells of deaths")
@@ -152,7 +158,7 @@ def program(mode: str, kind: str, what: str, place: str, deaths: str = "") -> No
     when = dict(word.split(":") for word in words).get(str(MPI.COMM_WORLD.rank), "")
     if when[:1] == "t":
         later(place, float(when[1:]))
-    kv = mpips.create(kind)
+    kv = mpips.create(kind, **STORES.get(what, {}))
     if mode == "ends":
         ends(kv, place)
     elif mode in ("dies", "grows"):
@@ -249,14 +255,21 @@ def test_asynchronous_workers_go_on(roles, kind, what, deaths, tmp_path):
 
 @only_on(1)
 @survivors
-@first(2, **{"roles, kind, deaths, same": [
-    ("-s 2 -w 2 --spares 1", "dist_sync", "3:t0.1", True), ("-s 1 -w 3 --spares 1", "dist_sync", "1:b5", False),
-    ("-w 3 --spares 0", "dist_sync", "2:b8", False), ("-s 1 -w 3 --spares 1", "dist_async", "0:b7", False),
+@first(4, **{"roles, kind, what, deaths, same": [
+    ("-s 1 -w 3 --spares 1", "dist_async", "quorum", "1:b5", False),  # a spare takes its place
+    ("-s 2 -w 3 --spares 1", "dist_async", "quorum", "3:t0.05,0:b9", False),  # a server, and a worker
+    ("-s 2 -w 3 --spares 1", "dist_async", "mirrored", "4:t0.05", False),  # a server with its host
+    ("-s 2 -w 2 --spares 1", "dist_sync", "local", "3:t0.1", True),
+    ("-s 1 -w 3 --spares 0", "dist_async", "quorum", "1:b4,2:b9", False),  # fewer are left than the quorum
+    ("-s 2 -w 3 --spares 2", "dist_async", "mirrored", "3:t0.02,1:b7", False),
+    ("-s 1 -w 3 --spares 1", "dist_sync", "local", "1:b5", False),
+    ("-w 3 --spares 0", "dist_sync", "local", "2:b8", False),
+    ("-s 1 -w 3 --spares 1", "dist_async", "local", "0:b7", False),
 ]})  # fmt: skip
-def test_workers_that_train_apart_go_on(roles, kind, deaths, same, tmp_path):
-    """A dead server changes no bit. A dead worker's changes since the last exchange are lost."""
+def test_workers_that_train_apart_go_on(roles, kind, what, deaths, same, tmp_path):
+    """A dead server changes no bit in a synchronous store. A dead worker's changes since the last exchange are lost."""
     for name, when in (("whole", ""), ("killed", deaths)):
-        job(roles, "dies", kind, "local", str(tmp_path / name), when)
+        job(roles, "dies", kind, what, str(tmp_path / name), when)
     found, whole = results(tmp_path / "killed"), results(tmp_path / "whole")
     assert len(found) == found[0]["workers"] and all(one["epoch"] for one in found)
     if same:
