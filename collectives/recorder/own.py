@@ -95,6 +95,7 @@ _waits: dict[int, dict[str, Any]] = {}
 _lock = threading.Lock()
 _paths: list[Path] = []
 _communicators: dict[int, dict[str, Any]] = {}
+_tables: dict[str, memoryview] = {}
 
 
 def is_wanted(environment: Mapping[str, str] = os.environ) -> bool:
@@ -256,6 +257,7 @@ def _forget() -> None:
     ring = page.ring
     _waits.clear()
     _notes.clear()
+    _tables.clear()
     _paths.clear()
     atexit.unregister(_end)
 
@@ -287,10 +289,28 @@ def note(**numbers: float) -> None:
     page.write(pages.NOTES, _notes)
 
 
-def write_load(nbytes: int, queued: int, pushed: Mapping[str, int]) -> None:
-    """Say how many bytes this server has taken in, by worker, and how many requests wait there."""
-    content = {"at_ns": time.monotonic_ns(), "nbytes": nbytes, "queued": queued, "pushed": pushed}
+def write_load(nbytes: int, queued: int, pushed: Mapping[str, int], **more: Any) -> None:
+    """Say how many bytes this server has taken in, by worker, and how many requests wait there.
+
+    `room`: bytes that new rows of its tables may take. `rounds`: those that a quorum has closed; `missed`: by worker,
+    how many of these it was not in."""
+    content = {"at_ns": time.monotonic_ns(), "nbytes": nbytes, "queued": queued, "pushed": pushed, **more}
     page.write(pages.LOAD, content)
+
+
+def numbers_of(table: str) -> memoryview:
+    """Return the numbers of a table of embeddings on this rank's page, the same ones each time: see `page.TABLE`."""
+    if table not in _tables:
+        _tables[table] = page.take_table(table)
+    return _tables[table]
+
+
+def count_exchange(nbytes: int) -> None:
+    """Count an exchange of parameters that is over, of so many bytes up and down."""
+    words, at = page.words, pages.AT
+    words[at["exchanges"]] += 1
+    words[at["exchanged_bytes"]] += nbytes
+    words[at["exchange_ns"]] = time.monotonic_ns()
 
 
 # ---- waits

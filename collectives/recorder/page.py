@@ -10,13 +10,15 @@ that it has begun last. `Page` is the rank's side, and `read` the other side.
     notes       JSON: numbers that the program reports, such as the loss
     lanes       JSON: which ranks a lane joins, for the communicators made last
     load        JSON: of a server, bytes that it has taken in, from whom, and how many requests wait
+    tables      JSON: the names of the tables of embeddings that have numbers
     marks       for each *lane*, which is a communicator or a store, one word: 2^32 * number of the call + its token
+    numbers     for each table so many words: see `TABLE`
     ring        records with times (`ring`), of calls that take long enough
     tokens      for each lane the texts of the tokens, `TOKENS` of them in turn
     names       texts of tokens from `POOL` on, which stores share: there are as many as keys
 
 A mark is one store of 8 bytes: all that a call of a microsecond can spare. Texts are written when a call is made for
-the first time. JSON is guarded by a sequence number, odd while it is written. A page takes 100 KiB, and memory for
+the first time. JSON is guarded by a sequence number, odd while it is written. A page takes 112 KiB, and memory for
 texts when they are written. MPI needs the same memory: see `allocate`.
 """
 
@@ -34,22 +36,28 @@ from typing import Any, NamedTuple
 from collectives.recorder import ring
 from collectives.recorder.ring import HEAD_BYTES, RECORD_BYTES, WORD, Record, Ring
 
-MAGIC, VERSION = 0x6D70697073_52, 4
+MAGIC, VERSION = 0x6D70697073_52, 5
 HEAD = (
     "magic", "version", "pid", "thread", "began_ns", "generation", "step", "step_ns",
-    "waited_ns", "waits", "signal", "calls", "failures", "checkpoints",
+    "waited_ns", "waits", "signal", "calls", "failures", "checkpoints", "exchanges", "exchange_ns", "exchanged_bytes",
 )  # fmt: skip
 """Words of the head. Times are of the monotonic clock, but for `began_ns`. `generation` and `step` are 1 more than
 they are. `waited_ns`: how long the rank has waited in all, in `waits` waits that are over. `signal`: brings stacks.
 `calls`: of lanes that were given back. `failures`: how often a generation, or a communicator, has ended by an error.
-`checkpoints`: how many this rank has written."""
+`checkpoints`: how many this rank has written. `exchanges`: of parameters, between which a worker trains by itself; when
+the last one was over, and the bytes of all, up and down."""
 AT = {name: number for number, name in enumerate(HEAD)}
 TEXT_BYTES = 4096
-IDENTITY, WAITS, END, NOTES, COMMUNICATORS, LOAD = (TEXT_BYTES * number for number in range(1, 7))
+IDENTITY, WAITS, END, NOTES, COMMUNICATORS, LOAD, TABLES = (TEXT_BYTES * number for number in range(1, 8))
 LANES, TOKENS, TOKEN_BYTES = 64, 64, 256
 LANE_WORDS = 8
-MARKS = TEXT_BYTES * 7
-RING, RING_RECORDS = MARKS + LANES * LANE_WORDS * 8, 256
+MARKS = TEXT_BYTES * 8
+TABLE = ("rows", "bytes", "updates", "evicted", "refused", "counted", "pushed", "asked", "in_place", "refused_pushes")
+"""Numbers of a table. Of a server, what it has: those of `Table.stats`. Of a worker, what it has done: rows that it has
+pushed, asked servers for and read in place, and pushes that a server had no memory for."""
+MOST_TABLES, TABLE_WORDS = 64, 16
+NUMBERS_AT = MARKS + LANES * LANE_WORDS * 8
+RING, RING_RECORDS = NUMBERS_AT + MOST_TABLES * TABLE_WORDS * 8, 256
 RING_BYTES = HEAD_BYTES + RING_RECORDS * RECORD_BYTES
 CHUNKS, CHUNK_BYTES = TEXT_BYTES // 2, 4096
 TEXTS = -(-(RING + RING_BYTES) // CHUNK_BYTES) * CHUNK_BYTES
@@ -102,6 +110,7 @@ class Seen(NamedTuple):
     notes: Mapping[str, float]
     communicators: Mapping[str, Any]
     load: Mapping[str, Any]
+    tables: Mapping[str, Mapping[str, int]]
 
 
 class Page:
@@ -118,6 +127,7 @@ class Page:
         self.words[AT["magic"]] = MAGIC
         self._free = list(range(LANES - 1, -1, -1))
         self._named = 0
+        self._tables: list[str] = []
         self.ring = Ring(memoryview(self._map)[RING : RING + RING_BYTES])
 
     def set(self, name: str, value: int) -> None:
@@ -133,6 +143,15 @@ class Page:
         self.words[at + 1] = len(raw)
         self._map[area + _TEXT.size : area + _TEXT.size + len(raw)] = raw
         self.words[at] += 1
+
+    def take_table(self, name: str) -> memoryview:
+        """Return the numbers of a table, as `TABLE` names them; beyond `MOST_TABLES`, some that nobody reads."""
+        if len(self._tables) == MOST_TABLES:
+            return memoryview(bytearray(8 * TABLE_WORDS)).cast(WORD)
+        at = NUMBERS_AT // 8 + len(self._tables) * TABLE_WORDS
+        self._tables.append(name)
+        self.write(TABLES, self._tables)
+        return self.words[at : at + TABLE_WORDS]
 
     def take_lane(self, identity: int) -> int:
         """Return the number of a lane that is free from now on for who asks; -1 where there is none."""
@@ -216,10 +235,12 @@ def read(path: str | os.PathLike[str]) -> Seen | None:
     head = dict(zip(HEAD, words[: len(HEAD)].tolist()))
     if (head["magic"], head["version"]) != (MAGIC, VERSION):
         return None
-    texts = [_json(raw, area) for area in (IDENTITY, WAITS, END, NOTES, COMMUNICATORS, LOAD)]
-    identity, waits, end, notes, communicators, load = texts
+    texts = [_json(raw, area) for area in (IDENTITY, WAITS, END, NOTES, COMMUNICATORS, LOAD, TABLES)]
+    identity, waits, end, notes, communicators, load, names = texts
+    rows = (words[at:] for at in range(NUMBERS_AT // 8, RING // 8, TABLE_WORDS))
+    tables = {name: dict(zip(TABLE, row)) for name, row in zip(names or (), rows)}
     return Seen(head, identity or {}, waits or [], end or {}, read_lanes(raw), notes or {}, communicators or {},
-                load or {})  # fmt: skip
+                load or {}, tables)  # fmt: skip
 
 
 def read_lanes(raw: bytes | mmap.mmap) -> list[Lane]:

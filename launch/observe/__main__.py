@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from rich.text import Text
 
 from collectives.recorder import dump, folders, own
 from collectives.terminal import Interruptible, OutFile, Seconds, console, parse_address, show_table, writing
-from launch.observe.explain import as_json, explain
+from launch.observe.explain import as_json, explain, missed_rounds
 from launch.observe.gather import Rank, has_living, has_pages, jobs, read_end
 from launch.observe.hosts import WITHIN_SECONDS, Found, Watch
 
@@ -174,7 +174,8 @@ def top(job: str | None, once: bool, with_json: bool, every: float, within: floa
             if with_json:
                 click.echo(json.dumps(as_json(folder.name, found, ranks, unreached), indent=1))
             else:
-                show_table(_table(folder.name, ranks, terminal.width))
+                for table in _tables(folder.name, ranks, terminal.width):
+                    show_table(table)
                 click.echo(found.sentence)
             if job is None:
                 _tell_of_others(folder, "top")
@@ -184,12 +185,13 @@ def top(job: str | None, once: bool, with_json: bool, every: float, within: floa
             lives = True
             while lives:
                 ranks, unreached = _gathered(watch, folder, every)
-                table = _table(folder.name, ranks, terminal.width)
+                tables = _tables(folder.name, ranks, terminal.width)
                 found = explain(folder.name, ranks, read_end(folder), unreached)
                 if live is not None:
-                    live.update(Group(table, Text(found.sentence)), refresh=True)
+                    live.update(Group(*tables, Text(found.sentence)), refresh=True)
                 else:  # a table after the other, for what reads the pipe
-                    show_table(table)
+                    for table in tables:
+                        show_table(table)
                     click.echo(f"{found.sentence}\n")
                 lives = bool(unreached) or any(one.lives for one in ranks)
 
@@ -276,40 +278,83 @@ def _gathered(watch: Watch, folder: Path, seconds: float) -> Found:
     return found
 
 
-COLUMNS = ("rank", "state", "where", "step", "steps/s", "waits", "for", "CPU", "MB/s", "queue", "step age", "role",
-           "MB", "pid", "host")
+COLUMNS = ("rank", "state", "where", "step", "steps/s", "waits", "for", "missed", "exchanges", "CPU", "MB/s", "queue",
+           "step age", "role", "MB", "pid", "host")
 """Of the table, the most telling ones first: what a terminal is too narrow for is left out from the end."""
-ORDER = ("rank", "role", "host", "pid", "state", "step", "steps/s", "step age", "waits", "for", "CPU", "MB/s", "queue",
-         "MB", "where")
-WORDS = ("role", "host", "state", "where", "for")
+ORDER = ("rank", "role", "host", "pid", "state", "step", "steps/s", "step age", "waits", "for", "missed", "exchanges",
+         "CPU", "MB/s", "queue", "MB", "where")
+ROWS = ("table", "rank", "rows", "MB", "rows/s", "pushed/s", "pulled/s", "in place", "room MB", "evicted", "refused",
+        "counted", "no memory")
+"""Columns of the table of tables, the most telling ones first."""
+RARE = ("missed", "exchanges", "evicted", "refused", "counted", "no memory")
+"""Columns that are left out where nothing stands in them."""
+WORDS = ("role", "host", "state", "where", "for", "table")
 WHERE_WIDTH = 30
 """The least of the column that is cut where it is longer."""
 
 
-def _table(name: str, ranks: Sequence[Rank], width: int) -> Table:
-    """Return the table of a job, in lines of at most that width where that can be."""
-    rows = [_row(one) for one in ranks]
-    widths = {column: max(len(column), *(len(row[column]) for row in rows)) for column in ORDER}
-    widths["where"] = min(widths["where"], WHERE_WIDTH)
-    fitting = list(COLUMNS)
+def _tables(name: str, ranks: Sequence[Rank], width: int) -> list[Table]:
+    """Return the table of a job's ranks, and that of its tables, if it has any."""
+    missed = missed_rounds(ranks)
+    rows = [_row(one, missed.get(one.rank, 0.0)) for one in ranks]
+    tables = [row for table in dict.fromkeys(table for one in ranks for table in one.tables)
+              for one in ranks if table in one.tables and one.lives for row in [_table_row(table, one)]]  # fmt: skip
+    first = _view(f"job {name}", rows, COLUMNS, ORDER, width)
+    return [first, _view("tables", tables, ROWS, ROWS, width)] if tables else [first]
+
+
+def _table_row(table: str, one: Rank) -> dict[str, str]:
+    """Return the cells of a table on a rank, by their columns."""
+    numbers, rates = one.tables[table], one.table_rates.get(table, {})
+    row = dict.fromkeys(ROWS, "") | {"table": table, "rank": str(one.rank)}
+    if one.role == "server":
+        return row | {
+            "rows": f"{numbers['rows']:,}", "MB": f"{numbers['bytes'] / MEGA:.3g}", "rows/s": _rate(rates, "rows"),
+            "room MB": f"{one.room_bytes / MEGA:.0f}",
+            **{word: f"{numbers[word]:,}" if numbers[word] else "" for word in ("evicted", "refused", "counted")},
+        }  # fmt: skip
+    pulled = numbers["in_place"] + numbers["asked"]
+    return row | {
+        "pushed/s": _rate(rates, "pushed"), "pulled/s": _rate(rates, "asked", "in_place"),
+        "in place": f"{100 * numbers['in_place'] / pulled:.0f} %" if pulled else "",
+        "no memory": f"{numbers['refused_pushes']:,}" if numbers["refused_pushes"] else "",
+    }
+
+
+def _rate(rates: Mapping[str, float], *words: str) -> str:
+    return f"{sum(rates[word] for word in words):,.0f}" if rates else ""
+
+
+def _view(
+    title: str, rows: Sequence[Mapping[str, str]], columns: Sequence[str], order: Sequence[str], width: int
+) -> Table:
+    """Return rows as a table, in lines of at most that width where that can be. `columns`: the most telling first."""
+    widths = {column: max(len(column), *(len(row[column]) for row in rows)) for column in order}
+    if "where" in widths:
+        widths["where"] = min(widths["where"], WHERE_WIDTH)
+    fitting = [column for column in columns if column not in RARE or any(row[column] for row in rows)]
     while len(fitting) > 3 and sum(widths[column] + 3 for column in fitting) > width:
         fitting.pop()
-    view = Table(title=f"job {name}")
-    shown = [column for column in ORDER if column in fitting]
+    view = Table(title=title)
+    shown = [column for column in order if column in fitting]
     for column in shown:
         view.add_column(column, justify="left" if column in WORDS else "right", no_wrap=True, overflow="ellipsis")
     for row in rows:
-        style = "red" if row["state"] in ("gone", "stopped") else "yellow" if row["state"] == "waits" else ""
+        state = row.get("state")
+        style = "red" if state in ("gone", "stopped") else "yellow" if state == "waits" else ""
         view.add_row(*(row[column] for column in shown), style=style)
     return view
 
 
-def _row(one: Rank) -> dict[str, str]:
-    """Return the cells of a rank, by their columns."""
+def _row(one: Rank, missed: float) -> dict[str, str]:
+    """Return the cells of a rank, by their columns. `missed`: the share of the quorum's rounds."""
     state = "gone" if not one.lives else "stopped" if one.stopped else "waits" if one.waits else "runs"
     stepped = one.step >= 0
     rate = f"{one.step_rate:.1f}" if one.step_rate >= 0 else f"<{1 / max(one.step_seconds, 1e-3):.1g}"
+    exchanged = one.exchanged_bytes / max(one.exchanges, 1) / MEGA
     return {
+        "missed": f"{100 * missed:.0f} %" if missed else "",
+        "exchanges": f"{one.exchanges}, {exchanged:.3g} MB, {one.exchange_seconds:.0f} s ago" * (one.exchanges > 0),
         "rank": str(one.rank), "role": one.role, "host": one.host, "pid": str(one.pid), "state": state,
         "step": str(one.step) if stepped else "", "steps/s": rate if one.lives and stepped else "",
         "step age": f"{one.step_seconds:.0f} s" if stepped else "",

@@ -60,6 +60,14 @@ def is_replaced(rank: Rank, ranks: Iterable[Rank]) -> bool:
     return not rank.lives and any(one.generation > rank.generation >= 0 for one in ranks)
 
 
+def missed_rounds(ranks: Sequence[Rank]) -> dict[int, float]:
+    """Return of ranks that come late in which share of its rounds a quorum has not had them in time."""
+    closed = sum(max(one.quorum_rounds, 0) for one in ranks)
+    missed = {one.rank: sum(server.missed.get(str(one.member), 0) for server in ranks)
+              for one in ranks if one.role == "worker"}  # fmt: skip
+    return {rank: count / closed for rank, count in missed.items() if count}
+
+
 def _longest(rank: Rank) -> Wait | None:
     """Return the wait of a rank that has lasted longest, of those that last."""
     long = [wait for wait in rank.waits if wait.seconds >= STANDS_SECONDS]
@@ -249,7 +257,9 @@ def _goes_on(head: str, ranks: Sequence[Rank]) -> Explanation:
             return Explanation("slow", f"{head} goes on, {where}, and {slow}{_percent(others)}{at}.", (one.rank,))
     waiting = _percent([one.waiting for one in workers]) if workers else "0 %"
     if any(one.moved for one in ranks):
-        return Explanation("runs", f"{head} goes on, {where}; workers wait {waiting} of their time.", ())
+        late = ", ".join(f"{_percent([share])} without rank {rank}" for rank, share in missed_rounds(ranks).items())
+        quorum = f" Of its rounds the quorum has closed {late} in time." if late else ""
+        return Explanation("runs", f"{head} goes on, {where}; workers wait {waiting} of their time.{quorum}", ())
     lines = sorted({str(one.user_frame) for one in workers if one.user_frame is not None})
     at = f": they are at {', '.join(lines[:4])}" if lines else ""
     sentence = f"{head}: no rank waits for another, and none has called mpips just now, {where}{at}."
@@ -317,6 +327,12 @@ def as_json(
                 "steps_per_second": round(one.step_rate, 3) if one.step_rate >= 0 else None,
                 "bytes_per_second": round(one.byte_rate) if one.byte_rate >= 0 else None,
                 "queued": one.queued if one.queued >= 0 else None,
+                "tables": {name: {"numbers": dict(numbers), "per_second": dict(one.table_rates.get(name, {}))}
+                           for name, numbers in one.tables.items()},
+                "table_room_bytes": one.room_bytes if one.room_bytes >= 0 else None,
+                "quorum_rounds": one.quorum_rounds if one.quorum_rounds >= 0 else None,
+                "missed": dict(one.missed), "exchanges": one.exchanges, "exchanged_bytes": one.exchanged_bytes,
+                "exchange_seconds": round(one.exchange_seconds, 3) if one.exchanges else None,
                 "waiting_share": round(one.waiting, 4),
                 "cpu_share": round(one.cpu, 4), "memory_bytes": one.memory_bytes, "last_call": one.last_call,
                 "at": str(one.user_frame or ""), "end": dict(one.end),

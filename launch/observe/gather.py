@@ -128,6 +128,21 @@ class Rank(NamedTuple):
     """Of its lanes, by their identity, the ranks, and how many communicators of the same ranks were made before."""
     ranks_on_host: int = -1
     """How many ranks of the job were started on its host, itself among them, as MPI's launcher says."""
+    tables: Mapping[str, Mapping[str, int]] = {}
+    """By table, its numbers there: see `page.TABLE`."""
+    table_rates: Mapping[str, Mapping[str, float]] = {}
+    """By how much they have grown a second between the two looks."""
+    room_bytes: int = -1
+    """Of a server with tables, the bytes that new rows may take before a push is refused."""
+    quorum_rounds: int = -1
+    """Of a server, rounds that a quorum has closed."""
+    missed: Mapping[str, int] = {}
+    """Of these, by worker, those that it was not in, or came late to."""
+    exchanges: int = 0
+    """Exchanges of parameters between which it trains by itself."""
+    exchange_seconds: float = -1.0
+    """How long ago the last one was over."""
+    exchanged_bytes: int = 0
 
     @property
     def lives(self) -> bool:
@@ -354,6 +369,11 @@ def _rank(before: _Look, after: _Look, stacks: Sequence[Sequence[Frame]], pid: i
     taken = {
         worker: (nbytes - earlier["pushed"].get(worker, nbytes)) / between for worker, nbytes in load["pushed"].items()
     } if between else {}  # fmt: skip
+    since = between if load else apart
+    rates = {
+        table: {name: (number - earlier_of.get(name, number)) / since for name, number in numbers.items()}
+        for table, numbers in after.seen.tables.items() if (earlier_of := before.seen.tables.get(table))
+    } if since else {}  # fmt: skip
     byte_rate = moved / apart + sum(taken.values()) if moved or between else -1.0
     return Rank(
         identity.get("rank", -1), identity.get("size", -1), identity.get("role", ""), identity.get("host", ""), pid,
@@ -366,7 +386,9 @@ def _rank(before: _Look, after: _Look, stacks: Sequence[Sequence[Frame]], pid: i
         head["checkpoints"], after.cpu_seconds, after.seen.notes, tuple(map(tuple, stacks[1:])),
         identity.get("member", -1), after.became, 1e9 * steps / max(took, 1) if steps > 0 else -1.0,
         byte_rate, taken, load.get("queued", -1), load.get("nbytes", 0),
-        after.seen.communicators, _ranks_on_host(pid),
+        after.seen.communicators, _ranks_on_host(pid), after.seen.tables, rates, load.get("room", -1),
+        load.get("rounds", -1), load.get("missed", {}), head["exchanges"],
+        (now - head["exchange_ns"]) / 1e9 if head["exchanges"] else -1.0, head["exchanged_bytes"],
     )  # fmt: skip
 
 

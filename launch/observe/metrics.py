@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -29,15 +29,30 @@ LABELS = ("job", "rank")
 
 
 class Definition(NamedTuple):
-    """One metric: its kind, name, help, and its value of a rank; None: there is none."""
+    """One metric: its kind, name, help, and its value of a rank; None: there is none. With a `label`, its values by
+    that: of tables, of workers that come late."""
 
     kind: type[GaugeMetricFamily] | type[CounterMetricFamily]
     name: str
     text: str
-    value: Callable[[Rank], float | None]
+    value: Callable[[Rank], float | Mapping[str, float] | None]
+    label: str = ""
 
 
 GAUGE, COUNTER = GaugeMetricFamily, CounterMetricFamily
+
+
+def _of_tables(kind: type[GaugeMetricFamily] | type[CounterMetricFamily], name: str, text: str, role: str,
+               words: Sequence[str]) -> Definition:  # fmt: skip
+    """Return a metric of tables on ranks of that role: the sum of these numbers."""
+
+    def values(one: Rank) -> Mapping[str, float]:
+        tables = one.tables if one.role == role and (one.lives or kind is COUNTER) else {}
+        return {table: float(sum(numbers[word] for word in words)) for table, numbers in tables.items()}
+
+    return Definition(kind, f"mpips_table_{name}", text, values, "table")
+
+
 DEFINITIONS = (
     Definition(GAUGE, "mpips_rank_up", "1 while the rank's process is there; none where the job goes on without it.",
                lambda one: float(one.lives)),
@@ -59,6 +74,28 @@ DEFINITIONS = (
                lambda one: float(one.taken_bytes) if one.queued >= 0 else None),
     Definition(GAUGE, "mpips_queued", "Pushes and pulls that wait at it, a server.",
                lambda one: float(one.queued) if one.queued >= 0 and one.lives else None),
+    Definition(GAUGE, "mpips_table_room_bytes", "Memory for new rows at it, a server, before it refuses a push.",
+               lambda one: float(one.room_bytes) if one.room_bytes >= 0 and one.lives else None),
+    _of_tables(GAUGE, "rows", "Rows of the table that it has, a server.", "server", ["rows"]),
+    _of_tables(GAUGE, "bytes", "Bytes of these rows with state, index and counts.", "server", ["bytes"]),
+    _of_tables(GAUGE, "counted_ids", "Ids without a row whose updates it counts.", "server", ["counted"]),
+    _of_tables(COUNTER, "updates", "Updates of the table.", "server", ["updates"]),
+    _of_tables(COUNTER, "evicted_rows", "Rows that it has dropped.", "server", ["evicted"]),
+    _of_tables(COUNTER, "refused_gradients", "Gradients of ids that got no row.", "server", ["refused"]),
+    _of_tables(COUNTER, "pushed_rows", "Rows whose gradients it has pushed, a worker.", "worker", ["pushed"]),
+    _of_tables(COUNTER, "pulled_rows", "Rows that it has pulled, a worker.", "worker", ["asked", "in_place"]),
+    _of_tables(COUNTER, "in_place_rows", "Of these, read in the servers' memory.", "worker", ["in_place"]),
+    _of_tables(COUNTER, "refused_pushes", "Pushes for which a server had no memory.", "worker", ["refused_pushes"]),
+    Definition(COUNTER, "mpips_quorum_rounds", "Rounds of keys that a quorum has closed at it, a server.",
+               lambda one: float(one.quorum_rounds) if one.quorum_rounds >= 0 else None),
+    Definition(COUNTER, "mpips_quorum_missed_rounds", "Of these, closed without the worker, or with what came late.",
+               lambda one: one.missed, "worker"),
+    Definition(COUNTER, "mpips_exchanges", "Exchanges of parameters, between which it trains by itself.",
+               lambda one: float(one.exchanges) if one.exchanges else None),
+    Definition(COUNTER, "mpips_exchanged_bytes", "Bytes of these exchanges, up and down.",
+               lambda one: float(one.exchanged_bytes) if one.exchanges else None),
+    Definition(GAUGE, "mpips_exchange_age_seconds", "Seconds since the last one was over.",
+               lambda one: one.exchange_seconds if one.exchanges and one.lives else None),
     Definition(COUNTER, "mpips_failures", "Generations and communicators that have ended by an error.",
                lambda one: float(one.failures)),
     Definition(COUNTER, "mpips_checkpoints", "Checkpoints that it has written.", lambda one: float(one.checkpoints)),
@@ -90,10 +127,13 @@ class Jobs(Collector):
             info.add_metric([job, str(one.rank), one.role, one.host, " ".join(one.program[:1])], 1)
         yield info
         for definition in DEFINITIONS:
-            family = definition.kind(definition.name, definition.text, labels=LABELS)
+            family = definition.kind(definition.name, definition.text, labels=(*LABELS, *definition.label.split()))
             for job, one, replaced in ranks:
                 value = definition.value(one)
-                if value is not None and not (replaced and definition.name == "mpips_rank_up"):
+                if isinstance(value, Mapping):
+                    for label, number in value.items():
+                        family.add_metric([job, str(one.rank), label], number)
+                elif value is not None and not (replaced and definition.name == "mpips_rank_up"):
                     family.add_metric([job, str(one.rank)], value)
             yield family
 

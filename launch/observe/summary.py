@@ -20,8 +20,9 @@ from launch.observe.timeline import STEP, SUMS, count_calls
 
 
 class CallSummary(NamedTuple):
-    """An operation of one size, over all ranks. `share`: of the time between first call and last, of a rank that makes
-    it. `busbw_GBps`: of the calls without the waiting; 0 where nothing is moved, or nothing is known of it."""
+    """An operation of one size, or of one table, over all ranks. `share`: of the time between first call and last, of a
+    rank that makes it. `busbw_GBps`: of the calls without the waiting; 0 where nothing is moved, or nothing is known of
+    it."""
 
     operation: str
     nbytes: int
@@ -61,7 +62,10 @@ def summarize(traces: Sequence[RankTrace]) -> Summary:
             spent = max(record.ended_ns for record in ended) - min(record.begun_ns for record in ended)
             seconds[one.rank] = seconds.get(one.rank, 0.0) + spent / 1e9
         for record in ended:
-            by_size[record.operation, record.nbytes].append((one.rank, record))
+            kind = record.operation, record.nbytes
+            if record.subject.startswith("table "):  # its calls are of any size
+                kind = f"{record.operation} of {record.subject}", 0
+            by_size[kind].append((one.rank, record))
             if (record.number or record.round) and record.operation not in (*SUMS, "push"):
                 key = (record.lane, record.operation, record.subject, record.number, record.round)
                 together[key].append((one.rank, record))
@@ -100,6 +104,7 @@ def _line(
     moving = [least.get(id(record), _took(record)) for _, record in calls]
     mean, pure = sum(took) / len(took), sum(moving) / len(moving)
     record = calls[0][1]
+    nbytes = nbytes or sum(record.nbytes for _, record in calls) // len(calls)
     key = (record.lane, record.operation, record.subject, record.number, record.round)
     members = len(together.get(key, ()))
     factor = BUS_FACTOR[operation](members) if operation in BUS_FACTOR and members else 1.0

@@ -276,7 +276,11 @@ class KVStore(Uncopied):
         if newer_than is not None:
             if self.layout.asynchronous:
                 self._check_reads_alone()
+            self._route.marks.mark("pull", key)
+            begun = self._route.marks.begin_records("pull", key)
             found = self._operations.pull_newer(key, out, newer_than, priority, self.settings.base)
+            for ring, sequence, _ in begun:
+                ring.end(sequence)
             return found if isinstance(key, (list, tuple)) else found[0]
         if not self._route.try_fast("pull", key, None, out, priority):
             self._route.call("pull", key, None, out, priority)

@@ -22,6 +22,7 @@ import numpy as np
 
 from collectives import log
 from collectives.errors import of_caller
+from collectives.recorder import own as recorder
 from mpips.optimizers.base import Optimizer
 from mpips.optimizers.elastic import INTERVAL, Elastic1, Elastic2
 from mpips.optimizers.sgd import SGD
@@ -107,6 +108,14 @@ class Exchange:
         self._attract = Elastic2(alpha=rule.alpha if isinstance(rule, Elastic) else 1.0 - keep)
         self._whole = not self._elastic and keep == 0.0
 
+    def _bytes_of(self, place: int) -> int:
+        """Return the bytes of a parameter that go to the store and come back: those to servers may be compressed."""
+        settings, nbytes = self._kv.settings, self.centers[place].nbytes
+        key, compressor = settings.keys[self._keys[place]], settings.compressor
+        if compressor is not None and self._kv.layout.num_servers and key.floats:
+            return nbytes + compressor.max_bytes(key.size)
+        return 2 * nbytes
+
     def measure(self, parameters: Arrays, places: Sequence[int]) -> None:
         """Write down what is to be said of the parameters in these places."""
         for place in places:
@@ -150,6 +159,7 @@ class Exchange:
                 parameter[...] = center
             else:
                 self._attract.update(parameter.reshape(-1), center.reshape(-1), (), 1)
+        recorder.count_exchange(sum(map(self._bytes_of, places)))
 
 
 class Open(NamedTuple):

@@ -17,6 +17,7 @@ from collectives.errors import CollectiveError, of_caller
 from collectives.fabric import arena
 from collectives.fabric.arena import Region, SparseFile
 from collectives.fabric.tasks import Task
+from collectives.recorder import page
 from mpips.store.keys.key import Array
 from mpips.store.remote.link import Link
 from mpips.store.remote.setup import Setup
@@ -30,6 +31,7 @@ from mpips.store.transport import frames
 from mpips.store.worker.interface import KnownTable
 
 Payload = NDArray[np.uint8]
+PUSHED, ASKED, IN_PLACE, REFUSED = map(page.TABLE.index, ("pushed", "asked", "in_place", "refused_pushes"))
 KEPT = 3
 """Pieces of memory that are kept for the next calls: those of two pushes and a pull in turns."""
 
@@ -134,11 +136,12 @@ class RemoteTables:
             yield from self._ask_for_room([table for table, *_ in pushes], found)
         sent = [self._send(table, one, gradients) for (table, _, gradients), one in zip(pushes, found)]
         every: list[Any] = []
-        for (table, *_), tokens in zip(pushes, sent):
+        for (table, ids, _), tokens in zip(pushes, sent):
             every += (answers := (yield from self._answers(tokens)))
             self._take_room(table, answers)
             if len(table.room) == self._servers:
                 table.round += 1
+                table.numbers[PUSHED] += len(ids)
                 kept = self._pushes[table.name]
                 for memory in kept[:-1]:  # those have been applied
                     self._pool.give_back(memory)
@@ -182,6 +185,8 @@ class RemoteTables:
         if not self._layout.asynchronous:  # else it is this worker's push alone, and was not sent
             for told in refusals:
                 yield from self._drop(list(told.step or step), told.why)
+        for name, *_ in step if self._layout.asynchronous else ():
+            self.known[name].numbers[REFUSED] += 1
         raise of_caller(RoomError(refusals[0].why))
 
     def _drop(self, step: list[frames.TableRound], why: str) -> Task[None]:
@@ -193,6 +198,7 @@ class RemoteTables:
             request = frames.RefuseRound(name, round_, refusals, why, step)
             yield from self._answers([self._link.post_request(server, request) for server in range(self._servers)])
             table.refusals, table.round, table.room = refusals, round_ - 1, {}
+            table.numbers[REFUSED] += 1
             for memory in self._pushes.pop(name, []):
                 self._pool.give_back(memory)
 
@@ -209,6 +215,7 @@ class RemoteTables:
         free = options.staleness < 0 and not options.mirrors  # a round counts once its mirror has it
         near = free and self._link.all_local and kernels.read_rows.ready(out)
         if near and (yield from self._read_in_place(table, ids, out)):
+            table.numbers[IN_PLACE] += len(ids)
             return
         found, local = distinct(ids, self._servers), [line.local for line in self._link.lines]
         requests = [
@@ -229,6 +236,7 @@ class RemoteTables:
         yield from self._see_refused(answers)
         np.take(block.rows, block.places, axis=0, out=out, mode="clip")  # NumPy would copy `out` to raise in time
         self._pool.give_back(block.memory)
+        table.numbers[ASKED] += len(ids)
 
     def _read_in_place(self, table: KnownTable, ids: Ids, out: Array) -> Task[bool]:
         """Read rows in the servers' memory; False where others change them meanwhile, they are gone, or a round was

@@ -51,8 +51,8 @@ SLEEP_SECONDS = (1e-4, 2e-3)
 SLEEP_SHARE = 0.02
 """Of the time without anything to do so far: so much later it may hear what ends that."""
 TICK_SECONDS = 0.05
-BUSY_TURNS = 256
-"""Turns of a busy server after which it looks at the clock."""
+BUSY_TURNS, IDLE_TURNS = 256, 32
+"""Turns of a busy server after which it looks at the clock, and of one that mostly gives way to others."""
 MOST_THREADS = 4
 """More than a few cores only wait for memory."""
 GRACE_SECONDS, END_SECONDS = 0.02, 1.0
@@ -84,7 +84,7 @@ def serve(servers: Sequence[Server], opened: Callable[[OpenStore], Server | None
         else:
             spins += 1
             os.sched_yield()
-            if spins < YIELDS:
+            if spins < YIELDS and turns % IDLE_TURNS:
                 continue
             now = time.monotonic()
             since = since or now
@@ -157,6 +157,7 @@ class Server(Member[None]):
             layout.num_workers, staleness, server, layout.num_servers, self._file, layout.survives,
             None if self._mirror is None else self._mirror.tables, late,
         )  # fmt: skip
+        tables.lane = layout.lane
         return Serving(state, Requests(state, f"server rank {layout.rank}", self._units, number, tables))
 
     def begin(self) -> None:

@@ -12,6 +12,7 @@ A weight of 1 / (1 + rounds late) is the polynomial of FedAsync (1903.03934) wit
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -138,6 +139,7 @@ class QuorumState(ServerState):
         """The same of each of its units."""
         self._said: dict[int, tuple[int, int]] = {}
         self._says_at = 0.0
+        self._closed, self._missed = 0, Counter[int]()
 
     def pushed(self, unit: Unit, index: int, source: Contribution, priority: int, clock: float) -> None:
         """Take a contribution of the contributor at `index`."""
@@ -172,6 +174,12 @@ class QuorumState(ServerState):
         if self.late_pushes != self._said:
             self._says_at, self._said = self._clock + SAY_SECONDS, dict(self.late_pushes)
             LOG.warning("%s", told_late(self.late_pushes))
+
+    def take_rounds(self) -> tuple[int, Counter[int]]:
+        """Return how many rounds of units have closed since the last such call, and how many without each worker that
+        was expected, or with what it had pushed too late."""
+        counted, self._closed, self._missed = (self._closed, self._missed), 0, Counter()
+        return counted
 
     def _see_gone(self, unit: Unit) -> None:
         if unit.number in self.open:  # it may close without who has left, or waits for all
@@ -245,6 +253,10 @@ class QuorumState(ServerState):
         self._word[0] = unit.token
         if unit.is_timed:
             self._begin(unit, open_round.number + 1)
+        self._closed += 1
+        absent = self.gone | self.meeting | self.asking
+        missed = (worker for at, worker in enumerate(unit.contributors) if at not in open_round.in_time)
+        self._missed.update(worker for worker in missed if worker not in absent)
         given = open_round.close()
         if unit.undo is not None:
             unit.undo.note_pushes(open_round.taken)

@@ -48,6 +48,8 @@ class ServerTables:
         self._meeting: set[int] = set()
         self._frozen: dict[int, dict[str, tuple[TableRows, FrozenRows]]] = {}
         """By number what was frozen of tables."""
+        self.lane = 0
+        """The store's, of records."""
         self._taken: dict[int, int] = {}
         """Bytes that each worker has pushed since `take_counts`."""
 
@@ -55,6 +57,11 @@ class ServerTables:
         """Return how many bytes of rows each worker has pushed since the last such call."""
         taken, self._taken = self._taken, {}
         return taken
+
+    def known(self) -> list[ServerTable]:
+        """Return all tables, but for those that count the ids of others."""
+        counting = [table.counts for table in self._tables.values()]
+        return [table for table in self._tables.values() if table not in counting]
 
     @property
     def open(self) -> list[ServerTable]:
@@ -177,7 +184,7 @@ class ServerTables:
         made = ServerTable(
             card, self._workers, self._staleness, limit, counts, self._file, self._survives, self._rank, self._mirror
         )
-        self._tables[card.table] = made
+        made.lane, self._tables[card.table] = self.lane, made
         return made
 
     # ---- the end of a generation, and the beginning of the next one

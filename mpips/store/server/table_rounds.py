@@ -23,6 +23,8 @@ from numpy.typing import NDArray
 
 from collectives.errors import CollectiveError, MismatchError
 from collectives.fabric.arena import SparseFile
+from collectives.recorder import own as recorder
+from collectives.recorder.ring import Ring, form
 from mpips.store.recovery.row_mirror import RowMirror
 from mpips.store.tables import admission, row_optimizers
 from mpips.store.tables.initial import Ids
@@ -86,7 +88,7 @@ class ServerTable:
         file: SparseFile, survives: bool, rank: int, mirror: RowMirror | None,
     ) -> None:  # fmt: skip
         self._rank, self._mirror = rank, mirror
-        self.card, self._staleness, self._limit, self._counts, self._file = card, staleness, limit, counts, file
+        self.card, self._staleness, self._limit, self.counts, self._file = card, staleness, limit, counts, file
         self._survives = survives
         self.refused = 0
         """How many gradients were of ids that got no row."""
@@ -100,7 +102,7 @@ class ServerTable:
         """That of this generation, also where the next one has rows by now."""
         self._before_load: TableRows | None = None
         """The rows that a load has replaced, as long as those who outlive this server may look there."""
-        self.key, self.contributors = card.table, range(workers)
+        self.key, self.contributors, self.lane = card.table, range(workers), 0
         self.queues: list[deque[TablePush]] = [deque() for _ in range(workers)]
         self.opened: float | None = None
         """When the open round began to wait; None: since the next look at the clock."""
@@ -138,6 +140,13 @@ class ServerTable:
     def absent(self) -> list[int]:
         """Return the workers that have not pushed to the open round."""
         return [worker for worker, queue in enumerate(self.queues) if not queue]
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Return what it has and has counted, in the order in which pages of ranks name it."""
+        rows, counts = self.rows, self.counts
+        nbytes = rows.nbytes + (counts.rows.nbytes if counts else 0)
+        return rows.count, nbytes, self.updates, rows.evicted, self.refused, counts.rows.count if counts else 0
 
     @property
     def queued(self) -> int:
@@ -241,7 +250,7 @@ class ServerTable:
         """Return whether there is memory for so many rows of a worker's next push, and all that was promised."""
         promised = sum(push.rows for queue in self.queues for push in queue)
         promised += sum(room.rows for other, room in enumerate(self._rooms) if other != worker)
-        tables = [self] if self._counts is None else [self._counts, self]
+        tables = [self] if self.counts is None else [self.counts, self]
         return all(table.rows.positions.has_room(promised + rows) for table in tables)
 
     def _room_for(self, read: TableRead) -> frames.Answer:
@@ -301,15 +310,16 @@ class ServerTable:
 
     def _apply(self, workers: Sequence[int], pushes: Sequence[TablePush]) -> None:
         """Apply a push of each of these workers, together, as one round of the journal."""
+        begun = self._begin_record(self._done[workers[0]] + 1, pushes) if recorder.is_traced else None
         ids, gradients = summed([(push.ids, push.gradients) for push in pushes])
         self.opened, self.warned = None, False
         self.updates += 1
-        tables = [self] if self._counts is None else [self._counts, self]
+        tables = [self] if self.counts is None else [self.counts, self]
         for table in tables:
             table.updates = self.updates
             table.journal.open()
         try:
-            if self._counts is not None or self.card.chance < 1:
+            if self.counts is not None or self.card.chance < 1:
                 admitted = self._admitted(ids)
                 self.refused += len(ids) - len(admitted)
                 ids, gradients = ids[admitted], gradients[admitted]
@@ -322,13 +332,21 @@ class ServerTable:
             table.journal.close((self.updates, table.rows.evicted, table.refused), self._done)
             if self._mirror is not None:
                 self._mirror.round_over(table.card.table, table.journal)
+        if begun is not None:
+            begun[0].end(begun[1])
+
+    def _begin_record(self, round_: int, pushes: Sequence[TablePush]) -> tuple[Ring, int]:
+        """Begin the record of an update; return its ring, and what `end` takes."""
+        nbytes, size = (sum(getattr(push.gradients, word) for push in pushes) for word in ("nbytes", "size"))
+        into, made = recorder.ring, form(self.lane, "update", f"table {self.key!r}", nbytes, size, self.card.dtype)
+        return into, into.begin(made, 0, round_)
 
     def _admitted(self, ids: Ids) -> NDArray[np.int64]:
         """Return the places of ids that have a row, or get one now."""
         there = self.rows.positions.find(ids) >= 0
         new = np.flatnonzero(~there)
-        if self._counts is not None:
-            there[new] = admission.often_named(self._counts.rows, ids[new], self.updates, self.card.seen)
+        if self.counts is not None:
+            there[new] = admission.often_named(self.counts.rows, ids[new], self.updates, self.card.seen)
         else:
             there[new] = admission.lucky(self.card.key, ids[new], self.updates, self.card.chance)
         return np.flatnonzero(there)

@@ -33,6 +33,12 @@ SEEN_BYTES = 1 << 26
 """Of rows, for which the machine is asked at a time; so many are left to others."""
 
 
+def room() -> int:
+    """Return the bytes that new rows may take before one more is refused: some `SEEN_BYTES` more where memory was seen
+    for them."""
+    return max(0, free_memory() - 2 * SEEN_BYTES)
+
+
 class Places:
     """Positions of rows by id. `ids`, `touched`: of each position, room for as many as there can be: the id of its row,
     and the update that has named it last, `FREE` where none lies. `row_bytes`: what a row takes. `file`, `words`: of

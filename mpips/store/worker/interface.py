@@ -9,11 +9,13 @@ no longer.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from collectives.fabric.tasks import Task
+from collectives.recorder import own as recorder
 from mpips.compression.compressors import Compressor
 from mpips.optimizers.base import Optimizer
 from mpips.optimizers.schedules import Groups
@@ -58,6 +60,11 @@ class KnownTable:
     room: dict[int, int] = field(default_factory=dict)
     """By server how many ids this worker may push next without asking for room."""
     noun = "table"
+
+    @functools.cached_property
+    def numbers(self) -> memoryview:
+        """Return the numbers of what this worker has done with it, as others see them: `recorder.page.TABLE`."""
+        return recorder.numbers_of(self.name)
 
     @property
     def name(self) -> str:

@@ -25,8 +25,8 @@ from mpips.store.runtime.errors import refused
 from mpips.store.worker.interface import Backend, KnownTable
 
 T = TypeVar("T")
-Begun: TypeAlias = tuple[Ring, int, Key]
-"""A record that has begun: its ring, its sequence number there, and its key."""
+Begun: TypeAlias = tuple[Ring, int, Key | KnownTable]
+"""A record that has begun: its ring, its sequence number there, and its key or table."""
 LONG_SECONDS = 1.0
 """Of a wait, after which peers hear what this worker waits for."""
 CLOSED = "the store is closed: make this call before close()"
@@ -87,7 +87,7 @@ class Operations:
             others = arguments.turns(turns, what)
         names, task = self._prepare(what, key, value, out, priority)
         order = [*self._order(names), *(("turns", name) for name in others)]
-        task = _recorded(what, task, begun) if begun else task
+        task = recorded(what, task, begun) if begun else task
         with self.guard(what, names):
             return self._engine.submit(order, self.hearing(task), priority, text(what, names))
 
@@ -140,9 +140,13 @@ class Operations:
             self._backend.direct = not self._engine.under_way
             order, heard = [*self._order(names), *tables], self.hearing(task, [*names, *tables])
             try:
-                self._engine.run(order, heard, priority, lambda: text(what, names))
+                self._engine.run(order, heard, priority, lambda: self._describe(what, names, tables))
             finally:
                 self._backend.direct = False
+
+    def _describe(self, what: str, names: Sequence[Name], tables: Sequence[str]) -> str:
+        after = f" after push {self._tables[tables[0]].round}" if len(tables) == 1 else ""
+        return f"{text(what, names)}{after}"
 
     def guard(self, what: str, names: Sequence[Name] = ()) -> Guard:
         """Whatever is raised within ends the generation, but for what all workers raise as they asked for what cannot
@@ -289,13 +293,14 @@ class Operations:
         return [*names, *self._backend.communicators]
 
 
-def _recorded(what: str, task: Task[None], begun: Sequence[Begun]) -> Task[None]:
+def recorded(what: str, task: Task[T], begun: Sequence[Begun]) -> Task[T]:
     """Say when a task starts, and ends."""
     for ring, sequence, key in begun:
         ring.start(sequence, 0, key.round + (what != "pull"))
-    yield from task
+    result = yield from task
     for ring, sequence, _ in begun:
         ring.end(sequence)
+    return result
 
 
 def text(what: str, names: Sequence[Name]) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Siz
 from contextlib import contextmanager
 from typing import Any
 
+from numpy import dtype as dtype_of
 from numpy import ndarray
 
 from collectives.fabric.tasks import Task, together
@@ -22,7 +23,7 @@ from mpips.store.keys import arguments
 from mpips.store.keys.arguments import PRIORITY_BITS
 from mpips.store.keys.key import NO_MARKS, FastList, Key, Name
 from mpips.store.runtime.engine import Handle
-from mpips.store.worker.interface import Backend, Saves, Written
+from mpips.store.worker.interface import Backend, KnownTable, Saves, Written
 from mpips.store.worker.operations import Array, Begun, Operations, text
 
 LISTS = (list, tuple)
@@ -80,7 +81,7 @@ class CallMarks:
 
     def begin_records(self, what: str, key: Any, starts: bool = True) -> list[Begun]:
         """Begin a record for each key of a call that is timed."""
-        begun = []
+        begun: list[Begun] = []
         for name in key if type(key) in LISTS else (key,):
             known = self._known.get(name) if isinstance(name, (str, int)) else None
             if known is None or not (self.every or known.is_long):
@@ -97,6 +98,21 @@ class CallMarks:
             round_ = known.round + (what != "pull")
             begun.append((ring, ring.begin(made, 0, round_, starts), known))
         return begun
+
+
+    def begin_table(self, what: str, table: KnownTable, rows: int, starts: bool = True) -> Begun:
+        """Begin the record of a call of a table that is about so many rows."""
+        made = self._forms.get((what, table.name, rows))
+        if made is None:
+            line, dtype = recorder.user_line(sys._getframe(2)), dtype_of(table.card.dtype)
+            elements = rows * table.card.dim
+            lane, nbytes = self._marks.identity, elements * dtype.itemsize
+            made = form(lane, what, f"table {table.name!r}", nbytes, elements, dtype.name, line=line)
+            if len(self._forms) >= MOST_TOKENS:
+                self._forms.clear()
+            self._forms[what, table.name, rows] = made
+        ring = recorder.ring
+        return ring, ring.begin(made, 0, table.round + (what != "pull"), starts), table
 
 
 class ListTransfers:
@@ -184,8 +200,8 @@ class Route:
         self._checks = operations.checks_finite
         self._extra = self._checks  # one of these four is there, and calls take the general path
         self._lists = ListTransfers(operations, backend)
-        self._marks = CallMarks(known, lane)
-        self._word = self._marks.word
+        self.marks = CallMarks(known, lane)
+        self._word = self.marks.word
 
     def try_fast(self, what: str, key: Any, value: Any, out: Any, priority: int) -> bool:
         """Make a call (push, pull or pushpull), blocking. Return False, with nothing done, where `call` has to."""
@@ -198,7 +214,7 @@ class Route:
         else:
             record = self._one(key, value, priority, writes=out is None)
         if record is not None:
-            mark = record.marks[what] or self._marks.mark_first(what, record)
+            mark = record.marks[what] or self.marks.mark_first(what, record)
             if not mark:
                 return False
             self._word[0] = mark
@@ -227,16 +243,16 @@ class Route:
 
     def call(self, what: str, key: object, value: object, out: object, priority: int) -> None:
         """Make a call, blocking, with what is due before and after it: a save, the next piece of a checkpoint."""
-        self._marks.mark(what, key)
-        begun = self._marks.begin_records(what, key)
-        self._marks.records = True
+        self.marks.mark(what, key)
+        begun = self.marks.begin_records(what, key)
+        self.marks.records = True
         try:
             if begun or self._extra:
                 self._call(what, key, value, out, priority)
             else:
                 self._operations.do(what, key, value, out, priority)
         finally:
-            self._marks.records = False
+            self.marks.records = False
         for ring, sequence, _ in begun:
             ring.end(sequence)
 
@@ -262,9 +278,9 @@ class Route:
         self, what: str, key: object, value: object, out: object, priority: int, turns: Sequence[Hashable]
     ) -> Handle:
         """Start a call and return its handle, not blocking; it takes turns on its keys and on `turns`."""
-        self._marks.mark(what, key)
+        self.marks.mark(what, key)
         saves = self._prepare(what, key) if self._extra else None
-        begun = self._marks.begin_records(what, key, starts=False)
+        begun = self.marks.begin_records(what, key, starts=False)
         handle = self._operations.start(what, key, value, out, priority, turns, begun)
         if self._extra:
             self._follow(saves, key)
@@ -283,7 +299,7 @@ class Route:
 
     def mark(self, what: str) -> None:
         """Let others see that this worker has begun a call that is about no key."""
-        self._marks.mark(what, [])
+        self.marks.mark(what, [])
 
     # ---- what is due before and after a call
 
@@ -335,7 +351,7 @@ class Route:
         records = self._all(keys, targets if what == "pull" else values, priority)
         if records is None or (what == "pushpull" and outs is not None and self._all(keys, outs, priority) is None):
             return False
-        self._marks.mark(what, keys)
+        self.marks.mark(what, keys)
         if what != "push" and not all(array.flags.writeable for array in targets):
             return False
         if outs is not None and len(set(map(id, outs))) < len(outs):
@@ -361,8 +377,8 @@ class Route:
         """The keys, where a call for one plain array each can be made."""
         if not keys or type(arrays) not in LISTS or len(arrays) != len(keys):
             return None
-        records, as_one, any_length = [], self._backend.quick_list is not None, self._marks.records
-        if self._marks.every and not any_length:
+        records, as_one, any_length = [], self._backend.quick_list is not None, self.marks.records
+        if self.marks.every and not any_length:
             return None
         for key, array in zip(keys, arrays):
             record = self._one(key, array, priority)

@@ -17,6 +17,7 @@ import numpy as np
 from collectives import arrays
 from collectives.errors import Uncopied, of_caller, warn
 from collectives.fabric.tasks import Task
+from collectives.recorder import own as recorder
 from mpips.store.checkpoint import table_files
 from mpips.store.keys import arguments
 from mpips.store.keys.key import Array
@@ -27,7 +28,7 @@ from mpips.store.tables.admission import COUNTS, Chance, Seen
 from mpips.store.tables.initial import Ids, Uniform, key_of
 from mpips.store.transport import frames
 from mpips.store.worker.interface import KnownTable
-from mpips.store.worker.operations import GIVEN, step_of_push
+from mpips.store.worker.operations import GIVEN, recorded, step_of_push
 from mpips.store.worker.route import Route
 from mpips.store.worker.settings import Settings
 
@@ -98,8 +99,12 @@ class Table(Uncopied):
             where, shape = self._ids_of("ipull", ids)
             target, rows = self._target_of("ipull", out, shape)
         task = self._read("ipull", where, rows, target)
-        self._route.mark(f"ipull of table {self.name!r}")
-        handle = self._settings.start(f"ipull of table {self.name!r}", task, detached=False, tables=[self.name])
+        self._route.mark(said := f"ipull of table {self.name!r}")
+        if recorder.is_traced:
+            begun = self._route.marks.begin_table("pull", self._known, len(where), starts=False)
+            task = recorded("pull", task, [begun])
+        said = f"{said} after push {self._known.round}"
+        handle = self._settings.start(said, task, detached=False, tables=[self.name])
         self._last = handle, self._settings.generation.number
         return handle
 
@@ -215,7 +220,10 @@ class Table(Uncopied):
         tables = self._settings.backend.tables
         assert tables is not None
         self._begin(said := f"{what} of table {self.name!r}")
+        begun = [self._route.marks.begin_table("pull", self._known, len(ids))] if recorder.is_traced else ()
         self._settings.run(said, tables.pull(self._known, ids, out), tables=[self.name])
+        for ring, sequence, _ in begun:
+            ring.end(sequence)
 
     def _read(self, what: str, ids: Ids, out: Array, target: object) -> Task[object]:
         """Pull, and return what `out` is the memory of."""
@@ -322,8 +330,12 @@ def _push_all(what: str, pushes: Sequence[tuple[Table, Ids, Array]]) -> None:
     with first._route.pushing_tables(names):
         for table, *_ in pushes:
             table._begin(said)
+        begun = [first._route.marks.begin_table("push", table._known, len(ids)) for table, ids, _ in pushes
+                 if recorder.is_traced]  # fmt: skip
         parts = [(table._known, ids, gradients) for table, ids, gradients in pushes]
         settings.run(said, tables.push(parts), tables=names)
+        for ring, sequence, _ in begun:
+            ring.end(sequence)
 
 
 def make(

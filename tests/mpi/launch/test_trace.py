@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -107,6 +108,39 @@ def test_arrows_stay_within_their_store_and_steps_are_no_calls(tmp_path: Path) -
     assert f"t.json: {len(calls)} calls of 3 ranks, 40 arrows" in done.stderr
     counted = {one["rank"]: one["calls"] for one in json.loads((tmp_path / "s.json").read_text())["ranks"]}
     assert counted == {rank: sum(event["pid"] == rank for event in calls) for rank in range(3)}
+
+
+TABLES = """
+import numpy as np
+import mpips
+
+kv = mpips.create("dist_sync", servers=1)
+table, ids = kv.table("users", dim=4, learning_rate=0.1), np.arange(100)
+for step in range(10):
+    handle = table.ipull(ids[: 10 + step])
+    table.push(ids[: 10 + step], handle.wait())
+    table.pull(ids[: 10 + step])
+kv.init("w", np.ones(9, np.float32))
+kv.pull("w", np.ones(9, np.float32), newer_than=-1)
+"""
+
+
+@only_on(1)
+def test_calls_of_tables_are_in_the_trace_and_a_line_of_the_summary(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(TABLES)
+    words = [sys.executable, "-m", "launch.cli", "run", "-w", "2", "-s", "1", "--trace", "t.json", "--summary-json",
+             "s.json", "program.py"]  # fmt: skip
+    subprocess.run(words, cwd=tmp_path, env=outside(), capture_output=True, timeout=JOB_LIMIT, check=True)
+    trace = json.loads((tmp_path / "t.json").read_text())
+    joined = read_flows(trace)
+    assert len(joined) == 2 * 10 and all(kinds[:2] == ["push", "update"] for kinds in joined)
+    names = Counter((event["pid"], event["name"]) for event in trace["traceEvents"] if event["ph"] == "X")
+    for rank in range(2):
+        assert names[rank, "push table 'users'"] == 10 and names[rank, "pull table 'users'"] == 20
+        assert names[rank, "pull 'w'"] == 1
+    assert names[2, "update table 'users'"] == 10
+    lines = {one["operation"]: one for one in json.loads((tmp_path / "s.json").read_text())["calls"]}
+    assert lines["pull of table 'users'"]["calls"] == 40 and lines["push of table 'users'"]["nbytes"] == 16 * 14.5
 
 
 @only_on(1)

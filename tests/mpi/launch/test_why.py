@@ -87,6 +87,28 @@ kv.set_optimizer("lion")
 for step in range(100_000):
     kv.pushpull("w", np.ones(1000, np.float32))
 """
+TABLES = """
+import time
+import numpy as np
+import mpips
+
+def batch():
+    if step == 9:
+        open("there", "w").close() if kv.rank == {late} else None
+        {does}
+
+kv = mpips.create("dist_sync", servers=1)
+users = kv.table("users", dim=4, learning_rate=0.1)
+items = kv.table("items", dim=4, learning_rate=0.1, admit=mpips.seen(9))
+ids = np.arange(100) + 100 * kv.rank
+for step in range(100_000):
+    batch()
+    gradients = users.pull(ids)
+    items.push(ids + step, gradients)
+    users.push(ids + step % 10, gradients)
+    users.pull(ids)
+    mpips.note(step=step)
+"""
 EXIT = """
 import atexit, time
 import numpy as np
@@ -135,7 +157,7 @@ CASES = {
                         kind="ended", culprits=(0, 1, 2)),
     "another key, of a server": Case("kv.pushpull('v', gradient)", "use keys in the same order on all ranks",
                                      kind="ended", servers=1, culprits=()),
-    "table": Case("while True: pass", "ranks 0, 2 wait in pull of table 'rows' (program.py:",
+    "table": Case("while True: pass", "ranks 0, 2 wait in pull of table 'rows' after push 10 (program.py:",
                   "rows.push(ids, gradient.reshape(10, 100)); rows.pull(ids)",
                   "rows, ids = kv.table('rows', dim=100), np.arange(10)", servers=1),
     "barrier": Case("time.sleep(99)", "ranks 0, 2 wait in barrier (program.py:",
@@ -291,6 +313,27 @@ def test_top_in_a_pipe_shows_rates_in_lines_that_fit(tmp_path: Path) -> None:
     for one in workers:  # 4,000 bytes a step
         assert one["queued"] is None and 0.5 < one["bytes_per_second"] / (4000 * one["steps_per_second"]) < 2
     assert 0 <= server["queued"] <= 3 and 1.5 < server["bytes_per_second"] / workers[0]["bytes_per_second"] < 6
+
+
+def test_tables_are_seen_from_outside(tmp_path: Path) -> None:
+    case = Case("pass", "", servers=1, program=TABLES)
+    with running(tmp_path, case) as name:
+        words = [sys.executable, "-m", "launch.cli", "top", name]
+        environment = {**outside(), "COLUMNS": "200"}
+        limit, rates = time.monotonic() + 30, dict[str, float]()
+        while not rates.get("updates") and time.monotonic() < limit:  # a server that waits for a core says so late
+            shown = subprocess.run([*words, "--json"], env=environment, capture_output=True, text=True, check=True)
+            *workers, server = json.loads(shown.stdout)["ranks"]
+            rates = server["tables"]["users"]["per_second"]
+        table = subprocess.run([*words, "--once"], env=environment, capture_output=True, text=True, check=True).stdout
+    assert rates["updates"] > 0 and server["table_room_bytes"] > 0
+    users, items = (server["tables"][name]["numbers"] for name in ("users", "items"))
+    assert users["rows"] == 309 and users["bytes"] > 309 * 16 and items["refused"] >= 2400 and items["counted"] > 0
+    for one in workers:
+        numbers = one["tables"]["users"]["numbers"]
+        assert numbers["pushed"] >= 1000 and abs(numbers["in_place"] + numbers["asked"] - 2 * numbers["pushed"]) <= 200
+    lines = [line.split() for line in table.splitlines()]
+    assert ["users", "3", "309"] in [line[:3] for line in lines] and ["items", "0"] in [line[:2] for line in lines]
 
 
 def test_top_shows_what_collectives_move(tmp_path: Path) -> None:

@@ -104,7 +104,8 @@ def test_a_wait_for_a_table_that_cannot_end_is_said(kind: str, shared: bool, tog
         said, took = made
         assert workers(1).allgather(said) == [said] * workers(1).size
         assert f"rank 0 waits in {together} for all workers, and rank" in said, said
-        assert f"in {waits} of table 't' for rank 0: let all make these calls in the same order" in said, said
+        order = "let all make these calls in the same order"
+        assert f"in {waits} of table 't' after push 2 for rank 0: {order}" in said, said
         assert took < SECONDS, took
 
 

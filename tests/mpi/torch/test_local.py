@@ -12,6 +12,8 @@ from mpi4py import MPI
 from torch import nn
 
 import mpips.torch
+from collectives.recorder import own as recorder
+from collectives.recorder import page
 from mpips.optimizers import SGD, Optimizer
 from mpips.training.local import OUTER
 from tests.mpi.torch.support import batch, far, heard, joined_batch, network
@@ -74,6 +76,11 @@ def local(options: dict[str, Any], steps: int = STEPS, inner: Any = None, **more
     return trainer, model
 
 
+def exchanged() -> np.ndarray:
+    """Return how many exchanges this rank's page counts, and their bytes."""
+    return np.array([recorder.page.words[page.AT[name]] for name in ("exchanges", "exchanged_bytes")], np.int64)
+
+
 def workers_of(options: dict[str, Any]) -> int:
     return WORLD.size - int(options.get("servers", 0))
 
@@ -85,10 +92,12 @@ OPTIONS = pytest.mark.parametrize("options", [{}, {"servers": 1}, {"kind": "mpi_
 @pytest.mark.parametrize("outer", ["nesterov", "average", SGD(0.3, momentum=0.5)], ids=str)
 @pytest.mark.mpi(min_size=2)
 def test_parameters_have_the_bits_of_a_serial_run(outer: Any, options: dict[str, Any]) -> None:
+    before = exchanged()
     done = local(options, outer=outer, every=4)
     if done is not None:
         trainer, model = done
         trainer.close()
+        assert list(exchanged() - before) == [3, 3 * 2 * sum(p.nbytes for p in model.parameters())], "of 12 steps"
         whole = OUTER[outer] if isinstance(outer, str) else outer
         workers = workers_of(options)
         rescaled = SGD(whole.learning_rate, momentum=whole.momentum, nesterov=whole.nesterov, rescale=1 / workers)

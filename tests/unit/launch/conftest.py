@@ -18,12 +18,17 @@ from pathlib import Path
 from collectives.recorder import folders, own
 folders.of_jobs = lambda: Path(sys.argv[1])
 own.begin(int(sys.argv[2]), 2)
-own.place.role, own.place.generation, own.place.step = "worker", 1, 40
+own.place.generation, own.place.step = 1, 40
+own.place.take(["worker", "server"][int(sys.argv[2])], 0)
 marks, other = own.Marks(5), own.Marks(6)
 marks.word[0], other.word[0] = 30 << 32 | 1, 4 << 32 | 1
 other.close()
 own.note(loss=0.25, accuracy=0.5)
-own.write_load(1000, 2, {"0": 600, "1": 400})
+own.write_load(1000, 2, {"0": 600, "1": 400}, room=5000, rounds=8, missed={"0": 2})
+numbers = own.numbers_of("users")
+for at in range(10):
+    numbers[at] = 10 + at
+own.count_exchange(4000)
 own.waited(1.5, False)
 own.waits("barrier", time.monotonic() - 3, [1])
 own.fails("once")

@@ -254,6 +254,12 @@ def test_the_slow_rank_is_the_one_that_does_not_wait() -> None:
     assert "rank 1 holds the others up: it waits 2 % of its time, they wait 45 to 50 %" in found.sentence
 
 
+def test_who_misses_rounds_of_a_quorum_is_named() -> None:
+    servers = [rank(number, role="server", quorum_rounds=10, missed={"1": 4, "2": 1}) for number in (3, 4)]
+    found = explain("1", [*(rank(number, member=number) for number in range(3)), *servers]).sentence
+    assert found.endswith("Of its rounds the quorum has closed 40 % without rank 1, 10 % without rank 2 in time.")
+
+
 def test_ranks_that_compute_alike_are_not_slow() -> None:
     assert explain("1", [rank(0, waiting=0.4), rank(1, waiting=0.3), rank(2, waiting=0.35)]).kind == "runs"
     found = explain("1", [rank(number, moved=False) for number in range(3)])

@@ -46,7 +46,7 @@ def data(address: str, until: str = "77") -> dict[str, Any]:
 def test_the_data_are_what_mpips_why_says_and_what_was_noted(job: Ranks, address: str) -> None:
     found = data(address, "barrier")
     assert found["kind"] == "stands" and "wait in barrier" in found["sentence"]
-    assert [(one["rank"], one["role"], one["step"]) for one in found["ranks"]] == [(0, "worker", 40), (1, "worker", 40)]
+    assert [(one["rank"], one["role"], one["step"]) for one in found["ranks"]] == [(0, "worker", 40), (1, "server", 40)]
     sample = found["samples"][-1]
     assert sample["notes"] == {"loss": 0.25, "accuracy": 0.5} and sample["step"] == 40
     assert {"rank 0 is there as worker", "the job stands"} <= {event["text"] for event in found["events"]}

@@ -34,15 +34,27 @@ def samples(text: str) -> dict[tuple[str, str], float]:
 def test_a_parser_reads_all_that_pages_say(job: list[subprocess.Popen[str]]) -> None:
     found = samples(metrics.text())
     assert {name for name, _ in found} == set(metrics.names())
-    values = {name: found[name, "1"] for name in metrics.names()}
+    values = {name: value for (name, rank), value in found.items() if rank == "1"}
+    assert 0 <= values.pop("mpips_exchange_age_seconds") < 60
     assert 3 <= values.pop("mpips_waiting_seconds") < 60 and 0 <= values.pop("mpips_step_age_seconds") < 60
     assert values.pop("mpips_start_time_seconds") > 1e9 and values.pop("mpips_resident_memory_bytes") > 1e6
     assert values.pop("mpips_cpu_seconds_total") >= 0
     assert values == {
         "mpips_rank_info": 1, "mpips_rank_up": 1, "mpips_rank_stopped": 0, "mpips_generation": 1, "mpips_step": 40,
         "mpips_waited_seconds_total": 1.5, "mpips_waits_total": 1, "mpips_calls_total": 34, "mpips_failures_total": 1,
-        "mpips_checkpoints_total": 0, "mpips_taken_bytes_total": 1000, "mpips_queued": 2,
+        "mpips_checkpoints_total": 0, "mpips_taken_bytes_total": 1000, "mpips_queued": 2, "mpips_exchanges_total": 1,
+        "mpips_exchanged_bytes_total": 4000, "mpips_table_room_bytes": 5000, "mpips_table_rows": 10,
+        "mpips_table_bytes": 11, "mpips_table_updates_total": 12, "mpips_table_evicted_rows_total": 13,
+        "mpips_table_refused_gradients_total": 14, "mpips_table_counted_ids": 15, "mpips_quorum_rounds_total": 8,
+        "mpips_quorum_missed_rounds_total": 2,
     }  # fmt: skip
+    assert {name: value for (name, rank), value in found.items() if rank == "0" and "_table_" in name and value} == {
+        "mpips_table_pushed_rows_total": 16, "mpips_table_pulled_rows_total": 17 + 18,
+        "mpips_table_in_place_rows_total": 18, "mpips_table_refused_pushes_total": 19,
+    } | {"mpips_table_room_bytes": 5000}  # fmt: skip
+    labels = [one.labels for family in text_string_to_metric_families(metrics.text()) for one in family.samples
+              if one.name in ("mpips_table_rows", "mpips_quorum_missed_rounds_total")]  # fmt: skip
+    assert all({"job": "77", "rank": "1", **one} in labels for one in ({"table": "users"}, {"worker": "0"}))
 
 
 def test_a_dead_rank_is_down_and_its_counters_stay(job: list[subprocess.Popen[str]]) -> None:

@@ -163,12 +163,14 @@ def test_a_quorum_waits_for_the_grace_and_a_late_one_for_nobody():
     assert server.value == 3 and server.who_read() == [0, 1]
     server.pushpull(2, -8)  # late by one
     assert server.value == 3 and server.who_read() == [2] and server.state.late_pushes == {2: (1, 1)}
+    assert server.state.take_rounds() == (1, {2: 1})
     server.pushpull(0, -1)
     server.pushpull(1, -1)
     assert server.value == 3  # the late one may come in time
     server.go_on(1.1)
     assert server.value == pytest.approx(3 + (1 + 1 + 8 / 2) / 2.5)
     assert server.unit.done == [2, 2, 1] and server.unit.words[1:] == [2, 2, 1]
+    assert server.state.take_rounds() == (1, {2: 1}), "what came late was not in time"
 
 
 def test_a_late_client_that_comes_within_the_grace_is_in_step_again():
@@ -207,7 +209,7 @@ def test_who_leaves_or_waits_for_all_is_not_waited_for():
     server.state.meeting.add(2)
     server.state._see_gone(server.unit)
     server.go_on()
-    assert server.value == 2
+    assert server.value == 2 and server.state.take_rounds() == (1, {})
 
 
 def test_tokens_and_lateness_make_the_mean():
