@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ TABLES: dict[str, dict[str, Any]] = {
 LIMITED = {"tags": {"optimizer": "sgd", "limit": 40}}
 """Servers share the limit, so that what is dropped depends on how many there are."""
 COUNTED = "evicted", "refused"
+RATES = 0.1, 0.05, 0.2
 EVERY = np.arange(-60, 60) * 7 * 10**15
 
 
@@ -35,12 +38,59 @@ def batch(name: str, step: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
     return ids, random.standard_normal((len(ids), DIM)).astype(np.float32)
 
 
-def train(kv: mpips.KVStore, job: Job) -> tuple[dict[str, np.ndarray], list[list[int]]]:
+def call_before(job: Job, name: str, step: int) -> str:
+    """What is called before the push of a step, if anything."""
+    chosen = random.Random(f"{job.kills} {name} {step}")
+    return chosen.choice(["save", "load", "update_optimizer", "export"] + 40 * [""])
+
+
+class Expected:
+    """The tables of a job after some steps."""
+
+    def __init__(self, job: Job) -> None:
+        self._job, self.step = job, 0
+        self.tables = {
+            name: ReferenceTable(name, DIM, "float32", 0.5, servers=job.servers, **more)
+            for name, more in tables_of(job).items()
+        }
+        self._saved: dict[str, Any] = {}
+
+    def go_on(self, workers: int) -> None:
+        """Make a step."""
+        for name, table in self.tables.items():
+            call = call_before(self._job, name, self.step)
+            if call == "save":
+                self._saved[name] = table.save()
+            elif call == "load" and name in self._saved:
+                table.load(self._saved[name])
+            elif call == "update_optimizer":
+                table.numbers["learning_rate"] = RATES[self.step % len(RATES)]
+            table.push([batch(name, self.step, rank) for rank in range(workers)])
+        self.step += 1
+
+
+def make_call(folder: Path, job: Job, step: int, table: mpips.Table) -> None:
+    path, call = folder / table.name, call_before(job, table.name, step)
+    if call == "update_optimizer":
+        table.update_optimizer(learning_rate=RATES[step % len(RATES)])
+    elif call == "export":
+        table.export(folder / "export")
+    elif call == "save":
+        table.save(path)
+    elif call == "load" and any(call_before(job, table.name, before) == "save" for before in range(step)):
+        table.load(path)
+
+
+def train(folder: Path, kv: mpips.KVStore, job: Job) -> tuple[dict[str, np.ndarray], list[list[int]]]:
     """The loop of a program that survives; what it ends with, and from which step on with how many workers."""
     step, trace, w = kv.resumed, [], np.zeros(3)
     made: dict[str, Any] = {}
+    model, size = Expected(job), kv.num_workers
     while True:
         try:
+            model = model if model.step == step else Expected(job)
+            while model.step < step:
+                model.go_on(size)
             for name, more in tables_of(job).items():
                 if name not in made:  # they go on after a recovery
                     made[name] = kv.table(name, DIM, init=mpips.uniform(0.5), learning_rate=0.1, **more)
@@ -49,8 +99,16 @@ def train(kv: mpips.KVStore, job: Job) -> tuple[dict[str, np.ndarray], list[list
             while step < job.steps:
                 if not trace or trace[-1][1] != kv.num_workers:
                     trace.append([step, kv.num_workers])
+                model.go_on(kv.num_workers)
                 for name, table in made.items():
-                    (table.push if step % 3 else table.pushpull)(*batch(name, step, kv.rank))
+                    make_call(folder, job, step, table)
+                    ids, gradients = batch(name, step, kv.rank)
+                    if step % 3:
+                        table.push(ids, gradients)
+                    else:
+                        rows, same = table.pushpull(ids, gradients), job.spares >= len(job.kills)
+                        expected = model.tables[name].pull(ids)
+                        assert rows.tobytes() == expected.tobytes() or not same, f"step {step}: {name} differs"
                 kv.pushpull("w", np.full(3, -1.0), w)
                 step += 1
             rows = {name: table.pull(EVERY) for name, table in made.items()}
@@ -84,18 +142,14 @@ def expected(job: Job, traces: Iterable[list[list[int]]]) -> dict[str, np.ndarra
     changes = [(step, number, size) for trace in traces for number, (step, size) in enumerate(trace) if number]
     for step, _, size in sorted(changes):
         workers[step:] = [size] * (job.steps - step)
-    tables = {
-        name: ReferenceTable(name, DIM, "float32", 0.5, servers=job.servers, **more)
-        for name, more in tables_of(job).items()
-    }
-    for step, size in enumerate(workers):
-        for name, table in tables.items():
-            table.push([batch(name, step, rank) for rank in range(size)])
-    rows = {name: table.pull(EVERY) for name, table in tables.items()}
-    counts = {f"{name} counts": np.array([len(it.evicted), it.refused]) for name, it in tables.items()}
+    model = Expected(job)
+    for size in workers:
+        model.go_on(size)
+    rows = {name: table.pull(EVERY) for name, table in model.tables.items()}
+    counts = {f"{name} counts": np.array([len(it.evicted), it.refused]) for name, it in model.tables.items()}
     return rows | counts | {"w": np.full(3, float(sum(workers)))}
 
 
 if __name__ == "__main__":
     asked = Job(**json.loads(sys.argv[2]))
-    main(Path(sys.argv[1]), asked, train_alone if asked.kind == "dist_async" else train)
+    main(Path(sys.argv[1]), asked, train_alone if asked.kind == "dist_async" else partial(train, Path(sys.argv[1])))
