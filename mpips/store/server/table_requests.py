@@ -145,7 +145,7 @@ class ServerTables:
                 if request.refusals > table.refusals:
                     self._late.forget([table])  # who waits hears of this
                 refused = frames.RoundRefused(request.round, request.refusals, request.why, request.step)
-                return [*table.refuse(refused), (asker, answer)]
+                return [*table.refuse(worker, refused, self._absent), (asker, answer)]
             case frames.WaitForTable():
                 if request.refusals >= table.refusals:
                     self._late.note_wait(table, worker, request.round)

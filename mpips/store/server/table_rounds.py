@@ -115,7 +115,9 @@ class ServerTable:
         self._largest = 0
         """The ids of the largest push."""
         self._refusal = frames.RoundRefused(0, 0, "")
-        """The last round that was refused."""
+        """The last round that was refused,"""
+        self._deaf: set[int] = set()
+        """and the workers that have not heard of it."""
 
     @property
     def round(self) -> int:
@@ -222,10 +224,13 @@ class ServerTable:
         self._reads.append(read)
         return self.go_on(gone)
 
-    def refuse(self, refusal: frames.RoundRefused) -> TableAnswers:
-        """Drop all pushes that are not applied yet; tell those who wait for one of them. Idempotent."""
+    def refuse(self, worker: int, refusal: frames.RoundRefused, gone: set[int]) -> TableAnswers:
+        """Drop all pushes that are not applied yet; tell those who wait for one of them. Every worker says it once."""
         if refusal.refusals <= self.refusals:
-            return []
+            if refusal.refusals == self.refusals:
+                self._deaf.discard(worker)
+            return self.go_on(gone)
+        self._deaf = set(range(len(self.queues))) - {worker}
         self.journal.words[REFUSALS] = refusal.refusals
         self._refusal, told = refusal, [push.asker for queue in self.queues for push in [*queue][1:]]
         for queue in self.queues:
@@ -274,7 +279,8 @@ class ServerTable:
             answers += [self._answer_push(worker) for worker in workers if self.queues[worker]]
         waiting = []
         for read in self._reads:
-            if self._done[read.worker] < read.request.round and read.request.refusals < self.refusals:
+            asks = isinstance(read.request, frames.AskForRoom)
+            if (asks or self._done[read.worker] < read.request.round) and read.request.refusals < self.refusals:
                 answers.append((read.asker, self._refusal))
             elif self._may_read(read, gone):
                 answers.append((read.asker, self._answer(read)))
@@ -287,7 +293,13 @@ class ServerTable:
 
     def _may_read(self, read: TableRead, gone: Collection[int]) -> bool:
         round_ = read.request.round
-        waits = isinstance(read.request, frames.PullRows) and self._too_far(read.worker, round_, gone)
+        match read.request:
+            case frames.PullRows():
+                waits = self._too_far(read.worker, round_, gone)
+            case frames.AskForRoom():  # the next refusal is of another round: all hear as often
+                waits = not self._deaf <= set(gone)
+            case _:
+                waits = False
         return self._done[read.worker] >= round_ and not waits
 
     def _next(self, gone: set[int]) -> Sequence[int]:
