@@ -20,12 +20,13 @@ from __future__ import annotations
 import functools
 import os
 import platform
+import select
 import shutil
 import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -277,3 +278,13 @@ def find_peer(line: socket.socket) -> Peer:
     """Return who made this connection, or, on the side that made it, who listens."""
     pid, user, _ = CREDENTIALS.unpack(line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
     return Peer(pid, user)
+
+
+def find_readable(files: Iterable[int], seconds: float | None = None) -> list[int]:
+    """Return the descriptors that can be read or have ended; wait for one, so many seconds at most.
+
+    `select.select` refuses numbers above 1023, which a launcher of many hosts has."""
+    poll = select.poll()
+    for file in files:
+        poll.register(file, select.POLLIN)
+    return [file for file, _ in poll.poll(None if seconds is None else 1000 * seconds)]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import select
 import shlex
 import signal
 import socket
@@ -27,7 +26,7 @@ from typing import Any
 import msgspec
 
 from collectives import log
-from collectives.machine import find_peer, usable_cores
+from collectives.machine import find_peer, find_readable, usable_cores
 from launch.lab import job
 from launch.lab.job import AGENT
 from launch.lab.layout import LabPlan
@@ -127,9 +126,9 @@ def down(name: str) -> None:
 
 def _wait_for_end(handle: int) -> None:
     """Wait until the process of ``handle`` (a pidfd) has ended, after `END_SECONDS` by killing it."""
-    if not select.select([handle], [], [], END_SECONDS)[0]:
+    if not find_readable([handle], END_SECONDS):
         signal.pidfd_send_signal(handle, signal.SIGKILL)
-        select.select([handle], [], [])
+        find_readable([handle])
 
 
 def keeper_process(name: str) -> int:

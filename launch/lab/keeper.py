@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import select
 import signal
 import socket
 import sys
@@ -19,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from collectives.machine import find_peer
+from collectives.machine import find_peer, find_readable
 from launch.lab import job, kernel
 from launch.lab.client import describe_deaths
 from launch.lab.layout import LabNic, LabPlan, find_crossed_nics, window
@@ -146,13 +145,13 @@ def serve(keeper: Keeper, listener: socket.socket, owner: socket.socket | None) 
     """Answer until told to go down, or until ``owner`` hangs up."""
     while True:
         waiting = [listener] if owner is None else [listener, owner]
-        ready, _, _ = select.select(waiting, [], [])
-        if owner in ready and owner is not None:
+        ready = find_readable(file.fileno() for file in waiting)
+        if owner is not None and owner.fileno() in ready:
             if owner.recv(16) != b"detach":
                 return
             owner.close()
             owner = None
-        if listener in ready:
+        if listener.fileno() in ready:
             connection, _ = listener.accept()
             with connection:
                 connection.settimeout(5)

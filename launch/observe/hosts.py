@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import shlex
 import signal
 import socket
@@ -26,6 +25,7 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import msgspec
 
+from collectives.machine import find_readable
 from collectives.recorder import folders
 from launch.observe.gather import Rank, add_pushes, gather, join
 
@@ -91,7 +91,7 @@ def wait(lines: Iterable[Connection[T]], until: float, within: float) -> None:
     """Wait for the answers of all, but not longer than until then; `within` is what to say of those without one."""
     open_ = {line.output: line for line in lines if not line.failed}
     while open_ and (left := until - time.monotonic()) > 0:
-        for output in select.select([*open_], [], [], left)[0]:
+        for output in find_readable(open_, left):
             if open_[output].hear():
                 del open_[output]
     for line in open_.values():

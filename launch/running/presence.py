@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import NamedTuple
 
-from collectives.machine import find_peer, read_stat
+from collectives.machine import find_peer, find_readable, read_stat
 from mpips.store import world
 
 LOST_SENTENCES = (b"has lost communication with a remote daemon", b"A daemon failed to report back after being spawned")
@@ -296,7 +296,7 @@ class OutputListener:
         """Pass on all that comes, until both streams have ended, or mpirun has, and nothing more is there."""
         ready: list[int] = []
         while self._to and ready != [self._stopped]:
-            ready = select.select([*self._to, self._stopped], [], [])[0]
+            ready = find_readable([*self._to, self._stopped])
             for stream in [stream for stream in ready if stream in self._to]:
                 data = os.read(stream, MOST_PIPED)
                 text = self._tails[stream] + data
@@ -315,7 +315,9 @@ def _write_all(file: int, data: bytes) -> bool:
         try:
             data = data[os.write(file, data) :]
         except BlockingIOError:
-            select.select([], [file], [])
+            room = select.poll()
+            room.register(file, select.POLLOUT)
+            room.poll()
         except OSError:
             return False
     return True

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from collectives import log
-from collectives.machine import read_stat
+from collectives.machine import find_readable, read_stat
 from collectives.recorder import folders
 from launch.machine import remove_leftovers, remove_session
 from launch.mpirun import environment_of_job
@@ -364,7 +364,7 @@ class SilentRanks:
                 with suppress(OSError):  # it has ended
                     self._known[pid] = rank, os.pidfd_open(pid)
         for pid, (rank, descriptor) in list(self._known.items()):
-            ended = bool(select.select([descriptor], [], [], 0)[0])
+            ended = bool(find_readable([descriptor], 0))
             if ended and rank not in heard and (status := status_of(pid, descriptor)) != 0:
                 yield Death(rank, status)
             if ended or rank in heard:

@@ -7,7 +7,9 @@ How many cores a process may use, by the files of control groups in a folder tha
 
 from __future__ import annotations
 
+import fcntl
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +26,7 @@ from collectives.machine import (
     choose_long_copies,
     correct_threshold,
     find_quota,
+    find_readable,
     past_caches,
     usable_cores,
 )
@@ -199,3 +202,21 @@ def test_a_control_group_bounds_memory(
     assert machine.free_memory(tmp_path) == free * MIB
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert machine.total_memory(tmp_path) == (whole if total is None else total * MIB)
+
+
+def test_descriptors_above_1023_are_waited_for() -> None:
+    least = 1 << 10
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] <= least + 1:
+        pytest.skip("no process has so many here")
+    reader, writer = os.pipe()
+    high = fcntl.fcntl(reader, fcntl.F_DUPFD, least)
+    try:
+        assert find_readable([high], 0.01) == []
+        os.write(writer, b"1")
+        assert find_readable([high]) == [high]
+        os.read(high, 1)
+        os.close(writer)
+        assert find_readable([high], 10) == [high]
+    finally:
+        os.close(reader)
+        os.close(high)
