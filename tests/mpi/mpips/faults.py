@@ -39,7 +39,9 @@ Make = Callable[[int], Any]
 MIDDLE = (
     "mpips.store.remote.", "mpips.store.replicated.", "mpips.store.transport.", "mpips.store.runtime.", "collectives.",
 )  # fmt: skip
-"""Modules that a call is in once it has begun."""
+"""Modules that a call is in once it has begun,"""
+EDGES = "collectives.arrays", "collectives.recorder."
+"""but for these, which look at arguments and note the call before it has."""
 
 
 _WORKERS = [WORLD.Split(int(WORLD.rank >= WORLD.size - servers), WORLD.rank) for servers in range(4)]
@@ -323,9 +325,12 @@ FAULTS: dict[str, Callable[[Worker], tuple[Callable[[], Any], Callable[[], float
 
 def in_the_middle(frame: FrameType | None) -> bool:
     """Whether a frame belongs to a call of the store that has begun; at its edges an interrupt is the caller's own."""
-    while frame is not None and not str(frame.f_globals.get("__name__", "")).startswith(MIDDLE):
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if module.startswith(MIDDLE) and not module.startswith(EDGES):
+            return True
         frame = frame.f_back
-    return frame is not None
+    return False
 
 
 # ---- as a program
