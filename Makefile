@@ -28,7 +28,7 @@ demo: ## train on real data with servers and MPI clients in every mode: out/demo
 	$(VENV) --extra demo
 	$(BIN)/python examples/demo.py --out out --servers $(SERVERS) --clients $(CLIENTS) --workers $(WORKERS)
 
-test: ## in 18 minutes: lint, unit and lab tests, MPI tests on 1, 3 and 7 ranks with Open MPI, on 2 and 4 with MPICH
+test: ## in 30 minutes: lint, unit and lab tests, MPI tests on 1, 3 and 7 ranks with Open MPI, on 2 and 4 with MPICH
 	$(TESTS) --ranks $(RANKS)
 
 test-quick: ## in two minutes: lint, unit tests, MPI tests on 4 ranks of one MPI

@@ -116,7 +116,7 @@ class ServerTable:
         """The ids of the largest push."""
         self._refusal = frames.RoundRefused(0, 0, "")
         """The last round that was refused,"""
-        self._deaf: set[int] = set()
+        self._to_hear: set[int] = set()
         """and the workers that have not heard of it."""
 
     @property
@@ -228,9 +228,9 @@ class ServerTable:
         """Drop all pushes that are not applied yet; tell those who wait for one of them. Every worker says it once."""
         if refusal.refusals <= self.refusals:
             if refusal.refusals == self.refusals:
-                self._deaf.discard(worker)
+                self._to_hear.discard(worker)
             return self.go_on(gone)
-        self._deaf = set(range(len(self.queues))) - {worker}
+        self._to_hear = set(range(len(self.queues))) - {worker}
         self.journal.words[REFUSALS] = refusal.refusals
         self._refusal, told = refusal, [push.asker for queue in self.queues for push in [*queue][1:]]
         for queue in self.queues:
@@ -297,7 +297,7 @@ class ServerTable:
             case frames.PullRows():
                 waits = self._too_far(read.worker, round_, gone)
             case frames.AskForRoom():  # the next refusal is of another round: all hear as often
-                waits = not self._deaf <= set(gone)
+                waits = not self._to_hear <= set(gone)
             case _:
                 waits = False
         return self._done[read.worker] >= round_ and not waits

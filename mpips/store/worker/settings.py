@@ -39,7 +39,7 @@ LOG = log.get("mpips.store")
 
 T = TypeVar("T")
 _here: weakref.WeakSet[Settings] = weakref.WeakSet()
-"""Those of this process."""
+"""Of all stores of this process that are in use, for `_end_in_fork`."""
 
 
 def _end_in_fork() -> None:
