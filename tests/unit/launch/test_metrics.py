@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -116,10 +117,35 @@ def test_other_addresses_are_refused(text: str, said: str) -> None:
         parse_address(text)
 
 
+def board() -> list[dict[str, Any]]:
+    """Return the panels of the dashboard."""
+    panels: list[dict[str, Any]] = json.loads((ROOT / "examples" / "grafana.json").read_text())["panels"]
+    return panels
+
+
 def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
-    board = json.loads((ROOT / "examples" / "grafana.json").read_text())
-    asked = set(re.findall(r"\bmpips_\w+", json.dumps(board)))
-    assert len(board["panels"]) >= 6 and asked <= set(metrics.names())
+    asked, there = set(re.findall(r"\bmpips_\w+", json.dumps(board()))), set(metrics.names())
+    assert asked <= there
+    assert {name for name in there if re.match("mpips_(table|quorum|exchange)", name)} <= asked
+
+
+def test_the_dashboard_groups_by_labels_that_there_are(job: list[subprocess.Popen[str]]) -> None:
+    families = text_string_to_metric_families(metrics.text())
+    labels = {one.name: set(one.labels) for family in families for one in family.samples}
+    for target in (target for panel in board() for target in panel["targets"]):
+        groups = re.findall(r"by \(([^)]*)\) \(.*?(mpips_\w+)", target["expr"])
+        grouped = [(set(words.split(", ")), labels[name]) for words, name in groups]
+        assert all(words <= there for words, there in grouped), target
+        shown = set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
+        one = grouped[0][0] if grouped else labels[re.findall(r"mpips_\w+", target["expr"])[0]]
+        assert shown == one & {"job", "rank", "table", "worker"}, target
+
+
+def test_the_panels_of_the_dashboard_stand_apart() -> None:
+    places = [tuple(panel["gridPos"][word] for word in "xywh") for panel in board()]
+    cells = [(x + right, y + down) for x, y, wide, high in places for right in range(wide) for down in range(high)]
+    assert len(set(cells)) == len(cells) and max(x for x, _ in cells) < 24
+    assert len({panel["id"] for panel in board()}) == len(places)
 
 
 def test_the_page_lists_the_metrics_that_there_are() -> None:
