@@ -5,7 +5,7 @@
 is a rank of a job. MODE "ends": one store, and several Trainers; epochs end though nobody dies. "dies": a fit in which
 ranks are killed. "grows": the same, and spares become workers. "resumes": a fit from a checkpoint. WHAT is one of
 OPTIONS, PLACE a path that results begin with. DEATHS says which ranks of the job die when: "0:b5,3:t0.1" is rank 0 in
-its fifth batch, and rank 3 after 0.1 s. Of "resumes" it is the checkpoint.
+its fifth batch, and rank 3 after 0.1 s: the last epoch waits for it. Of "resumes" it is the checkpoint.
 """
 
 from __future__ import annotations
@@ -52,12 +52,23 @@ ENDS: list[dict[str, Any]] = [{}, {"batches": (1, 5, 9)}, {"step": 4}, {"epoch":
 survivors = pytest.mark.skipif(OTHER_MPI in os.environ, reason="Open MPI alone tells of deaths")
 
 
-class Curve(Callback):
-    """The losses of the steps; it does something in one of its own calls, once each."""
+def wait_for(*paths: Path) -> None:
+    """Wait until the files exist."""
+    while not all(path.exists() for path in paths):
+        time.sleep(1e-3)
 
-    def __init__(self, do: Any = None, step: int = -1, epoch: int = -1, begun: Path | None = None) -> None:
+
+class Curve(Callback):
+    """The losses of the steps; it does something in one of its own calls, once each.
+
+    The last epoch begins when the files `gone` exist: a death at a time comes before the end, however fast the fit is.
+    """
+
+    def __init__(
+        self, do: Any = None, step: int = -1, epoch: int = -1, begun: Path | None = None, gone: tuple[Path, ...] = ()
+    ) -> None:
         self.losses: dict[int, str] = {}
-        self._begun = begun
+        self._begun, self._gone = begun, gone
         self._do, self._step, self._epoch = do, step, epoch
 
     def on_begin(self, fit: Any) -> None:
@@ -71,6 +82,8 @@ class Curve(Callback):
             self._do()
 
     def on_epoch(self, fit: Any, epoch: Any) -> None:
+        if epoch.epoch == EPOCHS - 1:
+            wait_for(*self._gone)
         if epoch.epoch == self._epoch:
             self._epoch = -1
             self._do()
@@ -126,7 +139,7 @@ def ends(kv: Any, place: str) -> None:
             assert found[-1] == found[0], (what, way)
 
 
-def dies(kv: Any, what: str, place: str, when: str, grow: bool = False) -> None:
+def dies(kv: Any, what: str, place: str, when: str, gone: tuple[Path, ...], grow: bool = False) -> None:
     """A fit in which this rank may be killed; what came out, in a file for each worker."""
 
     def die() -> None:
@@ -134,19 +147,19 @@ def dies(kv: Any, what: str, place: str, when: str, grow: bool = False) -> None:
 
     number = int(when[1:]) if when[:1] in tuple("bse") else -1
     step, epoch = (number if when[:1] == letter else -1 for letter in "se")
-    curve = Curve(die, step, epoch, Path(f"{place}.begun"))
+    curve = Curve(die, step, epoch, Path(f"{place}.begun"), gone)
     model = Acts(die, (number,) if when[:1] == "b" else ())
     found = trained(kv, model, curve, what, f"{place}-kept", grow=grow)
     Path(f"{place}.{kv.rank}").write_text(json.dumps({**found, "workers": kv.num_workers, "epoch": kv.generation}))
 
 
-def later(place: str, seconds: float) -> None:
-    """Die so long after the fit has begun, whatever this rank is."""
+def later(place: str, seconds: float, gone: Path) -> None:
+    """Die so long after the fit has begun, whatever this rank is; `gone` is its last word."""
 
     def die() -> None:
-        while not Path(f"{place}.begun").exists():
-            time.sleep(1e-3)
+        wait_for(Path(f"{place}.begun"))
         time.sleep(seconds)
+        gone.touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=die, daemon=True).start()
@@ -155,14 +168,17 @@ def later(place: str, seconds: float) -> None:
 def program(mode: str, kind: str, what: str, place: str, deaths: str = "") -> None:
     """One rank."""
     words = deaths.split(",") if mode in ("dies", "grows") and deaths else []
-    when = dict(word.split(":") for word in words).get(str(MPI.COMM_WORLD.rank), "")
-    if when[:1] == "t":
-        later(place, float(when[1:]))
+    deaths_of = dict(word.split(":") for word in words)
+    last_words = {rank: Path(f"{place}.gone-{rank}") for rank, when in deaths_of.items() if when[:1] == "t"}
+    mine = str(MPI.COMM_WORLD.rank)
+    when = deaths_of.get(mine, "")
+    if mine in last_words:
+        later(place, float(when[1:]), last_words[mine])
     kv = mpips.create(kind, **STORES.get(what, {}))
     if mode == "ends":
         ends(kv, place)
     elif mode in ("dies", "grows"):
-        dies(kv, what, place, when, mode == "grows")
+        dies(kv, what, place, when, tuple(last_words.values()), mode == "grows")
     else:
         found = trained(kv, Line(9), Curve(), what, f"{place}-more", resume=deaths)
         Path(f"{place}.{kv.rank}").write_text(json.dumps(found))
@@ -274,9 +290,7 @@ def test_workers_that_train_apart_go_on(roles, kind, what, deaths, same, tmp_pat
     assert len(found) == found[0]["workers"] and all(one["epoch"] for one in found)
     if same:
         see_equal(found, whole)
-    losses, undisturbed = (
-        [float.fromhex(one["history"][-1].split()[2]) for one in ones] for ones in (found, whole)
-    )
+    losses, undisturbed = ([float.fromhex(one["history"][-1].split()[2]) for one in ones] for ones in (found, whole))
     assert all(len(one["history"]) == EPOCHS for one in found)
     assert max(losses) < 2 * max(undisturbed), (losses, undisturbed)
 
