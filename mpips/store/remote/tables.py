@@ -224,9 +224,9 @@ class RemoteTables:
         ]
         block = _Block(self._pool, found, out.shape[1], out.dtype, requests)
         self._pulls[id(block.memory)] = block.memory
-        asked = [
+        asked = [  # without ids one server is asked for none: it says whether the worker's last push counts
             (server, self._link.post_request_with(server, *block.body(server, local[server])))
-            for server, count in enumerate(block.counts) if count
+            for server, count in enumerate(block.counts) if count or not (server or len(ids))
         ]  # fmt: skip
         answers = yield from self._answers([token for _, token in asked])
         for (server, _), answer in zip(asked, answers):

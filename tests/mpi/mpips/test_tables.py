@@ -455,7 +455,7 @@ def test_a_server_without_memory_refuses_the_whole_round(
 
 
 @pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
-@pytest.mark.parametrize("heard", ["pull of the one", "pull of the other", "next step", "stats"])
+@pytest.mark.parametrize("heard", ["pull of the one", "pull of the other", "pull of nothing", "next step", "stats"])
 @pytest.mark.parametrize("options", SERVERS[1:4])
 def test_a_step_of_several_tables_counts_for_all_or_for_none(
     options: dict[str, Any], heard: str, kind: str, monkeypatch: pytest.MonkeyPatch,
@@ -475,6 +475,7 @@ def test_a_step_of_several_tables_counts_for_all_or_for_none(
         tables = [kv.table(name, 2, init=mpips.uniform(0), learning_rate=1.0) for name in "tuv"]
         calls: dict[str, Any] = {
             "pull of the one": lambda: tables[1].pull(old), "pull of the other": lambda: tables[0].pull(old),
+            "pull of nothing": lambda: tables[1].pull(old[:0]),
             "next step": lambda: step(tables, old, old, old), "stats": lambda: tables[2].stats(),
         }  # fmt: skip
         step(tables, old, old, old)
@@ -484,8 +485,9 @@ def test_a_step_of_several_tables_counts_for_all_or_for_none(
             step(tables, old, many if greedy else old, old)
             calls[heard]()
 
-        for _ in range(3):
-            time.sleep(0 if greedy else 0.1)
+        for number in range(3):
+            kv.layout.workers.Barrier()
+            time.sleep(0.1 if greedy == number % 2 else 0)
             if greedy or synchronous:
                 with pytest.raises(MemoryError, match=r"of table 'u' counts on no server"):
                     try_many()
