@@ -165,7 +165,7 @@ def _tables_loaded(store: Settings, reader: Reader | None, records: Sequence[Tab
             yield from tables.make(record.card)
             store.tables[record.card.table] = KnownTable(record.card)
             store.restored.offer([record.card.table])
-        store.tables[record.card.table].loads += 1
+        store.tables[record.card.table].note_load()
 
     def rows() -> Task[bytes]:
         assert reader is not None

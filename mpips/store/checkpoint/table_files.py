@@ -144,7 +144,7 @@ def load(settings: Settings, table: KnownTable, path: object) -> None:
         )
         meet(settings, what, [("path", name or "")], table, refusal or unfit)
         assert tables is not None
-        table.loads += 1
+        table.note_load()
         settings.run(what, tables.at_rank_0(lambda: _loaded(tables, table, fit), what))
 
 

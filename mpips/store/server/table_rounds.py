@@ -159,6 +159,7 @@ class ServerTable:
         """Begin without rows, after so many updates; until `end_load` the table is torn."""
         self.journal.words[HERE] = 0
         self._before_load, self.rows = self.rows, self._new_rows()
+        self._rooms = [NO_ROOM] * len(self._rooms)
         standing = self.journal.standings()[0][0], updates, self._before_load.evicted, self.refused
         self.rows.begin(standing, self._done, True)
         self.updates, self.journal = updates, self.rows.journal

@@ -71,6 +71,10 @@ class KnownTable:
         """Return its name."""
         return self.card.table
 
+    def note_load(self) -> None:
+        """Note that its rows become those of a file, for which servers have promised no room."""
+        self.loads, self.room = self.loads + 1, {}
+
 
 class FrozenRows(Protocol):
     """Tables as they were at one moment, for one worker. `parts`: of each what every server has, in their order."""

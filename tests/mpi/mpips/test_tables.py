@@ -448,6 +448,10 @@ def test_a_server_without_memory_refuses_the_whole_round(
         memory.set(kv, 1 << 30)
         table.load(f"{folder}/saved")
         assert table.rows == len(old)
+        memory.set(kv, 0)  # room that was promised before is gone
+        with pytest.raises(MemoryError):
+            table.pushpull(many[:500], np.ones((500, 2), np.float32))
+        memory.set(kv, 1 << 30)
         table.push(many, np.ones((len(many), 2), np.float32))
         assert table.rows == len(many)
 
