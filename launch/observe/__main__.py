@@ -8,7 +8,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -245,17 +245,19 @@ def metrics(folder: str | None, port: str | None, every: float, once: bool) -> N
     if once and port is not None:
         raise click.UsageError(f"--once leaves at once, and --port {port} serves until Ctrl-C: leave one of them out")
     try:
-        if port is not None:
-            host, number = parse_address(port)
-            click.echo(f"serving http://{host}:{exporter.serve(host, number)}/metrics", err=True)
-        while True:
-            if folder is not None:
-                exporter.write(Path(folder))
-            elif once:
-                click.echo(exporter.text(), nl=False)
-            if once:
-                return
-            time.sleep(every)
+        with ExitStack() as stack:
+            if port is not None:
+                host, number = parse_address(port)
+                served = stack.enter_context(exporter.serving(host, number))
+                click.echo(f"serving http://{host}:{served}/metrics", err=True)
+            while True:
+                if folder is not None:
+                    exporter.write(Path(folder))
+                elif once:
+                    click.echo(exporter.text(), nl=False)
+                if once:
+                    return
+                time.sleep(every)
     except OSError as error:
         raise click.UsageError(f"metrics cannot go there: {error.strerror or error}") from None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -145,10 +145,17 @@ def write(folder: Path, job: str | None = None) -> Path:
     return path
 
 
-def serve(host: str, port: int, job: str | None = None) -> int:
-    """Serve all metrics at http://host:port/metrics, in a thread; return the port. OSError where it is taken."""
-    server, _ = start_http_server(port, addr=host, registry=_registry(job))
-    return int(server.server_port)
+@contextmanager
+def serving(host: str, port: int, job: str | None = None) -> Iterator[int]:
+    """Serve all metrics at http://host:port/metrics while the block runs; yield the port. OSError where it is taken."""
+    with without_signals():
+        server, thread = start_http_server(port, addr=host, registry=_registry(job))
+    try:
+        yield int(server.server_port)
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 def text() -> str:
@@ -159,26 +166,34 @@ def text() -> str:
 @contextmanager
 def exporting(folder: str | None, address: str | None, job: str) -> Iterator[None]:
     """Write and serve the metrics of a job while the block runs. UsageError where that cannot be."""
-    ended = threading.Event()
     if folder is not None and not Path(folder).is_dir():
         raise click.UsageError(f"--metrics {folder!r} is no folder: name the one that node_exporter reads, or make it")
+    with ExitStack() as stack:
+        try:
+            if address is not None:
+                stack.enter_context(serving(*parse_address(address), job))
+            if folder is not None:
+                stack.enter_context(_writing(Path(folder), job))
+        except OSError as error:
+            where = folder if address is None else f"{address} or {folder}" if folder else address
+            raise click.UsageError(f"metrics cannot go to {where}: {error.strerror}") from None
+        yield
+
+
+@contextmanager
+def _writing(folder: Path, job: str) -> Iterator[None]:
+    """Write the metrics of a job in a thread while the block runs; its file goes with it."""
+    ended, written = threading.Event(), write(folder, job)
+    thread = threading.Thread(target=_write_regularly, args=(folder, job, ended), daemon=True)
     try:
         with without_signals():
-            if address is not None:
-                serve(*parse_address(address), job)
-            if folder is not None:
-                written = write(Path(folder), job)
-                threading.Thread(target=_write_regularly, args=(Path(folder), job, ended), daemon=True).start()
-    except OSError as error:
-        where = folder if address is None else f"{address} or {folder}" if folder else address
-        raise click.UsageError(f"metrics cannot go to {where}: {error.strerror}") from None
-    try:
+            thread.start()
         yield
     finally:
         ended.set()
-        if folder is not None:
-            with suppress(OSError):
-                written.unlink()
+        thread.join()
+        with suppress(OSError):
+            written.unlink()
 
 
 def _write_regularly(folder: Path, job: str, ended: threading.Event) -> None:

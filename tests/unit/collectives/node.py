@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +31,7 @@ def boards(size: int, reachable: bool = False, limits: Limits = Limits(60, 20)) 
     for rank in range(size):
         fd = os.open(f"/proc/self/fd/{file}", os.O_RDWR)
         memory = NodeMemory(rank, areas, [os.getpid()] * size, cores=1, reachable=reachable, fence=None, poison_fd=fd)
+        weakref.finalize(memory, os.close, fd)
         made.append(Board(memory, range(size), limits))
     os.close(file)
     return made

@@ -7,6 +7,7 @@ import mmap
 import os
 import signal
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -27,7 +28,9 @@ def file():
 def opened(file: int) -> Poison:
     """As each rank has it: its own file descriptor, its own map."""
     fd = os.open(f"/proc/self/fd/{file}", os.O_RDWR)
-    return Poison(np.frombuffer(mmap.mmap(fd, POISON_BYTES), np.uint8), fd)
+    poison = Poison(np.frombuffer(mmap.mmap(fd, POISON_BYTES), np.uint8), fd)
+    weakref.finalize(poison, os.close, fd)
+    return poison
 
 
 def in_a_child(work) -> int:
@@ -113,6 +116,8 @@ def test_a_process_that_has_ended_is_seen_before_anybody_reaps_it():
         time.sleep(1e-3)
     assert peers.ended(1) and not peers.ended(0)
     os.waitpid(child, 0)
+    os.close(ready)
+    os.close(tell)
     assert peers.ended(1)
 
 

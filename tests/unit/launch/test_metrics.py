@@ -85,20 +85,23 @@ def test_a_file_has_ranks_soon_after_they_have_come(tmp_path: Path, request: pyt
 
 
 def test_a_port_serves_one_job(job: list[subprocess.Popen[str]]) -> None:
-    port = metrics.serve("127.0.0.1", 0, "77")
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
-        assert samples(answer.read().decode())["mpips_step", "0"] == 40
-    other = metrics.serve("127.0.0.1", 0, "78")
-    with urllib.request.urlopen(f"http://127.0.0.1:{other}/metrics", timeout=20) as answer:
-        assert samples(answer.read().decode()) == {}
+    with metrics.serving("127.0.0.1", 0, "77") as port, metrics.serving("127.0.0.1", 0, "78") as other:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
+            assert samples(answer.read().decode())["mpips_step", "0"] == 40
+        with urllib.request.urlopen(f"http://127.0.0.1:{other}/metrics", timeout=20) as answer:
+            assert samples(answer.read().decode()) == {}
+    with metrics.exporting(None, str(port), "77"):  # which is free again
+        pass
 
 
 def test_what_cannot_be_written_or_served_is_one_sentence(tmp_path: Path) -> None:
-    port = metrics.serve("127.0.0.1", 0)
     none = str(tmp_path / "none")
-    for folder, address, said in ((none, None, "is no folder: name the"), (None, str(port), "metrics cannot go to")):
-        with pytest.raises(click.UsageError, match=said), metrics.exporting(folder, address, "1"):
-            pass
+    with metrics.serving("127.0.0.1", 0) as port:
+        for folder, address, said in (
+            (none, None, "is no folder: name the"), (None, str(port), "metrics cannot go to")
+        ):  # fmt: skip
+            with pytest.raises(click.UsageError, match=said), metrics.exporting(folder, address, "1"):
+                pass
 
 
 @pytest.mark.parametrize(
