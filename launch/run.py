@@ -190,14 +190,7 @@ def command(
         argv = build(launcher, job, machine)
         restarts.check(options, tries)
         if not dry_run:
-            check_room(job)
-            start.doubt = check_surroundings(launcher, job.ranks_here(os.environ))
-            if options.checkpoint:
-                checkpoints.make(options.checkpoint)
-        if interface and not dry_run:
-            from launch import network  # NumPy only where it is needed
-
-            network.check_interface(interface, launcher, job.hosts, machine, extra)
+            start.check(job, options)
     except (LauncherError, ValueError) as error:
         raise click.UsageError(str(error)) from error
     if options.workers % options.clients:
@@ -291,6 +284,17 @@ class JobStarter:
         folders.write_hosts(own, text)
         variables = {folders.JOB: own, folders.HOSTS: quote(text, safe="")}
         return job._replace(environment={**job.environment, **variables})
+
+    def check(self, job: Job, options: Options) -> None:
+        """Look, before the first start, at what the job needs here and on its hosts. LauncherError, ValueError."""
+        check_room(job)
+        self.doubt = check_surroundings(self.launcher, job.ranks_here(os.environ))
+        if options.checkpoint:
+            checkpoints.make(options.checkpoint)
+        if self.interface:
+            from launch import network  # NumPy only where it is needed
+
+            network.check_interface(self.interface, self.launcher, job.hosts, self.machine, self.extra)
 
     def named(self) -> tuple[Host, ...]:
         """Return the hosts of the hostfile."""
