@@ -25,7 +25,7 @@ from collectives.errors import Uncopied
 from collectives.fabric import wait
 from collectives.fabric.tasks import Task, nothing
 from collectives.fabric.wait import Limits
-from mpips.store.runtime.errors import RoomError
+from mpips.store.runtime.errors import refused
 from mpips.store.runtime.rendezvous import Watch
 
 PATIENCE, NOTICE = 0.02, 0.1
@@ -100,7 +100,7 @@ class Handle(Uncopied):
             self._result = end.value
             self.stop(None)
         except BaseException as error:
-            self.stop(error if isinstance(error, RoomError) else self._engine.generation.end(self.what, error))
+            self.stop(error if refused(error) else self._engine.generation.end(self.what, error))
             if isinstance(error, KeyboardInterrupt):
                 raise
 

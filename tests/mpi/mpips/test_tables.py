@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import os
+import threading
 import time
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 import mpips
+from collectives.fabric.tasks import Task
 from collectives.kernels import engine
 from mpips.store.tables import index, places
 from mpips.store.transport import frames
@@ -701,6 +703,11 @@ def test_a_file_that_does_not_fit_changes_nothing(tmp_path_factory: pytest.TempP
     run("dist_sync", body, servers=1)
 
 
+def until(is_over: threading.Event) -> Task[None]:
+    while not is_over.is_set():
+        yield False
+
+
 @either_mpi
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize("life", [{}, {"evict": 2}, {"limit": 12}])
@@ -731,7 +738,11 @@ def test_exports_keep_a_serving_copy_up_to_date(
         whole.check(expected)
         assert "is no export of these rows" in failure(lambda: table.export(f"{folder}/all", 10))
         assert "cannot be written" in failure(lambda: table.export(f"{folder}/none/x"))
+        is_over = threading.Event()
+        beside = kv.settings.start("as a checkpoint that is being written", until(is_over))
         assert "since=1 is no export" in failure(lambda: table.export(f"{folder}/all", 1))
+        is_over.set()
+        beside.wait()
         if kv.num_workers > 1:
             said = failure(lambda: table.export(f"{folder}/all", 9 if kv.rank else None))
             assert "'since' is None on rank 0 and 9 on rank 1" in said
