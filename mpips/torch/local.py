@@ -23,8 +23,8 @@ from mpips.store.runtime.errors import LostError, StoreError
 from mpips.store.runtime.rendezvous import attempt
 from mpips.torch.backend import check_joined
 from mpips.torch.state import load_bytes, store_bytes
-from mpips.training.local import TOKENS, Local, LocalRounds, Open
-from mpips.training.updates import averaged, begins, workers_in_a_sum
+from mpips.training.local import TOKENS, Local, LocalRounds, Open, averaged, workers_in_a_sum
+from mpips.training.updates import begins
 
 T = TypeVar("T")
 LOG = log.get("mpips.torch")
@@ -202,6 +202,7 @@ class LocalSGD:
         load_bytes(self.store, state_dict["store"].numpy().tobytes())
         for mine, center in zip(self._rounds.centers, centers or ()):
             mine[...] = center
+        self._rounds.see_workers()
         due = state_dict.get("open")
         open_ = Open(due[0], due[1], come=True) if due else None
         self._rounds.begin_at(state_dict["steps"], state_dict["since"], open_)

@@ -14,7 +14,7 @@ elastic averaging: MXNET-MPI, equations 2 and 3. Without servers every worker ru
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -92,6 +92,21 @@ class Local:
     def optimizer(self) -> Optimizer:
         """Return the outer optimizer, as if there were one worker."""
         return OUTER[self.outer] if isinstance(self.outer, str) else self.outer
+
+
+def averaged(optimizer: Optimizer, workers: float) -> Optimizer:
+    """Return the optimizer for gradients that arrive as a sum over workers: `rescale` divided by their number."""
+    if "rescale" not in {field.name for field in fields(optimizer)}:
+        raise ValueError(f"{optimizer!r} has no rescale: a Trainer needs an optimizer of gradients")
+    return replace(optimizer, rescale=optimizer.rescale / workers)  # type: ignore[call-arg, attr-defined]
+
+
+def workers_in_a_sum(kv: KVStore) -> float:
+    """Return how many workers' gradients make one update: all of a synchronous store, a client's of another.
+
+    Where clients differ in size it is their mean: a store has one optimizer, and larger clients take larger steps.
+    """
+    return kv.num_workers / len(kv.layout.clients) if kv.layout.asynchronous else kv.num_workers
 
 
 class Exchange:
@@ -200,8 +215,17 @@ class LocalRounds:
         self.centers = self._exchange.centers
         self.begin_at(0)
         if not joins:
+            self.see_workers()
             self._exchange.pull(range(len(keys)))
             self.share(parameters)
+
+    def see_workers(self) -> None:
+        """Let the outer optimizer take the mean over the workers that are here, whatever it took in a checkpoint, or
+        before a death. Collective, blocking."""
+        outer = averaged(self._rule.optimizer, workers_in_a_sum(self._kv))
+        now = self._kv.settings.groups.of(self._keys[0])
+        if now.rescale != outer.rescale:  # type: ignore[union-attr, attr-defined]
+            self._kv.update_optimizer(self._keys, rescale=outer.rescale)  # type: ignore[attr-defined]
 
     def begin_at(self, steps: int, since: Sequence[int] = (), open_: Open | None = None) -> None:
         """Go on as behind so many inner steps. `since`: of each fragment the tokens since its last exchange; `open_`:
@@ -308,7 +332,7 @@ class LocalRounds:
         if not there:
             raise LostError("local training: no worker is left that knows its step: go on from a checkpoint")
         if synchronous:
-            self._see_workers()
+            self.see_workers()
         due = [] if self.open is None else [self.open.number]
         numbers = range(len(self.fragments)) if synchronous or self._joins else due
         if numbers:
@@ -354,13 +378,6 @@ class LocalRounds:
 
     def _round(self, place: int) -> int:
         return self._kv.settings.keys[self._keys[place]].round
-
-    def _see_workers(self) -> None:
-        """Let the outer optimizer take the mean over the workers that are here. Collective."""
-        optimizer, now = self._rule.optimizer, self._kv.settings.groups.of(self._keys[0])
-        rescale = optimizer.rescale / self._kv.num_workers  # type: ignore[attr-defined]
-        if now.rescale != rescale:  # type: ignore[union-attr]
-            self._kv.update_optimizer(self._keys, rescale=rescale)
 
 
 class Standing(msgspec.Struct, array_like=True, frozen=True):

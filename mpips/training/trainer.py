@@ -25,21 +25,12 @@ from mpips.training.batches import BLOCK, Source, see_samples, source_of
 from mpips.training.callbacks import Callback, of_job
 from mpips.training.checkpoint import Epoch, Position
 from mpips.training.evaluation import Metric, check_metrics, evaluate, test_words
-from mpips.training.local import Elastic, Local
+from mpips.training.local import Elastic, Local, averaged, workers_in_a_sum
 from mpips.training.loop import Fit, begin, requested, words_of
 from mpips.training.model import Model, Samples, see_method, see_model
 from mpips.training.rejoin import see_alike, survival_of
 from mpips.training.step import Blocking, Job, update_optimizer
-from mpips.training.updates import (
-    ElasticAveraging,
-    Gradients,
-    LocalTraining,
-    Summed,
-    Update,
-    averaged,
-    check_clip,
-    workers_in_a_sum,
-)
+from mpips.training.updates import ElasticAveraging, Gradients, LocalTraining, Summed, Update, check_clip
 
 
 class Trainer(Uncopied):

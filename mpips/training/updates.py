@@ -20,7 +20,7 @@ from mpips.optimizers.base import Optimizer, changed
 from mpips.optimizers.elastic import Elastic1
 from mpips.optimizers.equation import Updater
 from mpips.store.runtime.rendezvous import attempt
-from mpips.training.local import Elastic, Exchange, Local, LocalRounds
+from mpips.training.local import Elastic, Exchange, Local, LocalRounds, averaged, workers_in_a_sum
 from mpips.training.model import Model, keys_of
 
 if TYPE_CHECKING:
@@ -101,24 +101,9 @@ def begins(kv: KVStore, keys: Sequence[str], parameters: Sequence[np.ndarray]) -
     return False
 
 
-def averaged(optimizer: Optimizer, workers: float) -> Optimizer:
-    """Return the optimizer for gradients that arrive as a sum over workers: `rescale` divided by their number."""
-    if "rescale" not in {field.name for field in fields(optimizer)}:
-        raise ValueError(f"{optimizer!r} has no rescale: a Trainer needs an optimizer of gradients")
-    return replace(optimizer, rescale=optimizer.rescale / workers)  # type: ignore[call-arg, attr-defined]
-
-
 def rescaled(optimizer: Optimizer, like: Optimizer) -> Optimizer:
     """Return the optimizer with the `rescale` of another, which `averaged` made."""
     return replace(optimizer, rescale=like.rescale)  # type: ignore[call-arg, attr-defined]
-
-
-def workers_in_a_sum(kv: KVStore) -> float:
-    """Return how many workers' gradients make one update: all of a synchronous store, a client's of another.
-
-    Where clients differ in size it is their mean: a store has one optimizer, and larger clients take larger steps.
-    """
-    return kv.num_workers / len(kv.layout.clients) if kv.layout.asynchronous else kv.num_workers
 
 
 class Gradients:
@@ -391,6 +376,7 @@ class LocalTraining(OnWorkers):
         """Write arrays back, and go on counting from their step."""
         super().restore(arrays, optimizer)
         assert arrays is not None
+        self._rounds.see_workers()
         self._rounds.begin_at(int(arrays["steps"][0]))
 
     def rejoin(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer | None) -> None:

@@ -237,6 +237,31 @@ def test_share_gives_all_workers_the_outer_parameters(
         trainer.close()
 
 
+@pytest.mark.parametrize("first, second", [
+    ({}, {"servers": 1}), ({"servers": 1}, {}), ({"servers": 2}, {"servers": 1}),
+])  # fmt: skip
+@pytest.mark.mpi(min_size=3)
+def test_a_state_goes_on_with_the_mean_over_other_workers(first: dict[str, Any], second: dict[str, Any]) -> None:
+    state: list[Any] = []
+    center = 0.0
+    for options in (first, second):
+        workers = WORLD.size - options.get("servers", 0)
+        with on_workers(options):
+            trainer, model = counter(options, {"outer": "average", "every": 3})
+            if state:
+                model.load_state_dict(state[0])
+                trainer.load_state_dict(state[1])
+            for _ in range(3):
+                for parameter in model:
+                    parameter.grad = torch.full_like(parameter, -1.0 - trainer.store.rank)
+                trainer.step()
+            center += 3 * (workers + 1) / 2
+            assert all(abs(value - center) < 1e-12 for parameter in model for value in parameter.tolist())
+            state = copy.deepcopy([model.state_dict(), trainer.state_dict()])
+            trainer.close()
+        state, center = WORLD.bcast((state, center))
+
+
 @pytest.mark.parametrize("options", [{}, {"servers": 1}, {"servers": 1, "kind": "dist_async", "quorum": 99}], ids=str)
 @pytest.mark.mpi(min_size=3)
 def test_a_worker_without_tokens_counts_for_nothing_whatever_it_has(options: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ import mpips
 from mpips import optimizers
 from mpips.mlp import MLP
 from mpips.overlap import Overlapped
-from mpips.training.updates import averaged, workers_in_a_sum
+from mpips.training.local import averaged, workers_in_a_sum
 
 WORLD = MPI.COMM_WORLD
 SIZES = (12, 30, 9, 40, 7, 5)
