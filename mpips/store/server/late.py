@@ -95,11 +95,13 @@ class Late:
         """Take what another server's `waits_here` says now."""
         self._told[server] = waits
 
-    def check_circles(self, clock: float) -> None:
-        """Raise MismatchError if workers have waited in a circle for a while: another server's words may be old."""
+    def check_circles(self, clock: float, more: Iterable[Wait] = ()) -> None:
+        """Raise MismatchError if workers have waited in a circle for a while: another server's words may be old.
+        `more`: other waits at this server."""
         waits = {wait.worker: wait for wait in self.waits_here()}
         for others in self._told.values():
             waits.update((wait.worker, wait) for wait in others)
+        waits.update((wait.worker, wait) for wait in more)
         circle = find_circle(waits)
         if circle != self._suspected:
             self._suspected, self._since = circle, clock

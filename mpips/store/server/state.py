@@ -164,7 +164,8 @@ class ServerState(ABC):
     def tick(self, clock: float, tables: Iterable[ServerTable] = ()) -> Replies:
         """Look for waits that have become too long, of tables, too; call now and then while idle. StallError or
         MismatchError where one will not end."""
-        self.late.check_circles(clock)
+        tables = list(tables)
+        self.late.check_circles(clock, (wait for table in tables for wait in table.waits_to_hear()))
         return self.late.tick(clock, [*self.open.values(), *tables])
 
     def wake(self, clock: float) -> None:

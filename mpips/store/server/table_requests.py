@@ -65,8 +65,8 @@ class ServerTables:
 
     @property
     def open(self) -> list[ServerTable]:
-        """Return the tables to whose round anybody has pushed; none where nobody waits for another's push."""
-        return [table for table in self._tables.values() if table.waits] if self._staleness is None else []
+        """Return the tables that anybody has pushed to, or waits to; none where nobody waits for another's push."""
+        return [table for table in self._tables.values() if table.queued] if self._staleness is None else []
 
     @property
     def queued(self) -> int:

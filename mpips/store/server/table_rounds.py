@@ -26,6 +26,7 @@ from collectives.fabric.arena import SparseFile
 from collectives.recorder import own as recorder
 from collectives.recorder.ring import Ring, form
 from mpips.store.recovery.row_mirror import RowMirror
+from mpips.store.server.late import Wait
 from mpips.store.tables import admission, row_optimizers
 from mpips.store.tables.initial import Ids
 from mpips.store.tables.journal import HERE, REFUSALS, TORN, Standing
@@ -142,6 +143,12 @@ class ServerTable:
     def absent(self) -> list[int]:
         """Return the workers that have not pushed to the open round."""
         return [worker for worker, queue in enumerate(self.queues) if not queue]
+
+    def waits_to_hear(self) -> list[Wait]:
+        """Return who waits to push anew, until others have heard that a round of theirs was refused."""
+        asks = [read for read in self._reads if isinstance(read.request, frames.AskForRoom)] if self._to_hear else []
+        behind = tuple(sorted(self._to_hear))
+        return [Wait(read.worker, self.key, read.request.round + 1, behind, self.noun) for read in asks]
 
     @property
     def numbers(self) -> tuple[int, ...]:

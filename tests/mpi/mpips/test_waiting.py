@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import mpips
+from mpips.store.tables import places
 from tests.choice import once
 from tests.mpi.mpips.faults import workers
 from tests.mpi.mpips.support import failure, need, run
@@ -138,6 +139,42 @@ def test_tables_in_another_order_are_said(order: str, servers: int) -> None:
         assert "waits for round 2 of table 't', to which rank" in said, said
         nouns = "tables" if order == "two tables" else "keys and tables"
         assert f"has not pushed: use {nouns} in the same order on all ranks" in said, said
+        assert took < SECONDS, took
+
+
+@only_on(3)
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_push_after_a_refusal_of_which_another_does_not_hear_is_said(
+    shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits at another table for the one that waits for it to hear."""
+    need(2, servers=1)
+    monkeypatch.setattr(places, "free_memory", lambda: 0)
+
+    def body(kv):
+        ids, ones = np.arange(5000), np.ones((5000, 2), np.float32)
+        first, second = kv.table("t", 2), kv.table("u", 2)
+        if kv.rank:
+            first.push(ids[:0], ones[:0])
+        kv.layout.workers.Barrier()
+        begun = time.monotonic()
+        if kv.rank:
+            second.push(ids[:0], ones[:0])
+            said = failure(lambda: second.pull(ids))
+        else:
+            with pytest.raises(MemoryError):
+                first.push(ids, ones)
+            said = failure(lambda: first.push(ids, ones))
+        took = time.monotonic() - begun
+        kv.recover()
+        first.push(ids[:0], ones[:0])
+        kv.barrier()
+        return said, took
+
+    made = run("dist_sync", body, servers=1, shared_memory=shared)
+    if made is not None:
+        said, took = made
+        assert "rank 0 waits for round 1 of table 't', to which rank 1 has not pushed; rank 1 waits for round 1" in said
         assert took < SECONDS, took
 
 
