@@ -26,6 +26,7 @@ import numpy as np
 from tests.child import outside
 
 STEPS, EVERY = 200, 5
+ALL_KILLED = "all-killed"  # a file without which nobody makes the last step
 LOWER_AT = 30  # the step before which the learning rate becomes lower
 
 
@@ -55,6 +56,8 @@ def training(folder: str, kind: str, steps: int, pause: float) -> None:
     kv.set_optimizer("adam", learning_rate=0.05)
     step, stale = kv.resumed, True
     while step < steps:
+        while step == steps - 1 and not (place / ALL_KILLED).exists():
+            time.sleep(0.01)
         try:
             if stale:
                 kv.pull(list(weights), list(weights.values()))
@@ -98,7 +101,8 @@ def run(
         job = subprocess.Popen(argv, env=outside(), cwd=folder, stdout=said, stderr=said)
         try:
             while done < kills and job.poll() is None and time.monotonic() - begun < limit:
-                done += _kill(folder, draw, draw.randrange(servers + workers), done, shown)
+                done += _kill(folder, draw, draw.randrange(servers + workers), done, shown, steps)
+            (folder / ALL_KILLED).touch()
             job.wait(max(1.0, limit - (time.monotonic() - begun)))
         finally:
             job.kill()
@@ -117,16 +121,16 @@ def losses(folder: Path) -> dict[int, str]:
     return found
 
 
-def _kill(folder: Path, draw: random.Random, rank: int, number: int, shown: bool) -> int:
-    """Wait until the job has made some steps since it began, up to a while longer than saves take, and kill one rank; 1
-    where that was done."""
+def _kill(folder: Path, draw: random.Random, rank: int, number: int, shown: bool, last: int) -> int:
+    """Wait until the job has made some steps since it began, up to a while longer than saves take, or stands before the
+    last one, and kill one rank; 1 where that was done."""
     name = folder / f"rank{rank}.pid"
-    before, steps, wait = _lines(folder), draw.randrange(1, 25), time.monotonic() + 20
-    while _lines(folder) < before + steps or not name.exists():
+    before, steps, wait = len(_steps(folder)), draw.randrange(1, 25), time.monotonic() + 60
+    while (len(made := _steps(folder)[before:]) < steps and last - 2 not in made) or not name.exists():
         if time.monotonic() > wait:
             return 0
         time.sleep(0.002)
-    pid, made = int(name.read_text()), _lines(folder) - before
+    pid = int(name.read_text())
     for file in folder.glob("rank*.pid"):
         file.unlink()
     try:
@@ -134,13 +138,14 @@ def _kill(folder: Path, draw: random.Random, rank: int, number: int, shown: bool
     except ProcessLookupError:
         return 0
     if shown:
-        print(f"kill {number + 1}: rank {rank}, {made} steps after the last kill", flush=True)
+        print(f"kill {number + 1}: rank {rank}, {len(made)} steps after the last kill", flush=True)
     return 1
 
 
-def _lines(folder: Path) -> int:
+def _steps(folder: Path) -> list[int]:
+    """Return the steps that worker 0 has made so far, one after the other."""
     file = folder / "losses"
-    return file.read_bytes().count(b"\n") if file.exists() else 0
+    return [int(line.split()[0]) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
 
 
 def main() -> int:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mpi4py import MPI
@@ -64,6 +65,15 @@ def why(*words: str) -> str:
     return done.stdout
 
 
+def wait_until_it_stands(folder: Path, job: subprocess.Popen[bytes]) -> None:
+    """Block until the ranks that have come wait for the one that has not."""
+    await_files(folder, "there0", "there2")
+    limit, found = time.monotonic() + 60, dict[str, Any]()
+    while sum(bool(one["waits"]) for one in found.get("ranks", ())) < 2 or found["kind"] != "stands":
+        assert time.monotonic() < limit, found
+        found = json.loads(why(str(job.pid), "--json"))
+
+
 def stop(job: subprocess.Popen[bytes]) -> None:
     job.terminate()
     try:
@@ -100,8 +110,7 @@ def test_pytorchs_analyzer_names_the_rank_that_made_another_call(tmp_path: Path)
 def test_pytorchs_analyzer_names_the_rank_that_has_not_come(tmp_path: Path) -> None:
     job = start(tmp_path, "absent")
     try:
-        await_files(tmp_path, "there0", "there2")
-        time.sleep(1.5)
+        wait_until_it_stands(tmp_path, job)
         why(str(job.pid), "--dump", str(tmp_path / "dump"), "--format", "pytorch")
     finally:
         stop(job)
@@ -131,8 +140,7 @@ def test_what_is_no_dump_says_so(content: str, tmp_path: Path) -> None:
 def test_a_dump_is_read_again_when_all_is_over(tmp_path: Path) -> None:
     job = start(tmp_path, "absent")
     try:
-        await_files(tmp_path, "there0", "there2")
-        time.sleep(1.5)
+        wait_until_it_stands(tmp_path, job)
         now = why(str(job.pid), "--dump", str(tmp_path / "dump"))
     finally:
         stop(job)
@@ -158,10 +166,9 @@ def test_ranks_dump_when_a_call_fails(tmp_path: Path) -> None:
 def test_a_signal_dumps_a_rank_that_goes_on(tmp_path: Path) -> None:
     job = start(tmp_path, "absent", MPIPS_DUMP_DIR=str(tmp_path / "dumps"))
     try:
-        await_files(tmp_path, "there0", "there2")
+        wait_until_it_stands(tmp_path, job)
         (folder,) = [path for path in jobs() if path.name == str(job.pid)]
         pid = next(one.pid for one in gather(folder, 0.0, stacks=False) if one.rank == 0)
-        time.sleep(1)
         os.kill(pid, signal.SIGUSR2)
         await_files(tmp_path / "dumps", f"{job.pid}/rank-0.json")
         assert json.loads((tmp_path / "dumps" / str(job.pid) / "rank-0.json").read_text())["waits"]

@@ -21,18 +21,23 @@ from tests.mpi.sizes import JOB_LIMIT
 pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size != 1, reason="starts jobs of its own; once is enough")
 
 TRAIN = """
-import sys, time
+import os, sys, time
 import numpy as np
 import mpips
+from mpi4py import MPI
 
 kind, steps, pause, last = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
 kv = mpips.create(kind)
 w = np.zeros(10, np.float32)
 kv.init("v" if last == "another key" else "w", w)
 kv.set_optimizer("sgd", learning_rate=0.1, momentum=0.9)
+rest = 20  # steps after the folder has gone
 for step in range(kv.resumed, steps):
     kv.pushpull("w", np.ones(10, np.float32), out=w)
     time.sleep(pause)
+    rest -= last == "gone" and MPI.COMM_WORLD.allreduce(os.path.exists(last)) > 0
+    if not rest:
+        break
 if kv.rank == 1 and last == "one more":
     kv.pushpull("w", w, out=w)
 if last == "exit":
@@ -111,7 +116,7 @@ def test_an_interrupted_job_says_from_where_the_next_goes_on(tmp_path: Path, num
 
 
 def test_a_folder_that_vanishes_is_told_and_the_training_goes_on(tmp_path: Path) -> None:
-    job = start(tmp_path, "mpi_sync", 120, pause=0.02)
+    job = start(tmp_path, "mpi_sync", 10**6, pause=0.01, last="gone")
     while not list(tmp_path.glob("saved/store-*.safetensors")) and job.poll() is None:
         time.sleep(0.1)
     (tmp_path / "saved").rename(tmp_path / "gone")

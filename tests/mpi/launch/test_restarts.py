@@ -31,8 +31,14 @@ def killer():
         file.write('x')
     os.kill(os.getpid(), signal.SIGKILL)
 
+def replaced(path, to):  # the file is not whole before the job has ended
+    while kills < 2 and str(path).startswith(str(saved)):
+        time.sleep(1)
+    replace(path, to)
+
 saved, mark = Path({saved!r}), Path({folder!r}, 'killed')
 kills = mark.stat().st_size if mark.exists() else 0
+replace, os.replace = os.replace, replaced
 if launched_as(os.environ)[0] == (0, 4)[kills % 2] and kills < 2:
     threading.Thread(target=killer, daemon=True).start()
 """
@@ -71,17 +77,38 @@ mpips.create = created
 DIES_LATER = """
 import os, signal, threading, time
 from pathlib import Path
+import mpips
 from mpips.store.world import launched_as
+from tests.mpi.deaths import wait_until_dead
+
+def steps():
+    return losses.read_bytes().count(b'\\n') if losses.exists() else 0
 
 def killer():
-    while not losses.exists() or losses.read_bytes().count(b'\\n') < step:
+    while steps() < coming[rank]:
         time.sleep(0.0005)
-    mark.touch()
+    mark(rank).touch()
     os.kill(os.getpid(), signal.SIGKILL)
 
+def created(kind):
+    kv = create(kind)
+    push = kv.pushpull
+
+    def pushpull(*words, **more):  # no death comes later than so
+        wait_until_dead(victim for victim, step in coming.items() if steps() > step + LATEST)
+        push(*words, **more)
+
+    kv.pushpull = pushpull
+    return kv
+
+def mark(rank):
+    return Path({folder!r}, f'killed{{rank}}')
+
+LATEST = 9
 rank, losses = launched_as(os.environ)[0], Path({folder!r}, 'losses')
-step, mark = {deaths!r}.get(rank, 0), Path({folder!r}, f'killed{{rank}}')
-if step and not mark.exists():
+coming = {{victim: step for victim, step in {deaths!r}.items() if not mark(victim).exists()}}
+create, mpips.create = mpips.create, created
+if rank in coming:
     threading.Thread(target=killer, daemon=True).start()
 """
 

@@ -36,6 +36,10 @@ w.Barrier()
 def kill(rank, seconds=0.0):
     if w.rank == rank:
         threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+def wait_until_told(deaths):
+    while open("err").read().count("; the others go on") < deaths:
+        time.sleep(0.01)
 """
 GO_ON = """
 choice = random.Random(int(sys.argv[1]))
@@ -127,7 +131,7 @@ def test_jobs_end_well_after_deaths_at_any_moment(tmp_path: Path, seed: int) -> 
     ("if w.rank == 3: threading.Thread(target=lambda: 1 / 0).start()\ntime.sleep(600)", 1, "ZeroDivisionError"),
 ]})  # fmt: skip
 def test_an_error_ends_a_job_with_dead_ranks(tmp_path: Path, rest: str, code: int, said: str) -> None:
-    job = Started(tmp_path, f"{BEGIN}kill(1)\ntime.sleep(1)\n{rest}\n")
+    job = Started(tmp_path, f"{BEGIN}kill(1)\nwait_until_told(1)\n{rest}\n")
     assert job.code() == code
     assert job.err().startswith("mpips: rank 1 (worker) ")
     assert said in job.err()
@@ -143,8 +147,8 @@ def test_a_job_ends_when_only_spares_are_left(tmp_path: Path) -> None:
 
 def test_a_spare_with_a_role_works(tmp_path: Path) -> None:
     takes = "from mpips.ending.process import say_role\nif w.rank == 3: say_role('worker')\n"
-    rest = f"{takes}time.sleep(0.3)\nfor rank in range(3): kill(rank)\ntime.sleep(2.5)\nos.write(1, b'it works')\n"
-    job = Started(tmp_path, BEGIN + rest)
+    rest = f"{takes}w.Barrier()\nfor rank in range(3): kill(rank)\nwait_until_told(3)\ntime.sleep(2.5)\n"
+    job = Started(tmp_path, f"{BEGIN}{rest}os.write(1, b'it works')\n")
     assert job.code() == 0, job.err()
     assert job.out().endswith("it works")
     assert job.leaves_nothing()

@@ -6,13 +6,14 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from collectives.recorder import folders
+from collectives.recorder import folders, tracing
 from tests.child import outside, wait_for
 from tests.mpi.sizes import JOB_LIMIT, only_on
 from tests.perfetto import see_in_perfetto, why_not
@@ -169,13 +170,17 @@ def test_running_job_is_traced_for_seconds(tmp_path: Path) -> None:
     job = start(tmp_path, [], "time.sleep(0.01)", steps=100_000)
     try:
         wait_for(tmp_path / "there", job)
-        words = [sys.executable, "-m", "launch.cli", "trace", str(job.pid), "--seconds", "1", "-o", "t.json"]
-        for _ in range(2):  # it can be asked for again
-            subprocess.run(words, cwd=tmp_path, env=outside(), check=True, timeout=60)
+        words = [sys.executable, "-m", "launch.cli", "trace", str(job.pid), "-o", "t.json", "--seconds"]
+        flows, seconds = list[int](), 1
+        while len(flows) < 2 or (flows[-1] <= 50 and seconds < 60):  # it can be asked for again
+            subprocess.run([*words, str(seconds)], cwd=tmp_path, env=outside(), check=True, timeout=120)
             trace = json.loads((tmp_path / "t.json").read_text())
-            assert 0 < trace["otherData"]["seconds"] < 5  # a rank that waits for a core begins late
-            assert {one["rank"] for one in trace["otherData"]["ranks"]} == set(range(6))
-            assert len(read_flows(trace)) > 50
+            about = trace["otherData"]
+            assert about.get("seconds", 0) < seconds + 4  # a rank that waits for a core begins late
+            assert {one["rank"] for one in about["ranks"]} == set(range(6))
+            flows.append(len(read_flows(trace)) if "seconds" in about else 0)
+            seconds *= 1 if flows[-1] > 50 else 4  # where the ranks share a core they make few steps in a second
+        assert flows[-1] > 50, flows
     finally:
         job.send_signal(signal.SIGINT)
         try:
@@ -186,11 +191,18 @@ def test_running_job_is_traced_for_seconds(tmp_path: Path) -> None:
 
 @only_on(1)
 def test_trace_ends_with_its_job(tmp_path: Path) -> None:
-    job = start(tmp_path, [], "time.sleep(0.01)", steps=400)
+    until_traced = "while step == 30 and not os.path.exists('traced'): time.sleep(0.01)"
+    job = start(tmp_path, [], until_traced)
     try:
         wait_for(tmp_path / "there", job)
         words = [sys.executable, "-m", "launch.cli", "trace", str(job.pid), "--seconds", "500", "-o", "t.json"]
-        subprocess.run(words, cwd=tmp_path, env=outside(), check=True, timeout=60)
+        traced = subprocess.Popen(words, cwd=tmp_path, env=outside())
+        pages = folders.of_jobs() / str(job.pid)
+        while len([*pages.glob(f"*{tracing.SUFFIX}")]) < WORKERS + SERVERS:
+            assert traced.poll() is None
+            time.sleep(0.01)
+        (tmp_path / "traced").touch()
+        assert traced.wait(60) == 0
         trace = json.loads((tmp_path / "t.json").read_text())
         assert len(read_flows(trace)) > 50
         assert job.wait(20) == 0

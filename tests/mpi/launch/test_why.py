@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -210,6 +210,14 @@ def why(name: str) -> dict[str, Any]:
     return found
 
 
+def ask_until(name: str, right: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """Return what `mpips why` says of a job once it is right. Ranks that wait for a core come late: ask for a while."""
+    limit = time.monotonic() + 60
+    while not right(found := why(name)) and time.monotonic() < limit:
+        time.sleep(0.2)
+    return found
+
+
 def wait_until_over(name: str) -> dict[str, Any]:
     """Return what `mpips why` says of a job once all its processes have ended."""
     limit = time.monotonic() + 30
@@ -221,13 +229,15 @@ def wait_until_over(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", CASES)
 def test_the_cause_of_each_hang_is_named(name: str, tmp_path: Path) -> None:
     case = CASES[name]
+
+    def is_right(found: dict[str, Any]) -> bool:
+        named = not case.culprits or tuple(found["culprits"]) == case.culprits
+        return found["kind"] == case.kind and case.said in found["sentence"] and named
+
     with running(tmp_path, case) as job:
-        limit = time.monotonic() + 20
-        while (found := why(job))["kind"] != case.kind and time.monotonic() < limit:
-            time.sleep(0.2)
+        found = ask_until(job, is_right)
     print(f"\n{name}: {found['sentence']} [{found['took']:.1f} s]")
-    assert found["kind"] == case.kind and case.said in found["sentence"], found["sentence"]
-    assert not case.culprits or tuple(found["culprits"]) == case.culprits, found["sentence"]
+    assert is_right(found), found
     assert found["took"] < 5  # two, on cores of its own
 
 
@@ -286,8 +296,8 @@ def test_who_takes_a_place_is_told_and_counters_go_on(tmp_path: Path) -> None:
         limit = time.monotonic() + 30
         while b"has become" not in history.shown() and time.monotonic() < limit:
             history.look()
-        time.sleep(0.5)
-        found, after = why(name), counts()
+        found = ask_until(name, lambda found: found["kind"] in ("runs", "slow") and 1 not in found["culprits"])
+        after = counts()
     assert b"rank 3, a spare, has become worker 1" in history.shown() and b"rank 1 is gone" in history.shown()
     assert found["kind"] in ("runs", "slow") and 1 not in found["culprits"], found["sentence"]
     assert ("mpips_rank_up", "1") in before and ("mpips_rank_up", "1") not in after
@@ -341,19 +351,22 @@ def test_top_shows_what_collectives_move(tmp_path: Path) -> None:
 import time
 import numpy as np
 import collectives
+import mpips
 
 x, step = np.ones(250_000, np.float32), 0
 while True:
     collectives.allreduce(x, op="mean")
     time.sleep(0.05)
     step += 1
+    mpips.note(step=step)
     if step == 9:
         open("there", "w").close()
 """)
     with running(tmp_path, case) as name:
         words = [sys.executable, "-m", "launch.cli", "top", name, "--json"]
         shown = subprocess.run(words, env=outside(), capture_output=True, text=True, timeout=60, check=True).stdout
-    assert all(5e6 < one["bytes_per_second"] <= 22e6 for one in json.loads(shown)["ranks"])  # 1 MB in 0.05 s or more
+    for one in json.loads(shown)["ranks"]:  # 1 MB in 0.05 s or more
+        assert 0.5 < one["bytes_per_second"] / (1e6 * one["steps_per_second"]) < 2 and one["bytes_per_second"] <= 22e6
 
 
 def test_two_launches_in_one_allocation_are_two_jobs(tmp_path: Path) -> None:
@@ -376,18 +389,20 @@ for step in range(100_000):
     launches = [subprocess.Popen([*words, does], cwd=tmp_path, env=outside(), stdin=subprocess.DEVNULL)
                 for does in ("hangs", "goes")]  # fmt: skip
     try:
+        for does, launch in zip(("hangs", "goes"), launches):
+            wait_for(tmp_path / does, launch)
         limit = time.monotonic() + 60
-        while not ((tmp_path / "hangs").exists() and (tmp_path / "goes").exists()):
-            assert time.monotonic() < limit and all(one.poll() is None for one in launches)
-            time.sleep(0.1)
-        time.sleep(1)
         known = [path.name for path in jobs() if path.name.startswith(allocation)]
-        found = [why(name) for name in known]
+        while True:  # one that waits for a core has not waited for another rank for long
+            found = [why(name) for name in known]
+            kinds = sorted(one["kind"] in ("runs", "slow") for one in found)
+            if kinds == [False, True] or time.monotonic() > limit:
+                break
     finally:
         for one in launches:
             one.terminate()
             one.wait(20)
-    assert sorted(one["kind"] in ("runs", "slow") for one in found) == [False, True], known
+    assert kinds == [False, True], known
     (hung,) = (one for one in found if one["kind"] == "stands")
     assert hung["culprits"] == [1] and len(hung["ranks"]) == 2
 

@@ -1,17 +1,14 @@
 """A job with mirrors whose nodes are lost. Where each rank is a node of its own nobody maps a dead server's memory.
 
-mpips run --spares N ... -m tests.mpi.mpips.mirrored FOLDER JOB, as `survivor`. The clocks of deaths start with
-the store. A negative time -n: a server dies while the n-th unit goes to its mirror.
+mpips run --spares N ... -m tests.mpi.mpips.mirrored FOLDER JOB, as `survivor`. A negative time -n: a server dies while
+the n-th unit goes to its mirror.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
-import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +17,9 @@ import numpy as np
 
 import mpips
 from mpips.store.recovery.mirror import Mirror
+from tests.mpi.deaths import die
 from tests.mpi.mpips import survivor
 from tests.mpi.mpips.survivor import train
-
-BEGUN = "begun"
 
 
 @dataclass
@@ -37,18 +33,6 @@ class Job(survivor.Job):
         """Of the store."""
         own = {"servers": self.servers, "spares": self.spares, "masters": self.masters, "mirrors": self.mirrors}
         return {"shared_memory": not self.apart, "big_array": 1000, "timeout_seconds": 30, **own}
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def die_later(folder: Path, seconds: float) -> None:
-    """So long after the store has begun."""
-    while not (folder / BEGUN).exists():
-        time.sleep(1e-3)
-    time.sleep(seconds)
-    die()
 
 
 def die_sending(count: int) -> None:
@@ -66,15 +50,13 @@ def die_sending(count: int) -> None:
 
 def main(folder: Path, job: Job) -> None:
     rank = os.environ["OMPI_COMM_WORLD_RANK"]
-    if (when := job.kills.get(rank)) is not None:
-        if when < 0:
-            die_sending(-int(when))
-        else:
-            threading.Thread(target=die_later, args=(folder, when), daemon=True).start()
+    if (when := job.kills.get(rank, 0)) < 0:
+        die_sending(-int(when))
+    else:
+        job.die_in_time(folder, rank)
     kv = mpips.create(job.kind, **job.options())
-    if kv.rank == 0:
-        (folder / BEGUN).touch()
-    values, trace = train(kv, job)
+    (folder / "begun").touch()
+    values, trace = train(kv, job, folder)
     if kv.rank == 0:
         np.savez(folder / "values.npz", **values)
     (folder / f"{rank}.trace").write_text(json.dumps(trace))

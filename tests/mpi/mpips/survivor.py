@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
@@ -25,6 +23,7 @@ from collectives import communicator
 from collectives.fabric.failure import Making
 from mpips import optimizers
 from mpips.store import roles
+from tests.mpi.deaths import die_later, wait_until_dead
 
 SIZES = {"w": 37, "b": 4097, "c": 70001}
 """Of the keys: one passes through slots, one through stages, one from memory to memory."""
@@ -33,8 +32,8 @@ LATE_SECONDS = 0.3
 
 @dataclass
 class Job:
-    """What ranks do. `kills`: after how many seconds of training which rank dies. `grow`: after so many steps spares
-    become workers."""
+    """What ranks do. `kills`: after how many seconds which rank dies; the last step waits for all. `grow`: after so
+    many steps spares become workers."""
 
     kind: str = "mpi_sync"
     servers: int = 0
@@ -44,8 +43,9 @@ class Job:
     optimizer: str = ""
     kills: dict[str, float] = field(default_factory=dict)
     grow: int = 0
-    joined: bool = False
-    """Whether seconds count from when a spare has joined."""
+    clocks: tuple[int, ...] = ()
+    """With the first step of which generation of the store the seconds of each death begin; where nothing is said, when
+    a worker has its store."""
     apart: bool = False
     """Whether each rank is a node of its own."""
     mirrors: int = 0
@@ -56,6 +56,20 @@ class Job:
 
     def text(self) -> str:
         return json.dumps(asdict(self))
+
+    def die_in_time(self, folder: Path, rank: str) -> None:
+        """Let this rank die when its time has come, if it has one."""
+        if (seconds := self.kills.get(rank)) is not None:
+            die_later(folder / f"begun{dict(zip(self.kills, self.clocks)).get(rank, '')}", seconds)
+
+    def start_clocks(self, folder: Path, generation: int) -> None:
+        """Let seconds count after a step in this generation."""
+        for number in range(generation + 1) if self.clocks else ():
+            (folder / f"begun{number}").touch()
+
+    def wait_for_deaths(self) -> None:
+        """Block until all have died that are to die."""
+        wait_until_dead(map(int, self.kills))
 
     def set(self) -> dict[str, Any]:
         """Numbers of the optimizer."""
@@ -93,7 +107,7 @@ def expected(job: Job, traces: Iterable[list[list[int]]]) -> dict[str, np.ndarra
     return values
 
 
-def train(kv: mpips.KVStore, job: Job) -> tuple[dict[str, np.ndarray], list[list[int]]]:
+def train(kv: mpips.KVStore, job: Job, folder: Path) -> tuple[dict[str, np.ndarray], list[list[int]]]:
     """The loop of a program that survives; what it ends with, and from which step on with how many workers."""
     first, values = first_values(), first_values()
     step, trace, names = kv.resumed, [], list(first)
@@ -110,14 +124,17 @@ def train(kv: mpips.KVStore, job: Job) -> tuple[dict[str, np.ndarray], list[list
                     step = kv.recover(grow=True).step
                 if not trace or trace[-1][1] != kv.num_workers:
                     trace.append([step, kv.num_workers])
+                if step == job.steps - 1:
+                    job.wait_for_deaths()
                 one_step(kv, step, values)
                 step += 1
+                job.start_clocks(folder, kv.generation)
             return values, trace
         except mpips.StoreError:
             step = kv.recover().step
 
 
-Train = Callable[[mpips.KVStore, Job], tuple[dict[str, np.ndarray], list[list[int]]]]
+Train = Callable[[mpips.KVStore, Job, Path], tuple[dict[str, np.ndarray], list[list[int]]]]
 
 
 def one_step(kv: mpips.KVStore, step: int, values: dict[str, np.ndarray]) -> None:
@@ -144,15 +161,12 @@ def main(folder: Path, job: Job, train: Train = train) -> None:
     if rank == job.late:
         leave = Making.__exit__
         Making.__exit__ = lambda *args: (_be_late(), leave(*args))[1]
-    begun = folder / "begun"
-    if str(rank) in job.kills:
-        threading.Thread(target=_die, args=(begun, job.kills[str(rank)]), daemon=True).start()
+    job.die_in_time(folder, str(rank))
     more = {"masters": job.masters, "big_array": 4000} if job.servers else {}
     more |= {"mirrors": job.mirrors}
     kv = mpips.create(job.kind, servers=job.servers, spares=job.spares, shared_memory=not job.apart, **more)
-    if not job.joined or kv.resumed:
-        begun.touch()
-    values, trace = train(kv, job)
+    (folder / "begun").touch()
+    values, trace = train(kv, job, folder)
     if kv.rank == 0:
         np.savez(folder / "values.npz", **values)
     (folder / f"{rank}.trace").write_text(json.dumps(trace))
@@ -165,14 +179,6 @@ def _be_late() -> None:
     while time.monotonic() < until:
         MPI.COMM_SELF.Iprobe()
         time.sleep(1e-3)
-
-
-def _die(begun: Path, seconds: float) -> None:
-    """This process ends so long after a worker has begun."""
-    while not begun.exists():
-        time.sleep(1e-3)
-    time.sleep(seconds)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import json
 import random
 import sys
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +80,7 @@ def make_call(folder: Path, job: Job, step: int, table: mpips.Table) -> None:
         table.load(path)
 
 
-def train(folder: Path, kv: mpips.KVStore, job: Job) -> tuple[dict[str, np.ndarray], list[list[int]]]:
+def train(kv: mpips.KVStore, job: Job, folder: Path) -> tuple[dict[str, np.ndarray], list[list[int]]]:
     """The loop of a program that survives; what it ends with, and from which step on with how many workers."""
     step, trace, w = kv.resumed, [], np.zeros(3)
     made: dict[str, Any] = {}
@@ -99,6 +98,8 @@ def train(folder: Path, kv: mpips.KVStore, job: Job) -> tuple[dict[str, np.ndarr
             while step < job.steps:
                 if not trace or trace[-1][1] != kv.num_workers:
                     trace.append([step, kv.num_workers])
+                if step == job.steps - 1:
+                    job.wait_for_deaths()
                 model.go_on(kv.num_workers)
                 for name, table in made.items():
                     make_call(folder, job, step, table)
@@ -111,6 +112,7 @@ def train(folder: Path, kv: mpips.KVStore, job: Job) -> tuple[dict[str, np.ndarr
                         assert rows.tobytes() == expected.tobytes() or not same, f"step {step}: {name} differs"
                 kv.pushpull("w", np.full(3, -1.0), w)
                 step += 1
+                job.start_clocks(folder, kv.generation)
             rows = {name: table.pull(EVERY) for name, table in made.items()}
             counts = {f"{name} counts": np.array([*map(table.stats().get, COUNTED)]) for name, table in made.items()}
             return rows | counts | {"w": w}, trace
@@ -118,7 +120,7 @@ def train(folder: Path, kv: mpips.KVStore, job: Job) -> tuple[dict[str, np.ndarr
             step = kv.recover().step
 
 
-def train_alone(kv: mpips.KVStore, job: Job) -> tuple[dict[str, np.ndarray], list[list[int]]]:
+def train_alone(kv: mpips.KVStore, job: Job, folder: Path) -> tuple[dict[str, np.ndarray], list[list[int]]]:
     """Push 1 to a row of one's own, in an asynchronous store: each counts once, but for one under way at a death."""
     mine, table = np.array([kv.rank]), None
     unsure = int(kv.resumed != 0)  # who takes a dead worker's place goes on with its row
@@ -126,8 +128,11 @@ def train_alone(kv: mpips.KVStore, job: Job) -> tuple[dict[str, np.ndarray], lis
         try:
             table = table or kv.table("t", DIM, init=mpips.uniform(0), learning_rate=1.0)
             while table.pushes < job.steps:
+                if table.pushes == job.steps - 1:
+                    job.wait_for_deaths()
                 row = table.pushpull(mine, np.full((1, DIM), -1, np.float32))
                 assert (row == row[0, 0]).all() and table.pushes - unsure <= row[0, 0] <= table.pushes
+                job.start_clocks(folder, kv.generation)
             return {"right": np.ones(1)}, [[0, kv.num_workers]]
         except mpips.StoreError:
             kv.recover()
@@ -152,4 +157,4 @@ def expected(job: Job, traces: Iterable[list[list[int]]]) -> dict[str, np.ndarra
 
 if __name__ == "__main__":
     asked = Job(**json.loads(sys.argv[2]))
-    main(Path(sys.argv[1]), asked, train_alone if asked.kind == "dist_async" else partial(train, Path(sys.argv[1])))
+    main(Path(sys.argv[1]), asked, train_alone if asked.kind == "dist_async" else train)

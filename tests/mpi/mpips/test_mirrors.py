@@ -35,12 +35,13 @@ def test_a_server_is_lost_with_its_memory(tmp_path, kind, masters, spares, optim
 @jobs
 def test_without_mirrors_it_is_lost_for_good(tmp_path):
     with pytest.raises(AssertionError, match="start again from a checkpoint"):
-        run(tmp_path, Job("dist_sync", spares=0, mirrors=0, steps=2000, kills={"4": 1.0}))
+        run(tmp_path, Job("dist_sync", spares=0, mirrors=0, kills={"4": 0.1}, clocks=(0,)))
 
 
 @jobs
 def test_two_nodes_are_lost_one_after_the_other(tmp_path):
-    assert len(run(tmp_path, Job("dist_sync", spares=2, steps=300, kills={"3": 0.1, "4": 3.0}))) == WORKERS
+    job = Job("dist_sync", spares=2, steps=300, kills={"3": 0.1, "4": 0.1}, clocks=(0, 1))
+    assert len(run(tmp_path, job)) == WORKERS
 
 
 @jobs

@@ -70,7 +70,7 @@ def test_rows_travel_between_hosts(
 
 
 def test_rows_are_lost_with_all_that_reach_them(tmp_path: Path) -> None:
-    job = Job("dist_sync", 2, spares=1, steps=10 * STEPS, kills={"2": 0.2}, hosts=(0, 0, 1, 2, 2))
+    job = Job("dist_sync", 2, spares=1, steps=STEPS, kills={"2": 0.1}, clocks=(0,), hosts=(0, 0, 1, 2, 2))
     with pytest.raises(AssertionError, match=r"keys or tables has gone, with their hosts: .*'users'.* checkpoint"):
         survive(tmp_path, job, 5)
 
@@ -85,8 +85,8 @@ def test_rows_are_lost_with_all_that_reach_them(tmp_path: Path) -> None:
 def test_a_mirror_has_the_rows_of_a_lost_host(
     tmp_path: Path, kind: str, victims: list[int], servers: int, spares: int, hosts: list[int]
 ) -> None:
-    kills = {str(victim): 0.3 + 2.0 * number * (spares > 0) for number, victim in enumerate(victims)}
-    job = Job(kind, servers, spares=spares, steps=STEPS, kills=kills, hosts=tuple(hosts), mirrors=1)
+    kills, clocks = {str(victim): 0.3 for victim in victims}, tuple(range(len(victims))) if spares else ()
+    job = Job(kind, servers, spares=spares, steps=STEPS, kills=kills, clocks=clocks, hosts=tuple(hosts), mirrors=1)
     survive(tmp_path, job, 2 + servers + spares)
 
 

@@ -6,11 +6,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +16,7 @@ from mpi4py import MPI
 from torch import nn
 
 import mpips.torch
+from tests.mpi.deaths import die, die_later, wait_for_earlier
 from tests.mpi.torch.support import network
 
 ADAMW = {"lr": 0.01, "weight_decay": 0.1}
@@ -44,32 +41,17 @@ def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     return nn.functional.mse_loss(model(x), x[:, :3].tanh())
 
 
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def die_later(begun: Path, milliseconds: float) -> None:
-    """Die so long after a file is there, whatever this rank is."""
-
-    def wait() -> None:
-        while not begun.exists():
-            time.sleep(1e-4)
-        time.sleep(milliseconds / 1000)
-        die()
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
 def main(plan: Plan, folder: Path) -> None:
     model, me = network(), MPI.COMM_WORLD.rank
     for rank, step, milliseconds in plan.kills:
         if rank == me and milliseconds >= 0:
-            die_later(folder / f"begun-{step}", milliseconds)
+            die_later(folder / f"begun-{step}", milliseconds / 1000)
     inner = torch.optim.AdamW(model.parameters(), **ADAMW)
     trainer = mpips.torch.LocalSGD(model, inner, kind=plan.kind, **plan.local)
     began = trainer.steps
     while trainer.steps < plan.steps:
         step = trainer.steps + 1
+        wait_for_earlier(plan.kills, step, plan.steps)
         if trainer.store.rank == 0:
             (folder / f"begun-{step}").touch()
         if (me, step, -1) in plan.kills:

@@ -17,7 +17,7 @@ from mpi4py import MPI
 from torch import nn
 
 import mpips.torch
-from tests.mpi.torch.apart import die, die_later
+from tests.mpi.deaths import die, die_later, wait_for_earlier
 
 BATCH = 5
 OPTIMIZERS: dict[str, Any] = {
@@ -71,7 +71,7 @@ def main(plan: Plan, folder: str) -> None:
     model, me = Network().double(), MPI.COMM_WORLD.rank
     for rank, step, milliseconds in plan.kills:
         if rank == me and milliseconds >= 0:
-            die_later(Path(folder, f"begun-{step}"), milliseconds)
+            die_later(Path(folder, f"begun-{step}"), milliseconds / 1000)
     optimizer = mpips.torch.DistributedOptimizer(
         OPTIMIZERS[plan.optimizer](model.parameters()), model.named_parameters(), plan.kind
     )
@@ -87,6 +87,7 @@ def main(plan: Plan, folder: str) -> None:
         scheduler.step()
     losses: list[Any] = []
     for step in range(plan.first + optimizer.resumed, plan.last):
+        wait_for_earlier(plan.kills, step, plan.last - 1)
         if store.rank == 0:
             Path(folder, f"begun-{step}").touch()
         if (me, step, -1) in plan.kills:
