@@ -14,19 +14,21 @@ from __future__ import annotations
 import operator
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn import functional
 
 from collectives.errors import of_caller, warn
 from mpips.store.runtime.engine import Handle
 from mpips.store.worker.table import Table, push_together
-from mpips.torch.tensors import check_on_host, uncompiled
+from mpips.torch.tensors import check_on_host, find_overflow, uncompiled
 
 MODES = ("sum", "mean")
+WHERE = "give numbers such as the rate to kv.table or table.update_optimizer"
 MANY = 1000
 """Forward passes whose gradients wait for one step: so many look like a step that is forgotten."""
 
@@ -89,6 +91,10 @@ class TableModule(nn.Module):
                 taken.append((ids[there], rows.grad.detach()[there]))
             rows.grad = None  # another backward pass over the same graph begins anew
         return taken
+
+    def waiting_rows(self) -> list[Tensor]:
+        """Return the rows, (k, dim) each, whose `.grad` waits to be taken."""
+        return [rows for _, rows in self._leaves.values()]
 
     def note_push(self) -> None:
         """The table has been pushed to: rows that were asked for before are read anew. Does not block."""
@@ -231,6 +237,16 @@ class EmbeddingBag(TableModule):
         return f"{super().extra_repr()}, mode={self.mode!r}"
 
 
+class _Group(dict[str, Any]):
+    """Refuse what a group of PyTorch's has beside `params`: numbers of rows are their table's."""
+
+    def __missing__(self, name: str) -> NoReturn:
+        raise of_caller(KeyError(f"a group of a TableOptimizer has no {name!r}: {WHERE}"))
+
+    def __setitem__(self, name: str, value: object) -> NoReturn:
+        raise of_caller(TypeError(f"a group of a TableOptimizer takes no {name!r}: {WHERE}"))
+
+
 class TableOptimizer:
     """Push the gradients of a model's tables, each once for a step; the servers update rows by each table's optimizer.
 
@@ -239,7 +255,12 @@ class TableOptimizer:
     In a synchronous store gradients are averaged over the workers, as DDP and `DataParallel` average those of dense
     parameters. All workers call `step` equally often, also without a batch: such a worker counts as zero. In an
     asynchronous store each worker's gradients count by themselves, when they come.
+
+    `GradScaler.step` takes it, in a synchronous store or of one worker.
     """
+
+    _step_supports_amp_scaling = True
+    """GradScaler calls `step` though a gradient has overflowed here."""
 
     def __init__(self, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
@@ -253,8 +274,14 @@ class TableOptimizer:
             module.is_trained = True
             self._of_table.setdefault(module.table, []).append(module)
 
-    def step(self) -> None:
-        """Push what backward passes have left since the last step or `zero_grad`; return when the servers have it."""
+    def step(self, *, grad_scaler: GradScaler | None = None) -> None:
+        """Push what backward passes have left since the last step or `zero_grad`; return when the servers have it.
+
+        `grad_scaler` is passed by `GradScaler.step`. Where a gradient has overflowed on one worker, all skip the step.
+        """
+        if grad_scaler is not None and self._overflows(grad_scaler):
+            self.zero_grad()
+            return
         pushes = []
         for table, modules in self._of_table.items():
             parts = [part for module in modules for part in module.take_gradients()]
@@ -266,13 +293,18 @@ class TableOptimizer:
         for module in self._modules:
             module.note_push()
 
+    def _overflows(self, scaler: GradScaler) -> bool:
+        """Unscale the gradients; return whether those of any worker have overflowed, which all scalers then hear of."""
+        table, found = self._modules[0].table, find_overflow(scaler, self)
+        overflows = table.is_any("TableOptimizer.step with a GradScaler", bool(found))
+        found.fill_(float(overflows))
+        return overflows
+
     @property
-    def param_groups(self) -> NoReturn:
-        """Raise AttributeError: this is what GradScaler, schedulers and trainers ask an optimizer of PyTorch for."""
-        raise of_caller(AttributeError(
-            "TableOptimizer has no param_groups, as rows are no parameters: call its step() yourself, set the rate by "
-            "kv.table or table.update_optimizer, and let no GradScaler scale the loss (bfloat16 needs none)"
-        ))  # fmt: skip
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Return one group, whose `params` are the rows with gradients that wait: for `GradScaler`, or to clip them."""
+        leaves = [leaf for module in self._modules for leaf in module.waiting_rows()]
+        return [_Group(params=leaves)]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients that were not pushed."""

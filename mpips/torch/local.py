@@ -70,8 +70,9 @@ class LocalSGD:
         rule = Local(every, outer, fragments, delay, keep)
         if not isinstance(model, torch.nn.Module):
             raise of_caller(TypeError(f"LocalSGD: model is a {type(model).__name__}: pass a torch.nn.Module"))
-        if not callable(getattr(inner, "step", None)):
-            raise of_caller(TypeError(f"LocalSGD: inner is a {type(inner).__name__}: pass an optimizer of torch.optim"))
+        if not callable(getattr(inner, "step", None)) or not hasattr(inner, "param_groups"):
+            raise of_caller(TypeError(f"LocalSGD: inner is a {type(inner).__name__}: pass an optimizer of torch.optim, "
+                                      "or one with step, zero_grad, param_groups and state_dict as those have"))
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         for name, parameter in named:
             _check(name, parameter)

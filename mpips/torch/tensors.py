@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -14,9 +15,12 @@ import torch
 from mpi4py import MPI
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler, OptState
 from torch.distributed import ReduceOp
 
 from collectives.errors import MismatchError
+
+warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", FutureWarning)  # to `step`
 
 T = TypeVar("T")
 
@@ -39,6 +43,17 @@ def check_on_host(tensors: Sequence[Tensor], what: str) -> None:
             raise TypeError(f"{what}: a tensor has layout {tensor.layout}: pass dense tensors, as tensor.to_dense()")
         if tensor.device.type != "cpu":
             raise ValueError(f"{what}: a tensor is on {tensor.device}: pass CPU tensors, as tensor.cpu()")
+
+
+def find_overflow(scaler: GradScaler, optimizer: Any) -> Tensor:
+    """Unscale an optimizer's gradients, where that was not done; return what the scaler keeps of their overflow.
+
+    It is above 0 where one was infinite or NaN here, and `GradScaler.update` reads what stands in it then.
+    """
+    if scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+        scaler.unscale_(optimizer)
+    found: dict[Any, Tensor] = scaler._found_inf_per_device(optimizer)
+    return found.setdefault(torch.device("cpu"), torch.zeros(()))  # this worker may have no gradient
 
 
 def flatten(tensor: Tensor) -> Tensor:

@@ -138,6 +138,18 @@ class Table(Uncopied):
         """Return whether an update waits for a push by every worker."""
         return not self._settings.layout.asynchronous
 
+    def is_any(self, what: str, mine: bool) -> bool:
+        """Return whether a word is true on any worker of a synchronous store. Collective over the workers, blocking.
+
+        ValueError in an asynchronous store of several workers, who do not wait for each other.
+        """
+        if self._settings.layout.num_workers == 1:
+            return mine
+        if not self.synchronous:
+            raise of_caller(ValueError(f"{what}: workers of a {self._settings.layout.kind} store do not hear of each "
+                                       "other's overflows: take dist_sync, or bfloat16, which needs no scaler"))
+        return any(any(word) for word in self._settings.agree(what, data=bytes([mine])))
+
     @property
     def rows(self) -> int:
         """Return how many rows the servers hold now; other workers may make more meanwhile."""

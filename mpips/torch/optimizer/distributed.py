@@ -9,7 +9,6 @@ A step: the workers agree (`consensus`), exchange gradients (`exchange`), and go
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import GradScaler, OptState
+from torch.amp.grad_scaler import GradScaler
 
 from collectives import log
 from collectives.errors import of_caller
@@ -28,12 +27,10 @@ from mpips.torch.optimizer.consensus import UNKNOWN, Brought, Consensus
 from mpips.torch.optimizer.exchange import ServerExchange, check_elastic, choose_exchange
 from mpips.torch.optimizer.rejoin import SurvivingSteps
 from mpips.torch.state import broadcast_tensors, load_bytes, store_bytes, worker_collectives
-from mpips.torch.tensors import uncompiled
+from mpips.torch.tensors import find_overflow, uncompiled
 
 if TYPE_CHECKING:
     from mpips.store.checkpoint.save import Saving
-
-warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", FutureWarning)  # to `step`
 
 STATE_HOOKS = tuple(f"_optimizer_{kind}_hooks" for kind in ("state_dict_pre", "state_dict_post", "load_state_dict_pre",
                                                             "load_state_dict_post"))  # fmt: skip
@@ -124,14 +121,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if grad_scaler is None:
             self._survival.step(Brought(cleared=self._cleared))
         else:  # all workers have the same overflows then, so their scales stay equal
-            if grad_scaler._per_optimizer_states[id(self)]["stage"] is OptState.READY:
-                grad_scaler.unscale_(self)
-            found = grad_scaler._found_inf_per_device(self)
-            mine = any(bool(one) for one in found.values())
-            skipped = self._survival.step(Brought(mine, grad_scaler.get_scale(), self._cleared))
-            found.setdefault(torch.device("cpu"), torch.zeros(()))  # this worker may have no gradient
-            for one in found.values():
-                one.fill_(float(skipped))
+            found = find_overflow(grad_scaler, self)
+            skipped = self._survival.step(Brought(bool(found), grad_scaler.get_scale(), self._cleared))
+            found.fill_(float(skipped))
         self._cleared = 0
         return loss
 

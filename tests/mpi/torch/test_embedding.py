@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import operator
 import shutil
 import warnings
 from collections.abc import Callable
@@ -374,6 +375,53 @@ def test_a_worker_without_a_batch_counts_as_zero(how: str) -> None:
     run("dist_sync", body, servers=1)
 
 
+@served
+def test_scaled_gradients_train_as_others_do() -> None:
+    """Those of one worker overflow in one step, those of another in the next: all skip both. One lacks a batch."""
+
+    def skipped(kv: mpips.KVStore) -> range:
+        return range(2, 2 + min(2, kv.num_workers))
+
+    def body(kv: mpips.KVStore) -> None:
+        def plain(net: nn.Module, step: int, rank: int) -> Tensor | None:
+            return None if step in skipped(kv) or (step == 5 and rank) else once(net, step, rank)
+
+        table = table_of(kv, "adagrad")
+        weight = trained_plain(kv, Net(plain_of(table)), "adagrad", plain)
+        net = Net(mpips.torch.Embedding(table))
+        rows = mpips.torch.TableOptimizer(net)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=100)
+        for step in range(STEPS):
+            rows.zero_grad()
+            if step != 5 or not kv.rank:
+                loss = once(net, step, kv.rank)
+                scaler.scale(loss * (float("inf") if step == 2 + kv.rank and step in skipped(kv) else 1)).backward()
+            if step % 2:
+                scaler.unscale_(rows)  # type: ignore[arg-type]
+                nn.utils.clip_grad_norm_(rows.param_groups[0]["params"], 1e6)
+            scaler.step(rows)  # type: ignore[arg-type]
+            scaler.update()
+        assert scaler.get_scale() == 64 * 0.5 ** len(skipped(kv))
+        assert table.pushes == STEPS - len(skipped(kv))
+        assert close(rows_of(table), weight)
+
+    run("dist_sync", body, servers=1)
+
+
+@several
+def test_an_asynchronous_store_refuses_a_scaler() -> None:
+    def body(kv: mpips.KVStore) -> None:
+        table = table_of(kv)
+        net = Net(mpips.torch.Embedding(table))
+        rows, scaler = mpips.torch.TableOptimizer(net), torch.amp.GradScaler("cpu")
+        scaler.scale(once(net, 0, kv.rank)).backward()
+        said = heard(lambda: scaler.step(rows))  # type: ignore[arg-type]
+        assert said.startswith("ValueError: TableOptimizer.step with a GradScaler: workers of a dist_async store"), said
+        assert table.pushes == 0
+
+    run("dist_async", body, servers=1)
+
+
 @several
 def test_one_worker_evaluates_alone() -> None:
     def losses(net: nn.Module, step: int, rank: int) -> Tensor:
@@ -510,9 +558,9 @@ def test_wrong_use_is_said_in_a_sentence() -> None:
             assert sentence in heard(call), (sentence, heard(call))
         assert "'t', dim=4" in repr(net)
         rows = mpips.torch.TableOptimizer(net)
-        scaler = torch.amp.GradScaler("cpu")
-        scaler.scale(torch.ones(1))
-        assert "TableOptimizer has no param_groups" in heard(lambda: scaler.step(rows))  # type: ignore[arg-type]
+        group = rows.param_groups[0]
+        assert "takes no 'lr': give numbers such as the rate" in heard(lambda: operator.setitem(group, "lr", 1))
+        assert "has no 'lr': give numbers" in heard(lambda: group["lr"])
         net(ids).sum().backward()
         rows.step()  # nothing was lost
         assert table.pushes == 1

@@ -214,8 +214,10 @@ def test_what_is_no_model_or_optimizer_is_refused() -> None:
     model: Any = network()
     said = heard(lambda: mpips.torch.LocalSGD(model.parameters(), torch.optim.SGD(model.parameters(), 0.1)))
     assert "LocalSGD: model is a generator: pass a torch.nn.Module" in said
-    said = heard(lambda: mpips.torch.LocalSGD(model, "adamw"))  # type: ignore[arg-type]
-    assert "LocalSGD: inner is a str: pass an optimizer of torch.optim" in said
+    schedule = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters(), 0.1), 1)
+    for word, inner in {"str": "adamw", "StepLR": schedule}.items():
+        said = heard(lambda inner=inner: mpips.torch.LocalSGD(model, inner))  # type: ignore[misc]
+        assert f"TypeError: LocalSGD: inner is a {word}: pass an optimizer of torch.optim, or one with step" in said
 
 
 def test_a_state_that_is_none_is_refused() -> None:
