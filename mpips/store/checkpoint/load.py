@@ -172,7 +172,9 @@ def _tables_loaded(store: Settings, reader: Reader | None, records: Sequence[Tab
         counts = {record.card.table + COUNTS for record in records if record.card.seen}
         for table in (record.card.table for record in records if record.card.table not in counts):
             parts = [one for one in records if one.card.table in (table, *({table + COUNTS} & counts))]
-            yield from table_files.restore(tables, {table_prefix(one.card.table): one for one in parts}, reader)
+            yield from table_files.restore(
+                tables, [table_files.FilePart({table_prefix(one.card.table): one for one in parts}, reader)]
+            )
         return b""
 
     yield from tables.at_rank_0(rows, "load")

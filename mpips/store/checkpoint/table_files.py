@@ -4,7 +4,8 @@ Rank 0 reads rows that the servers keep as they were at one moment, piece by pie
 has a tensor for each of its arrays: `ids`, `values`, `touched` (the update that has named the row last), and what the
 optimizer keeps: `state0`, `state1`, `counts`. Rows stand in any order, and belong to servers by their ids, so any
 number of servers may read them. Counts of ids without a row are a table of their own; in the file of one table the
-names of its tensors begin with `seen_`.
+names of its tensors begin with `seen_`. The file of an increment holds the rows that were changed since the file
+before, and as `dropped` the ids of those that are no more; all counts stand in each.
 
 `export` writes `ids` and `values` for programs that serve, and the ids of rows that were dropped.
 """
@@ -13,11 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from collectives.errors import CollectiveError, of_caller, warn
 from collectives.fabric.tasks import Task
@@ -25,6 +27,8 @@ from mpips.store.checkpoint.file import TableRecord, Tensor, TensorFile, Writer,
 from mpips.store.keys.key import Array
 from mpips.store.runtime.rendezvous import Items, attempt
 from mpips.store.tables.admission import COUNTS
+from mpips.store.tables.initial import Ids
+from mpips.store.transport.frames import TableStats
 from mpips.store.worker.interface import FrozenRows, KnownTable, Tables
 from mpips.store.worker.settings import Settings
 
@@ -32,13 +36,12 @@ WORD = "mpips.table"
 """The word of the metadata that says of what table a file is."""
 COUNTS_WORD, COUNTS_PREFIX = "mpips.table.seen", "seen_"
 """Those of its counts of ids without a row."""
+PART_WORD = "mpips.table.part"
+"""The word that says what part of a table's rows a file has."""
 EXPORT_WORD = "mpips.export"
 PIECE_BYTES = 1 << 20
 LOADED_BYTES = 1 << 22
-
-
-Fit = tuple[dict[str, TableRecord], TensorFile]
-"""What is in a file, by the prefix of its tensors, and the file."""
+NO_IDS: Ids = np.zeros(0, np.int64)
 
 
 class Readable(Protocol):
@@ -87,21 +90,40 @@ def read(frozen: FrozenRows, piece: RowsPiece) -> Task[list[tuple[str, Array]]]:
     return [(piece.prefix + name, np.frombuffer(arrays[name], tensor.dtype)) for name, tensor in kinds]
 
 
-def restore(tables: Tables, parts: Mapping[str, TableRecord], file: Readable) -> Task[None]:
-    """Give the servers the rows of a file in the place of those that a table and its counts have. For rank 0.
+class FilePart(NamedTuple):
+    """Tables that are to be read from a file. `records`: by the prefix of their tensors.
 
-    `parts`: by the prefix of their tensors. Until all rows have come both are torn: neither goes on without the other.
+    `later`: sorted ids of which later files know better."""
+
+    records: Mapping[str, TableRecord]
+    file: Readable
+    later: Ids = NO_IDS
+
+
+def restore(tables: Tables, parts: Sequence[FilePart]) -> Task[None]:
+    """Give the servers the rows of files in the place of those that a table and its counts have. For rank 0.
+
+    The last file names all tables. Until all rows have come they are torn: none goes on without the others.
     """
-    for record in parts.values():
+    for record in parts[-1].records.values():
         yield from tables.reset(record.card.table, record.updates)
-    for prefix, record in parts.items():
-        names = [name for name, _ in record.tensors("")]
-        step = max(1, LOADED_BYTES // _row_bytes(record))
-        for start in range(0, record.rows, step):
-            piece = slice(start, start + step)
-            yield from tables.put_rows(record.card.table, {name: file.get(prefix + name, piece) for name in names})
-    for record in parts.values():
+    for records, file, later in parts:
+        for prefix, record in records.items():
+            names = [name for name, _ in record.tensors("")]
+            step = max(1, LOADED_BYTES // _row_bytes(record))
+            for start in range(0, record.rows, step):
+                arrays = {name: file.get(prefix + name, slice(start, start + step)) for name in names}
+                kept = ~_are_among(arrays["ids"], later)
+                yield from tables.put_rows(record.card.table, {name: array[kept] for name, array in arrays.items()})
+    for record in parts[-1].records.values():
         yield from tables.end_load(record.card.table)
+
+
+def _are_among(ids: Ids, others: Ids) -> NDArray[np.bool_]:
+    """Return which of the ids are among sorted ones."""
+    if not len(others):
+        return np.zeros(len(ids), bool)
+    return others[np.minimum(np.searchsorted(others, ids), len(others) - 1)] == ids
 
 
 def see_fit(what: str, path: str, record: TableRecord, table: KnownTable) -> None:
@@ -119,33 +141,59 @@ def _row_bytes(record: TableRecord) -> int:
 # ---- one table in a file
 
 
-def save(settings: Settings, table: KnownTable, path: object) -> None:
-    """Write a table into a file. Collective; see `Table.save`."""
+class _Part(msgspec.Struct):
+    """Say what part of a table's rows a file has: those changed by updates after `since`, all where it is 0, up to
+    `updates`; `rows` were there then in all."""
+
+    since: int
+    updates: int
+    rows: int
+
+
+def save(settings: Settings, table: KnownTable, path: object, given: Callable[[], int]) -> int:
+    """Write a table into a file. Collective; see `Table.save`. `given`: returns `since`, or refuses it."""
     what = f"save of table {table.name!r}"
-    with contextlib.ExitStack() as stack:
-        name, refusal = attempt(lambda: file_name(what, "path", path))
-        writer, unfit = attempt(lambda: open_writer(name) if name and settings.layout.rank == 0 else None)
-        if writer is not None:
-            stack.callback(writer.abandon)
-        meet(settings, what, [("path", name or "")], table, refusal or unfit)
-        tables, counts = settings.backend.tables, _counts_of(settings, table)
-        assert tables is not None
-        settings.run(what, tables.at_rank_0(lambda: _written(tables, table, counts, writer), what))
+    counts = _counts_of(settings, table)
+    return _with_writer(settings, what, table, path, given,
+                        lambda tables, writer, since: _written(tables, table, counts, what, writer, since))  # fmt: skip
 
 
-def load(settings: Settings, table: KnownTable, path: object) -> None:
-    """Read a table from a file. Collective; see `Table.load`."""
+def load(settings: Settings, table: KnownTable, paths: Sequence[object]) -> None:
+    """Read a table from a file and the increments to it. Collective; see `Table.load`."""
     what = f"load of table {table.name!r}"
     with contextlib.ExitStack() as stack:
-        name, refusal = attempt(lambda: file_name(what, "path", path))
+        names, refusal = attempt(lambda: [file_name(what, "path", path) for path in paths])
         tables, counts = settings.backend.tables, _counts_of(settings, table)
-        fit, unfit = attempt(
-            lambda: _fitting(table, counts, what, name, stack) if name and not settings.layout.rank else None
+        parts, unfit = attempt(
+            lambda: _fitting(table, counts, what, names, stack) if names and not settings.layout.rank else None
         )
-        meet(settings, what, [("path", name or "")], table, refusal or unfit)
+        meet(settings, what, [("path", ", ".join(names or []))], table, refusal or unfit)
         assert tables is not None
         table.note_load()
-        settings.run(what, tables.at_rank_0(lambda: _loaded(tables, table, fit), what))
+        settings.run(what, tables.at_rank_0(lambda: _loaded(tables, table, parts), what))
+
+
+def _with_writer(
+    settings: Settings, what: str, table: KnownTable, path: object, given: Callable[[], int],
+    write: Callable[[Tables, Writer, int], Task[bytes]],
+) -> int:  # fmt: skip
+    """Let rank 0 write a file of rows after `since`, which `given` returns; return what it says. Collective."""
+    with contextlib.ExitStack() as stack:
+        name, refusal = attempt(lambda: file_name(what, "path", path))
+        since, wrong = attempt(given)
+        opened, unfit = attempt(lambda: open_writer(name) if name and settings.layout.rank == 0 else None)
+        if opened is not None:
+            stack.callback(opened.abandon)
+        items = [("path", name or ""), ("since", str(since or None))]
+        meet(settings, what, items, table, refusal or wrong or unfit)
+        tables = settings.backend.tables
+        assert tables is not None and since is not None
+
+        def written() -> Task[bytes]:
+            assert opened is not None
+            return write(tables, opened, since)
+
+        return int(settings.run(what, tables.at_rank_0(written, what)))
 
 
 def meet(
@@ -168,20 +216,49 @@ def _counts_of(settings: Settings, table: KnownTable) -> KnownTable | None:
     return settings.tables[table.name + COUNTS] if table.card.seen else None
 
 
-def _written(tables: Tables, table: KnownTable, counts: KnownTable | None, writer: Writer | None) -> Task[bytes]:
-    assert writer is not None
-    parts = [(WORD, "", table)] + ([] if counts is None else [(COUNTS_WORD, COUNTS_PREFIX, counts)])
-    frozen = yield from tables.freeze([one.name for _, _, one in parts])
-    records = [(word, prefix, record_of(one, frozen)) for word, prefix, one in parts]
+def _written(
+    tables: Tables, table: KnownTable, counts: KnownTable | None, what: str, writer: Writer, since: int
+) -> Task[bytes]:  # fmt: skip
+    stats = yield from tables.stats(table)
+    updates = _see_since(what, stats, since)
+    frozen = [(WORD, "", table, (yield from tables.freeze([table.name], since, updates)))]
+    if counts is not None:
+        frozen.append((COUNTS_WORD, COUNTS_PREFIX, counts, (yield from tables.freeze([counts.name]))))
+    records = [(word, prefix, record_of(one, rows)) for word, prefix, one, rows in frozen]
     tensors = {name: tensor for _, prefix, record in records for name, tensor in record.tensors(prefix)}
-    writer.begin(tensors, {word: msgspec.json.encode(record).decode() for word, _, record in records})
-    for _, prefix, record in records:
-        for piece in pieces(record, prefix, frozen):
-            for name, values in (yield from read(frozen, piece)):
+    part = _Part(since, updates, sum(server.rows for server in stats))
+    words = {word: msgspec.json.encode(record).decode() for word, _, record in records}
+    dropped = yield from _dropped(frozen[0][3], table)
+    if since:
+        tensors["dropped"] = Tensor(dropped.dtype, dropped.shape)
+    writer.begin(tensors, {**words, PART_WORD: msgspec.json.encode(part).decode()})
+    if since:
+        writer.append("dropped", dropped)
+    for (_, prefix, record), (*_, rows) in zip(records, frozen, strict=True):
+        for piece in pieces(record, prefix, rows):
+            for name, values in (yield from read(rows, piece)):
                 writer.append(name, values)
-    yield from frozen.release()
+        yield from rows.release()
     _finish(writer)
-    return b""
+    return b"%d" % updates
+
+
+def _see_since(what: str, stats: Sequence[TableStats], since: int) -> int:
+    """Return the updates of a table; ValueError where rows that were changed after `since` are not known."""
+    if since and not all(since in part.exports for part in stats):
+        raise ValueError(
+            f"{what}: since={since}: no file of these rows was written then, or more were dropped since than are kept: "
+            "give what the last one has returned, or write all rows (since=None)"
+        )
+    return min(part.updates for part in stats)
+
+
+def _dropped(frozen: FrozenRows, table: KnownTable) -> Task[Ids]:
+    """Return the ids that all servers have dropped after `since`."""
+    found = [NO_IDS]
+    for server in range(len(frozen.parts[table.name])):
+        found.append(np.frombuffer((yield from frozen.dropped(table.name, server)), np.int64))
+    return np.concatenate(found)
 
 
 def _finish(writer: Writer) -> None:
@@ -192,9 +269,44 @@ def _finish(writer: Writer) -> None:
 
 
 def _fitting(
-    table: KnownTable, counts: KnownTable | None, what: str, path: str, stack: contextlib.ExitStack
-) -> Fit:  # fmt: skip
-    """Return the file, and of what table it is; ValueError where it is damaged, or of another table."""
+    table: KnownTable, counts: KnownTable | None, what: str, paths: Sequence[str], stack: contextlib.ExitStack
+) -> list[FilePart]:  # fmt: skip
+    """Return what is to be read from the files; ValueError where one is damaged, of another table, or not the next."""
+    found = [_opened(table, what, path, stack) for path in paths]
+    before: _Part | None = None
+    for _, file, part in found:
+        if part.since != (0 if before is None else before.updates):
+            expected = "all rows" if before is None else f"the changes since update {before.updates}"
+            holds = f"the changes since update {part.since}" if part.since else "all rows"
+            raise ValueError(
+                f"{what}: {file.path} holds {holds}, and {expected} must come here: give the file of all rows, then "
+                "every increment in its order"
+            )
+        before = part
+    parts: list[FilePart] = []
+    later, rows = NO_IDS, 0
+    for records, file, part in reversed(found):
+        chosen = {"": msgspec.structs.replace(records[""], card=table.card)}
+        if counts is not None and not parts:
+            none = TableRecord(counts.card, 0, records[""].updates)
+            chosen[COUNTS_PREFIX] = msgspec.structs.replace(records.get(COUNTS_PREFIX, none), card=counts.card)
+        parts.insert(0, FilePart(chosen, file, later))
+        step = PIECE_BYTES // 8
+        for start in range(0, records[""].rows if len(found) > 1 else 0, step):
+            rows += int(np.count_nonzero(~_are_among(file.get("ids", slice(start, start + step)), later)))
+        if part.since:
+            later = np.unique(np.concatenate([later, file.get("ids"), file.get("dropped")]))
+    if before is not None and len(found) > 1 and rows != before.rows:
+        raise ValueError(
+            f"{what}: the files hold {rows} rows, and the table had {before.rows}: give those of one job"
+        )
+    return parts
+
+
+def _opened(
+    table: KnownTable, what: str, path: str, stack: contextlib.ExitStack
+) -> tuple[dict[str, TableRecord], TensorFile, _Part]:  # fmt: skip
+    """Return the tables of a file by the prefix of their tensors, the file, and what part of the rows it has."""
     file = stack.enter_context(TensorFile(path))
     if WORD not in file.metadata:
         raise ValueError(f"{what}: {path} was not written by save of a table")
@@ -203,26 +315,26 @@ def _fitting(
             prefix: msgspec.json.decode(file.metadata[word], type=TableRecord)
             for word, prefix in ((WORD, ""), (COUNTS_WORD, COUNTS_PREFIX)) if word in file.metadata
         }  # fmt: skip
+        whole = _Part(0, records[""].updates, records[""].rows)
+        part = msgspec.json.decode(file.metadata[PART_WORD], type=_Part) if PART_WORD in file.metadata else whole
     except msgspec.MsgspecError as error:
         raise ValueError(f"{path} has a header of a table that cannot be read: {error}") from error
     see_fit(what, path, records[""], table)
     if (theirs := records[""].card.table) != table.name:
         warn(f"{what}: {path} holds table {theirs!r}, whose rows this table has from now on")
     file.see_sums(())
-    if file.tensors != {name: tensor for prefix, record in records.items() for name, tensor in record.tensors(prefix)}:
+    promised = {name: tensor for prefix, record in records.items() for name, tensor in record.tensors(prefix)}
+    if part.since and "dropped" in file.tensors:
+        promised["dropped"] = Tensor(np.dtype(np.int64), file.tensors["dropped"].shape[:1])
+    if file.tensors != promised or ("dropped" in promised) != bool(part.since):
         raise ValueError(f"{path} holds {sorted(file.tensors)}, and not what its header promises: save it anew")
-    fit = {"": msgspec.structs.replace(records[""], card=table.card)}
-    if counts is not None:
-        none = TableRecord(counts.card, 0, records[""].updates)
-        fit[COUNTS_PREFIX] = msgspec.structs.replace(records.get(COUNTS_PREFIX, none), card=counts.card)
-    return fit, file
+    return records, file, part
 
 
-def _loaded(tables: Tables, table: KnownTable, fit: Fit | None) -> Task[bytes]:
-    assert fit is not None
-    records, file = fit
+def _loaded(tables: Tables, table: KnownTable, parts: Sequence[FilePart] | None) -> Task[bytes]:
+    assert parts is not None
     try:
-        yield from restore(tables, records, file)
+        yield from restore(tables, parts)
     except ValueError as error:  # some rows are gone by now
         if isinstance(error, CollectiveError):
             raise
@@ -246,41 +358,23 @@ class _Export(msgspec.Struct):
 def export(settings: Settings, table: KnownTable, path: object, given: Callable[[], int]) -> int:
     """Write rows for programs that serve. Collective; see `Table.export`. `given`: returns `since`, or refuses it."""
     what = f"export of table {table.name!r}"
-    with contextlib.ExitStack() as stack:
-        name, refusal = attempt(lambda: file_name(what, "path", path))
-        since, wrong = attempt(given)
-        writer, unfit = attempt(lambda: open_writer(name) if name and settings.layout.rank == 0 else None)
-        if writer is not None:
-            stack.callback(writer.abandon)
-        items = [("path", name or ""), ("since", str(since or None))]
-        meet(settings, what, items, table, refusal or wrong or unfit)
-        tables = settings.backend.tables
-        assert tables is not None and since is not None
-        done = settings.run(what, tables.at_rank_0(lambda: _exported(tables, table, what, writer, since), what))
-        return int(done)
+    return _with_writer(settings, what, table, path, given,
+                        lambda tables, writer, since: _exported(tables, table, what, writer, since))  # fmt: skip
 
 
-def _exported(tables: Tables, table: KnownTable, what: str, writer: Writer | None, since: int) -> Task[bytes]:
-    assert writer is not None
+def _exported(tables: Tables, table: KnownTable, what: str, writer: Writer, since: int) -> Task[bytes]:
     stats = yield from tables.stats(table)
-    updates = min(part.updates for part in stats)
-    if since and not all(since in part.exports for part in stats):
-        raise ValueError(
-            f"{what}: since={since} is no export of these rows, or more were dropped since then than are kept: give "
-            "what the last one has returned, or export all rows (since=None)"
-        )
+    updates = _see_since(what, stats, since)
     card, names = table.card, ["ids", "values"]
     frozen = yield from tables.freeze([table.name], since, updates)
-    dropped = []
-    for server in range(len(stats)):
-        dropped.append(np.frombuffer((yield from frozen.dropped(table.name, server)), np.int64))
+    dropped = yield from _dropped(frozen, table)
     parts = frozen.parts[table.name]
     count = sum(part.rows for part in parts)
     header = _Export(table.name, card.dim, card.dtype, updates, since)
     tensors = {"ids": Tensor(np.dtype(np.int64), (count,)), "values": Tensor(np.dtype(card.dtype), (count, card.dim)),
-               "dropped": Tensor(np.dtype(np.int64), (sum(map(len, dropped)),))}  # fmt: skip
+               "dropped": Tensor(dropped.dtype, dropped.shape)}  # fmt: skip
     writer.begin(tensors, {EXPORT_WORD: msgspec.json.encode(header).decode()})
-    writer.append("dropped", np.concatenate(dropped))
+    writer.append("dropped", dropped)
     step = max(1, PIECE_BYTES // (8 + tensors["values"].dtype.itemsize * card.dim))
     for server, part in enumerate(parts):
         for start in range(0, part.top, step):

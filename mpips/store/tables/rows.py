@@ -36,6 +36,8 @@ BLOCK_BYTES = 1 << 18
 """Of rows with their state, which are updated at a time."""
 FEW = 1 << 16
 """Ids of dropped rows that are kept though there are fewer rows."""
+LAST = 1000
+"""From so many exports and increments the next may go on."""
 
 
 def arrays_of(dim: int, dtype: np.dtype, optimizer: RowOptimizer) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
@@ -281,11 +283,12 @@ class FrozenRows:
 
 
 class Drops:
-    """Ids of rows that were dropped since exports: no more of them than there are rows, or `FEW`."""
+    """Ids of rows that were dropped since files of the table: no more of them than there are rows, or `FEW`."""
 
     def __init__(self) -> None:
         self.exports: list[int] = []
-        """The exports from which the next one may go on, by the updates of the table that they have written."""
+        """The exports and increments from which the next may go on, by the updates of the table that they have
+        written."""
         self._count = 0
         self._ids: deque[tuple[int, Ids]] = deque()
         """By the update."""
@@ -296,14 +299,14 @@ class Drops:
             return
         self._ids.append((update, ids))
         self._count += len(ids)
-        if self._count > max(FEW, rows):
-            self._ids.clear()
-            self.exports, self._count = [], 0
+        while self._count > max(FEW, rows):
+            lost, gone = self._ids.popleft()
+            self._count -= len(gone)
+            self.exports = [one for one in self.exports if one >= lost]
 
     def after(self, since: int, updates: int) -> Ids:
-        """Return the ids that updates after `since` have dropped, for an export; they and later ones are kept for the
-        next."""
-        self.exports = [*(one for one in self.exports if since <= one < updates), updates]
-        while self._ids and self._ids[0][0] <= since:
+        """Return the ids that updates after `since` have dropped, for a file of rows; the next may go on from it."""
+        self.exports = [*(one for one in self.exports if one < updates), updates][-LAST:]
+        while self._ids and self._ids[0][0] <= self.exports[0]:
             self._count -= len(self._ids.popleft()[1])
-        return np.concatenate([np.zeros(0, np.int64), *(ids for _, ids in self._ids)])
+        return np.concatenate([np.zeros(0, np.int64), *(ids for update, ids in self._ids if update > since)])

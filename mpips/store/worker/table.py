@@ -1,8 +1,8 @@
 """`Table`: rows of an embedding table, which servers make when they are first pushed to. Checks of its arguments.
 
-    table = kv.table("users", dim=32, init=mpips.uniform(0.05), optimizer="row_adagrad", learning_rate=0.05)
-    rows = table.pull(ids)
-    table.push(ids, gradients)
+table = kv.table("users", dim=32, init=mpips.uniform(0.05), optimizer="row_adagrad", learning_rate=0.05)
+rows = table.pull(ids)
+table.push(ids, gradients)
 """
 
 from __future__ import annotations
@@ -146,8 +146,12 @@ class Table(Uncopied):
         if self._settings.layout.num_workers == 1:
             return mine
         if not self.synchronous:
-            raise of_caller(ValueError(f"{what}: workers of a {self._settings.layout.kind} store do not hear of each "
-                                       "other's overflows: take dist_sync, or bfloat16, which needs no scaler"))
+            raise of_caller(
+                ValueError(
+                    f"{what}: workers of a {self._settings.layout.kind} store do not hear of each "
+                    "other's overflows: take dist_sync, or bfloat16, which needs no scaler"
+                )
+            )
         return any(any(word) for word in self._settings.agree(what, data=bytes([mine])))
 
     @property
@@ -186,22 +190,31 @@ class Table(Uncopied):
         self._settings.run(what, tables.update(self.name, options))
         card.numbers = options
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write all rows with their state into one file (safetensors), after one round. Collective over all workers.
+    def save(self, path: str | os.PathLike[str], since: int | None = None) -> int:
+        """Write rows with their state into one file (safetensors), after one round. Collective over all workers.
 
-        A kill at any moment leaves the old file or the new one. ValueError on all where it cannot be written, or, in a
-        synchronous store, where one has pushed more often than another.
+        Return the number of the table's updates, which the next call takes as `since`: then only rows that updates
+        after it have changed are written, and the ids of rows that are no more. `load` takes all of the files.
+
+        Args:
+            path: A kill at any moment leaves the old file or the new one.
+            since: What `save` has returned; None: all rows.
+
+        Raises:
+            ValueError: On all workers. The file cannot be written; in a synchronous store, one has pushed more often
+                than another; or `since` is refused, as `export` does.
         """
         self._check_there("save")
-        table_files.save(self._settings, self._known, path)
+        return table_files.save(self._settings, self._known, path, lambda: _since(self.name, "save", since))
 
-    def load(self, path: str | os.PathLike[str]) -> None:
+    def load(self, path: str | os.PathLike[str], *increments: str | os.PathLike[str]) -> None:
         """Let the table be what `save` wrote, with any number of servers and workers. Collective over all workers.
 
-        Its own learning rate and seed stay. ValueError on all where the file does not fit, and nothing has changed.
+        `increments` are the files that `save` wrote with `since`, each from where the one before ends. The table's own
+        learning rate and seed stay. ValueError on all where a file does not fit, and nothing has changed.
         """
         self._check_there("load")
-        table_files.load(self._settings, self._known, path)
+        table_files.load(self._settings, self._known, (path, *increments))
 
     def export(self, path: str | os.PathLike[str], since: int | None = None) -> int:
         """Write rows for programs that serve into one file (safetensors): `ids`, `values`, `dropped`. Collective.
@@ -215,11 +228,11 @@ class Table(Uncopied):
             since: What an export has returned; None: all rows.
 
         Raises:
-            ValueError: On all workers. The file cannot be written; or `since` is no export of these rows (those before
-                a load are not), or which rows were dropped after it is no longer known.
+            ValueError: On all workers. The file cannot be written; no file of these rows was written at `since` (those
+                before a load are of others); or which rows were dropped after it is no longer known.
         """
         self._check_there("export")
-        return table_files.export(self._settings, self._known, path, lambda: _since(self.name, since))
+        return table_files.export(self._settings, self._known, path, lambda: _since(self.name, "export", since))
 
     # ---- calls
 
@@ -455,11 +468,11 @@ def _whole(name: str, word: str, given: Any) -> int:
         raise TypeError(f"table {name!r}: {word}={given!r} is no whole number: give one") from None
 
 
-def _since(name: str, given: object) -> int:
-    """Return the updates after which rows are exported, 0 for None."""
+def _since(name: str, call: str, given: object) -> int:
+    """Return the updates after which rows are written, 0 for None."""
     since = 0 if given is None else _whole(name, "since", given)
     if since < 0:
-        raise ValueError(f"table {name!r}: since={since}: give what an export has returned, or None")
+        raise ValueError(f"table {name!r}: since={since}: give what {call} has returned, or None")
     return since
 
 

@@ -82,7 +82,8 @@ class Played:
             )
             for _ in range(self.lanes)
         ]
-        self.saved: dict[str, Any] = {}
+        self.saved: dict[tuple[str, ...], Any] = {}
+        """By files: a whole one, and increments to it."""
 
     def go_on(self, kv: mpips.KVStore) -> None:
         """Make the table, or claim it from what the store has loaded."""
@@ -94,6 +95,8 @@ class Played:
             model.servers, model.refused, model.evicted = kv.layout.num_servers, 0, []
         self.worker, self.pushes, self.copy = kv.rank, 0, ServingCopy()
         self.since: int | None = None
+        self.last: tuple[tuple[str, ...], int] = (), 0
+        """The files that the next increment goes on from, and since when."""
 
     def __repr__(self) -> str:
         return f"table {self.name!r} {self._kind} {self.life} {self.models[0].numbers}"
@@ -313,15 +316,22 @@ class Player:
     def save(self) -> None:
         played = self.some()
         path = f"{self.folder}/{played.name.replace('/', '-')}-{self.chosen.randrange(3)}"
-        played.table.save(path)
-        played.saved[path] = [model.save() for model in played.models]
+        files, since = played.last
+        if files and self.chosen.random() < 0.7:
+            files = *files, f"{files[0]}-{self.step}"
+        else:
+            files, since = (path,), 0
+            played.saved = {ones: state for ones, state in played.saved.items() if path not in ones}
+        played.last = files, played.table.save(files[-1], since or None)
+        assert played.last[1] == played.updates, f"{self.said}: {played.last}, not {played.updates}"
+        played.saved[files] = [model.save() for model in played.models]
 
     def load(self) -> None:
         played = self.some()
         if played.saved:
-            path = self.chosen.choice(sorted(played.saved))
-            played.table.load(path)
-            self.restore(played, played.saved[path])
+            files = self.chosen.choice(sorted(played.saved))
+            played.table.load(*files)
+            self.restore(played, played.saved[files])
 
     def restore(self, played: Played, saved: Any) -> None:
         for model, one in zip(played.models, saved, strict=True):
@@ -332,8 +342,8 @@ class Player:
         """The rows have become others than by updates."""
         if played.since:
             said = failure(lambda: played.table.export(f"{self.folder}/none", played.since))
-            assert "is no export of these rows" in said, f"{self.said}: {said}"
-        played.since = None
+            assert "no file of these rows was written then" in said, f"{self.said}: {said}"
+        played.since, played.last = None, ((), 0)
 
     def export(self) -> None:
         played, path = self.some(), f"{self.folder}/export-{self.step}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -95,6 +96,80 @@ def test_a_checkpoint_holds_tables_of_its_round(folder: Path, wait: bool, known:
     run("dist_sync", save, servers=1)
     for servers in range(1, min(3, WORLD.size)):
         run("dist_sync", loaded, servers=servers)
+
+
+@either_mpi
+@pytest.mark.parametrize("optimizer, life", [
+    ("adam", {"admit": mpips.seen(2), "evict": 3}), ("row_adagrad", {"limit": 90}), ("sgd", {}),
+])  # fmt: skip
+def test_a_whole_file_and_its_increments_are_the_table(folder: Path, optimizer: str, life: dict[str, Any]) -> None:
+    need(servers=1)
+    whole = folder / "whole"
+
+    def make(kv: mpips.KVStore) -> Any:
+        return kv.table("t", DIM, init=mpips.uniform(0.5), optimizer=optimizer, learning_rate=0.1, **life)
+
+    def pushed(kv: mpips.KVStore, table: Any, step: int) -> None:
+        table.push(*(some(step) if kv.rank == 0 else NOTHING))
+
+    def save(kv: mpips.KVStore) -> None:
+        table, since = make(kv), 0
+        for step in range(STEPS):
+            pushed(kv, table, step)
+            if step == SAVED:
+                table.export(folder / "served")  # other files of the same rows disturb nothing
+            if step % 3 == 2:
+                since = table.save(folder / f"{step}", since or None)
+                assert since == step + 1 == table.stats()["updates"]
+            elif step == STEPS - 2:
+                table.save(whole)
+        kv.barrier()
+        assert "since=7: no file of these rows was written then" in failure(lambda: table.save(folder / "x", 7))
+        if kv.num_workers > 1:
+            said = failure(lambda: table.save(folder / "x", 12 if kv.rank else None))
+            assert "'since' is None on rank 0 and 12 on rank 1" in said
+
+    def loaded(kv: mpips.KVStore) -> None:
+        table = make(kv)
+        pushed(kv, table, 1)  # is forgotten
+        for files in (5, 2), (2, 8), (2, 5, 5), (2, 2), (5,):
+            paths = [folder / f"{step}" for step in files]
+            said = failure(functools.partial(table.load, *paths))
+            assert "give the file of all rows, then every increment in its order" in said, files
+        if life:
+            assert "give those of one job" in failure(lambda: table.load(folder / "2", folder / "other"))
+        table.load(*(folder / f"{step}" for step in (2, 5, 8)))
+        for step in range(9, STEPS):
+            pushed(kv, table, step)
+        expected = ReferenceTable("t", DIM, "float32", 0.5, optimizer, servers=kv.layout.num_servers, **life)
+        for step in range(STEPS):
+            expected.push([some(step)])
+        assert table.pull(ids).tobytes() == expected.pull(ids).tobytes()
+        assert (table.stats()["updates"], table.rows) == (STEPS, len(expected.rows))
+        said = failure(lambda: table.save(folder / "x", 9))
+        assert "since=9: no file of these rows was written then" in said
+        kv.barrier()
+
+    def other(kv: mpips.KVStore) -> None:
+        """Another job writes an increment since the same update."""
+        table = make(kv)
+        for step in range(20, 26):
+            pushed(kv, table, step)
+            if step == 22:
+                since = table.save(folder / "first")
+        table.save(folder / "other", since)
+
+    ids = np.concatenate([some(step)[0] for step in range(STEPS)])
+    run("dist_sync", save, servers=1)
+    run("dist_sync", other, servers=1)
+    run("dist_sync", loaded, servers=1 if "limit" in life else min(2, WORLD.size - 1))  # servers share the limit
+
+
+def some(step: int) -> tuple[Any, Any]:
+    """Some ids come in all steps, others seldom, so that rows are dropped and come again."""
+    random = np.random.default_rng(step)
+    ids = np.concatenate([random.integers(0, 20, 30), random.integers(-300, 300, 40) * 10**13])
+    return ids, random.standard_normal((len(ids), DIM)).astype(np.float32)
 
 
 @only_on(1)

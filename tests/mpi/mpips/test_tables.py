@@ -736,21 +736,21 @@ def test_exports_keep_a_serving_copy_up_to_date(
         table.export(f"{folder}/all")
         whole.read(f"{folder}/all")
         whole.check(expected)
-        assert "is no export of these rows" in failure(lambda: table.export(f"{folder}/all", 10))
+        assert "since=10: no file of these rows" in failure(lambda: table.export(f"{folder}/all", 10))
         assert "cannot be written" in failure(lambda: table.export(f"{folder}/none/x"))
         is_over = threading.Event()
         beside = kv.settings.start("as a checkpoint that is being written", until(is_over))
-        assert "since=1 is no export" in failure(lambda: table.export(f"{folder}/all", 1))
+        assert "since=1: no file of these rows was written then" in failure(lambda: table.export(f"{folder}/all", 1))
         is_over.set()
         beside.wait()
         if kv.num_workers > 1:
             said = failure(lambda: table.export(f"{folder}/all", 9 if kv.rank else None))
             assert "'since' is None on rank 0 and 9 on rank 1" in said
             said = failure(lambda: table.export(f"{folder}/all", -1 if kv.rank else None))
-            assert "rank 1: table 'users': since=-1: give what an export has returned" in said
+            assert "rank 1: table 'users': since=-1: give what export has returned" in said
         table.save(f"{folder}/saved")  # loaded rows are others, though updates count on
         table.load(f"{folder}/saved")
-        assert "since=9 is no export" in failure(lambda: table.export(f"{folder}/all", 9))
+        assert "since=9: no file of these rows" in failure(lambda: table.export(f"{folder}/all", 9))
         kv.barrier()
 
     run("dist_sync", body, servers=servers)

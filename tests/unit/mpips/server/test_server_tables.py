@@ -16,7 +16,7 @@ from collectives.errors import MismatchError
 from collectives.fabric.arena import SparseFile
 from mpips.optimizers import encode_numbers
 from mpips.store.checkpoint.file import TableRecord
-from mpips.store.checkpoint.table_files import restore
+from mpips.store.checkpoint.table_files import FilePart, restore
 from mpips.store.recovery.plan import Inventory, RecoveryPlan, Shelf, choose_rounds, owners_of_tables
 from mpips.store.recovery.row_mirror import RowMirror
 from mpips.store.recovery.table_plan import attached, plan_table
@@ -263,5 +263,6 @@ def test_a_load_that_breaks_off_leaves_a_torn_table() -> None:
             return self.ask(frames.EndLoad(table))
 
     parts = {"": TableRecord(COUNTED[1], 0, 2), "seen_": TableRecord(COUNTED[0], 0, 2)}
-    assert list(restore(Loading(), parts, None)) == []  # type: ignore[arg-type]
+    file: Any = None
+    assert list(restore(Loading(), [FilePart(parts, file)])) == []  # type: ignore[arg-type]
     assert torn == [("t",), ("t",), ("t",), ()]
