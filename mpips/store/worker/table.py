@@ -1,8 +1,8 @@
 """`Table`: rows of an embedding table, which servers make when they are first pushed to. Checks of its arguments.
 
-table = kv.table("users", dim=32, init=mpips.uniform(0.05), optimizer="row_adagrad", learning_rate=0.05)
-rows = table.pull(ids)
-table.push(ids, gradients)
+    table = kv.table("users", dim=32, init=mpips.uniform(0.05), optimizer="row_adagrad", learning_rate=0.05)
+    rows = table.pull(ids)
+    table.push(ids, gradients)
 """
 
 from __future__ import annotations

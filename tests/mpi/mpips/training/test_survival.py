@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
-import threading
-import time
+from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from collectives import CollectiveError
 from mpips.training import Callback, Checkpoint, EarlyStop, Elastic, LearningRate, Local, Trainer
 from tests import child
 from tests.choice import first
+from tests.mpi.deaths import die, die_later, wait_until_dead
 from tests.mpi.mpips.training.support import Line, data, uneven
 from tests.mpi.sizes import JOB_LIMIT, only_on
 from tests.run import OTHER_MPI
@@ -52,23 +51,18 @@ ENDS: list[dict[str, Any]] = [{}, {"batches": (1, 5, 9)}, {"step": 4}, {"epoch":
 survivors = pytest.mark.skipif(OTHER_MPI in os.environ, reason="Open MPI alone tells of deaths")
 
 
-def wait_for(*paths: Path) -> None:
-    """Wait until the files exist."""
-    while not all(path.exists() for path in paths):
-        time.sleep(1e-3)
-
-
 class Curve(Callback):
     """The losses of the steps; it does something in one of its own calls, once each.
 
-    The last epoch begins when the files `gone` exist: a death at a time comes before the end, however fast the fit is.
+    The last epoch begins when the ranks `dying` have died: a death at a time comes before the end, however fast the fit
+    is.
     """
 
     def __init__(
-        self, do: Any = None, step: int = -1, epoch: int = -1, begun: Path | None = None, gone: tuple[Path, ...] = ()
+        self, do: Any = None, step: int = -1, epoch: int = -1, begun: Path | None = None, dying: Sequence[int] = ()
     ) -> None:
         self.losses: dict[int, str] = {}
-        self._begun, self._gone = begun, gone
+        self._begun, self._dying = begun, dying
         self._do, self._step, self._epoch = do, step, epoch
 
     def on_begin(self, fit: Any) -> None:
@@ -83,7 +77,7 @@ class Curve(Callback):
 
     def on_epoch(self, fit: Any, epoch: Any) -> None:
         if epoch.epoch == EPOCHS - 1:
-            wait_for(*self._gone)
+            wait_until_dead(self._dying)
         if epoch.epoch == self._epoch:
             self._epoch = -1
             self._do()
@@ -139,46 +133,29 @@ def ends(kv: Any, place: str) -> None:
             assert found[-1] == found[0], (what, way)
 
 
-def dies(kv: Any, what: str, place: str, when: str, gone: tuple[Path, ...], grow: bool = False) -> None:
+def dies(kv: Any, what: str, place: str, when: str, dying: Sequence[int], grow: bool = False) -> None:
     """A fit in which this rank may be killed; what came out, in a file for each worker."""
-
-    def die() -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
     number = int(when[1:]) if when[:1] in tuple("bse") else -1
     step, epoch = (number if when[:1] == letter else -1 for letter in "se")
-    curve = Curve(die, step, epoch, Path(f"{place}.begun"), gone)
+    curve = Curve(die, step, epoch, Path(f"{place}.begun"), dying)
     model = Acts(die, (number,) if when[:1] == "b" else ())
     found = trained(kv, model, curve, what, f"{place}-kept", grow=grow)
     Path(f"{place}.{kv.rank}").write_text(json.dumps({**found, "workers": kv.num_workers, "epoch": kv.generation}))
-
-
-def later(place: str, seconds: float, gone: Path) -> None:
-    """Die so long after the fit has begun, whatever this rank is; `gone` is its last word."""
-
-    def die() -> None:
-        wait_for(Path(f"{place}.begun"))
-        time.sleep(seconds)
-        gone.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=die, daemon=True).start()
 
 
 def program(mode: str, kind: str, what: str, place: str, deaths: str = "") -> None:
     """One rank."""
     words = deaths.split(",") if mode in ("dies", "grows") and deaths else []
     deaths_of = dict(word.split(":") for word in words)
-    last_words = {rank: Path(f"{place}.gone-{rank}") for rank, when in deaths_of.items() if when[:1] == "t"}
-    mine = str(MPI.COMM_WORLD.rank)
-    when = deaths_of.get(mine, "")
-    if mine in last_words:
-        later(place, float(when[1:]), last_words[mine])
+    dying = [int(rank) for rank, when in deaths_of.items() if when[:1] == "t"]
+    when = deaths_of.get(str(MPI.COMM_WORLD.rank), "")
+    if when[:1] == "t":
+        die_later(Path(f"{place}.begun"), float(when[1:]))
     kv = mpips.create(kind, **STORES.get(what, {}))
     if mode == "ends":
         ends(kv, place)
     elif mode in ("dies", "grows"):
-        dies(kv, what, place, when, tuple(last_words.values()), mode == "grows")
+        dies(kv, what, place, when, dying, mode == "grows")
     else:
         found = trained(kv, Line(9), Curve(), what, f"{place}-more", resume=deaths)
         Path(f"{place}.{kv.rank}").write_text(json.dumps(found))
