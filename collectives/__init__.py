@@ -46,7 +46,7 @@ class _Package(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name not in __all__:
-            raise AttributeError(f"module 'collectives' has no attribute {name!r}")
+            raise AttributeError(f"module 'collectives' has no attribute {name!r}", name=name, obj=self)
         value = getattr(importlib.import_module(f"collectives.{_HOMES.get(name, 'api')}"), name)
         self.__dict__[name] = value
         return value

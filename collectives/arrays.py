@@ -84,8 +84,8 @@ def host(x: Array, name: str = "x") -> Vector:
         array = np.from_dlpack(x)
         return array if DLPACK_TELLS else np.asarray(_Writable(array))
     raise TypeError(
-        f"{name} is of type {type(x).__name__}, which is no array in memory: pass one of NumPy or PyTorch, or one that "
-        "has __array_interface__ or DLPack"
+        f"{name} is of type {type(x).__name__}, which is no array in memory: pass "
+        f"numpy.asarray({name.partition('[')[0]}), a tensor of PyTorch, or what has __array_interface__ or DLPack"
     )
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from mpi4py import MPI
 
+from collectives.errors import did_you_mean
 from collectives.kernels.sums import Step, steps
 from collectives.schedule.model import KINDS, cut
 
@@ -73,7 +74,8 @@ class Call:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"unknown collective {self.kind!r}: choose one of {', '.join(KINDS)}")
+            perhaps = did_you_mean(self.kind, KINDS)
+            raise ValueError(f"unknown collective {self.kind!r}{perhaps}: choose one of {', '.join(KINDS)}")
         text = self.described()
         object.__setattr__(self, "text", f"{self.label} ({text})" if self.label else text)
 
@@ -181,7 +183,8 @@ def operation(name: str, dtype: np.dtype[Any]) -> Operation:
         raise TypeError(f"op {name!r} is of type {type(name).__name__}: pass one of {', '.join(OPERATIONS)}, as a word")
     found = OPERATIONS.get(name)
     if found is None:
-        raise ValueError(f"unknown operation {name!r}: choose one of {', '.join(OPERATIONS)}")
+        perhaps = did_you_mean(name, OPERATIONS)
+        raise ValueError(f"unknown operation {name!r}{perhaps}: choose one of {', '.join(OPERATIONS)}")
     if not (dtype.kind in "iuf" and dtype.isnative) and dtype.name != "bfloat16":
         raise ValueError(
             f"cannot reduce elements of type {dtype.name}{'' if dtype.isnative else ' in the other byte order'}: "

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import FrameType
 from typing import NoReturn, TypeVar
 
@@ -79,6 +80,18 @@ def warn(sentence: str) -> None:
 
 def _module(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
+
+
+ELSEWHERE = {"lr": "learning_rate", "eps": "epsilon", "betas": "beta1", "avg": "mean", "average": "mean"}
+"""What other libraries call a thing, and what it is called here."""
+
+
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """" (did you mean 'x'?)", to stand behind a word that is not known; "" where no known one is like it."""
+    names = list(known)
+    own = ELSEWHERE.get(str(word).lower())
+    near = [own] if own in names else difflib.get_close_matches(str(word).lower(), names, 1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 class Uncopied:

@@ -10,6 +10,7 @@ The public names are loaded when they are first used, so that `mpips run` and `m
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from mpips.ending.process import end_mpi_in_time as _end_mpi_in_time
@@ -68,7 +69,8 @@ def __getattr__(name: str) -> Any:
     if name in _PACKAGES:
         return importlib.import_module(f"mpips.{name}")
     if name not in _HOMES:
-        raise AttributeError(f"module 'mpips' has no attribute {name!r}")
+        mpips = sys.modules[__name__]
+        raise AttributeError(f"module 'mpips' has no attribute {name!r}", name=name, obj=mpips)
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 

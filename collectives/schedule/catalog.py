@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
+from collectives.errors import did_you_mean
 from collectives.schedule import (
     bcube,
     binomial,
@@ -52,7 +53,8 @@ def see_serves(kind: str, name: str, others: Sequence[str] = ()) -> None:
     """ValueError with the choices, `others` and what is here, where no algorithm of this name serves `kind`."""
     if name not in names(kind):
         known = "does not serve" if name in ALGORITHMS else "is no algorithm for"
-        raise ValueError(f"{name!r} {known} {kind}: choose one of {', '.join([*others, *names(kind)])}")
+        choices = [*others, *names(kind)]
+        raise ValueError(f"{name!r} {known} {kind}{did_you_mean(name, choices)}: choose one of {', '.join(choices)}")
 
 
 def see_named(kind: str, algorithm: str) -> None:

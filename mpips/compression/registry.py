@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from collectives.errors import did_you_mean
 from mpips.compression.compressors import Compressor, Half, Integers, OneBit, TopK, TwoBit
 from mpips.optimizers.base import LEAST, MOST
 from mpips.optimizers.registry import add_kind
@@ -56,7 +57,8 @@ def create(options: Mapping[str, Any]) -> Compressor:
         raise ValueError(f'compression has {asked}: pass {EXAMPLE}; types are {", ".join(COMPRESSORS)}')
     if not isinstance(name, str) or name not in COMPRESSORS:
         raise ValueError(
-            f"unknown compression type {name!r}: the known ones are {', '.join(COMPRESSORS)}; register your own "
+            f"unknown compression type {name!r}{did_you_mean(name, COMPRESSORS)}: the known ones are "
+            f"{', '.join(COMPRESSORS)}; register your own "
             "(@mpips.compression.register) before mpips.create in the script that servers run, too"
         )
     fields = {field.name: field for field in dataclasses.fields(COMPRESSORS[name]) if field.init}

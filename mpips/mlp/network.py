@@ -22,6 +22,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from collectives.errors import did_you_mean
 from collectives.schedule.model import cut
 
 DTYPES = ("float32", "float64", "mixed")
@@ -59,7 +60,8 @@ def check(specification: Specification) -> None:
         raise ValueError(f"sizes {list(sizes)} must be inputs, hidden widths, outputs: at least two, all at least 1")
     for value, known, what in ((activation, ACTIVATIONS, "activation"), (loss, LOSSES, "loss")):
         if value not in known:
-            raise ValueError(f"{what} {value!r} is unknown; choose one of {', '.join(known)}")
+            perhaps = did_you_mean(value, known)
+            raise ValueError(f"{what} {value!r} is unknown{perhaps}; choose one of {', '.join(known)}")
     if str(dtype) not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not supported; choose one of {', '.join(DTYPES)}")
 

@@ -12,6 +12,8 @@ from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
+from collectives.errors import did_you_mean
+
 State = Sequence[np.ndarray]
 """An optimizer's arrays for n weights, of shape (n,), an element of each for every weight."""
 
@@ -116,7 +118,8 @@ def _number(record: object, name: str, value: Any) -> float | bool:
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise ValueError(f"{type(record).__name__}({name}={value!r}): give a finite number")
+        cure = f"a number, not a {type(value).__name__}" if isinstance(value, (str, bytes)) else "a finite number"
+        raise ValueError(f"{type(record).__name__}({name}={value!r}): give {cure}")
     return number
 
 
@@ -129,7 +132,8 @@ def known(kind: type, given: Sequence[str] | dict[str, Any]) -> None:
     """Raise TypeError, which lists the known options, if `kind` lacks one of those given."""
     if unknown := sorted(set(given) - set(options(kind))):
         have = ", ".join(options(kind)) or "none"
-        raise TypeError(f"{kind.__name__} has no option {', '.join(unknown)}; it has {have}")
+        perhaps = did_you_mean(unknown[0], options(kind)) if len(unknown) == 1 else ""
+        raise TypeError(f"{kind.__name__} has no option {', '.join(unknown)}{perhaps}; it has {have}")
 
 
 def changed(optimizer: O, **numbers: Any) -> O:

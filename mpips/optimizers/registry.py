@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
+from collectives.errors import did_you_mean
 from mpips.optimizers.base import LEAST, MOST, Optimizer, initial, known
 
 OPTIMIZERS: dict[str, type] = {}
@@ -73,7 +74,8 @@ def create(optimizer: str | Optimizer, **options: Any) -> Optimizer:
         kind = OPTIMIZERS.get(optimizer.lower())
         if kind is None:
             raise ValueError(
-                f"unknown optimizer {optimizer!r}: the known ones are {', '.join(OPTIMIZERS)}; register your own "
+                f"unknown optimizer {optimizer!r}{did_you_mean(optimizer, OPTIMIZERS)}: the known ones are "
+                f"{', '.join(OPTIMIZERS)}; register your own "
                 "(@mpips.optimizers.register) before mpips.create"
             )
         known(kind, options)

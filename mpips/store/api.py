@@ -48,8 +48,10 @@ class KVStore(Uncopied):
     `recover()`.
     """
 
-    def __init__(self, settings: Settings, route: Route, generations: Generations) -> None:
+    def __init__(self, settings: Settings, route: Route | None = None, generations: Generations | None = None) -> None:
         """`route`: how pushes and pulls are made."""
+        if route is None or generations is None:
+            raise of_caller(TypeError("a store is made by mpips.create, on all ranks: kv = mpips.create('dist_sync')"))
         self.settings, self.layout = settings, settings.layout
         """What the workers agree on, for other packages of mpips; roles and communicators."""
         self._route, self._operations, self.generations = route, settings.operations, generations

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from collectives import log
-from collectives.errors import of_caller
+from collectives.errors import did_you_mean, of_caller
 from collectives.kernels import engine
 from collectives.recorder import own as recorder
 
@@ -289,7 +289,9 @@ def kind_of(name: object) -> str:
     word = name.strip().lower()
     word = ALIASES.get(word, word)
     if word not in KINDS:
-        raise OptionError(f"unknown kind of store {name!r}; known: {', '.join(KINDS)} (and {', '.join(ALIASES)})")
+        perhaps = did_you_mean(word.replace("-", "_"), KINDS)
+        known = f"{', '.join(KINDS)} (and {', '.join(ALIASES)})"
+        raise OptionError(f"unknown kind of store {name!r}{perhaps}; known: {known}")
     return word
 
 

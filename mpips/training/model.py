@@ -64,9 +64,12 @@ class EvaluatedModel(Model, Protocol):
 def see_model(model: object) -> None:
     """TypeError or ValueError that says what the model lacks of `Model`."""
     lacks = [name for name in REQUIRED if not hasattr(model, name)]
+    if type(model).__module__.partition(".")[0] == "torch" or hasattr(model, "named_parameters"):
+        raise TypeError(f"a Trainer trains models of NumPy, and {type(model).__name__} is a module of PyTorch: write "
+                        "its loop with mpips.torch.DataParallel or mpips.torch.DistributedOptimizer")
     if lacks:
         raise TypeError(f"a Trainer's model has parameters, gradients and loss_and_gradients, but "
-                        f"{type(model).__name__} has no {', '.join(lacks)} (docs/reference/training.md)")
+                        f"{type(model).__name__} has no {', '.join(lacks)}: see mpips.Model")
     parameters, gradients = (
         [f"{array.dtype}{tuple(array.shape)}" for array in getattr(model, name)] for name in ("parameters", "gradients")
     )

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from collectives import arrays
 from collectives.arrays import see_unmasked
-from collectives.errors import of_caller
+from collectives.errors import did_you_mean, of_caller
 from collectives.fabric.tasks import Task
 from mpips.store.keys import row_sparse
 from mpips.store.keys.key import Array, Key, Name
@@ -78,8 +78,9 @@ def find_key(keys: Mapping[Name, T], name: Name, what: str) -> T:
         return keys[name]
     except KeyError:
         other = of_other_kind(keys, name)
+        perhaps = did_you_mean(name, [one for one in keys if isinstance(one, str)])
         such = "" if other is None else f" (keys of this store are {type(other).__name__}, such as {other!r})"
-        raise ValueError(f"{what}: key {name!r} was not initialised; call init first{such}") from None
+        raise ValueError(f"{what}: key {name!r} was not initialised{perhaps}; call init first{such}") from None
 
 
 def see_priority(value: object, what: str) -> None:
@@ -137,12 +138,15 @@ def _arrays(value: object, name: Name, what: str) -> list[Any]:
         return [value]
     if not value:
         raise ValueError(f"{what}: key {name!r} has an empty list of arrays; pass at least one")
+    if isinstance(value[0], (int, float)):
+        kind = f"a {type(value).__name__} of {type(value[0]).__name__}"
+        raise TypeError(f"{what}: key {name!r} needs an array, not {kind}: make an array of it by numpy.asarray")
     return list(value)
 
 
 def readable(value: object, name: Name, what: str) -> Array:
     """A host array to read from: C-contiguous."""
-    return _contiguous(value, name, what, "pass numpy.asarray of it")
+    return _contiguous(value, name, what, f"write {what}({name!r}, numpy.asarray(value))")
 
 
 def _contiguous(value: object, name: Name, what: str, cure: str) -> Array:
@@ -184,9 +188,10 @@ def _host(value: object, name: Name, what: str, cure: str) -> Array:
 def see_dtype(dtype: np.dtype, name: Name, what: str) -> None:
     """TypeError unless servers can sum such elements."""
     if not (dtype.isnative and (dtype.kind in "iu" or dtype.name in FLOATS)):
+        cure = " (numbers that were read as text: array.astype(float))" if dtype.kind in "SU" else ""
         raise TypeError(
             f"{what}: key {name!r} has elements of dtype {_called(dtype)}; pass float16, bfloat16, "
-            "float32, float64 or integers, in this machine's byte order"
+            f"float32, float64 or integers, in this machine's byte order{cure}"
         )
 
 

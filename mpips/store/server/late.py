@@ -29,6 +29,9 @@ WAITS_TAG = 1
 CIRCLE_SECONDS = 0.5
 """How long a circle must have been seen."""
 
+BEFORE_LEAVING = "give all workers the same number of batches, and close the store after the last one"
+"""What to do where a worker has left while others push on."""
+
 
 class Wait(msgspec.Struct, array_like=True, frozen=True):
     """A worker waits for a round of a key or a table, to which `absent` have not pushed."""

@@ -41,7 +41,7 @@ from collectives.recorder.ring import Ring, form
 from mpips.compression import Compressor
 from mpips.optimizers import Groups, Optimizer
 from mpips.optimizers.equation import prepare
-from mpips.store.server.late import Late
+from mpips.store.server.late import BEFORE_LEAVING, Late
 from mpips.store.server.reduce import Reduce
 from mpips.store.server.table_rounds import ServerTable
 from mpips.store.server.unit import Contribution, Replies, Reply, Unit, UnitMirror
@@ -398,7 +398,7 @@ class SynchronousState(ServerState):
         for worker in unit.absent() if unit.waits else ():
             if worker in self.gone:
                 round_ = f"key {unit.key!r}: round {unit.round + 1}"
-                raise MismatchError(f"{round_} needs rank {worker}, which has left the store")
+                raise MismatchError(f"{round_} needs rank {worker}, which has left the store: {BEFORE_LEAVING}")
 
     def _may_read(self, unit: Unit, worker: int, round_: int) -> bool:
         return unit.round >= round_

@@ -26,7 +26,7 @@ from collectives.fabric.arena import SparseFile
 from collectives.recorder import own as recorder
 from collectives.recorder.ring import Ring, form
 from mpips.store.recovery.row_mirror import RowMirror
-from mpips.store.server.late import Wait
+from mpips.store.server.late import BEFORE_LEAVING, Wait
 from mpips.store.tables import admission, row_optimizers
 from mpips.store.tables.initial import Ids
 from mpips.store.tables.journal import HERE, REFUSALS, TORN, Standing
@@ -389,4 +389,4 @@ class ServerTable:
         for worker in gone:
             if not self.queues[worker]:
                 round_ = f"table {self.card.table!r}: round {self.updates + 1}"
-                raise MismatchError(f"{round_} needs rank {worker}, which has left the store")
+                raise MismatchError(f"{round_} needs rank {worker}, which has left the store: {BEFORE_LEAVING}")

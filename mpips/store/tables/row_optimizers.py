@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.errors import did_you_mean
 from mpips.optimizers.base import Number, at, check
 from mpips.optimizers.registry import decode_numbers, encode_numbers
 from mpips.store.tables import kernels
@@ -202,7 +203,9 @@ def create(name: object, options: dict[str, Any]) -> RowOptimizer:
     for an unknown option: what is known is listed."""
     kind = ROW_OPTIMIZERS.get(name) if isinstance(name, str) else None
     if kind is None:
-        raise ValueError(f"unknown optimizer {name!r} of a table: the known ones are {', '.join(ROW_OPTIMIZERS)}")
+        perhaps = did_you_mean(name, ROW_OPTIMIZERS)
+        known = ", ".join(ROW_OPTIMIZERS)
+        raise ValueError(f"unknown optimizer {name!r} of a table{perhaps}: the known ones are {known}")
     if unknown := sorted(set(options) - {field.name for field in dataclasses.fields(kind)}):
         have = ", ".join(field.name for field in dataclasses.fields(kind))
         raise TypeError(
