@@ -270,7 +270,7 @@ class DataParallel(torch.nn.Module):
         except collectives.StallError as error:
             raise collectives.StallError(f"{error}; rank {self._comm.rank} is in {what}") from None
         if not alike:
-            agree(self._lockstep.items(), self._comm, what, "let all ranks make the same steps")
+            agree(self._lockstep.items(), self._comm, what, "let all ranks make the same steps", unlike=True)
         self._lockstep.begin_anew()
         self._end_step()
         if not self._joining and (self._step & (self._step - 1) == 0 or self._step % CHECK_STEPS == 0):

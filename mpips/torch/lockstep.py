@@ -7,10 +7,15 @@ exchanges. Its token travels beside the gradients, so all ranks see a difference
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import math
 import sys
-import zlib
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from numbers import Number
+from pathlib import PurePath
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -39,6 +44,10 @@ CHECK_STEPS = 128
 """Steps between two comparisons of parameters, beside the steps 1, 2, 4, 8, ..."""
 FROZEN = -1.0
 """Stands in place of the norm of a parameter that requires no gradient."""
+UNEXPLAINED = "ranks differ in what they have done, and no word of theirs says in what (a fault of mpips: report it)"
+"""Said where what ranks compare differs, and the words for it do not: nobody goes on."""
+MOST_NUMBERS = 16
+"""Numbers of a tensor or an array that `content` tells one by one."""
 Items = Sequence[tuple[str, str]]
 """Things, such as "parameter 'weight'", and what they are: "float32(2, 3)". No thing comes twice."""
 
@@ -59,13 +68,18 @@ def model_items(module: torch.nn.Module, buckets: str | float, algorithm: str) -
         *((f"parameter {name!r}", kind(p) + ", frozen" * (not p.requires_grad) + ", sparse" * (p in sparse))
           for name, p in module.named_parameters()),
         *((f"buffer {name!r}", kind(buffer)) for name, buffer in module.named_buffers()),
-        ("buckets", repr(buckets)), ("algorithm", repr(algorithm)), ("module", type(module).__name__),
+        ("buckets", repr(content(buckets))), ("algorithm", repr(content(algorithm))), ("module", type(module).__name__),
     ]  # fmt: skip
 
 
-def agree(items: Items, comm: MPI.Intracomm, what: str, cure: str = "give all ranks the same") -> None:
-    """Raise MismatchError on all ranks, with one sentence, unless all bring the same. Collective, blocking."""
-    if found := gather_difference(items, comm, what):
+def agree(
+    items: Items, comm: MPI.Intracomm, what: str, cure: str = "give all ranks the same", unlike: bool = False
+) -> None:
+    """Raise MismatchError on all ranks, with one sentence, unless all bring the same. Collective, blocking.
+
+    `unlike`: ranks are known to differ, so they raise even if all bring the same items.
+    """
+    if found := gather_difference(items, comm, what) or (UNEXPLAINED if unlike else ""):
         with communicator(comm).failing(what):
             raise collectives.MismatchError(f"{what}: {found}: {cure}")
 
@@ -100,6 +114,70 @@ def difference(every: Sequence[Items], first: int = 0) -> str:
     return ""
 
 
+def content(value: object) -> Any:
+    """Return the contents of a value as plain data: equal on ranks whose values are equal, and never an address or a
+    hash, which Python makes anew in each process.
+
+    Numbers become floats, also those of tensors and arrays; lists and tuples become lists. A value whose contents are
+    unknown, such as a function, becomes its name or that of its type.
+    """
+    if value is None or isinstance(value, bool) or (type(value) is float and value):
+        return value if value == value else math.nan
+    if isinstance(value, Enum):
+        return f"{type(value).__qualname__}.{value.name}"
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, (complex, np.complexfloating)):
+        return str(complex(value))
+    if isinstance(value, Number):
+        return _content_of_number(value)
+    if isinstance(value, Tensor):
+        return _content_of_tensor(value)
+    if isinstance(value, (np.ndarray, np.generic)):
+        if value.size <= MOST_NUMBERS or value.dtype.hasobject:
+            return content(value.tolist())
+        return f"{value.dtype}{value.shape} with digest {digest(np.ascontiguousarray(value).tobytes()):x}"
+    if isinstance(value, Mapping):
+        named = {key if isinstance(key, str) else repr(content(key)): one for key, one in value.items()}
+        return {name: content(named[name]) for name in sorted(named)}
+    if isinstance(value, Set):
+        return sorted((content(one) for one in value), key=repr)
+    if isinstance(value, (list, tuple)):
+        return [content(one) for one in value]
+    if isinstance(value, (bytes, bytearray)):
+        return f"{len(value)} bytes with digest {digest(bytes(value)):x}"
+    if isinstance(value, (torch.dtype, torch.device, np.dtype, PurePath)):
+        return str(value)
+    if isinstance(value, functools.partial):
+        return [content(value.func), content(value.args), content(value.keywords)]
+    if is_dataclass(value) and not isinstance(value, type):
+        return [content(type(value)), {field.name: content(getattr(value, field.name)) for field in fields(value)}]
+    kind: Any = value if hasattr(value, "__qualname__") else type(value)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _content_of_number(value: Any) -> float | str:
+    """Return a real number as a float; as text where it does not fit into one."""
+    try:
+        number = float(value)
+    except (OverflowError, ValueError):
+        return str(value)
+    if isinstance(value, int) and int(number) != value:
+        return str(int(value))
+    return number + 0.0 if number == number else math.nan  # -0.0 becomes 0.0
+
+
+def _content_of_tensor(tensor: Tensor) -> Any:
+    """Return a tensor's numbers in float64, where they can be read."""
+    try:
+        given = tensor.detach()
+        given = given if given.layout is torch.strided else given.to_dense()
+        given = torch.view_as_real(given.resolve_conj()) if given.is_complex() else given
+        return content(given.to("cpu", torch.float64).numpy())
+    except (RuntimeError, TypeError):  # it has none, as a tensor of the device "meta"
+        return f"{tensor.dtype}{tuple(tensor.shape)} on {tensor.device}"
+
+
 def digest(data: bytes) -> int:
     """Return 56 bits that are equal for equal bytes."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest())
@@ -126,7 +204,7 @@ class Lockstep:
         """True where a backward pass is under way, whose gradients are not yet those of all ranks."""
         self._parameters = frozenset(map(id, parameters))
         self._forwards = self._backwards = self._failed = 0
-        self._steps: list[tuple[str, tuple[Any, ...]]] = []
+        self._steps: list[tuple[str, list[dict[str, Any]]]] = []
         self._more_steps = 0
         self._known: WeakKeyDictionary[Optimizer, tuple[int, bool]] = WeakKeyDictionary()
         _all.add(self)
@@ -162,9 +240,8 @@ class Lockstep:
         if len(self._steps) == MOST_STEPS:
             self._more_steps += 1
             return
-        numbers = [[group.get(name) or 0 for name in NUMBERS] for group in groups]
-        plain = [tuple([float(one) if isinstance(one, Tensor) else one for one in group]) for group in numbers]
-        self._steps.append((type(optimizer).__name__, tuple(plain)))
+        numbers = [{name: content(group[name]) for name in NUMBERS if name in group} for group in groups]
+        self._steps.append((type(optimizer).__name__, numbers))
 
     def begin_anew(self) -> None:
         """Forget the steps, after an exchange. Forward passes may still have their backward pass."""
@@ -178,9 +255,8 @@ class Lockstep:
 
     def token(self) -> int:
         """Return BITS bits that are equal on ranks whose programs did the same."""
-        steps = tuple([(zlib.crc32(name.encode()), numbers) for name, numbers in self._steps])
-        word = hash((self._forwards - self._backwards, self._failed, self._more_steps, steps))
-        return (word ^ word >> BITS ^ word >> 2 * BITS) & (1 << BITS) - 1
+        done = self._forwards - self._backwards, self._failed, self._more_steps, self._steps
+        return digest(msgspec.msgpack.encode(done)) & (1 << BITS) - 1
 
     def items(self) -> Items:
         """Return in words what the token stands for."""
@@ -194,7 +270,7 @@ class Lockstep:
             for group, numbers in enumerate(groups):
                 found += [
                     (f"{key} of {name}'s group {group}" + f" in step {number}" * (number > 1), repr(value))
-                    for key, value in zip(NUMBERS, numbers)
+                    for key, value in numbers.items()
                 ]
         return found
 

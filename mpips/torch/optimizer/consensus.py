@@ -23,7 +23,7 @@ from torch import Tensor
 import collectives
 from collectives.errors import CollectiveError, of_caller
 from mpips.store.runtime.rendezvous import call_of
-from mpips.torch.lockstep import CHECK_STEPS, Items, digest, gather_difference, gather_rows
+from mpips.torch.lockstep import CHECK_STEPS, UNEXPLAINED, Items, digest, gather_difference, gather_rows
 from mpips.torch.optimizer.exchange import AgreedStep, group_numbers, warn_soon
 from mpips.torch.state import worker_collectives
 from mpips.torch.tensors import bytes_of
@@ -151,7 +151,7 @@ class Consensus:
             self._compare_parameters(comm, what)
         if (heads[:, DIGEST] != heads[0, DIGEST]).any():
             with self._within(what, comm):
-                found = gather_difference(items, comm, what, first)
+                found = gather_difference(items, comm, what, first) or UNEXPLAINED
             raise of_caller(ValueError(
                 f"{what}: {found}: give all workers the same, and average over them what it is computed from, such as "
                 "a loss"
@@ -176,7 +176,7 @@ class Consensus:
             kind = type(self._optimizer).__name__
             items = [("the optimizer", kind), ("backward_passes_per_step", str(self._passes))]
             for at, group in enumerate(numbers):
-                items += [(f"{name!r} of group {at}", repr(value)) for name, value in sorted(group.items())]
+                items += [(f"{name!r} of group {at}", repr(value)) for name, value in group.items()]
             self._numbers = numbers, items
         return self._numbers[1]
 

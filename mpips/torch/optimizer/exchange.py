@@ -22,6 +22,7 @@ from mpips.optimizers import SGD, AdaGrad, Adam, AdamW, Optimizer, RMSProp
 from mpips.optimizers.elastic import Elastic1
 from mpips.store.keys import arguments
 from mpips.store.keys.row_sparse import EmptyPush
+from mpips.torch.lockstep import content
 from mpips.torch.state import broadcast_state, broadcast_tensors, worker_collectives
 
 if TYPE_CHECKING:
@@ -429,12 +430,9 @@ def warn_soon(generation: Generation) -> Iterator[None]:
 
 
 def group_numbers(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a group of parameters, by name; tensors as numbers."""
-    return {
-        name: value.tolist() if isinstance(value, Tensor) else value
-        for name, value in group.items()
-        if name not in ("params", "param_names")
-    }
+    """Return the options of a group of parameters, by name, as ranks compare them."""
+    found: dict[str, Any] = content({k: v for k, v in group.items() if k not in ("params", "param_names")})
+    return found
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
