@@ -14,8 +14,8 @@ from urllib.parse import unquote_to_bytes
 from mpi4py import run
 
 from collectives.recorder.own import answer_usr2
-from mpips.ending.process import StatusLine, is_fork, is_started, leave_fork
-from mpips.ending.uncaught import INTERRUPTED, end, end_unstarted
+from mpips.ending.process import StatusLine, is_fork, is_started, leave_fork, say
+from mpips.ending.uncaught import INTERRUPTED, end, end_after_hook, end_unstarted, is_alone, show
 from mpips.store.world import ENCODED, launched_as
 
 COMMANDS = (
@@ -74,16 +74,20 @@ def _set_abort_status(status: object, set_status: Callable[[object], None] = run
 
 def run_program() -> None:
     """Run the program of the command line. A process that it forks ends here, too."""
-    code, text, uncaught = 0, "", None
+    code = 0
     try:
         run.main()
     except BaseException as error:
         if not is_fork():
             raise
-        code, text = exit_of(error) if isinstance(error, SystemExit) else (1, "")
-        uncaught = None if isinstance(error, SystemExit) else error
+        if isinstance(error, SystemExit):
+            code, text = exit_of(error)
+            say(text)
+        else:
+            left = show(error)
+            code = 1 if left is None else exit_of(left)[0]
     if is_fork():
-        leave_fork(code, text, uncaught)
+        leave_fork(code)
 
 
 def name_threads_that_stay() -> None:
@@ -132,18 +136,22 @@ if __name__ == "__main__":
             if is_started() or launched_as(os.environ) is None:
                 end(f"exit {code}", why, code, same=(code, why))
             else:
-                print(why, end="", file=sys.stderr)
+                say(why)
                 end_unstarted(f"exit {code}", code)
             raise SystemExit(code) from None
         status.ends_well()
         raise
-    except (Exception, KeyboardInterrupt) as error:
+    except BaseException as error:  # whatever leaves the program is said, and ends the job
         interrupted = isinstance(error, KeyboardInterrupt)
         code, what = (INTERRUPTED, "interrupted") if interrupted else (1, type(error).__name__)
         status.fails(code)
+        if interrupted and is_started() and is_alone():
+            raise  # Python ends by the signal, as a shell's loop wants it
+        if is_started() or not interrupted:
+            hooks_code = show(error)  # of a rank with others by our hook: it does not come back
+            code = code if hooks_code is None else exit_of(hooks_code)[0] or code
         if is_started():
-            raise  # to the hook, which says it for all ranks
-        if not interrupted:
-            sys.excepthook(type(error), error, error.__traceback__)
-        end_unstarted(what, code)
+            end_after_hook(error, code)
+        else:
+            end_unstarted(what, code)
         raise SystemExit(code) from None

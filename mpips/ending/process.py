@@ -299,15 +299,26 @@ def hide_variables() -> None:
     os.environ.__class__ = _OfRank
 
 
-def leave_fork(code: int, text: str, error: BaseException | None) -> NoReturn:
-    """Say `text` and an uncaught `error`, and end this fork of a rank as Python does, but for mpi4py's last step."""
-    sys.stderr.write(text)
-    if error is not None:
-        sys.excepthook(type(error), error, error.__traceback__)
-    for step in (threading._shutdown, atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush):  # type: ignore[attr-defined]
+def leave_fork(code: int) -> NoReturn:
+    """End this fork of a rank as Python does, but for mpi4py's last step."""
+    for step in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]
         with suppress(Exception):
             step()
+    flush()
     os._exit(code)
+
+
+def flush() -> None:
+    """Write what the program has printed. Its `sys.stdout` and `sys.stderr` may be anything, or closed."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+
+
+def say(text: str) -> None:
+    """Write to standard error past the program's `sys.stderr`, which may be anything, or closed."""
+    with suppress(OSError):
+        os.write(2, text.encode(errors="backslashreplace"))
 
 
 class _OfRank(os._Environ):  # type: ignore[type-arg]

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from collectives import log
 from collectives.errors import CollectiveError, is_ours
 from collectives.recorder import own as recorder
-from mpips.ending.process import is_started, say_failure, survives
+from mpips.ending.process import flush, is_started, say, say_failure, survives
 from mpips.store.world import launched_as
 
 if TYPE_CHECKING:
@@ -43,27 +43,33 @@ LAST_WORDS = 0.5  # seconds for the launcher to read what was printed; MPICH's d
 ABORTED = 10.0  # seconds to be ended by the rank that has said it
 
 
+_handled: list[BaseException] = []
+"""The error that this module's `sys.excepthook` has been called with, in a rank that has others."""
+
+
 @cache
 def install_hooks() -> None:
     """Say an uncaught exception in any thread of a rank, with the rank, and end the job, from now on.
 
-    Called when mpips is imported; does not need MPI.
+    Called when mpips is imported; does not need MPI. A program may set hooks of its own later. They run, and then the
+    job is ended all the same: `end_after_hook`.
     """
     before, before_in_threads = sys.excepthook, threading.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         trace = error.__traceback__ = _users(error, _without_runner(trace))
         _write_down(kind, error, trace)
-        if _alone():
+        if is_alone():
             before(kind, error, trace)
         else:
+            _handled.append(error)
             try:
                 _raised(kind, error, trace)
             except ImportError:  # a file beside the program hides a module, as numpy.py does: its own error says so
                 before(kind, error, trace)
 
     def thread_hook(args: threading.ExceptHookArgs) -> None:
-        if _alone():
+        if is_alone():
             before_in_threads(args)
         elif not issubclass(args.exc_type, SystemExit):
             _write_down(args.exc_type, args.exc_value, args.exc_traceback)
@@ -71,9 +77,79 @@ def install_hooks() -> None:
 
     sys.excepthook = hook
     threading.excepthook = thread_hook
+    _see_past_hooks_of_threads()
+    # Before the handlers of atexit: an open store would wait there for ranks that wait for this one.
+    threading._register_atexit(_end_after_program)  # type: ignore[attr-defined]
 
 
-def _alone() -> bool:
+def _see_past_hooks_of_threads() -> None:
+    """End the job after an uncaught exception in a thread, whatever `threading.excepthook` is by then."""
+    make: Callable[[], Callable[[threading.Thread], None]]
+    make = threading._make_invoke_excepthook  # type: ignore[attr-defined]
+
+    def make_with_end() -> Callable[[threading.Thread], None]:
+        call_hook = make()
+
+        def call_hook_and_end(thread: threading.Thread) -> None:
+            error = sys.exc_info()[1]
+            call_hook(thread)
+            if error is not None and not isinstance(error, SystemExit):
+                end_after_hook(error)
+
+        return call_hook_and_end
+
+    threading._make_invoke_excepthook = make_with_end  # type: ignore[attr-defined]
+
+
+def _end_after_program() -> None:
+    """End the job where the main program was left by an exception that a hook of its own has shown.
+
+    Python keeps the last exception that it has shown, and so do debuggers and test runners. That of the program has
+    left the outermost frame.
+    """
+    error, trace = getattr(sys, "last_value", None), getattr(sys, "last_traceback", None)
+    if error is None or trace is None or _is_handled(error) or hasattr(sys, "ps1"):
+        return
+    outermost = trace.tb_frame
+    if outermost.f_back is None and outermost.f_code.co_name in ("<module>", "_run_module_as_main"):
+        error.__traceback__ = _users(error, _without_runner(trace))
+        end_after_hook(error)
+
+
+def _is_handled(error: BaseException) -> bool:
+    return any(error is one for one in _handled)
+
+
+def show(error: BaseException) -> SystemExit | None:
+    """Show what has left the program, by `sys.excepthook`. Where that fails, say both errors, as Python does.
+
+    Comes back only where the hook is not ours, or this process is alone. Return the SystemExit that it has raised.
+    """
+    trace = error.__traceback__ = _users(error, _without_runner(error.__traceback__))
+    try:
+        sys.excepthook(type(error), error, trace)
+    except SystemExit as left:
+        return left
+    except BaseException as failure:  # whatever it is, the job is to end
+        failure.__suppress_context__ = True
+        first = failure.__traceback__.tb_next if failure.__traceback__ is not None else None
+        flush()
+        say("".join([
+            "Error in sys.excepthook:\n", *traceback.format_exception(type(failure), failure, first),
+            "\nOriginal exception was:\n", *traceback.format_exception(type(error), error, trace),
+        ]))  # fmt: skip
+    return None
+
+
+def end_after_hook(error: BaseException, code: int = 1) -> None:
+    """End the job after an uncaught error that a hook of the program has been given: it may have shown it, or not."""
+    if not is_alone() and not _is_handled(error):
+        _write_down(type(error), error, error.__traceback__)
+        say_failure(code)
+        _raised(type(error), error, error.__traceback__, code, shown=True)
+
+
+def is_alone() -> bool:
     """Return whether no other process depends on this one: a program without MPI, or a world of size 1."""
     if not is_started():
         return True
@@ -91,8 +167,8 @@ def end_unstarted(what: str, code: int = 1) -> None:
     place = launched_as(os.environ)
     if place is None or place[1] == 1:
         return
-    sys.stdout.flush()
-    os.write(2, f"mpips: {what} on {_where(place[0], 0, place[1])}, before MPI has started: the job ends\n".encode())
+    flush()
+    say(f"mpips: {what} on {_where(place[0], 0, place[1])}, before MPI has started: the job ends\n")
     time.sleep(LAST_WORDS)
     manager = os.environ.get("PMI_FD", "")
     if manager.isdigit():
@@ -115,17 +191,17 @@ def end(what: str, text: str = "", code: int = 1, same: Hashable = None, told: b
     from collectives.fabric.requests import send
 
     world = MPI.COMM_WORLD
-    sys.stdout.flush()
+    flush()
     if world.size == 1 and threading.current_thread() is threading.main_thread():
-        os.write(2, text.encode(errors="backslashreplace"))
+        say(text)
         return
     mark = hashlib.blake2b(repr(same or what).encode(), digest_size=DIGEST_BYTES).digest()
     shared = threading.current_thread() is threading.main_thread() or MPI.Query_thread() == MPI.THREAD_MULTIPLE
     sayer = _sayer(world, mark, told) if shared else None
     if sayer is None:
-        os.write(2, text.encode(errors="backslashreplace"))
+        say(text)
         others = _tell(world, mark) if shared else 0
-        os.write(2, f"mpips: {what} on {_where(world.rank, others, world.size)}: the job ends\n".encode())
+        say(f"mpips: {what} on {_where(world.rank, others, world.size)}: the job ends\n")
         time.sleep(LAST_WORDS)
     else:
         with suppress(MPI.Exception):
@@ -134,7 +210,14 @@ def end(what: str, text: str = "", code: int = 1, same: Hashable = None, told: b
     world.Abort(code)
 
 
-def _raised(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+def _raised(
+    kind: type[BaseException],
+    error: BaseException | None,
+    trace: TracebackType | None,
+    code: int = 1,
+    shown: bool = False,
+) -> None:
+    """Say an uncaught error and end the job. `shown`: a hook of the program may have said it; a line is said anyway."""
     if getattr(error, "everywhere", False):
         _say_once(error)
         return
@@ -142,18 +225,22 @@ def _raised(kind: type[BaseException], error: BaseException | None, trace: Trace
         say_failure(INTERRUPTED)
         end("interrupted", code=INTERRUPTED)
         return
-    text = "".join(traceback.format_exception(kind, error, trace))
-    end(kind.__name__, text, same=_identity(error, trace), told=_is_told(error))
+    what = _sentence(kind, error, trace) if shown else kind.__name__
+    text = "" if shown else "".join(traceback.format_exception(kind, error, trace))
+    end(what, text, code, same=_identity(error, trace), told=_is_told(error))
 
 
 def _write_down(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
     """Leave to who looks from outside, and to the log, what this process ends by, and where."""
-    frames = traceback.extract_tb(trace)
-    at = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
-    said = recorder.with_line(f"{kind.__name__}: {error}", at)
-    sentence = "interrupted" if issubclass(kind, KeyboardInterrupt) else said
+    sentence = "interrupted" if issubclass(kind, KeyboardInterrupt) else _sentence(kind, error, trace)
     recorder.fails(sentence, own=not isinstance(error, CollectiveError))
     LOG.info("uncaught: %s", sentence)
+
+
+def _sentence(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> str:
+    frames = traceback.extract_tb(trace)
+    at = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
+    return recorder.with_line(f"{kind.__name__}: {error}", at)
 
 
 def _identity(error: BaseException | None, trace: TracebackType | None) -> Hashable:
@@ -186,7 +273,7 @@ def _say_once(error: BaseException | None) -> None:
 
     MPI._set_abort_status(0)  # type: ignore[attr-defined]  # mpi4py.run has set it, and cannot take it back
     if MPI.COMM_WORLD.rank == 0:
-        os.write(2, f"{type(error).__name__}: {error}\n".encode(errors="backslashreplace"))
+        say(f"{type(error).__name__}: {error}\n")
 
 
 def _without_runner(trace: TracebackType | None) -> TracebackType | None:
