@@ -500,6 +500,7 @@ def _cores(node: MPI.Comm) -> int:
 
 
 @atexit.register
-def _leave_all() -> None:
+def leave_all() -> None:
+    """Tell others that this rank's program ends."""
     for kept in list(_alive):
         kept.leave()

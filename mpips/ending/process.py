@@ -28,7 +28,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -53,6 +53,36 @@ from mpips.store.world import (
 
 _calls: list[Callable[[], None]] = []
 """What is to be done when MPI has started."""
+
+
+_closers: list[Callable[[], None]] = []
+"""What is to be closed before MPI ends."""
+
+
+def before_mpi_ends(close: Callable[[], None]) -> None:
+    """Call `close` at exit, and before that where the program ends MPI itself: the last one first, perhaps twice."""
+    _closers.append(close)
+    atexit.register(close)
+
+
+def _close_before_finalize() -> None:
+    """Let `MPI.Finalize()` close first what is open: a store would need MPI to close at exit. Called when MPI runs."""
+    module = sys.modules["mpi4py.MPI"]
+    finalize = module.Finalize
+
+    @wraps(finalize)
+    def close_and_finalize() -> None:
+        if is_started() and not module.Is_finalized():
+            for close in reversed(_closers):
+                close()
+            if "collectives.communicator" in sys.modules:
+                sys.modules["collectives.communicator"].leave_all()
+            if survives():
+                _end_mpi()
+                return
+        finalize()
+
+    module.Finalize = close_and_finalize  # type: ignore[attr-defined]
 
 
 def runs() -> bool:
@@ -280,6 +310,7 @@ def keep_children_from_being_ranks() -> None:
     """See to it that what this process starts is no rank. Called when mpips is imported; does not need MPI."""
     os.register_at_fork(after_in_child=_note_fork)
     when_started(hide_variables)
+    when_started(_close_before_finalize)
 
 
 def is_started() -> bool:

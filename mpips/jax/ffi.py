@@ -8,7 +8,6 @@ fit, `is_available` is False, and one line in the log "mpips.jax" says why.
 from __future__ import annotations
 
 import _thread
-import atexit
 import ctypes
 import threading
 from collections.abc import Callable, Hashable, Sequence
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 
 from collectives import log
 from collectives.arrays import Flat
+from mpips.ending.process import before_mpi_ends
 
 LOG = log.get("mpips.jax")
 TARGET = "mpips_call"
@@ -266,5 +266,5 @@ def is_available() -> bool:
         LOG.warning("XLA's foreign function interface of JAX %s is not as it is known here (%s): collectives are "
                     "callbacks, without gradients", jax.__version__, "; ".join(_misfit))  # fmt: skip
         return False
-    atexit.register(jax.effects_barrier)  # before communicators close
+    before_mpi_ends(jax.effects_barrier)  # before communicators close
     return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import importlib
 import os
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from mpi4py import MPI
 from collectives import log
 from collectives.errors import of_caller
 from mpips.address import MASTER, find_address
+from mpips.ending.process import before_mpi_ends
 from mpips.store.create import workers_of
 from mpips.store.world import launched_as, lost
 from mpips.torch.process_group import ProcessGroup
@@ -37,7 +37,7 @@ def register() -> None:
     handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
     given = handlers["env"]
     handlers["env"] = lambda url, **keywords: _rendezvous_by_mpi(given, url, **keywords)
-    atexit.register(communication.close)
+    before_mpi_ends(communication.close)
 
 
 def check_joined() -> None:

@@ -6,7 +6,6 @@ closed in one order, newest store first, while threads and MPI still run.
 
 from __future__ import annotations
 
-import atexit
 import os
 import signal
 import threading
@@ -15,6 +14,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from collectives.errors import KINDS, CollectiveError, MismatchError, StallError, kind_of
+from mpips.ending.process import before_mpi_ends
 
 
 class StoreError(CollectiveError):
@@ -104,7 +104,9 @@ def skip_at_exit(close: Step) -> None:
         _closing.remove(close)
 
 
-@atexit.register
 def _close_all() -> None:
     if os.getpid() == _pid:  # a child that was forked has no store
         in_order(*reversed(_closing))
+
+
+before_mpi_ends(_close_all)
