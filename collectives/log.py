@@ -1,7 +1,8 @@
 """The log of a job: a line for each transition of a rank, which says who speaks and where in its work it is.
 
-Modules get their loggers from `get`, below "mpips". A program that configures `logging` itself gets these records like
-any others: they carry `rank`, `role`, `generation` and `step`, and the message begins with the rank.
+Modules get their loggers from `get`, below "mpips". A program that configures `logging` itself gets its warnings like
+any others, and the rest where it is asked for, as below or by `logging.getLogger("mpips").setLevel(logging.INFO)`. They
+carry `rank`, `role`, `generation` and `step`, and the message begins with the rank.
 
 `MPIPS_LOG=info` (or debug, warning) shows them without such a configuration, on standard error. `MPIPS_LOG_DIR` writes
 them to a folder instead, a file for each rank, and `MPIPS_LOG_FORMAT=json` makes each line a JSON object.
@@ -95,16 +96,22 @@ def begin_rank(size: int) -> None:
     atexit.register(end)
 
 
+_set = [logging.NOTSET]
+"""The level that `configure` has set last."""
+
+
 def configure(environment: Mapping[str, str] = os.environ) -> None:
     """Show and write what the environment asks for, and no more what it asked for before. LogError as of `chosen`."""
     level, folder, form = chosen(environment)
     root = logging.getLogger("mpips")
     for handler in [one for one in root.handlers if isinstance(one, (Terminal, Folder))]:
         root.removeHandler(handler)
+    if root.level in (logging.NOTSET, _set[0]):  # else the program has set it
+        # Unless it is asked for, a program that logs at INFO has none of these lines among its own.
+        _set[0] = getattr(logging, (level or "warning").upper())
+        root.setLevel(_set[0])
     if not level:
         return
-    if root.level == logging.NOTSET:
-        root.setLevel(level.upper())
     formatter = JsonLines() if form == "json" else TextLines()
     terminal = Terminal(logging.WARNING if folder else logging.NOTSET)
     for handler in (terminal, Folder(folder, SUFFIXES[form])) if folder else (terminal,):

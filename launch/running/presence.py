@@ -257,19 +257,28 @@ def status_of(pid: int, descriptor: int) -> int | None:
 
 
 class OutputListener:
-    """Passes on, in a thread, what mpirun writes to `output` and `errors`. `start` it once mpirun has them."""
+    """Passes on, in a thread, what mpirun writes to `errors`, and, but for `errors_alone`, to `output`. `start` it once
+    mpirun has them.
 
-    def __init__(self) -> None:
-        pipes = os.pipe(), os.pipe()
-        self.output, self.errors = (entry for _, entry in pipes)
-        self._to = {end: file for file, (end, _) in enumerate(pipes, 1)}
+    prterun ends its last message with a byte 0, for which `grep` would call a file of the job's output binary.
+    """
+
+    def __init__(self, errors_alone: bool = False) -> None:
+        self.output: int | None = None
+        self._to: dict[int, int] = {}
+        if not errors_alone:
+            end, self.output = os.pipe()
+            self._to[end] = 1
+        end, self.errors = os.pipe()
+        self._to[end] = 2
         self._tails = dict.fromkeys(self._to, b"")
         self._stopped, self._stop = os.pipe()
         self._found: set[bytes] = set()
         self._thread = threading.Thread(target=self._pass_on, daemon=True)
 
     def start(self) -> None:
-        os.close(self.output)
+        if self.output is not None:
+            os.close(self.output)
         os.close(self.errors)
         self._thread.start()
 
@@ -299,10 +308,13 @@ class OutputListener:
             ready = find_readable([*self._to, self._stopped])
             for stream in [stream for stream in ready if stream in self._to]:
                 data = os.read(stream, MOST_PIPED)
-                text = self._tails[stream] + data
+                before, to = self._tails[stream], self._to[stream]
+                text = before + data
+                if to == 2:
+                    text = text.replace(b"\n\0", b"\n")
                 self._found.update(sentence for sentence in SENTENCES if sentence in text)
                 self._tails[stream] = text[-LONGEST_SENTENCE:]
-                if not data or not _write_all(self._to[stream], data):
+                if not data or not _write_all(to, text[len(before) :]):
                     del self._to[stream]
                     os.close(stream)
         for descriptor in (*self._to, self._stopped):
@@ -310,7 +322,8 @@ class OutputListener:
 
 
 def _write_all(file: int, data: bytes) -> bool:
-    """Write all of it, waiting for who reads; False where nobody does, as mpirun is to see, too."""
+    """Write all of it, waiting for who reads; False where nobody does, as mpirun is to see, too. What a full disk does
+    not take is lost."""
     while data:
         try:
             data = data[os.write(file, data) :]
@@ -318,6 +331,8 @@ def _write_all(file: int, data: bytes) -> bool:
             room = select.poll()
             room.register(file, select.POLLOUT)
             room.poll()
-        except OSError:
+        except BrokenPipeError:
             return False
+        except OSError:
+            return True
     return True

@@ -81,7 +81,7 @@ def run(
     verdict: OneDeathEnds | OthersGoOn
     verdict = OneDeathEnds(presence, roles) if spares < 0 else OthersGoOn(presence, roles, spares)
     try:
-        listener = None if all_here else OutputListener()
+        listener = None if sys.stderr is None and all_here else OutputListener(errors_alone=all_here)
         watched = Watched(argv, signals, presence, verdict, hopeless, listener, here if roles else 0, len(roles))
         watched.until_it_ends()
         presence.look()
@@ -136,7 +136,8 @@ class Watched:
             listener.finish()
             while not listener.has_finished(NAP_SECONDS) and not any(n in ENDING for n, _ in self._signals.read()):
                 pass
-            lost, well = listener.lost and self._ends_by == math.inf, listener.well
+            if listener.output is not None:  # ranks may be on hosts that are lost
+                lost, well = listener.lost and self._ends_by == math.inf, listener.well
         return End(self._job.returncode, self._heard, self._deserted, lost, well)
 
     def until_it_ends(self) -> None:

@@ -23,6 +23,7 @@ BEGIN = r"""
 import logging, os, sys, time
 from pathlib import Path
 logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stdout)
+logging.getLogger("mpips").setLevel(logging.INFO)
 import numpy as np
 from collectives.kernels import engine
 folder = Path(os.environ["MPIPS_KERNELS_FOLDER"])
