@@ -46,6 +46,21 @@ class Flat(NamedTuple):
         return np.ndarray((self.n,), self.dtype, buffer=memory)
 
 
+def type_name(dtype: np.dtype[Any]) -> str:
+    """The name of an element type, the same for two types only where their bytes mean the same.
+
+    `dtype.name` leaves out the byte order, and of structured types the fields.
+    """
+    if dtype.fields is None:
+        return dtype.name if dtype.isnative else repr(dtype.str)
+    fields = []
+    for name in dtype.names or ():
+        base, shape = dtype.fields[name][0], dtype.fields[name][0].shape
+        base, many = base.base, f"{shape}" if shape else ""
+        fields.append(f"{name}: {type_name(base)}{many} at {dtype.fields[name][1]}")
+    return f"records of {dtype.itemsize} bytes ({', '.join(fields)})"
+
+
 def same(a: Vector, b: Vector) -> bool:
     """Return whether they begin at the same place in memory."""
     return bool(a.__array_interface__["data"][0] == b.__array_interface__["data"][0])

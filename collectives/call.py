@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from mpi4py import MPI
 
+from collectives.arrays import type_name
 from collectives.errors import did_you_mean
 from collectives.kernels.sums import Step, steps
 from collectives.schedule.model import KINDS, cut
@@ -81,7 +82,7 @@ class Call:
 
     def described(self) -> str:
         """The call in words, without its label."""
-        parts = [f"{self.kind} of {self.n} {self.dtype.name}"]
+        parts = [f"{self.kind} of {self.n} {type_name(self.dtype)}"]
         if self.operation is not None:
             parts.append(self.operation.name)
         if self.kind in ROOTED:
@@ -185,7 +186,7 @@ def operation(name: str, dtype: np.dtype[Any]) -> Operation:
     if found is None:
         perhaps = did_you_mean(name, OPERATIONS)
         raise ValueError(f"unknown operation {name!r}{perhaps}: choose one of {', '.join(OPERATIONS)}")
-    if not (dtype.kind in "iuf" and dtype.isnative) and dtype.name != "bfloat16":
+    if not (dtype.isnative and (dtype.kind in "iuf" or dtype.name == "bfloat16")):
         raise ValueError(
             f"cannot reduce elements of type {dtype.name}{'' if dtype.isnative else ' in the other byte order'}: "
             "use float16, bfloat16, float32, float64 or integers, as this machine has them"

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from collectives import arrays as user_arrays
-from collectives.arrays import Flat, Vector
+from collectives.arrays import Flat, Vector, type_name
 from collectives.call import Call, Runner, operation
 from collectives.communicator import Communicator
 from collectives.fabric import arena
@@ -82,7 +82,7 @@ def compile_group(
     kept = _kept(sources, blocks)
     for source in sources:
         operation(op, source.dtype)
-    text = f"{len(sources)} arrays ({', '.join(f'{flat.n} {flat.dtype.name}' for flat in sources)}), {op}"
+    text = f"{len(sources)} arrays ({', '.join(f'{flat.n} {type_name(flat.dtype)}' for flat in sources)}), {op}"
     raw = GroupCall("allreduce", sum(_nbytes(flat) for flat in sources), np.dtype(np.uint8), None, 0, algorithm,
                     home.size, label, arrays=text)  # fmt: skip
     pairs = [pair for pair in _apart([*zip(sources, targets)], kept) if pair.source.n]
@@ -101,8 +101,8 @@ def _flats(x: Sequence[Any], out: Sequence[Any] | None) -> tuple[list[Flat], lis
     targets = [user_arrays.flat(user_arrays.host(one, f"out[{i}]"), f"out[{i}]", True) for i, one in enumerate(out)]
     for i, (source, target) in enumerate(zip(sources, targets)):
         if (source.n, source.dtype) != (target.n, target.dtype):
-            raise ValueError(f"arrays[{i}] has {source.n} {source.dtype.name} and out[{i}] {target.n} "
-                             f"{target.dtype.name}: give both the same size and type")  # fmt: skip
+            raise ValueError(f"arrays[{i}] has {source.n} {type_name(source.dtype)} and out[{i}] {target.n} "
+                             f"{type_name(target.dtype)}: give both the same size and type")  # fmt: skip
     return sources, targets
 
 
@@ -115,8 +115,8 @@ def _kept(sources: Sequence[Flat], blocks: Sequence[Any] | None) -> list[tuple[F
             continue
         found = user_arrays.flat(block, f"blocks[{i}]", True)
         if (found.n, found.dtype) != (source.n, source.dtype):
-            raise ValueError(f"blocks[{i}] has {found.n} {found.dtype.name} and arrays[{i}] {source.n} "
-                             f"{source.dtype.name}: give both the same size and type")  # fmt: skip
+            raise ValueError(f"blocks[{i}] has {found.n} {type_name(found.dtype)} and arrays[{i}] {source.n} "
+                             f"{type_name(source.dtype)}: give both the same size and type")  # fmt: skip
         kept.append((found,))
     return kept
 

@@ -21,7 +21,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives import arrays
-from collectives.arrays import Array, Vector
+from collectives.arrays import Array, Vector, type_name
 from collectives.call import REDUCING, ROOTED, Call, Runner, operation, see_root
 from collectives.communicator import Communicator, communicator
 from collectives.errors import CollectiveError, Uncopied, of_caller
@@ -243,7 +243,7 @@ def _call(
 ) -> Call:
     see_root(root, home.size)
     if x.dtype != out.dtype:
-        raise ValueError(f"x holds {x.dtype.name} and out {out.dtype.name}: give both the same type")
+        raise ValueError(f"x holds {type_name(x.dtype)} and out {type_name(out.dtype)}: give both the same type")
     reduction = operation(op, x.dtype) if kind in REDUCING else None
     n = out.size if kind == "allgather" else x.size
     draft = Call(kind, n, x.dtype, reduction, root if kind in ROOTED else 0, "auto", home.size)

@@ -22,7 +22,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.arrays import Array, Flat, Vector
+from collectives.arrays import Array, Flat, Vector, type_name
 from collectives.call import REDUCING, ROOTED, Body, Call, Runner, operation, scale, see_root
 from collectives.communicator import Communicator
 from collectives.fabric.requests import Tags, receives, release, sends
@@ -135,7 +135,7 @@ def _call(
     if len({v.n for v in x}) > 1 or len({v.n for v in out}) > 1 or len(types) > 1:
         raise ValueError(
             f"the vectors of a tensor must be of one size and type, but x has {sorted(v.n for v in x)} elements, "
-            f"out {sorted(v.n for v in out)}, of {', '.join(sorted(t.name for t in types))}; for unlike "
+            f"out {sorted(v.n for v in out)}, of {', '.join(sorted(map(type_name, types)))}; for unlike "
             "arrays there is grouped_allreduce"
         )
     see_root(root, home.size)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import gc
 import resource
 import weakref
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import collectives
+from collectives import arrays
 from collectives.communicator import communicator
 from tests.choice import once
-from tests.mpi.collectives.support import RANK, TOTAL, WORLD, P, fresh, make, polled, started
+from tests.mpi.collectives.support import ODD, RANK, TOTAL, WORLD, P, fresh, make, polled, sentence, started
 from tests.mpi.sizes import core_on, only_on
 
 CALLS = 5000
@@ -54,6 +57,25 @@ def test_arrays_of_other_libraries(comm, wrap):
         if polled(plan) is not one or (array != P).any():
             wrong.append((turn, "plan"))
         collectives.grouped_allreduce([one, there], comm, op="max")
+    assert not wrong
+
+
+@only_on(2, 3)
+@pytest.mark.parametrize("nodes, kinds", [
+    ("one node", ("broadcast", "allgather", "alltoall")), ("a node for each rank", ("allgather", "alltoall")),
+])  # fmt: skip
+def test_types_that_differ_in_byte_order_or_fields_alone(nodes, kinds):
+    """Bytes would be moved as they are, and be other numbers where they arrive: all ranks hear of both types."""
+    pairs = [("float64", ">f8"), ("uint16", ">u2"), ([("x", "<f4"), ("n", "<i4")], [("x", "<f4"), ("n", ">i4")])]
+    wrong = []
+    for kind, (usual, other) in product(kinds, pairs):
+        with fresh(nodes) as comm:
+            x = np.zeros(2 * P, other if RANK == ODD else usual)
+            said = sentence(partial(getattr(collectives, kind), x, comm))
+        told = [text.partition("; ")[0] for text in said.split(f"{kind} of ")[1:]]
+        types = [arrays.type_name(np.dtype(one)) for one in (usual, other)]
+        if len(told) != 2 or not all(name in text for name, text in zip(types, told)) or f"rank {ODD}: " not in said:
+            wrong.append(said)
     assert not wrong
 
 

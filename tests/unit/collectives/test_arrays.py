@@ -60,3 +60,15 @@ def test_no_array(x):
 def test_operations_refused(name, dtype, words):
     with pytest.raises(ValueError, match=words):
         operation(name, np.dtype(dtype))
+
+
+LAYOUTS = ["<f8", ">f8", "<i8", "<u2", ">u2", "V8", [("x", "<f8")], [("x", ">f8")], [("y", "<f8")],
+           [("x", "<f4"), ("y", "<f4")], [("y", "<f4"), ("x", "<f4")], [("x", "<f4", (2,))], [("x", [("y", ">f8")])],
+           {"names": ["x"], "formats": ["<f4"], "offsets": [4], "itemsize": 8}]  # fmt: skip
+
+
+def test_a_type_has_the_name_of_no_other():
+    names = [arrays.type_name(np.dtype(layout)) for layout in LAYOUTS]
+    assert len(set(names)) == len(LAYOUTS), names
+    assert arrays.type_name(np.dtype({"names": ["x"], "formats": ["<f8"]}, align=True)) == names[6]
+    assert [arrays.type_name(np.dtype(name)) for name in ("float32", "longlong")] == ["float32", "int64"]
