@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 from urllib.parse import quote_from_bytes
 
 from launch.hosts import Placed
-from mpips.store.world import ENCODED, tells_rank
+from mpips.store.world import ENCODED, tells_rank, without_place
 
 Flavour = Literal["openmpi", "mpich", "intel"]
 NAMES: dict[Flavour, str] = {"openmpi": "Open MPI", "mpich": "MPICH", "intel": "Intel MPI"}
@@ -115,7 +115,8 @@ def environment_of_job(environment: Mapping[str, str]) -> dict[str, str]:
     Open MPI does not start without a HOME. Where a user has none, it gets a folder that there is not.
     """
     home = {} if environment.get("HOME") else {"HOME": _home()}
-    return {name: value for name, value in environment.items() if not tells_rank(name)} | home
+    theirs = without_place(environment)
+    return {name: value for name, value in theirs.items() if not tells_rank(name)} | home
 
 
 def _home() -> str:

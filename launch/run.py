@@ -9,13 +9,16 @@ import difflib
 import importlib.util
 import json
 import os
+import random
 import re
 import shlex
 import socket
 import sys
 import traceback
 import warnings
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from typing import Any, NoReturn
@@ -39,6 +42,13 @@ from mpips.store.options import OF_PROCESSES, PREFIX, OptionError, Options, unev
 from mpips.store.options import read as read_options
 
 Words = tuple[str, ...]
+PYTHON = re.compile(r"python[\d.]*")
+ELF = b"\x7fELF"
+SHELL = re.compile(rb"#!.*\b(ba|da|k|z)?sh\b(?!.*\n.*python)")  # pip writes a shell's line before a long path of Python
+# What stands somewhere in a script that reads its command line, by whatever library.
+READS_WORDS = re.compile(rb"arg|pars|option|flag|click|typer|fire|hydra|tyro|absl|cli", re.IGNORECASE)
+PORTS = range(20000, 32768)
+TOLD_BY_RANK = (world.RANK, world.SIZE, world.LOCAL_RANK)
 ROLES = ("servers", "clients", "workers", "masters")
 
 
@@ -200,7 +210,9 @@ def command(
         click.echo(shlex.join(argv))
         return
     check_script(words)
+    note_options(words, command.params)
     _warn(job, machine)
+    note_place(options, given)
     remote = bool(job.hosts) and job.ranks_here(os.environ) < job.ranks
     with observing(**watched, several=remote):
         code = restarts.until_it_ends(start, start.fitting, options, tries, remote, launcher.flavour)
@@ -323,8 +335,32 @@ class JobStarter:
         environment |= choose_settings(job.busiest, self.machine, os.environ)
         if hosts and "PYTHONPATH" in os.environ:
             environment["PYTHONPATH"] = os.environ["PYTHONPATH"]
+        environment |= self._place(job, options)
         environment |= {name: value for name, value in self.variables.items() if value is not None}
         return job._replace(environment=environment)
+
+    def _place(self, job: Job, options: Options) -> dict[str, str]:
+        """Return what lets ranks find the variables of torchrun (`mpips.store.world.PLACE`): where they meet.
+
+        Nothing for a job with servers or spares, in which the ranks that train are others than those of the job, and
+        where the user has set a place: see `note_place`.
+        """
+        here = world.without_place(os.environ)
+        theirs = {**here, **self.variables}
+        if options.servers or options.spares > 0 or not theirs.keys().isdisjoint(TOLD_BY_RANK):
+            return {}
+        address = job.hosts[0].host.rpartition("@")[2] if job.hosts else ""
+        if job.ranks_here(os.environ) == job.ranks:
+            address = "127.0.0.1"
+        elif address == "localhost":
+            address = socket.gethostname()
+        place = {}
+        if world.MASTER not in theirs and address:  # none: the scheduler's mpirun chooses the hosts
+            place[world.MASTER] = address
+        if world.PORT not in theirs and (address or world.MASTER in theirs):
+            place[world.PORT] = str(find_free_port())
+        given = {name: here[name] for name in (world.MASTER, world.PORT) if job.hosts and name in here}
+        return {**given, world.PLACE: world.write_place(place)}
 
     def fitting(self, options: Options) -> Options:
         """Return the roles that fit on the hosts that answer now, to which later starts keep."""
@@ -333,6 +369,16 @@ class JobStarter:
         if self.topology and len(self.answering) < len(named):
             raise LauncherError("a host of the --topology does not answer")
         return restarts.fit(options, self.answering)
+
+
+def find_free_port() -> int:
+    """Return a port that nobody listens at here: below those that the kernel gives away by itself (32768 on)."""
+    for _ in range(PORTS.stop - PORTS.start):
+        port = random.choice(PORTS)
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as one, suppress(OSError):
+            one.bind(("", port))
+            return port
+    raise LauncherError(f"no port from {PORTS.start} to {PORTS.stop - 1} is free here: set {world.PORT} to one that is")
 
 
 def options_of(roles: Mapping[str, int | str | None]) -> Options:
@@ -429,6 +475,28 @@ def _warn(job: Job, machine: Machine) -> None:
         click.echo(warning, err=True)
 
 
+def note_place(options: Options, given: Mapping[str, str | None]) -> None:
+    """Say on standard error that ranks get one and the same RANK, where the user has set it for all of them."""
+    theirs = {**world.without_place(os.environ), **{name: value for name, value in given.items() if value is not None}}
+    names = [f"{name}={theirs[name]}" for name in TOLD_BY_RANK if name in theirs]
+    if names and options.workers > 1 and not options.servers:
+        click.echo(f"mpips: {' and '.join(names)} {'is' if len(names) == 1 else 'are'} set here, and so for all ranks: "
+                   "unset it, and each rank gets its own, as under torchrun", err=True)  # fmt: skip
+
+
+def note_options(words: Sequence[str], parameters: Sequence[click.Parameter]) -> None:
+    """Say on standard error which options of `mpips run` stand behind a script that reads none: it gets them."""
+    if words[0] in ("-m", "-c") or not words[0].endswith(".py"):
+        return
+    ours = {name for one in parameters if isinstance(one, click.Option) for name in one.opts}
+    behind = [word for word in words[1:] if word.partition("=")[0] in ours]
+    with open(words[0], "rb") as file:
+        if behind and not READS_WORDS.search(file.read()):
+            them = "it" if len(behind) == 1 else "them"
+            click.echo(f"note: {' and '.join(behind)} stands after {words[0]}, so the script gets {them}, and seems to read "
+                       "no options: those of `mpips run` stand before the script", err=True)  # fmt: skip
+
+
 class NotPythonError(click.ClickException):
     """A refusal, shown without the usage."""
 
@@ -448,13 +516,19 @@ def check_script(words: Sequence[str]) -> None:
             raise click.UsageError(f"there is no module {words[1]!r} for {sys.executable}")
     elif script == "-c":
         _compile(words[1], "<string>")
+    elif PYTHON.fullmatch(os.path.basename(script)):
+        raise click.UsageError(f"leave out {script!r}: the ranks run the script that follows it by {sys.executable}")
     elif os.path.isdir(script):
         raise click.UsageError(f"{script!r} is a folder: name a script in it, or a module by -m")
     elif not os.path.isfile(script):
         raise click.UsageError(f"there is no script {script!r} here ({os.getcwd()})")
-    elif script.endswith(".py"):  # others may be archives
+    else:
         with open(script, "rb") as file:
-            _compile(file.read(), script)
+            source = file.read()
+        if kind := "binary program" if source.startswith(ELF) else "shell script" if SHELL.match(source) else "":
+            raise click.UsageError(f"{script!r} is a {kind}, and the ranks run Python: start it with mpirun itself")
+        if script.endswith(".py") or not (b"\0" in source or zipfile.is_zipfile(script)):
+            _compile(source, script)
 
 
 def note_missing(words: Sequence[str]) -> None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mpips.store.keys.key import Rounds
     from mpips.store.keys.row_sparse import RowSparse
     from mpips.store.options import OptionError, Options
+    from mpips.store.ranks import rank, size
     from mpips.store.runtime.errors import StoreError, StoreMismatchError, StoreStallError
     from mpips.store.tables.admission import chance, seen
     from mpips.store.tables.initial import uniform
@@ -54,14 +55,15 @@ _HOMES = {
     "StoreError": "mpips.store.runtime.errors", "StoreMismatchError": "mpips.store.runtime.errors",
     "StoreStallError": "mpips.store.runtime.errors", "Table": "mpips.store.worker.table",
     "uniform": "mpips.store.tables.initial", "seen": "mpips.store.tables.admission",
-    "chance": "mpips.store.tables.admission",
+    "chance": "mpips.store.tables.admission", "rank": "mpips.store.ranks", "size": "mpips.store.ranks",
 }  # fmt: skip
 _PACKAGES = ("chaos", "compression", "optimizers", "training")
 
 __all__ = [
     "CollectiveError", "Elastic", "StoreError", "StoreMismatchError", "StoreStallError", "KVStore", "MismatchError",
     "Model", "OptionError", "Options", "Rounds", "RowSparse", "StallError", "Table", "Trainer", "chance", "chaos",
-    "compression", "create", "empty", "note", "optimizers", "seen", "training", "uniform",
+    "compression", "create", "empty", "note", "optimizers", "rank", "seen", "size", "training",
+    "uniform",
 ]  # fmt: skip
 
 

@@ -4,8 +4,10 @@ As `python -m mpi4py`, which it builds on, but an uncaught exception, or an exit
 its rank and ends the whole job at once.
 """
 
+import difflib
 import io
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -14,9 +16,10 @@ from urllib.parse import unquote_to_bytes
 from mpi4py import run
 
 from collectives.recorder.own import answer_usr2
+from mpips.ending.alone import remark
 from mpips.ending.process import StatusLine, is_fork, is_started, leave_fork, say
 from mpips.ending.uncaught import INTERRUPTED, end, end_after_hook, end_unstarted, is_alone, show
-from mpips.store.world import ENCODED, launched_as
+from mpips.store.world import ENCODED, launched_as, variables_of_place
 
 COMMANDS = (
     "run", "doctor", "script", "train", "bench", "tune", "sim", "plan", "chaos", "lab", "why", "top", "page", "trace",
@@ -113,6 +116,13 @@ def name_threads_that_stay() -> None:
         timer.start()
 
 
+def hint_at_backend(error: BaseException) -> None:
+    """Add what was meant to PyTorch's error for a backend with nearly our name."""
+    unknown = re.fullmatch(r"Unknown (?:c10d )?backend type (\S+)", str(error))
+    if unknown and difflib.get_close_matches(unknown[1].lower(), ["mpips"]):
+        error.add_note('did you mean init_process_group("mpips")?')
+
+
 if __name__ == "__main__":
     sys.argv[1:] = decode_words(sys.argv[1:])
     word = sys.argv[1] if len(sys.argv) > 1 else ""
@@ -123,11 +133,12 @@ if __name__ == "__main__":
     whole_lines()
     answer_usr2()
     search_as_python(word)
+    os.environ.update(variables_of_place(os.environ))
     status = StatusLine()
     run.set_abort_status = _set_abort_status
     try:
         run_program()
-        status.ends_well()
+        status.ends_well(remark())
         name_threads_that_stay()
     except SystemExit as left:
         code, why = exit_of(left)
@@ -139,9 +150,10 @@ if __name__ == "__main__":
                 say(why)
                 end_unstarted(f"exit {code}", code)
             raise SystemExit(code) from None
-        status.ends_well()
+        status.ends_well(remark())
         raise
     except BaseException as error:  # whatever leaves the program is said, and ends the job
+        hint_at_backend(error)
         interrupted = isinstance(error, KeyboardInterrupt)
         code, what = (INTERRUPTED, "interrupted") if interrupted else (1, type(error).__name__)
         status.fails(code)

@@ -11,9 +11,8 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.errors import of_caller, ranks
+from mpips.store.world import MASTER
 
-MASTER = "MASTER_ADDR"
-"""The variable by which users name rank 0's address."""
 WORDS = 2048
 """Bytes that rank 0's addresses may take."""
 ADDRESS_OF_NIC = 0x8915

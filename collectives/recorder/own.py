@@ -229,6 +229,11 @@ def add_communicator(identity: int, ranks: Sequence[int]) -> None:
     page.write(pages.COMMUNICATORS, _communicators)
 
 
+def count_communicators() -> int:
+    """The communicators that this process has made so far, freed or not."""
+    return sum(1 + last for last in _made.values())
+
+
 _made: dict[str, int] = {}
 KNOWN_COMMUNICATORS = 32
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import resource
 import select
 import socket
@@ -28,6 +29,7 @@ from collectives.machine import find_peer, find_readable, read_stat
 from mpips.store import world
 
 LOST_SENTENCES = (b"has lost communication with a remote daemon", b"A daemon failed to report back after being spawned")
+OF_SSH = re.compile(rb"^(ssh: [^\r\n]+)[\r\n]", re.MULTILINE)
 SENTENCES = (*LOST_SENTENCES, world.WELL_WITHOUT)
 LONGEST_SENTENCE = max(map(len, SENTENCES))
 MOST_PIPED = 1 << 16
@@ -89,7 +91,8 @@ class Presence:
     `deaths` and places `taken` by spares are in their order. `code` is the exit code with which the first rank failed;
     None where none did, or, but for `survives`, where others had died before. `failed`: that rank has ended. `well`:
     how many have said goodbye and have ended. `started`: whether one has said that MPI has, which needs all. `heard`:
-    the ranks that have said that they are there, also those that have ended since. Rank 0 gets the file `hands_over`
+    the ranks that have said that they are there, also those that have ended since. `remark`: what rank 0 has said of a
+    job that ends well. Rank 0 gets the file `hands_over`
     as its standard input; -1: it is left what it has.
     """
 
@@ -98,6 +101,7 @@ class Presence:
         self.deaths: list[Death] = []
         self.taken: list[Taken] = []
         self.code: int | None = None
+        self.remark = ""
         self.well = 0
         self.failed = self.started = False
         self.heard = set[int]()
@@ -197,6 +201,8 @@ class Presence:
             elif word == world.ROLE:
                 rank.role = more.decode(errors="replace")
                 self.taken.append(Taken(rank.number, rank.role, rank.step))
+            elif word == world.REMARK:
+                self.remark = more.decode(errors="replace")
             elif word == world.GOODBYE:
                 rank.well = True
             elif word == world.FAILING:
@@ -274,6 +280,7 @@ class OutputListener:
         self._tails = dict.fromkeys(self._to, b"")
         self._stopped, self._stop = os.pipe()
         self._found: set[bytes] = set()
+        self.cause = ""  # why ssh has not reached a host; mpirun itself guesses at many other reasons
         self._thread = threading.Thread(target=self._pass_on, daemon=True)
 
     def start(self) -> None:
@@ -313,6 +320,8 @@ class OutputListener:
                 if to == 2:
                     text = text.replace(b"\n\0", b"\n")
                 self._found.update(sentence for sentence in SENTENCES if sentence in text)
+                if not self.cause and (line := OF_SSH.search(text)):
+                    self.cause = line[1].decode(errors="replace")
                 self._tails[stream] = text[-LONGEST_SENTENCE:]
                 if not data or not _write_all(to, text[len(before) :]):
                     del self._to[stream]

@@ -97,7 +97,7 @@ def run(
         signals.close()
     if end.heard and code == 128 + end.heard and name:
         sentence = f"\n{name}: interrupted"
-    elif sentence:
+    elif sentence := sentence or (presence.remark if not code else ""):
         sentence = f"mpips: {sentence}"
     return Ended(code, end.returned, end.heard, sentence, death)
 
@@ -132,13 +132,15 @@ class Watched:
     def end(self) -> End:
         """Return how mpirun has ended, once all that it has written is read, or a signal has come. To be asked once."""
         lost = well = False
+        cause = ""
         if listener := self._listener:
             listener.finish()
             while not listener.has_finished(NAP_SECONDS) and not any(n in ENDING for n, _ in self._signals.read()):
                 pass
             if listener.output is not None:  # ranks may be on hosts that are lost
                 lost, well = listener.lost and self._ends_by == math.inf, listener.well
-        return End(self._job.returncode, self._heard, self._deserted, lost, well)
+            cause = listener.cause
+        return End(self._job.returncode, self._heard, self._deserted, lost, well, cause)
 
     def until_it_ends(self) -> None:
         """Watch mpirun, and end the job where that is due, until mpirun has ended. Blocking."""

@@ -26,7 +26,7 @@ class End(NamedTuple):
     """The end of mpirun.
 
     Its return code, below 0 for a signal; the signal that we were sent to end the job; whether we have ended it because
-    of its ranks; whether it has lost a host before; and whether the others ended well.
+    of its ranks; whether it has lost a host before; whether the others ended well; and what ssh has said of the host.
     """
 
     returned: int
@@ -34,6 +34,12 @@ class End(NamedTuple):
     deserted: bool = False
     lost: bool = False
     well: bool = False
+    cause: str = ""
+
+    @property
+    def loss(self) -> str:
+        """A lost host in words."""
+        return f"{LOST} ({self.cause})" if self.cause else LOST
 
 
 class OneDeathEnds:
@@ -75,14 +81,14 @@ class OneDeathEnds:
     def sentence(self, end: End) -> str:
         """Return what is to be said of a death that ended the job; "" where nothing is."""
         if end.lost:
-            return f"{LOST}: the job has ended"
+            return f"{end.loss}: the job has ended"
         death = self._first(end)
         return f"{_named(death, self._roles, self.code(end))}: the job has ended" if death else ""
 
     def death(self, end: End) -> str:
         """Return who has died, and how, where a signal to a rank has ended the job; else ""."""
         if end.lost:
-            return LOST
+            return end.loss
         death = self._first(end)
         return _named(death, self._roles, self.code(end)) if death and death.code is None else ""
 
@@ -180,7 +186,7 @@ class OthersGoOn:
         if end.returned < 0 and not end.deserted:
             return f"mpirun was ended by {signal.Signals(-end.returned).name}: the job has ended"
         if self._lost(end):
-            return f"{LOST}: the job has ended"
+            return f"{end.loss}: the job has ended"
         if self._leaver():
             return ""
         early = end.deserted and not presence.started
@@ -195,7 +201,7 @@ class OthersGoOn:
         if end.heard or not self.code(end):
             return ""
         if self._lost(end):
-            return LOST
+            return end.loss
         before = presence.deaths[: self._told] if presence.code is not None else presence.deaths[: max(self._told, 1)]
         last = next((death for death in reversed(before) if death.code is None), None)
         return _named(last, self._roles) if last else ""

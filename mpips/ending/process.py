@@ -43,6 +43,7 @@ from mpips.store.world import (
     INPUT,
     PRESENCE,
     PRESENT,
+    REMARK,
     ROLE,
     STARTED,
     STEP,
@@ -253,8 +254,14 @@ class StatusLine:
     def has_role(self, role: str, step: int | None) -> None:
         self._say((b"" if step is None else b"%s %d\n" % (STEP, step)) + b"%s %s\n" % (ROLE, role.encode()))
 
-    def ends_well(self) -> None:
+    def ends_well(self, remark: str = "") -> None:
+        """The program has ended, with a `remark` on the job, which counts where all of it ends well."""
         self._well = True
+        if remark and self._is_heard:
+            self._say(b"%s %s\n" % (REMARK, remark.encode()))
+        elif remark:
+            sys.stdout.flush()
+            os.write(2, f"mpips: {remark}\n".encode())
 
     def fails(self, code: int = 1) -> None:
         if os.getpid() == self._process:

@@ -20,6 +20,7 @@ from mpips.store.api import Generations, KVStore
 from mpips.store.checkpoint import resume
 from mpips.store.checkpoint.resume import RegularSaves
 from mpips.store.options import OptionError, Options
+from mpips.store.ranks import keep_layout
 from mpips.store.recovery.recover import Member, StandBy, wait_for_role
 from mpips.store.remote.store import RemoteStore
 from mpips.store.replicated.store import ReplicatedStore
@@ -93,6 +94,7 @@ def create(kind: str, comm: MPI.Intracomm | None = None, **options: Any) -> KVSt
         before.store.settings.run("create", before.served.open_store(OpenStore(word, asked)))
     with _all_alive(comm, chosen):
         layout = roles.create(comm, word, chosen, refusal or _unable(chosen))
+        keep_layout(layout)
         if layout.survives:
             _surviving.append(layout.spares)
         generation = Generation(layout)

@@ -23,6 +23,13 @@ OF_RANK = (
     "MPI_LOCALRANKID", "HYDI_",
 )  # fmt: skip
 SETTINGS = ("PMIX_MCA_", "PMIX_PREFIX")
+# The same of a rank among those of its own host.
+LOCAL_RANKS = (("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"), ("MPI_LOCALNRANKS", "MPI_LOCALRANKID"))
+# What `mpips run`, and then the rank itself, has set of the variables by which torchrun tells a process its place:
+# NAME=VALUE, with commas between them. So programs that ask these, as most that train by DDP do, run as under torchrun.
+# Children inherit them, as there, but to mpips they say nothing of a child, nor of a job that it starts.
+PLACE = "_MPIPS_PLACE"
+RANK, SIZE, LOCAL_RANK, MASTER, PORT = "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"
 # Before words of `python -m mpips` that are percent-encoded, as mpirun would take one of them for its own.
 ENCODED = "--encoded"
 # Ranks tell the `mpips run` of their machine, by a socket that this names, that they are there, and how they end.
@@ -30,6 +37,8 @@ PRESENCE = "_MPIPS_PRESENCE"
 # Set where that `mpips run` hands its standard input to rank 0, over the same socket.
 INPUT = "_MPIPS_INPUT"
 PRESENT, STARTED, STEP, ROLE, GOODBYE, FAILING = b"present", b"started", b"step", b"role", b"goodbye", b"failing"
+# What rank 0 says of a job that has ended well, to be said once all of it has.
+REMARK = b"remark"
 
 # The same where the launcher is on another host, and others have died: the one word that is said for all.
 WELL_WITHOUT = b"mpips: the job has ended well without rank"
@@ -85,6 +94,37 @@ def started_as(environment: Mapping[str, str]) -> tuple[int, int] | None:
         if rank in environment and _count(environment, size) > 1:
             return _count(environment, rank), _count(environment, size)
     return None
+
+
+def variables_of_place(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that this rank has to set so that a program finds what torchrun sets; none without `PLACE`.
+
+    What the user has set on the rank's host stays.
+    """
+    job, theirs = launched_as(environment), without_place(environment)
+    if job is None or PLACE not in environment:
+        return {}
+    place = _read_place(environment) | {RANK: str(job[0]), SIZE: str(job[1])}
+    for size, rank in LOCAL_RANKS:
+        if size in environment and rank in environment:
+            place |= {LOCAL_RANK: environment[rank], "LOCAL_WORLD_SIZE": environment[size]}
+    place = {name: value for name, value in place.items() if name not in theirs}
+    return {**place, PLACE: write_place(place)}
+
+
+def without_place(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment without what `PLACE` says that mpips has set. What a program has changed since is its own."""
+    ours = _read_place(environment)
+    return {name: value for name, value in environment.items() if name != PLACE and ours.get(name) != value}
+
+
+def write_place(variables: Mapping[str, str]) -> str:
+    """The value of `PLACE` for these variables."""
+    return ",".join(f"{name}={value}" for name, value in variables.items())
+
+
+def _read_place(environment: Mapping[str, str]) -> dict[str, str]:
+    return dict(part.partition("=")[::2] for part in environment.get(PLACE, "").split(",") if part)
 
 
 def tells_rank(name: str) -> bool:

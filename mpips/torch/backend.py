@@ -16,17 +16,18 @@ from mpi4py import MPI
 
 from collectives import log
 from collectives.errors import of_caller
-from mpips.address import MASTER, find_address
+from mpips.address import find_address
 from mpips.ending.process import before_mpi_ends
 from mpips.store.create import workers_of
-from mpips.store.world import launched_as, lost
+from mpips.store.world import MASTER, RANK, SIZE, launched_as, lost, without_place
 from mpips.torch.process_group import ProcessGroup
+from mpips.torch.samplers import watch_samplers
 from mpips.torch.works import communication
 
 LOG = log.get("mpips.torch")
 NAME = "mpips"
 TAG = 7301
-PROCESSES, TORCHRUN = "WORLD_SIZE", "TORCHELASTIC_RUN_ID"
+TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
 def register() -> None:
@@ -38,15 +39,16 @@ def register() -> None:
     given = handlers["env"]
     handlers["env"] = lambda url, **keywords: _rendezvous_by_mpi(given, url, **keywords)
     before_mpi_ends(communication.close)
+    watch_samplers()
 
 
 def check_joined() -> None:
     """Raise RuntimeError where a launcher started more processes than MPI has ranks: each would train its own model."""
     size = MPI.COMM_WORLD.size
     cause = lost(os.environ, MPI.Get_library_version(), size)
-    asked = os.environ.get(PROCESSES, "") if TORCHRUN in os.environ else ""
+    asked = os.environ.get(SIZE, "") if TORCHRUN in os.environ else ""
     if cause is None and asked.isdigit() and int(asked) > size:
-        cause = (f"torchrun started {asked} processes ({PROCESSES}), and MPI has {size} rank{'s' * (size > 1)}: "
+        cause = (f"torchrun started {asked} processes ({SIZE}), and MPI has {size} rank{'s' * (size > 1)}: "
                  f"start with `mpips run -w {asked}` or `mpirun -n {asked}` instead of torchrun")  # fmt: skip
     if cause is not None:
         raise of_caller(RuntimeError(cause))
@@ -75,18 +77,19 @@ def _rendezvous_by_mpi(
 
     The variables of another launcher count where it has not, or where the program itself gives rank and size.
 
-    Variables that were exported before the start are the same on all ranks, as of a template: they say nothing.
+    Variables that were exported before the start are the same on all ranks, as of a template: they say nothing. Those
+    that `mpips run` has set say what MPI says, and in a child of a rank they are its parent's.
     """
     world = workers_of(MPI.COMM_WORLD)
     asked = parse_qs(urlsplit(url).query)
     joined = world.size > 1 or launched_as(os.environ) == (0, 1)
-    if MASTER in os.environ and (not joined or asked or _has_set_place()):
+    if MASTER in without_place(os.environ) and (not joined or asked or _has_set_place()):
         try:
             yield from given(url, timeout=timeout, **keywords)
         except dist.DistNetworkError as error:
             if not joined or asked:
                 raise
-            place = ", ".join(f"{name}={os.environ.get(name)}" for name in ("RANK", PROCESSES))
+            place = ", ".join(f"{name}={os.environ.get(name)}" for name in (RANK, SIZE))
             raise of_caller(RuntimeError(f"init_process_group: the program itself has set {place} on rank {world.rank} "
                                          f"of MPI's {world.size}, and its rendezvous failed: export both before the "
                                          f"start, or let the program leave them out. {error}")) from error  # fmt: skip
@@ -103,10 +106,12 @@ def _rendezvous_by_mpi(
 def _has_set_place() -> bool:
     """Return whether the program has set RANK or WORLD_SIZE by itself, since its start."""
     try:
-        started = dict(part.partition(b"=")[::2] for part in Path("/proc/self/environ").read_bytes().split(b"\0"))
+        words = Path("/proc/self/environ").read_bytes().split(b"\0")
     except OSError:
         return False
-    return any(os.environb.get(name) != started.get(name) for name in (b"RANK", b"WORLD_SIZE"))
+    started = without_place(dict(os.fsdecode(word).partition("=")[::2] for word in words))
+    now = without_place(os.environ)
+    return any(now.get(name) != started.get(name) for name in (RANK, SIZE))
 
 
 def _check_place(rank: int, size: int) -> None:

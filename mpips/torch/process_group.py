@@ -24,6 +24,7 @@ from collectives.communicator import communicator
 from collectives.recorder import own as recorder
 from collectives.recorder.own import Marks
 from collectives.recorder.ring import form
+from mpips.torch.lone import watch as gradients
 from mpips.torch.tensors import (
     Reduction,
     as_movable,
@@ -64,6 +65,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._name = ""
         home = communicator(comm)
         self._roomy = home.nodes > 1 or home.board.memory.roomy
+        gradients.add_group(comm.size)
 
     def _start(self, job: GroupJob, opts: Any, result: Any) -> Work:
         """Run a job, beside compute where the options say so; its future gives `result`.
@@ -72,6 +74,8 @@ class ProcessGroup(dist.ProcessGroup):
         a thread would only take turns with it.
         """
         job.result = result
+        if gradients.active:
+            gradients.see(result, between_two=job.order is None)
         alone = not self._roomy and torch._C._current_graph_task_id() >= 0
         return Work(communication.run(job, opts is None or (opts.asyncOp and not alone)))
 

@@ -1,0 +1,50 @@
+"""Notice a job of several ranks that has ended well, and whose ranks never exchanged anything.
+
+A program that does not find the other ranks trains one model a rank, in silence. Rank 0 judges for all, by what is
+left in its process at the end: exchanges of others without it are rare. It counts as exchange that MPI was started, or
+another library's group was made; in the backend "mpips", that gradients may have gone through a group.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from typing import Any
+
+from mpips.ending.process import runs
+from mpips.store.world import launched_as
+
+SIDE_BY_SIDE = (
+    "the {size} ranks of this job ran side by side and never exchanged anything, which is right for independent runs. "
+    "To train one model on all of them, make a store (mpips.create), or call torch.distributed.init_process_group and "
+    "wrap the model in DistributedDataParallel"
+)
+OWN_MODELS = (
+    "the {size} ranks of this job made a process group, but no gradients went through it: each rank has trained a model "
+    "of its own. To train one on all of them, wrap it in DistributedDataParallel or mpips.torch.DataParallel"
+)
+
+
+def remark() -> str:
+    """Return what rank 0 is to say at the end of a job that has exchanged nothing; "" on all others, and of others."""
+    rank, size = launched_as(os.environ) or (0, 1)
+    if rank or size < 2:
+        return ""
+    if runs():
+        torch = sys.modules.get("mpips.torch.lone")
+        return OWN_MODELS.format(size=size) if torch is not None and torch.watch.trained_alone() else ""
+    return "" if _has_other_group() else SIDE_BY_SIDE.format(size=size)
+
+
+def _has_other_group() -> bool:
+    """Return whether this process has, or had, a group that mpips knows nothing of."""
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    if c10d is not None and (getattr(c10d, "_default_pg_init_method", None) is not None or c10d.is_initialized()):
+        return True
+    jax: Any = sys.modules.get("jax._src.distributed")
+    if jax is not None and jax.global_state.coordinator_address is not None:
+        return True
+    with suppress(OSError), open("/proc/self/maps") as maps:
+        return any("/libmpi" in line for line in maps)  # a library that starts MPI by itself
+    return False

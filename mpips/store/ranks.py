@@ -1,0 +1,70 @@
+"""`mpips.rank` and `mpips.size`: by what a program splits its data, with servers or without."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+from mpi4py import MPI
+
+from mpips.store.options import read
+
+if TYPE_CHECKING:
+    from mpips.store.roles import Layout
+
+# the layout of the newest store on all ranks of the job; it follows deaths
+_layouts: list[Layout] = []
+# what `size` has given before there was a store
+_given: list[int] = []
+
+
+def rank() -> int:
+    """The number of this rank among those that train: 0 up to `mpips.size()` - 1.
+
+    Split data by these two, never by COMM_WORLD, which counts servers and spares. In a job without these both are
+    COMM_WORLD's. Local; the first call may start MPI, which waits for all ranks to come.
+
+    Before the job has made a store, the roles are those of `mpips run` or the `MPIPS_*` variables. A server or a spare,
+    which runs the program up to `mpips.create` without training anything, gets the number of the last worker. After a
+    death that the store survives, both count anew.
+
+    Raises:
+        OptionError: The variables ask for more servers and spares than the job has ranks.
+
+    Example:
+        >>> samples = list(range(10))
+        >>> samples[mpips.rank() :: mpips.size()]  # alone, or with servers only: all of them
+        [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    """
+    if _layouts:
+        return _layouts[-1].rank
+    return min(MPI.COMM_WORLD.rank, size() - 1)
+
+
+def size() -> int:
+    """The number of ranks that train: all but servers and spares. See `mpips.rank`.
+
+    If a store that the program makes later has servers which neither `mpips run -s` nor MPIPS_SERVERS has told of, the
+    number was wrong: `mpips.create` then gives a warning.
+
+    Raises:
+        OptionError: The variables ask for more servers and spares than the job has ranks.
+    """
+    if _layouts:
+        return _layouts[-1].num_workers
+    workers = read().workers_of(MPI.COMM_WORLD.size)
+    _given[:] = [workers]
+    return workers
+
+
+def keep_layout(layout: Layout) -> None:
+    """Take ranks from this layout from now on, where it is one of the whole job."""
+    if len(layout.nodes) != MPI.COMM_WORLD.size:
+        return
+    if _given and not _layouts and _given[0] != layout.num_workers and layout.rank == 0:
+        warnings.warn(
+            f"mpips.size() was {_given[0]} before the store was made, and is {layout.num_workers} now: a split by it "
+            f"leaves data out; make the store first, or start with `mpips run -s {layout.num_servers}` or "
+            f"MPIPS_SERVERS={layout.num_servers}", stacklevel=3,
+        )  # fmt: skip
+    _layouts[:] = [layout]
