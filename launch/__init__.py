@@ -4,7 +4,14 @@ Other packages use what stands here, and `launch.lab`. It is loaded at its first
 `launch.torch_entry`.
 """
 
-from __future__ import annotations
+import sys
+
+if sys.version_info < (3, 11):  # noqa: UP036
+    # Before all other imports, which older Pythons cannot read. `python -m launch.x` shows the sentence alone.
+    raise (SystemExit if sys.argv[:1] == ["-m"] else ImportError)(
+        f"mpips needs Python 3.11 or newer, this is {sys.version.split()[0]}: install one, and make the environment "
+        "with it (`python3.11 -m venv .venv`, in a clone `make PYTHON=python3.11`)"
+    )
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -31,8 +31,6 @@ WORLD = "import os; from mpi4py import MPI; os.write(1, b'size %d\\n' % MPI.COMM
 
 def main() -> None:
     """Command line; exits with a sentence where something is missing."""
-    if sys.version_info < (3, 11):  # noqa: UP036
-        sys.exit(f"mpips needs Python 3.11 or newer, this is {sys.version.split()[0]}: try `make PYTHON=python3.11`")
     parser = argparse.ArgumentParser(description="Make a virtual environment with this project and an MPI.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--extra", action="append", default=[], help="an extra of setup.py; may be repeated")

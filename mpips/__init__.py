@@ -7,7 +7,14 @@
 The public names are loaded when they are first used, so that `mpips run` and `mpips doctor` start without MPI.
 """
 
-from __future__ import annotations
+import sys
+
+if sys.version_info < (3, 11):  # noqa: UP036
+    # Before all other imports, which older Pythons cannot read. `python -m mpips.x` shows the sentence alone.
+    raise (SystemExit if sys.argv[:1] == ["-m"] else ImportError)(
+        f"mpips needs Python 3.11 or newer, this is {sys.version.split()[0]}: install one, and make the environment "
+        "with it (`python3.11 -m venv .venv`, in a clone `make PYTHON=python3.11`)"
+    )
 
 import importlib
 import sys

@@ -34,6 +34,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NoReturn
 
+from collectives.errors import without_mpi
 from collectives.machine import find_peer
 from collectives.recorder import own as recorder
 from collectives.recorder import tracing
@@ -109,7 +110,7 @@ def open_page() -> None:
 
 
 class _Importing(MetaPathFinder):
-    """Does what is to be done when MPI has started.
+    """Does what is to be done when MPI has started, and says in one sentence that there is no MPI's library.
 
     An interrupt is held back until then, as an import that it breaks off leaves an MPI that runs and that nobody has:
     the others would wait for this rank. So it is an uncaught one, which ends the job.
@@ -121,9 +122,14 @@ class _Importing(MetaPathFinder):
         if name != "mpi4py.MPI":
             return None
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        with _one_sentence():
+            spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
-            begin = spec.loader.exec_module
+            create, begin = spec.loader.create_module, spec.loader.exec_module
+
+            def create_module(spec: ModuleSpec) -> ModuleType | None:
+                with _one_sentence():
+                    return create(spec)
 
             def exec_module(module: ModuleType) -> None:
                 with _uninterrupted() as interrupts:
@@ -136,8 +142,20 @@ class _Importing(MetaPathFinder):
                         sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
                     raise KeyboardInterrupt
 
+            spec.loader.create_module = create_module  # type: ignore[method-assign]
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+
+@contextmanager
+def _one_sentence() -> Iterator[None]:
+    """Raise what mpi4py says of a missing library as one sentence, of the same type."""
+    try:
+        yield
+    except (ImportError, RuntimeError) as error:
+        if not (sentence := without_mpi(error)):
+            raise
+        raise type(error)(sentence) from None
 
 
 @contextmanager

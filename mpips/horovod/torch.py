@@ -12,7 +12,11 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Iterable, Mapping
+from importlib.util import find_spec
 from typing import Any, NoReturn
+
+if find_spec("torch") is None:
+    raise ModuleNotFoundError("mpips.horovod.torch needs PyTorch: pip install 'mpips[torch]'", name="torch")
 
 import torch
 from mpi4py import MPI

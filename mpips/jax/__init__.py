@@ -10,6 +10,11 @@ through collectives. Elsewhere calls are ordered callbacks, which JAX neither di
 After `import mpips.jax`, `jax.distributed.initialize()` needs no arguments in processes that MPI has joined.
 """
 
+from importlib.util import find_spec
+
+if find_spec("jax") is None:
+    raise ModuleNotFoundError("mpips.jax needs JAX: pip install 'mpips[jax]'", name="jax")
+
 from mpips.jax.cluster import register
 from mpips.jax.collective import allgather, allreduce, alltoall, barrier, broadcast, reduce_scatter
 from mpips.jax.pushpull import init, pull, pushpull

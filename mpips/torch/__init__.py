@@ -5,6 +5,11 @@
     model = mpips.torch.DataParallel(model)     # or torch's own DistributedDataParallel(model)
 """
 
+from importlib.util import find_spec
+
+if find_spec("torch") is None:
+    raise ModuleNotFoundError("mpips.torch needs PyTorch: pip install 'mpips[torch]'", name="torch")
+
 from mpips.torch.backend import register
 from mpips.torch.data_parallel import DataParallel
 from mpips.torch.embedding import Embedding, EmbeddingBag, TableOptimizer
