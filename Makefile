@@ -31,7 +31,7 @@ demo: ## train on real data with servers and MPI clients in every mode: out/demo
 test: ## in 30 minutes: lint, unit and lab tests, MPI tests on 1, 3 and 7 ranks with Open MPI, on 2 and 4 with MPICH
 	$(TESTS) --ranks $(RANKS)
 
-test-quick: ## in two minutes: lint, unit tests, MPI tests on 4 ranks of one MPI
+test-quick: ## the quickest that covers most: lint, unit tests, MPI tests on 4 ranks of one MPI
 	$(VENV) --extra test --extra fast
 	$(BIN)/python -m tests.run --stages lint,unit,mpi --ranks 4
 
@@ -40,7 +40,7 @@ test-all: ## everything, before a release: both MPIs on 1 to 7 ranks, every Pyth
 	$(BIN)/python -m tests.pythons
 	[ ! -x .venv-torch/bin/python ] || $(TEST_TORCH)
 
-lint: ## ruff and mypy
+lint: ## ruff and mypy on what git tracks
 	$(VENV) --extra test --extra fast
 	$(BIN)/python -m tests.run --stages lint
 

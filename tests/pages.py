@@ -6,8 +6,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.tracked import tracked
+
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([ROOT / "README.md", *tracked(ROOT / "docs", "*.md")])
 
 
 def programs(page: Path) -> dict[str, str]:

@@ -35,6 +35,7 @@ from typing import IO, NamedTuple
 from launch import NAMES, Job, LauncherError, build, find, this_machine
 from tests import child
 from tests.report import TAIL, Result, counted, show, summarise, unfinished
+from tests.tracked import untracked
 
 STAGES = ("lint", "unit", "lab", "mpi")
 ROOT = Path(__file__).resolve().parent.parent
@@ -158,8 +159,14 @@ def checks(stages: Sequence[str], beside: str, choice: Choice, limits: Limits) -
                 tasks.append(lambda out, name=name, places=places: alone(name, choice.only(places), limits, out))  # type: ignore[misc]
     if "lint" in stages:
         tasks.append(lambda out: tool("mypy", [sys.executable, "-m", "mypy"], limits, out))
-        tasks.append(lambda out: tool("ruff", [sys.executable, "-m", "ruff", "check", "."], limits, out))
+        tasks.append(lambda out: tool("ruff", ruff(), limits, out))
     return tasks
+
+
+def ruff() -> list[str]:
+    """The command that checks the project's own files: a program that somebody tries out in the clone is not ours."""
+    outside = [f"--extend-exclude={path}" for path in untracked(ROOT)]
+    return [sys.executable, "-m", "ruff", "check", *outside, "."]
 
 
 def parts(stage: str, choice: Choice) -> dict[str, list[str]]:

@@ -17,10 +17,11 @@ import pytest
 import collectives
 from docs.hooks import commands, docstrings
 from launch import cli
+from tests.tracked import tracked
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
+DOCUMENTS = [path for path in tracked(ROOT, "*.md") if path.parent == ROOT or DOCS in path.parents]
 PACKAGES = ("collectives", "mpips", "launch")
 each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 
@@ -36,7 +37,7 @@ def table(text: str) -> str:
 
 def test_every_page_is_in_the_list_of_pages() -> None:
     listed = re.findall(r"[:-] ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
-    assert sorted(listed) == sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
+    assert sorted(listed) == sorted(page.relative_to(DOCS).as_posix() for page in tracked(DOCS, "*.md"))
 
 
 @each_document
@@ -69,7 +70,7 @@ def test_every_call_is_in_a_table() -> None:
 
 
 def test_pages_that_the_code_names_are_there() -> None:
-    files = [path for folder in (*PACKAGES, "examples", "tests") for path in (ROOT / folder).rglob("*.py")]
+    files = [path for folder in (*PACKAGES, "examples", "tests") for path in tracked(ROOT / folder)]
     texts = {path: path.read_text(encoding="utf-8") for path in [*files, ROOT / "pyproject.toml"]}
     named = {(path, page) for path, text in texts.items() for page in re.findall(r"\bdocs/[\w/-]+\.md\b", text)}
     assert [f"{path.relative_to(ROOT)}: {page}" for path, page in named if not (ROOT / page).is_file()] == []
@@ -204,7 +205,7 @@ def test_the_sentences_of_errors_are_in_the_code() -> None:
 def sentences() -> list[str]:
     """Every text in the code, with … where a value is put in."""
     found = []
-    for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+    for path in (path for package in PACKAGES for path in tracked(ROOT / package)):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
                 found.append("".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values))

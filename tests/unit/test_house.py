@@ -14,6 +14,7 @@ import pytest
 
 import mpips
 from tests.mutations import MUTATIONS
+from tests.tracked import tracked
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("mpips", "collectives", "launch")
@@ -52,7 +53,7 @@ def allowed(module: str, package: str) -> bool:
 def test_imports_run_one_way(package: str) -> None:
     wrong = [
         f"{path.relative_to(ROOT)} imports {module}"
-        for path in sorted((ROOT / package).rglob("*.py"))
+        for path in tracked(ROOT / package)
         for module in imports(path)
         if module.split(".")[0] in PACKAGES and not allowed(module, package)
     ]
@@ -61,7 +62,7 @@ def test_imports_run_one_way(package: str) -> None:
 
 def test_what_files_import_and_name_is_there() -> None:
     """Imports for types alone, too, which nobody carries out; and files that docstrings and comments name."""
-    files = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    files = sorted(path for package in PACKAGES for path in tracked(ROOT / package))
     wrong = []
     for path in files:
         for module in imports(path):
@@ -119,7 +120,7 @@ def test_installed_outside_the_repository(installed: Path, package: str) -> None
     assert outside(installed, f"import {package}; print({package}.__file__)").startswith(str(installed))
     missing = [
         str(path.relative_to(ROOT))
-        for path in (ROOT / package).rglob("*")
+        for path in tracked(ROOT / package, "*")
         if path.suffix in (".py", ".json", ".typed") and not (installed / path.relative_to(ROOT)).is_file()
     ]
     assert not missing, f"not in the installed package: {missing}"
@@ -135,7 +136,7 @@ def test_what_files_import_when_they_are_loaded_is_installed_with_the_package() 
     assert required
     known = {*sys.stdlib_module_names, *PACKAGES, *OPTIONAL, *re.findall(r'"(\w+)[<>=]', required[1])}
     for package in PACKAGES:
-        for path in (ROOT / package).rglob("*.py"):
+        for path in tracked(ROOT / package):
             for node in ast.parse(path.read_text(encoding="utf-8")).body:
                 names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
                 if isinstance(node, ast.ImportFrom) and not node.level:

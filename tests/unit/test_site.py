@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from tests.tracked import tracked
+
 ROOT = Path(__file__).resolve().parents[2]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 QUIET = (
@@ -94,7 +96,7 @@ def run_script(folder: Path, page: str, body: str, *words: str) -> Any:
 
 
 def test_the_site_builds_and_has_every_page(site: Path) -> None:
-    pages = {page.relative_to(ROOT / "docs").with_suffix(".html") for page in (ROOT / "docs").rglob("*.md")}
+    pages = {page.relative_to(ROOT / "docs").with_suffix(".html") for page in tracked(ROOT / "docs", "*.md")}
     assert all((site / page).is_file() for page in pages)
 
 
