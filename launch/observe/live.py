@@ -48,7 +48,8 @@ class History:
         self._lock = threading.Lock()
         self._before: dict[int, Rank] = {}
         self._kind, self._asked, self._at = "", 0.0, 0.0
-        self._shown: dict[str, Any] = {"job": folder.name, "kind": "begins", "sentence": "", "ranks": []}
+        self._shown: dict[str, Any] = {"job": folder.name, "kind": "begins", "sentence": ""}
+        self._shown |= {"culprits": [], "ranks": []}
         self._samples: deque[dict[str, Any]] = deque(maxlen=MOST_SAMPLES)
         self._events: deque[dict[str, Any]] = deque(maxlen=MOST_EVENTS)
 
@@ -105,6 +106,8 @@ class History:
                 yield f"{name} has been replaced: its place is taken by process {one.pid}"
             elif old.role == "spare" and one.role not in ("", "spare"):
                 yield f"{name}, a spare, has become {one.role} {one.member}"
+            elif not old.role and one.role:
+                yield f"{name} is a {one.role}"
             elif old.lives and not one.lives:
                 yield f"{name} is gone"
             if one.lives and one.stopped != old.stopped:

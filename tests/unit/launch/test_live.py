@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -96,18 +98,52 @@ def test_hosts_that_are_written_after_the_first_look_are_asked(job: Ranks) -> No
         assert [*watch.look(0.0).unreached] == ["elsewhere"]
 
 
+def test_a_rank_that_gets_its_role_later_is_told(monkeypatch: pytest.MonkeyPatch, job: Ranks) -> None:
+    seen = gather(folders.of_jobs() / "77", 0.0)
+    history = live.History(folders.of_jobs() / "77")
+    for found in ([one._replace(role="") for one in seen], seen):
+        monkeypatch.setattr(Watch, "look", lambda *words, found=found, **more: Found(found, {}))
+        history.look()
+    events = [event["text"] for event in json.loads(history.shown())["events"]]
+    assert {"rank 1 is there", "rank 0 is a worker", "rank 1 is a server"} <= {*events}
+
+
 @pytest.mark.skipif(not BROWSER, reason="no Chromium is installed")
 @pytest.mark.parametrize("size", ["1200,900", "390,800"])
 def test_a_browser_shows_the_job(job: Ranks, address: str, size: str) -> None:
     data(address, "barrier")
-    command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={size}",
-               "--virtual-time-budget=3000", "--enable-logging=stderr", "--dump-dom", address]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert "CONSOLE" not in done.stderr, done.stderr
-    page = done.stdout
+    page = browsed(address, size)
     assert "<title>mpips: job 77 stands</title>" in page and "wait in barrier" in page
-    assert page.count('<tr class="waits">') == 2 and "Loss, accuracy 0.5" in page
-    assert "rank 1 is there as worker" in page
+    assert page.count('<tr class="culprit">') == 2 and "Loss, accuracy 0.5" in page  # each waits for the other
+    assert "rank 0 is there as worker" in page and "rank 1 is there as server" in page
+    assert '<td data-label="role" class="text">server</td>' in page
+
+
+@pytest.mark.skipif(not BROWSER, reason="no Chromium is installed")
+def test_the_culprit_stands_out_and_not_those_who_wait(
+    job: Ranks, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a job without roles has no column of roles."""
+    seen = [one._replace(role="") for one in gather(folders.of_jobs() / "77", 0.0)]
+    seen[1] = seen[1]._replace(waits=())
+    monkeypatch.setattr(Watch, "look", lambda *words, **more: Found(seen, {}))
+    data(address, '"culprits": [1]')
+    page = browsed(address, "1200,900")
+    rows = re.findall(r'<tr class="(\w+)"><td data-label="rank" class="">(\d)', page)
+    assert rows == [("waits", "0"), ("culprit", "1")]
+    assert "holds the others up" in page and "role" not in re.findall(r"<th[^>]*>(\w+)", page)
+
+
+def browsed(address: str, size: str) -> str:
+    """The page as Chromium has it after three seconds, without an error on its console."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+                   "--disable-background-networking", "--disable-component-update", "--disable-sync",
+                   f"--user-data-dir={folder}", f"--window-size={size}", "--virtual-time-budget=3000",
+                   "--enable-logging=stderr", "--dump-dom", address]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert "CONSOLE" not in done.stderr, done.stderr
+    return done.stdout
 
 
 def test_a_taken_port_is_one_sentence(address: str) -> None:
