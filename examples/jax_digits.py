@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from mpi4py import MPI
 
 import mpips.jax
 from task import digits
@@ -37,7 +36,7 @@ def loss(weights: Weights, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def main(epochs: int, batch_size: int, learning_rate: float) -> None:
-    world = MPI.COMM_WORLD
+    rank, ranks = mpips.rank(), mpips.size()
     x, y, test_x, test_y = digits("float32")
     optimizer = optax.adam(learning_rate)
     weights = begin()
@@ -50,12 +49,12 @@ def main(epochs: int, batch_size: int, learning_rate: float) -> None:
         return optax.apply_updates(weights, updates), state
 
     mixed, begun = np.random.default_rng(0), time.perf_counter()
-    steps = len(x) // (world.size * batch_size)
+    steps = len(x) // (ranks * batch_size)
     for epoch in range(1, epochs + 1):
         order = mixed.permutation(len(x))  # alike on all ranks, so that nobody trains on another's images
-        for batch in order[: steps * world.size * batch_size].reshape(steps, world.size, batch_size)[:, world.rank]:
+        for batch in order[: steps * ranks * batch_size].reshape(steps, ranks, batch_size)[:, rank]:
             weights, state = step(weights, state, x[batch], y[batch].astype(np.int32))
-        if world.rank == 0:
+        if rank == 0:
             right = float((logits(weights, test_x).argmax(1) == test_y).mean())
             seconds = time.perf_counter() - begun
             print(f"epoch {epoch}: {right:.1%} of the test images right, {seconds:.1f} s", flush=True)

@@ -11,7 +11,6 @@ import time
 
 import torch
 import torch.distributed as dist
-from mpi4py import MPI
 from torch import Tensor, nn
 
 import mpips.torch
@@ -37,7 +36,6 @@ def main(way: str, epochs: int, batch_size: int, learning_rate: float) -> None:
     torch.manual_seed(0)
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=0.9)
-    rank, workers = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
     if way == "ddp":
         dist.init_process_group("mpips")
         model = nn.parallel.DistributedDataParallel(model)
@@ -45,8 +43,7 @@ def main(way: str, epochs: int, batch_size: int, learning_rate: float) -> None:
         model = mpips.torch.DataParallel(model)
     else:
         optimizer = mpips.torch.DistributedOptimizer(optimizer, model.named_parameters(), kind=f"dist_{way}")
-        rank, workers = optimizer.store.rank, optimizer.store.num_workers  # servers have left this program
-    train(model, optimizer, epochs, batch_size, rank, workers)
+    train(model, optimizer, epochs, batch_size, mpips.rank(), mpips.size())
     if way == "ddp":
         dist.destroy_process_group()
 

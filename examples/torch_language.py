@@ -12,7 +12,6 @@ import time
 from pydoc_data.topics import topics
 
 import torch
-from mpi4py import MPI
 from torch import Tensor, nn
 
 import mpips.torch
@@ -45,12 +44,12 @@ def letters() -> tuple[Tensor, int]:
 
 
 def main(steps: int, batch_size: int, learning_rate: float) -> None:
-    world = MPI.COMM_WORLD
+    rank, ranks = mpips.rank(), mpips.size()
     torch.set_num_threads(1)
     text, count = letters()
     model = mpips.torch.DataParallel(Language(count))
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
-    places = torch.Generator().manual_seed(world.rank)
+    places = torch.Generator().manual_seed(rank)
     begun = time.perf_counter()
     for step in range(1, steps + 1):
         starts = torch.randint(len(text) - LENGTH, (batch_size, 1), generator=places)
@@ -60,8 +59,8 @@ def main(steps: int, batch_size: int, learning_rate: float) -> None:
         loss.backward()
         model.clip_grad_norm_(1.0)
         optimizer.step()
-        if world.rank == 0 and (step % 20 == 0 or step == 1):
-            rate = step * world.size * batch_size * LENGTH / (time.perf_counter() - begun)
+        if rank == 0 and (step % 20 == 0 or step == 1):
+            rate = step * ranks * batch_size * LENGTH / (time.perf_counter() - begun)
             shown = f"loss {loss.item():.3f}, at random {math.log(count):.3f}"
             print(f"step {step}: {shown}, {rate:,.0f} letters a second", flush=True)
 

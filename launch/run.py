@@ -493,8 +493,8 @@ def note_options(words: Sequence[str], parameters: Sequence[click.Parameter]) ->
     with open(words[0], "rb") as file:
         if behind and not READS_WORDS.search(file.read()):
             them = "it" if len(behind) == 1 else "them"
-            click.echo(f"note: {' and '.join(behind)} stands after {words[0]}, so the script gets {them}, and seems to read "
-                       "no options: those of `mpips run` stand before the script", err=True)  # fmt: skip
+            click.echo(f"note: {' and '.join(behind)} stands after {words[0]}, so the script gets {them}, and seems to "
+                       "read no options: those of `mpips run` stand before the script", err=True)  # fmt: skip
 
 
 class NotPythonError(click.ClickException):

@@ -267,12 +267,18 @@ def _forget() -> None:
     atexit.unregister(_end)
 
 
-def note(**numbers: float) -> None:
+def note(*unnamed: object, **numbers: float) -> None:
     """Report numbers of this rank's training, such as `step=40, loss=0.3`, to who looks from outside. Sends nothing.
 
     Each replaces the one of its name. `step` is shown by `mpips why` and `top`, too. A Trainer reports by itself.
     ValueError for what is no number, and for more names than a page holds; then nothing of this call is reported.
+    TypeError for a number without a name.
     """
+    if unnamed:
+        raise TypeError(
+            "note takes numbers by name, such as note(step=40, loss=0.3); mpips.chaos.note(step, value) is for jobs "
+            "that `mpips chaos` watches"
+        )
     notes = dict(_notes)
     for name, number in numbers.items():
         try:

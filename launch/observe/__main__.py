@@ -147,6 +147,9 @@ def _dump(folder: Path, into: Path, how: str, known: dict[str, Any]) -> None:
     try:
         if how == "pytorch":
             dump.write_for_pytorch([rank for path in paths if (rank := dump.read_rank(path)) is not None], into)
+            if any(one.get("role") for one in known["ranks"]):  # only a store gives roles
+                said = "torchfrtrace reads collectives, not calls of stores: `mpips why` says who waits in one"
+                click.echo(f"note: {said}", err=True)
             return
         for path in paths:
             dump.write_rank(path, into)

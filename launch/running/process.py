@@ -97,7 +97,7 @@ def run(
         signals.close()
     if end.heard and code == 128 + end.heard and name:
         sentence = f"\n{name}: interrupted"
-    elif sentence := sentence or (presence.remark if not code else ""):
+    elif sentence := sentence or ("" if code or presence.deaths else presence.remark):
         sentence = f"mpips: {sentence}"
     return Ended(code, end.returned, end.heard, sentence, death)
 

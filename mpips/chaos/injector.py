@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import struct
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -182,6 +183,8 @@ def note(step: int, value: SupportsFloat | bytes | np.ndarray) -> None:
     if not _injectors:
         return
     injector = _injectors[0]
+    if callable(detach := getattr(value, "detach", None)):  # a tensor of PyTorch, which may require gradients
+        value = detach()
     number = float(value) if isinstance(value, float | int) or getattr(value, "shape", None) == () else None
     if number is not None:
         data = struct.pack("<d", number)
@@ -190,7 +193,10 @@ def note(step: int, value: SupportsFloat | bytes | np.ndarray) -> None:
     else:
         import numpy as np
 
-        data = np.asarray(value).tobytes()
+        array: Any = value
+        if detach is not None:  # by its bytes, as NumPy knows no bfloat16
+            array = array.contiguous().view(-1).view(sys.modules["torch"].uint8).numpy()
+        data = np.asarray(array).tobytes()
     digest = hashlib.blake2b(data, digest_size=8).hexdigest()
     injector.tell(Note(time.monotonic(), injector.rank, *injector.place(), step, number, digest))
 

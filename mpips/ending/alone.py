@@ -15,17 +15,6 @@ from typing import Any
 from mpips.ending.process import runs
 from mpips.store.world import launched_as
 
-SIDE_BY_SIDE = (
-    "the {size} ranks of this job ran side by side and never exchanged anything, which is right for independent runs. "
-    "To train one model on all of them, make a store (mpips.create), or call torch.distributed.init_process_group and "
-    "wrap the model in DistributedDataParallel"
-)
-OWN_MODELS = (
-    "the {size} ranks of this job made a process group, but no gradients went through it: each rank has trained a model "
-    "of its own. To train one on all of them, wrap it in DistributedDataParallel or mpips.torch.DataParallel"
-)
-
-
 def remark() -> str:
     """Return what rank 0 is to say at the end of a job that has exchanged nothing; "" on all others, and of others."""
     rank, size = launched_as(os.environ) or (0, 1)
@@ -33,8 +22,20 @@ def remark() -> str:
         return ""
     if runs():
         torch = sys.modules.get("mpips.torch.lone")
-        return OWN_MODELS.format(size=size) if torch is not None and torch.watch.trained_alone() else ""
-    return "" if _has_other_group() else SIDE_BY_SIDE.format(size=size)
+        if torch is None or not torch.watch.trained_alone():
+            return ""
+        return (
+            f"the {size} ranks of this job made a process group, but no gradients went through it: each rank has trained "
+            "a model of its own. To train one on all of them, wrap it in DistributedDataParallel or "
+            "mpips.torch.DataParallel"
+        )
+    if _has_other_group():
+        return ""
+    return (
+        f"the {size} ranks of this job ran side by side and never exchanged anything, which is right for independent "
+        "runs. To train one model on all of them, make a store (mpips.create), or call "
+        "torch.distributed.init_process_group and wrap the model in DistributedDataParallel"
+    )
 
 
 def _has_other_group() -> bool:

@@ -185,6 +185,9 @@ class _Run:
     def _train(self, specification: Specification, data: Data, mesh: Mesh, data_seconds: float) -> None:
         o, worker, last = self.options, None, self.options.epochs
         check_fit(specification, data, mesh)
+        grid = f"grid {mesh}"
+        if self.servers and self.servers.clients > 1:  # of which each is what --grid asks for
+            grid = f"{self.servers.clients} clients of grid {mesh.batch // self.servers.clients}x{mesh.model}"
         if o.load_path:
             worker = checkpoint.load_checkpoint(
                 o.load_path, mesh, o.split, self.xp, overlap=o.overlap, servers=self.servers
@@ -192,7 +195,7 @@ class _Run:
             last += worker.updates // len(data.deal.samples)
         self._say(
             f"{'-'.join(str(size) for size in specification.sizes)}, {counted(data.train_rows, 'row')}, "
-            f"batch {o.batch}, grid {mesh} (batch x model), {specification.dtype}"
+            f"batch {o.batch}, {grid} (batch x model), {specification.dtype}"
         )
         self.began = True
         trained = train(

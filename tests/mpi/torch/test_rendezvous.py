@@ -34,6 +34,28 @@ dist.all_reduce(x)
 print("rank", dist.get_rank(), "of", dist.get_world_size(), x.item())
 dist.destroy_process_group()
 """
+ASKS = """
+import os, sys
+import torch, torch.distributed as dist
+if sys.argv[1] == "mpips":
+    import mpips.torch
+ddp = int(os.environ.get("RANK", -1)) != -1
+if ddp:
+    dist.init_process_group(sys.argv[1])
+torch.manual_seed(int(os.environ["LOCAL_RANK"]))
+model = torch.nn.Linear(4, 1)
+if ddp and "wrap" in sys.argv:
+    model = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    loss = model(torch.randn(8, 4)).square().mean()
+    loss.backward()
+    optimizer.step()
+dist.all_reduce(loss.detach())  # for a log
+os.write(1, f"weight of {os.environ['RANK']}: {next(model.parameters())[0, 0].item()}\\n".encode())
+dist.destroy_process_group()
+"""
 TORCHRUN_S = {
     "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -56,17 +78,34 @@ def test_variables_of_a_template_do_not_count(exported: dict[str, str], tmp_path
 
 @only_on(1)
 @pytest.mark.full
-@pytest.mark.parametrize("exported", [[], ["WORLD_SIZE=2", "RANK=0"]])
-def test_a_program_that_takes_itself_for_the_only_one(exported: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_program_that_takes_itself_for_the_only_one(asks: bool, tmp_path: Path) -> None:
     """Many programs do so where they find no WORLD_SIZE."""
     program, said = tmp_path / "program.py", BytesIO()
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29517"}
-    program.write_text(f"import os\nif 'WORLD_SIZE' not in os.environ: os.environ.update({alone})\n{PROGRAM}")
-    child.run(["env", *exported, sys.executable, "-m", "launch.cli", "run", "-w", "2", str(program)], LIMIT, ROOT, said)
+    asked = "if 'WORLD_SIZE' not in os.environ: " if asks else ""
+    program.write_text(f"import os\n{asked}os.environ.update({alone})\n{PROGRAM}")
+    child.run([sys.executable, "-m", "launch.cli", "run", "-w", "2", str(program)], LIMIT, ROOT, said)
     text = said.getvalue().decode(errors="replace")
     right = ["rank 0 of 2 2.0", "rank 1 of 2 2.0"]
     wrong = ["has set RANK=0, WORLD_SIZE=1 on rank", "of MPI's 2", "export both before the start"]
-    assert all(words in text for words in (right if exported else wrong)), text[-3000:]
+    assert all(words in text for words in (right if asks else wrong)), text[-3000:]
+
+
+@only_on(1)
+@pytest.mark.parametrize("backend, wraps", [("gloo", True), ("mpips", True), ("mpips", False)])
+def test_a_program_that_asks_for_rank_trains_with_the_others_or_is_told(
+    backend: str, wraps: bool, tmp_path: Path
+) -> None:
+    """As a wrapper of another library may leave the model as it is, where it does not know the backend's name."""
+    program, said = tmp_path / "program.py", BytesIO()
+    program.write_text(ASKS)
+    words = [str(program), backend, *(["wrap"] if wraps else [])]
+    code = child.run([sys.executable, "-m", "launch.cli", "run", "-w", "2", *words], LIMIT, ROOT, said)
+    text = said.getvalue().decode(errors="replace")
+    weights = {line.split()[-1] for line in text.splitlines() if line.startswith("weight of")}
+    note = "made a process group, but no gradients went through it: each rank has trained a model of its own"
+    assert (code, len(weights), note in text) == (0, 1 if wraps else 2, not wraps), text[-3000:]
 
 
 def test_an_address_alone_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -237,6 +237,11 @@ def test_a_lost_host_is_a_failure_though_mpirun_says_0(sentence: bytes, spares: 
     assert run(parts, file, spares=spares, code=7) == (b"".join(parts), "7 mpirun has lost a host")
 
 
+def test_what_ssh_says_of_a_lost_host_is_the_reason() -> None:
+    parts = [b"ssh: Could not resolve hostname n7: Name or service not known\r\n", LOST_SENTENCES[1] + b"\n"]
+    assert run(parts, 2)[1] == f"1 mpirun has lost a host ({parts[0].decode().strip()})"
+
+
 def test_a_job_that_had_ended_well_without_a_host_has() -> None:
     parts = [WELL_WITHOUT + b" 1\n", LOST_SENTENCES[0] + b"\n"]
     for code in (0, 1):

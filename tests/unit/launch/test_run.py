@@ -21,6 +21,7 @@ from launch import Launcher, LauncherError, Machine, cli, machine, network, run
 from launch.hosts import Placed
 from launch.running import process
 from mpips.__main__ import COMMANDS
+from mpips.store import world
 
 HYDRA = "HYDRA build details:\n    Version: 4.2.1"
 
@@ -97,6 +98,41 @@ def test_a_rank_starts_no_job_of_its_own(mpirun: str, monkeypatch: pytest.Monkey
     assert "rank 1 of 4 that a launcher has started: call it once" in done.output
 
 
+def test_ranks_meet_on_the_first_host_unless_the_user_says_where(
+    mpirun: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("me@a:2\nb:2\n")
+    for name in (world.RANK, world.SIZE, world.LOCAL_RANK, world.MASTER, world.PORT):
+        monkeypatch.delenv(name, raising=False)
+
+    def place(*words: str) -> str | None:
+        line = shlex.split(call("-w", "2", *words, "--mpirun", mpirun, "--dry-run", "x.py").output)
+        return {line[i + 1]: line[i + 2] for i, word in enumerate(line) if word == "-genv"}.get(world.PLACE)
+
+    port = rf"MASTER_PORT=({'|'.join(map(str, run.PORTS))})"
+    assert re.fullmatch(f"MASTER_ADDR=127.0.0.1,{port}", str(place()))
+    assert re.fullmatch(f"MASTER_ADDR=a,{port}", str(place("--hostfile", str(hosts))))
+    assert place("-s", "1") is place("-x", "RANK=3") is None
+    assert re.fullmatch(port, str(place("-x", "MASTER_ADDR=c")))
+    monkeypatch.setenv("MASTER_PORT", "9")
+    assert place("-x", "MASTER_ADDR=c") == ""
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert place() is None
+    monkeypatch.setenv(world.PLACE, "WORLD_SIZE=1")  # it is that of a rank whose child this is
+    assert place() == "MASTER_ADDR=127.0.0.1"
+
+
+def test_options_behind_a_script_that_reads_none_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (script := tmp_path / "x.py").write_text("print(1)")
+    for words, said in (("-s 1", True), ("--servers=1", True), ("--lr 0.1", False), ("", False)):
+        run.note_options([str(script), *words.split()], run.command.params)
+        assert ("the script gets" in capsys.readouterr().err) == said
+    script.write_text("import sys\nprint(sys.argv)")
+    run.note_options([str(script), "-s", "1"], run.command.params)
+    assert not capsys.readouterr().err
+
+
 def test_hostfile(mpirun: str, tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("a:2\nb:2\nc:1\n")
@@ -115,6 +151,10 @@ def test_hostfile(mpirun: str, tmp_path: Path) -> None:
     ("-w 4 -c 5 x.py", "clients=5"),
     ("-w 4 no-such-script.py", "there is no script 'no-such-script.py'"),
     ("-w 4 -m no_such_module.part", "there is no module 'no_such_module.part'"),
+    ("-w 2 python x.py", "leave out 'python': the ranks run the script that follows it by"),
+    ("-w 2 /bin/sh -c true", "'/bin/sh' is a binary program, and the ranks run Python: start it with mpirun"),
+    ("-w 2 x.sh", "'x.sh' is a shell script, and the ranks run Python"),
+    ("-w 2 no-python", "no rank is started, as the script is no Python"),
     ("-w 2 .", "'.' is a folder: name a script in it"),
     ("-w 4 --nics eth0 x.py", "--nics says which NIC serves which level of a --topology: give that, too"),
     ("-w 0 x.py", "'0' is no whole number of at least 1"),
@@ -131,6 +171,8 @@ def test_what_cannot_be_run_is_a_sentence(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.py").touch()
+    (tmp_path / "x.sh").write_text("#!/bin/bash\nls\n")
+    (tmp_path / "no-python").write_text("echo 1\n")
     done = call("--mpirun", mpirun, *words.split())
     assert done.exit_code == 2
     assert re.search(said.replace("*", "[*]").replace(".[*]", ".*"), " ".join(done.output.split())), done.output

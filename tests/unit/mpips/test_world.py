@@ -58,3 +58,18 @@ def test_before_mpi_init_only_what_is_certain(library: str, variable: str) -> No
 def test_implementations() -> None:
     names = [world.implementation(text) for text in (OPEN_MPI, MPICH, INTEL, "x")]
     assert names == ["openmpi", "mpich", "intel", "other"]
+
+
+def test_a_place_is_a_rank_s_own_and_not_its_children_s() -> None:
+    started = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+               "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_PORT": "9", "A": "a"}  # fmt: skip
+    assert world.variables_of_place(started) == {}  # nobody has asked for it
+    asked = {**started, world.PLACE: world.write_place({"MASTER_ADDR": "n1", "MASTER_PORT": "7"})}
+    place = world.variables_of_place(asked)
+    assert {name: place[name] for name in place if name != world.PLACE} == {
+        "MASTER_ADDR": "n1", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+    }  # fmt: skip
+    rank = {**asked, **place}
+    assert world.without_place(rank) == started
+    assert world.without_place({**rank, "RANK": "0"}) == {**started, "RANK": "0"}  # set by the program
+    assert world.variables_of_place({world.PLACE: ""}) == {}  # no rank
