@@ -15,6 +15,7 @@ from typing import Any
 from mpips.ending.process import runs
 from mpips.store.world import launched_as
 
+
 def remark() -> str:
     """Return what rank 0 is to say at the end of a job that has exchanged nothing; "" on all others, and of others."""
     rank, size = launched_as(os.environ) or (0, 1)
@@ -25,8 +26,8 @@ def remark() -> str:
         if torch is None or not torch.watch.trained_alone():
             return ""
         return (
-            f"the {size} ranks of this job made a process group, but no gradients went through it: each rank has trained "
-            "a model of its own. To train one on all of them, wrap it in DistributedDataParallel or "
+            f"the {size} ranks of this job made a process group, but no gradients went through it: each rank has "
+            "trained a model of its own. To train one on all of them, wrap it in DistributedDataParallel or "
             "mpips.torch.DataParallel"
         )
     if _has_other_group():

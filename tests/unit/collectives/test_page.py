@@ -319,3 +319,9 @@ print([len(one.stack) for one in gather(Path(sys.argv[1], "job"), 0.1)])
 def test_what_is_no_number_is_not_noted(tmp_path: Path, numbers: str) -> None:
     program = f"try: own.note({numbers})\nexcept ValueError as error: print('refused')"
     assert run(tmp_path / "jobs", program).stdout == "refused\n"
+
+
+def test_a_number_without_a_name_is_told_of_both_calls(tmp_path: Path) -> None:
+    program = "try: own.note(3, [1.0])\nexcept TypeError as error: print(error)"
+    said = run(tmp_path / "jobs", program).stdout
+    assert "numbers by name, such as note(step=40, loss=0.3)" in said and "mpips.chaos.note(step, value)" in said

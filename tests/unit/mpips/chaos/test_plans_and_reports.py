@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,6 +22,7 @@ from mpips.chaos import (
     Whom,
     check_lab,
     draw,
+    injector,
     judge,
     load,
     save,
@@ -198,3 +200,16 @@ def test_all_ranks_of_a_lost_host_are_not_waited_for() -> None:
     made.done = [Done(0, 2.5, 1, "worker", "h1", (1, 2))]
     (fault,) = judge(made).faults
     assert (fault.host, fault.rank) == ("h1", 1) and fault.seconds == 3 - 2.5
+
+
+def test_weights_of_torch_are_noted_by_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+
+    told: list[Note] = []
+    watching = SimpleNamespace(rank=0, place=lambda: (0, 1), tell=told.append)
+    monkeypatch.setattr(injector, "_injectors", [watching])
+    weights = torch.arange(4.0, requires_grad=True)
+    for value in (weights, weights.detach().numpy(), weights.bfloat16(), weights.sum()):
+        injector.note(3, value)
+    first, same, halves, loss = told
+    assert first.digest == same.digest != halves.digest and loss.value == 6.0
