@@ -37,6 +37,8 @@ LONGEST_BYTES = 3800
 """Of the sentence by which a rank ends."""
 WAITED, WAITED_TIMES = pages.AT["waited_ns"], pages.AT["waits"]
 OURS = ("mpips", "collectives", "launch")
+BETWEEN = (*OURS, "torch", "jax", "threading", "contextlib", "runpy", "mpi4py")
+"""Packages whose lines stand between a line of the user's program and a call of ours."""
 
 
 class Place:
@@ -351,11 +353,15 @@ def waited(seconds: float, written: bool) -> None:
             page.write(pages.WAITS, list(_waits.values()))
 
 
+def is_users(frame: FrameType) -> bool:
+    """Return whether a frame runs code of the user's program, or of a package that it stands on."""
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] not in BETWEEN
+
+
 def user_line(frame: FrameType | None) -> str:
     """Return the innermost line of the user's program, as "train.py:41, load_batch"; "" where there is none."""
     while frame is not None:
-        module = str(frame.f_globals.get("__name__", ""))
-        if module.partition(".")[0] not in (*OURS, "torch", "jax", "threading", "contextlib", "runpy", "mpi4py"):
+        if is_users(frame):
             code = frame.f_code
             inside = "" if code.co_name == "<module>" else f", {code.co_name}"
             return f"{os.path.basename(code.co_filename)}:{frame.f_lineno}{inside}"

@@ -9,6 +9,7 @@ longer: the lines to be seen are that rank's.
 
 from __future__ import annotations
 
+import dis
 import hashlib
 import os
 import re
@@ -20,6 +21,7 @@ import traceback
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import suppress
 from functools import cache
+from itertools import pairwise
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
@@ -72,8 +74,11 @@ def install_hooks() -> None:
         if is_alone():
             before_in_threads(args)
         elif not issubclass(args.exc_type, SystemExit):
-            _write_down(args.exc_type, args.exc_value, args.exc_traceback)
-            _raised(args.exc_type, args.exc_value, args.exc_traceback)
+            error, trace = args.exc_value, args.exc_traceback
+            if error is not None:
+                trace = error.__traceback__ = _users(error, trace)
+            _write_down(args.exc_type, error, trace)
+            _raised(args.exc_type, error, trace)
 
     sys.excepthook = hook
     threading.excepthook = thread_hook
@@ -238,8 +243,9 @@ def _write_down(kind: type[BaseException], error: BaseException | None, trace: T
 
 
 def _sentence(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> str:
-    frames = traceback.extract_tb(trace)
-    at = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
+    frames = [] if trace is None else list(traceback.walk_tb(trace))
+    users = [place for place in frames if recorder.is_users(place[0])] or frames
+    at = f"{os.path.basename(users[-1][0].f_code.co_filename)}:{users[-1][1]}" if users else ""
     return recorder.with_line(f"{kind.__name__}: {error}", at)
 
 
@@ -284,19 +290,43 @@ def _without_runner(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _users(error: BaseException, trace: TracebackType | None) -> TracebackType | None:
-    """Return the part of a traceback down to the user's last line, of an error that says that the caller is wrong. What
-    was caught on the way to it, by us, is left out, too."""
-    if not getattr(error, "of_caller", False):
-        return trace
-    before = error.__cause__ or error.__context__
-    if before is not None and before.__traceback__ is not None and is_ours(before.__traceback__.tb_frame):
-        error.__cause__, error.__suppress_context__ = None, True
-    last, inner = None, trace
+    """Return the part of a traceback that is the user's.
+
+    Of an error that we raise ourselves, or mark as the caller's, that is down to the user's last line, and what was
+    caught on the way to it, by us, is left out, too. Of one that was raised in what we have called, such as the forward
+    pass of a model, our lines are left out. Any other may be a mistake of ours, and keeps all its lines.
+    """
+    whole: list[TracebackType] = []
+    inner = trace
     while inner is not None:
-        last, inner = (last if is_ours(inner.tb_frame) else inner), inner.tb_next
-    if last is not None:
-        last.tb_next = None
-    return trace
+        whole.append(inner)
+        inner = inner.tb_next
+    if getattr(error, "of_caller", False) or (whole and _is_raised_by_us(error, whole[-1])):
+        before = error.__cause__ or error.__context__
+        if before is not None and before.__traceback__ is not None and is_ours(before.__traceback__.tb_frame):
+            error.__cause__, error.__suppress_context__ = None, True
+        while whole and not recorder.is_users(whole[-1].tb_frame):
+            del whole[-1]
+    elif whole and not recorder.is_users(whole[-1].tb_frame) and not _is_framework(whole[-1].tb_frame):
+        return trace
+    kept = [one for one in whole if not is_ours(one.tb_frame)]
+    if not kept:
+        return trace
+    for one, following in pairwise([*kept, None]):
+        assert one is not None
+        one.tb_next = following
+    return kept[0]
+
+
+def _is_raised_by_us(error: BaseException, innermost: TracebackType) -> bool:
+    """Return whether a `raise` of ours has made this error, whose sentence is then meant for the user."""
+    code = innermost.tb_frame.f_code.co_code
+    meant = code[innermost.tb_lasti] == dis.opmap["RAISE_VARARGS"] and not isinstance(error, AssertionError)
+    return meant and is_ours(innermost.tb_frame)
+
+
+def _is_framework(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).startswith(("torch.", "jax."))
 
 
 def _lines(frames: list[tuple[FrameType, int]]) -> Iterator[tuple[str, int]]:
