@@ -22,14 +22,18 @@ from collectives import log
 from collectives.errors import of_caller
 from mpips.store.api import KVStore
 from mpips.store.create import create
+from mpips.store.keys.key import Name
+from mpips.store.runtime.rendezvous import attempt
 from mpips.torch.backend import check_joined
 from mpips.torch.optimizer.consensus import UNKNOWN, Brought, Consensus
 from mpips.torch.optimizer.exchange import ServerExchange, check_elastic, choose_exchange
 from mpips.torch.optimizer.rejoin import SurvivingSteps
+from mpips.torch.optimizer.server_state import LiveState, array_names, pack, states_by_key, unpack
 from mpips.torch.state import broadcast_tensors, load_bytes, store_bytes, worker_collectives
 from mpips.torch.tensors import find_overflow, uncompiled
 
 if TYPE_CHECKING:
+    from mpips.optimizers.base import Optimizer
     from mpips.store.checkpoint.save import Saving
 
 STATE_HOOKS = tuple(f"_optimizer_{kind}_hooks" for kind in ("state_dict_pre", "state_dict_post", "load_state_dict_pre",
@@ -105,6 +109,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """True where the store's servers make the updates."""
         return isinstance(self._exchange, ServerExchange)
 
+    @property
+    def state(self) -> LiveState:  # type: ignore[override]
+        """The state of the wrapped optimizer. Where servers update, it is theirs: NaN stand in its place, and
+        `state_dict()` has it."""
+        return self._live
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        """Nothing: `torch.optim.Optimizer` sets it, and it is the wrapped optimizer's."""
+
     def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: GradScaler | None = None) -> Any:
         """Exchange gradients and update the parameters. Return the result of `closure`. Blocking.
 
@@ -146,39 +160,59 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state; the store's part, if it has one, is the tensor "store".
 
-        It is equal on all workers then, which all call; blocking. `torch.save` writes it.
+        It is equal on all workers then, which all call; blocking. `torch.save` writes it. The state of an optimizer on
+        servers is in "store" with all its bits, and in "state" as PyTorch has it, for `get_state_dict` of
+        `torch.distributed.checkpoint.state_dict`, and for PyTorch's optimizer alone.
         """
-        state = self.optimizer.state_dict()
         if not self._in_store():
-            return state
+            with self._live.shown():
+                return self.optimizer.state_dict()
 
-        data = None if self._survival.new else self._survival.call("state_dict", lambda: store_bytes(self.store))
+        data = None if self._survival.new else self._survival.call("state_dict", self._store_bytes)
         if data is None:
             raise RuntimeError("state_dict: a process has died, and the other workers have theirs already: call it "
                                "again after the next step")  # fmt: skip
+        records = self._server_records()
+        with self._live.shown(unpack(data, self._of_key, records) if records else None):
+            state = self.optimizer.state_dict()
         return {**state, "store": torch.from_numpy(np.frombuffer(data, np.uint8).copy())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` gave, with any number of servers. All workers call; blocking.
 
-        The model then has its parameters, where the servers update them.
+        The model then has its parameters, where the servers update them. What the wrapped optimizer's own `state_dict`
+        gave, or PyTorch's `get_state_dict`, is loaded, too. The servers then take the model's parameters, rank 0's, in
+        the next step: load the model before or afterwards.
         """
         state = dict(state_dict)
         data = state.pop("store", None)
-        if (data is not None) is not self._in_store():
+        records = self._server_records()
+        states = states_by_key(state, self._keys) if records and data is None else {}
+        if (data is not None) is not self._in_store() and not states and not self._is_stateless():
             here, there = ("has", "has none") if self._in_store() else ("has none", "has")
             raise ValueError(f"load_state_dict: this optimizer {here} of its state in the store, the saved one "
-                             f"{there}: make it as the saved one was")  # fmt: skip
+                             f"{there}: make it as the saved one was, and load what its state_dict() gave")  # fmt: skip
 
         if self._survival.new:
             state["state"] = self.optimizer.state_dict()["state"]
         self.optimizer.load_state_dict(state)
-        self.state, self.param_groups = self.optimizer.state, self.optimizer.param_groups
+        self.param_groups = self.optimizer.param_groups
+        if records:
+            self.optimizer.state.clear()
 
         def load() -> None:
-            if data is None:
+            if data is not None:
+                load_bytes(self.store, data.numpy().tobytes())
+            elif records:
+                now = store_bytes(self.store)
+                packed, refusal = attempt(lambda: pack(now, self._of_key, records, states))
+                self.store.settings.agree("load_state_dict", [], refusal, noun="argument")
+                load_bytes(self.store, packed or b"")
+                self._exchange.renew()
+                self._exchange.is_loaded = True
                 return
-            load_bytes(self.store, data.numpy().tobytes())
+            else:
+                return
             if self.on_servers:  # else the model has its parameters, and the store the centre
                 self._take_over()
 
@@ -206,6 +240,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 first = self.store.rank == 0
                 values = [p.detach().clone() if first else torch.zeros_like(p) for p in self._parameters]
                 self.store.pushpull(self._keys, [value.contiguous() for value in values])
+            self._exchange.put_loaded()
             return self.store.save(path, wait=wait)
 
         return None if self._survival.new else self._survival.call("save", save)
@@ -238,12 +273,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Make the keys, choose the exchange, and take the parameters of all. Collective over the workers, blocking."""
         check_elastic(self.store, elastic)
         optimizer = self.optimizer
+        self._live = LiveState(optimizer, self._server_records)
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.state = optimizer.state
         for name in STATE_HOOKS:  # which are called where the wrapped optimizer gives or loads its state
             setattr(self, name, getattr(optimizer, name))
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._keys = [self._names[p] for p in self._parameters]
+        self._of_key: dict[Name, Tensor] = dict(zip(self._keys, self._parameters))
         self.store.init(self._keys, [p.detach().contiguous() for p in self._parameters])
         if compression is not None:
             self.store.set_gradient_compression(compression)
@@ -256,7 +292,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._exchange = choose_exchange(self.store, optimizer, self._names, self._passes, elastic, interval)
         self._survival: SurvivingSteps = SurvivingSteps(self.store, self._keys, self._exchange, consensus)
         self._survival.begin()
-        self.state, self.param_groups = optimizer.state, optimizer.param_groups
+        self.param_groups = optimizer.param_groups
         self._resumed = self._survival.steps
         if self._resumed:
             self._opt_called = True  # schedulers of torch, which then catch up, warn where it has made no step
@@ -277,6 +313,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Return whether the store holds a part of the training's state."""
         return self.on_servers or self._elastic
 
+    def _store_bytes(self) -> bytes:
+        self._exchange.put_loaded()
+        return store_bytes(self.store)
+
+    def _server_records(self) -> dict[Tensor, Optimizer]:
+        """The servers' optimizers by parameter; none where they make no updates."""
+        exchange = getattr(self, "_exchange", None)
+        return exchange.by_parameter() if isinstance(exchange, ServerExchange) else {}
+
+    def _is_stateless(self) -> bool:
+        """True where the optimizer, which runs on servers, has no state: what is saved of it is empty."""
+        return self.on_servers and not any(map(array_names, self._server_records().values()))
+
     def _change(self, what: str, change: Callable[[], None]) -> None:
         """Change parameters or state, on all workers. One that has taken a dead worker's place has those of the others
         already, who were here before it began."""
@@ -286,7 +335,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._survival.call(what, change)
 
     def _take_over(self) -> None:
-        """Take over a store that has been loaded."""
+        """Take over a store that has been loaded, with its parameters."""
+        self._exchange.is_loaded = False
         self._exchange.renew()
         self._exchange.begin(False)
 

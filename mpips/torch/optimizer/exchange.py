@@ -52,6 +52,8 @@ class GradientExchange:
 
     sent = False
     """True where gradients of this step may have been pushed."""
+    is_loaded = False
+    """True where the parameters that the program has loaded beside a state are not on the servers yet."""
 
     def begin(self, new: bool) -> None:
         """Take the parameters that the others have. `new`: this worker was given some. Blocking."""
@@ -67,6 +69,9 @@ class GradientExchange:
     def end(self, step: AgreedStep) -> None:
         """Make what is left of the step on this worker."""
         raise NotImplementedError
+
+    def put_loaded(self) -> None:
+        """Give the servers the parameters that the program has loaded, if it has. Collective then, blocking."""
 
     def renew(self) -> None:
         """Go on with a store that was loaded, or has recovered, perhaps with fewer workers."""
@@ -147,7 +152,9 @@ class ServerExchange(GradientExchange):
         """Let the servers update, and take the parameters from them. Those without a gradient stay as they are.
 
         Where a synchronous store survives deaths, the round is complete then on all servers: none can undo it."""
-        if step.changed:
+        if self.is_loaded:
+            self.put_loaded()
+        elif step.changed:
             raise RuntimeError(f"parameter {step.changed!r} was changed since the last step, and the servers have the "
                                "old one: call set_parameters() of this optimizer first, on all workers")  # fmt: skip
         if has_step_hooks(self._optimizer):
@@ -193,6 +200,11 @@ class ServerExchange(GradientExchange):
                                      "DistributedOptimizer as the saved one was")  # fmt: skip
                 self._records[at], self._numbers[at] = found, {}
 
+    def put_loaded(self) -> None:
+        if self.is_loaded:
+            self.put()
+            self.take()
+
     def put(self) -> None:
         """Give the servers rank 0's parameters. Collective over the workers, blocking."""
         settings = self._store.settings
@@ -201,6 +213,12 @@ class ServerExchange(GradientExchange):
         tensors = [parameter.detach().contiguous() for parameter in self._parameters]
         values = [arguments.first_value(key.name, [tensor]) for key, tensor in zip(keys, tensors, strict=True)]
         settings.run("set_parameters", settings.backend.store_values(keys, values))
+        self.is_loaded = False
+
+    def by_parameter(self) -> dict[Tensor, Optimizer]:
+        """The servers' optimizers by parameter."""
+        groups = zip(self._optimizer.param_groups, self._records)
+        return {parameter: record for group, record in groups for parameter in group["params"]}
 
     def _update_numbers(self) -> None:
         """Tell the servers of numbers of the groups that have changed. All workers then wait for each other.
