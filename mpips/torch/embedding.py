@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from collectives.errors import of_caller, warn
 from mpips.store.runtime.engine import Handle
-from mpips.store.worker.table import Table, push_together
+from mpips.store.worker.table import Table, by_store, push_together
 from mpips.torch.tensors import check_on_host, find_overflow, uncompiled
 
 MODES = ("sum", "mean")
@@ -254,7 +254,7 @@ class TableOptimizer:
 
     In a synchronous store gradients are averaged over the workers, as DDP and `DataParallel` average those of dense
     parameters. All workers call `step` equally often, also without a batch: such a worker counts as zero. In an
-    asynchronous store each worker's gradients count by themselves, when they come.
+    asynchronous store each worker's gradients count by themselves, when they come. Tables may be of several stores.
 
     `GradScaler.step` takes it, in a synchronous store or of one worker.
     """
@@ -295,10 +295,10 @@ class TableOptimizer:
 
     def _overflows(self, scaler: GradScaler) -> bool:
         """Unscale the gradients; return whether those of any worker have overflowed, which all scalers then hear of."""
-        table, found = self._modules[0].table, find_overflow(scaler, self)
-        overflows = table.is_any("TableOptimizer.step with a GradScaler", bool(found))
-        found.fill_(float(overflows))
-        return overflows
+        found, what = find_overflow(scaler, self), "TableOptimizer.step with a GradScaler"
+        words = [tables[0].is_any(what, bool(found)) for tables in by_store(self._of_table)]  # each store is asked
+        found.fill_(float(any(words)))
+        return bool(found)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -36,7 +36,7 @@ from mpips.store.server.requests import Requests
 from mpips.store.server.sources import FillingOutbox, Pushes, Receiver
 from mpips.store.server.state import AsynchronousState, ServerState, SynchronousState
 from mpips.store.server.table_requests import ServerTables
-from mpips.store.server.unit import Replies
+from mpips.store.server.unit import Replies, UnknownError
 from mpips.store.tables.journal import Journal
 from mpips.store.transport.frames import ROUND, ROUND_AT, Frame, Op, OpenStore
 from mpips.store.transport.lines import Line, MessageLine, Rings, any_waiting
@@ -387,19 +387,27 @@ class WorkerTraffic:
         if not ((self._rings is not None and self._rings.any_written()) or (self.remote and any_waiting(self.remote))):
             return False
         heard = False
-        known, new, pushed = self._pushes.known, self._pushes.new, self._state.pushed
         for worker, line in self._callers:
             if line.waiting():
                 heard = True
-                for data in line.read():
-                    if data[0] == PUSH:
-                        unit, index, source, priority = known.get(data[:ROUND_AT]) or new(worker, line, data)
-                        if type(source) is FillingOutbox:
-                            source.begin(ROUND.unpack_from(data, ROUND_AT)[0])
-                        pushed(unit, index, source, priority, time.monotonic())
-                    else:
-                        self._handle(worker, line, Frame.of(data))
+                try:
+                    self._read(worker, line)
+                except UnknownError as error:  # nothing is answered to a frame, so all hear of it
+                    raise CollectiveError(f"{error}, and rank {worker} names it: make keys and tables on all workers, "
+                                          "and use none that was forgotten") from None  # fmt: skip
         return heard
+
+    def _read(self, worker: int, line: Line) -> None:
+        """Take in what a worker has said."""
+        known, new, pushed = self._pushes.known, self._pushes.new, self._state.pushed
+        for data in line.read():
+            if data[0] == PUSH:
+                unit, index, source, priority = known.get(data[:ROUND_AT]) or new(worker, line, data)
+                if type(source) is FillingOutbox:
+                    source.begin(ROUND.unpack_from(data, ROUND_AT)[0])
+                pushed(unit, index, source, priority, time.monotonic())
+            else:
+                self._handle(worker, line, Frame.of(data))
 
     def _handle(self, worker: int, line: Line, frame: Frame) -> None:
         """Handle a frame that is no push."""
@@ -432,7 +440,7 @@ class WorkerTraffic:
                 self.send(state.left(worker))
                 self._requests.post_answers(self._requests.tables.left(worker))
             case _:
-                raise KeyError(frame.op)
+                raise UnknownError(f"there is no operation {frame.op} of a server")
 
     def read_last_frames(self) -> None:
         """Take in what workers of this node had pushed before they knew that the generation is over."""
@@ -441,10 +449,11 @@ class WorkerTraffic:
             for data in line.read() if line.local else ():
                 if data[0] != PUSH or Frame.of(data).unit not in self._state.units:
                     continue
-                unit, index, source, _ = known.get(data[:ROUND_AT]) or self._pushes.new(worker, line, data)
-                if type(source) is FillingOutbox:
-                    source.begin(ROUND.unpack_from(data, ROUND_AT)[0])
-                with suppress(CollectiveError):  # another worker, who has left, does not push to this round
+                # Another worker, who has left, does not push to this round.
+                with suppress(CollectiveError, UnknownError):
+                    unit, index, source, _ = known.get(data[:ROUND_AT]) or self._pushes.new(worker, line, data)
+                    if type(source) is FillingOutbox:
+                        source.begin(ROUND.unpack_from(data, ROUND_AT)[0])
                     self._state.pushed(unit, index, source, 0, time.monotonic())
 
     def note_arrivals(self) -> None:

@@ -10,6 +10,7 @@ copies the others. So it needs memory for a copy of what is frozen, until that i
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 
 from collectives.errors import CollectiveError
@@ -19,7 +20,7 @@ from mpips.store.recovery.plan import encode_settings
 from mpips.store.server.state import ServerState
 from mpips.store.server.table_requests import ServerTables
 from mpips.store.server.table_rounds import TableAnswers
-from mpips.store.server.unit import FrozenUnit, Unit
+from mpips.store.server.unit import FrozenUnit, Known, Unit, UnknownError
 from mpips.store.transport import frames
 from mpips.store.transport.frames import Answer, Frame, Op, OpenStore, Request
 from mpips.store.transport.lines import Line
@@ -39,7 +40,7 @@ class Requests:
     ) -> None:  # fmt: skip
         self.tables = tables or ServerTables(0)
         self._state, self._name, self._memory, self._generation = state, name, memory, generation
-        self.snapshots: dict[int, dict[int, tuple[Unit, FrozenUnit]]] = {}
+        self.snapshots: Known[int, Known[int, tuple[Unit, FrozenUnit]]] = Known("snapshot")
         """Snapshots by number: their units by number, with what is frozen of each."""
         self._due: list[Unit] = []
         """Units that may be copied while there is time."""
@@ -57,7 +58,12 @@ class Requests:
     def answer(self, worker: int, line: Line, frame: Frame) -> bool:
         """Answer a request, or keep it for `answer_all`; return whether there are other units now."""
         body = line.body(frame)
-        request = frames.decode_request(body[frame.aux :].data)
+        try:
+            request = frames.decode_request(body[frame.aux :].data)
+        except msgspec.MsgspecError as error:
+            text = f"{self._name}: a request cannot be read: {error}: run the same version of mpips on all ranks"
+            line.post_body(text.encode(), Op.ANSWER, token=frame.token, flags=1)
+            return False
         if isinstance(request, frames.TableRequest):
             self._answer_of_table(worker, line, frame.token, request, body[: frame.aux])
             return False
@@ -169,13 +175,15 @@ class Requests:
                     unit.put_state(state, part.step)
                     self._state.changed(unit)
             case frames.SetTorn():
-                for number in request.units:
-                    units[number].note_overwrite(request.torn)
-                    self._state.changed(units[number])
+                for unit in [units[number] for number in request.units]:
+                    unit.note_overwrite(request.torn)
+                    self._state.changed(unit)
             case frames.TakeSnapshot():
                 return self._take_snapshot(request.number, [units[number] for number in request.units])
             case frames.ReadSnapshot():
                 frozen = self.snapshots[request.number][request.unit][1]
+                if not -1 <= request.slot < len(frozen.arrays) - 1:
+                    raise UnknownError(f"unit {request.unit} has no state {request.slot} in the snapshot")
                 return frames.Bytes(frozen.arrays[1 + request.slot][request.start : request.stop].tobytes())
             case frames.DropSnapshot():
                 self._drop_snapshot(request.number)
@@ -219,7 +227,7 @@ class Requests:
 
     def _take_snapshot(self, number: int, units: list[Unit]) -> frames.Snapshotted:
         """Freeze these units, none of which is being written to."""
-        taken = self.snapshots[number] = {}
+        taken = self.snapshots[number] = Known("unit of the snapshot")
         for unit in units:
             frozen = FrozenUnit(unit)
             unit.frozen.append(frozen)

@@ -31,7 +31,7 @@ from collectives.fabric.requests import keep, over, send
 from mpips.compression import Compressor
 from mpips.store.keys.key import Array
 from mpips.store.keys.row_sparse import RowSparse
-from mpips.store.server.unit import Contribution, Unit
+from mpips.store.server.unit import Contribution, Unit, UnknownError
 from mpips.store.transport.frames import ALONG, ROUND_AT, Coding, Frame, Op
 from mpips.store.transport.lines import Line, MessageLine
 from mpips.store.transport.outbox import PLACES, header_bytes
@@ -69,6 +69,8 @@ class Pushes:
         """Return what a frame pushes that is not known."""
         frame = Frame.of(data)
         unit = self._state.units[frame.unit]
+        if worker not in unit.position:
+            raise UnknownError(f"unit {frame.unit} of key {unit.key!r} takes no pushes of this worker")
         push = unit, unit.position[worker], self._source(worker, line, frame, unit), frame.priority
         if type(push[2]) in (Elements, FillingOutbox):
             if len(self.known) >= self._most:
@@ -106,7 +108,8 @@ class Pushes:
             shape = (unit.stored.size // max(1, unit.row_elements), unit.row_elements)
             return lambda payload: PushedRows(payload, frame.aux, shape, unit.stored.dtype)
         compressor = self._state.compressor
-        assert compressor is not None
+        if compressor is None:
+            raise UnknownError(f"a push to key {unit.key!r} is compressed, and this server knows no compression")
         return lambda payload: Compressed(payload, compressor)
 
     def _view(self, region: tuple[int, ...]) -> Array:

@@ -44,7 +44,7 @@ from mpips.optimizers.equation import prepare
 from mpips.store.server.late import BEFORE_LEAVING, Late
 from mpips.store.server.reduce import Reduce
 from mpips.store.server.table_rounds import ServerTable
-from mpips.store.server.unit import Contribution, Replies, Reply, Unit, UnitMirror
+from mpips.store.server.unit import Contribution, Known, Replies, Reply, Unit, UnitMirror
 
 TURNS, SHORT_BYTES = 8, 1 << 14
 """What a server does before it listens again: turns of units of at most so many bytes, or one of a longer one."""
@@ -72,7 +72,7 @@ class ServerState(ABC):
         self, remote: Iterable[int] = (), late: Late | None = None, reduce: Reduce | None = None,
         optimizers: Groups | None = None, mirror: UnitMirror | None = None, compressor: Compressor | None = None,
     ) -> None:  # fmt: skip
-        self.units: dict[int, Unit] = {}
+        self.units: Known[int, Unit] = Known("unit")
         self.lane = LANE
         """Of records: that of the store, once it is known."""
         self.optimizers, self.compressor = optimizers or Groups(), compressor

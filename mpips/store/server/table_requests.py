@@ -16,6 +16,7 @@ from mpips.store.recovery.row_mirror import RowMirror
 from mpips.store.recovery.table_plan import TableEntry, TableHolding, TablePlan, holding_of_table
 from mpips.store.server.late import Late
 from mpips.store.server.table_rounds import NO_IDS, NOTHING, Asker, Payload, ServerTable, TableAnswers, TableRead
+from mpips.store.server.unit import Known, UnknownError
 from mpips.store.tables import admission, kernels
 from mpips.store.tables.initial import owners_of
 from mpips.store.tables.journal import HERE, TORN, Journal
@@ -43,10 +44,10 @@ class ServerTables:
         """By tables what is answered once the mirror has them."""
         self._workers, self._staleness, self._server, self._servers = workers, staleness, server, servers
         self._file, self._survives = SparseFile() if file is None else file, survives
-        self._tables: dict[str, ServerTable] = {}
+        self._tables: Known[str, ServerTable] = Known("table")
         self._gone: set[int] = set()
         self._meeting: set[int] = set()
-        self._frozen: dict[int, dict[str, tuple[TableRows, FrozenRows]]] = {}
+        self._frozen: Known[int, Known[str, tuple[TableRows, FrozenRows]]] = Known("frozen state")
         """By number what was frozen of tables."""
         self.lane = 0
         """The store's, of records."""
@@ -79,8 +80,8 @@ class ServerTables:
         """Take a worker's request; return what can be answered by now, to whomever it is. `payload`: rows and ids of a
         push or a pull, which lie where the worker has them.
 
-        ValueError or MemoryError where a table cannot be made: nothing has changed. MismatchError where a worker that
-        has left is waited for. CollectiveError where rows cannot be updated."""
+        ValueError or MemoryError where a table cannot be made, or is unknown: nothing has changed. MismatchError where
+        a worker that has left is waited for. CollectiveError where rows cannot be updated."""
         answers = self._answers_to(worker, asker, request, payload)
         if isinstance(request, frames.MakeTable | frames.ResetTable | frames.EndLoad):
             self._mirror_all(self._tables[request.table])
@@ -117,6 +118,8 @@ class ServerTables:
                 self._make(request)
                 kernels.load(np.dtype(request.dtype), [*kernels.OF_SERVERS, kernels.OF_OPTIMIZERS[request.optimizer]])
                 return [(asker, answer)]
+            case frames.WaitForTable() if request.table not in self._tables:
+                return []  # as nothing is answered
         table = self._tables[request.table]
         match request:
             case frames.UpdateTable():
@@ -129,6 +132,8 @@ class ServerTables:
             case frames.EndLoad():
                 table.end_load()
             case frames.PutRows():
+                if lacks := [name for name in table.array_names if name not in request.arrays]:
+                    raise UnknownError(f"rows of table {request.table!r} came without the array {lacks[0]!r}")
                 table.put_rows(request.arrays)
             case frames.PushRows():
                 self._taken[worker] = self._taken.get(worker, 0) + payload.nbytes
@@ -160,19 +165,21 @@ class ServerTables:
                 return self._freeze(request)
             case frames.ReadTable():
                 frozen = self._frozen[request.number][request.table][1]
+                if unknown := [name for name in request.arrays if name not in frozen.names]:
+                    raise UnknownError(f"table {request.table!r} has no array {unknown[0]!r}")
                 parts = frozen.read(request.start, request.stop, request.arrays)
                 return frames.PutRows(request.table, {name: part.tobytes() for name, part in parts.items()})
             case frames.ReadDropped():
                 return frames.Bytes(self._frozen[request.number][request.table][1].dropped.tobytes())
             case frames.ThawTables():
-                for rows_of, one in self._frozen.pop(request.number).values():
+                for rows_of, one in self._frozen[request.number].values():
                     rows_of.thaw(one)
+                del self._frozen[request.number]
                 return frames.RequestDone()
 
     def _freeze(self, request: frames.FreezeTables) -> frames.FrozenTables:
-        taken, told = self._frozen.setdefault(request.number, {}), []
-        for name in request.tables:
-            table = self._tables[name]
+        taken, told = self._frozen.setdefault(request.number, Known("frozen table")), []
+        for name, table in [(name, self._tables[name]) for name in request.tables]:
             frozen = table.rows.freeze(request.since, request.export)
             taken[name] = table.rows, frozen
             told.append(frames.FrozenTable(frozen.count, frozen.top, table.updates))

@@ -199,6 +199,11 @@ class ServerTable:
             card.dim, kind, card.key, card.bound, self._optimizer, *life, self._file, self._survives, len(self._done)
         )
 
+    @property
+    def array_names(self) -> list[str]:
+        """The arrays that its rows have."""
+        return list(arrays_of(self.card.dim, np.dtype(self.card.dtype), self._optimizer))
+
     def put_rows(self, arrays: Mapping[str, bytes]) -> None:
         """Set rows that were sent."""
         kinds = arrays_of(self.card.dim, np.dtype(self.card.dtype), self._optimizer)

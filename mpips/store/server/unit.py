@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, MutableSequence, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn, TypeVar
 
 from collectives.errors import CollectiveError
 from collectives.kernels.sums import add_parts
@@ -13,6 +13,27 @@ from mpips.optimizers.equation import update_by_sum
 from mpips.store.keys.key import Array
 from mpips.store.keys.row_sparse import RowSparse, sum_of, update_rows
 from mpips.store.recovery.undo import Undo
+
+K = TypeVar("K")
+V = TypeVar("V")
+SHOWN = 8
+"""Names that a sentence shows of all that are known."""
+
+
+class UnknownError(ValueError):
+    """A worker's message names what this server does not have. Its sender hears the sentence."""
+
+
+class Known(dict[K, V]):
+    """Units, tables and their like by number or name. UnknownError where a message names another one."""
+
+    def __init__(self, noun: str) -> None:
+        super().__init__()
+        self._noun = noun
+
+    def __missing__(self, name: K) -> NoReturn:
+        some = ", ".join(map(repr, list(self)[:SHOWN])) + ", ..." * (len(self) > SHOWN) or "none"
+        raise UnknownError(f"there is no {self._noun} {name!r} in this store, which has {some}")
 
 
 class Contribution:

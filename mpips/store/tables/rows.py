@@ -270,6 +270,11 @@ class FrozenRows:
             copy[at] = self._arrays[name][at]
         self._copied[at] = True
 
+    @property
+    def names(self) -> list[str]:
+        """The arrays that rows have."""
+        return list(self._arrays)
+
     def read(self, start: int, stop: int, names: Sequence[str] = ()) -> dict[str, Array]:
         """Return rows that lay at positions [start, stop), of these arrays or of all; later reads begin at `stop`."""
         stop = min(stop, self.top)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -341,13 +341,25 @@ class Table(Uncopied):
 
 
 def push_together(pushes: Sequence[tuple[Table, object, object]]) -> None:
-    """Push to tables of one store, each once, and wait once for all: (table, ids, gradients), as `Table.push` has them.
+    """Push to tables, each once, and wait once for all of a store: (table, ids, gradients), as `Table.push` has them.
 
-    Nothing is sent where an argument of any is bad."""
-    _push_all("push", [(table, *table._see_push("push", ids, gradients)) for table, ids, gradients in pushes])
+    Tables of several stores go to their own ones, store after store. Nothing is sent where an argument of any is bad.
+    """
+    seen = [(table, *table._see_push("push", ids, gradients)) for table, ids, gradients in pushes]
+    for tables in by_store(table for table, *_ in seen):
+        _push_all("push", [push for push in seen if push[0] in tables])
+
+
+def by_store(tables: Iterable[Table]) -> list[list[Table]]:
+    """Return tables in lists, one for each store that they are of."""
+    found: dict[int, list[Table]] = {}
+    for table in tables:
+        found.setdefault(id(table._settings), []).append(table)
+    return list(found.values())
 
 
 def _push_all(what: str, pushes: Sequence[tuple[Table, Ids, Array]]) -> None:
+    """Push to tables of one store."""
     first, names = pushes[0][0], [table.name for table, *_ in pushes]
     settings, tables = first._settings, first._settings.backend.tables
     assert tables is not None
