@@ -22,6 +22,7 @@ from mpips.store.create import workers_of
 from mpips.store.world import MASTER, RANK, SIZE, launched_as, lost, without_place
 from mpips.torch.process_group import ProcessGroup
 from mpips.torch.samplers import watch_samplers
+from mpips.torch.tensors import ArgumentError
 from mpips.torch.works import communication
 
 LOG = log.get("mpips.torch")
@@ -57,7 +58,7 @@ def check_joined() -> None:
 def _create_group(options: Any, group_options: Any = None) -> ProcessGroup:
     """Make the group that c10d asks for. Collective over its ranks.
 
-    RuntimeError where MPI has not joined all processes, ValueError where rank or size are not MPI's.
+    RuntimeError where MPI has not joined all processes, ArgumentError where rank or size are not MPI's.
     """
     check_joined()
     ranks, world = list(options.global_ranks_in_group), workers_of(MPI.COMM_WORLD)
@@ -115,7 +116,7 @@ def _has_set_place() -> bool:
 
 
 def _check_place(rank: int, size: int) -> None:
-    """Raise ValueError on all ranks where one gives a rank or a size that is not MPI's; -1 is none. Collective."""
+    """Raise ArgumentError on all ranks where one gives a rank or a size that is not MPI's; -1 is none. Collective."""
     world = workers_of(MPI.COMM_WORLD)
     given = np.empty((world.size, 2), np.int64)
     world.Allgather(np.array([rank, size], np.int64), given)
@@ -124,4 +125,4 @@ def _check_place(rank: int, size: int) -> None:
         if not wrong and said not in (-1, place):
             wrong = f"rank is {said} on MPI's rank {place}"
         if wrong:
-            raise of_caller(ValueError(f"init_process_group: {wrong}: leave rank and world_size out, MPI knows them"))
+            raise ArgumentError(f"init_process_group: {wrong}: leave rank and world_size out, MPI knows them")

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, _allow_inflight_collective_as_graph_input
 
 import collectives
 from collectives.api import begin
@@ -24,8 +25,10 @@ from collectives.communicator import communicator
 from collectives.recorder import own as recorder
 from collectives.recorder.own import Marks
 from collectives.recorder.ring import form
+from mpips.torch.dispatch import listened
 from mpips.torch.lone import watch as gradients
 from mpips.torch.tensors import (
+    ArgumentError,
     Reduction,
     as_movable,
     as_numbers,
@@ -33,6 +36,7 @@ from mpips.torch.tensors import (
     check_sparse,
     count_entries,
     describe_sparse,
+    find_tensors,
     flatten,
     flatten_result,
     reduction,
@@ -41,8 +45,15 @@ from mpips.torch.tensors import (
 from mpips.torch.works import GroupJob, Messages, Work, communication, listen, wait_for_plan, watch
 
 Tensors = Sequence[Tensor]
-Allgather: TypeAlias = "dist.AllgatherOptions | None"
+Allgather: TypeAlias = "AllgatherOptions | None"
 ReduceScatter: TypeAlias = "dist.ReduceScatterOptions | None"
+COLLECTIVES = (
+    "allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_single",
+    "reduce_scatter_single_coalesced", "broadcast", "allgather", "all_gather_single", "all_gather_single_coalesced",
+    "allgather_coalesced", "barrier", "all_to_all_single", "alltoall", "gather", "scatter", "send", "recv",
+    "recv_anysource", "_allgather_base", "allgather_into_tensor_coalesced", "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced", "alltoall_base",
+)  # fmt: skip
 LEAST_SECONDS = 1e-3
 """Of a limit on waits, where 0 would be none."""
 LANE = 1 << 62
@@ -52,6 +63,7 @@ After = Callable[[], None] | None
 
 
 @uncompiled()
+@listened(*COLLECTIVES)
 class ProcessGroup(dist.ProcessGroup):
     """Ranks of one MPI communicator as a group of c10d's. Making it is collective over `comm`."""
 
@@ -62,7 +74,7 @@ class ProcessGroup(dist.ProcessGroup):
         super().__init__(comm.rank, comm.size)
         self.comm = comm
         self._jobs = Jobs(comm, timeout.total_seconds())
-        self._name = ""
+        self._name, self._sequence = "", 0
         home = communicator(comm)
         self._roomy = home.nodes > 1 or home.board.memory.roomy
         gradients.add_group(comm.size)
@@ -76,8 +88,23 @@ class ProcessGroup(dist.ProcessGroup):
         job.result = result
         if gradients.active:
             gradients.see(result, between_two=job.order is None)
+        self._sequence += job.order is not None  # sends and receives are not made by all ranks
         alone = not self._roomy and torch._C._current_graph_task_id() >= 0
-        return Work(communication.run(job, opts is None or (opts.asyncOp and not alone)))
+        future = communication.run(job, opts is None or (opts.asyncOp and not alone))
+        work = Work(future, None, self._sequence)
+        if _allow_inflight_collective_as_graph_input():
+            work.register(list(find_tensors(result)))
+        return work
+
+    def _check_rank(self, rank: int, what: str, argument: str) -> None:
+        if not 0 <= rank < self.comm.size:
+            raise ArgumentError(f"{what}: {argument} is {rank}, and the group has ranks 0 to {self.comm.size - 1}")
+
+    def _check_parts(self, parts: Tensors, own: Tensor, what: str, argument: str) -> None:
+        """Raise ArgumentError unless a list has a tensor for each rank, and this rank's is as large as `own`."""
+        if len(parts) != self.comm.size:
+            raise ArgumentError(f"{what}: {len(parts)} {argument} for {self.comm.size} ranks: give one for each")
+        _check_alike(parts[self.comm.rank], own, f"{what}: of {argument} that of rank {self.comm.rank}")
 
     # ---- reductions
 
@@ -100,6 +127,7 @@ class ProcessGroup(dist.ProcessGroup):
     def reduce(self, tensors: Tensors, opts: dist.ReduceOptions) -> Work:
         check_on_host(tensors, "reduce")
         (tensor,) = tensors
+        self._check_rank(opts.rootRank, "reduce", "dst")
         given, root = flatten(tensor).clone(), opts.rootRank
         target, copy_back = flatten_result(tensor) if self.comm.rank == root else (torch.empty_like(given), None)
         how = reduction(opts.reduceOp, tensor.dtype)
@@ -110,7 +138,7 @@ class ProcessGroup(dist.ProcessGroup):
         check_on_host([*outputs, *inputs[0]], "reduce_scatter")
         (output,), (parts,) = outputs, inputs
         if len(parts) != self.comm.size:
-            raise ValueError(f"reduce_scatter: {len(parts)} inputs for {self.comm.size} ranks: give one for each")
+            raise ArgumentError(f"reduce_scatter: {len(parts)} inputs for {self.comm.size} ranks: give one for each")
         sizes = [part.numel() for part in parts]
         job = self._jobs.reduce_scatter(output, _join(parts, output.dtype), sizes, opts.reduceOp)
         return self._start(job, opts, [output])
@@ -135,12 +163,13 @@ class ProcessGroup(dist.ProcessGroup):
     def broadcast(self, tensors: Tensors, opts: dist.BroadcastOptions | None = None) -> Work:
         opts = opts or dist.BroadcastOptions()
         check_on_host(tensors, "broadcast")
+        self._check_rank(opts.rootRank, "broadcast", "src")
         targets = [flatten_result(tensor) for tensor in tensors]
         jobs = [self._jobs.move("broadcast", target, None, opts.rootRank, after) for target, after in targets]
         return self._start(_in_turn(jobs), opts, list(tensors))
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Allgather = None) -> Work:
-        opts = opts or dist.AllgatherOptions()
+        opts = opts or AllgatherOptions()
         jobs = [self._jobs.allgather(out, given) for out, given in zip(outputs, inputs, strict=True)]
         return self._start(_in_turn(jobs), opts, list(outputs[0]) if len(outputs) == 1 else outputs)
 
@@ -148,13 +177,16 @@ class ProcessGroup(dist.ProcessGroup):
         return self.all_gather_single_coalesced([output], [given], opts)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Allgather = None) -> Work:
-        opts = opts or dist.AllgatherOptions()
+        opts = opts or AllgatherOptions()
         check_on_host([*outputs, *inputs], "all_gather_into_tensor")
         jobs = []
         for output, given in zip(outputs, inputs, strict=True):
             if output.numel() != given.numel() * self.comm.size:
-                raise ValueError(f"all_gather_into_tensor: the output has {output.numel()} elements and the input "
-                                 f"{given.numel()}: it needs {self.comm.size} times as many")  # fmt: skip
+                raise ArgumentError(
+                    f"all_gather_into_tensor: the output has {output.numel()} elements and the input {given.numel()}: "
+                    f"it needs {self.comm.size} times as many"
+                )
+            _check_types(output, given, "all_gather_into_tensor")
             target, copy_back = flatten_result(output)
             jobs.append(self._jobs.move("allgather", flatten(given), target, 0, copy_back))
         return self._start(_in_turn(jobs), opts, outputs)
@@ -187,9 +219,18 @@ class ProcessGroup(dist.ProcessGroup):
         opts: dist.AllToAllOptions | None = None,
     ) -> Work:  # fmt: skip
         check_on_host([output, given], "all_to_all_single")
+        _check_types(output, given, "all_to_all_single")
+        if not given.is_contiguous():
+            raise ArgumentError("all_to_all_single: Tensors must be contiguous: pass input.contiguous()")
         source, (target, copy_back) = flatten(given), flatten_result(output)
         sent = _elements(given, input_splits, self.comm.size, "input_split_sizes")
         received = _elements(output, output_splits, self.comm.size, "output_split_sizes")
+        rank = self.comm.rank
+        if sent[rank] != received[rank]:
+            raise ArgumentError(
+                f"all_to_all_single: rank {rank} sends itself {sent[rank]} elements of the input and takes "
+                f"{received[rank]} into the output"
+            )
         job = self._jobs.exchange(self._jobs.messages.alltoall(target, received, source, sent), "all_to_all", copy_back)
         return self._start(job, opts or dist.AllToAllOptions(), [output])
 
@@ -197,6 +238,9 @@ class ProcessGroup(dist.ProcessGroup):
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: dist.AllToAllOptions | None = None) -> Work:
         check_on_host([*outputs, *inputs], "all_to_all")
+        if len(inputs) != self.comm.size:
+            raise ArgumentError(f"all_to_all: {len(inputs)} inputs for {self.comm.size} ranks: give one for each")
+        self._check_parts(outputs, inputs[self.comm.rank], "all_to_all", "outputs")
         source = _join(inputs, inputs[0].dtype)
         received, sent = [tensor.numel() for tensor in outputs], [tensor.numel() for tensor in inputs]
         target = torch.empty(sum(received), dtype=source.dtype)
@@ -207,27 +251,40 @@ class ProcessGroup(dist.ProcessGroup):
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: dist.GatherOptions) -> Work:
         check_on_host(inputs, "gather")
         (given,) = inputs
+        self._check_rank(opts.rootRank, "gather", "dst")
         parts = outputs[0] if self.comm.rank == opts.rootRank else []
+        if self.comm.rank == opts.rootRank:
+            self._check_parts(parts, given, "gather", "outputs")
         target = torch.empty(sum(part.numel() for part in parts), dtype=given.dtype)
         steps = self._jobs.messages.gather(target, [part.numel() for part in parts], flatten(given), opts.rootRank)
         return self._start(self._jobs.exchange(steps, "gather", lambda: _deal(target, parts)), opts, list(parts))
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: dist.ScatterOptions) -> Work:
         check_on_host(outputs, "scatter")
+        self._check_rank(opts.rootRank, "scatter", "src")
         parts = inputs[0] if self.comm.rank == opts.rootRank else []
+        if self.comm.rank == opts.rootRank:
+            self._check_parts(parts, outputs[0], "scatter", "inputs")
         source, (target, copy_back) = _join(parts, outputs[0].dtype), flatten_result(outputs[0])
         steps = self._jobs.messages.scatter(target, source, [part.numel() for part in parts], opts.rootRank)
         return self._start(self._jobs.exchange(steps, "scatter", copy_back), opts, list(outputs))
+
+    def gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Work:
+        raise ArgumentError("Backend mpips does not support gather_single: call gather")
 
     # ---- from one to one
 
     def send(self, tensors: Tensors, destination: int, tag: int) -> Work:
         check_on_host(tensors, "send")
+        self._check_rank(destination, "send", "dst")
+        _check_tag(tag, "send")
         steps = self._jobs.messages.send(flatten(tensors[0]), destination, tag)
         return self._start(self._jobs.exchange(steps, f"send to rank {destination}", ordered=False), None, [])
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> Work:
         check_on_host(tensors, "recv")
+        self._check_rank(source, "recv", "src")
+        _check_tag(tag, "recv")
         target, copy_back = flatten_result(tensors[0])
         steps = self._jobs.messages.receive(target, source, tag)
         job = self._jobs.exchange(steps, f"recv from rank {source}", copy_back, ordered=False)
@@ -235,6 +292,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
         check_on_host(tensors, "recv")
+        _check_tag(tag, "recv")
         (target, copy_back), status = flatten_result(tensors[0]), MPI.Status()
         steps = self._jobs.messages.receive(target, MPI.ANY_SOURCE, tag, status)
         job = self._jobs.exchange(steps, "recv from any rank", copy_back, ordered=False)
@@ -277,10 +335,11 @@ class ProcessGroup(dist.ProcessGroup):
         return Work(communication.run(self._jobs.empty(), False))
 
     def _set_sequence_number_for_group(self) -> None:
-        """Do nothing: `collectives` numbers operations."""
+        """Do nothing: every group counts from 0."""
 
     def _get_sequence_number_for_group(self) -> int:
-        return 0
+        """The number of collectives begun in this group, without sends and receives: the same on all ranks."""
+        return self._sequence
 
     def shutdown(self) -> None:
         """Do nothing: the thread that serves all groups goes on."""
@@ -379,9 +438,12 @@ class Jobs:
     def reduce_scatter(self, output: Tensor, given: Tensor, sizes: Sequence[int], op: dist.ReduceOp) -> GroupJob:
         """Make a reduction of `given`, of which this rank takes its part."""
         how, rank = reduction(op, given.dtype), self.comm.rank
+        _check_types(output, given, "reduce_scatter")
         if output.numel() != sizes[rank] or sum(sizes) != given.numel():
-            raise ValueError(f"reduce_scatter: rank {rank}'s output has {output.numel()} elements, and its part of the "
-                             f"input {sizes[rank]} of {given.numel()} between {len(sizes)} ranks")  # fmt: skip
+            raise ArgumentError(
+                f"reduce_scatter: rank {rank}'s output has {output.numel()} elements, and its part of the input "
+                f"{sizes[rank]} of {given.numel()} between {len(sizes)} ranks"
+            )
         target, after = flatten_result(output)
         if how.bitwise is None and how.factor is None and len(set(sizes)) == 1:
             after = self._divide(target, after) if how.divided else after
@@ -399,7 +461,8 @@ class Jobs:
         """Make an exchange that leaves every rank's tensor in the output of that rank."""
         check_on_host([*outputs, given], "all_gather")
         if len(outputs) != self.comm.size:
-            raise ValueError(f"all_gather: {len(outputs)} outputs for {self.comm.size} ranks: give one for each")
+            raise ArgumentError(f"all_gather: {len(outputs)} outputs for {self.comm.size} ranks: give one for each")
+        _check_alike(outputs[self.comm.rank], given, f"all_gather: of outputs that of rank {self.comm.rank}")
         sizes = [tensor.numel() for tensor in outputs]
         target = torch.empty(sum(sizes), dtype=given.dtype)
         if len(set(sizes)) == 1 and sizes[0] == given.numel():
@@ -506,14 +569,34 @@ def _deal(source: Tensor, outputs: Tensors) -> None:
         start += output.numel()
 
 
+def _check_types(output: Tensor, given: Tensor, what: str) -> None:
+    if output.dtype != given.dtype:
+        raise ArgumentError(f"{what}: the output is of {output.dtype} and the input of {given.dtype}: give one type")
+
+
+def _check_alike(part: Tensor, own: Tensor, what: str) -> None:
+    if part.numel() != own.numel():
+        raise ArgumentError(f"{what} has {part.numel()} elements, and its tensor {own.numel()}: give as many")
+
+
+def _check_tag(tag: int, what: str) -> None:
+    most = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0)
+    if not 0 <= tag <= most:
+        raise ArgumentError(f"{what}: tag is {tag}: choose one from 0 to {most}")
+
+
 def _elements(tensor: Tensor, splits: Sequence[int] | None, ranks: int, argument: str) -> list[int]:
-    """Return how many elements go to, or come from, each rank: rows as told, or an even share. ValueError where they do
-    not fit."""
+    """Return how many elements go to, or come from, each rank: rows as told, or an even share. ArgumentError where they
+    do not fit."""
     rows = tensor.shape[0] if tensor.dim() else 1
     if not splits:
         if rows % ranks:
-            raise ValueError(f"all_to_all_single: {rows} rows do not split evenly over {ranks} ranks: pass {argument}")
+            raise ArgumentError(
+                f"all_to_all_single: {rows} rows do not split evenly over {ranks} ranks: pass {argument}"
+            )
         return [tensor.numel() // ranks] * ranks
     if len(splits) != ranks or sum(splits) != rows:
-        raise ValueError(f"all_to_all_single: {argument} is {list(splits)}: give {ranks} numbers whose sum is {rows}")
+        raise ArgumentError(
+            f"all_to_all_single: {argument} is {list(splits)}: give {ranks} numbers whose sum is {rows}"
+        )
     return [rows_here * (tensor.numel() // max(rows, 1)) for rows_here in splits]

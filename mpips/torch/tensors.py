@@ -33,16 +33,38 @@ BITWISE = {ReduceOp.BAND: MPI.BAND, ReduceOp.BOR: MPI.BOR, ReduceOp.BXOR: MPI.BX
 REALS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
+# ---- errors
+
+
+class ArgumentError(RuntimeError, ValueError, TypeError):
+    """A call of the backend got arguments that do not fit; nothing was sent, and the group goes on.
+
+    PyTorch's own backends raise RuntimeError for most of them, ValueError or TypeError for some, and programs ask by
+    `except RuntimeError` what a backend can do. It is caught by each of the three.
+    """
+
+    of_caller = True
+
+
+def as_backend_error(error: Exception) -> Exception:
+    """What a call of the backend raises where an argument was refused below it, as by mpi4py: a RuntimeError too."""
+    if isinstance(error, RuntimeError) or not isinstance(error, (TypeError, ValueError)):
+        return error
+    return ArgumentError(str(error))
+
+
 # ---- tensors
 
 
 def check_on_host(tensors: Sequence[Tensor], what: str) -> None:
-    """Raise TypeError where a tensor is sparse, ValueError where one is not on the host."""
+    """Raise ArgumentError where a tensor is sparse or not on the host."""
     for tensor in tensors:
         if tensor.layout is not torch.strided:
-            raise TypeError(f"{what}: a tensor has layout {tensor.layout}: pass dense tensors, as tensor.to_dense()")
+            raise ArgumentError(
+                f"{what}: a tensor has layout {tensor.layout}: pass dense tensors, as tensor.to_dense()"
+            )
         if tensor.device.type != "cpu":
-            raise ValueError(f"{what}: a tensor is on {tensor.device}: pass CPU tensors, as tensor.cpu()")
+            raise ArgumentError(f"{what}: a tensor is on {tensor.device}: pass CPU tensors, as tensor.cpu()")
 
 
 def find_overflow(scaler: GradScaler, optimizer: Any) -> Tensor:
@@ -125,14 +147,14 @@ WORDS = 68
 
 
 def check_sparse(tensor: Tensor, op: Any) -> Reduction:
-    """Return how sparse tensors are added: SUM or AVG. TypeError for other reductions, ValueError off the host."""
+    """Return how sparse tensors are added: SUM or AVG. ArgumentError for other reductions, and off the host."""
     if tensor.device.type != "cpu":
-        raise ValueError(f"all_reduce: a tensor is on {tensor.device}: pass CPU tensors, as tensor.cpu()")
+        raise ArgumentError(f"all_reduce: a tensor is on {tensor.device}: pass CPU tensors, as tensor.cpu()")
     how = reduction(op, tensor.dtype)
     if how.name not in ("sum", "mean") or how.factor is not None:
         name = str(op.op if hasattr(op, "op") else op).rpartition(".")[2]
-        raise TypeError(f"all_reduce: {name} of a sparse tensor of {tensor.dtype}: sparse tensors are added (SUM, AVG) "
-                        "only; pass dense tensors, as tensor.to_dense()")  # fmt: skip
+        raise ArgumentError(f"all_reduce: {name} of a sparse tensor of {tensor.dtype}: sparse tensors are added (SUM, "
+                            "AVG) only; pass dense tensors, as tensor.to_dense()")  # fmt: skip
     return how
 
 
@@ -179,23 +201,25 @@ class Reduction(NamedTuple):
 
 
 def reduction(op: Any, dtype: torch.dtype) -> Reduction:
-    """Return how c10d's `op` reduces tensors of a type. Raise TypeError or ValueError where it cannot."""
+    """Return how c10d's `op` reduces tensors of a type. Raise ArgumentError where it cannot."""
     kind = op.op if hasattr(op, "op") else op
     name = str(kind).rpartition(".")[2]
     if kind in BITWISE:
         if dtype.is_floating_point or dtype.is_complex:
-            raise TypeError(f"{name} of {dtype}: bitwise reductions take integers and bool")
+            raise ArgumentError(f"{name} of {dtype}: bitwise reductions take integers and bool")
         return Reduction("", BITWISE[kind])
     if kind == ReduceOp.PREMUL_SUM:
         return Reduction("sum", factor=op.factor)
     if kind not in NAMES:
-        raise ValueError(f"unknown reduction {op}: choose SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR or PREMUL_SUM")
+        raise ArgumentError(
+            f"unknown reduction {op}: choose SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR or PREMUL_SUM"
+        )
     if kind == ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex):
         if dtype == torch.bool:
-            raise TypeError(f"AVG of {dtype}: the mean is taken of numbers; use SUM, which is true where any is")
+            raise ArgumentError(f"AVG of {dtype}: the mean is taken of numbers; use SUM, which is true where any is")
         return Reduction("sum", divided=True)
     if dtype.is_complex and kind not in (ReduceOp.SUM, ReduceOp.AVG):
-        raise TypeError(f"{name} of {dtype}: complex numbers are added only (SUM, AVG)")
+        raise ArgumentError(f"{name} of {dtype}: complex numbers are added only (SUM, AVG)")
     if dtype == torch.bool:
         return Reduction("", MPI.LOR if kind in (ReduceOp.SUM, ReduceOp.MAX) else MPI.LAND)
     return Reduction(NAMES[kind])

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from torch.futures import Future
 
 from collectives.fabric.requests import keep
 from collectives.fabric.wait import see_in_time
-from mpips.torch.tensors import bytes_of
+from mpips.torch.tensors import as_backend_error, bytes_of
 
 if TYPE_CHECKING:
     from collectives.communicator import Communicator
@@ -39,17 +39,47 @@ LOOK_SECONDS = 1e-2
 class Work(torch._C._distributed_c10d.Work):
     """The handle that c10d returns. Unlike in PyTorch's own wrapper of a future, `wait` raises the operation's error.
 
-    `status` is that of a receive from any rank.
+    `status` is that of a receive from any rank, `sequence` the operation's number in its group.
     """
 
-    def __init__(self, future: Future[Any], status: MPI.Status | None = None) -> None:
+    # works that PyTorch's registry holds, which keeps no object of Python alive
+    _registered: ClassVar[set[Work]] = set()
+
+    def __init__(self, future: Future[Any], status: MPI.Status | None = None, sequence: int = 0) -> None:
         super().__init__()
-        self._future, self._status = future, status
+        self._future, self._status, self._sequence = future, status, sequence
+        self._results: list[Tensor] = []
+
+    @classmethod
+    def of_all(cls, works: Sequence[Work], result: Any) -> Work:
+        """A work that ends when all of these have."""
+
+        def finish(done: Future[list[Future[Any]]]) -> Any:
+            for future in done.value():
+                future.wait()
+            return result
+
+        return cls(torch.futures.collect_all([work._future for work in works]).then(finish), None, works[-1]._sequence)
+
+    def register(self, results: Sequence[Tensor]) -> None:
+        """Let `wait_tensor` wait for this work, which compiled code calls on its results, until `wait` is called."""
+        self._results = list(results)
+        self._registered.add(self)
+        for tensor in results:
+            torch._C._distributed_c10d._register_work(tensor, self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the operation has ended. Blocking; `timeout` is that of the group."""
         self._future.wait()
+        if self._results:
+            results, self._results = self._results, []
+            self._registered.discard(self)
+            for tensor in results:  # the only call that takes a work out of the registry
+                torch.ops._c10d_functional.wait_tensor(tensor)
         return True
+
+    def _get_sequence_number(self) -> int:
+        return self._sequence
 
     def synchronize(self) -> None:
         self.wait()
@@ -213,7 +243,7 @@ class Communication:
             job.future.set_result(job.result)
         except Exception as error:
             self._under_way.remove((job, steps))
-            job.future.set_exception(error)
+            job.future.set_exception(as_backend_error(error))
 
     def _next_job(self) -> GroupJob | None:
         """Return the next job that may begin: those of one communicator wait for the one before."""

@@ -1,0 +1,93 @@
+"""What every call of the process group has around it: the errors of PyTorch's backends, and subclasses of tensors.
+
+c10d's own groups reach their backends by operators. So a subclass with `__torch_dispatch__`, as the result of a
+functional collective or a quantized weight, hears of a collective and hands on the tensors that it is made of. A group
+in Python is called directly, with the subclass itself, which has no memory of its own. `listened` sends such calls
+through c10d's operators, too.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mpips.torch.tensors import as_backend_error
+from mpips.torch.works import Work
+
+T = TypeVar("T")
+
+
+def listened(*names: str) -> Callable[[type[T]], type[T]]:
+    """Make these methods of a group refuse by `ArgumentError`, and reach the tensors in subclasses of `Tensor`."""
+
+    def change(cls: type[T]) -> type[T]:
+        for name in names:
+            setattr(cls, name, _listened(getattr(cls, name)))
+        return cls
+
+    return change
+
+
+def _listened(method: Callable[..., Work]) -> Callable[..., Work]:
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **keywords: Any) -> Work:
+        try:
+            if _holds_subclass(args):
+                return _run_inside(method, self, args, keywords)
+            return method(self, *args, **keywords)
+        except (TypeError, ValueError) as error:
+            if isinstance(error, RuntimeError):
+                raise
+            raise as_backend_error(error) from error
+
+    return call
+
+
+def _is_subclass(kind: type) -> bool:
+    return getattr(kind, "__torch_dispatch__", None) is not torch._C._disabled_torch_dispatch_impl
+
+
+def _holds_subclass(values: Iterable[Any]) -> bool:
+    """True if a tensor in these arguments, or in lists among them, is a subclass that hears of operators."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if _is_subclass(type(value)):
+                return True
+        elif isinstance(value, (list, tuple)) and _holds_subclass(value):
+            return True
+    return False
+
+
+def _run_inside(method: Callable[..., Work], group: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Work:
+    """Let the subclasses hand on the tensors in them, and run the method on those. The work ends after all of them."""
+    # c10d makes the operator from a group without methods of ours, as ours would call themselves
+    plain = dist.ProcessGroup(group.rank(), group.size())
+    with _Inside(lambda tensors: method(group, *tensors, *args[len(tensors) :], **keywords)) as inside:
+        getattr(plain, method.__name__)(*args, **keywords)
+    return inside.works[0] if len(inside.works) == 1 else Work.of_all(inside.works, args[0])
+
+
+class _Inside(TorchDispatchMode):
+    """Runs c10d's operators once they are called on plain tensors."""
+
+    def __init__(self, run: Callable[[list[Any]], Work]) -> None:
+        super().__init__()
+        self._run = run
+        self.works: list[Work] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(_is_subclass(kind) for kind in types):
+            return NotImplemented  # the subclass hears of it next
+        if func.namespace != "c10d":
+            return func(*args, **(kwargs or {}))
+        given = list(itertools.takewhile(lambda each: not isinstance(each, torch.ScriptObject), args))
+        work = self._run(given)
+        self.works.append(work)
+        return work.boxed() if len(func._schema.returns) == 1 else (given[0], work.boxed())
