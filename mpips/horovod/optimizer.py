@@ -209,6 +209,11 @@ class _Distributed(torch.optim.Optimizer):
         self._left.clear()
 
 
+# PyTorch wraps a class's step by what calls its hooks, at the latest in load_state_dict, unless it bears this mark. The
+# wrapped class's step, which ours ends in, calls them already: they would run twice where a state was loaded.
+_Distributed.step.hooked = True  # type: ignore[attr-defined]
+
+
 def _names(groups: Sequence[dict[str, Any]], named: Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str]:
     """Return the name of every parameter. ValueError where one has none, or two have the same."""
     if named is None:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch.amp.grad_scaler import GradScaler
 
 from collectives import arrays, log
 from collectives.errors import MismatchError, of_caller
@@ -23,6 +24,7 @@ from mpips.store.runtime.errors import LostError, StoreError
 from mpips.store.runtime.rendezvous import attempt
 from mpips.torch.backend import check_joined
 from mpips.torch.state import load_bytes, store_bytes
+from mpips.torch.tensors import find_overflow
 from mpips.training.local import TOKENS, Local, LocalRounds, Open, averaged, workers_in_a_sum
 from mpips.training.updates import begins
 
@@ -58,7 +60,14 @@ class LocalSGD:
 
     Where the store survives deaths (`spares`), `step` goes on after one. A worker that takes a dead one's place begins
     with the outer parameters, at the step of the others (`steps`), and with a new inner optimizer.
+
+    `torch.amp.GradScaler` takes it as an optimizer: `scaler.unscale_(trainer)`, `scaler.step(trainer)`. Each worker has
+    a scale of its own. Where its gradients have overflowed, `inner` makes no step; the step counts nevertheless, so all
+    workers exchange at the same steps.
     """
+
+    _step_supports_amp_scaling = True
+    """GradScaler calls `step` though a gradient has overflowed."""
 
     def __init__(
         self, model: torch.nn.Module, inner: torch.optim.Optimizer, outer: str | Optimizer = "nesterov",
@@ -135,10 +144,20 @@ class LocalSGD:
         """Return how many inner steps have been made. It may leave some out after a death (`step`)."""
         return self._rounds.steps
 
-    def step(self, closure: Callable[[], Any] | None = None, *, tokens: int | None = None) -> Any:
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The inner optimizer's groups: for `GradScaler`."""
+        groups: list[dict[str, Any]] = self.inner.param_groups
+        return groups
+
+    def step(
+        self, closure: Callable[[], Any] | None = None, *, tokens: int | None = None,
+        grad_scaler: GradScaler | None = None,
+    ) -> Any:  # fmt: skip
         """Make an inner step, and exchange what is due. Return the result of `closure`. Blocking where it is due.
 
-        `tokens`: of this step on this worker, where they count (`by_tokens`).
+        `tokens`: of this step on this worker, where they count (`by_tokens`). `grad_scaler` is passed by
+        `GradScaler.step`: where gradients have overflowed, the inner step is left out, and its tokens count as none.
 
         After a death, where the store survives it, all go on from the step of the worker that is furthest: let a loop
         count by `steps`.
@@ -148,7 +167,11 @@ class LocalSGD:
         if self._by_tokens and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0):
             raise of_caller(ValueError(f"LocalSGD.step: tokens={tokens!r}: give the step's tokens, an int, 0 or more"))
         self._see_inner("LocalSGD.step")
-        loss = self.inner.step(closure) if closure is not None else self.inner.step()
+        loss = None
+        if grad_scaler is not None and find_overflow(grad_scaler, self):
+            tokens = 0
+        else:
+            loss = self.inner.step(closure) if closure is not None else self.inner.step()
         self._through(lambda: self._rounds.step(self._views(), tokens or 0), again=False)
         return loss
 
