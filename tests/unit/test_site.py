@@ -107,6 +107,18 @@ def test_the_site_fetches_nothing_from_elsewhere(site: Path) -> None:
     assert [foreign.findall(page.read_text(encoding="utf-8")) for page in pages] == [[]] * len(pages)
 
 
+def test_buttons_copy_commands_without_prompts_and_output(site: Path) -> None:
+    """The theme takes `data-copy` of what is around the code, where there is one."""
+    text = (site / "tutorial" / "first-training.html").read_text(encoding="utf-8")
+    copied = [html.unescape(words) for words in re.findall(r'<div class="highlight" data-copy="([^"]*)">', text)]
+    assert copied[0] == "mpips run -w 1 train.py"
+    assert "mpips run -w 4 regression.py 2\nmpips run -w 4 -s 1 regression.py 5" in copied
+    session = re.findall(r'data-copy="([^"]*)"', (site / "reference" / "collectives.html").read_text(encoding="utf-8"))
+    assert session and not [words for words in session if html.unescape(words).startswith(("$", ">>>"))]
+    scripts = [file.read_text(encoding="utf-8") for file in (site / "assets" / "javascripts").glob("bundle*.js")]
+    assert any('getAttribute("data-copy")' in script for script in scripts)
+
+
 @browser
 @pytest.mark.parametrize("pages", [PAGES, pytest.param((), marks=pytest.mark.full)], ids=["widest", "all"])
 def test_no_table_and_no_code_is_cut(site: Path, pages: tuple[str, ...]) -> None:
