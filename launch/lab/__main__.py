@@ -46,8 +46,8 @@ def _without_dashes(program: Words) -> Words:
 def command() -> None:
     """Several hosts on this machine: network namespaces as hosts, bridges as switches, every link at a given rate.
 
-    Nothing touches the machine's own network, and all of it ends with one process. What it takes is in
-    docs/reference/lab.md.
+    Nothing touches the machine's own network, and all of it ends with one process. What it takes is on
+    the page "The lab" of the documents.
     """
 
 

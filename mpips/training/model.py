@@ -84,7 +84,7 @@ def see_method(model: object, method: str, feature: str) -> None:
     """TypeError where the model lacks a method that a feature needs; it names both."""
     if not callable(getattr(model, method, None)):
         raise TypeError(f"{feature} needs a model with {method}, which {type(model).__name__} has not: add it, or "
-                        f"leave {feature} out (docs/reference/training.md)")
+                        f'leave {feature} out (the page "The Trainer" tells more)')
 
 
 def samples_of(x: Samples, y: Samples) -> int:

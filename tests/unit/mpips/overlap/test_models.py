@@ -55,7 +55,7 @@ FIVE = np.zeros(5)
 def test_what_is_missing_is_said(model: Any, words: list[str]) -> None:
     with pytest.raises(ValueError, match="overlap='auto' needs a model in layers") as error:
         check_model(model, "overlap='auto'")
-    for word in [*words, "docs/how-to/overlap.md"]:
+    for word in [*words, 'the page "Plan overlap from a profile"']:
         assert word in str(error.value)
 
 
