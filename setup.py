@@ -1,5 +1,6 @@
 """Packaging of mpips: three packages (mpips, collectives, launch) and one command, `mpips`."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -24,6 +25,11 @@ METRICS = ["prometheus-client>=0.20"]
 DEMO = ["scikit-learn>=1.2", *PLOT]
 DOCS = ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.27"]
 
+# The page of a package index has no files of the clone beside it: pictures go, and links to files become their words.
+README = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
+README = re.sub(r"!\[[^\]]*\]\((?!https?:)[^)]*\)\n+", "", README)
+README = re.sub(r"\[([^\]]+)\]\((?!https?:)[^)]*\)", r"\1", README)
+
 SOURCE = Path(__file__).parent / "mpips" / "__init__.py"
 VERSION = SOURCE.read_text(encoding="utf-8").partition('__version__ = "')[2].partition('"')[0]
 
@@ -31,9 +37,13 @@ setup(
     name="mpips",
     version=VERSION,
     description="MPI parameter server and collectives runtime for data-parallel training, on mpi4py and NumPy",
-    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description=README,
     long_description_content_type="text/markdown",
-    license="MIT",
+    author="The mpips developers",
+    license_expression="MIT",  # setuptools before 77 does not know it, and says so
+    license_files=["LICENSE"],
+    keywords=["MPI", "parameter server", "allreduce", "collectives", "distributed training", "PyTorch", "JAX"],
+    project_urls={"Paper": "https://arxiv.org/abs/1801.03855"},
     python_requires=">=3.11",
     packages=find_packages(include=["mpips*", "collectives*", "launch*"]),
     package_data={"": ["py.typed", "*.json", "*.html"]},
@@ -66,11 +76,18 @@ setup(
         "torch.backends": ["mpips = launch.torch_entry:announce"],  # called at every `import torch`
     },
     classifiers=[
+        "Development Status :: 4 - Beta",
+        "Environment :: Console",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3 :: Only",
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
         "Programming Language :: Python :: 3.13",
         "Programming Language :: Python :: 3.14",
-        "Operating System :: POSIX :: Linux",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Topic :: System :: Distributed Computing",
+        "Typing :: Typed",
     ],
 )
