@@ -408,6 +408,39 @@ def test_scaled_gradients_train_as_others_do() -> None:
     run("dist_sync", body, servers=1)
 
 
+@served
+def test_tables_of_two_stores_go_to_their_own() -> None:
+    """Under one TableOptimizer; their names may be equal. A scaler's overflow on one worker skips both."""
+
+    def body(first: mpips.KVStore) -> None:
+        for kind, other in (("dist_sync", "t"), ("dist_sync", "u"), ("dist_async", "t")):
+            name, second = f"{kind}-{other}", mpips.create(kind)
+            tables = [store.table(f"{name}-{each}", DIM, "float64", mpips.uniform(0), learning_rate=1.0)
+                      for store, each in ((first, "t"), (second, other))]  # fmt: skip
+            users, items = (mpips.torch.Embedding(table) for table in tables)
+            rows, scaler = mpips.torch.TableOptimizer(nn.ModuleList([users, items])), torch.amp.GradScaler("cpu")
+            scales = 2 if kind == "dist_sync" else 0
+            for step in range(2 + scales):
+                rows.zero_grad()
+                loss = (users(torch.tensor([5])) + 10 * items(torch.tensor([5]))).sum()
+                if step < 2:
+                    loss.backward()
+                    rows.step()
+                else:
+                    lost = float("inf") if step == 2 and first.rank == first.num_workers - 1 else 1.0
+                    scaler.scale(loss * lost).backward()
+                    scaler.step(rows)  # type: ignore[arg-type]
+                    scaler.update()
+            first.barrier()
+            second.barrier()
+            counted, each = 2 + scales // 2, 1 if kind == "dist_sync" else first.num_workers
+            got = [float(table.pull(np.array([5]))[0, 0]) for table in tables]
+            assert got == [-counted, -10 * counted * each], (name, got)
+            second.close()
+
+    run("dist_sync", body, servers=1)
+
+
 @several
 def test_an_asynchronous_store_refuses_a_scaler() -> None:
     def body(kv: mpips.KVStore) -> None:

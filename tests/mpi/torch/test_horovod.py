@@ -227,6 +227,22 @@ def test_optimizer_state_is_the_roots() -> None:
     assert steps == [6.0] * len(list(model.parameters()))
 
 
+@pytest.mark.parametrize("loads", ["broadcast", "load_state_dict", "neither"])
+def test_hooks_of_a_step_run_once_a_step(loads: str) -> None:
+    """On the root, and where a state was loaded: PyTorch then wraps the step of classes that it does not know."""
+    model, calls = network(), list[str]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer.register_step_pre_hook(lambda *_: calls.append("inner"))
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    if loads == "broadcast":
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    elif loads == "load_state_dict":
+        optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.register_step_post_hook(lambda *_: calls.append("outer"))
+    trained(optimizer, model, batch)
+    assert calls == ["inner", "outer"] * 6
+
+
 def test_what_is_not_supported_is_refused() -> None:
     with pytest.raises(NotImplementedError, match=r"choose op=hvd\.Average"):
         hvd.allreduce(torch.ones(1), op=hvd.Adasum)

@@ -258,3 +258,36 @@ def test_a_state_goes_on_with_the_same_bits(options: dict[str, Any], more: dict[
             trainer.step()
         trainer.close()
         assert far(model, whole) == 0
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"servers": 1, "by_tokens": True}, {"servers": 1, "kind": "dist_async"}], ids=str
+)
+@pytest.mark.mpi(min_size=2)
+def test_a_grad_scaler_takes_it(options: dict[str, Any]) -> None:
+    """One worker's gradients overflow: it makes no inner step then, and all exchange at the same step."""
+    model, steps = network(), []
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    inner.register_step_post_hook(lambda *_: steps.append(1))
+    try:
+        trainer = mpips.torch.LocalSGD(model, inner, "average", every=3, **options)
+    except SystemExit:
+        return
+    rank, by_tokens = trainer.store.rank, options.get("by_tokens")
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(6):
+        trainer.zero_grad()
+        loss = loss_of(model, batch(step, rank=rank))
+        scaler.scale(loss * (float("inf") if rank == step == 0 else 1)).backward()
+        if step % 2:
+            scaler.unscale_(trainer)  # type: ignore[arg-type]
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1e6)
+            assert norm < 1024, "gradients are unscaled"
+        scaler.step(trainer, **({"tokens": 4} if by_tokens else {}))  # type: ignore[arg-type]
+        scaler.update()
+    assert (trainer.steps, len(steps)) == (6, 5 if rank == 0 else 6)
+    assert scaler.get_scale() == (512 if rank == 0 else 1024)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    told = trainer.store.settings.agree("test", data=repr(far(model, network())).encode())
+    trainer.close()
+    assert options.get("kind") or len(set(told)) == 1, "all have the centre"

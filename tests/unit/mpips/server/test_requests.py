@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from collectives.errors import CollectiveError
 from mpips import optimizers
 from mpips.optimizers import SGD, Adam, Add
 from mpips.store.recovery.memory import UnitMemory
+from mpips.store.server.loop import WorkerTraffic
 from mpips.store.server.requests import Requests
-from mpips.store.server.sources import Elements
+from mpips.store.server.sources import Elements, Pushes
 from mpips.store.server.state import AsynchronousState, SynchronousState
 from mpips.store.transport import frames
-from mpips.store.transport.frames import Frame, Op, UnitCard
+from mpips.store.transport.frames import FRAME, Frame, Op, UnitCard
 
 
 class Line:
@@ -191,6 +195,64 @@ def test_a_part_of_a_frozen_array_can_be_read():
     server.units[0].thaw()
     server.units[0].stored[...] = 1
     assert server.ask(frames.ReadSnapshot(1, 3, -1, 2, 5)).data == np.zeros(3, np.float32).tobytes()
+
+
+@pytest.mark.parametrize("request_, said", [
+    (frames.GetState(9), "there is no unit 9 in this store, which has 3, 7"),
+    (frames.GetVersions([3, 9]), "no unit 9"),
+    (frames.PutState([3, 9], [frames.StatePart(0, [], [])] * 2), "no unit 9"),
+    (frames.SetTorn([3, 9], True), "no unit 9"),
+    (frames.TakeSnapshot(1, [3, 9]), "no unit 9"),
+    (frames.ReadSnapshot(4, 3, -1, 0, 1), "no snapshot 4 in this store, which has none"),
+    (frames.PushRows("items", 1), "no table 'items' in this store, which has none"),
+    (frames.PullRows("items", 1, 1, False), "no table 'items'"),
+    (frames.GetTableStats("items"), "no table 'items'"),
+    (frames.UpdateTable("items", b""), "no table 'items'"),
+    (frames.PutRows("items", {}), "no table 'items'"),
+    (frames.EndLoad("items"), "no table 'items'"),
+    (frames.FreezeTables(1, ["items"]), "no table 'items'"),
+    (frames.ReadTable(3, "items", 0, 1), "no frozen state 3"),
+    (frames.ReadDropped(3, "items"), "no frozen state 3"),
+    (frames.ThawTables(3), "no frozen state 3"),
+], ids=lambda value: type(value).__name__)  # fmt: skip
+def test_who_names_what_is_unknown_hears_a_sentence(request_, said):
+    server = Server()
+    answer = server.ask(request_)
+    assert answer.startswith("server rank 4: ") and said in answer
+    assert not any(unit.torn for unit in server.units) and not server.requests.snapshots
+    assert server.ask(frames.GetVersions([3])) is not None, "the server goes on"
+
+
+def test_a_request_that_cannot_be_read_is_answered():
+    server = Server()
+    server.line.asked = b"\x81\xa4type\xa7Unheard"
+    server.requests.answer(0, server.line, Frame(int(Op.CONTROL), *[0] * 12))
+    assert "a request cannot be read" in server.line.answers[-1] and "same version" in server.line.answers[-1]
+
+
+def test_parts_that_a_snapshot_or_a_table_lacks_are_refused():
+    server = Server()
+    server.ask(frames.TakeSnapshot(1, [3]))
+    assert "no unit of the snapshot 7" in server.ask(frames.ReadSnapshot(1, 7, -1, 0, 1))
+    assert "no state 0" in server.ask(frames.ReadSnapshot(1, 3, 0, 0, 1))
+    server.ask(frames.MakeTable("t", 1, "float32", 1, 0.0, "sgd", optimizers.encode_numbers({"learning_rate": 1.0})))
+    assert "without the array 'ids'" in server.ask(frames.PutRows("t", {}))
+    server.ask(frames.FreezeTables(1, ["t"]))
+    assert "no array 'x'" in server.ask(frames.ReadTable(1, "t", 0, 1, ["x"]))
+
+
+@pytest.mark.parametrize("op", [Op.PUSH, Op.PULL, Op.HOLD, Op.SET, 99])
+def test_a_frame_that_names_what_is_unknown_ends_the_generation_with_a_sentence(op):
+    """Nothing is answered to it, so all ranks hear of it; the server goes on with the next generation."""
+    server = Server()
+    frame = FRAME.pack(int(op), 0, 0, 0, 9, *[0] * 8)
+    line = SimpleNamespace(waiting=lambda: True, read=lambda: [frame])
+    traffic = WorkerTraffic.__new__(WorkerTraffic)
+    traffic._rings, traffic.remote, traffic._callers = SimpleNamespace(any_written=lambda: True), [], [(1, line)]
+    traffic._state, traffic._pushes = server.state, Pushes(server.state, None)
+    what = "operation 99" if op == 99 else "unit 9"
+    with pytest.raises(CollectiveError, match=f"there is no {what}.*and rank 1 names it: make keys and tables on all"):
+        traffic.read_frames()
 
 
 class Book(UnitMemory):
