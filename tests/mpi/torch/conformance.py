@@ -152,6 +152,54 @@ def _coalesced_calls(dtype: torch.dtype, shape: tuple[int, ...], ranks: Sequence
     )
 
 
+def wrong_calls(group: Any) -> dict[str, Callable[[], Any]]:
+    """Calls that gloo refuses by RuntimeError before it sends anything; the root's are refused on the root alone."""
+    p, root, zeros = dist.get_world_size(group), dist.get_rank() == 0, torch.zeros
+    ops, many, long = dist.ReduceOp, lambda size: [zeros(size) for _ in range(p)], torch.int64
+
+    def refuse() -> None:
+        raise RuntimeError
+
+    def on_root(call: Callable[[], Any]) -> Callable[[], Any]:
+        return call if root else refuse
+
+    return {
+        "all_to_all_single, rows": lambda: dist.all_to_all_single(zeros(p + 1), zeros(p + 2), group=group),
+        "all_to_all_single, splits": lambda: dist.all_to_all_single(zeros(p), zeros(p), [2] * p, [2] * p, group),
+        "all_to_all_single, sizes": lambda: dist.all_to_all_single(zeros(2 * p), zeros(p), group=group),
+        "all_to_all, count": lambda: dist.all_to_all([zeros(1)] * (p + 1), [zeros(1)] * (p + 1), group),
+        "all_to_all, none": lambda: dist.all_to_all([], [], group),
+        "all_gather, count": lambda: dist.all_gather(many(2)[1:], zeros(2), group),
+        "all_gather, sizes": lambda: dist.all_gather(many(3), zeros(2), group),
+        "all_gather, sparse": lambda: dist.all_gather(many(2), torch.ones(2).to_sparse(), group),
+        "all_gather_into_tensor, sizes": lambda: dist.all_gather_into_tensor(zeros(2 * p + 1), zeros(2), group),
+        "all_gather_into_tensor, types": lambda: dist.all_gather_into_tensor(zeros(p, dtype=long), zeros(1), group),
+        "reduce_scatter, count": lambda: dist.reduce_scatter(zeros(2), [*many(2), zeros(2)], group=group),
+        "reduce_scatter, sizes": lambda: dist.reduce_scatter(zeros(3), many(2), group=group),
+        "reduce_scatter_tensor, sizes": lambda: dist.reduce_scatter_tensor(zeros(2), zeros(2 * p + 1), group=group),
+        "reduce_scatter_tensor, types": lambda: dist.reduce_scatter_tensor(
+            zeros(2, dtype=long), zeros(2 * p), group=group
+        ),
+        "all_reduce, bool": lambda: dist.all_reduce(zeros(2, dtype=torch.bool), ops.AVG, group),
+        "all_reduce, bits": lambda: dist.all_reduce(zeros(2), ops.BAND, group),
+        "all_reduce, sparse": lambda: dist.all_reduce(torch.ones(2).to_sparse(), ops.MAX, group),
+        "all_reduce, float8": lambda: dist.all_reduce(zeros(2).to(torch.float8_e4m3fn), group=group),
+        "reduce, bits": lambda: dist.reduce(zeros(2), 0, ops.BOR, group),
+        "broadcast, src": lambda: dist.broadcast(zeros(2), group=group, group_src=p + 3),
+        "reduce, dst": lambda: dist.reduce(zeros(2), group=group, group_dst=p + 3),
+        "gather, count": on_root(lambda: dist.gather(zeros(2), [*many(2), zeros(2)], 0, group)),
+        "gather, sizes": on_root(lambda: dist.gather(zeros(2), many(3), 0, group)),
+        "scatter, count": on_root(lambda: dist.scatter(zeros(2), [*many(2), zeros(2)], 0, group)),
+        "scatter, sizes": on_root(lambda: dist.scatter(zeros(2), many(3), 0, group)),
+        "send, sparse": lambda: dist.send(torch.ones(2).to_sparse(), group=group, group_dst=_next(group)),
+        "send, tag": lambda: dist.send(zeros(2), group=group, group_dst=_next(group), tag=-1),
+    }
+
+
+def _next(group: Any) -> int:
+    return (dist.get_rank(group) + 1) % dist.get_world_size(group)
+
+
 def _numel(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
@@ -272,23 +320,24 @@ def _managed(
     return outs
 
 
-def outcome(cell: Cell, group: Any) -> list[Tensor] | str:
-    """What the call gives, or the type of what it raises."""
+def outcome(cell: Cell, group: Any) -> list[Tensor] | Exception:
+    """What the call gives, or what it raises."""
     try:
         return cell.run(group)
     except Exception as error:
-        return type(error).__name__
+        return error
 
 
 def verdict(cell: Cell, ours: Any, theirs: Any) -> str:
     """ "equal", "refused by both", "more" (only ours can), or what differs."""
     a, b = outcome(cell, ours), outcome(cell, theirs)
-    if isinstance(b, str):
-        return "refused by both" if isinstance(a, str) else "more"
-    if isinstance(a, str):
-        return f"raises {a}"
-    alike = _nearly if "AVG" in cell.call else torch.equal  # gloo divides complex numbers in another way
-    same = len(a) == len(b) and all(x.shape == y.shape and alike(x, y) for x, y in zip(a, b))
+    if isinstance(a, Exception):
+        alike = isinstance(b, Exception) and isinstance(a, RuntimeError) >= isinstance(b, RuntimeError)
+        return "refused by both" if alike else f"raises {type(a).__name__}"
+    if isinstance(b, Exception):
+        return "more"
+    equal = _nearly if "AVG" in cell.call else torch.equal  # gloo divides complex numbers in another way
+    same = len(a) == len(b) and all(x.shape == y.shape and equal(x, y) for x, y in zip(a, b))
     return "equal" if same else "differs"
 
 

@@ -51,6 +51,92 @@ def test_calls_give_what_gloo_s_give(ranks: list[int]) -> None:
     assert not wrong
 
 
+@several
+@pytest.mark.filterwarnings("ignore")
+def test_wrong_arguments_are_runtime_errors_as_gloo_s() -> None:
+    """Programs ask by `except RuntimeError` what a backend can do, and go on with the group."""
+    found: dict[str, list[str]] = {}
+    for backend in ("mpips", "gloo"):
+        group = dist.new_group(backend=backend)
+        for name, call in conformance.wrong_calls(group).items():
+            try:
+                call()
+                said = "works"
+            except RuntimeError:
+                said = "refused"
+            except Exception as error:
+                said = repr(error)
+            found.setdefault(name, []).append(said)
+        x = torch.ones(2)
+        dist.all_reduce(x, group=group)
+        found[f"{backend} goes on"] = [str(x.tolist() == [WORLD.size] * 2)]
+    goes_on = [found.pop(f"{backend} goes on") for backend in ("mpips", "gloo")]
+    assert {name: both for name, both in found.items() if both != ["refused", "refused"]} == {}
+    assert goes_on == [["True"], ["True"]]
+
+
+@several
+def test_an_input_that_is_not_contiguous_is_refused_as_by_gloo() -> None:
+    x = torch.ones(WORLD.size, WORLD.size).t()
+    for group in (None, dist.new_group(backend="gloo")):
+        with pytest.raises(ValueError, match="Tensors must be contiguous"):
+            dist.all_to_all_single(torch.empty_like(x.contiguous()), x, group=group)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_groups_count_their_collectives() -> None:
+    """As gloo's, but for sends and receives, which not all ranks make."""
+    found = []
+    for backend in ("mpips", "gloo"):
+        group, counts = dist.new_group(backend=backend), []
+        works = [dist.all_reduce(torch.ones(1), group=group, async_op=True) for _ in range(3)]
+        counts.append(group._get_sequence_number_for_group())
+        for work in works:
+            work.wait()
+        dist.barrier(group)
+        dist.broadcast(torch.ones(1), 0, group)
+        dist.all_gather([torch.ones(1) for _ in range(WORLD.size)], torch.ones(1), group)
+        counts.append(group._get_sequence_number_for_group())
+        found.append(counts)
+        if backend == "mpips":
+            assert [work._get_sequence_number() for work in works] == [1, 2, 3]
+    assert found == [[3, 6], [3, 6]]
+
+
+def test_works_stand_in_the_registry_until_they_are_waited_for() -> None:
+    """Compiled code waits for a collective that the program began, by the tensor alone."""
+    functional = pytest.importorskip("torch.distributed._functional_collectives")
+    count, x, sizes = torch._C._distributed_c10d._get_work_registry_size, torch.ones(1), []
+    with functional.allow_inflight_collective_as_graph_input_ctx():
+        work = dist.all_reduce(x, async_op=True)
+        sizes.append(count())
+        work.wait()
+        sizes.append(count())
+        dist.all_reduce(x, async_op=True)
+        torch.ops._c10d_functional.wait_tensor(x)
+        sizes.append(count())
+    assert sizes == [1, 0, 0] and x == WORLD.size**2
+
+
+def test_subclasses_hand_on_the_tensors_that_they_are_made_of() -> None:
+    """Results of functional collectives, and a tensor of two, have no memory of their own."""
+    functional = pytest.importorskip("torch.distributed._functional_collectives")
+    two = pytest.importorskip("torch.testing._internal.two_tensor").TwoTensor
+    rank, size = WORLD.rank, WORLD.size
+    x = functional.all_reduce(torch.ones(3), "sum", dist.group.WORLD)
+    dist.all_reduce(x)
+    pair = lambda value: two(torch.full((2,), float(value)), torch.full((2,), float(value + 100)))  # noqa: E731
+    moved, part, given = pair(rank), pair(-1), [pair(10 + each) for each in range(size)]
+    every = [pair(-1) for _ in range(size)]
+    dist.broadcast(moved, size - 1)
+    dist.scatter(part, given if rank == 0 else None, 0)
+    work = dist.all_gather(every, pair(rank), async_op=True)
+    work.wait()
+    values = [(float(each.a[0]), float(each.b[-1])) for each in (moved, part, *every)]
+    expected = [size - 1, 10 + rank, *range(size)]
+    assert x.tolist() == [size**2] * 3 and values == [(value, value + 100) for value in expected]
+
+
 def test_a_smaller_group_sums_its_ranks() -> None:
     members = list(range(1, WORLD.size, 2))
     odd = dist.new_group(members, backend="mpips") if members else None

@@ -57,6 +57,12 @@ def test_a_program_names_the_backend_only(name: str, installed: dict[str, str], 
     assert done.returncode == 0 and done.stdout.count("sums 10") == 2, done.stderr[-2000:]
 
 
+@pytest.mark.parametrize("name", ["mpip", "MPIPS ", "cpu:mpis,cuda:nccl"])
+def test_a_misspelt_name_is_told_before_the_rendezvous(name: str, installed: dict[str, str]) -> None:
+    done = run(["-c", f"import torch.distributed as dist; dist.init_process_group({name!r})"], installed)
+    assert done.returncode and 'did you mean "mpips"?' in done.stderr, done.stderr[-2000:]
+
+
 def test_importing_torch_loads_nothing_of_ours(installed: dict[str, str]) -> None:
     """The name is known; MPI and the packages are not loaded."""
     code = (
