@@ -36,7 +36,7 @@ from collectives.fabric.layout import (
     clear,
 )
 from collectives.fabric.process_memory import OutOfReach, open_to_all
-from collectives.fabric.requests import TAGS, Collectives, Lanes, Roll, leave, sweep
+from collectives.fabric.requests import TAGS, Collectives, Lanes, Roll, leave, ranks_of_job, sweep
 from collectives.fabric.wait import NAP_AFTER_BETWEEN_NODES, Limits, drive, limits, until
 from collectives.machine import Quota, bound_cores, find_quota
 from collectives.network.control import Control
@@ -110,7 +110,7 @@ class Communicator:
         self.lanes = Lanes(self.comm, self.across)
         """What messages of one-shot calls go over."""
         self.all_lanes = [self.lanes]
-        recorder.add_communicator(self.board.marks.identity, _ranks_of_job(self.comm))
+        recorder.add_communicator(self.board.marks.identity, ranks_of_job(self.comm, range(self.size)))
         self.plan_lanes, self.tags_dealt = self.lanes, 0
         """What messages of plans go over, and the tags dealt on it, which keep them apart."""
         self._kept: list[Any] = []
@@ -293,16 +293,6 @@ class Communicator:
         return made(self.comm.Split(self.board.rank, self.rank))
 
 
-def _ranks_of_job(comm: MPI.Intracomm) -> list[int]:
-    """Return the ranks of a communicator as COMM_WORLD counts them."""
-    mine, all_ = comm.Get_group(), MPI.COMM_WORLD.Get_group()
-    try:
-        return MPI.Group.Translate_ranks(mine, list(range(mine.size)), all_)
-    finally:
-        mine.Free()
-        all_.Free()
-
-
 def _told(kept: Communicator, what: str, error: BaseException) -> CollectiveError:
     """Return what all ranks raise where `what` has raised this on one."""
     if isinstance(error, OutOfReach):
@@ -371,6 +361,7 @@ def renew(comm: MPI.Comm | None = None) -> None:
     if isinstance(found, Communicator):
         found.open, found.ending.over = False, found.over or CollectiveError("it has been renewed")
         found.hold()
+        assert isinstance(comm, MPI.Intracomm)  # see `_found`
         comm.Set_attr(_key(), _Arrival(comm, found))
     made = communicator(comm)
     made.check()
@@ -384,21 +375,22 @@ class _Arrival:
     limits = Limits()
     nap_after = NAP_AFTER_BETWEEN_NODES
 
-    def __init__(self, comm: MPI.Comm, old: Communicator | None = None) -> None:
-        self._comm, self.old = comm, old
-        self._roll = Roll(comm)
+    def __init__(self, comm: MPI.Intracomm, old: Communicator | None = None) -> None:
+        self.old = old
+        name = f"{comm.Get_name() or 'a communicator'} of {comm.size} ranks"
+        self._what = f"the first collective on {name} ({COME})" if old is None else f"renew of {name}"
+        self._roll = Roll(comm, self._what)
 
     def wait(self) -> None:
         """Blocking; StallError after the limit of the environment."""
         self.limits = limits()
-        name = f"{self._comm.Get_name() or 'a communicator'} of {self._comm.size} ranks"
-        what = f"the first collective on {name} ({COME})" if self.old is None else f"renew of {name}"
-        drive(until(self._roll.request.Test), self, what)
+        drive(until(self._roll.request.Test), self, self._what)
 
     def look(self, waited: float) -> None:
         """There is no generation yet that could end, but what is renewed knows whose program has ended."""
         for rank, how in (self.old.ended() if self.old is not None else {}).items():
             raise CollectiveError(f"rank {rank} cannot come to renew: {how}")
+        self._roll.look(waited)
 
     def late(self) -> list[int]:
         """See `Roll`."""
@@ -497,6 +489,10 @@ def _cores(node: MPI.Comm) -> int:
     node.Allgather(np.array(find_quota() or NO_QUOTA, np.int64), quotas)
     known = [None if tuple(one) == NO_QUOTA else Quota(*map(int, one)) for one in quotas]
     return bound_cores(int(np.count_nonzero(cores)), known)
+
+
+if MPI.Is_initialized() and not MPI.Is_finalized():
+    tracing.begin(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)  # so that others hear of its end, also before a collective
 
 
 @atexit.register

@@ -33,6 +33,8 @@ from mpi4py import MPI
 from collectives.arrays import Vector
 from collectives.errors import CollectiveError
 from collectives.fabric.failure import failed, is_death
+from collectives.fabric.wait import NAP_AFTER_BETWEEN_NODES, Limits, drive, until
+from collectives.recorder import own as recorder
 
 FIRST_TAG = 16
 LEAST_TAG = 32767  # the highest tag on the poorest MPI
@@ -91,19 +93,62 @@ _collectives: list[tuple[MPI.Request, MPI.Comm]] = []
 
 class Roll:
     """All ranks' coming to a communicator, nobody waiting for it here. Each sends each other one byte, so that it is
-    known who is late; a barrier would say nothing of that. Making it is collective, and does not block."""
+    known who is late; a barrier would say nothing of that. Making it is collective, and does not block.
 
-    def __init__(self, comm: MPI.Comm) -> None:
+    `what` the ranks come to, as sentences name it.
+    """
+
+    limits = Limits()
+    nap_after = NAP_AFTER_BETWEEN_NODES
+
+    def __init__(self, comm: MPI.Intracomm, what: str) -> None:
         size = comm.Get_size()
+        self._comm, self._what = comm, what
+        self._looked, self._gone = 0.0, set[int]()
         self._come, counts, places = np.zeros(size, np.uint8), [1] * size, list(range(size))
         self._mine = np.ones(size, np.uint8)
         self.request: MPI.Request = comm.Ialltoallv(
             [self._mine, counts, places, MPI.BYTE], [self._come, counts, places, MPI.BYTE]
         )
 
+    def wait(self, limits: Limits) -> None:
+        """Wait until all have come. StallError after the limit, CollectiveError where one cannot come any more; this
+        rank has come all the same, and MPI still writes here."""
+        self.limits = limits
+        _rolls.append(self)
+        drive(until(self.request.Test), self, self._what)
+        _rolls.remove(self)
+
     def late(self) -> list[int]:
         """Return the ranks that have not come, as far as is known. Local."""
         return np.flatnonzero(self._come == 0).tolist()
+
+    def look(self, waited: float) -> None:
+        """CollectiveError where the program of a rank that has not come has ended, as the folder of the job says on
+        this host."""
+        if self._looked < waited < self._looked + recorder.LASTING_SECONDS:
+            return
+        self._looked = waited
+        late = self.late()
+        in_job = dict(zip(ranks_of_job(self._comm, late), late))
+        gone = {in_job[rank] for rank in recorder.find_ended(list(in_job))}
+        for rank in sorted(gone & self._gone):  # one that had come, and gave up, is heard between two looks
+            raise CollectiveError(f"{self._what}: rank {rank} is needed, and its program has ended")
+        self._gone = gone
+
+
+_rolls: list[Roll] = []
+"""Those that are waited for, and those that were given up."""
+
+
+def ranks_of_job(comm: MPI.Intracomm, ranks: Sequence[int]) -> list[int]:
+    """Return these ranks of a communicator as COMM_WORLD counts them."""
+    mine, all_ = comm.Get_group(), MPI.COMM_WORLD.Get_group()
+    try:
+        return MPI.Group.Translate_ranks(mine, ranks, all_)
+    finally:
+        mine.Free()
+        all_.Free()
 
 
 Begin: TypeAlias = "tuple[Callable[..., MPI.Request], tuple[Any, ...]]"

@@ -22,6 +22,8 @@ SCHEDULERS = ("SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID")
 """Variables that name an allocation, in which several jobs may run at the same time."""
 MEMORY = Path("/dev/shm")
 PAGE, STACKS = ".page", ".stacks"
+PROGRAM_ENDED = ".ended"
+"""Of an empty file, named by a rank of the job, which says that its program has ended well."""
 TRACE, TRACE_REQUEST = ".trace", "trace.json"
 END_FILE = "end.json"
 HOSTS = "_MPIPS_HOSTS"
@@ -158,9 +160,15 @@ def lives(pid: int) -> bool:
     return os.path.exists(f"/proc/{pid}")
 
 
-def leave(here: Path) -> None:
-    """Remove the folder of a job in which nothing of its ranks is left; whoever is the last does."""
+def leave(here: Path, ranks: int = 0) -> None:
+    """Remove the folder of a job in which nothing of its ranks is left; whoever is the last does.
+
+    `ranks`: so many are here. Before all have said that they ended, one may yet come that is to read it of others.
+    """
     with suppress(OSError):
         if not any(here.glob(f"*{PAGE}")) and not is_launched_here(here):
             (here / HOSTS_FILE).unlink(missing_ok=True)
+            ended = list(here.glob(f"*{PROGRAM_ENDED}"))
+            for path in ended if len(ended) >= ranks else ():
+                path.unlink(missing_ok=True)
         here.rmdir()

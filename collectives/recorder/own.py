@@ -17,11 +17,13 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 from urllib.parse import unquote
 
+from collectives.machine import count_local_ranks
 from collectives.recorder import dump, folders
 from collectives.recorder import page as pages
 from collectives.recorder.page import Page
@@ -249,11 +251,32 @@ def goes_well() -> None:
 def _end() -> None:
     if _failed:
         return
+    if _paths and _identity["size"] > 1:  # others may yet begin to wait for this one
+        with suppress(OSError):
+            (_paths[0].parent / f"{_identity['rank']}{folders.PROGRAM_ENDED}").touch(0o600)
     for path in _paths:
         with suppress(OSError):
             path.unlink()
     with suppress(IndexError):
-        folders.leave(_paths[0].parent)
+        folders.leave(_paths[0].parent, count_local_ranks())
+
+
+def find_ended(ranks: Sequence[int]) -> list[int]:
+    """Return which of these ranks of the job say, on this host, that their program has ended."""
+    found = []
+    for rank in ranks if _paths else ():
+        with suppress(OSError):
+            written = (_paths[0].parent / f"{rank}{folders.PROGRAM_ENDED}").stat().st_mtime
+            if written > _process_began():  # else an earlier job of this name has left it
+                found.append(rank)
+    return found
+
+
+@cache
+def _process_began() -> float:
+    """Return when this process was started, in Unix time. MPI starts later, and no rank of the job ends before that."""
+    ticks = int(Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()[19])
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _forget() -> None:

@@ -8,6 +8,7 @@ from mpi4py import MPI
 
 from collectives.communicator import communicator
 from collectives.errors import of_caller
+from collectives.fabric.requests import Roll
 from collectives.fabric.wait import limits
 from mpips.horovod.negotiation import Negotiator
 from mpips.torch.backend import check_joined
@@ -68,6 +69,7 @@ def init(comm: MPI.Intracomm | None = None, process_sets: Sequence[ProcessSet] |
                                    "for some of its ranks use process_sets"))  # fmt: skip
     check_joined()
     _comm = MPI.COMM_WORLD if comm is None else comm
+    Roll(_comm, "hvd.init").wait(limits())
     global_process_set.ranks = list(range(_comm.size))
     _bring_to_life(global_process_set, 0)
     if process_sets == "dynamic":

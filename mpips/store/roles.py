@@ -25,21 +25,19 @@ from mpi4py import MPI
 from collectives.communicator import abandon
 from collectives.fabric.failure import made
 from collectives.fabric.requests import Roll, leave, part
-from collectives.fabric.wait import Limits, drive, until
+from collectives.fabric.wait import Limits
 from collectives.machine import Quota, bound_cores, find_quota, usable_cores
 from mpips.store.keys.sharding import Interval, owners, split
 from mpips.store.options import OptionError, Options
 from mpips.store.recovery import membership as ring
 from mpips.store.recovery.membership import Before, Roles, refusal, succession
 from mpips.store.runtime.errors import LostError
-from mpips.store.runtime.rendezvous import Gathering, MeetingPlace, Watch
+from mpips.store.runtime.rendezvous import Gathering, MeetingPlace
 
 WHAT = "mpips.create"
 STORE = 1 << 63
 """Above the numbers of lanes that communicators have."""
 _stores = itertools.count()
-_arrivals: list[Roll] = []
-"""Under way; of who has stopped waiting, too, as the others may yet come."""
 
 
 class _Card(msgspec.Struct, array_like=True):
@@ -247,10 +245,7 @@ def _come(comm: MPI.Intracomm, limits: Limits) -> None:
     """Wait until all ranks have come. What makes communicators blocks in MPI, and must not before."""
     who = "all must call it, servers too, which leave when their last store is closed"
     what = f"{WHAT}, to which not all {comm.Get_size()} ranks have come ({who}),"
-    roll = Roll(comm)
-    _arrivals.append(roll)
-    drive(until(roll.request.Test), Watch(limits, late=roll.late), what)
-    _arrivals.remove(roll)
+    Roll(comm, what).wait(limits)
 
 
 def _agree(world: MPI.Intracomm, card: _Card, limits: Limits) -> int:

@@ -16,6 +16,8 @@ from mpi4py import MPI
 
 from collectives import log
 from collectives.errors import of_caller
+from collectives.fabric.requests import Roll
+from collectives.fabric.wait import Limits, limits
 from mpips.address import find_address
 from mpips.ending.process import before_mpi_ends
 from mpips.store.create import workers_of
@@ -95,6 +97,7 @@ def _rendezvous_by_mpi(
                                          f"of MPI's {world.size}, and its rendezvous failed: export both before the "
                                          f"start, or let the program leave them out. {error}")) from error  # fmt: skip
         return
+    Roll(world, "init_process_group").wait(Limits(limits().stall_seconds, timeout.total_seconds()))
     _check_place(*(int(asked.get(name, ["-1"])[0]) for name in ("rank", "world_size")))
     address = find_address("init_process_group", world)
     server = dist.TCPStore(address, 0, world.size, True, timeout, wait_for_workers=False) if world.rank == 0 else None
