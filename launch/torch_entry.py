@@ -6,7 +6,6 @@ Who asks for one, as `init_process_group("mpips")` does before its rendezvous, i
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import sys
 
@@ -41,24 +40,6 @@ def announce() -> None:
     for value in VALUES:
         setattr(backend, value.upper(), _Value(value))
     backend.backend_list.append(NAME)
-    given = backend.__new__
-
-    def read(cls: type, name: object) -> str:
-        _check_spelling(value := given(cls, name), backend.backend_list)
-        return value
-
-    backend.__new__ = read
-
-
-def _check_spelling(value: str, known: list[str]) -> None:
-    """Raise ValueError where one of the backends in "NAME" or "cpu:NAME,cuda:OTHER" is nearly ours.
-
-    PyTorch says so late, after its rendezvous, which asks for RANK and MASTER_ADDR.
-    """
-    for part in value.split(","):
-        name = part.rpartition(":")[2]
-        if name not in known and difflib.get_close_matches(name.strip(), [NAME], cutoff=0.8):
-            raise ValueError(f'torch.distributed: no backend is called "{name}": did you mean "{NAME}"?')
 
 
 def load() -> None:

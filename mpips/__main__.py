@@ -118,7 +118,7 @@ def name_threads_that_stay() -> None:
 
 def hint_at_backend(error: BaseException) -> None:
     """Add what was meant to PyTorch's error for a backend with nearly our name."""
-    unknown = re.fullmatch(r"Unknown (?:c10d )?backend type (\S+)", str(error))
+    unknown = re.fullmatch(r"Unknown (?:c10d )?backend type (\S+) ?", str(error))
     if unknown and difflib.get_close_matches(unknown[1].lower(), ["mpips"]):
         error.add_note('did you mean init_process_group("mpips")?')
 

@@ -58,9 +58,10 @@ def test_a_program_names_the_backend_only(name: str, installed: dict[str, str], 
 
 
 @pytest.mark.parametrize("name", ["mpip", "MPIPS ", "cpu:mpis,cuda:nccl"])
-def test_a_misspelt_name_is_told_before_the_rendezvous(name: str, installed: dict[str, str]) -> None:
-    done = run(["-c", f"import torch.distributed as dist; dist.init_process_group({name!r})"], installed)
-    assert done.returncode and 'did you mean "mpips"?' in done.stderr, done.stderr[-2000:]
+def test_a_misspelt_name_is_answered_with_ours(name: str, installed: dict[str, str]) -> None:
+    line = f"import torch.distributed as dist; dist.init_process_group({name!r})"
+    done = run(["-m", "launch.cli", "run", "-w", "2", "--", "-c", line], installed)
+    assert done.returncode and 'did you mean init_process_group("mpips")?' in done.stderr, done.stderr[-2000:]
 
 
 def test_importing_torch_loads_nothing_of_ours(installed: dict[str, str]) -> None:
