@@ -43,7 +43,7 @@ def _counts_steps(record: Optimizer) -> bool:
 
 
 def _scales(record: Optimizer) -> tuple[float, ...]:
-    """What each array is multiplied by to be PyTorch's: Adam's records keep the moments without these factors."""
+    """The factor of each array that makes it PyTorch's: Adam's records keep the moments without these factors."""
     return (1 - record.beta1, 1 - record.beta2) if isinstance(record, Adam) else (1.0,) * len(array_names(record))
 
 
