@@ -14,7 +14,7 @@ import pytest
 
 import mpips
 from tests.mutations import MUTATIONS
-from tests.tracked import tracked
+from tests.tracked import list_files, tracked
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("mpips", "collectives", "launch")
@@ -124,6 +124,21 @@ def test_installed_outside_the_repository(installed: Path, package: str) -> None
         if path.suffix in (".py", ".json", ".typed") and not (installed / path.relative_to(ROOT)).is_file()
     ]
     assert not missing, f"not in the installed package: {missing}"
+
+
+def test_the_page_of_the_package_leads_nowhere_into_the_clone(installed: Path) -> None:
+    (metadata,) = installed.glob("mpips-*.dist-info/METADATA")
+    text = metadata.read_text(encoding="utf-8")
+    assert "Author: The mpips developers\n" in text and "## Read on" in text
+    assert re.findall(r"\]\((?!https?:)[^)]*\)", text) == []
+
+
+def test_a_source_distribution_has_all_that_git_tracks() -> None:
+    """setuptools adds packages and what builds them by itself."""
+    words = (ROOT / "MANIFEST.in").read_text(encoding="utf-8").split()
+    by_itself = {*PACKAGES, "setup.py", "pyproject.toml", "README.md", "MANIFEST.in"}
+    places = {path.relative_to(ROOT).parts[0] for path in list_files(ROOT)}
+    assert [place for place in sorted(places - by_itself) if not {place, f"{place}/run"} & {*words}] == []
 
 
 def test_the_launcher_starts_neither_mpi_nor_numpy(installed: Path) -> None:
