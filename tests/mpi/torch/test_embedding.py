@@ -414,7 +414,7 @@ def test_tables_of_two_stores_go_to_their_own() -> None:
 
     def body(first: mpips.KVStore) -> None:
         for kind, other in (("dist_sync", "t"), ("dist_sync", "u"), ("dist_async", "t")):
-            name, second = f"{kind}-{other}", mpips.create(kind)
+            name, second = f"{kind}-{other}", mpips.create(kind, servers=1)
             tables = [store.table(f"{name}-{each}", DIM, "float64", mpips.uniform(0), learning_rate=1.0)
                       for store, each in ((first, "t"), (second, other))]  # fmt: skip
             users, items = (mpips.torch.Embedding(table) for table in tables)
