@@ -46,6 +46,14 @@ def test_warnings_alone_are_shown_where_nothing_is_asked() -> None:
     assert spoken().stderr == "two\nlines\n"
 
 
+def test_a_program_that_logs_at_info_has_only_its_own_lines_unless_it_asks() -> None:
+    own = "import logging\nlogging.basicConfig(level=logging.INFO, format='%(message)s')\n"
+    asks = "logging.getLogger('mpips').setLevel(logging.INFO)\n"
+    assert spoken(own + SPEAK).stderr == "two\nlines\n"
+    assert spoken(own + asks + SPEAK).stderr == "of 3 rows\ntwo\nlines\n"
+    assert spoken(own + SPEAK + asks + "LOG.info('later')\n").stderr == "two\nlines\nlater\n"
+
+
 @pytest.mark.parametrize(("level", "shown"), [("debug", 4), ("info", 3), ("warning", 2)])
 def test_lines_of_a_level_say_when_who_and_what(level: str, shown: int) -> None:
     lines = spoken(MPIPS_LOG=level).stderr.splitlines()

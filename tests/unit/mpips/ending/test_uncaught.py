@@ -56,6 +56,29 @@ def test_an_error_of_ours_that_nobody_meant_keeps_all_its_lines() -> None:
     assert text.count('  File "') == 3
 
 
+def test_what_we_raise_ourselves_ends_at_the_callers_line_also_below_other_packages() -> None:
+    inside = {"__name__": "contextlib", "call": ours("def call():\n    raise TypeError('wrong')\n")}
+    exec("def between():\n    call()\n", inside)
+    text = shown(raised(lambda: inside["between"]()))
+    assert text.count('  File "') == 2, text  # this function's, and that of the helper `raised`
+    assert "TypeError: wrong" in text
+
+
+def test_a_promise_of_ours_that_does_not_hold_keeps_all_its_lines() -> None:
+    text = shown(raised(ours("def call():\n    raise AssertionError('ours')\n")))
+    assert text.count('  File "') == 2, text
+
+
+def test_what_a_call_of_the_users_raises_inside_ours_is_shown_without_our_lines() -> None:
+    def forward() -> None:
+        raise KeyError("x")
+
+    error = raised(ours("def call(function):\n    function()\n"), forward)
+    text = shown(error)
+    assert text.count('  File "') == text.count(__file__) == 2, text
+    assert ": KeyError: 'x' (test_uncaught.py:" in f": {uncaught._sentence(KeyError, error, error.__traceback__)}"
+
+
 def test_what_we_caught_on_the_way_is_not_shown_and_what_the_caller_caught_is() -> None:
     text = shown(raised(ours("def call():\n    try:\n        {}['x']\n    except KeyError:\n"
                              "        raise of_caller(ValueError('no'))\n")))  # fmt: skip
