@@ -23,6 +23,7 @@ from mpips.horovod.operations import (
     synchronize,
 )
 from mpips.horovod.world import ProcessSet, global_process_set
+from mpips.torch.lockstep import claim_gradients
 
 
 def DistributedOptimizer(
@@ -105,6 +106,7 @@ class _Distributed(torch.optim.Optimizer):
     ) -> None:  # fmt: skip
         self._reduction, self.backward_passes_per_step = reduction, passes
         self._parameter_names = _names(self.param_groups, named)
+        claim_gradients(self, "hvd.DistributedOptimizer", [(name, p) for p, name in self._parameter_names.items()])
         self._together = _group(list(self._parameter_names), self._parameter_names, groups)
         self._left: dict[Tensor, int] = {}
         self._under_way: dict[Tensor, Callable[[], list[Tensor]] | None] = {}

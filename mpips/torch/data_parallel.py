@@ -27,7 +27,7 @@ from collectives.communicator import communicator
 from mpips.store.create import workers_of
 from mpips.torch.backend import check_joined
 from mpips.torch.buckets import BackwardProfile, Bucket, check_buckets, cut_by_bytes, cut_by_strategy, measure_costs
-from mpips.torch.lockstep import CHECK_STEPS, Lockstep, agree, check_weights, model_items
+from mpips.torch.lockstep import Lockstep, agree, check_frozen, claim_gradients, is_due, model_items
 from mpips.torch.reducer import Reducer
 from mpips.torch.state import broadcast_tensors, broadcast_values
 from mpips.torch.tensors import check_on_host, find_tensors, sparse_parameters, uncompiled
@@ -73,6 +73,7 @@ class DataParallel(torch.nn.Module):
         _check_arguments(module, comm, others)
         check_buckets(buckets)
         check_joined()
+        claim_gradients(self, NAME, module.named_parameters())
         self.module = module
         self._comm = workers_of(MPI.COMM_WORLD) if comm is None else comm
         home = communicator(self._comm)
@@ -86,11 +87,14 @@ class DataParallel(torch.nn.Module):
         agree(model_items(module, buckets, algorithm), self._comm, NAME)
         broadcast_tensors([*module.parameters(), *module.buffers()], 0, self._comm)
         self._sends_buffers = broadcast_buffers and any(True for _ in module.buffers())
-        self._syncs, self._joining, self._in_backward = True, False, False
-        self._active = torch.zeros(1)
+        self.require_backward_grad_sync = True
+        """False: backward adds to this rank's gradients and exchanges nothing, as within `no_sync`. As DDP's."""
+        self._joining = self._in_backward = False
         self._step = 0
         self._hooks: dict[Tensor, RemovableHandle] = {}
-        self._lay_out()
+        with torch.inference_mode(False):  # else no backward pass could write what is made here
+            self._active = torch.zeros(1)
+            self._lay_out()
 
     def _lay_out(self) -> None:
         """Lay out the gradients of all parameters that require one now. Collective, blocking."""
@@ -129,11 +133,11 @@ class DataParallel(torch.nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Let backward within add to this rank's gradients and exchange nothing; the next one outside exchanges all."""
-        before, self._syncs = self._syncs, False
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
         finally:
-            self._syncs = before
+            self.require_backward_grad_sync = before
 
     @contextmanager
     def join(self) -> Iterator[None]:
@@ -189,6 +193,7 @@ class DataParallel(torch.nn.Module):
 
     def _before_forward(self) -> None:
         if torch.is_grad_enabled():
+            self._lockstep.weights.note_forward()
             if self._in_backward and torch._C._current_graph_task_id() < 0:
                 self._end_raised()
             unfrozen = any(parameter.requires_grad for parameter in self._frozen)
@@ -197,12 +202,12 @@ class DataParallel(torch.nn.Module):
                 agree(model_items(self.module, self._asked, self._algorithm), self._comm, what)
                 self._reducer.free()
                 self._lay_out()
-        if self._sends_buffers and self.training and self._syncs and not self._joining:
+        if self._sends_buffers and self.training and self.require_backward_grad_sync and not self._joining:
             self._take_buffers()
 
     def _after_forward(self, output: Any) -> None:
         """Hook the output: backward comes to it before it comes to any parameter, and outside of all checkpoints."""
-        if not torch.is_grad_enabled() or not self._syncs or not self.training:
+        if not torch.is_grad_enabled() or not self.require_backward_grad_sync or not self.training:
             return
         outputs = [tensor for tensor in find_tensors(output) if tensor.grad_fn is not None]
         if not outputs:
@@ -213,7 +218,7 @@ class DataParallel(torch.nn.Module):
             if torch.compiler.is_compiling():
                 self._refuse_compiled_backward()
             count_backward()
-            if self._syncs and not self._in_backward and self._accumulates():
+            if self.require_backward_grad_sync and not self._in_backward and self._accumulates():
                 self._begin_backward()
 
         for tensor in outputs:
@@ -251,7 +256,7 @@ class DataParallel(torch.nn.Module):
 
     def _note_gradient(self, parameter: Tensor) -> None:
         """Note that a gradient has been accumulated."""
-        if not self._syncs:
+        if not self.require_backward_grad_sync:
             return
         if not self._in_backward:
             self._begin_backward()
@@ -271,10 +276,20 @@ class DataParallel(torch.nn.Module):
             raise collectives.StallError(f"{error}; rank {self._comm.rank} is in {what}") from None
         if not alike:
             agree(self._lockstep.items(), self._comm, what, "let all ranks make the same steps", unlike=True)
+        if not self._joining:
+            self._compare_parameters(self._step + 1, what)
         self._lockstep.begin_anew()
         self._end_step()
-        if not self._joining and (self._step & (self._step - 1) == 0 or self._step % CHECK_STEPS == 0):
-            check_weights(self.module.named_parameters(), self._comm, what, self._hooks)
+
+    def _compare_parameters(self, number: int, what: str) -> None:
+        """See now and then that parameters are alike on all ranks. Collective, blocking."""
+        weights = self._lockstep.weights
+        if is_due(number):
+            check_frozen(self.module.named_parameters(), self._comm, what, self._hooks)
+        if weights.due:
+            names = {parameter: name for name, parameter in self.module.named_parameters()}
+            weights.compare(number, names, self._comm, what)
+        weights.due |= is_due(number + 1)
 
     def _end_raised(self) -> None:
         """End a backward that has raised: it counts as none where all ranks' have, and nothing has been exchanged."""
@@ -322,3 +337,7 @@ def _check_arguments(module: object, comm: object, others: Mapping[str, object])
     if comm is not None and not isinstance(comm, MPI.Intracomm):
         raise TypeError(f"DataParallel: comm is of type {type(comm).__name__}: pass an mpi4py communicator, or None")
     check_on_host([*module.parameters(), *module.buffers()], "DataParallel")
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter.is_inference():
+            raise ValueError(f"DataParallel: parameter {name!r} was made in torch.inference_mode(), and PyTorch gives "
+                             "it no gradient: make the model outside of that mode")  # fmt: skip

@@ -77,7 +77,8 @@ class TableModule(nn.Module):
         missing; in an asynchronous one at once. A forward pass of other ids pulls its own. Does not block.
         """
         self._check(ids)
-        wanted, places = torch.unique(ids, return_inverse=True)
+        with torch.inference_mode(False):  # else no backward pass could keep them
+            wanted, places = torch.unique(ids, return_inverse=True)
         waits = self.table.synchronous and self._leaves
         self._next.append(_Next(wanted, places, None, (0, 0), 0) if waits else self._ask(wanted, places))
 

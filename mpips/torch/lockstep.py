@@ -2,7 +2,7 @@
 
 `agree` compares once, and says in words what differs first. `Lockstep` counts what a rank's program does between two
 exchanges. Its token travels beside the gradients, so all ranks see a difference before anybody uses them.
-`check_weights` compares the parameters now and then.
+`WeightWatch` compares the parameters now and then, and `check_frozen` which of them require gradients.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import collectives
 from collectives.communicator import communicator
-from collectives.errors import of_caller
+from collectives.errors import of_caller, warn
 from mpips.torch.tensors import sparse_parameters
 
 BITS = 24
@@ -42,17 +42,49 @@ NORM_TOLERANCE = 1e-3
 """Difference allowed between norms of a parameter, relative to the larger: processors round unlike."""
 CHECK_STEPS = 128
 """Steps between two comparisons of parameters, beside the steps 1, 2, 4, 8, ..."""
-FROZEN = -1.0
-"""Stands in place of the norm of a parameter that requires no gradient."""
+PASSES_BY_HAND = 32
+"""Backward passes without a step of an optimizer, after which the program is taken to step by hand."""
+ABSENT = -1.0
+"""Stands in place of a norm that was not taken."""
 UNEXPLAINED = "ranks differ in what they have done, and no word of theirs says in what (a fault of mpips: report it)"
 """Said where what ranks compare differs, and the words for it do not: nobody goes on."""
+EXACT = 1 << 53
+"""Whole numbers below it are floats without loss."""
 MOST_NUMBERS = 16
 """Numbers of a tensor or an array that `content` tells one by one."""
+PAIRED = {
+    "DataParallel": "DataParallel with an optimizer of PyTorch's",
+    "DistributedOptimizer": "mpips.torch.DistributedOptimizer with the model itself",
+    "hvd.DistributedOptimizer": "hvd.DistributedOptimizer with the model itself",
+}
+"""What averages gradients, and beside what it is used."""
 Items = Sequence[tuple[str, str]]
 """Things, such as "parameter 'weight'", and what they are: "float32(2, 3)". No thing comes twice."""
 
 
 # ---- before training
+
+
+_averaging: WeakKeyDictionary[object, tuple[str, frozenset[int]]] = WeakKeyDictionary()
+"""By whom gradients are averaged over ranks, what it is called, and of which parameters."""
+
+
+def claim_gradients(owner: object, what: str, named: Iterable[tuple[str, Tensor]]) -> None:
+    """Note that `owner` averages these parameters' gradients. ValueError where something else than a `what` does."""
+    named = list(named)
+    for other, ids in list(_averaging.values()):
+        for name, parameter in named:
+            if other != what and id(parameter) in ids:
+                raise of_caller(ValueError(
+                    f"{what}: gradients of parameter {name!r} are averaged by {other} already, and one is enough: use "
+                    f"{PAIRED[other]}, or {PAIRED[what]}"
+                ))  # fmt: skip
+    _averaging[owner] = what, frozenset(id(parameter) for _, parameter in named)
+
+
+def release_gradients(owner: object) -> None:
+    """Note that `owner` averages gradients no more."""
+    _averaging.pop(owner, None)
 
 
 def model_items(module: torch.nn.Module, buckets: str | float, algorithm: str) -> Items:
@@ -118,11 +150,11 @@ def content(value: object) -> Any:
     """Return the contents of a value as plain data: equal on ranks whose values are equal, and never an address or a
     hash, which Python makes anew in each process.
 
-    Numbers become floats, also those of tensors and arrays; lists and tuples become lists. A value whose contents are
+    1, 1.0 and a tensor of it become the same number; lists and tuples become lists. A value whose contents are
     unknown, such as a function, becomes its name or that of its type.
     """
-    if value is None or isinstance(value, bool) or (type(value) is float and value):
-        return value if value == value else math.nan
+    if value is None or isinstance(value, bool):
+        return value
     if isinstance(value, Enum):
         return f"{type(value).__qualname__}.{value.name}"
     if isinstance(value, str):
@@ -157,14 +189,16 @@ def content(value: object) -> Any:
 
 
 def _content_of_number(value: Any) -> float | str:
-    """Return a real number as a float; as text where it does not fit into one."""
+    """Return a real number as an int where it is a whole one, else as a float; as text where none is that large."""
     try:
         number = float(value)
     except (OverflowError, ValueError):
         return str(value)
     if isinstance(value, int) and int(number) != value:
         return str(int(value))
-    return number + 0.0 if number == number else math.nan  # -0.0 becomes 0.0
+    if number.is_integer() and abs(number) < EXACT:
+        return int(number)
+    return number if number == number else math.nan
 
 
 def _content_of_tensor(tensor: Tensor) -> Any:
@@ -196,12 +230,13 @@ def gather_rows(row: np.ndarray, comm: MPI.Intracomm, what: str) -> np.ndarray:
 class Lockstep:
     """Counts one rank's forward passes and optimizer steps for the model with these parameters."""
 
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
         if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(_begin_step))
             _hooks.append(register_optimizer_step_post_hook(_end_step))
         self.in_backward = False
         """True where a backward pass is under way, whose gradients are not yet those of all ranks."""
+        self.weights = WeightWatch(parameters)
         self._parameters = frozenset(map(id, parameters))
         self._forwards = self._backwards = self._failed = 0
         self._steps: list[tuple[str, list[dict[str, Any]]]] = []
@@ -237,6 +272,7 @@ class Lockstep:
             why = "has raised in the middle" if torch._C._current_graph_task_id() < 0 else "has not ended"
             raise of_caller(RuntimeError(f"{type(optimizer).__name__}.step: backward {why}, and gradients are this "
                                          "rank's alone: step when backward has returned"))  # fmt: skip
+        self.weights.note_step()
         if len(self._steps) == MOST_STEPS:
             self._more_steps += 1
             return
@@ -247,9 +283,11 @@ class Lockstep:
         """Forget the steps, after an exchange. Forward passes may still have their backward pass."""
         self._steps.clear()
         self._more_steps = 0
+        self.weights.begin_anew()
 
     def clear(self) -> None:
-        """Forget all: ranks are alike again."""
+        """Forget all: ranks are alike again, which may have made unlike numbers of steps."""
+        self.weights.has_stepped = True
         self._forwards = self._backwards = self._failed = 0
         self.begin_anew()
 
@@ -267,6 +305,7 @@ class Lockstep:
         ]
         for number, (name, groups) in enumerate(self._steps, 1):
             found.append((f"the optimizer of step {number} since the last backward pass", name))
+            found.append((f"the number of {name}'s groups" + f" in step {number}" * (number > 1), str(len(groups))))
             for group, numbers in enumerate(groups):
                 found += [
                     (f"{key} of {name}'s group {group}" + f" in step {number}" * (number > 1), repr(value))
@@ -308,43 +347,98 @@ def _is_caller(optimizer: Optimizer) -> bool:
 # ---- now and then
 
 
-def check_weights(
-    named: Iterable[tuple[str, Tensor]], comm: MPI.Intracomm, what: str, known: Container[Tensor]
-) -> None:
-    """Raise MismatchError on all ranks where parameters are not alike: their norms, and which are frozen.
+def is_due(number: int) -> bool:
+    """Return whether backward pass `number`, counted from 1, is one after which parameters are compared."""
+    return number & (number - 1) == 0 or number % CHECK_STEPS == 0
 
-    So it does where a parameter that requires a gradient is not `known`. Collective, blocking.
-    """
+
+def check_frozen(named: Iterable[tuple[str, Tensor]], comm: MPI.Intracomm, what: str, known: Container[Tensor]) -> None:
+    """Raise MismatchError on all ranks where a parameter requires a gradient on some of them only, or requires one and
+    is not `known`. Collective, blocking."""
     named = list(named)
-    names = [name for name, _ in named]
-    trained = [(place, parameter) for place, (_, parameter) in enumerate(named) if parameter.requires_grad]
-    for place, parameter in trained:
-        if parameter not in known:
+    for name, parameter in named:
+        if parameter.requires_grad and parameter not in known:
             with communicator(comm).failing(what):
-                raise collectives.MismatchError(f"{what}: parameter {names[place]!r} is not known to DataParallel: "
+                raise collectives.MismatchError(f"{what}: parameter {name!r} is not known to DataParallel: "
                                                 "wrap the model when it is complete")  # fmt: skip
-    norms, tolerances = np.full(len(names), FROZEN), np.full(len(names), NORM_TOLERANCE)
-    if trained:
-        places = [place for place, _ in trained]
-        with torch.no_grad():
-            norms[places] = [float(norm) for norm in torch._foreach_norm([parameter for _, parameter in trained])]
-        tolerances[places] = [max(NORM_TOLERANCE, 4 * torch.finfo(parameter.dtype).eps) for _, parameter in trained]
-    every = gather_rows(norms, comm, what)
-    unlike = (every == FROZEN) != (every[0] == FROZEN)
-    if unlike.any():
-        rank, place = map(int, np.argwhere(unlike)[0])
-        frozen, other = (0, rank) if every[0, place] == FROZEN else (rank, 0)
+    every = gather_rows(np.array([parameter.requires_grad for _, parameter in named], np.uint8), comm, what)
+    for rank, place in np.argwhere(every != every[0]):
+        frozen, other = (rank, 0) if every[0, place] else (0, rank)
         with communicator(comm).failing(what):
             raise collectives.MismatchError(
-                f"{what}: parameter {names[place]!r} requires a gradient on rank {other} and none on rank {frozen}: "
+                f"{what}: parameter {named[place][0]!r} requires a gradient on rank {other} and none on rank {frozen}: "
                 "freeze it on all ranks, or on none"
             )
-    far = ~np.isclose(every, every[0], rtol=tolerances, atol=1e-30, equal_nan=True)
-    if not far.any():
-        return
-    rank, place = map(int, np.argwhere(far)[0])
-    with communicator(comm).failing(what):
-        raise collectives.MismatchError(
-            f"{what}: parameter {names[place]!r} has norm {every[0, place]:.6g} on rank 0 and {every[rank, place]:.6g} "
-            f"on rank {rank}: let all ranks step on the gradients of DataParallel, with the same numbers"
-        )
+
+
+class WeightWatch:
+    """Compares the norms of the parameters of all ranks as they were at two moments: when an optimizer's step had
+    ended, and when the forward pass after it began.
+
+    At any other moment each rank may have moved its own, to move them back later, as sharpness-aware minimization,
+    MAML and noise on weights do. Such a program has them alike at one of the two moments, if not at both: so ranks are
+    at fault where they differ at both.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = list(parameters)
+        eps = np.array([torch.finfo(parameter.dtype).eps for parameter in self._parameters])
+        self._tolerances = np.maximum(NORM_TOLERANCE, 4 * eps)
+        self.due = False
+        """True where the next backward pass with a step before it compares."""
+        self._repeats = self._has_warned = False
+        self.has_stepped = False
+        """True once an optimizer of PyTorch's has made a step. A program that steps by hand tells no moment of it."""
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Forget the norms, after an exchange."""
+        self._after_step: list[float] = []
+        self._before_forward: list[float] = []
+
+    def note_step(self) -> None:
+        """Take the norms after the first step since the last exchange."""
+        self.has_stepped = True
+        if self.due and not self._after_step:
+            self._after_step, self._before_forward = self._norms(), []
+
+    def note_forward(self) -> None:
+        """Take the norms before the first forward pass that follows that step."""
+        if self.due and not self._before_forward and (self._after_step or not self.has_stepped):
+            self._before_forward = self._norms()
+
+    def compare(self, number: int, names: Mapping[Tensor, str], comm: MPI.Intracomm, what: str) -> None:
+        """Raise MismatchError on all ranks where they differ at both moments in backward pass `number`. Collective,
+        blocking, where it is due and a step was made before; ranks have made as many steps.
+
+        Rank 0 warns instead, once, where the program also moves weights between the two moments, or where it has made
+        so many passes without a step of an optimizer: then the ranks may be alike at a moment that nobody can see.
+        """
+        if not self.due or (not self._after_step and (self.has_stepped or number < PASSES_BY_HAND)):
+            return
+        absent = [ABSENT] * len(self._parameters)
+        mine = np.array([self._after_step or absent, self._before_forward or absent])
+        every = gather_rows(mine.ravel(), comm, what).reshape(comm.size, *mine.shape)
+        here = [moment for moment in range(2) if (every[:, moment] != ABSENT).all()]
+        every = every[:, here]
+        far = ~np.isclose(every, every[0], rtol=self._tolerances, atol=1e-30, equal_nan=True)
+        # What one rank has changed between a step and a forward pass is found in the pass after this one.
+        self.due = self._repeats = not self._repeats and bool(far.any())
+        far_always = far.all(axis=1)
+        if not here or not far_always.any():
+            return
+        rank, place = map(int, np.argwhere(far_always)[0])
+        norms = every[:, 0, place]
+        sentence = (f"{what}: parameter {names.get(self._parameters[place], '?')!r} has norm {norms[0]:.6g} on rank 0 "
+                    f"and {norms[rank]:.6g} on rank {rank}")  # fmt: skip
+        cure = "let all ranks step on the gradients of DataParallel, with the same numbers"
+        if self.has_stepped and np.array_equal(every[:, 0], every[:, -1], equal_nan=True):
+            with communicator(comm).failing(what):
+                raise collectives.MismatchError(f"{sentence}: {cure}")
+        if comm.rank == 0 and not self._has_warned:
+            warn(f"{sentence}, and the program moves weights itself: unless each rank moves its own back, {cure}")
+        self._has_warned = True
+
+    def _norms(self) -> list[float]:
+        with torch.no_grad():
+            return [float(norm) for norm in torch._foreach_norm(self._parameters)]

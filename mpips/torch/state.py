@@ -37,9 +37,9 @@ def broadcast_parameters(
 def broadcast_tensors(tensors: Iterable[Tensor], root: int = 0, comm: MPI.Comm | None = None) -> None:
     """Give all ranks the root's values, in place: shapes and types are the same on all. Collective, blocking."""
     given = list(tensors)
-    with torch.no_grad():
-        for tensor, other in zip(given, broadcast_values(given, root, comm)):
-            if other is not None:  # a store takes a write for a change
+    for tensor, other in zip(given, broadcast_values(given, root, comm)):
+        if other is not None:  # a store takes a write for a change
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                 tensor.copy_(other)
 
 
@@ -57,7 +57,8 @@ def broadcast_values(tensors: Sequence[Tensor], root: int = 0, comm: MPI.Comm | 
         if np.array_equal(packed[stretch], bytes_of(tensor.detach().contiguous())):
             found.append(None)
         else:
-            found.append(torch.from_numpy(packed[stretch].copy()).view(tensor.dtype).view(tensor.shape))
+            with torch.inference_mode(False):  # what is made in that mode can never be part of a backward pass
+                found.append(torch.from_numpy(packed[stretch].copy()).view(tensor.dtype).view(tensor.shape))
     return found
 
 
@@ -177,7 +178,8 @@ def _unpack(value: Any, tensors: list[Tensor]) -> Any:
     if not isinstance(value, dict):
         return value
     if value["type"] == "tensor":
-        tensors.append(torch.empty(value["shape"], dtype=getattr(torch, value["dtype"])))
+        with torch.inference_mode(False):  # else no optimizer could change it later
+            tensors.append(torch.empty(value["shape"], dtype=getattr(torch, value["dtype"])))
         return tensors[-1]
     if value["type"] == "tuple":
         return tuple(_unpack(one, tensors) for one in value["items"])

@@ -25,6 +25,7 @@ from mpips.store.create import create
 from mpips.store.keys.key import Name
 from mpips.store.runtime.rendezvous import attempt
 from mpips.torch.backend import check_joined
+from mpips.torch.lockstep import claim_gradients, release_gradients
 from mpips.torch.optimizer.consensus import UNKNOWN, Brought, Consensus
 from mpips.torch.optimizer.exchange import ServerExchange, check_elastic, choose_exchange
 from mpips.torch.optimizer.rejoin import SurvivingSteps
@@ -87,13 +88,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"backward_passes_per_step={backward_passes_per_step}, interval={interval}: at least 1")
         self.optimizer = optimizer
         self._names = _name_keys(optimizer, named_parameters)
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        claim_gradients(self, "DistributedOptimizer", [(self._names[p], p) for p in held])
         self.store = store if store is not None else create(kind, **options)
         self._passes, self._elastic = backward_passes_per_step, elastic is not None
         self._cleared = 0
         """Calls of `zero_grad` since the last step."""
         try:
-            self._begin(compression, elastic, interval)
+            with torch.inference_mode(False):  # else no step could change what is made here
+                self._begin(compression, elastic, interval)
         except Exception:
+            release_gradients(self)
             if store is None:
                 self.store.close()
             raise
@@ -266,6 +271,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self.store.layout.survives:
             self._survival.end()
         self.store.close()
+        release_gradients(self)
 
     # ---- inside
 
