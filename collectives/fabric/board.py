@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from collectives.clock import Clock
 from collectives.errors import KINDS, CollectiveError, kind_of
 from collectives.fabric import arena
 from collectives.fabric.arena import Region
@@ -311,8 +312,8 @@ class Board:
         if self.fence is not None:
             self.fence()
         time.sleep(SETTLE_SECONDS)
-        deadline = time.monotonic() + LEAVING_SECONDS
-        while self._touching() and time.monotonic() < deadline:
+        clock = Clock()
+        while self._touching() and clock.seconds() < LEAVING_SECONDS:
             sched_yield()
         return told
 

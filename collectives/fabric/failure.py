@@ -16,6 +16,8 @@ from typing import TypeVar
 
 from mpi4py import MPI
 
+from collectives.clock import Clock
+
 C = TypeVar("C", bound=MPI.Comm)
 WATCH_SECONDS = 4e-3
 MAKING_SECONDS = 0.02
@@ -50,8 +52,8 @@ def failed(comm: MPI.Comm) -> list[int]:
 def deaths(comm: MPI.Comm) -> list[int]:
     """Return the dead after an error that a death may have caused: MPI hears of it a little later. Blocks for
     DEATH_SECONDS at most."""
-    deadline = time.monotonic() + DEATH_SECONDS
-    while not (found := failed(comm)) and time.monotonic() < deadline:
+    clock = Clock()
+    while not (found := failed(comm)) and clock.seconds() < DEATH_SECONDS:
         MPI.COMM_SELF.Iprobe()  # it hears of nothing but within calls
         time.sleep(1e-3)
     return found

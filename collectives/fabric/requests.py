@@ -31,6 +31,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.arrays import Vector
+from collectives.clock import Clock
 from collectives.errors import CollectiveError
 from collectives.fabric.failure import failed, is_death
 from collectives.fabric.wait import NAP_AFTER_BETWEEN_NODES, Limits, drive, until
@@ -192,14 +193,14 @@ class Collectives:
         """Go on with a row that this rank gives up, if all have come to it, until MPI touches its arrays no more, or it
         is `hopeless`, or so much time has passed. Blocking."""
         _, _, see, requests = self._row
-        begun = time.monotonic()
+        clock = Clock()
         while see is None or requests:
             try:
-                if self.step() or hopeless() or time.monotonic() > begun + seconds:
+                if self.step() or hopeless() or clock.seconds() > seconds:
                     break
             except (MPI.Exception, CollectiveError):
                 break
-            if see is not None and len(requests) == 1 and time.monotonic() > begun + COMING_SECONDS:
+            if see is not None and len(requests) == 1 and clock.seconds() > COMING_SECONDS:
                 break  # not all have come, and who comes later hears that it is over
             time.sleep(CARRY_SECONDS)
         self.keep()
@@ -382,7 +383,7 @@ def leave(comm: MPI.Comm, kept: object = None, begun: int = 0) -> None:
 
 def sweep(seconds: float = 0.0) -> bool:
     """Give back what has been left. Whether all is gone; blocks until then, for so many seconds at most."""
-    deadline = time.monotonic() + seconds
+    clock = Clock()
     while True:
         while _retired:
             _partings.append(Parting(*_retired.pop(0)))
@@ -394,7 +395,7 @@ def sweep(seconds: float = 0.0) -> bool:
             _limbo.clear()
         if _retired:
             continue
-        if not _partings or time.monotonic() >= deadline:
+        if not _partings or clock.seconds() >= seconds:
             return not _partings
         time.sleep(DRAIN_SECONDS)
 

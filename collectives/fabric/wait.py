@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
+from collectives.clock import Clock
 from collectives.errors import StallError, ranks, warn
 from collectives.recorder import own as recorder
 
@@ -26,7 +27,8 @@ LONGER = "for longer waits raise the timeout (timeout_seconds, MPIPS_TIMEOUT_SEC
 
 
 class Limits(NamedTuple):
-    """Seconds after which a wait warns, and raises StallError (0: never)."""
+    """Seconds after which a wait warns, and raises StallError (0: never). Time in which the process was stopped does not
+    count (`Clock`)."""
 
     stall_seconds: float = 60.0
     timeout_seconds: float = 300.0
@@ -76,9 +78,9 @@ def drive(steps: Iterator[None], generation: Generation, what: str, spins: int =
                 os.sched_yield()
             now = time.monotonic()
             if not due:
-                start, due = now, now + LOOK_SECONDS
+                clock, start, due = Clock(), now, now + LOOK_SECONDS
             elif now >= due:
-                waited = now - start
+                waited = clock.seconds()
                 generation.look(waited)
                 if waited > generation.nap_after:
                     nap = min(max(NAP_SHARE * waited, NAP_SECONDS[0]), NAP_SECONDS[1])

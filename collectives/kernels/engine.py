@@ -28,6 +28,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from collectives import log
+from collectives.clock import Clock
 
 LOG = log.get("mpips.kernels")
 VARIABLE = "MPIPS_KERNELS"
@@ -326,11 +327,11 @@ def _locked(path: Path, stopped: threading.Event) -> Iterator[None]:
     RuntimeError where this process ends before.
     """
     fd = -1
-    until = time.monotonic() + LONGEST_LOCK_SECONDS
+    clock = Clock()
     try:
         with contextlib.suppress(OSError):
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            while not _lock(fd) and time.monotonic() < until:
+            while not _lock(fd) and clock.seconds() < LONGEST_LOCK_SECONDS:
                 if stopped.wait(LOOK_SECONDS):
                     raise RuntimeError("the process ends")
         yield

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from collectives import log
+from collectives.clock import Clock
 from collectives.machine import find_readable, read_stat
 from collectives.recorder import folders
 from launch.machine import remove_leftovers, remove_session
@@ -37,6 +38,7 @@ LOOK_SECONDS = 1.0  # seldom enough to cost a job nothing
 NAP_SECONDS = 0.05  # while it ends
 STARTING = 4.0  # seconds without another rank, though some are not there: one has ended before it could be seen
 SILENT_SECONDS = 3.0  # until it is said that ranks are being started, where none is there
+STOPPED_SECONDS = 2.5  # between two looks: this process was stopped, with its job
 START_SECONDS = 0.05  # between two looks while ranks are not there
 GRACE = 5.0  # seconds for a job to end after a signal, and again for mpirun once its ranks have been killed
 GRACE_OF_NOBODY = 0.4  # the same of an mpirun that has no ranks to end
@@ -112,7 +114,8 @@ class Watched:
         self._speaking, self._ranks, self._listener = speaking, ranks, listener
         self._signals, self._presence, self._verdict, self._hopeless = signals, presence, verdict, hopeless
         self._heard, self._deserted, self._starts_silently = 0, False, speaking > 0
-        self._known, self._since = 0, time.monotonic()
+        self._clock = Clock(STOPPED_SECONDS)
+        self._known, self._since, self._now = 0, 0.0, 0.0
         self._ends_by, self._grace = math.inf, GRACE
         self._poll = select.poll()
         for source in (signals, presence):
@@ -146,7 +149,11 @@ class Watched:
         """Watch mpirun, and end the job where that is due, until mpirun has ended. Blocking."""
         due = math.inf
         while self._job.poll() is None:
-            news = self._poll.poll(self._patience(due))
+            patience = self._patience(due)
+            news = self._poll.poll(patience)
+            if patience is None:  # no limit was open
+                self._clock = Clock(STOPPED_SECONDS)
+            self._now = self._clock.seconds()
             reap_orphans(self._job.pid)
             for number, by_terminal in self._signals.read():
                 self._pass_on(number, by_terminal)
@@ -163,13 +170,13 @@ class Watched:
                 for kind, sentence in self._verdict.news():
                     LOG.info("%s: %s", kind, sentence)
                     tell(f"mpips: {sentence}")
-            due = self._verdict.due(time.monotonic())
-            if time.monotonic() >= due and self._ends_by == math.inf:
+            due = self._verdict.due(self._now)
+            if self._now >= due and self._ends_by == math.inf:
                 self._deserted = True
                 self._end(GRACE_OF_NOBODY if self._verdict.nobody_works() else GRACE)
             if not news and self._hopeless and self._hopeless():
                 self._end(GRACE)
-            late = time.monotonic() - self._ends_by
+            late = self._now - self._ends_by
             if late > 0:  # first the ranks, so that mpirun can still tidy up
                 kill_descendants(spared=0 if late > self._grace else self._job.pid)
         self._unheard.close()
@@ -193,8 +200,8 @@ class Watched:
         presence.deaths += [death for death in ended if death.rank not in presence.heard]
         known = len(self._unheard.ranks()) + len(presence.heard) + len(presence.deaths)
         if not 0 < known < self._speaking or presence.deaths or known != self._known:
-            self._known, self._since = known, time.monotonic()
-        return time.monotonic() > self._since + STARTING
+            self._known, self._since = known, self._now
+        return self._now > self._since + STARTING
 
     def _tell_of_a_slow_start(self) -> None:
         """Say, once, that ranks are being started, where none has been there for a while."""
@@ -213,7 +220,7 @@ class Watched:
         if not starting and self._hopeless is None and min(due, self._ends_by) == math.inf:
             return None
         longest = START_SECONDS if starting else LOOK_SECONDS
-        return 1000 * min(longest, max(NAP_SECONDS, min(due, self._ends_by) - time.monotonic()))
+        return 1000 * min(longest, max(NAP_SECONDS, min(due, self._ends_by) - self._now))
 
     def _pass_on(self, number: int, by_terminal: bool) -> None:
         if number in PASSED_ON:  # to the ranks, as MPICH's mpirun would die of one
@@ -223,7 +230,7 @@ class Watched:
         if not self._heard:
             folders.write_end(str(os.getpid()), heard=signal.Signals(number).name)
         self._heard = number
-        self._ends_by = min(self._ends_by, time.monotonic() + GRACE)
+        self._ends_by = min(self._ends_by, self._now + GRACE)
         if not by_terminal:
             self._job.send_signal(number)
 
@@ -231,7 +238,7 @@ class Watched:
         if self._ends_by == math.inf:
             self._job.terminate()
             self._grace = grace
-            self._ends_by = time.monotonic() + grace
+            self._ends_by = self._now + grace
 
 
 def _input_of_rank_0(argv: Sequence[str]) -> int:
@@ -317,9 +324,9 @@ def kill_descendants(spared: int = 0) -> None:
 
 def end_descendants(seconds: float) -> None:
     """Kill those who are left, and wait for their end."""
-    deadline = time.monotonic() + seconds
+    clock = Clock()
     with suppress(ChildProcessError):  # none is left
-        while time.monotonic() < deadline:
+        while clock.seconds() < seconds:
             kill_descendants()
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass

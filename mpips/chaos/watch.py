@@ -24,6 +24,7 @@ from typing import IO
 
 import msgspec
 
+from collectives.clock import Clock
 from collectives.machine import find_carriers, find_peer, read_stat
 from collectives.recorder import folders
 from mpips.chaos.faults import OF_HOSTS, Fault, FaultPlan, Point, Whom, check_lab, save
@@ -67,7 +68,7 @@ def watch(
         save(plan, Path(name, PLAN))
         ranks = Ranks(Path(name))
         faults = Faults(plan, ranks, lab)
-        run.began = time.monotonic()
+        run.began, clock = time.monotonic(), Clock()
         errors = subprocess.STDOUT if output else None
         job = subprocess.Popen(
             argv, env={**os.environ, WATCHED: name}, stdin=subprocess.DEVNULL, stdout=output, stderr=errors
@@ -80,7 +81,7 @@ def watch(
                     run.told.append(told)
                     faults.hear(told)
                 faults.make()
-                run.hung = time.monotonic() > run.began + limit
+                run.hung = clock.seconds() > limit
             if run.hung:
                 for rank in ranks.all.values():
                     if rank.rank >= 0:
@@ -107,8 +108,8 @@ def _processes(folder: str) -> list[str]:
 
     All of a watched job have this folder in their environment.
     """
-    variable, deadline = f"{WATCHED}={folder}", time.monotonic() + GRACE
-    while any(find_carriers(variable)) and time.monotonic() < deadline:
+    variable, clock = f"{WATCHED}={folder}", Clock()
+    while any(find_carriers(variable)) and clock.seconds() < GRACE:
         time.sleep(0.02)
     found = []
     for pid in find_carriers(variable):

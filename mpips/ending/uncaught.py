@@ -26,6 +26,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
 from collectives import log
+from collectives.clock import Clock
 from collectives.errors import CollectiveError, is_ours
 from collectives.recorder import own as recorder
 from mpips.ending.process import flush, is_started, say, say_failure, survives
@@ -403,8 +404,8 @@ def _receive(world: MPI.Comm, tag: int) -> Iterator[tuple[int, bytes]]:
 
 
 def _wait(seconds: float, done: Callable[[], object]) -> None:
-    deadline = time.monotonic() + seconds
-    while not done() and time.monotonic() < deadline:
+    clock = Clock()
+    while not done() and clock.seconds() < seconds:
         time.sleep(0.002)
 
 

@@ -22,6 +22,7 @@ from mpi4py import MPI
 from torch import Tensor
 from torch.futures import Future
 
+from collectives.clock import Clock
 from collectives.fabric.requests import keep
 from collectives.fabric.wait import see_in_time
 from mpips.torch.tensors import as_backend_error, bytes_of
@@ -334,14 +335,14 @@ def listen(steps: Iterator[None], home: Communicator) -> Iterator[None]:
 
 def watch(steps: Iterator[None], home: Communicator, what: str) -> Iterator[None]:
     """Run steps beside others. Raise where the generation of `home` has ended; end it where the steps fail."""
-    start = due = time.monotonic()
+    clock, due = Clock(), 0.0
     try:
         home.check()
         for _ in steps:
-            now = time.monotonic()
-            if now >= due:
-                home.hear(now - start)
-                see_in_time(what, now - start, home.generation)
+            if (now := time.monotonic()) >= due:
+                waited = clock.seconds()
+                home.hear(waited)
+                see_in_time(what, waited, home.generation)
                 due = now + LOOK_SECONDS
             yield
     except Exception as error:

@@ -26,8 +26,8 @@ ALLOWED = {
     "mpips": ("collectives",),
     "launch": (
         "mpips.store.options", "mpips.store.world", "mpips.store.checkpoint.folder", "collectives.simulator.topology",
-        "collectives.errors", "collectives.files", "collectives.log", "collectives.machine", "collectives.recorder",
-        "collectives.terminal", "collectives.fabric.process_memory", "collectives.kernels.engine",
+        "collectives.clock", "collectives.errors", "collectives.files", "collectives.log", "collectives.machine",
+        "collectives.recorder", "collectives.terminal", "collectives.fabric.process_memory", "collectives.kernels.engine",
         "collectives.schedule.model",
     ),
 }

@@ -11,6 +11,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
+from collectives.clock import Clock
 from collectives.errors import warn
 from collectives.fabric.arena import Region
 from collectives.fabric.requests import send
@@ -201,8 +202,8 @@ class Link:
         if self.filling:
             fill(self.filling)
             self.filling.clear()
-        until = time.monotonic() + QUIET_SECONDS
-        while _lent(self._keys.values()) and time.monotonic() < until:
+        clock = Clock()
+        while _lent(self._keys.values()) and clock.seconds() < QUIET_SECONDS:
             time.sleep(LOOK_SECONDS)
         self.sender.stop()
         for line in self._distant:

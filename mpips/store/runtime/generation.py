@@ -17,6 +17,7 @@ from functools import partial
 from mpi4py import MPI
 
 from collectives import log
+from collectives.clock import Clock
 from collectives.communicator import Communicator, communicator
 from collectives.errors import CollectiveError
 from collectives.fabric.failure import failed
@@ -210,17 +211,16 @@ class Generation:
         """Meet the workers in a task: what else is under way goes on. Others may need it before they come."""
         room = self._room(False)
         watch = self._watch(room, what)
-        begun = time.monotonic()
-        due = begun + LOOK_SECONDS
+        clock, due = Clock(), time.monotonic() + LOOK_SECONDS
         room.begin(payload)
         self._meeting = True  # who runs the task does not look at the generation, the meeting does
         try:
             with self._in_meeting(room, what):
                 while room.missing():
                     if (now := time.monotonic()) >= due:
-                        due = now + LOOK_SECONDS
-                        watch.look(now - begun)
-                        see_in_time(what, now - begun, watch)
+                        due, waited = now + LOOK_SECONDS, clock.seconds()
+                        watch.look(waited)
+                        see_in_time(what, waited, watch)
                     yield False
         finally:
             self._meeting = False
@@ -243,9 +243,9 @@ class Generation:
                 self._look(waited)
             except StoreError:
                 # Who has ended it may have been through this meeting before: then all words are here, or on their way.
-                deadline = time.monotonic() + LAST_WORD_SECONDS
+                clock = Clock()
                 while room.missing():
-                    if time.monotonic() > deadline:
+                    if clock.seconds() > LAST_WORD_SECONDS:
                         raise
                     time.sleep(LOOK_SECONDS)
                 return
@@ -369,10 +369,10 @@ class Succession:
     def wait_until_all_left(self, seconds: float, look: Callable[[float], None] = lambda waited: None) -> bool:
         """Wait until all have left, for so many seconds at most; whether all have, and none by its end. `look` as in a
         generation."""
-        deadline = time.monotonic() + seconds
+        clock = Clock()
 
         def over() -> bool:
-            return time.monotonic() > deadline or not set(self._others(LEAVES)) - self._gone().keys()
+            return clock.seconds() > seconds or not set(self._others(LEAVES)) - self._gone().keys()
 
         drive(until(over), Watch(NEVER, look, lambda: self._others(LEAVES)), "close")
         gone = self._gone()

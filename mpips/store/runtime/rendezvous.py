@@ -10,9 +10,7 @@ Ranks meet in a `MeetingRoom` of a communicator. The store's `Generation` looks 
 
 from __future__ import annotations
 
-import math
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +20,7 @@ from typing import Any, Protocol
 import msgspec
 from mpi4py import MPI
 
+from collectives.clock import Clock
 from collectives.errors import CollectiveError, of_caller
 from collectives.fabric.requests import received, tell
 from collectives.fabric.wait import NAP_AFTER_BETWEEN_NODES, Limits, drive, until
@@ -238,13 +237,14 @@ class LeftRanks:
     """Sees whether those whom `what` waits for are still there."""
 
     def __init__(self, what: str) -> None:
-        self._what, self._first = what, math.inf
-        """When somebody who is missing was seen to have left."""
+        self._what = what
+        # since somebody who is missing was seen to have left
+        self._clock: Clock | None = None
 
     def see(self, missing: Sequence[int], gone: Mapping[int, str]) -> None:
         """Raise CollectiveError where one who is missing has left some time ago, as its words may come later than that.
         `gone` says how each has left."""
         late = [rank for rank in missing if rank in gone]
-        self._first = min(self._first, time.monotonic()) if late else math.inf
-        if late and time.monotonic() > self._first + LAST_WORD_SECONDS:
+        self._clock = (self._clock or Clock()) if late else None
+        if self._clock and self._clock.seconds() > LAST_WORD_SECONDS:
             raise CollectiveError(f"{self._what}: rank {late[0]} is needed, and {gone[late[0]]}")

@@ -28,12 +28,12 @@ class Load:
 
     def __init__(self) -> None:
         self.due = 0.0
-        """When to look again, in seconds of the monotonic clock."""
+        """When to look again, in seconds of the caller's clock."""
         self._pushed, self._missed, self._rounds = Counter[int](), Counter[int](), 0
 
     def write(self, now: float, states: list[tuple[ServerState, ServerTables]]) -> None:
         """Write it down, at `now`."""
-        queued, found = 0, dict[str, Counter[int]]()
+        began, queued, found = time.monotonic(), 0, dict[str, Counter[int]]()
         more: dict[str, object] = {}
         for state, tables in states:
             for unit in state.units.values():
@@ -59,4 +59,4 @@ class Load:
             more["room"] = room()
         pushed = {str(worker): self._pushed[worker] for worker in sorted(self._pushed)[:MOST_WORKERS]}
         recorder.write_load(sum(self._pushed.values()), queued, pushed, **more)
-        self.due = now + max(EVERY_SECONDS, SHARE * (time.monotonic() - now))
+        self.due = now + max(EVERY_SECONDS, SHARE * (time.monotonic() - began))

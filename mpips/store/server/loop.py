@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from collectives import log
+from collectives.clock import Clock
 from collectives.errors import CollectiveError, StallError
 from collectives.fabric import arena
 from collectives.fabric.arena import SparseFile
@@ -43,6 +44,8 @@ from mpips.store.transport.lines import Line, MessageLine, Rings, any_waiting
 
 LOG = log.get("mpips.store")
 PUSH = int(Op.PUSH)
+CLOCK = Clock()
+"""Of the limits of all servers of this process, which one loop turns."""
 YIELDS = 8
 """Before the clock is looked at; where cores are busy each may cost a slice."""
 SPIN_SECONDS = 1e-3
@@ -80,13 +83,13 @@ def serve(servers: Sequence[Server], opened: Callable[[OpenStore], Server | None
             since, spins = 0.0, 0
             if turns % BUSY_TURNS:
                 continue
-            now = time.monotonic()
+            now = CLOCK.seconds()
         else:
             spins += 1
             os.sched_yield()
             if spins < YIELDS and turns % IDLE_TURNS:
                 continue
-            now = time.monotonic()
+            now = CLOCK.seconds()
             since = since or now
         if now >= load.due:
             load.write(now, [server.taken for server in here])
@@ -269,14 +272,14 @@ class Server(Member[None]):
         Then say that this server reads no worker's memory any more. Blocks for a moment."""
         if self._mirror is not None:
             self._mirror.stop()
-        now = time.monotonic()
+        now = CLOCK.seconds()
         grace, until = now + GRACE_SECONDS, now + END_SECONDS
         while now < grace or (self._state.ready and now < until and self._ledger is None):
             self._traffic.read_last_frames()
             if self._state.finish():
                 until = now + END_SECONDS
             time.sleep(SLEEP_SECONDS[0])
-            now = time.monotonic()
+            now = CLOCK.seconds()
         self._state.abandon()
         self._traffic.stop()
         self._requests.drop()
@@ -288,7 +291,7 @@ class Server(Member[None]):
         assert self._ended is not None
         if not self.generation.succession.is_due():
             limit = self.generation.limits.timeout_seconds
-            if limit and time.monotonic() - self._ended > max(limit, ORPHAN_SECONDS):
+            if limit and CLOCK.seconds() - self._ended > max(limit, ORPHAN_SECONDS):
                 raise StallError("the generation is over, and no worker has called recover() or close()")
             return False
         self._closed = recover(self.generation, lambda: self) is None
@@ -386,26 +389,27 @@ class WorkerTraffic:
         """Take in what workers have said, if there is anything; whether there was."""
         if not ((self._rings is not None and self._rings.any_written()) or (self.remote and any_waiting(self.remote))):
             return False
-        heard = False
+        heard, now = False, 0.0
         for worker, line in self._callers:
             if line.waiting():
+                now = now or CLOCK.seconds()
                 heard = True
                 try:
-                    self._read(worker, line)
+                    self._read(worker, line, now)
                 except UnknownError as error:  # nothing is answered to a frame, so all hear of it
                     raise CollectiveError(f"{error}, and rank {worker} names it: make keys and tables on all workers, "
                                           "and use none that was forgotten") from None  # fmt: skip
         return heard
 
-    def _read(self, worker: int, line: Line) -> None:
-        """Take in what a worker has said."""
+    def _read(self, worker: int, line: Line, now: float) -> None:
+        """Take in what a worker has said, at this time."""
         known, new, pushed = self._pushes.known, self._pushes.new, self._state.pushed
         for data in line.read():
             if data[0] == PUSH:
                 unit, index, source, priority = known.get(data[:ROUND_AT]) or new(worker, line, data)
                 if type(source) is FillingOutbox:
                     source.begin(ROUND.unpack_from(data, ROUND_AT)[0])
-                pushed(unit, index, source, priority, time.monotonic())
+                pushed(unit, index, source, priority, now)
             else:
                 self._handle(worker, line, Frame.of(data))
 
@@ -454,7 +458,7 @@ class WorkerTraffic:
                     unit, index, source, _ = known.get(data[:ROUND_AT]) or self._pushes.new(worker, line, data)
                     if type(source) is FillingOutbox:
                         source.begin(ROUND.unpack_from(data, ROUND_AT)[0])
-                    self._state.pushed(unit, index, source, 0, time.monotonic())
+                    self._state.pushed(unit, index, source, 0, CLOCK.seconds())
 
     def note_arrivals(self) -> None:
         """See what messages from and to other nodes have come and gone; to be called where there are `remote` lines."""

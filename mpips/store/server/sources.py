@@ -24,6 +24,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
+from collectives.clock import Clock
 from collectives.fabric import arena
 from collectives.fabric.arena import Region
 from collectives.fabric.failure import is_death
@@ -435,9 +436,8 @@ class Receiver:
         kept. Nothing that comes here counts as a contribution."""
         distant = [line for line in lines if isinstance(line, MessageLine)]
         dropped: list[MPI.Request] = []
-        until = time.monotonic() + DRAIN_SECONDS
-        heard = list(distant)
-        while heard and time.monotonic() < until:
+        clock, heard = Clock(), list(distant)
+        while heard and clock.seconds() < DRAIN_SECONDS:
             for line in list(heard):
                 try:
                     for frame in map(Frame.of, line.read()):  # what follows it unasked is received for nothing

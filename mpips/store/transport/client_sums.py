@@ -14,6 +14,7 @@ from itertools import pairwise
 import numpy as np
 from mpi4py import MPI
 
+from collectives.clock import Clock
 from collectives.fabric.failure import failed
 from collectives.fabric.requests import keep, send, tell
 from collectives.fabric.tasks import Task
@@ -49,10 +50,10 @@ class ClientSums:
         ways, quiet = (self._under_way, other), _Quiet(self._comm)
         for way in ways:
             way.cancel()
-        begun = time.monotonic()
+        clock = Clock()
         while not quiet.all_quiet():
             sending = sum(way.left() for way in ways)
-            waited = time.monotonic() - begun
+            waited = clock.seconds()
             if not sending or waited > QUIET_SECONDS:
                 quiet.say()
             if waited > (QUIET_SECONDS if sending else ALONE_SECONDS):

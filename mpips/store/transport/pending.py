@@ -21,6 +21,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
+from collectives.clock import Clock
 from collectives.errors import of_caller
 from collectives.fabric.requests import keep, last_tag, over
 from collectives.fabric.tasks import Task
@@ -95,8 +96,8 @@ class MessagesUnderWay:
         generation.
         """
         self.cancel()
-        until = time.monotonic() + seconds
-        while self.left() and time.monotonic() < until:
+        clock = Clock()
+        while self.left() and clock.seconds() < seconds:
             time.sleep(LOOK_SECONDS)
         return self.leave()
 

@@ -7,8 +7,6 @@ sent, and the store goes on. Workers of an asynchronous store compare those of t
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import collectives
+from collectives.clock import Clock
 from collectives.errors import CollectiveError, of_caller
 from mpips.store.runtime.rendezvous import call_of
 from mpips.torch.lockstep import CHECK_STEPS, UNEXPLAINED, Items, digest, gather_difference, gather_rows
@@ -200,13 +199,14 @@ class Consensus:
     @contextmanager
     def _within(self, what: str, comm: MPI.Intracomm) -> Iterator[None]:
         """End collectives within, with the generation, where another worker is in a call of the store."""
-        generation, since = self._store.settings.generation, math.inf
+        generation = self._store.settings.generation
+        clock: Clock | None = None
 
         def check_elsewhere() -> None:
-            nonlocal since
+            nonlocal clock
             calls = [(rank, call) for rank, word in enumerate(generation.words()) if (call := call_of(word))]
-            since = min(since, time.monotonic()) if calls else math.inf
-            if calls and time.monotonic() > since + ELSEWHERE_SECONDS:
+            clock = (clock or Clock()) if calls else None
+            if clock and clock.seconds() > ELSEWHERE_SECONDS:
                 other, call = calls[0]
                 mine = f"rank {self._store.rank} is in {what} of a DistributedOptimizer"
                 raise CollectiveError(f"rank {other} calls {call} of the store, and {mine}: {ALL}")

@@ -28,6 +28,7 @@ from unittest import mock
 import numpy as np
 from greenlet import GreenletExit, getcurrent, greenlet
 
+from collectives import clock as clocks
 from collectives.fabric import board, layout, wait
 from collectives.node import executor
 
@@ -604,13 +605,15 @@ def _flock(fd: int, how: int) -> None:
 @contextmanager
 def hooked() -> Iterator[None]:
     """The modules of the node with waits, locks and sleeps that hand over to the explorer."""
-    clock = {"monotonic": _monotonic}
+    clock: dict[str, object] = {"monotonic": _monotonic}
+    seconds = SimpleNamespace(process_time=lambda: 0.0, **clock)
     with (
         mock.patch.object(board, "time", SimpleNamespace(sleep=lambda seconds: _now().access(DRAIN), **clock)),
         mock.patch.object(board, "sched_yield", _give_way),
         mock.patch.object(executor, "sched_yield", _give_way),
         mock.patch.object(board, "drive", partial(wait.drive, spins=0)),
         mock.patch.object(wait, "time", SimpleNamespace(sleep=lambda seconds: _now().pause("drive"), **clock)),
+        mock.patch.object(clocks, "time", seconds),
         mock.patch.object(wait, "os", SimpleNamespace(sched_yield=lambda: _now().pause("drive"))),
         mock.patch.object(board, "fcntl", SimpleNamespace(flock=_flock, LOCK_EX=2, LOCK_UN=8)),
     ):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from collectives import CollectiveError, StallError
+from collectives import clock as clocks
 from collectives.fabric import wait
 from collectives.fabric.wait import Limits, drive
 
@@ -33,7 +34,7 @@ class Generation:
 @pytest.fixture
 def clock(monkeypatch):
     """A clock that a yield moves by 10 us, and a sleep by as long as it lasts. Counts both."""
-    made = SimpleNamespace(now=5.0, yields=0, naps=[])
+    made = SimpleNamespace(now=5.0, used=0.0, yields=0, naps=[])
 
     def give_way():
         made.yields += 1
@@ -44,7 +45,9 @@ def clock(monkeypatch):
         made.now += seconds
 
     monkeypatch.setattr(wait, "os", SimpleNamespace(sched_yield=give_way))
-    monkeypatch.setattr(wait, "time", SimpleNamespace(monotonic=lambda: made.now, sleep=sleep))
+    fake = SimpleNamespace(monotonic=lambda: made.now, process_time=lambda: made.used, sleep=sleep)
+    monkeypatch.setattr(wait, "time", fake)
+    monkeypatch.setattr(clocks, "time", fake)
     return made
 
 
@@ -120,3 +123,18 @@ def test_what_is_no_number_is_named(monkeypatch, name):
     monkeypatch.setenv(name, "5x")
     with pytest.raises(ValueError, match=f"{name} is '5x': set a number of seconds"):
         wait.limits()
+
+
+def test_time_in_which_the_process_was_stopped_is_not_waited_for(clock):
+    generation = Generation(Limits(1, 2), (1,))
+
+    def steps():
+        for number in range(3000):
+            clock.now += 3600 if number == 1000 else 0
+            yield
+
+    began = clock.now
+    drive(steps(), generation, "a wait")
+    assert clock.now - began > 3600 and max(generation.looks) < 1
+    with pytest.warns(RuntimeWarning), pytest.raises(StallError, match="a wait has waited for 2 s: rank 1 has not come"):
+        drive(iter(lambda: None, 0), generation, "a wait")

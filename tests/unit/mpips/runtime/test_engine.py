@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from collectives import clock as clocks
 from collectives.fabric import wait
 from collectives.fabric.tasks import Task
 from collectives.fabric.wait import Limits
@@ -220,8 +221,9 @@ def test_an_error_that_was_seen_is_not_raised_again(background: Engine) -> None:
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_a_long_operation_stalls_only_where_nothing_goes_on(monkeypatch: pytest.MonkeyPatch, goes_on: bool) -> None:
     now, slept = [0.0], []
-    clock = types.SimpleNamespace(monotonic=lambda: now[0], sleep=slept.append)
+    clock = types.SimpleNamespace(monotonic=lambda: now[0], process_time=lambda: 0.0, sleep=slept.append)
     monkeypatch.setattr(wait, "time", clock)
+    monkeypatch.setattr(clocks, "time", clock)
 
     def work(step: float) -> Task[None]:
         for look in range(1000):
