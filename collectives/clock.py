@@ -15,18 +15,18 @@ class Clock:
     """Seconds since it was made in which this process could run. One is made for each wait, or for each loop that looks
     at it all the time; it belongs to one thread.
 
-    A scheduler may suspend a job (`scontrol suspend`, `docker pause`, Ctrl-Z), and nothing tells a process of it: SIGSTOP
-    cannot be caught, and a frozen control group sends no signal at all. What remains is a gap between two looks:
+    A scheduler may suspend a job (`scontrol suspend`, `docker pause`, Ctrl-Z), and nothing tells a process of it:
+    SIGSTOP cannot be caught, and a frozen control group sends no signal. What remains is a gap between two looks:
 
-    1. All processes of a job are stopped for an hour and go on. Each of them finds an hour between two looks of its wait
-       and takes it off. Nobody is late.
+    1. All processes of a job are stopped for an hour and go on. Each of them finds an hour between two looks of its
+       wait and takes it off. Nobody is late.
     2. Only rank 1 is stopped. The others go on looking, so their clocks run, and they name rank 1.
     3. A rank computes within its wait, say a server that sums a huge key, and does not look for a while. It has used
        processor time, which a stopped process does not: that time counts.
     4. A step of the wait blocks in the kernel again and again. The first gap is taken off. One that follows before the
        clock was looked at regularly for GAP_SECONDS counts, so the limit comes a little later, but it comes.
-    5. After 1., rank 0 runs some seconds before rank 1 does: signals go out one by one, hosts wake up one by one, memory
-       comes back from swap. So for GRACE_SECONDS the clock runs at GRACE_PACE.
+    5. After 1., rank 0 runs some seconds before rank 1 does: signals go out one by one, hosts wake up one by one,
+       memory comes back from swap. So for GRACE_SECONDS the clock runs at GRACE_PACE.
     6. A laptop's lid is closed: CLOCK_MONOTONIC stands still by itself. (CLOCK_BOOTTIME would go on.)
     """
 

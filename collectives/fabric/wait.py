@@ -27,8 +27,8 @@ LONGER = "for longer waits raise the timeout (timeout_seconds, MPIPS_TIMEOUT_SEC
 
 
 class Limits(NamedTuple):
-    """Seconds after which a wait warns, and raises StallError (0: never). Time in which the process was stopped does not
-    count (`Clock`)."""
+    """Seconds after which a wait warns, and raises StallError (0: never). Time in which the process was stopped does
+    not count (`Clock`)."""
 
     stall_seconds: float = 60.0
     timeout_seconds: float = 300.0

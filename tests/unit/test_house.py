@@ -27,8 +27,8 @@ ALLOWED = {
     "launch": (
         "mpips.store.options", "mpips.store.world", "mpips.store.checkpoint.folder", "collectives.simulator.topology",
         "collectives.clock", "collectives.errors", "collectives.files", "collectives.log", "collectives.machine",
-        "collectives.recorder", "collectives.terminal", "collectives.fabric.process_memory", "collectives.kernels.engine",
-        "collectives.schedule.model",
+        "collectives.recorder", "collectives.terminal", "collectives.fabric.process_memory",
+        "collectives.kernels.engine", "collectives.schedule.model",
     ),
 }
 
