@@ -17,6 +17,7 @@ is at the other end of a Unix socket, so nobody can claim to be another. A proce
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import platform
@@ -26,12 +27,14 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 ROOT = Path("/")
+UNLIMITED = sys.maxsize >> 12 << 12  # of memory, as cgroups v1 have it
 LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 CREDENTIALS = struct.Struct("iII")  # as of SO_PEERCRED
 TUNABLES, THRESHOLD = "GLIBC_TUNABLES", "glibc.cpu.x86_non_temporal_threshold"
@@ -130,6 +133,52 @@ def free_memory(root: Path = ROOT) -> int:
     return min([available, *(limit.most - limit.taken for limit in _memory_limits(root))])
 
 
+def free_swap(root: Path = ROOT) -> int:
+    """Return bytes of swap that processes here can still take: the machine's, or a control group's if less."""
+    free = [_numbers(root / "proc/meminfo").get("SwapFree:", 0) * 1024]
+    for folder in _memory_groups(root):
+        if (read_number(folder / "memory.limit_in_bytes") or sys.maxsize) < UNLIMITED:
+            return 0  # v1 bounds swap together with memory: what of it is left is not known here
+        most, taken = (read_number(folder / f"memory.swap.{name}") for name in ("max", "current"))
+        if most is not None and taken is not None:
+            free.append(most - taken)
+    return max(0, min(free))
+
+
+def open_memory(nbytes: int = 0) -> int:
+    """Open a file without a name whose bytes lie in memory, and go with its last descriptor: memfd_create. Other
+    processes reach it by /proc/PID/fd.
+
+    Containers may deny that call. Then the file lies in /dev/shm, or among temporary files, where there is room for
+    `nbytes`. OSError where there is no such place: that of memfd_create, with what else was tried.
+    """
+    try:
+        return os.memfd_create("collectives", os.MFD_CLOEXEC)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EACCES, errno.ENOSYS):
+            raise
+        tried = []
+        for find in (lambda: "/dev/shm", tempfile.gettempdir):
+            try:
+                folder = find()
+                room = shutil.disk_usage(folder).free
+                if room > nbytes:
+                    with tempfile.TemporaryFile(dir=folder) as file:
+                        return os.dup(file.fileno())
+                tried.append(f"{folder} has {room / 2**20:,.0f} MiB free")
+            except OSError as other:
+                tried.append(str(other))
+        cure = "allow the call (docker run --security-opt seccomp=unconfined), or give /dev/shm room (--shm-size=1g)"
+        why = f"memfd_create is denied here ({error.strerror}); {'; '.join(tried)}: {cure}"
+        raise OSError(error.errno, why) from None
+
+
+def free_room(fd: int) -> int:
+    """Return bytes that a file of `open_memory` can still take: of memory and swap, and of its file system."""
+    system, free = os.fstatvfs(fd), free_memory() + free_swap()
+    return min(free, system.f_bavail * system.f_frsize) if system.f_blocks else free
+
+
 class _MemoryLimit(NamedTuple):
     """Bytes that a control group may take, and that it has taken but for files that were not read of late."""
 
@@ -145,7 +194,7 @@ def _memory_limits(root: Path) -> Iterator[_MemoryLimit]:
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
             limit = read_number(folder / most)
-            if limit is None or limit >= sys.maxsize >> 12 << 12:  # v1's word for none
+            if limit is None or limit >= UNLIMITED:
                 continue
             if (used := read_number(folder / taken)) is not None:
                 yield _MemoryLimit(limit, used - _numbers(folder / "memory.stat").get(files, 0))

@@ -111,6 +111,7 @@ SHARED = Path("/dev/shm")
 MIB = 1 << 20
 SHARED_OF_RANK = 5.2 * MIB  # what a rank of MPICH takes in /dev/shm; it does with less where it looks for room first
 SHARED_OF_OPEN_MPI = 16 * MIB  # below which it warns
+LARGEST_FILE = 16 * MIB  # of memory that ranks share, which `ulimit -f` bounds as it does files on disks
 LEAST_SHARED = 1.0 * MIB  # with less a rank of MPICH ends by SIGBUS
 FILES = {"openmpi": (24, 4), "mpich": (36, 4), "intel": (36, 4)}  # open in a process: some, and more for each rank
 PROCESSES = {"openmpi": (4, 2), "mpich": (3, 2), "intel": (3, 2)}  # mpirun's, with threads, and more for each rank
@@ -137,6 +138,10 @@ def find_hindrances(launcher: Launcher, ranks: int, environment: Mapping[str, st
     if most != resource.RLIM_INFINITY and most < needed:
         files = f"a process may have {most} files open (ulimit -n), and {ranks} ranks need some {needed}"
         found.append(Hindrance("open files", files, "raise it (ulimit -n 1024)", sure=most < own))
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if most != resource.RLIM_INFINITY and most < LARGEST_FILE:
+        files = f"no file may be larger than {most / MIB:.1f} MiB (ulimit -f), and ranks share memory as such files"
+        found.append(Hindrance("size of files", files, "raise it (ulimit -f unlimited)", sure=False))
     found += _lacks_processes(launcher, ranks)
     if launcher.flavour == "openmpi":
         found += _lacks_folder(environment)

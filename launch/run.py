@@ -27,6 +27,7 @@ from urllib.parse import quote
 import click
 
 from collectives import log
+from collectives.machine import open_memory
 from collectives.recorder import folders, tracing
 from collectives.recorder import own as recorder
 from collectives.terminal import Interruptible, Whole
@@ -422,7 +423,10 @@ def start(ranks: int, words: Sequence[str], mpirun: str | None = None, name: str
     from collectives.terminal import CODE_FILE  # `mpips --help` does without
 
     machine = this_machine()
-    left = os.memfd_create("code")
+    try:
+        left = open_memory()
+    except OSError as error:
+        raise click.ClickException(f"nowhere to keep the job's exit code: {error.strerror}") from error
     environment = {**choose_settings(ranks, machine, os.environ), CODE_FILE: f"/proc/{os.getpid()}/fd/{left}"}
     if sys.stdout.isatty():  # ranks cannot see how wide it is
         environment["COLUMNS"] = str(os.get_terminal_size(sys.stdout.fileno()).columns)

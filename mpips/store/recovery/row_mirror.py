@@ -98,7 +98,7 @@ class MirroredTable:
     """The rows that one server has of a table, at the last two rounds."""
 
     def __init__(self, file: SparseFile, begins: TableBegins, generation: int) -> None:
-        card, capacity = begins.card, begins.capacity
+        card, capacity, self._file = begins.card, begins.capacity, file
         self._arrays = arrays_of(card.dim, np.dtype(card.dtype), row_optimizers.decode(card.optimizer, card.numbers))
         arrays = {name: file.zeros((capacity, *shape), kind)[0] for name, (kind, shape) in self._arrays.items()}
         kept = {
@@ -150,7 +150,7 @@ class MirroredTable:
             return
         row_bytes = sum(kind.itemsize * int(np.prod(shape)) for kind, shape in self._arrays.values())
         more = max(rows - self._sure, SEEN_BYTES // row_bytes)
-        if more * row_bytes > free_memory():
+        if more * row_bytes > min(free_memory(), self._file.room):
             raise CollectiveError(
                 f"table {self.name!r}: the mirror's machine has no memory for {rows} rows of another server: give the "
                 "table limit= or evict=, or the store more servers"

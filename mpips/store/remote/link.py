@@ -18,6 +18,7 @@ from collectives.fabric.requests import send
 from collectives.fabric.tasks import Task, goes_on
 from mpips.store.keys.key import Array, Key, Name, Shard
 from mpips.store.roles import Layout
+from mpips.store.runtime.errors import ServerMemoryError
 from mpips.store.transport import frames
 from mpips.store.transport.frames import ALONG, Coding, Frame, Op
 from mpips.store.transport.lines import Line, MessageLine, any_waiting
@@ -47,7 +48,7 @@ class Link:
         self._distant = [line for line in lines if isinstance(line, MessageLine)]
         self.all_local = not self._distant
         self.sender = Sender(self._layout)
-        self._answers: dict[int, tuple[bytes, bool]] = {}
+        self._answers: dict[int, tuple[bytes, int]] = {}
         self.filling.clear()
 
     def renew(self, lines: list[Line]) -> None:
@@ -105,7 +106,7 @@ class Link:
 
     def _hear(self, line: Line, frame: Frame) -> None:
         if frame.op == Op.ANSWER:
-            self._answers[frame.token] = line.body(frame).tobytes(), bool(frame.flags)
+            self._answers[frame.token] = line.body(frame).tobytes(), frame.flags
         elif frame.op == Op.WARNING:
             warn(line.body(frame).tobytes().decode())
         elif (shard := self._shards.get(frame.unit)) is None:
@@ -142,7 +143,7 @@ class Link:
             self.listen()
         data, failed = self._answers.pop(token)
         if failed:
-            raise ValueError(data.decode())
+            raise (ServerMemoryError if failed == frames.NO_MEMORY else ValueError)(data.decode())
         return frames.decode_answer(data)
 
     def request(self, server: int, request: frames.Request) -> Task[Any]:

@@ -20,6 +20,7 @@ from mpips.store.keys.cutting import Cards, Cutting
 from mpips.store.keys.key import Array, Key, Name, Shard
 from mpips.store.remote.link import Link
 from mpips.store.roles import Layout
+from mpips.store.runtime.errors import ServerMemoryError
 from mpips.store.runtime.generation import Generation
 from mpips.store.transport import frames
 from mpips.store.transport.frames import UnitCard
@@ -40,18 +41,18 @@ class Setup:
 
         ValueError on all of them, where a server refuses (ValueError on rank 0): nothing has changed.
         """
-        done, failure = b"", ""
+        done, failure, lacks_memory = b"", "", False
         if self._layout.rank == 0:
             try:
                 done = yield from do()
             except ValueError as error:
                 if isinstance(error, CollectiveError):
                     raise
-                failure = str(error)
-        told = yield from self._generation.meeting(msgspec.msgpack.encode((failure, done)), what)
-        failure, done = msgspec.msgpack.decode(told[0], type=tuple[str, bytes])
+                failure, lacks_memory = str(error), isinstance(error, MemoryError)
+        told = yield from self._generation.meeting(msgspec.msgpack.encode((failure, lacks_memory, done)), what)
+        failure, lacks_memory, done = msgspec.msgpack.decode(told[0], type=tuple[str, bool, bytes])
         if failure:
-            raise of_caller(ValueError(failure))
+            raise of_caller((ServerMemoryError if lacks_memory else ValueError)(failure))
         return done
 
     def tell_all(self, request: frames.Request) -> Task[bytes]:
@@ -94,8 +95,7 @@ class Setup:
                 for earlier in range(server):
                     yield from self._surely(earlier, frames.Forget([card.number for card in cards[earlier]]))
                 names = ", ".join(repr(key.name) for key in keys[:4]) + ", ..." * (len(keys) > 4)
-                where = f"server rank {self._layout.server_rank(server)}"
-                raise ValueError(f"init of keys {names}: {where}: {error}") from error
+                raise type(error)(f"init of keys {names}: {error}") from error
         told = msgspec.msgpack.encode(answers)
         self._know(keys, cards, told)
         yield from self._write(keys, values)

@@ -41,6 +41,10 @@ class RoomError(MemoryError):
     """A server has no memory for rows: a round of a table does not count, and the store goes on."""
 
 
+class ServerMemoryError(ValueError, MemoryError):
+    """A server has no memory for what it is asked, and has changed nothing. Like all refusals it is a ValueError."""
+
+
 def refused(error: BaseException) -> bool:
     """Return whether it is an error with which nothing has changed, of what was asked for or cannot be done."""
     callers = isinstance(error, (ValueError, TypeError)) and not isinstance(error, CollectiveError)

@@ -89,11 +89,15 @@ class Requests:
         except REFUSALS as error:
             if isinstance(error, CollectiveError):
                 raise
-            line.post_body(f"{self._name}: {error}".encode(), Op.ANSWER, token=token, flags=1)
+            self._refuse(line, token, error)
             return
         if isinstance(request, frames.MakeTable | frames.ResetTable):
             self.publish()
         self.post_answers(answers)
+
+    def _refuse(self, line: Line, token: int, error: Exception) -> None:
+        flags = frames.NO_MEMORY if isinstance(error, MemoryError) else frames.REFUSED
+        line.post_body(f"{self._name}: {error}".encode(), Op.ANSWER, token=token, flags=flags)
 
     def post_answers(self, answers: TableAnswers) -> None:
         """Say what tables answer."""
@@ -134,7 +138,7 @@ class Requests:
         try:
             answer = frames.encode(self._answer(worker, request))
         except REFUSALS as error:
-            line.post_body(f"{self._name}: {error}".encode(), Op.ANSWER, token=token, flags=1)
+            self._refuse(line, token, error)
             return False
         changed: list[Unit] = []
         if isinstance(request, frames.SetOptimizer):

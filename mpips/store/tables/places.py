@@ -77,7 +77,8 @@ class Places:
         if top <= self._sure:
             return True
         sure = max(top, self._sure + SEEN_BYTES // self._row_bytes)
-        if sure > len(self._ids) or (sure - self.top) * self._row_bytes + SEEN_BYTES > free_memory():
+        needed = (sure - self.top) * self._row_bytes + SEEN_BYTES
+        if sure > len(self._ids) or needed > free_memory() or needed > self._file.room:
             return False
         self._sure = sure
         return True

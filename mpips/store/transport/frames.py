@@ -27,6 +27,8 @@ ROUND_AT = FRAME_BYTES - ROUND.size
 NOWHERE = Region(0, 0, 0, 0, 0)
 ALONG = 1
 """Flag of a PUSH whose payload follows at once."""
+REFUSED, NO_MEMORY = 1, 2
+"""Flags of an ANSWER that is a sentence: why a server does not do what it is asked, as there is no memory or else."""
 
 
 class Op(IntEnum):

@@ -1,10 +1,14 @@
 """Node-shared arrays: layout, freeing, finding, and mapping from another process."""
 
+import errno
 import gc
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -145,6 +149,126 @@ def test_what_cannot_be_an_array_is_told_with_what_to_do(arguments, error, words
 def test_more_than_there_is_is_told_with_what_to_do():
     with pytest.raises(MemoryError, match=r"no memory for 1125899906842624 bytes .*: ask for less"):
         arena.empty(1 << 50, "int8")
+
+
+@pytest.fixture
+def node(monkeypatch):
+    """Of a node whose `free` bytes are what this process, and others `beside` it, leave; none is really touched."""
+    made = SimpleNamespace(free=1 << 30, touched=0, beside=lambda nbytes: None)
+
+    def populate(mapping, offset, nbytes):
+        made.free -= nbytes
+        made.touched += nbytes
+        made.beside(nbytes)
+
+    monkeypatch.setattr(arena, "_arena", arena._Arena())
+    monkeypatch.setattr(arena, "_populate", populate)
+    monkeypatch.setattr(arena, "free_memory", lambda: made.free)
+    monkeypatch.setattr(arena, "free_room", lambda fd: made.free)
+    monkeypatch.setattr(arena, "free_swap", lambda: 0)
+    return made
+
+
+def test_what_is_larger_than_what_is_free_takes_nothing(node):
+    kept = arena.empty(1000)
+    before = node.touched
+    for nbytes in (10**12, (1 << 30) + 64, 1000 << 20):  # of the last one others might leave too little
+        with pytest.raises(MemoryError, match=rf"no memory for {nbytes} bytes .*1,024 MiB are free.*: ask for less"):
+            arena.empty(nbytes, np.uint8)
+    assert node.touched == before and kept.size
+    assert arena.empty(900 << 20, np.uint8).size
+
+
+def test_ranks_that_take_memory_at_once_see_what_others_have_taken(node, monkeypatch):
+    """Each of four asks for a third of it: all have seen that it is there. None goes on until nothing is left."""
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "4")
+    least = []
+
+    def others_take(nbytes):
+        node.free -= 3 * nbytes
+        least.append(node.free)
+
+    node.beside = others_take
+    with pytest.raises(MemoryError, match="are free here"):
+        arena.empty(350 << 20, np.uint8)
+    assert len(least) > 4 and min(least) > 0
+
+
+def test_small_arrays_fill_the_memory_no_further_either(node):
+    arrays = []
+
+    def fill():
+        while True:
+            arrays.append(arena.empty(1 << 20, np.uint8))
+
+    with pytest.raises(MemoryError, match=r"\([01] MiB are free here"):
+        fill()
+    assert 1000 < len(arrays) <= 1 << 10 and node.free >= 0
+
+
+def test_memory_that_was_given_back_is_no_new_memory(node):
+    arena.empty(400 << 20, np.uint8)
+    gc.collect()
+    node.free = 10 << 20
+    assert arena.empty(400 << 20, np.uint8).size
+
+
+def _deny(number, monkeypatch):
+    def memfd_create(*arguments):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "memfd_create", memfd_create)
+    monkeypatch.setattr(arena, "_arena", arena._Arena())
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS])
+def test_a_machine_that_denies_memory_files_shares_others(monkeypatch, number):
+    _deny(number, monkeypatch)
+    test_another_process_can_attach()
+    file = arena.SparseFile()
+    rows, offset = file.zeros((1 << 30, 2), np.float64)
+    rows[1 << 29] = 7
+    there = arena.SparseFile.opened(file.region).view(offset, (1 << 30, 2), np.float64)
+    assert there[1 << 29].tolist() == [7, 7] and not there[0].any()
+    assert file.room <= shutil.disk_usage("/dev/shm").total
+    for fd in (file.region.fd, arena.locate(arena.empty(10)).fd):
+        assert os.readlink(f"/proc/self/fd/{fd}").endswith(" (deleted)")  # it has no name
+
+
+@pytest.mark.parametrize("full", [["/dev/shm"], ["/dev/shm", tempfile.gettempdir()]])
+def test_where_dev_shm_is_full_too_another_folder_serves_or_the_cause_is_told(monkeypatch, full):
+    _deny(errno.EPERM, monkeypatch)
+    usage = shutil.disk_usage
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda folder: SimpleNamespace(free=0) if folder in full else usage(folder)
+    )  # fmt: skip
+    if len(full) == 1:
+        test_another_process_can_attach()
+        return
+    with pytest.raises(MemoryError, match="memfd_create is denied here .*; /dev/shm has 0 MiB free; .* has 0 MiB free: "
+                       r"allow the call .*, or give /dev/shm room"):  # fmt: skip
+        arena.empty(1000)
+
+
+LIMITED = """
+import resource, sys
+import collectives
+from collectives.fabric import arena
+resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 20,) * 2)
+kept = collectives.empty(1 << 20)
+kept[:] = 1
+for make in (lambda: collectives.empty(3 << 20), lambda: arena.SparseFile().zeros((3 << 20,), "f4")):
+    try:
+        make()
+    except MemoryError as error:
+        print(error)
+"""
+
+
+def test_a_limit_of_file_sizes_is_kept_and_named():
+    done = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True, check=True, timeout=60)
+    said = done.stdout.splitlines()
+    assert len(said) == 2 and all("raise ulimit -f, which is 8.0 MiB here" in line for line in said), said
 
 
 def test_freed_memory_beyond_the_pool_returns_to_the_system(monkeypatch):

@@ -189,17 +189,24 @@ def test_a_control_group_bounds_memory(
 ) -> None:
     """In MiB: of the machine 3,000 are free; each group has taken 150, of which 50 are files that nobody reads."""
     mounts, groups, place, most, taken, files = MEMORY[version]
+    swap = 200 if version == 2 and total else 300
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_text(groups)
     (tmp_path / "proc/self/mountinfo").write_text(mounts)
-    (tmp_path / "proc/meminfo").write_text(f"MemTotal: 4096000 kB\nMemAvailable: {3000 << 10} kB\nSwapTotal: 0 kB\n")
+    (tmp_path / "proc/meminfo").write_text(
+        f"MemTotal: 4096000 kB\nMemAvailable: {3000 << 10} kB\nSwapTotal: 0 kB\nSwapFree: {300 << 10} kB\n"
+    )
     for folder, limit in limits.items():
         (where := tmp_path / place / folder).mkdir(parents=True, exist_ok=True)
         none = "max" if version == 2 else str((1 << 63) - 4096)
         (where / most).write_text(f"{none if limit is None else limit * MIB}\n")
         (where / taken).write_text(f"{150 * MIB}\n")
+        if version == 2:
+            (where / "memory.swap.max").write_text("max\n" if limit is None else f"{swap * MIB}\n")
+            (where / "memory.swap.current").write_text("0\n")
         (where / "memory.stat").write_text(f"cache {100 * MIB}\n{files} {50 * MIB}\n")
     assert machine.free_memory(tmp_path) == free * MIB
+    assert machine.free_swap(tmp_path) == (0 if version == 1 and total else swap * MIB)
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert machine.total_memory(tmp_path) == (whole if total is None else total * MIB)
 

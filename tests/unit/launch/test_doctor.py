@@ -51,6 +51,7 @@ HEALTHY: dict[str, Any] = {
         "affinities": [[0, 1], [0, 1]],
         "window": "",
         "memfd": "",
+        "denied": "",
         "reach": "",
     },
 }
@@ -90,6 +91,7 @@ def test_a_healthy_machine() -> None:
         ("ranks.threads", "SINGLE", "thread level", False, "SERIALIZED"),
         ("ranks.window", "no space", "shared memory, windows", False, "/dev/shm"),
         ("ranks.memfd", "Permission denied", "shared memory, memfd", False, "/proc"),
+        ("ranks.denied", "/dev/shm", "shared memory, memfd", None, "in /dev/shm: memfd_create is denied here"),
         ("ranks.reach", "not allowed here", "copies by the kernel", None, "not allowed here: ordinary arrays pass"),
         ("processor", "aarch64", "memory order", None, "with a fence (MPI_Win_sync), workers and servers"),
         ("ranks.affinities", [[0], [1]], "binding", None, "ranks 0, 1 may use one core each: "),

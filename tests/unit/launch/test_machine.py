@@ -132,6 +132,7 @@ def test_what_is_sure_to_fail_is_refused(
         ("mpich", "mount -t tmpfs -o size=9m tmpfs /dev/shm", "-m", "mpips: /dev/shm has 9.0 MiB free"),
         ("openmpi", "mount -t tmpfs -o size=9m tmpfs /dev/shm", "-m", "mpips: /dev/shm has 9.0 MiB free"),
         ("mpich", "ulimit -n 40", "", "mpips: a process may have 40 files open (ulimit -n)"),
+        ("mpich", "ulimit -f 8", "", "mpips: no file may be larger than 0.0 MiB (ulimit -f)"),
     ],
 )  # fmt: skip
 def test_what_may_do_is_said_after_a_failure(
