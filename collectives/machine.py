@@ -27,7 +27,6 @@ import socket
 import struct
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
@@ -157,6 +156,8 @@ def open_memory(nbytes: int = 0) -> int:
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.EACCES, errno.ENOSYS):
             raise
+        import tempfile  # which takes longer to import than all else here, and is seldom needed
+
         tried = []
         for find in (lambda: "/dev/shm", tempfile.gettempdir):
             try:
