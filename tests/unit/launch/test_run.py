@@ -294,8 +294,8 @@ launch.cli.main()
     assert all(name in done.stdout for name in cli.main.commands)
     imported = set(ast.literal_eval(done.stdout.splitlines()[-1]))
     light = {
-        "clock", "terminal", "errors", "files", "log", "machine", "kernels", "kernels.engine", "recorder", "recorder.own",
-        "recorder.dump", "recorder.folders", "recorder.page", "recorder.ring", "recorder.tracing",
+        "clock", "terminal", "errors", "files", "log", "machine", "kernels", "kernels.engine", "recorder",
+        "recorder.own", "recorder.dump", "recorder.folders", "recorder.page", "recorder.ring", "recorder.tracing",
     }  # fmt: skip
     assert imported <= {f"collectives.{name}" for name in light}
 
