@@ -1,4 +1,4 @@
-"""What every call of the process group has around it: the errors of PyTorch's backends, and subclasses of tensors.
+"""Around every call of the process group: the errors that PyTorch's backends raise, and subclasses of tensors.
 
 c10d's own groups reach their backends by operators. So a subclass with `__torch_dispatch__`, as the result of a
 functional collective or a quantized weight, hears of a collective and hands on the tensors that it is made of. A group

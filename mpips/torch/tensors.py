@@ -47,7 +47,7 @@ class ArgumentError(RuntimeError, ValueError, TypeError):
 
 
 def as_backend_error(error: Exception) -> Exception:
-    """What a call of the backend raises where an argument was refused below it, as by mpi4py: a RuntimeError too."""
+    """The RuntimeError for an argument that was refused below the backend, as by mpi4py; other errors as they are."""
     if isinstance(error, RuntimeError) or not isinstance(error, (TypeError, ValueError)):
         return error
     return ArgumentError(str(error))

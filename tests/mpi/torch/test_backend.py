@@ -18,6 +18,7 @@ from torch.distributed import ReduceOp, rendezvous
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
+import collectives
 from tests.mpi.torch import conformance
 from tests.mpi.torch.support import WORLD, alike, batch, groups, heard, joined_batch, network, several, train
 
@@ -299,6 +300,28 @@ def test_threads_use_groups_of_their_own() -> None:
         sum_ranks("main", mine)
         thread.join()
     assert found["main"] == found["other"] == [float(sum(range(WORLD.size)))] * 90
+
+
+def test_collectives_of_the_program_go_beside_the_backend_s_thread() -> None:
+    """The same kind and size. Each rank begins those on MPI's world and those of the group in its own order."""
+    pauses, other = random.Random(WORLD.rank), dist.new_group(backend="mpips")
+    found: set[tuple[float, ...]] = set()
+    for _ in range(60):
+        x, y, z = (torch.full((100,), scale * (WORLD.rank + 1.0)) for scale in (1, 10, 100))
+        works = []
+        if pauses.random() < 0.5:
+            works.append(dist.all_reduce(x, async_op=True))
+        collectives.allreduce(z)
+        if not works:
+            works.append(dist.all_reduce(x, async_op=True))
+        works.append(dist.all_reduce(y, group=other, async_op=True))
+        time.sleep(pauses.choice([0, 0.001]))
+        WORLD.Barrier()  # MPI's own call, on the communicator of the program
+        for work in works:
+            work.wait()
+        found |= {(float(x.min()), float(y.max()), float(z.min()), float(z.max()))}
+    total = float(sum(range(1, WORLD.size + 1)))
+    assert found == {(total, 10 * total, 100 * total, 100 * total)}
 
 
 def test_a_receive_from_any_rank_names_its_sender() -> None:
