@@ -101,7 +101,7 @@ def test_a_program_that_asks_for_rank_trains_with_the_others_or_is_told(
     program, said = tmp_path / "program.py", BytesIO()
     program.write_text(ASKS)
     words = [str(program), backend, *(["wrap"] if wraps else [])]
-    code = child.run([sys.executable, "-m", "launch.cli", "run", "-w", "2", *words], LIMIT, ROOT, said)
+    code = child.run([sys.executable, "-m", "launch.cli", "run", "-w", "2", *words], 2 * LIMIT, ROOT, said)
     text = said.getvalue().decode(errors="replace")
     weights = {line.split()[-1] for line in text.splitlines() if line.startswith("weight of")}
     note = "made a process group, but no gradients went through it: each rank has trained a model of its own"
