@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-# Waits look at their clock every few milliseconds; on a crowded machine the looks may be some tenths of a second apart.
-GAP_SECONDS = 1.0
+# Waits look at their clock every few milliseconds; where many processes share a core the looks may be a second apart.
+GAP_SECONDS = 2.0
 USED_SECONDS = 0.1  # between two readings of the processor time used: one costs as much as ten of the clock
 GRACE_SECONDS = 10.0
 GRACE_PACE = 0.1
@@ -26,14 +26,13 @@ class Clock:
     4. A step of the wait blocks in the kernel again and again. The first gap is taken off. One that follows before the
        clock was looked at regularly for GAP_SECONDS counts, so the limit comes a little later, but it comes.
     5. After 1., rank 0 runs some seconds before rank 1 does: signals go out one by one, hosts wake up one by one,
-       memory comes back from swap. So for GRACE_SECONDS the clock runs at GRACE_PACE.
+       memory comes back from swap. So for as long as it was stopped, GRACE_SECONDS at most, the clock runs at
+       GRACE_PACE.
     6. A laptop's lid is closed: CLOCK_MONOTONIC stands still by itself. (CLOCK_BOOTTIME would go on.)
     """
 
-    def __init__(self, gap: float = GAP_SECONDS) -> None:
-        """`gap`: seconds between two looks from which on they may mean that the process was stopped; several times what
-        its loop naps."""
-        self._gap = self._regular = gap
+    def __init__(self) -> None:
+        self._regular = GAP_SECONDS
         self._seconds, self._slow_until = 0.0, 0.0
         self._seen, self._used = time.monotonic(), time.process_time()
         self._used_due = self._seen + USED_SECONDS
@@ -43,20 +42,20 @@ class Clock:
         now = time.monotonic()
         passed = now - self._seen
         self._seen = now
-        if now > self._used_due or passed >= self._gap:
+        if now > self._used_due or passed >= GAP_SECONDS:
             before, self._used = self._used, time.process_time()
             self._used_due = now + USED_SECONDS
-            if passed >= self._gap:
+            if passed >= GAP_SECONDS:
                 return self._after_gap(now, passed, min(self._used - before, passed))
         self._regular += passed
         self._seconds += passed * GRACE_PACE if now < self._slow_until else passed
         return self._seconds
 
     def _after_gap(self, now: float, passed: float, ran: float) -> float:
-        if passed - ran < self._gap or self._regular < self._gap:
+        if passed - ran < GAP_SECONDS or self._regular < GAP_SECONDS:
             self._seconds += passed
         else:
             self._seconds += ran
-            self._slow_until = now + GRACE_SECONDS
+            self._slow_until = now + min(GRACE_SECONDS, passed - ran)
         self._regular = 0.0
         return self._seconds

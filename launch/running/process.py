@@ -38,7 +38,6 @@ LOOK_SECONDS = 1.0  # seldom enough to cost a job nothing
 NAP_SECONDS = 0.05  # while it ends
 STARTING = 4.0  # seconds without another rank, though some are not there: one has ended before it could be seen
 SILENT_SECONDS = 3.0  # until it is said that ranks are being started, where none is there
-STOPPED_SECONDS = 2.5  # between two looks: this process was stopped, with its job
 START_SECONDS = 0.05  # between two looks while ranks are not there
 GRACE = 5.0  # seconds for a job to end after a signal, and again for mpirun once its ranks have been killed
 GRACE_OF_NOBODY = 0.4  # the same of an mpirun that has no ranks to end
@@ -114,7 +113,7 @@ class Watched:
         self._speaking, self._ranks, self._listener = speaking, ranks, listener
         self._signals, self._presence, self._verdict, self._hopeless = signals, presence, verdict, hopeless
         self._heard, self._deserted, self._starts_silently = 0, False, speaking > 0
-        self._clock = Clock(STOPPED_SECONDS)
+        self._clock = Clock()
         self._known, self._since, self._now = 0, 0.0, 0.0
         self._ends_by, self._grace = math.inf, GRACE
         self._poll = select.poll()
@@ -152,7 +151,7 @@ class Watched:
             patience = self._patience(due)
             news = self._poll.poll(patience)
             if patience is None:  # no limit was open
-                self._clock = Clock(STOPPED_SECONDS)
+                self._clock = Clock()
             self._now = self._clock.seconds()
             reap_orphans(self._job.pid)
             for number, by_terminal in self._signals.read():

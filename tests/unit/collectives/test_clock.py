@@ -37,12 +37,12 @@ def stop(machine: SimpleNamespace, clock: Clock, seconds: float) -> float:
     return clock.seconds() - before
 
 
-@pytest.mark.parametrize("every", [0.001, 0.1, 0.5])
+@pytest.mark.parametrize("every", [0.001, 0.1, 1.5])
 def test_all_counts_while_the_process_runs_on_crowded_cores_too(machine, every):
     assert look(machine, Clock(), 30.0, every) == pytest.approx(30, rel=1e-3)
 
 
-@pytest.mark.parametrize("seconds", [2.0, 12.0, 3600.0, 1e6])
+@pytest.mark.parametrize("seconds", [3.0, 12.0, 3600.0, 1e6])
 def test_the_time_in_which_it_was_stopped_does_not(machine, seconds):
     clock = Clock()
     assert stop(machine, clock, seconds) == 0
@@ -65,7 +65,7 @@ def test_what_it_computes_between_two_looks_counts(machine):
     assert look(machine, clock, 100, every=100, busy=0.3) == pytest.approx(30, abs=0.1)  # stopped for the rest
 
 
-@pytest.mark.parametrize("every", [1.5, 30.0])
+@pytest.mark.parametrize("every", [2.5, 30.0])
 def test_a_wait_that_blocks_again_and_again_has_an_end(machine, every):
     """Nothing tells it from a process that was stopped, but that it never looks regularly between."""
     assert look(machine, Clock(), 300, every, busy=0.0) > 0.85 * 300 - every - GRACE_SECONDS
