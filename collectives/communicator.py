@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -55,6 +56,10 @@ COME = "let all call it, or name a communicator of those that do (beside a store
 _recent: tuple[MPI.Comm | None, Communicator | None] = (None, None)
 """The last answer of `communicator`, which is mostly the next one too."""
 _alive: WeakSet[Communicator] = WeakSet()
+_making: dict[int, threading.Lock] = {}
+"""By the handle of a communicator: two threads of this process may make its first call."""
+_threads_expected = False
+"""Whether a thread of ours makes calls beside the program's; see `beside`."""
 _kept_for_good: list[Any] = []
 
 
@@ -91,7 +96,9 @@ class Communicator:
         self.rank, self.size = comm.rank, comm.size
         self.limits = limits()
         self.node, memory, on_node = _node_memory(self.comm)
-        self.node_of = self._nodes(min(on_node))
+        self.node_of, spare = self._nodes(min(on_node))
+        self._spare = made(comm.Dup()) if spare else None
+        """For `beside`. Made here, by all ranks: its thread must not make it of what the program's uses."""
         self.nodes = len(set(self.node_of))
         self.board = Board(memory, [self.names[rank] for rank in on_node], self.limits)
         self.across = self._across()
@@ -260,6 +267,8 @@ class Communicator:
                 self.cache.free()
             self.board.marks.close()
             self.board.memory.abandon()
+            if self._spare is not None:
+                abandon(self._spare)
             _kept_for_good.append(self._kept)
 
     def leave(self, how: int = PROGRAM_ENDED) -> None:
@@ -269,6 +278,16 @@ class Communicator:
             if self.control is not None:
                 self.control.leave(how)
 
+    def beside(self) -> MPI.Intracomm:
+        """See `beside`. Collective at first, blocking; the first call of all ranks comes from the other thread."""
+        if self._spare is None:  # it was made before such a thread was expected
+            self._spare = made(self.comm.Dup())
+        inner: Any = self._spare.Get_attr(_key())
+        if not isinstance(inner, Communicator):
+            self._spare.Set_name(self.comm.Get_name())
+            communicator(self._spare, self.table, self.names).patient(*self.limits)
+        return self._spare
+
     def ended(self) -> dict[int, str]:
         """Ranks that have left, or whose process has ended; and how, as far as it is known here. Looks at messages."""
         return self.board.ended() | (self.control.ended() if self.control is not None else {})
@@ -277,14 +296,16 @@ class Communicator:
         """The communicators of its own that messages go over."""
         if self.control is not None:
             yield self.control.comm
+        if self._spare is not None:
+            yield self._spare
         for lanes in self.all_lanes:
             yield from (comm for comm in lanes if comm is not None)
 
-    def _nodes(self, first: int) -> list[int]:
-        """For each rank the lowest rank of its node."""
-        everybody = np.empty(self.size, np.int64)
-        self.comm.Allgather(np.array([first], np.int64), everybody)
-        return everybody.tolist()
+    def _nodes(self, first: int) -> tuple[list[int], bool]:
+        """For each rank the lowest rank of its node; and whether some rank expects calls of another thread."""
+        everybody = np.empty((self.size, 2), np.int64)
+        self.comm.Allgather(np.array([first, _threads_expected], np.int64), everybody)
+        return everybody[:, 0].tolist(), bool(everybody[:, 1].any())
 
     def _across(self) -> MPI.Comm | None:
         """The ranks with this one's place in their nodes, one a node; None where nodes differ in size. Collective."""
@@ -321,6 +342,22 @@ def communicator(
     return found
 
 
+def expect_threads() -> None:
+    """From now on a thread of ours makes calls beside the program's: what is made for a communicator has `beside`."""
+    global _threads_expected
+    _threads_expected = True
+
+
+def beside(comm: MPI.Comm | None) -> MPI.Intracomm:
+    """Return a communicator of the same ranks (None: COMM_WORLD) for the calls of a thread of ours.
+
+    Calls on one communicator come in one order on all ranks. What a thread calls beside the program comes earlier or
+    later than the program's calls on each rank, so it takes another communicator. It ends with `comm`, and `renew` of
+    that renews it.
+    """
+    return communicator(comm).beside()
+
+
 def _see_comm(comm: object) -> None:
     if not isinstance(comm, MPI.Comm):
         given = f"comm {comm!r} is of type {type(comm).__name__}"
@@ -337,7 +374,9 @@ def _found(comm: MPI.Comm, known_table: TuningTable | None, names: Sequence[int]
         return found
     if not isinstance(comm, MPI.Intracomm):
         raise MismatchError("an intercommunicator has no collectives here: merge it first")
-    return _open(comm, found, known_table, names)
+    with _making.setdefault(comm.handle, threading.Lock()):
+        found = comm.Get_attr(_key())  # another thread may have made it meanwhile
+        return found if isinstance(found, Communicator) else _open(comm, found, known_table, names)
 
 
 def abandon(comm: MPI.Comm) -> None:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 import collectives
 from collectives.call import operation, see_root
-from collectives.communicator import communicator
+from collectives.communicator import beside, communicator
 from mpips.jax.primitive import JaxCall, Tree, bind, bind_own
 
 GRADIENTS = ("sum", "identity")
@@ -51,6 +51,10 @@ class Collective(JaxCall):
         return (MPI.COMM_WORLD if self.comm is None else self.comm).rank
 
     @property
+    def order(self) -> int:
+        return (MPI.COMM_WORLD if self.comm is None else self.comm).handle
+
+    @property
     def in_place(self) -> bool:  # type: ignore[override]
         return self.kind in ("allreduce", "broadcast")
 
@@ -65,26 +69,27 @@ class Collective(JaxCall):
         return found
 
     def run(self, inputs: list[NDArray[Any]], outputs: list[NDArray[Any]]) -> None:
+        comm = beside(self.comm)  # XLA runs this in a thread of its own, while the program makes calls on `self.comm`
         if self.kind == "barrier":
-            communicator(self.comm).agree("barrier")
+            communicator(comm).agree("barrier")
         elif self.kind == "allreduce" and len(inputs) > 1:
             written = None if all(x is y for x, y in zip(inputs, outputs)) else outputs
-            collectives.grouped_allreduce(inputs, self.comm, self.op, self.algorithm, written)
+            collectives.grouped_allreduce(inputs, comm, self.op, self.algorithm, written)
         else:
             for x, y in zip(inputs, outputs):
-                self._run_one(x, None if x is y else y)
+                self._run_one(comm, x, None if x is y else y)
 
-    def _run_one(self, x: NDArray[Any], out: NDArray[Any] | None) -> None:
+    def _run_one(self, comm: MPI.Intracomm, x: NDArray[Any], out: NDArray[Any] | None) -> None:
         if self.kind == "allreduce":
-            collectives.allreduce(x, self.comm, self.op, self.algorithm, out)
+            collectives.allreduce(x, comm, self.op, self.algorithm, out)
         elif self.kind == "broadcast":
-            collectives.broadcast(x, self.comm, self.root, self.algorithm, out)
+            collectives.broadcast(x, comm, self.root, self.algorithm, out)
         elif self.kind == "allgather":
-            collectives.allgather(x, self.comm, self.algorithm, out)
+            collectives.allgather(x, comm, self.algorithm, out)
         elif self.kind == "reduce_scatter":
-            collectives.reduce_scatter(x, self.comm, self.op, self.algorithm, out)
+            collectives.reduce_scatter(x, comm, self.op, self.algorithm, out)
         else:
-            collectives.alltoall(x, self.comm, self.algorithm, out)
+            collectives.alltoall(x, comm, self.algorithm, out)
 
     def batch(self, x: jax.Array, axis: int) -> tuple[jax.Array, int]:
         if self.kind == "allgather":

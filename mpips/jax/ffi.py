@@ -130,8 +130,8 @@ class CallFrame(ctypes.Structure):
 class Site:
     """One call of the program, with the arrays that it was traced for."""
 
-    def __init__(self, run: Run, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        self._run = run
+    def __init__(self, run: Run, turn: threading.Lock, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        self._run, self.turn = run, turn
         self._inputs, self._outputs = _kinds(inputs), _kinds(outputs)
         self._views: dict[tuple[int, ...], tuple[list[NDArray[Any]], list[NDArray[Any]]]] = {}
         self._small: tuple[list[NDArray[Any]], list[NDArray[Any]]] | None = None
@@ -201,17 +201,21 @@ def _bytes(arrays: Sequence[NDArray[Any]]) -> list[tuple[int, Any]]:
 
 _sites: list[Site] = []
 _numbers: dict[Any, int] = {}
-_turn = threading.Lock()
-"""Calls of the process run one after the other, whichever threads of XLA's they come from."""
+_turns: dict[Hashable, threading.Lock] = {}
+"""Calls of one communicator, or of one store, run one after the other, whichever threads of XLA's they come from."""
 _misfit: list[str] = []
 
 
-def number_site(call: Hashable, run: Run, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
-    """Return the number by which the program names this call of arrays of these shapes and types, alike for alike."""
+def number_site(
+    call: Hashable, run: Run, order: Hashable, inputs: Sequence[Any], outputs: Sequence[Any]
+) -> int:  # fmt: skip
+    """Return the number by which the program names this call of arrays of these shapes and types, alike for alike.
+
+    Calls of the same `order` run one after the other."""
     key = (call, *[(one.shape, str(one.dtype)) for one in (*inputs, *outputs)])
     if key not in _numbers:
         _numbers[key] = len(_sites)
-        _sites.append(Site(run, inputs, outputs))
+        _sites.append(Site(run, _turns.setdefault(order, threading.Lock()), inputs, outputs))
     return _numbers[key]
 
 
@@ -224,7 +228,7 @@ def _handle(address: int) -> int | None:
         return None
     try:
         site = _sites[frame.attributes.items[0].contents.value.contents.value]
-        with _turn:
+        with site.turn:
             site.call(frame)
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):

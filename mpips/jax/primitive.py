@@ -8,7 +8,7 @@ from one program to the next. Calls run one after the other, in the order of the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache, partial
 from typing import Any, TypeAlias
 
@@ -31,6 +31,11 @@ class JaxCall(ABC):
 
     in_place = False
     """True where XLA may give one place to an input and the output of its number, where nobody else reads the input."""
+
+    @property
+    @abstractmethod
+    def order(self) -> Hashable:
+        """Return the communicator or store by its number: calls of one come one after the other."""
 
     @abstractmethod
     def shapes(self, inputs: Sequence[Any]) -> list[Any]:
@@ -106,7 +111,7 @@ def _primitive() -> Primitive:
     primitive.multiple_results = True
 
     def lower(context: mlir.LoweringRuleContext, *operands: mlir.ir.Value, call: JaxCall) -> list[mlir.ir.Value]:
-        number = ffi.number_site(call, call.run, context.avals_in, context.avals_out)
+        number = ffi.number_site(call, call.run, call.order, context.avals_in, context.avals_out)
         aliases = {n: n for n in range(len(operands))} if call.in_place else None
         rule = jax.ffi.ffi_lowering(ffi.TARGET, has_side_effect=True, operand_output_aliases=aliases)
         with_token = context.replace(

@@ -27,6 +27,10 @@ class StoreCall(JaxCall):
     def __str__(self) -> str:
         return f"mpips.jax.{self.kind} of {self.name!r}"
 
+    @property
+    def order(self) -> int:
+        return id(self.kv)
+
     def shapes(self, inputs: Sequence[Any]) -> list[Any]:
         return [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in inputs]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,11 @@ import pytest
 
 jax = pytest.importorskip("jax", reason="JAX is not installed: pip install 'mpips[jax]'")
 
+from jax.experimental import io_callback  # noqa: E402
+
+import collectives  # noqa: E402
 import mpips.jax  # noqa: E402
+from collectives import communicator as communicators  # noqa: E402
 from tests.child import outside  # noqa: E402
 from tests.mpi.sizes import only_on  # noqa: E402
 from tests.mpi.torch.support import WORLD  # noqa: E402
@@ -278,6 +283,84 @@ def test_all_ranks_raise_where_arrays_differ() -> None:
     again = float(jax.jit(lambda x: mpips.jax.allreduce(x, "sum"))(jax.numpy.float32(1)))
     assert all("allreduce of 3 float32" in one and "4 float32" in one for one in everybody), everybody
     assert WORLD.allgather(again) == [WORLD.size] * WORLD.size
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["begins so", "was made before"])
+def test_a_step_under_way_beside_the_programs_own_calls(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one rank the step's call comes after the program's, on the others before: each meets its own kind."""
+    comm, total = WORLD.Dup(), WORLD.size * (WORLD.size + 1) / 2
+    if known:  # before JAX was imported
+        monkeypatch.setattr(communicators, "_threads_expected", False)
+        collectives.allreduce(np.ones(1), comm)
+        monkeypatch.undo()
+    called, step_comes = threading.Event(), threading.Event()
+
+    def come(x: np.ndarray) -> np.ndarray:
+        step_comes.set()
+        if WORLD.rank == 0:
+            called.wait(LIMIT)
+        return x
+
+    @jax.jit
+    def step(x: jax.Array) -> jax.Array:
+        return mpips.jax.allreduce(io_callback(come, x, x), "sum", comm)
+
+    wrong = []
+    for turn in range(5):
+        called.clear()
+        step_comes.clear()
+        found, mine = list[float](), np.full(4, 100.0, np.float32)
+        under_way = threading.Thread(target=lambda to=found: to.extend(step(jax.numpy.full(4, WORLD.rank + 1.0))))
+        under_way.start()  # XLA would run so short a step in this thread
+        step_comes.wait(LIMIT)
+        collectives.allreduce(mine, comm)
+        called.set()
+        under_way.join(LIMIT)
+        if found != [total] * 4 or mine.tolist() != [100.0 * WORLD.size] * 4:
+            wrong.append((turn, found, mine))
+    everybody = WORLD.allgather(wrong)
+    comm.Free()
+    assert not any(everybody), everybody
+
+
+def test_two_threads_on_communicators_of_their_own() -> None:
+    """One rank dispatches the one first, the others the other: no call waits for one that cannot end before it."""
+    comms = [WORLD.Dup(), WORLD.Dup()]
+    steps = [jax.jit(lambda x, comm=comm: mpips.jax.allreduce(x, "sum", comm)) for comm in comms]
+    found: dict[int, float] = {}
+    for step in steps:
+        step(jax.numpy.ones(1)).block_until_ready()
+    WORLD.Barrier()
+
+    def run(place: int) -> None:
+        found[place] = float(steps[place](jax.numpy.full(1, place + 1.0))[0])
+
+    threads = [threading.Thread(target=run, args=(place,)) for place in (0, 1)]
+    for thread in threads if WORLD.rank == 0 else reversed(threads):
+        thread.start()
+        thread.join(0.1)  # it has begun, and can end only with the other rank's
+    for thread in threads:
+        thread.join(LIMIT)
+    everybody = WORLD.allgather(found)
+    for comm in comms:
+        comm.Free()
+    assert everybody == [{0: WORLD.size, 1: 2 * WORLD.size}] * WORLD.size
+
+
+@pytest.mark.skipif(WORLD.size == 1, reason="one rank has nobody to differ from")
+def test_renew_serves_calls_of_jax_too() -> None:
+    comm, said = WORLD.Dup(), []
+    for _ in range(2):
+        with pytest.raises(jax.errors.JaxRuntimeError) as error:
+            jax.block_until_ready(mpips.jax.allreduce(jax.numpy.ones(3 + (WORLD.rank == 1)), "sum", comm))
+        said.append("4 float32" in str(error.value))
+        own = collectives.allreduce(np.ones(1), comm)[0]  # the program's calls go on
+        collectives.renew(comm)
+        found = float(mpips.jax.allreduce(jax.numpy.float32(1), "sum", comm))
+        said.append((own, found) == (WORLD.size, WORLD.size))
+    everybody = WORLD.allgather(said)
+    comm.Free()
+    assert all(map(all, everybody)), everybody
 
 
 def run_ranks(folder: Path, program: str, ranks: int) -> subprocess.CompletedProcess[str]:
