@@ -71,6 +71,9 @@ class Layout:
     """All workers, in rank order; None elsewhere."""
     client: MPI.Intracomm | None = None
     """The workers of this worker's client; None elsewhere."""
+    sums: MPI.Intracomm | None = None
+    """Those among whom the store itself sums pushes: all workers where it has no servers, the client in `mpi_*` kinds;
+    else None. Its thread makes calls there beside the program's, which take `workers` and `client`."""
     servers: MPI.Intracomm | None = None
     """All servers, in rank order; None elsewhere."""
     before: Before | None = None
@@ -165,7 +168,7 @@ class Layout:
         new = succession(old, lost, self.nodes, self.spares > 0 and bool(grows[0]), alone=self.kind != "mpi_sync")
         if why := refusal(old, new):
             raise LostError(f"recover: {why}")
-        self.workers = self.client = self.servers = None
+        self.workers = self.client = self.servers = self.sums = None
         self.before = Before(
             new.origin, lost, self.num_workers, self.num_servers, self.nodes, old.clients, new.places
         )
@@ -195,15 +198,17 @@ class Layout:
 
     def begin(self) -> None:
         """Make the communicators of roles and clients. Collective over `world`, blocking."""
-        self.workers = self.client = self.servers = None
+        self.workers = self.client = self.servers = self.sums = None
         group = _split(self.world, int(self.is_server) + 2 * int(self.is_spare), self.rank)
         if self.is_server:
             self.servers = group
         elif not self.is_spare:
             self.workers, self.client = group, _split(group, self.client_number, self.rank)
+            if not self.num_servers or self.kind.startswith("mpi_"):
+                self.sums = made((self.client if self.num_servers else group).Dup())
 
     def _communicators(self) -> list[MPI.Intracomm]:
-        return [comm for comm in (self.client, self.workers, self.servers, self.world) if comm is not None]
+        return [comm for comm in (self.sums, self.client, self.workers, self.servers, self.world) if comm is not None]
 
 
 def create(comm: MPI.Intracomm, kind: str, options: Options | None, refusal: str = "") -> Layout:

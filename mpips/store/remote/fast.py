@@ -305,5 +305,5 @@ def in_client(
     """The fast path of a member of a client, where the key has one. `slow`: a push by the general path."""
     if layout.options.masters != "one" or not key.size:
         return None
-    assert layout.client is not None
-    return InClient(general, key, layout.client, slow)
+    assert layout.sums is not None
+    return InClient(general, key, layout.sums, slow)

@@ -154,8 +154,8 @@ class RemoteStates:
                     kept[base + shard.start : base + shard.stop] = residual
             base += key.size
         if self._members > 1:
-            assert self._layout.client is not None
-            collectives.allreduce(kept, self._layout.client, label="residuals of compression")
+            assert self._layout.sums is not None
+            collectives.allreduce(kept, self._layout.sums, label="residuals of compression")
         return kept
         yield
 

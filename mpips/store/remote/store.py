@@ -85,9 +85,9 @@ class RemoteStore(Member[Recovered]):
         self.communicators: tuple[Hashable, ...] = (("communicator", "client"),) if self._size > 1 else ()
         self.transfers: Alone | Client = Alone(layout, self._push, self._pull, self.one_node)
         if self._size > 1:
-            assert layout.client is not None
-            home = self.generation.within(layout.client, names)
-            self._members = Members(home, layout.client, names[0], self.one_node)
+            assert layout.sums is not None
+            home = self.generation.within(layout.sums, names)
+            self._members = Members(home, layout.sums, names[0], self.one_node)
             self.transfers = Client(layout, self._push, self._pull, self._members, self._reads)
         self.stored = RemoteStates(layout, self._link, self._setup, self._push, self._size)
         self._general = General(self.generation.flag, self._link, self._push, self._pull)

@@ -39,7 +39,7 @@ class ReplicatedStore(Member[Recovered]):
 
     def _joined(self) -> Sums:
         """The collectives of the present generation."""
-        comm = self.layout.workers
+        comm = self.layout.sums
         assert comm is not None
         return Sums(self.generation.within(comm), comm)
 

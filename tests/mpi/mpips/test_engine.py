@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+import collectives
 import mpips
 from tests.mpi.mpips.support import failure, need, run
 from tests.mpi.sizes import either_mpi
@@ -83,6 +84,29 @@ def test_store_calls_in_flight_give_the_sums(kind: str, options: dict) -> None:
     except SystemExit:
         pass  # a server's way out
     assert all_ranks(ok)
+
+
+@pytest.mark.parametrize("servers", [0, 1])
+def test_the_programs_own_collectives_beside_calls_in_flight(servers: int) -> None:
+    """The store's thread begins a push earlier or later than the program its collective, by worker: nobody minds."""
+    need(servers=servers)
+
+    def body(kv: mpips.KVStore) -> bool:
+        kv.init("w", np.zeros(50_000))
+        ok, layout, out = True, kv.layout, np.empty(50_000)
+        for _ in range(10):
+            handle = kv.ipushpull("w", np.ones(50_000), out=out)
+            if kv.rank == 0:  # this worker's push comes first, if it can
+                handle.test()
+            for comm in (layout.workers, layout.client):
+                mine = np.full(50_000, 2.0)
+                collectives.allreduce(mine, comm)
+                ok &= bool((mine == 2.0 * comm.Get_size()).all())
+            handle.wait()
+            ok &= bool((out == kv.num_workers).all())
+        return ok
+
+    assert all_ranks(run("mpi_sync", body, servers=servers) is not False)
 
 
 @pytest.mark.parametrize("servers", [0, 1])
