@@ -17,6 +17,7 @@ import numpy as np
 
 from collectives.arrays import Vector, same
 from collectives.kernels import engine
+from collectives.kernels.quiet import quietly
 
 Step: TypeAlias = "tuple[Callable[..., Any], tuple[Any, ...]]"
 """A function and its arguments."""
@@ -58,7 +59,7 @@ def add_parts(parts: Sequence[Vector], out: Vector) -> None:
     `out` may be the first of them, but not overlap another.
     """
     if len(parts) == 2 and out.itemsize > 2:  # as fast as a kernel
-        np.add(parts[0], parts[1], out=out)
+        quietly(np.add, parts[0], parts[1], out)
         return
     group, others = parts[:MOST_PARTS], parts[MOST_PARTS:]
     _add_now(group, out)
@@ -81,7 +82,7 @@ def _add_now(parts: Sequence[Vector], out: Vector) -> None:
     for start in range(0, out.size if len(parts) > 1 else 0, max(1, step)):
         total, first, *others = (array[start : start + step] for array in (out, *parts))
         for other in others:
-            np.add(first, other, out=total)
+            quietly(np.add, first, other, total)
             first = total
 
 
@@ -156,12 +157,12 @@ def _pairs(
     first = parts[0]
     for index, part in enumerate(parts[1:], 2):
         to, scratch = _early(out, parts[index:], scratch)
-        made.append((combine, (first, part, to)))
+        made.append((quietly, (combine, first, part, to)))
         first = to
     if len(parts) == 1 and not same(first, out):
         made.append((np.copyto, (out, first)))
     if divisor != 1:
-        made.append((np.true_divide, (out, out.dtype.type(divisor), out)))
+        made.append((quietly, (np.true_divide, out, out.dtype.type(divisor), out)))
     return made
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike
 
 from collectives.errors import CollectiveError
 from collectives.kernels.function import Compiled
+from collectives.kernels.quiet import quiet, quietly
 from mpips.compression import kernels
 from mpips.compression.kernels import BLOCK
 
@@ -58,9 +59,9 @@ class Compressor:
             return payload
         payload = np.empty(self.max_bytes(gradient.size), np.uint8)
         for part in blocks(gradient.size):
-            residual[part] += gradient[part]
+            quietly(np.add, residual[part], gradient[part], residual[part])
         try:
-            self.fill(residual, payload)
+            self._run(self.fill, residual, payload)
         except Exception as error:
             raise ValueError(self._text("fill", gradient.size, error)) from error
         return payload
@@ -74,7 +75,7 @@ class Compressor:
         if type(self) not in BUILT_IN:
             return None
         payload = np.empty(self.max_bytes(gradient.size), np.uint8)
-        return payload if self._pack(gradient, residual, payload) else None
+        return payload if quietly(self._pack, gradient, residual, payload) else None
 
     def _pack(self, gradient: np.ndarray, residual: np.ndarray, payload: np.ndarray) -> bool:
         """Add the gradient to the residual and `fill`, by compiled kernels.
@@ -101,10 +102,17 @@ class Compressor:
                 f"not {payload.shape}; sender and receiver need the same compression and the same interval"
             )
         try:
-            if type(self) not in BUILT_IN or not self._unpack(payload, out, add):
-                self.read(payload, out, add)
+            if type(self) not in BUILT_IN or not quietly(self._unpack, payload, out, add):
+                self._run(self.read, payload, out, add)
         except Exception as error:
             raise ValueError(self._text("read", out.size, error)) from error
+
+    def _run(self, method: Callable[..., None], *arguments: object) -> None:
+        """Call `fill` or `read`. A program's own raises what the program lets NumPy raise."""
+        if type(self).__module__ == __name__:
+            quietly(method, *arguments)
+        else:
+            method(*arguments)
 
     def _text(self, what: str, n: int, error: Exception) -> str:
         return f"{type(self).__name__}.{what} failed for {n} elements: {type(error).__name__}: {error}"
@@ -115,6 +123,7 @@ def blocks(n: int) -> Iterator[slice]:
     return (slice(start, min(start + BLOCK, n)) for start in range(0, n, BLOCK))
 
 
+@quiet
 def unfit(gradient: np.ndarray, residual: np.ndarray) -> int:
     """Return the first element (1-D) that no payload can hold together with its residual; -1 where there is none.
 
@@ -122,11 +131,10 @@ def unfit(gradient: np.ndarray, residual: np.ndarray) -> int:
     """
     if kernels.fit(gradient, residual):
         return -1
-    with np.errstate(over="ignore", invalid="ignore"):
-        for part in blocks(gradient.size):
-            fine = np.isfinite(np.add(gradient[part], residual[part]).astype(np.float32, copy=False))
-            if not fine.all():
-                return part.start + int(fine.argmin())
+    for part in blocks(gradient.size):
+        fine = np.isfinite(np.add(gradient[part], residual[part]).astype(np.float32, copy=False))
+        if not fine.all():
+            return part.start + int(fine.argmin())
     return -1
 
 
@@ -191,7 +199,7 @@ class Residuals:
     def put(self, name: Hashable, values: np.ndarray, dtype: np.dtype) -> None:
         """Begin with this residual (n,) for gradients of that dtype; `values` is copied."""
         kept = self._kept[name] = self.compressor.init(np.empty(values.size, dtype))
-        kept[...] = values
+        quietly(np.copyto, kept, values, casting="same_kind")
 
     def forget(self, names: Iterable[Hashable]) -> None:
         """Forget the residuals of names that are gone."""

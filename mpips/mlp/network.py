@@ -23,6 +23,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from collectives.errors import did_you_mean
+from collectives.kernels.quiet import quiet
 from collectives.schedule.model import cut
 
 DTYPES = ("float32", "float64", "mixed")
@@ -324,6 +325,7 @@ class Network:
 
     # -- computation
 
+    @quiet
     def forward(self, x: np.ndarray, before: LayerHook | None = None) -> np.ndarray:
         """Return the outputs (outputs, samples) of inputs (samples, features); they stay valid until the next step."""
         y = x.T
@@ -346,6 +348,7 @@ class Network:
             y = space.full
         return y
 
+    @quiet
     def step(
         self, x: np.ndarray, y: np.ndarray, samples: float, before: LayerHook | None = None,
         ready: LayerHook | None = None, progress: StepProgress | None = None,
@@ -366,6 +369,7 @@ class Network:
                 ready(layer)
         return total
 
+    @quiet
     def evaluate(self, x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
         """Return the sum of the losses of (x, y), and the samples with their largest output at class y (l2: 0)."""
         output, space = self.forward(x), self._arrays(len(x))[-1]

@@ -18,6 +18,7 @@ from mpi4py import MPI
 
 import collectives
 from collectives import plan
+from collectives.kernels.quiet import quiet
 from mpips.mlp.network import Network, interval
 from mpips.optimizers.base import Optimizer, State
 from mpips.optimizers.equation import prepare
@@ -356,6 +357,7 @@ class LossScale:
         self._bad = np.zeros(1)
         self._ask = Sum(self._bad, model_comm)
 
+    @quiet
     def judge(self, gradients: np.ndarray) -> bool:
         """Take the scale out of summed gradients, in place, and adapt it; False where this update must be left out.
         Collective over the ranks of a model."""

@@ -25,6 +25,7 @@ from mpi4py import MPI
 
 from collectives import log
 from collectives.fabric.tasks import Task
+from collectives.kernels.quiet import quietly
 from mpips.mlp.mesh import Mesh, TrainingError, agree, alike, counted, nodes
 from mpips.mlp.network import Network, interval
 from mpips.mlp.parallel import Clock, LocalUpdate
@@ -349,7 +350,8 @@ class ElasticUpdate(LocalUpdate):
         """Attract, where it is time; then update by the client's mean gradient."""
         if (step - 1) % self._every == 0:
             with self._clock.waiting("backward"):
-                np.divide(self._weights, self._members, out=self._centre)  # a push sums over the client, who are equal
+                # A push sums over the client, whose members are equal.
+                quietly(np.divide, self._weights, self._members, out=self._centre)
                 self._group.gather(self._centre, self._whole)
                 if self._kv is not None:
                     names, arrays = list(self._centres), list(self._centres.values())

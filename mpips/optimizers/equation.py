@@ -20,6 +20,7 @@ import numpy as np
 
 from collectives import log
 from collectives.kernels import engine
+from collectives.kernels.quiet import quietly
 from collectives.kernels.sums import add_parts
 from mpips.optimizers import trace
 from mpips.optimizers.base import Optimizer, State, Updated, Value, Values, working_dtype, zeros
@@ -80,7 +81,11 @@ class Equation:
             parts = [total_of(parts[:early], "early total"), *parts[early:]]
         way = _way(self, weights.dtype, len(parts), ask=weights.size > TRIAL)
         numbers = way.numbers(self, step)
-        if not _run_kernel(way, weights, parts, state, numbers):
+        if _run_kernel(way, weights, parts, state, numbers):
+            return
+        if way.tape is not None:  # moments underflow: no kernel says so either
+            quietly(_run_blocks, self, way, weights, parts, state, numbers)
+        else:  # the program's own function, which is to raise what the program lets NumPy raise
             _run_blocks(self, way, weights, parts, state, numbers)
 
     def update_rows(
@@ -218,7 +223,7 @@ def _run_blocks(
         else:
             tape.run(w, g, slots, prepared, [one[: w.size] for one in blocks], [one[: w.size] for one in masks])
         if narrow is not w:
-            narrow[...] = w
+            quietly(narrow.__setitem__, ..., w)
 
 
 def _run_untraced(

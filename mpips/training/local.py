@@ -22,6 +22,7 @@ import numpy as np
 
 from collectives import log
 from collectives.errors import of_caller
+from collectives.kernels.quiet import quiet
 from collectives.recorder import own as recorder
 from mpips.optimizers.base import Optimizer
 from mpips.optimizers.elastic import INTERVAL, Elastic1, Elastic2
@@ -131,6 +132,7 @@ class Exchange:
             return nbytes + compressor.max_bytes(key.size)
         return 2 * nbytes
 
+    @quiet
     def measure(self, parameters: Arrays, places: Sequence[int]) -> None:
         """Write down what is to be said of the parameters in these places."""
         for place in places:
@@ -140,6 +142,7 @@ class Exchange:
             else:
                 np.subtract(self.centers[place], parameter, out=pushed)
 
+    @quiet
     def weigh(self, places: Sequence[int], factor: float) -> None:
         """Let what is written down count by a factor; 0: not at all, whatever it is."""
         for place in places if factor != 1.0 else ():

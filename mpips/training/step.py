@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 import collectives
+from collectives.kernels.quiet import quiet
 from mpips.overlap.exchange import Overlapped, Recorder, Report
 from mpips.training.batches import Source
 from mpips.training.model import Model, Samples, samples_of
@@ -175,6 +176,7 @@ class Accumulated:
         self._sums: list[np.ndarray] | None = None
         self._samples = 0
 
+    @quiet
     def add(self, samples: int) -> None:
         """Add gradients, the mean over this number of samples; where it is 0, they do not count."""
         if not samples:
@@ -185,6 +187,7 @@ class Accumulated:
             total += np.multiply(gradient, samples, dtype=total.dtype)
         self._samples += samples
 
+    @quiet
     def mean(self) -> None:
         """Make the gradients the mean over all samples added, and begin the next sum."""
         if self._sums is None or not self._samples:

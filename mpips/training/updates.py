@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 import collectives
+from collectives.kernels.quiet import quiet
 from mpips.optimizers.base import Optimizer, changed
 from mpips.optimizers.elastic import Elastic1
 from mpips.optimizers.equation import Updater
@@ -60,6 +61,7 @@ def clip(gradients: Arrays, limit: float) -> float:
     return norm
 
 
+@quiet
 def weigh(gradients: Arrays, factor: float) -> None:
     """Multiply by a factor. 1 changes no bit; 0 gives zeros, whatever was there."""
     for gradient in gradients if factor != 1.0 else ():

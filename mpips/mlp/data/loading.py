@@ -19,6 +19,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives import log
+from collectives.kernels.quiet import quiet
 from mpips.mlp.data.base import DataSource, is_number, listed, read_checked, see_few
 from mpips.mlp.mesh import Mesh, TrainingError, agree, alike, attempt
 from mpips.mlp.network import interval, working_dtype
@@ -125,6 +126,7 @@ def load(
     return load_opened(open_everywhere(open_source, mesh.comm, way, labels), mesh, batch, dtype, seed, test_share)
 
 
+@quiet
 def load_opened(
     opened: Opened, mesh: Mesh, batch: int, dtype: str = "float32", seed: int = 0, test_share: float = 0.2,
     scaling: Scaling | None = None,

@@ -24,6 +24,7 @@ import collectives
 from collectives import log
 from collectives.errors import CollectiveError, warn
 from collectives.fabric.tasks import Task, together
+from collectives.kernels.quiet import quietly
 from collectives.recorder import own as recorder
 from collectives.recorder.ring import Ring
 from mpips.compression.registry import options
@@ -223,7 +224,7 @@ def gathered(layout: Layout, stored: Stored, keys: Sequence[Key]) -> Task[list[l
     mine = yield from stored.residuals(keys)
     ends = np.cumsum([key.size for key in keys])[:-1]
     parts = [np.zeros(key.size) for key in keys] if mine is None else np.split(mine, ends)
-    kept = [part.astype(residual_dtype(key.dtype.name)) for key, part in zip(keys, parts, strict=True)]
+    kept = [quietly(part.astype, residual_dtype(key.dtype.name)) for key, part in zip(keys, parts, strict=True)]
     found = []
     for group in senders(layout):
         arrays = kept if group[0] == layout.rank else [np.empty_like(array) for array in kept]

@@ -21,6 +21,7 @@ from collectives import arrays
 from collectives.arrays import see_unmasked
 from collectives.errors import did_you_mean, of_caller
 from collectives.fabric.tasks import Task
+from collectives.kernels.quiet import quiet
 from mpips.store.keys import row_sparse
 from mpips.store.keys.key import Array, Key, Name
 from mpips.store.keys.row_sparse import RowSparse
@@ -220,6 +221,7 @@ def _called(dtype: np.dtype) -> str:
     return dtype.name if dtype.isnative else dtype.str
 
 
+@quiet
 def total(values: Sequence[Array]) -> Array:
     """The sum of a key's arrays (one per device), in their order; the array itself where there is one."""
     if len(values) == 1:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from collectives import arrays
+from collectives.kernels.quiet import quiet
 from mpips.optimizers.base import Optimizer
 from mpips.optimizers.equation import is_fused
 
@@ -74,7 +75,8 @@ class RowSparse:
         if dense.shape != self.shape:
             raise ValueError(f"RowSparse of shape {self.shape} cannot be added to an array of shape {dense.shape}")
         once = self.merged()
-        dense[once.rows] += once.values
+        with np.errstate(all="ignore"):
+            dense[once.rows] += once.values
 
     def between(self, start: int, stop: int) -> RowSparse:
         """The rows of [start, stop) as an array of that many rows: a shard's part, its rows counted from 0."""
@@ -92,6 +94,7 @@ class EmptyPush(RowSparse):
         object.__setattr__(self, "shape", tuple(shape))
 
 
+@quiet
 def sums_of_runs(values: np.ndarray, order: np.ndarray, starts: np.ndarray) -> np.ndarray:
     """Return the sums of runs of `values[order]`, which begin at `starts`, each added from first to last.
 
@@ -132,6 +135,7 @@ def add(parts: Sequence[RowSparse]) -> RowSparse:
     return RowSparse(rows, np.concatenate([part.values for part in parts]), first.shape).merged()
 
 
+@quiet
 def merge(a: RowSparse, b: RowSparse) -> RowSparse:
     """a + b, both merged, without a copy of both beside the sum."""
     rows = np.union1d(a.rows, b.rows)

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives import log
+from collectives.kernels.quiet import quietly
 from mpips.compression import Compressor
 from mpips.optimizers import Groups
 from mpips.store.server.late import Late
@@ -316,4 +317,4 @@ def _weighed(array: NDArray[Any], factor: float) -> NDArray[Any]:
     """Multiply an array, in its memory, by a factor; 0 gives zeros, whatever was there."""
     if not factor:
         array[...] = 0
-    return array if factor in (0.0, 1.0) else np.multiply(array, factor, out=array)
+    return array if factor in (0.0, 1.0) else quietly(np.multiply, array, factor, out=array)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.kernels.quiet import quiet
 from mpips.store.keys.row_sparse import sums_of_runs
 from mpips.store.tables import kernels
 from mpips.store.tables.initial import Ids, owners_of
@@ -69,6 +70,7 @@ def deal(found: Distinct, first_rows: Sequence[int], first_words: Sequence[int],
     return rows[found.places]
 
 
+@quiet
 def sum_into(total: Array, gradients: Array, rows: Places) -> None:
     """Set rows of `total` to the sums of gradients (k, dim), each added in the order they stand; `rows`: of each."""
     begun = np.zeros(len(total), np.uint8)
@@ -82,6 +84,7 @@ def sum_into(total: Array, gradients: Array, rows: Places) -> None:
     total[ordered[starts]] = sums_of_runs(gradients, order, starts)
 
 
+@quiet
 def summed(parts: Sequence[tuple[Ids, Array]]) -> tuple[Ids, Array]:
     """Return the sum of gradients of rows: (ids, each once; gradients). They are added from first to last.
 

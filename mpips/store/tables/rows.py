@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.fabric.arena import SparseFile
+from collectives.kernels.quiet import quiet
 from mpips.store.tables import index, kernels
 from mpips.store.tables.index import MOST_ROWS, Positions
 from mpips.store.tables.initial import Ids, first_rows
@@ -143,6 +144,7 @@ class TableRows:
         self.evicted += len(due)
         self.drops.note(dropped, self._step, self.count)
 
+    @quiet
     def _update_blocks(self, at: Positions, gradients: Array, counts: Array | None, step: int) -> None:
         """Update rows that lie at these positions, so few at a time that what is made on the way stays in the cache."""
         step_rows = max(1, BLOCK_BYTES // self.row_bytes)
