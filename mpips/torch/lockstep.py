@@ -42,6 +42,8 @@ NORM_TOLERANCE = 1e-3
 """Difference allowed between norms of a parameter, relative to the larger: processors round unlike."""
 CHECK_STEPS = 128
 """Steps between two comparisons of parameters, beside the steps 1, 2, 4, 8, ..."""
+MOVED = 1e-5
+"""Relative difference of a parameter's norms at two moments of one rank, above which its program has moved it."""
 PASSES_BY_HAND = 32
 """Backward passes without a step of an optimizer, after which the program is taken to step by hand."""
 ABSENT = -1.0
@@ -411,32 +413,32 @@ class WeightWatch:
         """Raise MismatchError on all ranks where they differ at both moments in backward pass `number`. Collective,
         blocking, where it is due and a step was made before; ranks have made as many steps.
 
-        Rank 0 warns instead, once, where the program also moves weights between the two moments, or where it has made
-        so many passes without a step of an optimizer: then the ranks may be alike at a moment that nobody can see.
+        Rank 0 warns instead, once, where the program moves weights without an optimizer's step, or has made none in
+        PASSES_BY_HAND passes: the ranks may be alike at a moment that nobody sees, or differ by rounding.
         """
         if not self.due or (not self._after_step and (self.has_stepped or number < PASSES_BY_HAND)):
             return
         absent = [ABSENT] * len(self._parameters)
-        mine = np.array([self._after_step or absent, self._before_forward or absent])
+        mine = np.array([self._after_step or absent, self._before_forward or absent, self._norms()])
         every = gather_rows(mine.ravel(), comm, what).reshape(comm.size, *mine.shape)
-        here = [moment for moment in range(2) if (every[:, moment] != ABSENT).all()]
-        every = every[:, here]
-        far = ~np.isclose(every, every[0], rtol=self._tolerances, atol=1e-30, equal_nan=True)
+        known = (every != ABSENT).all(axis=(0, 2))
+        far = ~np.isclose(every, every[0], rtol=self._tolerances, atol=1e-30, equal_nan=True)[:, :2][:, known[:2]]
         # What one rank has changed between a step and a forward pass is found in the pass after this one.
         self.due = self._repeats = not self._repeats and bool(far.any())
-        far_always = far.all(axis=1)
-        if not here or not far_always.any():
+        if not known[:2].any() or not far.all(axis=1).any():
             return
-        rank, place = map(int, np.argwhere(far_always)[0])
+        rank, place = map(int, np.argwhere(far.all(axis=1))[0])
+        every = every[:, known]
         norms = every[:, 0, place]
         sentence = (f"{what}: parameter {names.get(self._parameters[place], '?')!r} has norm {norms[0]:.6g} on rank 0 "
                     f"and {norms[rank]:.6g} on rank {rank}")  # fmt: skip
         cure = "let all ranks step on the gradients of DataParallel, with the same numbers"
-        if self.has_stepped and np.array_equal(every[:, 0], every[:, -1], equal_nan=True):
+        if self.has_stepped and np.allclose(every, every[:, :1], rtol=MOVED, atol=0, equal_nan=True):
             with communicator(comm).failing(what):
                 raise collectives.MismatchError(f"{sentence}: {cure}")
         if comm.rank == 0 and not self._has_warned:
-            warn(f"{sentence}, and the program moves weights itself: unless each rank moves its own back, {cure}")
+            warn(f"{sentence}, and the program moves weights itself: unless each rank puts its own back (from a copy, "
+                 f"as sums round), {cure}")  # fmt: skip
         self._has_warned = True
 
     def _norms(self) -> list[float]:

@@ -23,8 +23,8 @@ from collectives.clock import Clock
 from collectives.errors import CollectiveError, of_caller
 from mpips.store.runtime.rendezvous import call_of
 from mpips.torch.lockstep import CHECK_STEPS, UNEXPLAINED, Items, digest, gather_difference, gather_rows
-from mpips.torch.optimizer.exchange import AgreedStep, group_numbers, warn_soon
-from mpips.torch.state import worker_collectives
+from mpips.torch.optimizer.exchange import AgreedStep, find_unlike, group_numbers, warn_soon
+from mpips.torch.state import broadcast_values, worker_collectives
 from mpips.torch.tensors import bytes_of
 
 if TYPE_CHECKING:
@@ -158,15 +158,20 @@ class Consensus:
         return self._rows
 
     def _compare_parameters(self, comm: MPI.Intracomm, what: str) -> None:
-        """Raise ValueError where parameters differ, as some workers have changed theirs."""
-        mine = np.array(self._digest_each())
+        """Raise ValueError where parameters differ by more than rounding, as some workers have changed theirs."""
         with self._within(what, comm):
-            every = gather_rows(mine, comm, what)
-        for rank, place in np.argwhere(every != every[0]):
-            raise of_caller(ValueError(
-                f"{what}: parameter {self._keys[place]!r} is not the same on rank 0 and rank {rank}: where the program "
-                "changes parameters, call set_parameters() on all workers, which then have rank 0's"
-            ))  # fmt: skip
+            every = gather_rows(np.array(self._digest_each()), comm, what)
+            unlike = np.flatnonzero((every != every[0]).any(axis=0)).tolist()
+            if not unlike:
+                return
+            mine = [self._parameters[place] for place in unlike]
+            places = gather_rows(np.array([find_unlike(mine, broadcast_values(mine, 0, comm))]), comm, what)[:, 0]
+        for rank, place in enumerate(places.tolist()):
+            if place >= 0:
+                raise of_caller(ValueError(
+                    f"{what}: parameter {self._keys[unlike[place]]!r} is not the same on rank 0 and rank {rank}: where "
+                    "the program changes parameters, call set_parameters() on all workers, which then have rank 0's"
+                ))  # fmt: skip
 
     def _items(self) -> Items:
         """Return the numbers that must be equal on all workers in each step."""

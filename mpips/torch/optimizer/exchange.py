@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from mpi4py import MPI
 from torch import Tensor
@@ -22,7 +23,7 @@ from mpips.optimizers import SGD, AdaGrad, Adam, AdamW, Optimizer, RMSProp
 from mpips.optimizers.elastic import Elastic1
 from mpips.store.keys import arguments
 from mpips.store.keys.row_sparse import EmptyPush
-from mpips.torch.lockstep import content
+from mpips.torch.lockstep import content, gather_rows
 from mpips.torch.state import broadcast_state, broadcast_tensors, worker_collectives
 
 if TYPE_CHECKING:
@@ -154,9 +155,10 @@ class ServerExchange(GradientExchange):
         Where a synchronous store survives deaths, the round is complete then on all servers: none can undo it."""
         if self.is_loaded:
             self.put_loaded()
-        elif step.changed:
-            raise RuntimeError(f"parameter {step.changed!r} was changed since the last step, and the servers have the "
-                               "old one: call set_parameters() of this optimizer first, on all workers")  # fmt: skip
+        elif step.changed and (changed := self._find_changed()):
+            raise RuntimeError(f"parameter {changed!r} was changed since the last step, and the servers have the old "
+                               "one: call set_parameters() of this optimizer first, on all workers, or put the old one "
+                               "back before the step, from a copy")  # fmt: skip
         if has_step_hooks(self._optimizer):
             raise RuntimeError(f"{type(self._optimizer).__name__} has got a hook on its step, which servers do not "
                                "call: register it before the optimizer is wrapped")  # fmt: skip
@@ -178,6 +180,18 @@ class ServerExchange(GradientExchange):
                 store.pull([key for key, _ in rest], outs)
         elif rest and store.layout.survives:
             store.settings.settle()
+
+    def _find_changed(self) -> str:
+        """Return the key of a parameter that any worker (of an asynchronous store: this one) has, and the servers have
+        not; "" where all were moved back. Blocking."""
+        servers = [torch.empty_like(p, memory_format=torch.contiguous_format) for p in self._parameters]
+        self._store.pull(self._all_keys, servers)
+        place = find_unlike(self._parameters, servers)
+        layout = self._store.layout
+        if not layout.asynchronous and layout.num_workers > 1:
+            with worker_collectives(self._store, "step") as workers:
+                place = int(gather_rows(np.array([place]), workers, "parameters that have changed").max())
+        return self._all_keys[place] if place >= 0 else ""
 
     def take(self) -> None:
         """Take the parameters from the servers."""
@@ -425,6 +439,19 @@ def values_of(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     for parameter, value in zip(parameters, values):
         if value.data_ptr() != parameter.data_ptr():
             parameter.detach().copy_(value)
+
+
+def find_unlike(parameters: Sequence[Tensor], others: Sequence[Tensor | None]) -> int:
+    """Return the place of a parameter that differs from the other one (None: equal) by more than it takes to be moved
+    and moved back, -1 where none does. Types of half precision round so much that they have to be equal."""
+    pairs = [(place, pair[0].detach(), pair[1]) for place, pair in enumerate(zip(parameters, others))]
+    known = [(place, parameter, other) for place, parameter, other in pairs if other is not None]
+    largest = max((float(other.abs().max()) for _, _, other in known if other.numel()), default=0.0)
+    for place, parameter, other in known:
+        rounding = 4 * torch.finfo(other.dtype).eps * largest if other.element_size() > 2 else 0.0
+        if not torch.allclose(parameter, other.view(parameter.shape), rtol=0, atol=rounding, equal_nan=True):
+            return place
+    return -1
 
 
 def gradient_share(layout: Layout, passes: int) -> float:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from collectives import MismatchError
-from mpips.torch import DataParallel
+from mpips.torch import DataParallel, broadcast_optimizer_state
 from mpips.torch.lockstep import difference
 from tests.mpi.torch.support import (
     BATCH,
@@ -81,12 +81,20 @@ def test_rank_0_s_parameters_and_buffers_are_taken() -> None:
     assert alike(normed.module.running_mean.tolist())
 
 
-def test_gradients_add_up_without_an_exchange() -> None:
+def sum_of_gradients(model: nn.Module) -> float:
+    return sum(float(p.grad.sum()) for p in model.parameters())
+
+
+@pytest.mark.parametrize("by_attribute", [False, True])
+def test_gradients_add_up_without_an_exchange(by_attribute: bool) -> None:
     model, plain = DataParallel(network()), network()
     for number in range(3):
-        with model.no_sync() if number < 2 else nullcontext():
+        if by_attribute:
+            model.require_backward_grad_sync = number == 2
+        with model.no_sync() if number < 2 and not by_attribute else nullcontext():
             x, y = batch(number)
             mse_loss(model(x), y).backward()
+        assert WORLD.size == 1 or alike(sum_of_gradients(model)) == (number == 2)
         x, y = joined_batch(number)
         mse_loss(plain(x), y).backward()
     assert max(float((a.grad - b.grad).abs().max()) for a, b in zip(model.parameters(), plain.parameters())) < 1e-12
@@ -365,3 +373,49 @@ def test_a_sentence_names_the_first_difference() -> None:
 def test_wrong_arguments_are_refused(arguments: dict, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         DataParallel(**{"module": network(), **arguments})
+
+
+class Centered(nn.Module):
+    """A buffer that is part of the backward pass, and which each rank changes by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(WORLD.rank)
+        self.last = nn.Linear(3, 2)
+        self.register_buffer("center", torch.ones(3) * (1 + WORLD.rank))
+
+    def forward(self, x: Any) -> Any:
+        return self.last(x * self.center)
+
+
+@pytest.mark.parametrize("within", ["forward", "wrapping", "state"])
+def test_inference_mode_leaves_nothing_that_backward_cannot_use(within: str) -> None:
+    def mode(name: str) -> Any:
+        return torch.inference_mode(name == within)
+
+    net = Centered()
+    optimizer = torch.optim.Adam(net.parameters(), 0.1)
+    net(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    with mode("wrapping"):
+        model = DataParallel(net)
+    with mode("state"):
+        broadcast_optimizer_state(optimizer)
+    for _ in range(3):
+        net.center.add_(WORLD.rank)
+        with mode("forward"):
+            model(torch.ones(1, 3))
+        model.zero_grad()
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    assert alike(sums(model))
+
+
+def test_a_model_made_in_inference_mode_is_refused() -> None:
+    with torch.inference_mode():
+        model = network()
+    with pytest.raises(ValueError, match=r"parameter '0.weight' was made in torch.inference_mode\(\)"):
+        DataParallel(model)
+    for parameter in model.parameters():  # frozen ones are only read
+        parameter.requires_grad_(False)
+    DataParallel(nn.Sequential(nn.Linear(1, 1), model))
