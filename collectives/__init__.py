@@ -18,11 +18,19 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collectives.api import allgather, allreduce, alltoall, broadcast, grouped_allreduce, reduce, reduce_scatter
-    from collectives.communicator import renew
-    from collectives.errors import CollectiveError, MismatchError, StallError
-    from collectives.fabric.arena import empty
-    from collectives.plan import Plan, plan
+    from mpips.collectives.api import (
+        allgather,
+        allreduce,
+        alltoall,
+        broadcast,
+        grouped_allreduce,
+        reduce,
+        reduce_scatter,
+    )
+    from mpips.collectives.communicator import renew
+    from mpips.collectives.errors import CollectiveError, MismatchError, StallError
+    from mpips.collectives.fabric.arena import empty
+    from mpips.collectives.plan import Plan, plan
 
 __all__ = [
     "allreduce",
@@ -56,7 +64,7 @@ class _Package(ModuleType):
         try:
             value = getattr(importlib.import_module(f"collectives.{_HOMES.get(name, 'api')}"), name)
         except (ImportError, RuntimeError) as error:
-            from collectives.errors import without_mpi
+            from mpips.collectives.errors import without_mpi
 
             if without_mpi(error):
                 raise type(error)(without_mpi(error)) from None

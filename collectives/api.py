@@ -10,11 +10,11 @@ from typing import Any
 
 from mpi4py import MPI
 
-from collectives.arrays import Array
-from collectives.communicator import Communicator, communicator
-from collectives.fabric.requests import Tags
-from collectives.group import compile_group
-from collectives.plan import Plan, PlanCache, compile_plan, identity
+from mpips.collectives.arrays import Array
+from mpips.collectives.communicator import Communicator, communicator
+from mpips.collectives.fabric.requests import Tags
+from mpips.collectives.group import compile_group
+from mpips.collectives.plan import Plan, PlanCache, compile_plan, identity
 
 GROUP = "grouped_allreduce"
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from mpi4py import MPI
 
-from collectives.arrays import type_name
-from collectives.errors import did_you_mean
-from collectives.kernels.sums import Step, steps
-from collectives.schedule.model import KINDS, cut
+from mpips.collectives.arrays import type_name
+from mpips.collectives.errors import did_you_mean
+from mpips.collectives.kernels.sums import Step, steps
+from mpips.collectives.schedule.model import KINDS, cut
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -20,13 +20,13 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives import log
-from collectives.errors import CollectiveError, MismatchError, given_up, of_caller
-from collectives.fabric import arena
-from collectives.fabric.arena import Region
-from collectives.fabric.board import NUMBERS, Board, Ending, unreachable
-from collectives.fabric.failure import failed, made
-from collectives.fabric.layout import (
+from mpips.collectives import log
+from mpips.collectives.errors import CollectiveError, MismatchError, given_up, of_caller
+from mpips.collectives.fabric import arena
+from mpips.collectives.fabric.arena import Region
+from mpips.collectives.fabric.board import NUMBERS, Board, Ending, unreachable
+from mpips.collectives.fabric.failure import failed, made
+from mpips.collectives.fabric.layout import (
     DEPARTURES,
     ORDERED_STORES,
     PROGRAM_ENDED,
@@ -36,16 +36,16 @@ from collectives.fabric.layout import (
     area_bytes,
     clear,
 )
-from collectives.fabric.process_memory import OutOfReach, open_to_all
-from collectives.fabric.requests import TAGS, Collectives, Lanes, Roll, leave, ranks_of_job, sweep
-from collectives.fabric.wait import NAP_AFTER_BETWEEN_NODES, Limits, drive, limits, until
-from collectives.machine import Quota, bound_cores, find_quota
-from collectives.network.control import Control
-from collectives.recorder import own as recorder
-from collectives.recorder import tracing
-from collectives.schedule.catalog import see_named
-from collectives.tuner import table
-from collectives.tuner.table import TuningTable
+from mpips.collectives.fabric.process_memory import OutOfReach, open_to_all
+from mpips.collectives.fabric.requests import TAGS, Collectives, Lanes, Roll, leave, ranks_of_job, sweep
+from mpips.collectives.fabric.wait import NAP_AFTER_BETWEEN_NODES, Limits, drive, limits, until
+from mpips.collectives.machine import Quota, bound_cores, find_quota
+from mpips.collectives.network.control import Control
+from mpips.collectives.recorder import own as recorder
+from mpips.collectives.recorder import tracing
+from mpips.collectives.schedule.catalog import see_named
+from mpips.collectives.tuner import table
+from mpips.collectives.tuner.table import TuningTable
 
 LOG = log.get("mpips.collectives")
 MOST_CORES = 4096

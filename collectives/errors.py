@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from types import FrameType
 from typing import NoReturn, TypeVar
 
-from collectives import log
+from mpips.collectives import log
 
 LOG = log.get("mpips.collectives")
 

@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives import arrays as user_arrays
-from collectives.arrays import Flat, Vector, type_name
-from collectives.call import Call, Runner, operation
-from collectives.communicator import Communicator
-from collectives.fabric import arena
-from collectives.fabric.requests import Tags
-from collectives.kernels.sums import Step, perform
-from collectives.node.executor import DONE, Executor, not_begun, part_of
-from collectives.node.program import copy
-from collectives.runner import chosen, make_runner, ways
-from collectives.schedule.model import cut
+from mpips.collectives import arrays as user_arrays
+from mpips.collectives.arrays import Flat, Vector, type_name
+from mpips.collectives.call import Call, Runner, operation
+from mpips.collectives.communicator import Communicator
+from mpips.collectives.fabric import arena
+from mpips.collectives.fabric.requests import Tags
+from mpips.collectives.kernels.sums import Step, perform
+from mpips.collectives.node.executor import DONE, Executor, not_begun, part_of
+from mpips.collectives.node.program import copy
+from mpips.collectives.runner import chosen, make_runner, ways
+from mpips.collectives.schedule.model import cut
 
 PACKED_BYTES = 64 << 10
 """On one node, arrays of up to so many bytes are copied beside each other; larger ones are reduced where they lie."""

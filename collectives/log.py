@@ -26,7 +26,7 @@ from functools import cache
 from pathlib import Path
 from typing import TextIO, cast
 
-from collectives.recorder.own import place
+from mpips.collectives.recorder.own import place
 
 LEVEL_VARIABLE, FOLDER_VARIABLE, FORMAT_VARIABLE = "MPIPS_LOG", "MPIPS_LOG_DIR", "MPIPS_LOG_FORMAT"
 LEVELS = ("debug", "info", "warning")

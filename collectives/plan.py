@@ -20,17 +20,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from collectives import arrays
-from collectives.arrays import Array, Vector, type_name
-from collectives.call import REDUCING, ROOTED, Call, Runner, operation, see_root
-from collectives.communicator import Communicator, communicator
-from collectives.errors import CollectiveError, Uncopied, of_caller
-from collectives.fabric.requests import Tags
-from collectives.fabric.wait import see_in_time
-from collectives.network.messages import MessagePlan
-from collectives.node.executor import MET, Executor, not_begun
-from collectives.recorder import own as recorder
-from collectives.runner import (
+from mpips.collectives import arrays
+from mpips.collectives.arrays import Array, Vector, type_name
+from mpips.collectives.call import REDUCING, ROOTED, Call, Runner, operation, see_root
+from mpips.collectives.communicator import Communicator, communicator
+from mpips.collectives.errors import CollectiveError, Uncopied, of_caller
+from mpips.collectives.fabric.requests import Tags
+from mpips.collectives.fabric.wait import see_in_time
+from mpips.collectives.network.messages import MessagePlan
+from mpips.collectives.node.executor import MET, Executor, not_begun
+from mpips.collectives.recorder import own as recorder
+from mpips.collectives.runner import (
     Over,
     Started,
     Timed,
@@ -42,7 +42,7 @@ from collectives.runner import (
     finish,
     make_runner,
 )
-from collectives.tensor.compile import compile_tensor
+from mpips.collectives.tensor.compile import compile_tensor
 
 
 class Plan(Uncopied):
@@ -153,7 +153,7 @@ class Plan(Uncopied):
     @property
     def predicted_seconds(self) -> float | None:
         """Return what the fitted cost model expects; None where there is no model for the algorithm."""
-        from collectives.simulator.simulate import predict_seconds  # here alone, as it loads the simulator
+        from mpips.collectives.simulator.simulate import predict_seconds  # here alone, as it loads the simulator
 
         way = self._bare.way if isinstance(self._bare, Executor) else ""
         return predict_seconds(self._home.table, self.call, self._home.nodes, way)

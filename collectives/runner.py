@@ -9,20 +9,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-from collectives.arrays import Flat
-from collectives.call import Body, Call, Runner
-from collectives.communicator import Communicator
-from collectives.fabric.board import NUMBERS
-from collectives.fabric.layout import DESCRIPTORS, Descriptor
-from collectives.fabric.requests import Tags
-from collectives.network import native
-from collectives.network.messages import MessagePlan, TwoLevelPlan
-from collectives.network.native import NativePlan
-from collectives.node.executor import DONE, MET, Executor, Ways, not_begun, part_of
-from collectives.recorder import own as recorder
-from collectives.recorder.ring import Ring, form
-from collectives.schedule import catalog
-from collectives.schedule.model import Schedule
+from mpips.collectives.arrays import Flat
+from mpips.collectives.call import Body, Call, Runner
+from mpips.collectives.communicator import Communicator
+from mpips.collectives.fabric.board import NUMBERS
+from mpips.collectives.fabric.layout import DESCRIPTORS, Descriptor
+from mpips.collectives.fabric.requests import Tags
+from mpips.collectives.network import native
+from mpips.collectives.network.messages import MessagePlan, TwoLevelPlan
+from mpips.collectives.network.native import NativePlan
+from mpips.collectives.node.executor import DONE, MET, Executor, Ways, not_begun, part_of
+from mpips.collectives.recorder import own as recorder
+from mpips.collectives.recorder.ring import Ring, form
+from mpips.collectives.schedule import catalog
+from mpips.collectives.schedule.model import Schedule
 
 UNEVEN = (
     "hierarchical needs nodes with equal numbers of ranks, neighbours in rank: choose another algorithm, or auto"

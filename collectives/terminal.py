@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import click
 
-from collectives import files
+from mpips.collectives import files
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -17,8 +17,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from launch.machine import check_room, this_machine
-    from launch.mpirun import FULL_DUPLEX, NAMES, Job, Launcher, LauncherError, Machine, build, find, program
+    from mpips.launch.machine import check_room, this_machine
+    from mpips.launch.mpirun import FULL_DUPLEX, NAMES, Job, Launcher, LauncherError, Machine, build, find, program
 
 __all__ = [
     "FULL_DUPLEX", "NAMES", "Job", "Launcher", "LauncherError", "Machine", "build", "check_room", "find", "program",
@@ -29,5 +29,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'launch' has no attribute {name!r}")
-    home = "launch.machine" if name in ("check_room", "this_machine") else "launch.mpirun"
+    home = "mpips.launch.machine" if name in ("check_room", "this_machine") else "mpips.launch.mpirun"
     return getattr(importlib.import_module(home), name)

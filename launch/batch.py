@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, cast
 import click
 from click.core import ParameterSource
 
-from collectives.terminal import Interruptible, InterruptibleGroup, Whole, format_examples
-from launch.mpirun import (
+from mpips.collectives.terminal import Interruptible, InterruptibleGroup, Whole, format_examples
+from mpips.launch.mpirun import (
     NAMES,
     PMI,
     Flavour,
@@ -31,7 +31,7 @@ from launch.mpirun import (
     program,
     refuse_spares,
 )
-from launch.run import (
+from mpips.launch.run import (
     BEFORE_A_SCRIPT,
     note_missing,
     role_options,

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import click
 
-from collectives.terminal import InterruptibleGroup, Whole, format_examples
-from launch.run import options_of, start
+from mpips.collectives.terminal import InterruptibleGroup, Whole, format_examples
+from mpips.launch.run import options_of, start
 
 
 class Sub(NamedTuple):
@@ -36,20 +36,20 @@ class Sub(NamedTuple):
 
 
 def _collective(case: str, summary: str, *lines: str) -> Sub:
-    return Sub("collectives.benchmark.__main__", summary, lines, ranked=True, case=case)
+    return Sub("mpips.collectives.benchmark.__main__", summary, lines, ranked=True, case=case)
 
 
 COMMANDS = {
     "run": Sub(
-        "launch.run", "Start a script as one MPI job of workers and servers.",
+        "mpips.launch.run", "Start a script as one MPI job of workers and servers.",
         ("mpips run -w 4 train.py --lr 0.1", "mpips run -n 6 -s 2 --hostfile hosts train.py    # 4 workers, 2 servers"),
     ),
     "doctor": Sub(
-        "launch.doctor.__main__", "Check Python, MPI, memory, GPU, cores, scheduler and network.",
+        "mpips.launch.doctor.__main__", "Check Python, MPI, memory, GPU, cores, scheduler and network.",
         ("mpips doctor", "srun -n 4 mpips doctor    # inside an allocation"),
     ),
     "script": Sub(
-        "launch.batch", "Write a batch script for Slurm, LSF or PBS.",
+        "mpips.launch.batch", "Write a batch script for Slurm, LSF or PBS.",
         ("mpips script slurm -N 4 -s 2 -w 14 train.py > job.sh", "mpips script pbs -N 2 -n 8 -m my.module > job.sh"),
     ),
     "train": Sub(
@@ -59,11 +59,11 @@ COMMANDS = {
         ranked=True,
     ),
     "tune": Sub(
-        "collectives.tuner.tune", "Measure which algorithm is fastest here, for `auto`.",
+        "mpips.collectives.tuner.tune", "Measure which algorithm is fastest here, for `auto`.",
         ("mpips tune -n 4", "mpips tune -n 4 --dry-run"), ranked=True,
     ),
     "sim": Sub(
-        "collectives.simulator.__main__", "Simulate an algorithm on a topology.",
+        "mpips.collectives.simulator.__main__", "Simulate an algorithm on a topology.",
         ("mpips sim --topology bcube:3,2 --algorithms bcube,ring --bytes 4MiB",),
     ),
     "plan": Sub(
@@ -71,23 +71,23 @@ COMMANDS = {
         ("mpips plan profile.json --nodes 8", "mpips plan --model resnet50 --nodes 4:64 --plot plan.png"),
     ),
     "why": Sub(
-        "launch.observe.__main__", "Say why a job stands: who waits for whom, and where that rank is.",
+        "mpips.launch.observe.__main__", "Say why a job stands: who waits for whom, and where that rank is.",
         ("mpips why", "mpips why 4711 --json"), case="why",
     ),
     "top": Sub(
-        "launch.observe.__main__", "Show the ranks of a running job.", ("mpips top", "mpips top 4711 --once"),
+        "mpips.launch.observe.__main__", "Show the ranks of a running job.", ("mpips top", "mpips top 4711 --once"),
         case="top",
     ),
     "page": Sub(
-        "launch.observe.__main__", "Serve a live page of a job for a browser.",
+        "mpips.launch.observe.__main__", "Serve a live page of a job for a browser.",
         ("mpips page", "mpips page 4711 --port 8080"), case="page",
     ),
     "trace": Sub(
-        "launch.observe.__main__", "Write one timeline of all ranks of a running job.",
+        "mpips.launch.observe.__main__", "Write one timeline of all ranks of a running job.",
         ("mpips trace --seconds 5", "mpips trace 4711 -o step.json"), case="trace",
     ),
     "metrics": Sub(
-        "launch.observe.__main__", "Export metrics of jobs for Prometheus.",
+        "mpips.launch.observe.__main__", "Export metrics of jobs for Prometheus.",
         ("mpips metrics --port 9477", "mpips metrics --dir /var/lib/node_exporter"), case="metrics",
     ),
     "chaos": Sub(
@@ -96,7 +96,7 @@ COMMANDS = {
          "mpips chaos --replay plan.json --reference -- mpips run -w 4 train.py"),
     ),
     "lab": Sub(
-        "launch.lab.__main__", "An emulated cluster on this machine.",
+        "mpips.launch.lab.__main__", "An emulated cluster on this machine.",
         ("mpips lab up star:4 --rate 100mbit", "mpips lab run -n 4 -- python -m collectives.benchmark allreduce"),
     ),
 }  # fmt: skip

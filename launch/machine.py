@@ -23,8 +23,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from collectives.machine import choose_long_copies, fix_addresses, read_number, total_memory, usable_cores
-from launch.mpirun import NAMES, Flavour, Job, Launcher, LauncherError, Machine, lacks_scheduler
+from mpips.collectives.machine import choose_long_copies, fix_addresses, read_number, total_memory, usable_cores
+from mpips.launch.mpirun import NAMES, Flavour, Job, Launcher, LauncherError, Machine, lacks_scheduler
 
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 RANK_BYTES = 10 << 20  # no rank has less of its own once MPI is started: Open MPI's have 11 MiB, MPICH's 16

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 from urllib.parse import quote_from_bytes
 
-from launch.hosts import Placed
+from mpips.launch.hosts import Placed
 from mpips.store.world import ENCODED, tells_rank, without_place
 
 Flavour = Literal["openmpi", "mpich", "intel"]

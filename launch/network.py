@@ -20,9 +20,9 @@ from collections.abc import Mapping, Sequence
 from ipaddress import IPv4Interface, IPv4Network
 from typing import Any, NamedTuple
 
-from collectives.simulator.topology import BCube, FatTree, host_at, parse
-from launch.hosts import Host, Placed
-from launch.mpirun import Job, Launcher, LauncherError, Machine, ask, build
+from mpips.collectives.simulator.topology import BCube, FatTree, host_at, parse
+from mpips.launch.hosts import Host, Placed
+from mpips.launch.mpirun import Job, Launcher, LauncherError, Machine, ask, build
 from mpips.store.options import Options
 from mpips.store.world import launched_as
 
@@ -206,7 +206,7 @@ def ask_hosts(
     silent."""
     environment = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
     placed = tuple(Placed(host, 1) for host in hosts)
-    program = (sys.executable, "-P", "-m", "launch.network", *hosts)
+    program = (sys.executable, "-P", "-m", "mpips.launch.network", *hosts)
     job = Job(len(hosts), program, environment, placed, extra=tuple(extra))
     argv = build(launcher, job, machine)
     try:

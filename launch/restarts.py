@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from collectives import log
-from launch.hosts import Host, Placed
-from launch.mpirun import Flavour, Job, Launcher, LauncherError, Machine, ask, build
-from launch.running.process import Ended, tell
-from launch.running.verdict import signal_in
+from mpips.collectives import log
+from mpips.launch.hosts import Host, Placed
+from mpips.launch.mpirun import Flavour, Job, Launcher, LauncherError, Machine, ask, build
+from mpips.launch.running.process import Ended, tell
+from mpips.launch.running.verdict import signal_in
 from mpips.store.checkpoint import folder as files
 from mpips.store.options import Options
 

@@ -26,17 +26,24 @@ from urllib.parse import quote
 
 import click
 
-from collectives import log
-from collectives.machine import open_memory
-from collectives.recorder import folders, tracing
-from collectives.recorder import own as recorder
-from collectives.terminal import Interruptible, Whole
-from launch import restarts
-from launch.hosts import Host, place, read
-from launch.machine import check_room, check_surroundings, choose_loopback, choose_settings, this_machine, warn_of_crowd
-from launch.mpirun import Job, Launcher, LauncherError, Machine, build, check_spares, find, find_agent, program
-from launch.observe.options import OBSERVED, check_recorder, observe_options, observing
-from launch.running import process
+from mpips.collectives import log
+from mpips.collectives.machine import open_memory
+from mpips.collectives.recorder import folders, tracing
+from mpips.collectives.recorder import own as recorder
+from mpips.collectives.terminal import Interruptible, Whole
+from mpips.launch import restarts
+from mpips.launch.hosts import Host, place, read
+from mpips.launch.machine import (
+    check_room,
+    check_surroundings,
+    choose_loopback,
+    choose_settings,
+    this_machine,
+    warn_of_crowd,
+)
+from mpips.launch.mpirun import Job, Launcher, LauncherError, Machine, build, check_spares, find, find_agent, program
+from mpips.launch.observe.options import OBSERVED, check_recorder, observe_options, observing
+from mpips.launch.running import process
 from mpips.store import world
 from mpips.store.checkpoint import folder as checkpoints
 from mpips.store.options import OF_PROCESSES, PREFIX, OptionError, Options, uneven
@@ -305,7 +312,7 @@ class JobStarter:
         if options.checkpoint:
             checkpoints.make(options.checkpoint)
         if self.interface:
-            from launch import network  # NumPy only where it is needed
+            from mpips.launch import network  # NumPy only where it is needed
 
             network.check_interface(self.interface, self.launcher, job.hosts, self.machine, self.extra)
 
@@ -320,7 +327,7 @@ class JobStarter:
         if self.nics and not self.topology:
             raise LauncherError("--nics says which NIC serves which level of a --topology: give that, too")
         if self.topology:
-            from launch.network import place_in_topology  # NumPy only where it is needed
+            from mpips.launch.network import place_in_topology  # NumPy only where it is needed
 
             where = self.topology, (self.nics or "").split(","), self.interface
             hosts = place_in_topology(*where, options, named, self.launcher, self.machine, self.extra)
@@ -420,7 +427,7 @@ def start(ranks: int, words: Sequence[str], mpirun: str | None = None, name: str
     The exit code becomes the job's, or what the ranks have left with (`collectives.terminal.leave`). `name`: the
     command that a signal interrupts.
     """
-    from collectives.terminal import CODE_FILE  # `mpips --help` does without
+    from mpips.collectives.terminal import CODE_FILE  # `mpips --help` does without
 
     machine = this_machine()
     try:

@@ -20,8 +20,8 @@ import venv
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from launch.machine import this_machine
-from launch.mpirun import Job, Launcher, LauncherError, build, find
+from mpips.launch.machine import this_machine
+from mpips.launch.mpirun import Job, Launcher, LauncherError, build, find
 
 ROOT = Path(__file__).resolve().parent.parent
 LOADS = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI"

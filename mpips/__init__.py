@@ -27,10 +27,10 @@ from mpips.ending.process import when_started as _when_started
 from mpips.ending.uncaught import install_hooks as _install_hooks
 
 if TYPE_CHECKING:
-    from collectives.errors import CollectiveError, MismatchError, StallError
-    from collectives.fabric.arena import empty
-    from collectives.recorder.own import note
     from mpips import chaos, compression, optimizers, training
+    from mpips.collectives.errors import CollectiveError, MismatchError, StallError
+    from mpips.collectives.fabric.arena import empty
+    from mpips.collectives.recorder.own import note
     from mpips.store.api import KVStore
     from mpips.store.create import create
     from mpips.store.keys.key import Rounds
@@ -56,9 +56,9 @@ _HOMES = {
     "create": "mpips.store.create", "KVStore": "mpips.store.api", "Options": "mpips.store.options",
     "OptionError": "mpips.store.options", "RowSparse": "mpips.store.keys.row_sparse",
     "Rounds": "mpips.store.keys.key", "Trainer": "mpips.training.trainer", "Elastic": "mpips.training.local",
-    "Model": "mpips.training.model", "empty": "collectives.fabric.arena", "note": "collectives.recorder.own",
-    "CollectiveError": "collectives.errors",
-    "MismatchError": "collectives.errors", "StallError": "collectives.errors",
+    "Model": "mpips.training.model", "empty": "mpips.collectives.fabric.arena", "note": "mpips.collectives.recorder.own",
+    "CollectiveError": "mpips.collectives.errors",
+    "MismatchError": "mpips.collectives.errors", "StallError": "mpips.collectives.errors",
     "StoreError": "mpips.store.runtime.errors", "StoreMismatchError": "mpips.store.runtime.errors",
     "StoreStallError": "mpips.store.runtime.errors", "Table": "mpips.store.worker.table",
     "uniform": "mpips.store.tables.initial", "seen": "mpips.store.tables.admission",

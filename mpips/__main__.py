@@ -15,7 +15,7 @@ from urllib.parse import unquote_to_bytes
 
 from mpi4py import run
 
-from collectives.recorder.own import answer_usr2
+from mpips.collectives.recorder.own import answer_usr2
 from mpips.ending.alone import remark
 from mpips.ending.process import StatusLine, is_fork, is_started, leave_fork, say
 from mpips.ending.uncaught import INTERRUPTED, end, end_after_hook, end_unstarted, is_alone, show
@@ -108,7 +108,7 @@ def name_threads_that_stay() -> None:
             os.write(2, f"mpips: rank {rank}: {text}: end {them}, or make {them} with daemon=True\n".encode())
 
     if staying():
-        from collectives.fabric.wait import limits
+        from mpips.collectives.fabric.wait import limits
 
         seconds = limits().stall_seconds
         timer = threading.Timer(seconds, say)

@@ -10,7 +10,7 @@ import struct
 import numpy as np
 from mpi4py import MPI
 
-from collectives.errors import of_caller, ranks
+from mpips.collectives.errors import of_caller, ranks
 from mpips.store.world import MASTER
 
 WORDS = 2048

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives import arrays
+from mpips.collectives import arrays
 
 Positions = slice | NDArray[np.int64]
 NUMBERS = "biufc"

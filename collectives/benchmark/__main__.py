@@ -18,17 +18,17 @@ import click
 import numpy as np
 from mpi4py import MPI
 
-from collectives import api
-from collectives.benchmark import report
-from collectives.benchmark.case import FLOOR_SHARE, GLOO_KINDS, MPI_NAME, OPS, Candidate, Case, why_no_gloo
-from collectives.benchmark.harness import measure, ping_pong
-from collectives.benchmark.report import OverlapRow, Row
-from collectives.call import REDUCING, operation
-from collectives.machine import check_memory, count_local_ranks
-from collectives.plan import plan as compiled
-from collectives.schedule import catalog
-from collectives.schedule.model import BUS_FACTOR, parse
-from collectives.terminal import (
+from mpips.collectives import api
+from mpips.collectives.benchmark import report
+from mpips.collectives.benchmark.case import FLOOR_SHARE, GLOO_KINDS, MPI_NAME, OPS, Candidate, Case, why_no_gloo
+from mpips.collectives.benchmark.harness import measure, ping_pong
+from mpips.collectives.benchmark.report import OverlapRow, Row
+from mpips.collectives.call import REDUCING, operation
+from mpips.collectives.machine import check_memory, count_local_ranks
+from mpips.collectives.plan import plan as compiled
+from mpips.collectives.schedule import catalog
+from mpips.collectives.schedule.model import BUS_FACTOR, parse
+from mpips.collectives.terminal import (
     OutFile,
     Picture,
     RankedCommand,

@@ -20,10 +20,10 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.call import REDUCING
-from collectives.fabric.arena import empty
-from collectives.plan import plan as compiled
-from collectives.schedule.model import cut
+from mpips.collectives.call import REDUCING
+from mpips.collectives.fabric.arena import empty
+from mpips.collectives.plan import plan as compiled
+from mpips.collectives.schedule.model import cut
 
 MPI_NAME = "MPI"
 

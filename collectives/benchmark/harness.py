@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from collectives.kernels import engine
+from mpips.collectives.kernels import engine
 
 BATCH_SECONDS = 2e-3  # long beside the time between a barrier's first rank and its last, and beside a call of which the
 # caches hold what the candidate before has left

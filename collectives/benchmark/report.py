@@ -14,11 +14,11 @@ import numpy as np
 from mpi4py import MPI
 from rich.table import Table
 
-from collectives import files
-from collectives.benchmark.harness import Timing
-from collectives.machine import usable_cores
-from collectives.schedule.model import BUS_FACTOR
-from collectives.terminal import show_bytes, show_table, write_json, write_text, writing
+from mpips.collectives import files
+from mpips.collectives.benchmark.harness import Timing
+from mpips.collectives.machine import usable_cores
+from mpips.collectives.schedule.model import BUS_FACTOR
+from mpips.collectives.terminal import show_bytes, show_table, write_json, write_text, writing
 
 FLOOR_BYTES = 1 << 20  # below, a call is no matter of bytes
 

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from collectives.errors import CollectiveError, of_caller
-from collectives.machine import count_local_ranks, free_memory, free_room, free_swap, open_memory
+from mpips.collectives.errors import CollectiveError, of_caller
+from mpips.collectives.machine import count_local_ranks, free_memory, free_room, free_swap, open_memory
 
 if TYPE_CHECKING:
     from mpi4py import MPI

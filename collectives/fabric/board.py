@@ -31,11 +31,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from collectives.clock import Clock
-from collectives.errors import KINDS, CollectiveError, kind_of
-from collectives.fabric import arena
-from collectives.fabric.arena import Region
-from collectives.fabric.layout import (
+from mpips.collectives.clock import Clock
+from mpips.collectives.errors import KINDS, CollectiveError, kind_of
+from mpips.collectives.fabric import arena
+from mpips.collectives.fabric.arena import Region
+from mpips.collectives.fabric.layout import (
     DEPARTURES,
     DESCRIPTORS,
     FINISHED,
@@ -47,10 +47,10 @@ from collectives.fabric.layout import (
     Descriptors,
     NodeMemory,
 )
-from collectives.fabric.process_memory import OutOfReach
-from collectives.fabric.wait import NAP_AFTER_ON_NODE, Limits, drive, until
-from collectives.recorder.own import Marks
-from collectives.recorder.ring import WORD
+from mpips.collectives.fabric.process_memory import OutOfReach
+from mpips.collectives.fabric.wait import NAP_AFTER_ON_NODE, Limits, drive, until
+from mpips.collectives.recorder.own import Marks
+from mpips.collectives.recorder.ring import WORD
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

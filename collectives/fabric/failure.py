@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from mpi4py import MPI
 
-from collectives.clock import Clock
+from mpips.collectives.clock import Clock
 
 C = TypeVar("C", bound=MPI.Comm)
 WATCH_SECONDS = 4e-3

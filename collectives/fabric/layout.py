@@ -31,8 +31,8 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.errors import CollectiveError, MismatchError, ranks
-from collectives.recorder.ring import WORD
+from mpips.collectives.errors import CollectiveError, MismatchError, ranks
+from mpips.collectives.recorder.ring import WORD
 
 POISON_BYTES = 4096
 PROGRAM_ENDED, CLOSED = 1, 2

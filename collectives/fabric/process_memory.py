@@ -16,8 +16,8 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.errors import CollectiveError
-from collectives.machine import read_number
+from mpips.collectives.errors import CollectiveError
+from mpips.collectives.machine import read_number
 
 _PR_SET_PTRACER = 0x59616D61
 _LIBC = ctypes.CDLL(None, use_errno=True)

@@ -30,12 +30,12 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from mpi4py import MPI
 
-from collectives.arrays import Vector
-from collectives.clock import Clock
-from collectives.errors import CollectiveError
-from collectives.fabric.failure import failed, is_death
-from collectives.fabric.wait import NAP_AFTER_BETWEEN_NODES, Limits, drive, until
-from collectives.recorder import own as recorder
+from mpips.collectives.arrays import Vector
+from mpips.collectives.clock import Clock
+from mpips.collectives.errors import CollectiveError
+from mpips.collectives.fabric.failure import failed, is_death
+from mpips.collectives.fabric.wait import NAP_AFTER_BETWEEN_NODES, Limits, drive, until
+from mpips.collectives.recorder import own as recorder
 
 FIRST_TAG = 16
 LEAST_TAG = 32767  # the highest tag on the poorest MPI

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from collectives.clock import Clock
-from collectives.errors import StallError, ranks, warn
-from collectives.recorder import own as recorder
+from mpips.collectives.clock import Clock
+from mpips.collectives.errors import StallError, ranks, warn
+from mpips.collectives.recorder import own as recorder
 
 SPINS = 16  # steps before the first yield
 LOOK_SECONDS = 1e-4  # between two looks around; yields are not counted, as each may cost a slice of a busy core

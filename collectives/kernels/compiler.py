@@ -30,7 +30,7 @@ from numba.core.typing import Context, Signature
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array
 
-from collectives import log
+from mpips.collectives import log
 
 LOG = log.get("mpips.kernels")
 _HALF, _FLOAT = llvmlite.ir.HalfType(), llvmlite.ir.FloatType()

@@ -27,8 +27,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from collectives import log
-from collectives.clock import Clock
+from mpips.collectives import log
+from mpips.collectives.clock import Clock
 
 LOG = log.get("mpips.kernels")
 VARIABLE = "MPIPS_KERNELS"
@@ -113,7 +113,7 @@ def _unusable() -> str:
     try:
         import numba
 
-        from collectives.kernels import compiler  # noqa: F401
+        from mpips.collectives.kernels import compiler  # noqa: F401
     except Exception as error:  # of another package, which may be broken
         return f"Numba cannot be loaded: {_in_a_line(error)}"
     return "NUMBA_DISABLE_JIT is set" if numba.config.DISABLE_JIT else ""
@@ -280,7 +280,7 @@ class _Engine:
 
     def _compiled(self, kernel: Kernel, folder: Path | None) -> Callable[..., Any]:
         """Return a kernel's compiled function, from the cache or by compiling it now."""
-        from collectives.kernels import compiler
+        from mpips.collectives.kernels import compiler
 
         source = compiler.Source(kernel.name, kernel.source, kernel.types)
         with self._compiling, _giving_way(self._stopped):

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives.kernels import engine
+from mpips.collectives.kernels import engine
 
 WIDE = {"float16": "float32", "bfloat16": "float32", "float32": "float32", "float64": "float64"}
 """Dtypes of arrays that kernels know, and what they reckon in."""

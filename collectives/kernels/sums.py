@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from collectives.arrays import Vector, same
-from collectives.kernels import engine
-from collectives.kernels.quiet import quietly
+from mpips.collectives.arrays import Vector, same
+from mpips.collectives.kernels import engine
+from mpips.collectives.kernels.quiet import quietly
 
 Step: TypeAlias = "tuple[Callable[..., Any], tuple[Any, ...]]"
 """A function and its arguments."""

@@ -16,11 +16,11 @@ from collections.abc import Iterator, Sequence
 import msgspec
 from mpi4py import MPI
 
-from collectives.errors import KINDS, CollectiveError, MismatchError, kind_of
-from collectives.fabric.failure import failed
-from collectives.fabric.layout import DEPARTURES, PROGRAM_ENDED, disagreement
-from collectives.fabric.requests import received, tell
-from collectives.fabric.wait import Limits
+from mpips.collectives.errors import KINDS, CollectiveError, MismatchError, kind_of
+from mpips.collectives.fabric.failure import failed
+from mpips.collectives.fabric.layout import DEPARTURES, PROGRAM_ENDED, disagreement
+from mpips.collectives.fabric.requests import received, tell
+from mpips.collectives.fabric.wait import Limits
 
 SPEAK_SECONDS = 0.05
 SETTLE_SECONDS = 0.15

@@ -23,13 +23,13 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from mpi4py import MPI
 
-from collectives.arrays import Flat, Vector
-from collectives.call import Call, scale
-from collectives.fabric.requests import Tags, receives, release, sends
-from collectives.kernels import sums
-from collectives.kernels.sums import Step, perform
-from collectives.schedule import catalog
-from collectives.schedule.model import NOBODY, RankStep, Schedule, cut, extent, in_rank_order, overlap
+from mpips.collectives.arrays import Flat, Vector
+from mpips.collectives.call import Call, scale
+from mpips.collectives.fabric.requests import Tags, receives, release, sends
+from mpips.collectives.kernels import sums
+from mpips.collectives.kernels.sums import Step, perform
+from mpips.collectives.schedule import catalog
+from mpips.collectives.schedule.model import NOBODY, RankStep, Schedule, cut, extent, in_rank_order, overlap
 
 
 class _Step(NamedTuple):

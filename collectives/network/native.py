@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from collectives.arrays import Flat, Vector
-from collectives.call import Call, mpi_type, scale
-from collectives.errors import MismatchError
-from collectives.fabric.layout import DIFFERENT, digest
-from collectives.fabric.requests import Begin, Collectives
-from collectives.kernels.sums import Step, perform
+from mpips.collectives.arrays import Flat, Vector
+from mpips.collectives.call import Call, mpi_type, scale
+from mpips.collectives.errors import MismatchError
+from mpips.collectives.fabric.layout import DIFFERENT, digest
+from mpips.collectives.fabric.requests import Begin, Collectives
+from mpips.collectives.kernels.sums import Step, perform
 
 MOST_ELEMENTS = 1 << 28
 MOST_BYTES = (1 << 31) - 1  # where elements go as bytes: an int of C counts no further

@@ -24,16 +24,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives.arrays import Flat, Vector, same
-from collectives.call import Call
-from collectives.errors import CollectiveError
-from collectives.fabric import arena
-from collectives.fabric.board import NUMBERS, ORDER, Board
-from collectives.fabric.layout import DESCRIPTORS, PLACE_WORDS, ArrayPlace, Descriptor
-from collectives.fabric.process_memory import place as reached_at
-from collectives.kernels import sums
-from collectives.kernels.sums import perform
-from collectives.node.program import (
+from mpips.collectives.arrays import Flat, Vector, same
+from mpips.collectives.call import Call
+from mpips.collectives.errors import CollectiveError
+from mpips.collectives.fabric import arena
+from mpips.collectives.fabric.board import NUMBERS, ORDER, Board
+from mpips.collectives.fabric.layout import DESCRIPTORS, PLACE_WORDS, ArrayPlace, Descriptor
+from mpips.collectives.fabric.process_memory import place as reached_at
+from mpips.collectives.kernels import sums
+from mpips.collectives.kernels.sums import perform
+from mpips.collectives.node.program import (
     NOTHING,
     Program,
     Scalars,

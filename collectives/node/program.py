@@ -27,14 +27,14 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from collectives.arrays import Vector, same
-from collectives.call import Call
-from collectives.fabric import arena
-from collectives.fabric.arena import Region
-from collectives.fabric.layout import SLOT_BYTES, ArrayPlace, NodeMemory
-from collectives.fabric.process_memory import Move, deliver, fetch
-from collectives.kernels import sums
-from collectives.kernels.sums import Step
+from mpips.collectives.arrays import Vector, same
+from mpips.collectives.call import Call
+from mpips.collectives.fabric import arena
+from mpips.collectives.fabric.arena import Region
+from mpips.collectives.fabric.layout import SLOT_BYTES, ArrayPlace, NodeMemory
+from mpips.collectives.fabric.process_memory import Move, deliver, fetch
+from mpips.collectives.kernels import sums
+from mpips.collectives.kernels.sums import Step
 
 Turns: TypeAlias = "tuple[Sequence[Step], Sequence[Step]]"
 NOTHING: Turns = ((), ())

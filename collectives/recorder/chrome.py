@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from collectives import files
+from mpips.collectives import files
 
 Event = dict[str, Any]
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from collectives.recorder import page as pages
+from mpips.collectives.recorder import page as pages
 
 VERSION = "2.10"
 """Of PyTorch's format."""

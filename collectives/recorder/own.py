@@ -23,11 +23,11 @@ from types import FrameType
 from typing import Any, Protocol
 from urllib.parse import unquote
 
-from collectives.machine import count_local_ranks
-from collectives.recorder import dump, folders
-from collectives.recorder import page as pages
-from collectives.recorder.page import Page
-from collectives.recorder.ring import WORD, Ring, form
+from mpips.collectives.machine import count_local_ranks
+from mpips.collectives.recorder import dump, folders
+from mpips.collectives.recorder import page as pages
+from mpips.collectives.recorder.page import Page
+from mpips.collectives.recorder.ring import WORD, Ring, form
 
 VARIABLE = "MPIPS_RECORDER"
 DUMP_VARIABLE = "MPIPS_DUMP_DIR"

@@ -33,8 +33,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from collectives.recorder import ring
-from collectives.recorder.ring import HEAD_BYTES, RECORD_BYTES, WORD, Record, Ring
+from mpips.collectives.recorder import ring
+from mpips.collectives.recorder.ring import HEAD_BYTES, RECORD_BYTES, WORD, Record, Ring
 
 MAGIC, VERSION = 0x6D70697073_52, 5
 HEAD = (

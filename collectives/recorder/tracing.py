@@ -24,10 +24,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-from collectives import log
-from collectives.recorder import folders, own, ring
-from collectives.recorder.page import allocate, read
-from collectives.recorder.ring import RECORD_BYTES, Record, Ring
+from mpips.collectives import log
+from mpips.collectives.recorder import folders, own, ring
+from mpips.collectives.recorder.page import allocate, read
+from mpips.collectives.recorder.ring import RECORD_BYTES, Record, Ring
 
 VARIABLE = "_MPIPS_TRACE"
 """Set by `mpips run`: the bytes of each rank's ring."""

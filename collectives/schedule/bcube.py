@@ -30,7 +30,7 @@ from __future__ import annotations
 from functools import partial
 from math import prod
 
-from collectives.schedule.model import MOST_LANES, Index, Lane, Round, Schedule, Step, Steps, one, series
+from mpips.collectives.schedule.model import MOST_LANES, Index, Lane, Round, Schedule, Step, Steps, one, series
 
 KINDS = ("allreduce", "reduce_scatter", "allgather")
 

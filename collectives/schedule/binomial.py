@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from collectives.schedule.model import (
+from mpips.collectives.schedule.model import (
     NOBODY,
     Index,
     Interval,

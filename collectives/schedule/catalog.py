@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from collectives.errors import did_you_mean
-from collectives.schedule import (
+from mpips.collectives.errors import did_you_mean
+from mpips.collectives.schedule import (
     bcube,
     binomial,
     direct,
@@ -23,7 +23,7 @@ from collectives.schedule import (
     recursive_doubling,
     ring,
 )
-from collectives.schedule.model import KINDS, Schedule, parse
+from mpips.collectives.schedule.model import KINDS, Schedule, parse
 
 ALGORITHMS: dict[str, ModuleType] = {
     "ring": ring,

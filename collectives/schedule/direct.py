@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from collectives.schedule.model import Index, Lane, Round, Schedule, Stage, Step, Steps, one, series
+from mpips.collectives.schedule.model import Index, Lane, Round, Schedule, Stage, Step, Steps, one, series
 
 
 def reduce_scatter(p: int, rank: Index) -> Steps:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from collectives.schedule.model import Lane, Schedule, folded
+from mpips.collectives.schedule.model import Lane, Schedule, folded
 
 KINDS = ("allreduce", "reduce_scatter", "allgather")
 PRIMES = (2, 3, 5, 7)

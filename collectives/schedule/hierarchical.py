@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from collectives.schedule.model import Index, Lane, Schedule, Stage, Steps, within
+from mpips.collectives.schedule.model import Index, Lane, Schedule, Stage, Steps, within
 
 KINDS = ("allreduce",)
 

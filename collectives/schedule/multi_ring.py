@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from collectives.schedule.model import MOST_LANES, Schedule
+from mpips.collectives.schedule.model import MOST_LANES, Schedule
 
 KINDS = ("allreduce",)
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.schedule.model import NOBODY, Interval, Round, Schedule
+from mpips.collectives.schedule.model import NOBODY, Interval, Round, Schedule
 
 Array = NDArray[np.int64]
 Masks = NDArray[np.uint64]

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from collectives.schedule.model import Index, Lane, Round, Schedule, Steps, folded, one, single
+from mpips.collectives.schedule.model import Index, Lane, Round, Schedule, Steps, folded, one, single
 
 KINDS = ("allreduce",)
 

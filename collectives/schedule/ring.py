@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from collectives.schedule.model import Index, Lane, Round, Schedule, Stage, Steps, one, series, single
+from mpips.collectives.schedule.model import Index, Lane, Round, Schedule, Stage, Steps, one, series, single
 
 
 def reduce_scatter(p: int, rank: Index) -> Steps:

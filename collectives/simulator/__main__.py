@@ -13,12 +13,12 @@ import numpy as np
 from rich.progress import Progress
 from rich.table import Table
 
-from collectives import files
-from collectives.schedule.model import KINDS
-from collectives.simulator.cost import LinkCost
-from collectives.simulator.simulate import Prediction, figure5, predict
-from collectives.simulator.topology import Topology, parse, parse_rate
-from collectives.terminal import (
+from mpips.collectives import files
+from mpips.collectives.schedule.model import KINDS
+from mpips.collectives.simulator.cost import LinkCost
+from mpips.collectives.simulator.simulate import Prediction, figure5, predict
+from mpips.collectives.simulator.topology import Topology, parse, parse_rate
+from mpips.collectives.terminal import (
     Interruptible,
     OutFile,
     Picture,

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives.schedule import bcube, halving_doubling
-from collectives.schedule.model import parse
+from mpips.collectives.schedule import bcube, halving_doubling
+from mpips.collectives.schedule.model import parse
 
 
 class LinkCost(NamedTuple):

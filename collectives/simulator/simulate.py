@@ -23,15 +23,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.schedule import bcube
-from collectives.schedule.catalog import build
-from collectives.schedule.model import NOBODY, Schedule, Step, parse
-from collectives.simulator.cost import FREE, Costs, LinkCost, closed_form, has_form
-from collectives.simulator.topology import BCube, FatTree, Topology, star
+from mpips.collectives.schedule import bcube
+from mpips.collectives.schedule.catalog import build
+from mpips.collectives.schedule.model import NOBODY, Schedule, Step, parse
+from mpips.collectives.simulator.cost import FREE, Costs, LinkCost, closed_form, has_form
+from mpips.collectives.simulator.topology import BCube, FatTree, Topology, star
 
 if TYPE_CHECKING:  # a simulation loads no MPI
-    from collectives.call import Call
-    from collectives.tuner.table import TuningTable
+    from mpips.collectives.call import Call
+    from mpips.collectives.tuner.table import TuningTable
 
 
 @dataclass(frozen=True)

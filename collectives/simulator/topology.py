@@ -22,7 +22,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.schedule.model import NOBODY, Index, where
+from mpips.collectives.schedule.model import NOBODY, Index, where
 
 TEN_GIGABIT = 1.25e9
 """Bytes a second of a 10 Gbit/s link, the rate where none is given."""

@@ -22,15 +22,15 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.arrays import Array, Flat, Vector, type_name
-from collectives.call import REDUCING, ROOTED, Body, Call, Runner, operation, scale, see_root
-from collectives.communicator import Communicator
-from collectives.fabric.requests import Tags, receives, release, sends
-from collectives.kernels import sums
-from collectives.kernels.sums import perform
-from collectives.schedule.model import NOBODY, Interval, RankStep, Schedule, extent
-from collectives.tensor import cuda_kernels
-from collectives.tensor.vectors import NO_MEMORY, HostVectors, Ticket, VectorPlace, Vectors, place, running, until
+from mpips.collectives.arrays import Array, Flat, Vector, type_name
+from mpips.collectives.call import REDUCING, ROOTED, Body, Call, Runner, operation, scale, see_root
+from mpips.collectives.communicator import Communicator
+from mpips.collectives.fabric.requests import Tags, receives, release, sends
+from mpips.collectives.kernels import sums
+from mpips.collectives.kernels.sums import perform
+from mpips.collectives.schedule.model import NOBODY, Interval, RankStep, Schedule, extent
+from mpips.collectives.tensor import cuda_kernels
+from mpips.collectives.tensor.vectors import NO_MEMORY, HostVectors, Ticket, VectorPlace, Vectors, place, running, until
 
 FUSED_BYTES = 64 << 10
 """Between nodes, `auto` runs multi_ring on tensors from this size on; below, one message a rank and step is cheaper."""
@@ -104,7 +104,7 @@ def compile_tensor(
         sources = sources[:1]
     vectors: Vectors
     if on_gpu:
-        from collectives.tensor.cuda import CudaVectors  # needs CuPy
+        from mpips.collectives.tensor.cuda import CudaVectors  # needs CuPy
 
         vectors = CudaVectors(sources, targets, "add" if call.operation is None else call.operation.ufunc.__name__)
     else:

@@ -35,11 +35,11 @@ from typing import Any, NamedTuple
 import cupy as cp
 import numpy as np
 
-from collectives.arrays import Flat, Vector
-from collectives.fabric import arena
-from collectives.schedule.model import cut
-from collectives.tensor import cuda_kernels
-from collectives.tensor.vectors import Ticket, VectorPlace
+from mpips.collectives.arrays import Flat, Vector
+from mpips.collectives.fabric import arena
+from mpips.collectives.schedule.model import cut
+from mpips.collectives.tensor import cuda_kernels
+from mpips.collectives.tensor.vectors import Ticket, VectorPlace
 
 PATIENCE = 10.0
 """Seconds that an operation which was broken off waits for its kernels. They wait for what the user has queued, and

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from collectives import arrays
-from collectives.arrays import Array, Flat, Vector
-from collectives.fabric import arena
-from collectives.kernels import sums
+from mpips.collectives import arrays
+from mpips.collectives.arrays import Array, Flat, Vector
+from mpips.collectives.fabric import arena
+from mpips.collectives.kernels import sums
 
 Ticket: TypeAlias = Callable[[], bool]
 NO_MEMORY: Vector = np.empty(0)

@@ -24,9 +24,9 @@ import msgspec
 import numpy as np
 from mpi4py import MPI
 
-from collectives import files
-from collectives.errors import CollectiveError, warn
-from collectives.schedule.model import KINDS
+from mpips.collectives import files
+from mpips.collectives.errors import CollectiveError, warn
+from mpips.collectives.schedule.model import KINDS
 
 See: TypeAlias = "Callable[[str, str], None]"
 """ValueError where no algorithm of the second name serves the kind of the first."""

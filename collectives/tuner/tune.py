@@ -22,19 +22,19 @@ import numpy as np
 from mpi4py import MPI
 from rich.table import Table
 
-from collectives.benchmark.harness import measure, ping_pong
-from collectives.communicator import communicator
-from collectives.errors import CollectiveError
-from collectives.fabric.arena import empty
-from collectives.plan import Plan
-from collectives.plan import plan as compiled
-from collectives.schedule import catalog
-from collectives.schedule.catalog import see_named
-from collectives.schedule.model import KINDS, cut
-from collectives.simulator.cost import fit
-from collectives.terminal import RankedCommand, Seconds, console, show_progress
-from collectives.tuner import table
-from collectives.tuner.table import EVERYTHING, LinearCost, Range, Slots, TuningTable
+from mpips.collectives.benchmark.harness import measure, ping_pong
+from mpips.collectives.communicator import communicator
+from mpips.collectives.errors import CollectiveError
+from mpips.collectives.fabric.arena import empty
+from mpips.collectives.plan import Plan
+from mpips.collectives.plan import plan as compiled
+from mpips.collectives.schedule import catalog
+from mpips.collectives.schedule.catalog import see_named
+from mpips.collectives.schedule.model import KINDS, cut
+from mpips.collectives.simulator.cost import fit
+from mpips.collectives.terminal import RankedCommand, Seconds, console, show_progress
+from mpips.collectives.tuner import table
+from mpips.collectives.tuner.table import EVERYTHING, LinearCost, Range, Slots, TuningTable
 
 SLOT_SIZES = tuple(1 << e for e in range(11, 18))
 CROSS_SIZES = tuple(1 << e for e in range(24, 15, -1))

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import click
 from rich.markup import escape
 
-from collectives.kernels import engine
-from collectives.terminal import Interruptible, OutFile, console, write_text
-from launch.doctor.survey import EXTRAS, OURS, PACKAGES, RANKS, RANKS_OF_A_DEATH, look
-from launch.mpirun import NO_PROCESS
+from mpips.collectives.kernels import engine
+from mpips.collectives.terminal import Interruptible, OutFile, console, write_text
+from mpips.launch.doctor.survey import EXTRAS, OURS, PACKAGES, RANKS, RANKS_OF_A_DEATH, look
+from mpips.launch.mpirun import NO_PROCESS
 from mpips.store import world
 
 SIGNS = {True: "[green]\\[ok][/]", None: "[dim]\\[--][/]", False: "[red]\\[!!][/]"}

@@ -33,7 +33,7 @@ def facts() -> dict[str, Any]:
     """Return what the ranks of COMM_WORLD find, JSON-serialisable. Collective; `rank` is the caller's own."""
     from mpi4py import MPI
 
-    from collectives.fabric import process_memory
+    from mpips.collectives.fabric import process_memory
 
     world = MPI.COMM_WORLD
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
@@ -71,7 +71,7 @@ def _window(node: MPI.Comm) -> str:
 
 def _memfd(node: MPI.Comm) -> str:
     """Return "" where a rank can map the nameless memory of another through /proc, else what went wrong."""
-    from collectives.machine import open_memory
+    from mpips.collectives.machine import open_memory
 
     place, problem, fd = "", "", -1
     try:
@@ -96,7 +96,7 @@ def _memfd(node: MPI.Comm) -> str:
 
 def _denied() -> str:
     """Return "" where memfd_create gives nameless memory, else the folder whose files are taken instead, or ""."""
-    from collectives.machine import open_memory
+    from mpips.collectives.machine import open_memory
 
     with suppress(OSError):
         fd = open_memory()

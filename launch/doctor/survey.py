@@ -19,11 +19,11 @@ from typing import Any
 
 import click
 
-from collectives.kernels import engine
-from collectives.machine import usable_cores
-from launch.doctor import probe
-from launch.machine import find_hindrances, find_leftovers, list_interfaces, list_leftover_kinds, this_machine
-from launch.mpirun import (
+from mpips.collectives.kernels import engine
+from mpips.collectives.machine import usable_cores
+from mpips.launch.doctor import probe
+from mpips.launch.machine import find_hindrances, find_leftovers, list_interfaces, list_leftover_kinds, this_machine
+from mpips.launch.mpirun import (
     PMI,
     Job,
     Launcher,
@@ -197,7 +197,7 @@ def look_for_kernels() -> dict[str, Any]:
 
 def _started(progress: Progress, launcher: Launcher, ranks: int, *words: str) -> dict[str, Any]:
     """Return what ranks of the probe print, or the problem."""
-    job = Job(ranks, program(["-m", "launch.doctor.probe", *words]), survives=words == ("death",))
+    job = Job(ranks, program(["-m", "mpips.launch.doctor.probe", *words]), survives=words == ("death",))
     what = {"death": ", one of which is killed", "cuda": " with device buffers"}.get(" ".join(words), "")
     with progress.at(f"tries {ranks} ranks of {launcher}{what}", LIMIT):
         done = _child(build(launcher, job, this_machine()), LIMIT)
@@ -209,7 +209,7 @@ def _by_srun(progress: Progress, pmi: str) -> dict[str, Any]:
     minute."""
     options = [f"--mpi={pmi}", f"--ntasks={RANKS}", "--nodes=1", "--overlap", "--overcommit", "--time=1"]
     with progress.at(f"tries {RANKS} ranks by srun --mpi={pmi}", LIMIT_OF_SRUN):
-        done = _child(["srun", *options, *program(["-m", "launch.doctor.probe"], sys.executable)], LIMIT_OF_SRUN)
+        done = _child(["srun", *options, *program(["-m", "mpips.launch.doctor.probe"], sys.executable)], LIMIT_OF_SRUN)
     return {"pmi": pmi, "ranks": done if isinstance(done, dict) else {"problem": done}}
 
 

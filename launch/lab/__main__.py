@@ -14,14 +14,14 @@ from typing import Any
 
 import click
 
-from collectives.simulator.topology import parse, parse_rate
-from collectives.terminal import InterruptibleGroup, OutFile, Whole, format_examples, show_table, write_text
-from launch.lab import client, job
-from launch.lab.client import PATIENCE, NetworkWatch
-from launch.lab.kernel import find_missing
-from launch.lab.layout import lay_out
-from launch.mpirun import LauncherError
-from launch.running import process
+from mpips.collectives.simulator.topology import parse, parse_rate
+from mpips.collectives.terminal import InterruptibleGroup, OutFile, Whole, format_examples, show_table, write_text
+from mpips.launch.lab import client, job
+from mpips.launch.lab.client import PATIENCE, NetworkWatch
+from mpips.launch.lab.kernel import find_missing
+from mpips.launch.lab.layout import lay_out
+from mpips.launch.mpirun import LauncherError
+from mpips.launch.running import process
 
 Words = tuple[str, ...]
 named = click.option("--name", default="lab", show_default=True, help="Which lab; several can stand side by side.")

@@ -25,12 +25,12 @@ from typing import Any
 
 import msgspec
 
-from collectives import log
-from collectives.machine import find_peer, find_readable, usable_cores
-from launch.lab import job
-from launch.lab.job import AGENT
-from launch.lab.layout import LabPlan
-from launch.mpirun import find
+from mpips.collectives import log
+from mpips.collectives.machine import find_peer, find_readable, usable_cores
+from mpips.launch.lab import job
+from mpips.launch.lab.job import AGENT
+from mpips.launch.lab.layout import LabPlan
+from mpips.launch.mpirun import find
 
 LOG = log.get("mpips.lab")
 
@@ -64,7 +64,7 @@ def up(name: str, plan: LabPlan) -> socket.socket:
     with listener, open(lock):  # the keeper has them, too
         owner, theirs = socket.socketpair()
         inherited = (listener.fileno(), theirs.fileno())
-        command = [sys.executable, "-P", "-m", "launch.lab.keeper", name, *map(str, inherited)]
+        command = [sys.executable, "-P", "-m", "mpips.launch.lab.keeper", name, *map(str, inherited)]
         with theirs, tempfile.TemporaryFile("w+") as words:
             silent = subprocess.DEVNULL  # it outlives the caller, whose pipes must not wait for it
             process = subprocess.Popen(

@@ -11,11 +11,11 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from collectives.machine import find_carriers
-from launch.hosts import Placed
-from launch.lab import kernel
-from launch.lab.layout import LAUNCHER_ADDRESS, MANAGEMENT_NETWORK, LabPlan
-from launch.mpirun import Flavour, Job, Launcher, Machine, build
+from mpips.collectives.machine import find_carriers
+from mpips.launch.hosts import Placed
+from mpips.launch.lab import kernel
+from mpips.launch.lab.layout import LAUNCHER_ADDRESS, MANAGEMENT_NETWORK, LabPlan
+from mpips.launch.mpirun import Flavour, Job, Launcher, Machine, build
 
 TIMEOUT = "MPIPS_TIMEOUT_SECONDS"
 MPICH_TIMEOUT = "60"

@@ -18,11 +18,11 @@ from typing import Any
 
 import msgspec
 
-from collectives.machine import find_peer, find_readable
-from launch.lab import job, kernel
-from launch.lab.client import describe_deaths
-from launch.lab.layout import LabNic, LabPlan, find_crossed_nics, window
-from launch.lab.links import add_neighbours_and_routes, apply_settings, build, counters
+from mpips.collectives.machine import find_peer, find_readable
+from mpips.launch.lab import job, kernel
+from mpips.launch.lab.client import describe_deaths
+from mpips.launch.lab.layout import LabNic, LabPlan, find_crossed_nics, window
+from mpips.launch.lab.links import add_neighbours_and_routes, apply_settings, build, counters
 
 
 def start_host(name: str, window: int) -> int:

@@ -117,7 +117,7 @@ def find_missing() -> list[str]:
     if lacking:
         return lacking
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "launch.lab.kernel"], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-P", "-m", "mpips.launch.lab.kernel"], capture_output=True, text=True, timeout=60, check=False
     )
     if done.returncode not in (0, LACKING):
         return [f"the check of the kernel failed: {done.stderr.strip().splitlines()[-1:]}"]

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collectives.simulator.topology import Topology
+    from mpips.collectives.simulator.topology import Topology
 
 MOST_HOSTS = 250
 MOST_RATE = 2**32  # bytes a second: the rate limiter holds it in 32 bits
@@ -146,7 +146,7 @@ def _follow_routes(
 ) -> tuple[dict[tuple[int, int], tuple[str, str, str]], tuple[tuple[str, str, str], ...]]:
     """Walk the route of every pair: (gateway, its link address, NIC) of the first hop, and what the switches on the way
     must know."""
-    from collectives.simulator.topology import hop_links  # NumPy, which the keeper must not have
+    from mpips.collectives.simulator.topology import hop_links  # NumPy, which the keeper must not have
 
     hops: dict[tuple[int, int], tuple[str, str, str]] = {}
     tables: dict[tuple[str, str], str] = {}

@@ -14,8 +14,8 @@ from typing import Any
 from pyroute2 import IPRoute
 from pyroute2.netlink.rtnl import ndmsg
 
-from launch.lab import kernel
-from launch.lab.layout import BURST, LAUNCHER_ADDRESS, MTU, QUEUE, LabHost, LabPlan
+from mpips.launch.lab import kernel
+from mpips.launch.lab.layout import BURST, LAUNCHER_ADDRESS, MTU, QUEUE, LabHost, LabPlan
 
 MANAGEMENT_BRIDGE = "m0"
 

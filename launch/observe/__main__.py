@@ -18,11 +18,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from collectives.recorder import dump, folders, own
-from collectives.terminal import Interruptible, OutFile, Seconds, console, parse_address, show_table, writing
-from launch.observe.explain import as_json, explain, missed_rounds
-from launch.observe.gather import Rank, has_living, has_pages, jobs, read_end
-from launch.observe.hosts import WITHIN_SECONDS, Found, Watch
+from mpips.collectives.recorder import dump, folders, own
+from mpips.collectives.terminal import Interruptible, OutFile, Seconds, console, parse_address, show_table, writing
+from mpips.launch.observe.explain import as_json, explain, missed_rounds
+from mpips.launch.observe.gather import Rank, has_living, has_pages, jobs, read_end
+from mpips.launch.observe.hosts import WITHIN_SECONDS, Found, Watch
 
 MEGA = 1e6
 WHY = "why.json"
@@ -207,7 +207,7 @@ def page(job: str | None, port: str) -> None:
 
     JOB is a name that `mpips top` shows; without it, the newest. `mpips run --page PORT` does it for a job it starts.
     """
-    from launch.observe.live import serving
+    from mpips.launch.observe.live import serving
 
     with serving(port, find(job)) as address:
         click.echo(address)
@@ -225,7 +225,7 @@ def trace(job: str | None, seconds: float, output: Path) -> None:
     JOB is the name that `mpips top` shows; without it, the newest. `mpips run --trace` does it for a whole job. Ranks
     on other hosts are in it, too, where `mpips run` has started them.
     """
-    from launch.observe.trace import trace_running, write  # what it imports nobody else here needs
+    from mpips.launch.observe.trace import trace_running, write  # what it imports nobody else here needs
 
     found = trace_running(find(job), seconds)
     with writing(output):
@@ -268,7 +268,7 @@ def metrics(folder: str | None, port: str | None, every: float, once: bool) -> N
 def _exporter() -> Any:
     """Return the module of metrics; UsageError where what it needs is not installed."""
     try:
-        return importlib.import_module("launch.observe.metrics")
+        return importlib.import_module("mpips.launch.observe.metrics")
     except ModuleNotFoundError as error:
         raise click.UsageError(f"metrics need {error.name}: pip install 'mpips[metrics]'") from None
 

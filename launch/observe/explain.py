@@ -6,9 +6,9 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from collectives.errors import ranks as name_ranks
-from collectives.recorder.own import with_line
-from launch.observe.gather import Frame, Rank, Wait
+from mpips.collectives.errors import ranks as name_ranks
+from mpips.collectives.recorder.own import with_line
+from mpips.launch.observe.gather import Frame, Rank, Wait
 
 STANDS_SECONDS = 1.0
 """A wait of so long is no part of a usual step: the job is said to stand."""

@@ -17,9 +17,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from collectives.recorder import folders, own
-from collectives.recorder.dump import bytes_of
-from collectives.recorder.page import NUMBERS, PAGE_BYTES, Lane, Seen, read, read_lanes
+from mpips.collectives.recorder import folders, own
+from mpips.collectives.recorder.dump import bytes_of
+from mpips.collectives.recorder.page import NUMBERS, PAGE_BYTES, Lane, Seen, read, read_lanes
 
 MARKS_SECONDS = 0.005
 """Between two looks at marks."""

@@ -25,13 +25,13 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import msgspec
 
-from collectives.machine import find_readable
-from collectives.recorder import folders
-from launch.observe.gather import Rank, add_pushes, gather, join
+from mpips.collectives.machine import find_readable
+from mpips.collectives.recorder import folders
+from mpips.launch.observe.gather import Rank, add_pushes, gather, join
 
 WITHIN_SECONDS = 1.3
 """Beyond the two looks, for another host to answer: the answer of `mpips why` comes within 2 s."""
-MODULE = "launch.observe.hosts"
+MODULE = "mpips.launch.observe.hosts"
 READ_BYTES = 1 << 16
 T = TypeVar("T")
 

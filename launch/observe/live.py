@@ -24,10 +24,10 @@ from urllib.parse import parse_qs, urlsplit
 
 import click
 
-from collectives.terminal import parse_address, without_signals
-from launch.observe.explain import as_json, explain
-from launch.observe.gather import Rank, read_end
-from launch.observe.hosts import Watch
+from mpips.collectives.terminal import parse_address, without_signals
+from mpips.launch.observe.explain import as_json, explain
+from mpips.launch.observe.gather import Rank, read_end
+from mpips.launch.observe.hosts import Watch
 
 LOOK_SECONDS = 1.0
 STACK_SECONDS = 5.0
@@ -130,7 +130,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.FORBIDDEN, "text/plain", b"This page needs the token of its address.\n")
         elif parts.path == "/":
             nonce = secrets.token_urlsafe(12)
-            content = files("launch.observe").joinpath("live.html").read_text(encoding="utf-8")
+            content = files("mpips.launch.observe").joinpath("live.html").read_text(encoding="utf-8")
             self._answer(HTTPStatus.OK, "text/html", content.replace("NONCE", nonce).encode(), nonce)
         elif parts.path == "/data":
             self._answer(HTTPStatus.OK, "application/json", self.server.history.shown())

@@ -18,10 +18,10 @@ from prometheus_client import CollectorRegistry, generate_latest, start_http_ser
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from collectives.recorder import folders
-from collectives.terminal import parse_address, without_signals
-from launch.observe.explain import is_replaced
-from launch.observe.gather import Rank, gather, jobs
+from mpips.collectives.recorder import folders
+from mpips.collectives.terminal import parse_address, without_signals
+from mpips.launch.observe.explain import is_replaced
+from mpips.launch.observe.gather import Rank, gather, jobs
 
 FILE = "mpips.prom"
 EVERY_SECONDS, LOOK_SECONDS = 15.0, 0.5

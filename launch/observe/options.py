@@ -9,9 +9,9 @@ from pathlib import Path
 
 import click
 
-from collectives.recorder import folders
-from collectives.recorder import own as recorder
-from collectives.terminal import OutFile
+from mpips.collectives.recorder import folders
+from mpips.collectives.recorder import own as recorder
+from mpips.collectives.terminal import OutFile
 
 OBSERVED = ("trace", "summary", "summary_json", "metrics", "metrics_port", "page")
 
@@ -65,7 +65,7 @@ def _tracing(
 ) -> AbstractContextManager[None]:
     if not (trace or summary or as_json):
         return nullcontext()
-    from launch.observe.trace import tracing_job  # only where it is needed
+    from mpips.launch.observe.trace import tracing_job  # only where it is needed
 
     return tracing_job(folder, several, trace, summary, as_json)
 
@@ -75,7 +75,7 @@ def _exporting(folder: str | None, address: str | None) -> AbstractContextManage
     if folder is None and address is None:
         return nullcontext()
     try:
-        from launch.observe.metrics import exporting
+        from mpips.launch.observe.metrics import exporting
     except ModuleNotFoundError as error:
         raise click.UsageError(f"--metrics needs {error.name}: pip install 'mpips[metrics]'") from None
     return exporting(folder, address, str(os.getpid()))
@@ -87,7 +87,7 @@ def _showing(address: str | None, folder: Path) -> Iterator[None]:
     if address is None:
         yield
         return
-    from launch.observe.live import serving
+    from mpips.launch.observe.live import serving
 
     with serving(address, folder) as shown:
         click.echo(f"mpips: {shown}", err=True)

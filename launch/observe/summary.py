@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from collectives.recorder.ring import Record
-from collectives.recorder.tracing import RankTrace
-from collectives.schedule.model import BUS_FACTOR
-from collectives.terminal import show_bytes
-from launch.observe.timeline import STEP, SUMS, count_calls
+from mpips.collectives.recorder.ring import Record
+from mpips.collectives.recorder.tracing import RankTrace
+from mpips.collectives.schedule.model import BUS_FACTOR
+from mpips.collectives.terminal import show_bytes
+from mpips.launch.observe.timeline import STEP, SUMS, count_calls
 
 
 class CallSummary(NamedTuple):

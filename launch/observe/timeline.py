@@ -13,10 +13,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from collectives.recorder import chrome
-from collectives.recorder.ring import Record
-from collectives.recorder.tracing import RankTrace
-from launch.observe.clocks import Clock
+from mpips.collectives.recorder import chrome
+from mpips.collectives.recorder.ring import Record
+from mpips.collectives.recorder.tracing import RankTrace
+from mpips.launch.observe.clocks import Clock
 
 LEAST_COMPUTE_NS = 5_000
 """Shorter gaps between two calls are left white: there are many, and nothing is computed in them."""

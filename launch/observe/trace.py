@@ -28,17 +28,17 @@ from typing import Any, NamedTuple, Self, cast
 
 import click
 
-from collectives import files
-from collectives.recorder import chrome, folders, ring, tracing
-from collectives.recorder.tracing import RankTrace
-from collectives.terminal import show_table, without_signals, write_json, writing
-from launch.observe import clocks, summary
-from launch.observe.clocks import Clock, Offset
-from launch.observe.gather import catches
-from launch.observe.hosts import Connection, connect, wait
-from launch.observe.timeline import count_calls, merge
+from mpips.collectives import files
+from mpips.collectives.recorder import chrome, folders, ring, tracing
+from mpips.collectives.recorder.tracing import RankTrace
+from mpips.collectives.terminal import show_table, without_signals, write_json, writing
+from mpips.launch.observe import clocks, summary
+from mpips.launch.observe.clocks import Clock, Offset
+from mpips.launch.observe.gather import catches
+from mpips.launch.observe.hosts import Connection, connect, wait
+from mpips.launch.observe.timeline import count_calls, merge
 
-MODULE = "launch.observe.trace"
+MODULE = "mpips.launch.observe.trace"
 WITHIN_SECONDS, READ_SECONDS = 10.0, 120.0
 """For another host to answer; and with what its ranks have written."""
 AGAIN_SECONDS = 30.0

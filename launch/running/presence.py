@@ -25,7 +25,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import NamedTuple
 
-from collectives.machine import find_peer, find_readable, read_stat
+from mpips.collectives.machine import find_peer, find_readable, read_stat
 from mpips.store import world
 
 LOST_SENTENCES = (b"has lost communication with a remote daemon", b"A daemon failed to report back after being spawned")

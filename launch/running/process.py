@@ -24,14 +24,14 @@ from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
-from collectives import log
-from collectives.clock import Clock
-from collectives.machine import find_readable, read_stat
-from collectives.recorder import folders
-from launch.machine import remove_leftovers, remove_session
-from launch.mpirun import environment_of_job
-from launch.running.presence import Death, OutputListener, Presence, status_of
-from launch.running.verdict import End, OneDeathEnds, OthersGoOn
+from mpips.collectives import log
+from mpips.collectives.clock import Clock
+from mpips.collectives.machine import find_readable, read_stat
+from mpips.collectives.recorder import folders
+from mpips.launch.machine import remove_leftovers, remove_session
+from mpips.launch.mpirun import environment_of_job
+from mpips.launch.running.presence import Death, OutputListener, Presence, status_of
+from mpips.launch.running.verdict import End, OneDeathEnds, OthersGoOn
 from mpips.store.world import launched_as
 
 LOOK_SECONDS = 1.0  # seldom enough to cost a job nothing

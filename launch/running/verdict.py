@@ -11,7 +11,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from launch.running.presence import Death, Presence
+from mpips.launch.running.presence import Death, Presence
 
 AFTER_A_DEATH = 4.0  # seconds for mpirun to end a job, one of whose ranks has died, by itself
 BEFORE_THE_START = 1.0  # the same before MPI has started: MPICH's does not end it

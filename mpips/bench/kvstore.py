@@ -23,11 +23,12 @@ import numpy as np
 from mpi4py import MPI
 from rich.table import Table
 
-from collectives import files
-from collectives.fabric import arena
-from collectives.fabric.arena import empty
-from collectives.machine import check_memory, count_local_ranks, usable_cores
-from collectives.terminal import (
+from mpips import optimizers
+from mpips.collectives import files
+from mpips.collectives.fabric import arena
+from mpips.collectives.fabric.arena import empty
+from mpips.collectives.machine import check_memory, count_local_ranks, usable_cores
+from mpips.collectives.terminal import (
     OutFile,
     Picture,
     RankedCommand,
@@ -40,7 +41,6 @@ from collectives.terminal import (
     write_json,
     writing,
 )
-from mpips import optimizers
 from mpips.optimizers.base import Optimizer, initial
 from mpips.store.api import KVStore
 from mpips.store.create import create

@@ -21,10 +21,10 @@ from mpi4py import MPI
 from rich.table import Table
 from threadpoolctl import threadpool_limits
 
-from collectives.benchmark.case import join_gloo, leave_gloo
-from collectives.benchmark.harness import Contender, compare_steps
-from collectives.machine import usable_cores
-from collectives.terminal import (
+from mpips.collectives.benchmark.case import join_gloo, leave_gloo
+from mpips.collectives.benchmark.harness import Contender, compare_steps
+from mpips.collectives.machine import usable_cores
+from mpips.collectives.terminal import (
     OutFile,
     RankedCommand,
     Whole,

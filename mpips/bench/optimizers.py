@@ -15,11 +15,11 @@ import click
 import numpy as np
 from rich.table import Table
 
-from collectives.benchmark.harness import take_turns, time_call
-from collectives.kernels import engine
-from collectives.machine import check_memory
-from collectives.terminal import Interruptible, OutFile, Whole, console, show_progress, show_table, write_json
 from mpips import optimizers
+from mpips.collectives.benchmark.harness import take_turns, time_call
+from mpips.collectives.kernels import engine
+from mpips.collectives.machine import check_memory
+from mpips.collectives.terminal import Interruptible, OutFile, Whole, console, show_progress, show_table, write_json
 
 CASES = (
     optimizers.SGD(learning_rate=0.01, momentum=0.9),

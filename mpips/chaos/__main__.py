@@ -10,10 +10,10 @@ import click
 import msgspec
 from rich.table import Table
 
-from collectives import files
-from collectives.terminal import Interruptible, OutFile, Picture, console, show_table, writing
 from mpips import chaos
 from mpips.chaos.report import began_at, notes_of
+from mpips.collectives import files
+from mpips.collectives.terminal import Interruptible, OutFile, Picture, console, show_table, writing
 
 Words = tuple[str, ...]
 PROGRESS_SECONDS = 3.0
@@ -100,7 +100,7 @@ def watched(words: Words, plan: chaos.FaultPlan, limit: float, lab: str, what: s
             step = f", step {max(steps)}" if steps else ""
             click.echo(f"mpips chaos: {what}, {now - run.began:.0f} s{step}", err=True)
 
-    argv = [sys.executable, "-P", "-m", "launch.cli", *words[1:]] if words[0] == "mpips" else list(words)
+    argv = [sys.executable, "-P", "-m", "mpips.launch.cli", *words[1:]] if words[0] == "mpips" else list(words)
     try:
         return chaos.watch(argv, plan, limit, lab=lab, look=look)
     except OSError as error:

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from collectives import files
+from mpips.collectives import files
 
 KINDS = ("kill", "stop", "full", "host", "cut", "slow")
 """SIGKILL; SIGSTOP for some seconds; for some seconds no file that the process writes can grow. Of the host on which it

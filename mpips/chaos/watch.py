@@ -24,11 +24,11 @@ from typing import IO
 
 import msgspec
 
-from collectives.clock import Clock
-from collectives.machine import find_carriers, find_peer, read_stat
-from collectives.recorder import folders
 from mpips.chaos.faults import OF_HOSTS, Fault, FaultPlan, Point, Whom, check_lab, save
 from mpips.chaos.injector import PLAN, SHOW_STACK, SOCKET, WATCHED, Here, Made, Reached, Told
+from mpips.collectives.clock import Clock
+from mpips.collectives.machine import find_carriers, find_peer, read_stat
+from mpips.collectives.recorder import folders
 
 GRACE = 2.0  # seconds for a job's last processes to leave once its command has ended
 END_SECONDS = 8.0  # for a command that is asked to end, before it is killed
@@ -230,7 +230,7 @@ class Faults:
         state = "down" if any(fault.kind == "cut" for fault in faults) else "up"
         share = min((fault.share for fault in faults), default=1.0)
         words = ["link", "--name", self._lab, "--share", str(share), host, "all", state]
-        argv = [sys.executable, "-P", "-m", "launch.lab", *words]
+        argv = [sys.executable, "-P", "-m", "mpips.launch.lab", *words]
         try:
             done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LINK_SECONDS)
         except subprocess.TimeoutExpired:

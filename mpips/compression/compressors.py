@@ -17,9 +17,9 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import ArrayLike
 
-from collectives.errors import CollectiveError
-from collectives.kernels.function import Compiled
-from collectives.kernels.quiet import quiet, quietly
+from mpips.collectives.errors import CollectiveError
+from mpips.collectives.kernels.function import Compiled
+from mpips.collectives.kernels.quiet import quiet, quietly
 from mpips.compression import kernels
 from mpips.compression.kernels import BLOCK
 

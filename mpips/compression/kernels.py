@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from collectives.kernels.function import WIDE, compiled, narrow, widen
+from mpips.collectives.kernels.function import WIDE, compiled, narrow, widen
 
 if TYPE_CHECKING:
-    from collectives.kernels.compiler import narrow_float16, sum_of_128, widen_float16
+    from mpips.collectives.kernels.compiler import narrow_float16, sum_of_128, widen_float16
 
 Array = np.ndarray
 BLOCK = 32 * 1024

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from collectives.errors import did_you_mean
+from mpips.collectives.errors import did_you_mean
 from mpips.compression.compressors import Compressor, Half, Integers, OneBit, TopK, TwoBit
 from mpips.optimizers.base import LEAST, MOST
 from mpips.optimizers.registry import add_kind

@@ -34,10 +34,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NoReturn
 
-from collectives.errors import without_mpi
-from collectives.machine import find_peer
-from collectives.recorder import own as recorder
-from collectives.recorder import tracing
+from mpips.collectives.errors import without_mpi
+from mpips.collectives.machine import find_peer
+from mpips.collectives.recorder import own as recorder
+from mpips.collectives.recorder import tracing
 from mpips.store.world import (
     FAILING,
     GOODBYE,
@@ -77,8 +77,8 @@ def _close_before_finalize() -> None:
         if is_started() and not module.Is_finalized():
             for close in reversed(_closers):
                 close()
-            if "collectives.communicator" in sys.modules:
-                sys.modules["collectives.communicator"].leave_all()
+            if "mpips.collectives.communicator" in sys.modules:
+                sys.modules["mpips.collectives.communicator"].leave_all()
             if survives():
                 _end_mpi()
                 return
@@ -204,7 +204,7 @@ def dead() -> list[int] | None:
     """Ranks of the job that are known to have died, while MPI runs; None where it cannot tell."""
     if (module := _running()) is None:
         return None
-    from collectives.fabric.failure import failed
+    from mpips.collectives.fabric.failure import failed
 
     try:
         return failed(module.COMM_WORLD)

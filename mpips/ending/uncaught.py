@@ -25,10 +25,10 @@ from itertools import pairwise
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
-from collectives import log
-from collectives.clock import Clock
-from collectives.errors import CollectiveError, is_ours
-from collectives.recorder import own as recorder
+from mpips.collectives import log
+from mpips.collectives.clock import Clock
+from mpips.collectives.errors import CollectiveError, is_ours
+from mpips.collectives.recorder import own as recorder
 from mpips.ending.process import flush, is_started, say, say_failure, survives
 from mpips.store.world import launched_as
 
@@ -194,7 +194,7 @@ def end(what: str, text: str = "", code: int = 1, same: Hashable = None, told: b
     """
     from mpi4py import MPI
 
-    from collectives.fabric.requests import send
+    from mpips.collectives.fabric.requests import send
 
     world = MPI.COMM_WORLD
     flush()
@@ -355,7 +355,7 @@ def _tell(world: MPI.Comm, mark: bytes) -> int:
     """Tells all others that this rank says it; the number of those that have it, too."""
     from mpi4py import MPI
 
-    from collectives.fabric.requests import send
+    from mpips.collectives.fabric.requests import send
 
     others = set(range(world.size)) - {world.rank}
     ranks: set[int] = set()
@@ -379,7 +379,7 @@ def _dead(world: MPI.Comm) -> set[int]:
     """Ranks that have died, where others outlive them; all, where MPI has failed and nobody can be heard."""
     from mpi4py import MPI
 
-    from collectives.fabric.failure import failed
+    from mpips.collectives.fabric.failure import failed
 
     try:
         return set(failed(world))

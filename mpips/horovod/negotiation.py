@@ -23,9 +23,9 @@ from mpi4py import MPI
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from collectives.api import begin
-from collectives.communicator import communicator
-from collectives.errors import CollectiveError, ranks
+from mpips.collectives.api import begin
+from mpips.collectives.communicator import communicator
+from mpips.collectives.errors import CollectiveError, ranks
 from mpips.torch.process_group import Jobs
 from mpips.torch.tensors import flatten, flatten_result
 from mpips.torch.works import GroupJob, communication, wait_for_plan

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from collectives.errors import of_caller
+from mpips.collectives.errors import of_caller
 from mpips.horovod.negotiation import REDUCTIONS, Handle, Op, Request
 from mpips.horovod.world import ProcessSet, global_process_set, rank
 from mpips.torch.tensors import check_on_host, reduction

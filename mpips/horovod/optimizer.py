@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collectives.errors import of_caller
+from mpips.collectives.errors import of_caller
 from mpips.horovod.negotiation import Op
 from mpips.horovod.operations import (
     Compression,

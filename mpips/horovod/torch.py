@@ -22,7 +22,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from collectives.errors import of_caller
+from mpips.collectives.errors import of_caller
 from mpips.horovod.negotiation import HorovodInternalError, Op
 from mpips.horovod.operations import (
     Compression,

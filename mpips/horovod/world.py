@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 
 from mpi4py import MPI
 
-from collectives.communicator import communicator
-from collectives.errors import of_caller
-from collectives.fabric.requests import Roll
-from collectives.fabric.wait import limits
+from mpips.collectives.communicator import communicator
+from mpips.collectives.errors import of_caller
+from mpips.collectives.fabric.requests import Roll
+from mpips.collectives.fabric.wait import limits
 from mpips.horovod.negotiation import Negotiator
 from mpips.torch.backend import check_joined
 

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 if find_spec("jax") is None:
     raise ModuleNotFoundError("mpips.jax needs JAX: pip install 'mpips[jax]'", name="jax")
 
-from collectives.communicator import expect_threads
+from mpips.collectives.communicator import expect_threads
 from mpips.jax.cluster import register
 from mpips.jax.collective import allgather, allreduce, alltoall, barrier, broadcast, reduce_scatter
 from mpips.jax.pushpull import init, pull, pushpull

@@ -19,9 +19,9 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-import collectives
-from collectives.call import operation, see_root
-from collectives.communicator import beside, communicator
+from mpips import collectives
+from mpips.collectives.call import operation, see_root
+from mpips.collectives.communicator import beside, communicator
 from mpips.jax.primitive import JaxCall, Tree, bind, bind_own
 
 GRADIENTS = ("sum", "identity")

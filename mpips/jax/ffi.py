@@ -18,8 +18,8 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives import log
-from collectives.arrays import Flat
+from mpips.collectives import log
+from mpips.collectives.arrays import Flat
 from mpips.ending.process import before_mpi_ends
 
 LOG = log.get("mpips.jax")

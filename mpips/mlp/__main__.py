@@ -19,9 +19,9 @@ from mpi4py import MPI
 from rich.table import Table
 from threadpoolctl import threadpool_limits
 
-from collectives import files
-from collectives.machine import usable_cores
-from collectives.terminal import (
+from mpips.collectives import files
+from mpips.collectives.machine import usable_cores
+from mpips.collectives.terminal import (
     OutFile,
     Picture,
     RankedCommand,

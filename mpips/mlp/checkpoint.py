@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from mpi4py import MPI
 
-from collectives import log
+from mpips.collectives import log
 from mpips.mlp.data.loading import Data, DealRule, Scaling
 from mpips.mlp.mesh import Mesh, TrainingError, agree, attempt
 from mpips.mlp.network import Network, Specification, Split, check, splits, working_dtype

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar, cast
 import numpy as np
 from mpi4py import MPI
 
-from collectives.communicator import communicator
+from mpips.collectives.communicator import communicator
 from mpips.mlp.network import Specification
 from mpips.optimizers.base import Optimizer
 from mpips.store.runtime import rendezvous

@@ -22,9 +22,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from collectives.errors import did_you_mean
-from collectives.kernels.quiet import quiet
-from collectives.schedule.model import cut
+from mpips.collectives.errors import did_you_mean
+from mpips.collectives.kernels.quiet import quiet
+from mpips.collectives.schedule.model import cut
 
 DTYPES = ("float32", "float64", "mixed")
 MODES = ("pairs", "columns")

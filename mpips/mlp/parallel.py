@@ -16,9 +16,9 @@ from time import perf_counter
 import numpy as np
 from mpi4py import MPI
 
-import collectives
-from collectives import plan
-from collectives.kernels.quiet import quiet
+from mpips import collectives
+from mpips.collectives import plan
+from mpips.collectives.kernels.quiet import quiet
 from mpips.mlp.network import Network, interval
 from mpips.optimizers.base import Optimizer, State
 from mpips.optimizers.equation import prepare

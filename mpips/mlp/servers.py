@@ -23,9 +23,9 @@ from typing import TypeVar
 import numpy as np
 from mpi4py import MPI
 
-from collectives import log
-from collectives.fabric.tasks import Task
-from collectives.kernels.quiet import quietly
+from mpips.collectives import log
+from mpips.collectives.fabric.tasks import Task
+from mpips.collectives.kernels.quiet import quietly
 from mpips.mlp.mesh import Mesh, TrainingError, agree, alike, counted, nodes
 from mpips.mlp.network import Network, interval
 from mpips.mlp.parallel import Clock, LocalUpdate

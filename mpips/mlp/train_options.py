@@ -15,8 +15,8 @@ import numpy as np
 from click.core import ParameterSource
 from mpi4py import MPI
 
-from collectives.machine import check_memory
 from mpips import optimizers
+from mpips.collectives.machine import check_memory
 from mpips.mlp.data.base import DataSource
 from mpips.mlp.data.loading import DealRule, Opened
 from mpips.mlp.data.sources import BUILT_IN, open_source

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-import collectives
-from collectives import log
+from mpips import collectives
+from mpips.collectives import log
 from mpips.mlp.data.base import DataSource
 from mpips.mlp.data.loading import Data, DealRule, epoch_order, load
 from mpips.mlp.mesh import Mesh, TrainingError, agree, alike, arguments_of, counted, parse, spans_nodes

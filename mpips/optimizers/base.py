@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
-from collectives.errors import did_you_mean
+from mpips.collectives.errors import did_you_mean
 
 State = Sequence[np.ndarray]
 """An optimizer's arrays for n weights, of shape (n,), an element of each for every weight."""

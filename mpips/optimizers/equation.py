@@ -18,10 +18,10 @@ from typing import Any, ClassVar, NamedTuple, TypeGuard
 
 import numpy as np
 
-from collectives import log
-from collectives.kernels import engine
-from collectives.kernels.quiet import quietly
-from collectives.kernels.sums import add_parts
+from mpips.collectives import log
+from mpips.collectives.kernels import engine
+from mpips.collectives.kernels.quiet import quietly
+from mpips.collectives.kernels.sums import add_parts
 from mpips.optimizers import trace
 from mpips.optimizers.base import Optimizer, State, Updated, Value, Values, working_dtype, zeros
 from mpips.optimizers.trace import Tape, Untraceable, pair

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from collectives.errors import did_you_mean
+from mpips.collectives.errors import did_you_mean
 from mpips.optimizers.base import LEAST, MOST, Optimizer, initial, known
 
 OPTIMIZERS: dict[str, type] = {}

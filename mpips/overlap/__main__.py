@@ -12,7 +12,7 @@ import click
 from click.core import ParameterSource
 from rich.table import Table
 
-from collectives.terminal import Interruptible, OutFile, Picture, console, show_table, write_text, writing
+from mpips.collectives.terminal import Interruptible, OutFile, Picture, console, show_table, write_text, writing
 from mpips.overlap import networks, timeline
 from mpips.overlap.planner import Plan, plans
 from mpips.overlap.problem import LARGEST, TEN_GIGABIT, Groups, Profile, Ring, load_profile, save_profile, shown

@@ -17,7 +17,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.simulator.cost import LinkCost, fit
+from mpips.collectives.simulator.cost import LinkCost, fit
 from mpips.overlap.messages import Hook, LayeredModel, StoreMessages
 from mpips.overlap.problem import PARAMETER_BYTES, Groups, Linear, Profile, bandwidth, create_profile
 from mpips.overlap.timeline import COMPUTE, Task

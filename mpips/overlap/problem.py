@@ -41,7 +41,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from collectives import files
+from mpips.collectives import files
 
 Group = tuple[int, int]
 """Layers (first, last) that travel together, both inclusive, counted from 1."""

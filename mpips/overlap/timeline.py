@@ -18,8 +18,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from collectives import files
-from collectives.recorder import chrome
+from mpips.collectives import files
+from mpips.collectives.recorder import chrome
 from mpips.overlap.problem import Groups, JointPlan, Link, Problem, Profile, message_times, shown
 
 Kind = Literal["forward", "backward", "compute", "push", "pull"]

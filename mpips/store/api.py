@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Self, overload
 
-from collectives.errors import CollectiveError, Uncopied, of_caller
+from mpips.collectives.errors import CollectiveError, Uncopied, of_caller
 from mpips.ending.process import is_fork
 from mpips.optimizers.base import Optimizer
 from mpips.store.checkpoint.load import load, load_states, save_states

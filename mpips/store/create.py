@@ -10,9 +10,9 @@ from typing import Any, NoReturn, TypeVar
 
 from mpi4py import MPI
 
-from collectives.errors import StallError, of_caller
-from collectives.fabric.failure import Making, able, deaths
-from collectives.recorder.own import Marks
+from mpips.collectives.errors import StallError, of_caller
+from mpips.collectives.fabric.failure import Making, able, deaths
+from mpips.collectives.recorder.own import Marks
 from mpips.ending.process import say_role
 from mpips.store import options as table
 from mpips.store import roles, world

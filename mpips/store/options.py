@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from collectives import log
-from collectives.errors import did_you_mean, of_caller
-from collectives.kernels import engine
-from collectives.recorder import own as recorder
+from mpips.collectives import log
+from mpips.collectives.errors import did_you_mean, of_caller
+from mpips.collectives.kernels import engine
+from mpips.collectives.recorder import own as recorder
 
 PREFIX = "MPIPS_"
 OF_PROCESSES = (

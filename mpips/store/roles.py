@@ -22,11 +22,11 @@ import msgspec
 import numpy as np
 from mpi4py import MPI
 
-from collectives.communicator import abandon
-from collectives.fabric.failure import made
-from collectives.fabric.requests import Roll, leave, part
-from collectives.fabric.wait import Limits
-from collectives.machine import Quota, bound_cores, find_quota, usable_cores
+from mpips.collectives.communicator import abandon
+from mpips.collectives.fabric.failure import made
+from mpips.collectives.fabric.requests import Roll, leave, part
+from mpips.collectives.fabric.wait import Limits
+from mpips.collectives.machine import Quota, bound_cores, find_quota, usable_cores
 from mpips.store.keys.sharding import Interval, owners, split
 from mpips.store.options import OptionError, Options
 from mpips.store.recovery import membership as ring

@@ -14,11 +14,11 @@ import numpy as np
 import torch.distributed as dist
 from mpi4py import MPI
 
-from collectives import log
-from collectives.errors import of_caller
-from collectives.fabric.requests import Roll
-from collectives.fabric.wait import Limits, limits
 from mpips.address import find_address
+from mpips.collectives import log
+from mpips.collectives.errors import of_caller
+from mpips.collectives.fabric.requests import Roll
+from mpips.collectives.fabric.wait import Limits, limits
 from mpips.ending.process import before_mpi_ends
 from mpips.store.create import workers_of
 from mpips.store.world import MASTER, RANK, SIZE, launched_as, lost, without_place

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-import collectives
-from collectives.simulator.cost import LinkCost, fit
+from mpips import collectives
+from mpips.collectives.simulator.cost import LinkCost, fit
 from mpips.overlap.problem import Problem
 from mpips.overlap.strategies import PARTITIONS
 

@@ -21,9 +21,9 @@ from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-import collectives
-from collectives import log
-from collectives.communicator import communicator
+from mpips import collectives
+from mpips.collectives import log
+from mpips.collectives.communicator import communicator
 from mpips.store.create import workers_of
 from mpips.torch.backend import check_joined
 from mpips.torch.buckets import BackwardProfile, Bucket, check_buckets, cut_by_bytes, cut_by_strategy, measure_costs

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn import functional
 
-from collectives.errors import of_caller, warn
+from mpips.collectives.errors import of_caller, warn
 from mpips.store.runtime.engine import Handle
 from mpips.store.worker.table import Table, by_store, push_together
 from mpips.torch.tensors import check_on_host, find_overflow, uncompiled

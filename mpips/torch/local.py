@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from collectives import arrays, log
-from collectives.errors import MismatchError, of_caller
+from mpips.collectives import arrays, log
+from mpips.collectives.errors import MismatchError, of_caller
 from mpips.optimizers.base import Optimizer
 from mpips.store.api import KVStore
 from mpips.store.create import create

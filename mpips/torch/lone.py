@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from collectives.recorder import own as recorder
+from mpips.collectives.recorder import own as recorder
 
 LARGE = 1024  # elements; losses and counts that programs sum for their logs are fewer
 

@@ -19,12 +19,12 @@ from mpi4py import MPI
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, _allow_inflight_collective_as_graph_input
 
-import collectives
-from collectives.api import begin
-from collectives.communicator import communicator
-from collectives.recorder import own as recorder
-from collectives.recorder.own import Marks
-from collectives.recorder.ring import form
+from mpips import collectives
+from mpips.collectives.api import begin
+from mpips.collectives.communicator import communicator
+from mpips.collectives.recorder import own as recorder
+from mpips.collectives.recorder.own import Marks
+from mpips.collectives.recorder.ring import form
 from mpips.torch.dispatch import listened
 from mpips.torch.lone import watch as gradients
 from mpips.torch.tensors import (

@@ -17,15 +17,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.futures import Future
 
-import collectives
-from collectives.communicator import communicator
+from mpips import collectives
+from mpips.collectives.communicator import communicator
 from mpips.torch.buckets import Bucket, cut_by_type
 from mpips.torch.lockstep import BITS, gather_rows
 from mpips.torch.tensors import REALS, bytes_of
 from mpips.torch.works import GroupJob, communication, wait_for_plan
 
 if TYPE_CHECKING:
-    from collectives.plan import Plan
+    from mpips.collectives.plan import Plan
 
 NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.float16: np.float16}
 COMPARED = 2 * BITS + 1

@@ -17,7 +17,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-import collectives
+from mpips import collectives
 from mpips.store.create import workers_of
 from mpips.torch.tensors import bytes_of
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.distributed import ReduceOp
 
-from collectives.errors import MismatchError
+from mpips.collectives.errors import MismatchError
 
 warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", FutureWarning)  # to `step`
 

@@ -22,14 +22,14 @@ from mpi4py import MPI
 from torch import Tensor
 from torch.futures import Future
 
-from collectives.clock import Clock
-from collectives.fabric.requests import keep
-from collectives.fabric.wait import see_in_time
+from mpips.collectives.clock import Clock
+from mpips.collectives.fabric.requests import keep
+from mpips.collectives.fabric.wait import see_in_time
 from mpips.torch.tensors import as_backend_error, bytes_of
 
 if TYPE_CHECKING:
-    from collectives.communicator import Communicator
-    from collectives.plan import Plan
+    from mpips.collectives.communicator import Communicator
+    from mpips.collectives.plan import Plan
 
 YIELD_SECONDS, NAP_SECONDS = 2e-3, 2e-5
 """Seconds in which the thread only gives way between two looks at the jobs, and of its sleeps afterwards."""

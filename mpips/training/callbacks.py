@@ -351,7 +351,7 @@ class Progress(Callback):
         """Begin to show."""
         if fit.rank:
             return
-        from collectives.terminal import console, show_progress  # a fit without it needs no terminal
+        from mpips.collectives.terminal import console, show_progress  # a fit without it needs no terminal
 
         target, left = console(stderr=True), max(0, fit.epochs - fit.epoch + 1)
         self._say = partial(target.print, markup=False)

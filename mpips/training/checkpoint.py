@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 
-import collectives
-from collectives.errors import warn
-from collectives.files import ABANDONED_SECONDS, remove_abandoned
+from mpips import collectives
+from mpips.collectives.errors import warn
+from mpips.collectives.files import ABANDONED_SECONDS, remove_abandoned
 from mpips.optimizers.base import unlike
 from mpips.optimizers.registry import as_data, from_data
 from mpips.store.checkpoint import file

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives.errors import CollectiveError
+from mpips.collectives.errors import CollectiveError
 from mpips.training.batches import Arrays, Source, share_of
 from mpips.training.model import Samples, samples_of, see_method
 from mpips.training.step import Job

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import numpy as np
 
-from collectives import log
-from collectives.errors import of_caller
-from collectives.kernels.quiet import quiet
-from collectives.recorder import own as recorder
+from mpips.collectives import log
+from mpips.collectives.errors import of_caller
+from mpips.collectives.kernels.quiet import quiet
+from mpips.collectives.recorder import own as recorder
 from mpips.optimizers.base import Optimizer
 from mpips.optimizers.elastic import INTERVAL, Elastic1, Elastic2
 from mpips.optimizers.sgd import SGD

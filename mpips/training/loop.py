@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-import collectives
-from collectives import log
-from collectives.errors import CollectiveError, MismatchError
-from collectives.recorder import own as recorder
+from mpips import collectives
+from mpips.collectives import log
+from mpips.collectives.errors import CollectiveError, MismatchError
+from mpips.collectives.recorder import own as recorder
 from mpips.store.runtime.rendezvous import attempt
 from mpips.training import callbacks as hooks
 from mpips.training import checkpoint

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 
-import collectives
-from collectives.errors import CollectiveError, MismatchError
+from mpips import collectives
+from mpips.collectives.errors import CollectiveError, MismatchError
 from mpips.optimizers.registry import as_data, from_data
 from mpips.store.runtime.errors import LostError, StoreError
 from mpips.store.runtime.rendezvous import Items

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-import collectives
-from collectives.kernels.quiet import quiet
+from mpips import collectives
+from mpips.collectives.kernels.quiet import quiet
 from mpips.overlap.exchange import Overlapped, Recorder, Report
 from mpips.training.batches import Source
 from mpips.training.model import Model, Samples, samples_of

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives.errors import Uncopied
+from mpips.collectives.errors import Uncopied
 from mpips.optimizers.base import Optimizer
 from mpips.optimizers.registry import create
 from mpips.overlap.exchange import Overlapped, Report

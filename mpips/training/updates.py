@@ -15,8 +15,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-import collectives
-from collectives.kernels.quiet import quiet
+from mpips import collectives
+from mpips.collectives.kernels.quiet import quiet
 from mpips.optimizers.base import Optimizer, changed
 from mpips.optimizers.elastic import Elastic1
 from mpips.optimizers.equation import Updater

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from collectives import log
-from collectives.kernels.quiet import quiet
+from mpips.collectives import log
+from mpips.collectives.kernels.quiet import quiet
 from mpips.mlp.data.base import DataSource, is_number, listed, read_checked, see_few
 from mpips.mlp.mesh import Mesh, TrainingError, agree, alike, attempt
 from mpips.mlp.network import interval, working_dtype

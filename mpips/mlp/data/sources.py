@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from collectives.machine import check_memory
+from mpips.collectives.machine import check_memory
 from mpips.mlp.data.base import NO_LABEL, DataSource, label_of
 from mpips.mlp.data.text import TextSource
 from mpips.mlp.mesh import TrainingError, counted

@@ -23,8 +23,8 @@ import ml_dtypes  # noqa: F401  (NumPy then knows bfloat16 by name)
 import msgspec
 import numpy as np
 
-from collectives.errors import warn
-from collectives.files import NewFile
+from mpips.collectives.errors import warn
+from mpips.collectives.files import NewFile
 from mpips.store.keys.key import Array
 from mpips.store.options import MOST
 from mpips.store.tables import row_optimizers

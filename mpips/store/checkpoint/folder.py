@@ -14,7 +14,7 @@ import re
 import tempfile
 from pathlib import Path
 
-from collectives.files import remove_abandoned
+from mpips.collectives.files import remove_abandoned
 
 KEPT = 2
 OURS = re.compile(r"store-(\d{8,})\.safetensors")

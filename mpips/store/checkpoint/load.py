@@ -18,8 +18,8 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from collectives import log
-from collectives.fabric.tasks import Task
+from mpips.collectives import log
+from mpips.collectives.fabric.tasks import Task
 from mpips.compression.compressors import Compressor
 from mpips.compression.registry import create, options
 from mpips.optimizers.base import Optimizer, initial

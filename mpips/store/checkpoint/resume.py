@@ -21,8 +21,8 @@ from typing import Any
 
 import msgspec
 
-from collectives.errors import CollectiveError, warn
-from collectives.fabric import requests
+from mpips.collectives.errors import CollectiveError, warn
+from mpips.collectives.fabric import requests
 from mpips.store.checkpoint import folder as files
 from mpips.store.checkpoint.load import load
 from mpips.store.checkpoint.save import Saving, save, save_alone

@@ -20,13 +20,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-import collectives
-from collectives import log
-from collectives.errors import CollectiveError, warn
-from collectives.fabric.tasks import Task, together
-from collectives.kernels.quiet import quietly
-from collectives.recorder import own as recorder
-from collectives.recorder.ring import Ring
+from mpips import collectives
+from mpips.collectives import log
+from mpips.collectives.errors import CollectiveError, warn
+from mpips.collectives.fabric.tasks import Task, together
+from mpips.collectives.kernels.quiet import quietly
+from mpips.collectives.recorder import own as recorder
+from mpips.collectives.recorder.ring import Ring
 from mpips.compression.registry import options
 from mpips.optimizers.registry import as_data
 from mpips.store.checkpoint import folder as files

@@ -21,8 +21,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.errors import CollectiveError, of_caller, warn
-from collectives.fabric.tasks import Task
+from mpips.collectives.errors import CollectiveError, of_caller, warn
+from mpips.collectives.fabric.tasks import Task
 from mpips.store.checkpoint.file import TableRecord, Tensor, TensorFile, Writer, file_name, open_writer, why
 from mpips.store.keys.key import Array
 from mpips.store.runtime.rendezvous import Items, attempt

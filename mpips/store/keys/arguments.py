@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives import arrays
-from collectives.arrays import see_unmasked
-from collectives.errors import did_you_mean, of_caller
-from collectives.fabric.tasks import Task
-from collectives.kernels.quiet import quiet
+from mpips.collectives import arrays
+from mpips.collectives.arrays import see_unmasked
+from mpips.collectives.errors import did_you_mean, of_caller
+from mpips.collectives.fabric.tasks import Task
+from mpips.collectives.kernels.quiet import quiet
 from mpips.store.keys import row_sparse
 from mpips.store.keys.key import Array, Key, Name
 from mpips.store.keys.row_sparse import RowSparse
 from mpips.store.options import LEAST, MOST
 
 if TYPE_CHECKING:
-    from collectives.tensor.vectors import Ticket
+    from mpips.collectives.tensor.vectors import Ticket
 
 T = TypeVar("T")
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -332,8 +332,8 @@ class HostStaging:
     """
 
     def __init__(self, values: Sequence[Any], written: bool) -> None:
-        from collectives.tensor.cuda import CudaVectors  # needs CuPy
-        from collectives.tensor.vectors import place
+        from mpips.collectives.tensor.cuda import CudaVectors  # needs CuPy
+        from mpips.collectives.tensor.vectors import place
 
         self._values = values  # places keep no array alive
         places = [place(value, f"array {index}", written) for index, value in enumerate(values)]

@@ -8,7 +8,7 @@ from itertools import zip_longest
 
 import numpy as np
 
-from collectives.machine import past_caches
+from mpips.collectives.machine import past_caches
 from mpips.store.keys.key import Key, LineToServer, Piece, Shard
 from mpips.store.keys.sharding import Interval, Placement, block_bytes, grain_of, pulled_at_once, split, units
 from mpips.store.roles import Layout

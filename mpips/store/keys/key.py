@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.fabric.tasks import Task
-from collectives.recorder.own import LONG_BYTES
+from mpips.collectives.fabric.tasks import Task
+from mpips.collectives.recorder.own import LONG_BYTES
 
 Array = NDArray[Any]
 Name = int | str

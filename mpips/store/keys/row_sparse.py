@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import DTypeLike
 
-from collectives import arrays
-from collectives.kernels.quiet import quiet
+from mpips.collectives import arrays
+from mpips.collectives.kernels.quiet import quiet
 from mpips.optimizers.base import Optimizer
 from mpips.optimizers.equation import is_fused
 

@@ -17,9 +17,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.errors import CollectiveError
-from collectives.fabric import arena
-from collectives.fabric.arena import Region, SparseFile
+from mpips.collectives.errors import CollectiveError
+from mpips.collectives.fabric import arena
+from mpips.collectives.fabric.arena import Region, SparseFile
 from mpips.optimizers.base import Optimizer, State, state_dtypes
 from mpips.optimizers.schedules import Groups
 from mpips.store.keys.key import Array

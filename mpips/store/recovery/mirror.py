@@ -15,10 +15,10 @@ import msgspec
 import numpy as np
 from mpi4py import MPI
 
-from collectives.errors import warn
-from collectives.fabric import requests
-from collectives.fabric.arena import SparseFile
-from collectives.fabric.failure import is_death
+from mpips.collectives.errors import warn
+from mpips.collectives.fabric import requests
+from mpips.collectives.fabric.arena import SparseFile
+from mpips.collectives.fabric.failure import is_death
 from mpips.store.keys.key import Array
 from mpips.store.recovery.membership import Before, mirror_of
 from mpips.store.recovery.memory import arrays_of_unit, holding_of_unit

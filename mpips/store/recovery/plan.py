@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from collectives.errors import CollectiveError
+from mpips.collectives.errors import CollectiveError
 from mpips.compression import registry as compression
 from mpips.compression.compressors import Compressor
 from mpips.optimizers.registry import decode, decode_numbers, encode

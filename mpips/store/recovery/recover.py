@@ -32,12 +32,12 @@ import msgspec
 import numpy as np
 from mpi4py import MPI
 
-from collectives import log
-from collectives.errors import CollectiveError, StallError
-from collectives.fabric.arena import Region
-from collectives.fabric.failure import Making, deaths
-from collectives.fabric.requests import keep, send, sweep
-from collectives.recorder import own as recorder
+from mpips.collectives import log
+from mpips.collectives.errors import CollectiveError, StallError
+from mpips.collectives.fabric.arena import Region
+from mpips.collectives.fabric.failure import Making, deaths
+from mpips.collectives.fabric.requests import keep, send, sweep
+from mpips.collectives.recorder import own as recorder
 from mpips.optimizers.base import initial
 from mpips.optimizers.schedules import Groups
 from mpips.store.keys.key import Array, Name

@@ -19,11 +19,11 @@ import msgspec
 import numpy as np
 from mpi4py import MPI
 
-from collectives.errors import CollectiveError
-from collectives.fabric import requests
-from collectives.fabric.arena import SparseFile
-from collectives.fabric.failure import is_death
-from collectives.machine import free_memory
+from mpips.collectives.errors import CollectiveError
+from mpips.collectives.fabric import requests
+from mpips.collectives.fabric.arena import SparseFile
+from mpips.collectives.fabric.failure import is_death
+from mpips.collectives.machine import free_memory
 from mpips.store.recovery.table_plan import TableHolding, holding_of_table
 from mpips.store.tables import row_optimizers
 from mpips.store.tables.journal import CLOSED, COUNTS, OPENED, ROWS, TORN, WORDS, Journal, Positions, kept_arrays

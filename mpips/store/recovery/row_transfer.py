@@ -15,8 +15,8 @@ from typing import Protocol
 import msgspec
 from mpi4py import MPI
 
-from collectives.errors import CollectiveError
-from collectives.fabric import requests
+from mpips.collectives.errors import CollectiveError
+from mpips.collectives.fabric import requests
 from mpips.store.recovery.table_plan import RowSource, TablePlan
 from mpips.store.tables.initial import owners_of
 from mpips.store.tables.journal import Journal

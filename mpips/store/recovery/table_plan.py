@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from collectives.fabric.arena import SparseFile
+from mpips.collectives.fabric.arena import SparseFile
 from mpips.store.roles import Layout
 from mpips.store.tables import row_optimizers
 from mpips.store.tables.journal import Journal, Standing

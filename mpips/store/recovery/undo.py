@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.fabric import arena
+from mpips.collectives.fabric import arena
 from mpips.store.keys.key import Array
 
 Words = MutableSequence[int] | memoryview

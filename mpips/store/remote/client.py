@@ -16,8 +16,8 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from collectives.fabric import arena
-from collectives.fabric.tasks import Task, together
+from mpips.collectives.fabric import arena
+from mpips.collectives.fabric.tasks import Task, together
 from mpips.store.keys.key import Array, Key, Piece
 from mpips.store.remote.members import ClientCall, Members, label
 from mpips.store.remote.sparse import RowTransfers

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-import collectives
-from collectives.fabric import arena
-from collectives.fabric.tasks import Task
+from mpips import collectives
+from mpips.collectives.fabric import arena
+from mpips.collectives.fabric.tasks import Task
 from mpips.store.keys.key import Array, Fast, Key
 from mpips.store.remote.link import Link
 from mpips.store.remote.members import label

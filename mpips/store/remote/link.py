@@ -11,11 +11,11 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.clock import Clock
-from collectives.errors import warn
-from collectives.fabric.arena import Region
-from collectives.fabric.requests import send
-from collectives.fabric.tasks import Task, goes_on
+from mpips.collectives.clock import Clock
+from mpips.collectives.errors import warn
+from mpips.collectives.fabric.arena import Region
+from mpips.collectives.fabric.requests import send
+from mpips.collectives.fabric.tasks import Task, goes_on
 from mpips.store.keys.key import Array, Key, Name, Shard
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import ServerMemoryError

@@ -13,11 +13,11 @@ from zlib import crc32
 import numpy as np
 from mpi4py import MPI
 
-import collectives
-from collectives.communicator import Communicator
-from collectives.errors import MismatchError
-from collectives.fabric.requests import send
-from collectives.fabric.tasks import Task
+from mpips import collectives
+from mpips.collectives.communicator import Communicator
+from mpips.collectives.errors import MismatchError
+from mpips.collectives.fabric.requests import send
+from mpips.collectives.fabric.tasks import Task
 from mpips.store.keys.key import Array, Key, Piece
 from mpips.store.keys.key import label as key_label
 from mpips.store.runtime.rendezvous import LeftRanks

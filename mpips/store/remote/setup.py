@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from collectives.errors import CollectiveError, of_caller
-from collectives.fabric import arena
-from collectives.fabric.arena import Region
-from collectives.fabric.tasks import Task
+from mpips.collectives.errors import CollectiveError, of_caller
+from mpips.collectives.fabric import arena
+from mpips.collectives.fabric.arena import Region
+from mpips.collectives.fabric.tasks import Task
 from mpips.store.keys.cutting import Cards, Cutting
 from mpips.store.keys.key import Array, Key, Name, Shard
 from mpips.store.remote.link import Link

@@ -16,8 +16,8 @@ from itertools import pairwise
 import numpy as np
 from mpi4py import MPI
 
-from collectives.fabric.requests import send
-from collectives.fabric.tasks import Task, in_turn, together
+from mpips.collectives.fabric.requests import send
+from mpips.collectives.fabric.tasks import Task, in_turn, together
 from mpips.store.keys.key import Array, Key
 from mpips.store.keys.row_sparse import EmptyPush, RowSparse, merge, packed, unpacked
 from mpips.store.remote.members import Members, label

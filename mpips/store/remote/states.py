@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-import collectives
-from collectives.errors import CollectiveError, of_caller
-from collectives.fabric.tasks import Task
-from mpips import compression
+from mpips import collectives, compression
+from mpips.collectives.errors import CollectiveError, of_caller
+from mpips.collectives.fabric.tasks import Task
 from mpips.compression import Compressor, Residuals
 from mpips.optimizers import Groups, Optimizer, encode, encode_numbers
 from mpips.store.keys.arguments import runs

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives.fabric.tasks import Task, together
+from mpips.collectives.fabric.tasks import Task, together
 from mpips.compression import Compressor, Residuals
 from mpips.optimizers import Optimizer
 from mpips.store.keys.cutting import Cutting

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.errors import CollectiveError, of_caller
-from collectives.fabric import arena
-from collectives.fabric.arena import Region, SparseFile
-from collectives.fabric.tasks import Task
-from collectives.recorder import page
+from mpips.collectives.errors import CollectiveError, of_caller
+from mpips.collectives.fabric import arena
+from mpips.collectives.fabric.arena import Region, SparseFile
+from mpips.collectives.fabric.tasks import Task
+from mpips.collectives.recorder import page
 from mpips.store.keys.key import Array
 from mpips.store.remote.link import Link
 from mpips.store.remote.setup import Setup

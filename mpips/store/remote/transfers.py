@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.fabric import arena
-from collectives.fabric.tasks import Task, together
+from mpips.collectives.fabric import arena
+from mpips.collectives.fabric.tasks import Task, together
 from mpips.compression import Residuals
 from mpips.store.keys.key import Array, Key, Name, Shard
 from mpips.store.remote.link import Link

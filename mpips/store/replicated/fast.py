@@ -13,12 +13,12 @@ from typing import TypeAlias
 import numpy as np
 from mpi4py import MPI
 
-import collectives
-from collectives.api import begin
-from collectives.communicator import Communicator
-from collectives.fabric.tasks import Task
-from collectives.group import OverlapError
-from collectives.plan import Plan
+from mpips import collectives
+from mpips.collectives.api import begin
+from mpips.collectives.communicator import Communicator
+from mpips.collectives.fabric.tasks import Task
+from mpips.collectives.group import OverlapError
+from mpips.collectives.plan import Plan
 from mpips.store.keys.arguments import packed, runs, unpack
 from mpips.store.keys.key import Array, Key, Name, label
 from mpips.store.keys.row_sparse import RowSparse, unpacked

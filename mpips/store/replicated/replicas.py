@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from collectives.fabric import arena
-from collectives.fabric.arena import Region
-from collectives.fabric.tasks import Task
-from collectives.schedule.model import cut
+from mpips.collectives.fabric import arena
+from mpips.collectives.fabric.arena import Region
+from mpips.collectives.fabric.tasks import Task
+from mpips.collectives.schedule.model import cut
 from mpips.compression.compressors import Compressor, Residuals
 from mpips.optimizers.base import Optimizer
 from mpips.optimizers.equation import prepare

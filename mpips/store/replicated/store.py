@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from collectives.fabric.tasks import Task, nothing
-from collectives.group import OverlapError
+from mpips.collectives.fabric.tasks import Task, nothing
+from mpips.collectives.group import OverlapError
 from mpips.compression import Compressor
 from mpips.optimizers import Groups, Optimizer
 from mpips.store.keys.key import Array, Key, Name, label

@@ -21,10 +21,10 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Sequence
 from typing import Any, Protocol
 
-from collectives.errors import Uncopied
-from collectives.fabric import wait
-from collectives.fabric.tasks import Task, nothing
-from collectives.fabric.wait import Limits
+from mpips.collectives.errors import Uncopied
+from mpips.collectives.fabric import wait
+from mpips.collectives.fabric.tasks import Task, nothing
+from mpips.collectives.fabric.wait import Limits
 from mpips.store.runtime.errors import refused
 from mpips.store.runtime.rendezvous import Watch
 

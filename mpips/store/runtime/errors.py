@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from collectives.errors import KINDS, CollectiveError, MismatchError, StallError, kind_of
+from mpips.collectives.errors import KINDS, CollectiveError, MismatchError, StallError, kind_of
 from mpips.ending.process import before_mpi_ends
 
 

@@ -16,15 +16,15 @@ from functools import partial
 
 from mpi4py import MPI
 
-from collectives import log
-from collectives.clock import Clock
-from collectives.communicator import Communicator, communicator
-from collectives.errors import CollectiveError
-from collectives.fabric.failure import failed
-from collectives.fabric.layout import CLOSED, DEPARTURES
-from collectives.fabric.requests import sweep
-from collectives.fabric.tasks import Task
-from collectives.fabric.wait import (
+from mpips.collectives import log
+from mpips.collectives.clock import Clock
+from mpips.collectives.communicator import Communicator, communicator
+from mpips.collectives.errors import CollectiveError
+from mpips.collectives.fabric.failure import failed
+from mpips.collectives.fabric.layout import CLOSED, DEPARTURES
+from mpips.collectives.fabric.requests import sweep
+from mpips.collectives.fabric.tasks import Task
+from mpips.collectives.fabric.wait import (
     LOOK_SECONDS,
     NAP_AFTER_BETWEEN_NODES,
     NAP_AFTER_ON_NODE,
@@ -33,7 +33,7 @@ from collectives.fabric.wait import (
     see_in_time,
     until,
 )
-from collectives.recorder import own as recorder
+from mpips.collectives.recorder import own as recorder
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import LostError, StoreError, of_kind, uninterrupted
 from mpips.store.runtime.rendezvous import LAST_WORD_SECONDS, LeftRanks, MeetingRoom, Watch

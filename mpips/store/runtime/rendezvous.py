@@ -20,10 +20,10 @@ from typing import Any, Protocol
 import msgspec
 from mpi4py import MPI
 
-from collectives.clock import Clock
-from collectives.errors import CollectiveError, of_caller
-from collectives.fabric.requests import received, tell
-from collectives.fabric.wait import NAP_AFTER_BETWEEN_NODES, Limits, drive, until
+from mpips.collectives.clock import Clock
+from mpips.collectives.errors import CollectiveError, of_caller
+from mpips.collectives.fabric.requests import received, tell
+from mpips.collectives.fabric.wait import NAP_AFTER_BETWEEN_NODES, Limits, drive, until
 
 TAG = 3
 """Of messages on the store's communicators; other modules leave it alone."""

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
-from collectives.errors import MismatchError, StallError, ranks
-from collectives.fabric.wait import LONGER
+from mpips.collectives.errors import MismatchError, StallError, ranks
+from mpips.collectives.fabric.wait import LONGER
 from mpips.store.server.unit import Replies, Reply
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ class Gossip:
         """Tell what has changed; or, on the first server, hear of it. Call it now and then while idle."""
         if self._alone:
             return
-        from collectives.fabric.requests import received, tell
+        from mpips.collectives.fabric.requests import received, tell
 
         if self._comm.Get_rank() == 0:
             while (message := received(self._comm, WAITS_TAG)) is not None:

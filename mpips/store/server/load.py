@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 
-from collectives.recorder import own as recorder
+from mpips.collectives.recorder import own as recorder
 from mpips.store.server.quorum import QuorumState
 from mpips.store.server.state import ServerState
 from mpips.store.server.table_requests import ServerTables

@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from collectives import log
-from collectives.clock import Clock
-from collectives.errors import CollectiveError, StallError
-from collectives.fabric import arena
-from collectives.fabric.arena import SparseFile
+from mpips.collectives import log
+from mpips.collectives.clock import Clock
+from mpips.collectives.errors import CollectiveError, StallError
+from mpips.collectives.fabric import arena
+from mpips.collectives.fabric.arena import SparseFile
 from mpips.compression import Compressor
 from mpips.optimizers import Groups
 from mpips.store.keys.key import Name, Rounds

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives import log
-from collectives.kernels.quiet import quietly
+from mpips.collectives import log
+from mpips.collectives.kernels.quiet import quietly
 from mpips.compression import Compressor
 from mpips.optimizers import Groups
 from mpips.store.server.late import Late

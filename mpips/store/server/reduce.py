@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from collectives.kernels.sums import add_parts
+from mpips.collectives.kernels.sums import add_parts
 from mpips.store.keys.key import Array
 from mpips.store.keys.row_sparse import sum_of
 from mpips.store.server.unit import Contribution, Unit

@@ -13,8 +13,8 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from collectives.errors import CollectiveError
 from mpips import compression, optimizers
+from mpips.collectives.errors import CollectiveError
 from mpips.store.recovery.memory import UnitMemory
 from mpips.store.recovery.plan import encode_settings
 from mpips.store.server.state import ServerState

@@ -24,11 +24,11 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.clock import Clock
-from collectives.fabric import arena
-from collectives.fabric.arena import Region
-from collectives.fabric.failure import is_death
-from collectives.fabric.requests import keep, over, send
+from mpips.collectives.clock import Clock
+from mpips.collectives.fabric import arena
+from mpips.collectives.fabric.arena import Region
+from mpips.collectives.fabric.failure import is_death
+from mpips.collectives.fabric.requests import keep, over, send
 from mpips.compression import Compressor
 from mpips.store.keys.key import Array
 from mpips.store.keys.row_sparse import RowSparse

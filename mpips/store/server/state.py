@@ -34,10 +34,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.errors import CollectiveError, MismatchError
-from collectives.kernels import sums
-from collectives.recorder import own as recorder
-from collectives.recorder.ring import Ring, form
+from mpips.collectives.errors import CollectiveError, MismatchError
+from mpips.collectives.kernels import sums
+from mpips.collectives.recorder import own as recorder
+from mpips.collectives.recorder.ring import Ring, form
 from mpips.compression import Compressor
 from mpips.optimizers import Groups, Optimizer
 from mpips.optimizers.equation import prepare

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from collectives.errors import CollectiveError
-from collectives.fabric.arena import SparseFile
+from mpips.collectives.errors import CollectiveError
+from mpips.collectives.fabric.arena import SparseFile
 from mpips.store.recovery.row_mirror import RowMirror
 from mpips.store.recovery.table_plan import TableEntry, TableHolding, TablePlan, holding_of_table
 from mpips.store.server.late import Late

@@ -21,10 +21,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.errors import CollectiveError, MismatchError
-from collectives.fabric.arena import SparseFile
-from collectives.recorder import own as recorder
-from collectives.recorder.ring import Ring, form
+from mpips.collectives.errors import CollectiveError, MismatchError
+from mpips.collectives.fabric.arena import SparseFile
+from mpips.collectives.recorder import own as recorder
+from mpips.collectives.recorder.ring import Ring, form
 from mpips.store.recovery.row_mirror import RowMirror
 from mpips.store.server.late import BEFORE_LEAVING, Wait
 from mpips.store.tables import admission, row_optimizers

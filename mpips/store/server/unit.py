@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Iterable, MutableSequence, Sequence
 from typing import NamedTuple, NoReturn, TypeVar
 
-from collectives.errors import CollectiveError
-from collectives.kernels.sums import add_parts
+from mpips.collectives.errors import CollectiveError
+from mpips.collectives.kernels.sums import add_parts
 from mpips.optimizers.base import Optimizer, State, initial
 from mpips.optimizers.equation import update_by_sum
 from mpips.store.keys.key import Array

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.fabric.arena import SparseFile
+from mpips.collectives.fabric.arena import SparseFile
 from mpips.store.tables import index, kernels
 from mpips.store.tables.initial import Ids
 from mpips.store.tables.journal import CLOSED, HERE, OPENED, REFUSALS, WORDS

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.fabric.arena import SparseFile
+from mpips.collectives.fabric.arena import SparseFile
 from mpips.store.tables import kernels
 from mpips.store.tables.initial import Ids, hashes_of
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.fabric.arena import SparseFile
+from mpips.collectives.fabric.arena import SparseFile
 from mpips.store.tables.places import FREE
 
 Array = NDArray[Any]

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from collectives.kernels import engine
-from collectives.kernels.function import Compiled, compiled
+from mpips.collectives.kernels import engine
+from mpips.collectives.kernels.function import Compiled, compiled
 
 if TYPE_CHECKING:
-    from collectives.kernels.compiler import mixed64, prefetch
+    from mpips.collectives.kernels.compiler import mixed64, prefetch
 
 Array = np.ndarray
 FLOATS = ("float32", "float64")

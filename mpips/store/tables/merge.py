@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.kernels.quiet import quiet
+from mpips.collectives.kernels.quiet import quiet
 from mpips.store.keys.row_sparse import sums_of_runs
 from mpips.store.tables import kernels
 from mpips.store.tables.initial import Ids, owners_of

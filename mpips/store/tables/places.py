@@ -16,8 +16,8 @@ from collections import OrderedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.fabric.arena import SparseFile
-from collectives.machine import free_memory
+from mpips.collectives.fabric.arena import SparseFile
+from mpips.collectives.machine import free_memory
 from mpips.store.tables.index import Hashes, Index, Positions
 from mpips.store.tables.initial import Ids
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.errors import did_you_mean
+from mpips.collectives.errors import did_you_mean
 from mpips.optimizers.base import Number, at, check
 from mpips.optimizers.registry import decode_numbers, encode_numbers
 from mpips.store.tables import kernels

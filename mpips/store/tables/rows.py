@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.fabric.arena import SparseFile
-from collectives.kernels.quiet import quiet
+from mpips.collectives.fabric.arena import SparseFile
+from mpips.collectives.kernels.quiet import quiet
 from mpips.store.tables import index, kernels
 from mpips.store.tables.index import MOST_ROWS, Positions
 from mpips.store.tables.initial import Ids, first_rows

@@ -14,12 +14,12 @@ from itertools import pairwise
 import numpy as np
 from mpi4py import MPI
 
-from collectives.clock import Clock
-from collectives.fabric.failure import failed
-from collectives.fabric.requests import keep, send, tell
-from collectives.fabric.tasks import Task
-from collectives.kernels.sums import add_parts
-from collectives.schedule.model import cut
+from mpips.collectives.clock import Clock
+from mpips.collectives.fabric.failure import failed
+from mpips.collectives.fabric.requests import keep, send, tell
+from mpips.collectives.fabric.tasks import Task
+from mpips.collectives.kernels.sums import add_parts
+from mpips.collectives.schedule.model import cut
 from mpips.store.keys.key import Array
 from mpips.store.transport.pending import LOOK_SECONDS, QUIET_SECONDS, QUIET_TAG, MessagesUnderWay
 

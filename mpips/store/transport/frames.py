@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.fabric.arena import Region
+from mpips.collectives.fabric.arena import Region
 
 FRAME_BYTES = 64
 FRAME = struct.Struct("<BBHiIIiiQQQqq")

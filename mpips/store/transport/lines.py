@@ -20,12 +20,12 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.errors import CollectiveError, warn
-from collectives.fabric import arena
-from collectives.fabric.arena import Region
-from collectives.fabric.board import Peers
-from collectives.fabric.layout import ORDERED_STORES
-from collectives.fabric.requests import keep, send
+from mpips.collectives.errors import CollectiveError, warn
+from mpips.collectives.fabric import arena
+from mpips.collectives.fabric.arena import Region
+from mpips.collectives.fabric.board import Peers
+from mpips.collectives.fabric.layout import ORDERED_STORES
+from mpips.collectives.fabric.requests import keep, send
 from mpips.store.roles import Layout
 from mpips.store.runtime.rendezvous import MeetingPlace
 from mpips.store.transport.frames import FRAME, FRAME_BYTES, NOWHERE, ROUND, ROUND_AT, WITH_BODY, Frame

@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from collectives.fabric import arena
-from collectives.fabric.arena import Region
+from mpips.collectives.fabric import arena
+from mpips.collectives.fabric.arena import Region
 from mpips.store.keys.key import Array, Shard
 from mpips.store.transport.frames import FRAME, NOWHERE, Op
 

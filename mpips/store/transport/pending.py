@@ -21,10 +21,10 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.clock import Clock
-from collectives.errors import of_caller
-from collectives.fabric.requests import keep, last_tag, over
-from collectives.fabric.tasks import Task
+from mpips.collectives.clock import Clock
+from mpips.collectives.errors import of_caller
+from mpips.collectives.fabric.requests import keep, last_tag, over
+from mpips.collectives.fabric.tasks import Task
 
 Bytes = NDArray[np.uint8]
 QUIET_SECONDS = 5.0

@@ -14,8 +14,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from collectives.fabric.tasks import Task
-from collectives.recorder import own as recorder
+from mpips.collectives.fabric.tasks import Task
+from mpips.collectives.recorder import own as recorder
 from mpips.compression.compressors import Compressor
 from mpips.optimizers.base import Optimizer
 from mpips.optimizers.schedules import Groups

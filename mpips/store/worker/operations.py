@@ -12,10 +12,10 @@ from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from collectives.errors import CollectiveError, of_caller
-from collectives.fabric.tasks import Task, in_turn, together
-from collectives.recorder import own as recorder
-from collectives.recorder.ring import Ring
+from mpips.collectives.errors import CollectiveError, of_caller
+from mpips.collectives.fabric.tasks import Task, in_turn, together
+from mpips.collectives.recorder import own as recorder
+from mpips.collectives.recorder.ring import Ring
 from mpips.store.keys import arguments
 from mpips.store.keys.arguments import KeyCall
 from mpips.store.keys.key import Array, Key, Name

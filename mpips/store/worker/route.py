@@ -15,10 +15,10 @@ from typing import Any
 from numpy import dtype as dtype_of
 from numpy import ndarray
 
-from collectives.fabric.tasks import Task, together
-from collectives.recorder import own as recorder
-from collectives.recorder.own import Marks
-from collectives.recorder.ring import form
+from mpips.collectives.fabric.tasks import Task, together
+from mpips.collectives.recorder import own as recorder
+from mpips.collectives.recorder.own import Marks
+from mpips.collectives.recorder.ring import form
 from mpips.store.keys import arguments
 from mpips.store.keys.arguments import PRIORITY_BITS
 from mpips.store.keys.key import NO_MARKS, FastList, Key, Name

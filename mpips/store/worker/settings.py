@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 import msgspec
 from mpi4py import MPI
 
-from collectives import log
-from collectives.errors import MismatchError, warn
-from collectives.fabric.tasks import Task, kept
 from mpips import compression, optimizers
+from mpips.collectives import log
+from mpips.collectives.errors import MismatchError, warn
+from mpips.collectives.fabric.tasks import Task, kept
 from mpips.compression import Compressor
 from mpips.optimizers import Groups, Optimizer
 from mpips.optimizers.elastic import Elastic1

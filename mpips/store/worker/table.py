@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from collectives import arrays
-from collectives.errors import Uncopied, of_caller, warn
-from collectives.fabric.tasks import Task
-from collectives.recorder import own as recorder
+from mpips.collectives import arrays
+from mpips.collectives.errors import Uncopied, of_caller, warn
+from mpips.collectives.fabric.tasks import Task
+from mpips.collectives.recorder import own as recorder
 from mpips.store.checkpoint import table_files
 from mpips.store.keys import arguments
 from mpips.store.keys.key import Array

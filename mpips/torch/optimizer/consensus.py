@@ -18,9 +18,9 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 from torch import Tensor
 
-import collectives
-from collectives.clock import Clock
-from collectives.errors import CollectiveError, of_caller
+from mpips import collectives
+from mpips.collectives.clock import Clock
+from mpips.collectives.errors import CollectiveError, of_caller
 from mpips.store.runtime.rendezvous import call_of
 from mpips.torch.lockstep import CHECK_STEPS, UNEXPLAINED, Items, digest, gather_difference, gather_rows
 from mpips.torch.optimizer.exchange import AgreedStep, find_unlike, group_numbers, warn_soon

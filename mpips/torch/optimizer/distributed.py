@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from collectives import log
-from collectives.errors import of_caller
+from mpips.collectives import log
+from mpips.collectives.errors import of_caller
 from mpips.store.api import KVStore
 from mpips.store.create import create
 from mpips.store.keys.key import Name

@@ -17,8 +17,8 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-import collectives
-from collectives.fabric.wait import Limits
+from mpips import collectives
+from mpips.collectives.fabric.wait import Limits
 from mpips.optimizers import SGD, AdaGrad, Adam, AdamW, Optimizer, RMSProp
 from mpips.optimizers.elastic import Elastic1
 from mpips.store.keys import arguments

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from collectives import log
+from mpips.collectives import log
 from mpips.store.api import KVStore
 from mpips.store.keys.key import Name
 from mpips.store.runtime.errors import StoreError
