@@ -1,9 +1,16 @@
-"""Packaging of mpips: three packages (mpips, collectives, launch) and one command, `mpips`."""
+"""Packaging of mpips: three packages (mpips, collectives, launch) and one command, `mpips`.
+
+Installed, the modules of collectives and launch lie in mpips (see mpips/doors.py), and the outer packages hold the
+doors alone. What every `import torch` loads is a package of its own, as it may not load mpips.
+"""
 
 import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+
+DOORS = ("collectives", "launch")
 
 PLOT = ["matplotlib>=3.6"]
 LAB = ["pyroute2>=0.7.12"]
@@ -33,6 +40,16 @@ README = re.sub(r"\[([^\]]+)\]\((?!https?:)[^)]*\)", r"\1", README)
 SOURCE = Path(__file__).parent / "mpips" / "__init__.py"
 VERSION = SOURCE.read_text(encoding="utf-8").partition('__version__ = "')[2].partition('"')[0]
 
+
+
+class BuildWithDoors(build_py):
+    """Leaves out of the outer packages what mpips has."""
+
+    def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
+        modules = super().find_package_modules(package, package_dir)
+        return [module for module in modules if package not in DOORS or module[1] == "__init__"]
+
+
 setup(
     name="mpips",
     version=VERSION,
@@ -45,7 +62,9 @@ setup(
     keywords=["MPI", "parameter server", "allreduce", "collectives", "distributed training", "PyTorch", "JAX"],
     project_urls={"Paper": "https://arxiv.org/abs/1801.03855"},
     python_requires=">=3.11",
-    packages=find_packages(include=["mpips*", "collectives*", "launch*"]),
+    packages=[*find_packages(include=["mpips", "mpips.*", *DOORS]), "mpips_torch_entry"],
+    package_dir={"mpips_torch_entry": "launch/torch_entry"},
+    cmdclass={"build_py": BuildWithDoors},
     package_data={"": ["py.typed", "*.json", "*.html"]},
     install_requires=[
         "numpy>=1.23.3",  # the arrays; 1.23.3 is ml_dtypes' oldest on Python 3.11
@@ -71,9 +90,9 @@ setup(
         "jax": ["jax>=0.4.30", "optax>=0.2"],
     },
     entry_points={
-        "console_scripts": ["mpips = launch.cli:main"],
-        "torch.distributed.backends": ["mpips = launch.torch_entry:load"],  # PyTorch 2.14, at the first use
-        "torch.backends": ["mpips = launch.torch_entry:announce"],  # called at every `import torch`
+        "console_scripts": ["mpips = mpips.launch.cli:main"],
+        "torch.distributed.backends": ["mpips = mpips_torch_entry:load"],  # PyTorch 2.14, at the first use
+        "torch.backends": ["mpips = mpips_torch_entry:announce"],  # called at every `import torch`
     },
     classifiers=[
         "Development Status :: 4 - Beta",

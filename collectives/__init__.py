@@ -62,7 +62,7 @@ class _Package(ModuleType):
         if name not in __all__:
             raise AttributeError(f"module 'collectives' has no attribute {name!r}", name=name, obj=self)
         try:
-            value = getattr(importlib.import_module(f"collectives.{_HOMES.get(name, 'api')}"), name)
+            value = getattr(importlib.import_module(f"{self.__name__}.{_HOMES.get(name, 'api')}"), name)
         except (ImportError, RuntimeError) as error:
             from mpips.collectives.errors import without_mpi
 
@@ -80,4 +80,9 @@ class _Package(ModuleType):
             super().__setattr__(name, value)
 
 
-sys.modules[__name__].__class__ = _Package
+if __name__ == "collectives":  # and not mpips.collectives, as our own modules say
+    from mpips.doors import open_door
+
+    open_door(__name__)
+else:
+    sys.modules[__name__].__class__ = _Package

@@ -15,8 +15,6 @@ LOG = log.get("mpips.collectives")
 
 E = TypeVar("E", bound=BaseException)
 
-OURS = ("mpips", "collectives")
-
 
 class CollectiveError(RuntimeError):
     """The communicator is over: every rank raises the same sentence. `collectives.renew` begins another."""
@@ -76,7 +74,7 @@ def of_caller(error: E) -> E:
 
 def is_ours(frame: FrameType) -> bool:
     """Return whether a frame runs code of these packages."""
-    return _module(frame).partition(".")[0] in OURS
+    return _module(frame).partition(".")[0] == "mpips"
 
 
 def warn(sentence: str) -> None:

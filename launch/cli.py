@@ -133,7 +133,6 @@ BENCHES = {
     ),
 }  # fmt: skip
 HELP = ["-h", "--help"]
-OURS = ("mpips", "collectives", "launch")
 
 
 class Target(NamedTuple):
@@ -219,7 +218,7 @@ def _load(sub: Sub, runs_here: bool = False) -> click.Command:
     try:
         command: Any = importlib.import_module(sub.module).command
     except (ImportError, RuntimeError) as error:  # mpi4py's where there is no MPI is a RuntimeError
-        if (getattr(error, "name", None) or "").partition(".")[0] in OURS:
+        if (getattr(error, "name", None) or "").partition(".")[0] == "mpips":
             raise
         why = "; ".join(str(error).splitlines())
         raise click.UsageError(f"a part of this installation is missing ({why}): see `mpips doctor`") from None

@@ -26,7 +26,6 @@ COMMANDS = (
     "metrics",
 )  # fmt: skip
 """Words of the `mpips` command, which are no scripts."""
-OURS = ("mpips", "collectives", "launch")
 
 
 def whole_lines() -> None:
@@ -52,7 +51,7 @@ def search_as_python(script: str) -> None:
         del sys.path[0]
     if script == "-m":
         module = sys.argv[2] if len(sys.argv) > 2 else ""
-        first = [] if module.partition(".")[0] in OURS else [os.getcwd()]
+        first = [] if module.partition(".")[0] == "mpips" else [os.getcwd()]
     elif script in ("-c", "-"):
         first = [""]
     else:

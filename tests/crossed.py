@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,7 +25,7 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = tuple(f"{ROOT / package}{os.sep}" for package in ("mpips", "collectives"))
+PACKAGES = f"{ROOT / 'mpips'}{os.sep}"  # collectives is a link in it
 LOOP = "mpips/store/server/loop.py"
 TEXT: Any = {"text": True, "capture_output": True}
 JOB = ("-m", "tests.crossed", "--job")
@@ -40,6 +41,12 @@ CASES: dict[str, tuple[str, str, dict[str, str], int]] = {
 """What `mpips run` is given, the words of the table, variables of the job, and the most files that are asked for."""
 
 
+@cache
+def place_of(file: str) -> str:
+    """The path of a file of ours in the repository."""
+    return os.path.relpath(os.path.realpath(file), ROOT)
+
+
 class Crossed:
     """The functions that run while `on`, with their files."""
 
@@ -51,7 +58,7 @@ class Crossed:
     def profile(self, frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
         if self.on and event == "call" and code.co_flags & NEWLOCALS and code.co_filename.startswith(PACKAGES):
-            self.functions.add(f"{os.path.relpath(code.co_filename, ROOT)}:{code.co_qualname}")
+            self.functions.add(f"{place_of(code.co_filename)}:{code.co_qualname}")
 
     def turn(self, number: int, frame: FrameType | None) -> None:
         """Begin at SIGUSR1, end at SIGUSR2 and write down what was crossed."""

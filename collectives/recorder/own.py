@@ -38,8 +38,7 @@ LASTING_SECONDS = 0.2
 LONGEST_BYTES = 3800
 """Of the sentence by which a rank ends."""
 WAITED, WAITED_TIMES = pages.AT["waited_ns"], pages.AT["waits"]
-OURS = ("mpips", "collectives", "launch")
-BETWEEN = (*OURS, "torch", "jax", "threading", "contextlib", "runpy", "mpi4py")
+BETWEEN = ("mpips", "torch", "jax", "threading", "contextlib", "runpy", "mpi4py")
 """Packages whose lines stand between a line of the user's program and a call of ours."""
 
 

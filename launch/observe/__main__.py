@@ -80,7 +80,7 @@ def _is_launcher(job: str) -> bool:
     with suppress(OSError):
         process = Path(f"/proc/{job}")
         words = process.joinpath("cmdline").read_bytes().split(b"\0") if job.isdigit() else []
-        named = any(word == b"run" and os.path.basename(before) in (b"mpips", b"launch.cli")
+        named = any(word == b"run" and os.path.basename(before) in (b"mpips", b"launch.cli", b"mpips.launch.cli")
                     for before, word in itertools.pairwise(words))  # fmt: skip
         return named and os.path.basename(words[0])[:6] == b"python" and process.stat().st_uid == os.getuid()
     return False

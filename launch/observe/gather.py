@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpips.collectives.recorder import folders, own
+from mpips.collectives.recorder import folders
 from mpips.collectives.recorder.dump import bytes_of
 from mpips.collectives.recorder.page import NUMBERS, PAGE_BYTES, Lane, Seen, read, read_lanes
 
@@ -30,7 +30,7 @@ LOCAL_SIZES = (b"OMPI_COMM_WORLD_LOCAL_SIZE", b"MPI_LOCALNRANKS")
 MOST_CALLS = 3
 """Of a rank that are named as its last."""
 TICKS = os.sysconf("SC_CLK_TCK")
-ROOT = Path(__file__).resolve().parents[2]
+OURS = str(Path(__file__).parents[2])
 FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 THREAD = re.compile(r"(?:Current t|T)hread 0x([0-9a-f]+)")
 LIBRARIES = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3\.\d+/|^<")
@@ -48,7 +48,7 @@ class Frame(NamedTuple):
     @property
     def is_ours(self) -> bool:
         """Return whether it is of mpips."""
-        return any(self.path.startswith(f"{ROOT}/{name}/") for name in own.OURS)
+        return self.path.startswith(f"{OURS}/")
 
     @property
     def is_users(self) -> bool:
@@ -182,7 +182,7 @@ class Rank(NamedTuple):
     @property
     def in_mpips(self) -> bool:
         """Return whether its main thread is in a call of mpips."""
-        runner = str(ROOT / "mpips" / "__main__.py")
+        runner = os.path.join(OURS, "__main__.py")
         for frame in self.stack:
             if frame.is_users:
                 return False

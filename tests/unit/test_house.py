@@ -22,13 +22,13 @@ PACKAGES = ("mpips", "collectives", "launch")
 OPTIONAL = ("prometheus_client", "cupy", "jax", "llvmlite", "mxnet", "numba", "pyroute2", "torch")
 # What each package may import of the other two.
 ALLOWED = {
-    "collectives": (),
+    "collectives": ("mpips.doors",),
     "mpips": ("collectives",),
     "launch": (
-        "mpips.store.options", "mpips.store.world", "mpips.store.checkpoint.folder", "collectives.simulator.topology",
-        "collectives.clock", "collectives.errors", "collectives.files", "collectives.log", "collectives.machine",
-        "collectives.recorder", "collectives.terminal", "collectives.fabric.process_memory",
-        "collectives.kernels.engine", "collectives.schedule.model",
+        "mpips.doors", "mpips.store.options", "mpips.store.world", "mpips.store.checkpoint.folder",
+        "collectives.simulator.topology", "collectives.clock", "collectives.errors", "collectives.files",
+        "collectives.log", "collectives.machine", "collectives.recorder", "collectives.terminal",
+        "collectives.fabric.process_memory", "collectives.kernels.engine", "collectives.schedule.model",
     ),
 }
 
@@ -45,6 +45,15 @@ def imports(path: Path) -> Iterator[str]:
             yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
+def below_mpips(module: str) -> str:
+    """A module as our own files name it, such as mpips.collectives.plan, by its place in the repository. The outer
+    names `collectives` and `launch` may be a program's own, so a file of ours that uses one has no place."""
+    top, _, below = module.partition(".")
+    if top != "mpips":
+        return f"the outer {module}"
+    return below if below.partition(".")[0] in PACKAGES else module
+
+
 def allowed(module: str, package: str) -> bool:
     return any(module == name or module.startswith(name + ".") for name in (package, *ALLOWED[package]))
 
@@ -55,7 +64,7 @@ def test_imports_run_one_way(package: str) -> None:
         f"{path.relative_to(ROOT)} imports {module}"
         for path in tracked(ROOT / package)
         for module in imports(path)
-        if module.split(".")[0] in PACKAGES and not allowed(module, package)
+        if module.split(".")[0] in PACKAGES and not allowed(below_mpips(module), package)
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -66,7 +75,7 @@ def test_what_files_import_and_name_is_there() -> None:
     wrong = []
     for path in files:
         for module in imports(path):
-            *parents, name = module.split(".")
+            *parents, name = below_mpips(module).split(".")
             if parents and parents[0] in PACKAGES and not is_there(ROOT.joinpath(*parents), name):
                 wrong.append(f"{path.relative_to(ROOT)} imports {module}")
         for named in re.findall(r"`([\w/]+\.py)`", path.read_text(encoding="utf-8")):
@@ -89,6 +98,9 @@ def test_the_reader_of_imports_sees_them_all(tmp_path: Path, monkeypatch: pytest
     file.parent.mkdir(parents=True)
     file.write_text("import mpips.store.api as s\nfrom .. import cost\ndef f():\n    from mpips.store import options\n")
     assert list(imports(file)) == ["mpips.store.api", "collectives.cost", "mpips.store.options"]
+    assert below_mpips("mpips.collectives.plan") == "collectives.plan"
+    assert not allowed(below_mpips("collectives.plan"), "mpips")
+    assert not allowed(below_mpips("mpips.launch.run"), "mpips")
     assert not allowed("mpips.store.options", "collectives")
     assert allowed("mpips.store.options.Options", "launch")
     assert not allowed("mpips.optionsx", "launch")
@@ -118,10 +130,11 @@ def outside(installed: Path, code: str) -> str:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_installed_outside_the_repository(installed: Path, package: str) -> None:
     assert outside(installed, f"import {package}; print({package}.__file__)").startswith(str(installed))
+    home = installed if package == "mpips" else installed / "mpips"
     missing = [
         str(path.relative_to(ROOT))
         for path in tracked(ROOT / package, "*")
-        if path.suffix in (".py", ".json", ".typed") and not (installed / path.relative_to(ROOT)).is_file()
+        if path.suffix in (".py", ".json", ".typed") and not (home / path.relative_to(ROOT)).is_file()
     ]
     assert not missing, f"not in the installed package: {missing}"
 
@@ -139,6 +152,46 @@ def test_a_source_distribution_has_all_that_git_tracks() -> None:
     by_itself = {*PACKAGES, "setup.py", "pyproject.toml", "README.md", "MANIFEST.in"}
     places = {path.relative_to(ROOT).parts[0] for path in list_files(ROOT)}
     assert [place for place in sorted(places - by_itself) if not {place, f"{place}/run"} & {*words}] == []
+
+
+OF_THE_PROGRAM = {
+    "collectives.py": "WHOSE = 'program'",
+    "launch/config.py": "WHOSE = 'program'",  # a folder without __init__.py
+    "train.py": """
+import sys
+if "first" in sys.argv:
+    import collectives
+import mpips
+from mpips.collectives import schedule
+from mpips.launch import this_machine
+import collectives
+from launch.config import WHOSE
+print(collectives.WHOSE, WHOSE, schedule.__name__, this_machine.__module__)
+""",
+}
+
+
+@pytest.mark.parametrize("words", [["train.py"], ["train.py", "first"], ["-m", "mpips", "train.py"], ["-m", "train"]])
+@pytest.mark.parametrize("where", ["installed", "clone"])
+def test_files_of_the_program_may_have_the_names_of_our_packages(
+    installed: Path, tmp_path: Path, words: list[str], where: str
+) -> None:
+    for name, text in OF_THE_PROGRAM.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    environment = {"PYTHONPATH": str(installed if where == "installed" else ROOT), "PATH": "/usr/bin:/bin"}
+    command = [sys.executable, *words]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180)
+    assert done.stdout.split() == ["program", "program", "mpips.collectives.schedule", "mpips.launch.machine"], done
+
+
+def test_the_outer_names_are_other_names_of_the_same_modules(installed: Path) -> None:
+    code = (
+        "import collectives.errors, launch.machine, mpips.collectives.errors as inner; "
+        "print(collectives.errors is inner, collectives.MismatchError is inner.MismatchError, launch.machine.__name__)"
+    )
+    assert outside(installed, code) == "True True mpips.launch.machine"
+    assert sorted(path.name for path in (installed / "collectives").glob("*.py")) == ["__init__.py"]
 
 
 def test_the_launcher_starts_neither_mpi_nor_numpy(installed: Path) -> None:

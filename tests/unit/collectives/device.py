@@ -331,7 +331,8 @@ cuda = types.SimpleNamespace(
 @contextmanager
 def installed() -> Iterator[Any]:
     """This module as `cupy`, for `collectives.tensor`, on a machine that was just switched on."""
-    before = {name: sys.modules.pop(name, None) for name in ("cupy", *(f"collectives.tensor.{m}" for m in MODULES))}
+    modules = [f"{top}.tensor.{module}" for top in ("collectives", "mpips.collectives") for module in MODULES]
+    before = {name: sys.modules.pop(name, None) for name in ("cupy", *modules)}
     sys.modules["cupy"] = sys.modules[__name__]
     STATE.__init__()  # type: ignore[misc]
     STATE.streams = {0: Stream.null}

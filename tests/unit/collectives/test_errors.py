@@ -22,7 +22,7 @@ def through(*modules):
 
 def test_a_warning_is_at_the_users_line_however_deep_it_comes_from():
     with pytest.warns(RuntimeWarning, match="rank 2") as told:
-        through("library", "train", "mpips.store", "collectives.fabric.wait")()
+        through("library", "train", "mpips.store", "mpips.collectives.fabric.wait")()
     assert [(warning.filename, warning.lineno) for warning in told] == [("train.py", 2)]
 
 

@@ -165,6 +165,6 @@ def test_a_forced_table_has_one_way():
 def test_a_run_that_only_computes_loads_no_simulator():
     code = "import sys, numpy, collectives\ncollectives.allreduce(numpy.ones(3))\nprint(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=180)
-    loaded = [name for name in done.stdout.split() if name.startswith("collectives.")]
-    assert "collectives.tuner.table" in loaded
+    loaded = [name for name in done.stdout.split() if name.startswith("mpips.collectives.")]
+    assert "mpips.collectives.tuner.table" in loaded
     assert not [name for name in loaded if "simulator" in name or name.endswith("prediction")]

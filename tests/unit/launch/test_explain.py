@@ -10,12 +10,14 @@ import pytest
 from click import UsageError
 from click.testing import CliRunner
 
+import mpips
 from collectives.recorder import folders
 from collectives.recorder.page import Lane
 from launch.observe import __main__ as command
 from launch.observe.explain import explain
-from launch.observe.gather import ROOT, Frame, Rank, Wait
+from launch.observe.gather import Frame, Rank, Wait
 
+MPIPS = Path(mpips.__file__).parent
 USUAL: dict[str, Any] = {
     "size": 3, "role": "worker", "host": "here", "program": ("/home/u/train.py",), "generation": 0, "step": 412,
     "step_seconds": 1.0, "waits": (), "lanes": (), "end": {}, "state": "R", "cpu": 0.5, "waiting": 0.1, "moved": True,
@@ -51,7 +53,7 @@ BEGIN = (
         ({"state": "", "end": {"failed": "no space"}}, "rank 2, whose process 102 is gone: no space."),
         ({"stack": ()}, "rank 2, which does not say where it is, not stopped, 50 % CPU."),
         (
-            {"stack": (Frame(str(ROOT / "mpips/store/api.py"), 3, "push"), *USUAL["stack"])},
+            {"stack": (Frame(str(MPIPS / "store/api.py"), 3, "push"), *USUAL["stack"])},
             "rank 2, which is in a call of mpips (train.py:7), not stopped, 50 % CPU.",
         ),
     ],
@@ -156,7 +158,7 @@ def test_a_rank_without_a_page_runs_elsewhere_or_has_not_begun() -> None:
     assert found.culprits == (2,) and "it runs on another host, or has not begun" in found.sentence
 
 
-SERVES = (Frame(str(ROOT / "mpips/store/server/loop.py"), 3, "serve"), *USUAL["stack"])
+SERVES = (Frame(str(MPIPS / "store/server/loop.py"), 3, "serve"), *USUAL["stack"])
 
 
 def test_servers_are_not_blamed_while_they_serve() -> None:

@@ -286,7 +286,7 @@ def test_help_names_every_command_and_imports_none() -> None:
     code = """
 import atexit, sys
 import launch.cli
-atexit.register(lambda: print(sorted(m for m in sys.modules if m.startswith(("collectives.", "numpy", "rich")))))
+atexit.register(lambda: print(sorted(m for m in sys.modules if m.startswith(("mpips.collectives.", "numpy", "rich")))))
 sys.argv[1:] = ["--help"]
 launch.cli.main()
 """
@@ -297,7 +297,7 @@ launch.cli.main()
         "clock", "terminal", "errors", "files", "log", "machine", "kernels", "kernels.engine", "recorder",
         "recorder.own", "recorder.dump", "recorder.folders", "recorder.page", "recorder.ring", "recorder.tracing",
     }  # fmt: skip
-    assert imported <= {f"collectives.{name}" for name in light}
+    assert imported <= {f"mpips.collectives.{name}" for name in light}
 
 
 @pytest.mark.parametrize(
@@ -345,7 +345,8 @@ def test_ranks_start_the_module_under_mpirun() -> None:
     assert done.stderr.strip() == "mpips bench kvstore: started 3 ['-m', 'mpips.bench.kvstore', '--sizes', '1KiB']"
     for two in (["--ranks=2"], ["-n", "2"], ["-n2"]):
         done = ranked("bench", "allreduce", *two)
-        assert done.stderr.strip() == "mpips bench allreduce: started 2 ['-m', 'collectives.benchmark', 'allreduce']"
+        words = "['-m', 'mpips.collectives.benchmark', 'allreduce']"
+        assert done.stderr.strip() == f"mpips bench allreduce: started 2 {words}"
     done = ranked("bench", "-n", "3", "mlp", "--rounds", "4")
     assert done.stderr.strip() == "mpips bench mlp: started 3 ['-m', 'mpips.bench.mlp', '--rounds', '4']"
     done = ranked("bench", "allreduce", "--ranks", "2", "--help")

@@ -1,0 +1,73 @@
+"""The outer names `collectives` and `launch`: other names of `mpips.collectives` and `mpips.launch`.
+
+Our modules import one another as `mpips.collectives...` and `mpips.launch...` only. The outer names are general, and a
+program may have a file `collectives` or a folder `launch` of its own: then its imports find its own, and ours still
+find ours. `mpips/collectives` and `mpips/launch` are links in a clone, and folders in an installed package.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import CodeType, ModuleType
+
+
+class _Alias(Loader):
+    """Gives `collectives.x` the module `mpips.collectives.x`, so that there is one of each."""
+
+    def __init__(self, inner: ModuleSpec) -> None:
+        self._inner = inner
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return importlib.import_module(self._inner.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._inner  # the import system has just written the outer one
+
+    def get_code(self, name: str) -> CodeType | None:
+        """Return what `python -m NAME` runs."""
+        code: CodeType | None = self._inner.loader.get_code(self._inner.name)  # type: ignore[union-attr]
+        return code
+
+
+class _Finder(MetaPathFinder):
+    """Finds the modules below an outer name that is ours."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        outer, _, below = name.partition(".")
+        if not below or sys.modules.get(outer) is not sys.modules.get(f"mpips.{outer}", self):
+            return None
+        inner = importlib.util.find_spec(f"mpips.{name}")
+        if inner is None:
+            return None
+        spec = ModuleSpec(name, _Alias(inner), origin=inner.origin)
+        spec.submodule_search_locations = inner.submodule_search_locations
+        return spec
+
+
+def open_door(outer: str) -> None:
+    """Make `outer` a name of `mpips.outer`. Called by a package that is being imported under its outer name.
+
+    Python prefers a package, as ours, to a folder without `__init__.py` that comes before it on `sys.path`. Where such
+    a folder has Python files, it is the program's, and is what `outer` becomes.
+    """
+    own = os.path.realpath(importlib.import_module(f"mpips.{outer}").__path__[0])
+    for entry in sys.path:
+        folder = os.path.join(entry or os.getcwd(), outer)
+        if os.path.isfile(os.path.join(folder, "__init__.py")) or os.path.realpath(folder) == own:
+            break
+        if os.path.isdir(folder) and any(name.endswith(".py") for name in os.listdir(folder)):
+            spec = ModuleSpec(outer, None, is_package=True)
+            spec.submodule_search_locations = [folder]
+            sys.modules[outer] = importlib.util.module_from_spec(spec)
+            return
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+    sys.modules[outer] = sys.modules[f"mpips.{outer}"]
