@@ -50,8 +50,6 @@ ABSENT = -1.0
 """Stands in place of a norm that was not taken."""
 UNEXPLAINED = "ranks differ in what they have done, and no word of theirs says in what (a fault of mpips: report it)"
 """Said where what ranks compare differs, and the words for it do not: nobody goes on."""
-EXACT = 1 << 53
-"""Whole numbers below it are floats without loss."""
 MOST_NUMBERS = 16
 """Numbers of a tensor or an array that `content` tells one by one."""
 PAIRED = {
@@ -102,7 +100,7 @@ def model_items(module: torch.nn.Module, buckets: str | float, algorithm: str) -
         *((f"parameter {name!r}", kind(p) + ", frozen" * (not p.requires_grad) + ", sparse" * (p in sparse))
           for name, p in module.named_parameters()),
         *((f"buffer {name!r}", kind(buffer)) for name, buffer in module.named_buffers()),
-        ("buckets", repr(content(buckets))), ("algorithm", repr(content(algorithm))), ("module", type(module).__name__),
+        ("buckets", repr(buckets)), ("algorithm", repr(algorithm)), ("module", type(module).__name__),
     ]  # fmt: skip
 
 
@@ -191,16 +189,14 @@ def content(value: object) -> Any:
 
 
 def _content_of_number(value: Any) -> float | str:
-    """Return a real number as an int where it is a whole one, else as a float; as text where none is that large."""
+    """Return a real number as a float, as text where it does not fit into one."""
     try:
         number = float(value)
     except (OverflowError, ValueError):
         return str(value)
     if isinstance(value, int) and int(number) != value:
         return str(int(value))
-    if number.is_integer() and abs(number) < EXACT:
-        return int(number)
-    return number if number == number else math.nan
+    return number + 0.0 if number == number else math.nan  # -0.0 becomes 0.0
 
 
 def _content_of_tensor(tensor: Tensor) -> Any:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from mpips.torch.optimizer import consensus
 from tests.mpi.torch.support import PAIRS, SERVED, SERVERLESS, WORLD, Words, alike, heard, on_workers, rows, wrapped
 
 STORES: list[dict[str, Any]] = [
@@ -313,3 +314,53 @@ def test_all_hear_of_parameters_that_one_alone_changes() -> None:
         optimizer.close()
     assert alike(said) and said[0] == said[1] == said[3] == ""
     assert "'weight' is not the same on rank 0 and rank 1: " in said[2] and "set_parameters()" in said[2]
+
+
+@pytest.mark.parametrize("options", [SERVERLESS, SERVED, {"kind": "dist_async", "servers": 1}], ids=str)
+def test_words_in_a_group_are_equal_on_all_workers(options: dict[str, Any]) -> None:
+    """Functions, sets and objects are another address and another hash in each process."""
+    words = {"schedule": lambda step: step, "tags": {"a", "b", "c"}, "owner": object(), "name": None}
+    with on_workers(options, 2):
+        model = nn.Linear(2, 1)
+        inner = torch.optim.Adam(model.parameters(), 0.5)
+        inner.param_groups[0].update(words)
+        optimizer = wrapped(model, inner, options)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(3, 2)).sum().backward()
+            optimizer.step()
+        optimizer.close()
+
+
+def test_workers_that_differ_without_words_do_not_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    sentence = None
+    with on_workers(SERVERLESS, 2):
+        monkeypatch.setattr(consensus, "digest", lambda data: WORLD.rank)
+        model = nn.Linear(2, 1)
+        sentence = heard(lambda: wrapped(model, torch.optim.SGD(model.parameters(), 0.5), SERVERLESS))
+    assert "ranks differ in what they have done, and no word of theirs says in what" in one_sentence(sentence)
+
+
+@PAIRS
+@pytest.mark.parametrize("back", ["subtracted", "data", "copied"])
+def test_parameters_that_each_worker_moves_back_train_as_if_they_had_stayed(back: str, options: dict[str, Any]) -> None:
+    with on_workers(options, 2):
+        model, plain = nn.Linear(2, 1), nn.Linear(2, 1)
+        optimizer = wrapped(model, torch.optim.SGD(model.parameters(), 0.1), options)
+        plain.load_state_dict(model.state_dict())
+        alone = torch.optim.SGD(plain.parameters(), 0.1)
+        for step in range(6):
+            generator = torch.Generator().manual_seed(10 * step + optimizer.store.rank)
+            moves = [torch.randn(p.shape, generator=generator) for p in model.parameters()]
+            kept = [p.detach().clone() for p in model.parameters()]
+            with torch.no_grad():
+                for parameter, move, old in zip(model.parameters(), moves, kept):
+                    target = parameter.data if back == "data" else parameter
+                    target.add_(move)
+                    target.copy_(old) if back == "copied" else target.sub_(move)
+            for one, stepped in ((model, optimizer), (plain, alone)):
+                stepped.zero_grad()
+                one(torch.ones(3, 2)).sum().backward()
+                stepped.step()
+        optimizer.close()
+        assert apart(model, plain) < 1e-5
