@@ -82,6 +82,11 @@ class _Inside(TorchDispatchMode):
         self._run = run
         self.works: list[Work] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # The group's methods are never compiled; PyTorch would import its compiler, for seconds, to skip them again.
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(_is_subclass(kind) for kind in types):
             return NotImplemented  # the subclass hears of it next

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp, rendezvous
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 
 import collectives
 from tests.mpi.torch import conformance
@@ -119,19 +120,33 @@ def test_works_stand_in_the_registry_until_they_are_waited_for() -> None:
     assert sizes == [1, 0, 0] and x == WORLD.size**2
 
 
+class Pair(Tensor):
+    """Two tensors behind one, without memory of its own; each operator runs on the first, then on the second."""
+
+    @staticmethod
+    def __new__(cls, value: float) -> Pair:
+        return torch.Tensor._make_wrapper_subclass(cls, (2,), dtype=torch.float32)
+
+    def __init__(self, value: float) -> None:
+        self.a, self.b = torch.full((2,), float(value)), torch.full((2,), float(value + 100))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func(*tree_map_only(cls, lambda each: each.a, args), **(kwargs or {}))
+        return func(*tree_map_only(cls, lambda each: each.b, args), **(kwargs or {}))
+
+
 def test_subclasses_hand_on_the_tensors_that_they_are_made_of() -> None:
     """Results of functional collectives, and a tensor of two, have no memory of their own."""
     functional = pytest.importorskip("torch.distributed._functional_collectives")
-    two = pytest.importorskip("torch.testing._internal.two_tensor").TwoTensor
     rank, size = WORLD.rank, WORLD.size
     x = functional.all_reduce(torch.ones(3), "sum", dist.group.WORLD)
     dist.all_reduce(x)
-    pair = lambda value: two(torch.full((2,), float(value)), torch.full((2,), float(value + 100)))  # noqa: E731
-    moved, part, given = pair(rank), pair(-1), [pair(10 + each) for each in range(size)]
-    every = [pair(-1) for _ in range(size)]
+    moved, part, given = Pair(rank), Pair(-1), [Pair(10 + each) for each in range(size)]
+    every = [Pair(-1) for _ in range(size)]
     dist.broadcast(moved, size - 1)
     dist.scatter(part, given if rank == 0 else None, 0)
-    work = dist.all_gather(every, pair(rank), async_op=True)
+    work = dist.all_gather(every, Pair(rank), async_op=True)
     work.wait()
     values = [(float(each.a[0]), float(each.b[-1])) for each in (moved, part, *every)]
     expected = [size - 1, 10 + rank, *range(size)]
