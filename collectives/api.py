@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from typing import Any
 
 from mpi4py import MPI
@@ -48,21 +49,27 @@ def _call(
 ) -> Array:
     """Find the plan, by the identity of the array first, and run it."""
     home = communicator(comm)
+    if home.caller != (thread := get_ident()):
+        home.change_caller(thread, kind)
     found = home.plans.get((kind, id(x), id(out), op, algorithm, root, label))
     if found is not None:
         made, x_then, out_then, n, dtype = found
         if x_then() is x and (out is None or out_then() is out) and x.size == n and x.dtype is dtype:
+            home.inside = True
             try:
                 code = made.runner.fast()
                 if code:
                     made.go_on(code)
             except BaseException as error:
                 raise home.fail(made.call.text, error, x, out) from None
+            finally:
+                home.inside = False
             return out if out is not None else x if kind != "reduce_scatter" else made.result_of(x, out)
     home.check()
-    made = _plan(home, kind, x, op, algorithm, out, root, label)
-    with home.failing(made.call.text, x, out):
-        made()
+    with home.entered(kind):
+        made = _plan(home, kind, x, op, algorithm, out, root, label)
+        with home.failing(made.call.text, x, out):
+            made()
     return made.result_of(x, out)
 
 
@@ -136,7 +143,9 @@ def allreduce(
     Bad arguments raise ValueError or TypeError on the rank that made them; nothing was sent. Ranks call the same, in
     the same order. Otherwise all raise `MismatchError`, with the same sentence. Where a rank is interrupted, or ends,
     all others raise `CollectiveError`; a wait longer than MPIPS_TIMEOUT_SECONDS (300; 0: never) raises `StallError`.
-    Then the communicator is over: see `renew`. A wait longer than MPIPS_STALL_SECONDS (60) warns. One thread may call.
+    Then the communicator is over: see `renew`. A wait longer than MPIPS_STALL_SECONDS (60) warns. One thread
+    may call on a communicator: one that calls while another is in a call ends it for all ranks with `CollectiveError`,
+    and threads that call by turns get a RuntimeWarning.
     """
     return _call("allreduce", x, comm, op, algorithm, out, 0, label)
 
@@ -245,7 +254,8 @@ def grouped_allreduce(
     """
     home = communicator(comm)
     home.check()
-    made = _group(home, arrays, op, algorithm, out, label, blocks)
-    with home.failing(made.call.text, arrays, out, blocks):
-        made()
+    with home.entered(GROUP):
+        made = _group(home, arrays, op, algorithm, out, label, blocks)
+        with home.failing(made.call.text, arrays, out, blocks):
+            made()
     return list(arrays if out is None else out)

@@ -21,7 +21,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from mpips.collectives import log
-from mpips.collectives.errors import CollectiveError, MismatchError, given_up, of_caller
+from mpips.collectives.errors import CollectiveError, MismatchError, given_up, of_caller, warn
 from mpips.collectives.fabric import arena
 from mpips.collectives.fabric.arena import Region
 from mpips.collectives.fabric.board import NUMBERS, Board, Ending, unreachable
@@ -53,6 +53,9 @@ CARRYING_SECONDS = 3.0  # at most, to carry through a call of MPI's own that is 
 NO_QUOTA = (0, 0)
 FREED = "the communicator has been freed, or renewed: use one that is still there, and make plans on it anew"
 COME = "let all call it, or name a communicator of those that do (beside a store with servers kv.layout.workers)"
+OURS = "mpips "
+"""Names of our own threads begin so."""
+ONE_THREAD = "let one thread make all calls on a communicator, and give others one of their own, comm.Dup()"
 _recent: tuple[MPI.Comm | None, Communicator | None] = (None, None)
 """The last answer of `communicator`, which is mostly the next one too."""
 _alive: WeakSet[Communicator] = WeakSet()
@@ -120,6 +123,11 @@ class Communicator:
         recorder.add_communicator(self.board.marks.identity, ranks_of_job(self.comm, range(self.size)))
         self.plan_lanes, self.tags_dealt = self.lanes, 0
         """What messages of plans go over, and the tags dealt on it, which keep them apart."""
+        self.caller, self.inside = 0, False
+        """The thread that has made the last call, and whether it is in one: see `change_caller`."""
+        self.of_threads = False
+        """Whether threads of ours take turns here."""
+        self._callers: WeakSet[threading.Thread] = WeakSet()
         self._kept: list[Any] = []
         self._pid = os.getpid()
         _alive.add(self)
@@ -146,6 +154,36 @@ class Communicator:
         if not self.open:
             raise MismatchError(FREED)
 
+    def change_caller(self, thread: int, what: str) -> None:
+        """Another thread than the last one makes a call. CollectiveError, on all ranks, while the last one is in a call
+        of its own. A RuntimeWarning where the program's threads call by turns: ranks may order them unlike."""
+        before = self.caller
+        if self.inside:
+            rank, one, other = self.names[self.rank], thread_name(thread), thread_name(before)
+            error = CollectiveError(f"rank {rank}: thread {one!r} calls {what} while thread {other!r} is in a call "
+                                    f"on the same communicator: {ONE_THREAD}")  # fmt: skip
+            raise self.fail(what, error)
+        self.caller = thread
+        here = threading.current_thread()
+        if here in self._callers and not self.of_threads:
+            one = thread_name(before)
+            self.of_threads = bool(one)  # it is there still, and this is said once
+            if one and not (one.startswith(OURS) or here.name.startswith(OURS)):
+                turns = f"threads {one!r} and {here.name!r} make calls on one communicator by turns"
+                warn(f"{turns}, and ranks whose turns differ get each other's results: {ONE_THREAD}")
+        self._callers.add(here)
+
+    @contextmanager
+    def entered(self, what: str) -> Iterator[None]:
+        """This thread is in a call."""
+        if self.caller != (thread := threading.get_ident()):
+            self.change_caller(thread, what)
+        outer, self.inside = self.inside, True
+        try:
+            yield
+        finally:
+            self.inside = outer
+
     @property
     def next_number(self) -> int:
         """Return the number that the next call will have here, the same on all ranks."""
@@ -154,7 +192,7 @@ class Communicator:
     def agree(self, text: str) -> None:
         """Collective, blocking: MismatchError on every rank unless all bring the same text."""
         self.check()
-        with self.failing(text):
+        with self.entered(text), self.failing(text):
             self.run(self.agreed(text), text)
 
     def agreed(self, text: str) -> Iterator[None]:
@@ -285,7 +323,9 @@ class Communicator:
         inner: Any = self._spare.Get_attr(_key())
         if not isinstance(inner, Communicator):
             self._spare.Set_name(self.comm.Get_name())
-            communicator(self._spare, self.table, self.names).patient(*self.limits)
+            inner = communicator(self._spare, self.table, self.names)
+            inner.patient(*self.limits)
+            inner.of_threads = True
         return self._spare
 
     def ended(self) -> dict[int, str]:
@@ -312,6 +352,11 @@ class Communicator:
         if self.nodes == 1 or len({self.node_of.count(node) for node in self.node_of}) > 1:
             return None
         return made(self.comm.Split(self.board.rank, self.rank))
+
+
+def thread_name(thread: int) -> str:
+    """The name of a thread of this process by its number; "" where it has ended."""
+    return next((one.name for one in threading.enumerate() if one.ident == thread), "")
 
 
 def _told(kept: Communicator, what: str, error: BaseException) -> CollectiveError:

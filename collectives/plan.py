@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from operator import is_
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,12 +70,19 @@ class Plan(Uncopied):
 
     def __call__(self) -> Array:
         """Run to the end. Blocking."""
+        home = self._home
+        if home.caller != (thread := get_ident()):
+            home.change_caller(thread, self.call.text)
+        outer, home.inside = home.inside, True
         try:
-            code = self.runner.fast()
-        except BaseException as error:
-            raise self._home.fail(self.call.text, error, self) from None
-        if code:
-            self.go_on(code)
+            try:
+                code = self.runner.fast()
+            except BaseException as error:
+                raise home.fail(self.call.text, error, self) from None
+            if code:
+                self.go_on(code)
+        finally:
+            home.inside = outer
         return self._result
 
     def go_on(self, code: int) -> None:
@@ -101,7 +109,7 @@ class Plan(Uncopied):
         if self._operation is not None:
             raise of_caller(CollectiveError(f"{self.call.text} was started twice: wait for it first"))
         kept = arrays or self._arrays  # also of a plan that is forgotten before it is done
-        with self._home.failing(self.call.text, self, kept):
+        with self._home.entered(self.call.text), self._home.failing(self.call.text, self, kept):
             self._operation = Started(self.call.text, self.runner.steps(), self._exclusive, kept)
             begin(self._home, self._operation)
 
@@ -110,7 +118,7 @@ class Plan(Uncopied):
         operation = self._started()
         if not operation.done:
             self._home.check()
-        with self._home.failing(self.call.text, self):
+        with self._home.entered(self.call.text), self._home.failing(self.call.text, self):
             advance(self._home)
             if not operation.done and operation.due():
                 self._home.hear(operation.waited)
@@ -122,7 +130,7 @@ class Plan(Uncopied):
         operation, self._operation = self._started(), None
         if not operation.done:
             self._home.check()
-            with self._home.failing(self.call.text, self):
+            with self._home.entered(self.call.text), self._home.failing(self.call.text, self):
                 finish(self._home, operation)
         if self._retired:
             self.free()

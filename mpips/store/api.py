@@ -231,8 +231,7 @@ class KVStore(Uncopied):
 
         Without an optimizer the stored value becomes the sum over all workers. A value may be an `mpips.RowSparse`.
         """
-        if not self._route.try_fast("push", key, value, None, priority):
-            self._route.call("push", key, value, None, priority)
+        self._route.make("push", key, value, None, priority)
 
     def ipush(self, key: object, value: object, priority: int = 0, turns: Turns = ()) -> Handle:
         """`push` that returns a handle at once; the arrays must stay as they are until it is done.
@@ -284,8 +283,7 @@ class KVStore(Uncopied):
             for ring, sequence, _ in begun:
                 ring.end(sequence)
             return found if isinstance(key, (list, tuple)) else found[0]
-        if not self._route.try_fast("pull", key, None, out, priority):
-            self._route.call("pull", key, None, out, priority)
+        self._route.make("pull", key, None, out, priority)
         return None
 
     def _check_reads_alone(self) -> None:
@@ -304,8 +302,7 @@ class KVStore(Uncopied):
 
     def pushpull(self, key: object, value: object, out: object = None, priority: int = 0) -> None:
         """`push` and `pull` in one, into `value` where `out` is None; returns when the result is there."""
-        if not self._route.try_fast("pushpull", key, value, out, priority):
-            self._route.call("pushpull", key, value, out, priority)
+        self._route.make("pushpull", key, value, out, priority)
 
     def ipushpull(self, key: object, value: object, out: object = None, priority: int = 0, turns: Turns = ()) -> Handle:
         """`pushpull` that returns a handle at once."""

@@ -66,7 +66,7 @@ class Operations:
     def __init__(
         self, rank: int, backend: Backend, engine: Engine, known: Mapping[Name, Key], tables: Mapping[str, KnownTable]
     ) -> None:
-        self._rank, self._backend, self._engine, self._known, self._tables = rank, backend, engine, known, tables
+        self.rank, self._backend, self._engine, self._known, self._tables = rank, backend, engine, known, tables
         self.closed = False
         self.checks_finite = False
         """Whether a push of NaN or infinity is refused."""
@@ -213,7 +213,7 @@ class Operations:
         if self.checks_finite and what != "pull":
             with self.guard(what, names):
                 for call in made:
-                    see_finite(self._rank, what, call)
+                    see_finite(self.rank, what, call)
         if len(made) == 1:
             return names, self._one(made[0], priority)
         mixed = out is not None or len(set(map(id, value or ()))) < len(made)

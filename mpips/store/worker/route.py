@@ -10,11 +10,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 from numpy import dtype as dtype_of
 from numpy import ndarray
 
+from mpips.collectives.communicator import thread_name
+from mpips.collectives.errors import CollectiveError
 from mpips.collectives.fabric.tasks import Task, together
 from mpips.collectives.recorder import own as recorder
 from mpips.collectives.recorder.own import Marks
@@ -202,6 +205,27 @@ class Route:
         self._lists = ListTransfers(operations, backend)
         self.marks = CallMarks(known, lane)
         self._word = self.marks.word
+        self._inside = 0
+        """The thread that is in a call; 0: none."""
+
+    def make(self, what: str, key: Any, value: Any, out: Any, priority: int) -> None:
+        """Make a call (push, pull or pushpull), blocking."""
+        if self._inside:
+            self._see_thread(what)
+        self._inside = get_ident()
+        try:
+            if not self.try_fast(what, key, value, out, priority):
+                self.call(what, key, value, out, priority)
+        finally:
+            self._inside = 0
+
+    def _see_thread(self, what: str) -> None:
+        """StoreError, on all workers, where another thread is in a call of the store."""
+        if self._inside not in (0, get_ident()):
+            one, other = thread_name(get_ident()), thread_name(self._inside)
+            error = CollectiveError(f"rank {self._operations.rank}: thread {one!r} calls {what} while thread {other!r} "
+                                    "is in a call of the store: let one thread make all calls of a store")  # fmt: skip
+            raise self._operations.end_by(what, [], error)
 
     def try_fast(self, what: str, key: Any, value: Any, out: Any, priority: int) -> bool:
         """Make a call (push, pull or pushpull), blocking. Return False, with nothing done, where `call` has to."""
@@ -278,6 +302,7 @@ class Route:
         self, what: str, key: object, value: object, out: object, priority: int, turns: Sequence[Hashable]
     ) -> Handle:
         """Start a call and return its handle, not blocking; it takes turns on its keys and on `turns`."""
+        self._see_thread(f"i{what}")
         self.marks.mark(what, key)
         saves = self._prepare(what, key) if self._extra else None
         begun = self.marks.begin_records(what, key, starts=False)
@@ -290,15 +315,20 @@ class Route:
     def marked(self, what: str) -> Iterator[None]:
         """Let others see that this worker is in a call that is about no key, or about many: it is in the block."""
         self.mark(what)
-        if what == "barrier" and not recorder.is_traced:
+        outer, self._inside = self._inside, get_ident()
+        try:
+            if what == "barrier" and not recorder.is_traced:
+                yield
+                return
+            ring, sequence = recorder.begin_rare(what)
             yield
-            return
-        ring, sequence = recorder.begin_rare(what)
-        yield
-        ring.end(sequence)
+            ring.end(sequence)
+        finally:
+            self._inside = outer
 
     def mark(self, what: str) -> None:
         """Let others see that this worker has begun a call that is about no key."""
+        self._see_thread(what)
         self.marks.mark(what, [])
 
     # ---- what is due before and after a call

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import numpy as np
@@ -184,3 +185,28 @@ def test_a_bad_list_on_one_worker_is_told_to_all() -> None:
 
     said = run("mpi_sync", body)
     assert said is None or ("a key is an int or a str" in said[0] and "a dict of names and sizes" in said[1])
+
+
+@pytest.mark.parametrize("servers", [0, 1])
+def test_a_second_thread_in_a_store_is_told_to_all(servers: int) -> None:
+    """On one worker a thread waits in a barrier to which the others do not come, and the program pushes."""
+    need(workers=2, servers=servers)
+
+    def body(kv: mpips.KVStore) -> list[str]:
+        kv.init("w", np.zeros(3))
+        if kv.rank:
+            kv.layout.workers.Barrier()
+            return [failure(kv.barrier)]
+        said: list[str] = []
+        thread = threading.Thread(target=lambda: said.append(failure(kv.barrier)), name="loader")
+        thread.start()
+        while not kv.settings.generation.undescribed:  # until it is in the barrier
+            time.sleep(1e-4)
+        said.append(failure(lambda: kv.push("w", np.ones(3))))
+        thread.join(30)
+        kv.layout.workers.Barrier()
+        return said
+
+    everybody = [one for one in COMM.allgather(run("dist_sync", body, servers=servers)) if one is not None]
+    words = "rank 0: thread 'MainThread' calls push while thread 'loader' is in a call of the store"
+    assert len({said for one in everybody for said in one}) == 1 and words in everybody[0][0], everybody
