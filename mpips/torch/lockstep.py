@@ -147,11 +147,11 @@ def difference(every: Sequence[Items], first: int = 0) -> str:
 
 
 def content(value: object) -> Any:
-    """Return the contents of a value as plain data: equal on ranks whose values are equal, and never an address or a
-    hash, which Python makes anew in each process.
+    """Return the contents of a value as plain data, which is equal on ranks whose values are equal.
 
-    1, 1.0 and a tensor of it become the same number; lists and tuples become lists. A value whose contents are
-    unknown, such as a function, becomes its name or that of its type.
+    There is no address and no hash in it, which Python makes anew in each process. 1, 1.0 and a tensor of 1 become the
+    same number; lists and tuples become lists. A value whose contents are unknown, such as a function, becomes its name
+    or that of its type.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -370,8 +370,7 @@ def check_frozen(named: Iterable[tuple[str, Tensor]], comm: MPI.Intracomm, what:
 
 
 class WeightWatch:
-    """Compares the norms of the parameters of all ranks as they were at two moments: when an optimizer's step had
-    ended, and when the forward pass after it began.
+    """Compares parameters' norms of all ranks, as they were after an optimizer's step and before the next forward pass.
 
     At any other moment each rank may have moved its own, to move them back later, as sharpness-aware minimization,
     MAML and noise on weights do. Such a program has them alike at one of the two moments, if not at both: so ranks are
@@ -425,16 +424,15 @@ class WeightWatch:
             return
         rank, place = map(int, np.argwhere(far.all(axis=1))[0])
         every = every[:, known]
-        norms = every[:, 0, place]
-        sentence = (f"{what}: parameter {names.get(self._parameters[place], '?')!r} has norm {norms[0]:.6g} on rank 0 "
-                    f"and {norms[rank]:.6g} on rank {rank}")  # fmt: skip
-        cure = "let all ranks step on the gradients of DataParallel, with the same numbers"
+        name, one, other = names.get(self._parameters[place], "?"), every[0, 0, place], every[rank, 0, place]
+        differ = f"parameter {name!r} has norm {one:.6g} on rank 0 and {other:.6g} on rank {rank}"
         if self.has_stepped and np.allclose(every, every[:, :1], rtol=MOVED, atol=0, equal_nan=True):
             with communicator(comm).failing(what):
-                raise collectives.MismatchError(f"{sentence}: {cure}")
+                raise collectives.MismatchError(f"{what}: {differ}: let all ranks step on the gradients of DataParallel,"
+                                                " with the same numbers")  # fmt: skip
         if comm.rank == 0 and not self._has_warned:
-            warn(f"{sentence}, and the program moves weights itself: unless each rank puts its own back (from a copy, "
-                 f"as sums round), {cure}")  # fmt: skip
+            warn(f"{what}: {differ}, and the program moves weights itself: unless each rank puts its own back (from a "
+                 "copy, as sums round), let all ranks step on the gradients of DataParallel")  # fmt: skip
         self._has_warned = True
 
     def _norms(self) -> list[float]:

@@ -161,16 +161,15 @@ class Consensus:
         """Raise ValueError where parameters differ by more than rounding, as some workers have changed theirs."""
         with self._within(what, comm):
             every = gather_rows(np.array(self._digest_each()), comm, what)
-            unlike = np.flatnonzero((every != every[0]).any(axis=0)).tolist()
-            if not unlike:
+            if (every == every[0]).all():
                 return
-            mine = [self._parameters[place] for place in unlike]
-            places = gather_rows(np.array([find_unlike(mine, broadcast_values(mine, 0, comm))]), comm, what)[:, 0]
-        for rank, place in enumerate(places.tolist()):
+            place = find_unlike(self._parameters, broadcast_values(self._parameters, 0, comm), 64)
+            places = gather_rows(np.array([place]), comm, what)[:, 0].tolist()
+        for rank, place in enumerate(places):
             if place >= 0:
                 raise of_caller(ValueError(
-                    f"{what}: parameter {self._keys[unlike[place]]!r} is not the same on rank 0 and rank {rank}: where "
-                    "the program changes parameters, call set_parameters() on all workers, which then have rank 0's"
+                    f"{what}: parameter {self._keys[place]!r} is not the same on rank 0 and rank {rank}: where the "
+                    "program changes parameters, call set_parameters() on all workers, which then have rank 0's"
                 ))  # fmt: skip
 
     def _items(self) -> Items:

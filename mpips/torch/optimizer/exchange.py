@@ -182,11 +182,12 @@ class ServerExchange(GradientExchange):
             store.settings.settle()
 
     def _find_changed(self) -> str:
-        """Return the key of a parameter that any worker (of an asynchronous store: this one) has, and the servers have
-        not; "" where all were moved back. Blocking."""
+        """Return the key of a parameter that is another one on the servers, "" where all were moved back. Blocking.
+
+        Workers of a synchronous store all return one, if any has one."""
         servers = [torch.empty_like(p, memory_format=torch.contiguous_format) for p in self._parameters]
         self._store.pull(self._all_keys, servers)
-        place = find_unlike(self._parameters, servers)
+        place = find_unlike(self._parameters, servers, 4)
         layout = self._store.layout
         if not layout.asynchronous and layout.num_workers > 1:
             with worker_collectives(self._store, "step") as workers:
@@ -441,16 +442,18 @@ def values_of(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
             parameter.detach().copy_(value)
 
 
-def find_unlike(parameters: Sequence[Tensor], others: Sequence[Tensor | None]) -> int:
-    """Return the place of a parameter that differs from the other one (None: equal) by more than it takes to be moved
-    and moved back, -1 where none does. Types of half precision round so much that they have to be equal."""
-    pairs = [(place, pair[0].detach(), pair[1]) for place, pair in enumerate(zip(parameters, others))]
-    known = [(place, parameter, other) for place, parameter, other in pairs if other is not None]
-    largest = max((float(other.abs().max()) for _, _, other in known if other.numel()), default=0.0)
-    for place, parameter, other in known:
-        rounding = 4 * torch.finfo(other.dtype).eps * largest if other.element_size() > 2 else 0.0
-        if not torch.allclose(parameter, other.view(parameter.shape), rtol=0, atol=rounding, equal_nan=True):
-            return place
+def find_unlike(parameters: Sequence[Tensor], others: Sequence[Tensor | None], roundings: int) -> int:
+    """Return the place of a parameter that is unlike the other one (None: equal), -1 where none is.
+
+    Those of 32 bits and more may differ by so many roundings of the largest value of all, as after a move that was
+    subtracted again. Half precision rounds too much for that.
+    """
+    largest = max((float(p.detach().abs().max()) for p in parameters if p.numel()), default=0.0)
+    for place, (parameter, other) in enumerate(zip(parameters, others)):
+        if other is not None:
+            far = roundings * torch.finfo(other.dtype).eps * largest if other.element_size() > 2 else 0.0
+            if not torch.allclose(parameter.detach(), other.view_as(parameter), rtol=0, atol=far, equal_nan=True):
+                return place
     return -1
 
 

@@ -335,9 +335,12 @@ def test_words_in_a_group_are_equal_on_all_workers(options: dict[str, Any]) -> N
 def test_workers_that_differ_without_words_do_not_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     sentence = None
     with on_workers(SERVERLESS, 2):
-        monkeypatch.setattr(consensus, "digest", lambda data: WORLD.rank)
         model = nn.Linear(2, 1)
-        sentence = heard(lambda: wrapped(model, torch.optim.SGD(model.parameters(), 0.5), SERVERLESS))
+        optimizer = wrapped(model, torch.optim.SGD(model.parameters(), 0.5), SERVERLESS)
+        model(torch.ones(3, 2)).sum().backward()
+        monkeypatch.setattr(consensus, "digest", lambda data: WORLD.rank)
+        sentence = heard(optimizer.step)
+        optimizer.close()
     assert "ranks differ in what they have done, and no word of theirs says in what" in one_sentence(sentence)
 
 
