@@ -428,8 +428,8 @@ class WeightWatch:
         differ = f"parameter {name!r} has norm {one:.6g} on rank 0 and {other:.6g} on rank {rank}"
         if self.has_stepped and np.allclose(every, every[:, :1], rtol=MOVED, atol=0, equal_nan=True):
             with communicator(comm).failing(what):
-                raise collectives.MismatchError(f"{what}: {differ}: let all ranks step on the gradients of DataParallel,"
-                                                " with the same numbers")  # fmt: skip
+                raise collectives.MismatchError(f"{what}: {differ}: let all ranks step on the gradients of "
+                                                "DataParallel, with the same numbers")  # fmt: skip
         if comm.rank == 0 and not self._has_warned:
             warn(f"{what}: {differ}, and the program moves weights itself: unless each rank puts its own back (from a "
                  "copy, as sums round), let all ranks step on the gradients of DataParallel")  # fmt: skip
