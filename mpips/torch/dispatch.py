@@ -1,22 +1,28 @@
-"""Around every call of the process group: the errors that PyTorch's backends raise, and subclasses of tensors.
+"""Around every call of the process group: the errors that PyTorch's backends raise, and who hears of operators.
 
 c10d's own groups reach their backends by operators. So a subclass with `__torch_dispatch__`, as the result of a
-functional collective or a quantized weight, hears of a collective and hands on the tensors that it is made of. A group
-in Python is called directly, with the subclass itself, which has no memory of its own. `listened` sends such calls
-through c10d's operators, too.
+functional collective or a quantized weight, hears of a collective and hands on the tensors that it is made of; and a
+mode, as `CommDebugMode`, counts it. A group in Python is called directly, with the subclass itself, which has no memory
+of its own. `listened` sends such calls through c10d's operators, too.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
 from mpips.torch.tensors import as_backend_error
 from mpips.torch.works import Work
@@ -25,7 +31,7 @@ T = TypeVar("T")
 
 
 def listened(*names: str) -> Callable[[type[T]], type[T]]:
-    """Make these methods of a group refuse by `ArgumentError`, and reach the tensors in subclasses of `Tensor`."""
+    """Let these methods of a group refuse by `ArgumentError`, and subclasses of `Tensor` and modes hear of them."""
 
     def change(cls: type[T]) -> type[T]:
         for name in names:
@@ -39,7 +45,7 @@ def _listened(method: Callable[..., Work]) -> Callable[..., Work]:
     @functools.wraps(method)
     def call(self: Any, *args: Any, **keywords: Any) -> Work:
         try:
-            if _holds_subclass(args):
+            if _is_heard(args):
                 return _run_inside(method, self, args, keywords)
             return method(self, *args, **keywords)
         except (TypeError, ValueError) as error:
@@ -54,22 +60,48 @@ def _is_subclass(kind: type) -> bool:
     return getattr(kind, "__torch_dispatch__", None) is not torch._C._disabled_torch_dispatch_impl
 
 
-def _holds_subclass(values: Iterable[Any]) -> bool:
-    """True if a tensor in these arguments, or in lists among them, is a subclass that hears of operators."""
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among these arguments, and in lists among them."""
     for value in values:
         if isinstance(value, Tensor):
-            if _is_subclass(type(value)):
-                return True
-        elif isinstance(value, (list, tuple)) and _holds_subclass(value):
-            return True
-    return False
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _is_heard(args: Iterable[Any]) -> bool:
+    """True if a subclass among the arguments, or a mode, is to hear of the call. Modes that trace programs are not."""
+    listening = torch._C._len_torch_dispatch_stack() > 0 and not any(
+        mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack()
+    )
+    return any(listening or _is_subclass(type(tensor)) for tensor in _tensors(args))
+
+
+@contextmanager
+def _below_others(mode: TorchDispatchMode) -> Iterator[None]:
+    """Enter a mode so that those which the program has entered hear of an operator before it."""
+    count = sum(not other.is_infra_mode() for other in _get_current_dispatch_mode_stack())
+    others = [_pop_mode() for _ in range(count)][::-1]
+    try:
+        with mode:
+            for other in others:
+                _push_mode(other)
+            try:
+                yield
+            finally:
+                for _ in others:
+                    _pop_mode()
+    finally:
+        for other in others:
+            _push_mode(other)
 
 
 def _run_inside(method: Callable[..., Work], group: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Work:
-    """Let the subclasses hand on the tensors in them, and run the method on those. The work ends after all of them."""
+    """Let subclasses hand on the tensors in them, and run the method on those. The work ends after all of them."""
     # c10d makes the operator from a group without methods of ours, as ours would call themselves
     plain = dist.ProcessGroup(group.rank(), group.size())
-    with _Inside(lambda tensors: method(group, *tensors, *args[len(tensors) :], **keywords)) as inside:
+    inside = _Inside(lambda tensors: method(group, *tensors, *args[len(tensors) :], **keywords))
+    with _below_others(inside):
         getattr(plain, method.__name__)(*args, **keywords)
     return inside.works[0] if len(inside.works) == 1 else Work.of_all(inside.works, args[0])
 

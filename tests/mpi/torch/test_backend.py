@@ -153,6 +153,26 @@ def test_subclasses_hand_on_the_tensors_that_they_are_made_of() -> None:
     assert x.tolist() == [size**2] * 3 and values == [(value, value + 100) for value in expected]
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_modes_hear_of_collectives_as_on_gloo() -> None:
+    """CommDebugMode counts them, and is the only mode afterwards."""
+    debug = pytest.importorskip("torch.distributed.tensor.debug")
+    found = []
+    for backend in ("mpips", "gloo"):
+        group, x, mode = dist.new_group(backend=backend), torch.full((2,), WORLD.rank + 1.0), debug.CommDebugMode()
+        every, part = [torch.zeros(2) for _ in range(WORLD.size)], torch.zeros(2)
+        with mode:
+            dist.all_reduce(x, group=group)
+            dist.all_gather(every, x, group)
+            dist.scatter(part, every if WORLD.rank == 0 else None, 0, group)
+            dist.all_to_all_single(torch.zeros(WORLD.size), torch.ones(WORLD.size), group=group)
+            dist.barrier(group)
+        x += len(torch.utils._python_dispatch._get_current_dispatch_mode_stack())
+        counts = {str(kind): count for kind, count in mode.get_comm_counts().items()}
+        found.append((counts, x.tolist(), part.tolist()))
+    assert found[0] == found[1] and sum(found[0][0].values()) >= 3
+
+
 def test_a_smaller_group_sums_its_ranks() -> None:
     members = list(range(1, WORLD.size, 2))
     odd = dist.new_group(members, backend="mpips") if members else None
