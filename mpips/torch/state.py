@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mpips import collectives
 from mpips.store.create import workers_of
+from mpips.torch.lockstep import agree
 from mpips.torch.tensors import bytes_of
 
 if TYPE_CHECKING:
@@ -28,10 +29,17 @@ if TYPE_CHECKING:
 def broadcast_parameters(
     parameters: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], root_rank: int = 0, comm: MPI.Comm | None = None
 ) -> None:
-    """Give all ranks the root's values of a `state_dict`, or of named parameters, in place. Collective, blocking."""
+    """Give all ranks the root's values of a `state_dict`, or of named parameters, in place. Collective, blocking.
+
+    MismatchError on all ranks where names, types or shapes differ, or their order.
+    """
     comm = workers_of(MPI.COMM_WORLD) if comm is None else comm
     pairs = parameters.items() if isinstance(parameters, Mapping) else parameters
-    broadcast_tensors([tensor for _, tensor in pairs if isinstance(tensor, Tensor)], root_rank, comm)
+    named = [(name, tensor) for name, tensor in pairs if isinstance(tensor, Tensor)]
+    kinds = [f"{name!r}, {tensor.dtype} of shape {tuple(tensor.shape)}" for name, tensor in named]
+    # The values go as bytes: those of other types and shapes may be as many.
+    agree([(f"tensor {place}", kind) for place, kind in enumerate(kinds)], comm, "broadcast_parameters")
+    broadcast_tensors([tensor for _, tensor in named], root_rank, comm)
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], root: int = 0, comm: MPI.Comm | None = None) -> None:

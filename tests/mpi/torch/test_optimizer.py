@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,18 @@ def test_rank_0_s_state_is_broadcast() -> None:
     mpips.torch.broadcast_optimizer_state(optimizer)
     state = optimizer.state_dict()
     assert alike((sums(model), state["param_groups"][0]["lr"], float(state["state"][0]["exp_avg"].sum())))
+
+
+def test_parameters_that_differ_in_more_than_their_values_are_not_broadcast() -> None:
+    """They have as many bytes."""
+    one, other = torch.ones(2, 3, dtype=torch.float16), torch.ones(2, 3)
+    for named in (
+        {"a": one.bfloat16(), "b": other}, {"a": one.view(3, 2), "b": other}, {"b": other, "a": one},
+        {"a": one, "c": other},
+    ):  # fmt: skip
+        mine = named if WORLD.rank == 1 else {"a": one, "b": other}
+        said = heard(partial(mpips.torch.broadcast_parameters, mine, comm=WORLD.Dup()))
+        assert ("MismatchError: broadcast_parameters: tensor " in said) is (WORLD.size > 1) and alike(said)
 
 
 @KINDS
