@@ -185,7 +185,7 @@ def content(value: object) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return [content(type(value)), {field.name: content(getattr(value, field.name)) for field in fields(value)}]
     kind: Any = value if hasattr(value, "__qualname__") else type(value)
-    return f"{kind.__module__}.{kind.__qualname__}"
+    return f"{getattr(kind, '__module__', None)}.{kind.__qualname__}"  # methods of types in C have no module
 
 
 def _content_of_number(value: Any) -> float | str:

@@ -272,6 +272,7 @@ def test_contents_are_equal_in_all_processes() -> None:
         None, True, 3, 2**70, 10**400, -0.0, float("nan"), 1j, "a word", b"bytes", Path("a"), np.float32(0.1),
         torch.bfloat16, torch.zeros(3, dtype=torch.complex64), torch.ones(50), torch.ones(2, device="meta"), here,
         np.array([here]), {"b": 1, "a": {2, 1}}, {"x", "y", "z"}, functools.partial(max, 1), lambda: here, network,
+        torch.Tensor.add, str.upper, [].append,
     ]  # fmt: skip
     assert alike([repr(content(value)) for value in values])
     assert content([1.0, torch.tensor(2.0)]) == content((1, np.int64(2))) == [1, 2]
