@@ -21,7 +21,7 @@ from mpips.collectives.fabric.requests import Roll
 from mpips.collectives.fabric.wait import Limits, limits
 from mpips.ending.process import before_mpi_ends
 from mpips.store.create import workers_of
-from mpips.store.world import MASTER, RANK, SIZE, launched_as, lost, without_place
+from mpips.store.world import MASTER, PORT, RANK, SIZE, launched_as, lost, without_place
 from mpips.torch.process_group import ProcessGroup
 from mpips.torch.samplers import watch_samplers
 from mpips.torch.tensors import ArgumentError
@@ -81,12 +81,15 @@ def _rendezvous_by_mpi(
     The variables of another launcher count where it has not, or where the program itself gives rank and size.
 
     Variables that were exported before the start are the same on all ranks, as of a template: they say nothing. Those
-    that `mpips run` has set say what MPI says, and in a child of a rank they are its parent's.
+    that `mpips run` has set say what MPI says, and in a child of a rank they are its parent's, unless another launcher
+    has set some of them anew there.
     """
     world = workers_of(MPI.COMM_WORLD)
     asked = parse_qs(urlsplit(url).query)
     joined = world.size > 1 or launched_as(os.environ) == (0, 1)
-    if MASTER in without_place(os.environ) and (not joined or asked or _has_set_place()):
+    theirs = without_place(os.environ)
+    is_placed_anew = not joined and MASTER in os.environ and not theirs.keys().isdisjoint((PORT, RANK, SIZE))
+    if is_placed_anew or (MASTER in theirs and (not joined or asked or _has_set_place())):
         try:
             yield from given(url, timeout=timeout, **keywords)
         except dist.DistNetworkError as error:

@@ -16,6 +16,7 @@ from collectives.simulator.topology import parse
 from launch.lab import client
 from launch.lab.kernel import find_missing
 from launch.lab.layout import lay_out
+from mpips.store import world
 from tests import child
 from tests.mpi.sizes import only_on
 from tests.mpi.torch.support import WORLD
@@ -126,6 +127,17 @@ def test_a_place_that_the_program_gives_itself_is_torch_s(monkeypatch: pytest.Mo
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "three", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="three"):  # which is what torch says
+        dist.init_process_group("gloo")
+
+
+@only_on(1)
+def test_a_place_that_another_launcher_gives_a_child_of_a_rank_is_torch_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its address, and the first child's rank, are those that the parent had of `mpips run`."""
+    monkeypatch.setattr("mpips.torch.backend.launched_as", lambda environment: None)
+    monkeypatch.setenv(world.PLACE, "MASTER_ADDR=127.0.0.1,MASTER_PORT=20000,RANK=0,WORLD_SIZE=2")
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "three", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="three"):
         dist.init_process_group("gloo")
 
 
