@@ -51,7 +51,10 @@ def _call(
     home = communicator(comm)
     if home.caller != (thread := get_ident()):
         home.change_caller(thread, kind)
-    found = home.plans.get((kind, id(x), id(out), op, algorithm, root, label))
+    try:
+        found = home.plans.get((kind, id(x), id(out), op, algorithm, root, label))
+    except TypeError:  # what is no word, such as MPI.SUM, cannot be hashed: the plan's compiler names it
+        found = None
     if found is not None:
         made, x_then, out_then, n, dtype = found
         if x_then() is x and (out is None or out_then() is out) and x.size == n and x.dtype is dtype:
@@ -99,7 +102,10 @@ def _group(
         written += [block for block in blocks if block is not None]  # type: ignore[operator]
     call = (GROUP, op, algorithm, which, label)
     every = [*arrays, *(written or ())]
-    found = home.plans.get(identity(call, every, len(arrays)))
+    try:
+        found = home.plans.get(identity(call, every, len(arrays)))
+    except TypeError:  # as in `_call`
+        found = None
     if found is not None and found.holds(every):
         plan: Plan = found.plan
         return plan

@@ -312,11 +312,14 @@ class PlanCache:
 
     def find(self, call: tuple[Hashable, ...], x: Array, out: Array, make: Callable[[], Plan]) -> Plan:
         """The plan of a call with these arrays: `call` says all else. One that is made is kept."""
+        key: Hashable
         try:
             key = (*call, place(x), place(out))
-        except TypeError:  # it is no array, of which `make` says which
+            made = self._by_place.get(key)
+        except TypeError:  # something is no array, or is no word and cannot be hashed: `make` says which
+            key = None
+        if key is None:
             return make()
-        made = self._by_place.get(key)
         if made is None:
             made = make()
             self._keep(key, made)

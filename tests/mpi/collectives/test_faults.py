@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import collectives
 from collectives import StallError
@@ -104,6 +105,8 @@ BAD_ARRAYS = [
 BAD_WORDS = [
     ("allreduce", {"algorithm": "quicksort"}, "quicksort.*ring"),
     ("allreduce", {"op": "xor"}, "xor"),
+    ("allreduce", {"op": MPI.SUM}, "of type Op: pass one of sum, min"),  # unhashable
+    ("allreduce", {"algorithm": ["ring"]}, "of type list: pass a name"),
     ("broadcast", {"root": P}, f"choose one from 0 to {P - 1}"),
     ("reduce", {"root": "0"}, "root '0' is of type str: pass a rank's number"),
     ("reduce_scatter", {"algorithm": "reproducible"}, "reproducible serves allreduce"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import collectives
 from tests.choice import once
@@ -111,6 +112,7 @@ def test_nothing_to_reduce(comm, x):
         ([np.ones(3)], {"out": [np.ones(4)]}, "same size"),
         ([np.ones(3)], {"algorithm": "quicksort"}, "quicksort"),
         ([np.ones(3)], {"op": "xor"}, "xor"),
+        ([np.ones(3)], {"op": MPI.SUM}, "of type Op: pass one of sum"),
     ],
 )
 def test_what_is_refused(comm, x, words, said):
