@@ -73,6 +73,8 @@ def _parse_script(ctx: click.Context, parameter: click.Parameter, words: Sequenc
     elif (option := words[0].partition("=")[0]).startswith("-"):  # where a script should be
         known = [name for one in ctx.command.params for name in one.opts if name.startswith("--")]
         raise click.NoSuchOption(option, possibilities=difflib.get_close_matches(option, known, cutoff=0.7))
+    elif PYTHON.fullmatch(os.path.basename(words[0])):
+        raise click.UsageError(f"leave out {words[0]!r}: the ranks run the script that follows it by {sys.executable}")
     return words
 
 
@@ -527,8 +529,6 @@ def check_script(words: Sequence[str]) -> None:
             raise click.UsageError(f"there is no module {words[1]!r} for {sys.executable}")
     elif script == "-c":
         _compile(words[1], "<string>")
-    elif PYTHON.fullmatch(os.path.basename(script)):
-        raise click.UsageError(f"leave out {script!r}: the ranks run the script that follows it by {sys.executable}")
     elif os.path.isdir(script):
         raise click.UsageError(f"{script!r} is a folder: name a script in it, or a module by -m")
     elif not os.path.isfile(script):

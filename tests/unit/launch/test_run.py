@@ -152,6 +152,7 @@ def test_hostfile(mpirun: str, tmp_path: Path) -> None:
     ("-w 4 no-such-script.py", "there is no script 'no-such-script.py'"),
     ("-w 4 -m no_such_module.part", "there is no module 'no_such_module.part'"),
     ("-w 2 python x.py", "leave out 'python': the ranks run the script that follows it by"),
+    ("python x.py", "leave out 'python': the ranks run the script that follows it by"),
     ("-w 2 /bin/sh -c true", "'/bin/sh' is a binary program, and the ranks run Python: start it with mpirun"),
     ("-w 2 x.sh", "'x.sh' is a shell script, and the ranks run Python"),
     ("-w 2 no-python", "no rank is started, as the script is no Python"),
