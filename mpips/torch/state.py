@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 
 def broadcast_parameters(
-    parameters: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], root_rank: int = 0, comm: MPI.Comm | None = None
+    parameters: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+    root_rank: int = 0,
+    comm: MPI.Intracomm | None = None,
 ) -> None:
     """Give all ranks the root's values of a `state_dict`, or of named parameters, in place. Collective, blocking.
 
