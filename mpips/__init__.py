@@ -17,14 +17,9 @@ if sys.version_info < (3, 11):  # noqa: UP036
     )
 
 import importlib
-import sys
 from typing import TYPE_CHECKING, Any
 
-from mpips.ending.process import end_mpi_in_time as _end_mpi_in_time
-from mpips.ending.process import keep_children_from_being_ranks as _part_children
-from mpips.ending.process import open_page as _open_page
-from mpips.ending.process import when_started as _when_started
-from mpips.ending.uncaught import install_hooks as _install_hooks
+from mpips.ending import watch_process as _watch_process
 
 if TYPE_CHECKING:
     from mpips import chaos, compression, optimizers, training
@@ -47,10 +42,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_end_mpi_in_time()
-_install_hooks()
-_part_children()
-_when_started(_open_page)
+if not getattr(sys.modules.get("collectives"), "opens_door", False):
+    _watch_process()
 
 _HOMES = {
     "create": "mpips.store.create", "KVStore": "mpips.store.api", "Options": "mpips.store.options",
@@ -75,11 +68,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'mpips' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+    _watch_process()
     if name in _PACKAGES:
         return importlib.import_module(f"mpips.{name}")
-    if name not in _HOMES:
-        mpips = sys.modules[__name__]
-        raise AttributeError(f"module 'mpips' has no attribute {name!r}", name=name, obj=mpips)
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 

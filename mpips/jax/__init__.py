@@ -16,6 +16,7 @@ if find_spec("jax") is None:
     raise ModuleNotFoundError("mpips.jax needs JAX: pip install 'mpips[jax]'", name="jax")
 
 from mpips.collectives.communicator import expect_threads
+from mpips.ending import watch_process
 from mpips.jax.cluster import register
 from mpips.jax.collective import allgather, allreduce, alltoall, barrier, broadcast, reduce_scatter
 from mpips.jax.pushpull import init, pull, pushpull
@@ -24,5 +25,6 @@ __all__ = [
     "allgather", "allreduce", "alltoall", "barrier", "broadcast", "init", "pull", "pushpull", "reduce_scatter",
 ]  # fmt: skip
 
+watch_process()
 register()
 expect_threads()
