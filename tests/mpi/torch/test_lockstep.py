@@ -250,7 +250,7 @@ class Odd(torch.optim.Optimizer):
 
 
 @several
-@pytest.mark.parametrize("words", WORDS, ids=str)
+@pytest.mark.parametrize("words", WORDS, ids=["None", "nested", "function", "set"])
 def test_words_in_a_group_are_equal_on_all_ranks(words: dict[str, Any]) -> None:
     model = DataParallel(network(), WORLD.Dup(), EARLY)
     optimizer = Odd(model.parameters(), {"lr": 0.1, **words})
