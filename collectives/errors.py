@@ -98,9 +98,10 @@ ELSEWHERE = {"lr": "learning_rate", "eps": "epsilon", "betas": "beta1", "avg": "
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
     """" (did you mean 'x'?)", to stand behind a word that is not known; "" where no known one is like it."""
-    names = list(known)
-    own = ELSEWHERE.get(str(word).lower())
-    near = [own] if own in names else difflib.get_close_matches(str(word).lower(), names, 1)
+    if not isinstance(word, str):
+        return ""
+    names, own = list(known), ELSEWHERE.get(word.lower())
+    near = [own] if own in names else difflib.get_close_matches(word.lower(), names, 1)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 

@@ -126,20 +126,20 @@ def pairs(key: object, value: object, what: str, argument: str = "value") -> lis
     `argument`: what the caller calls the values."""
     keys = names(key)
     if not isinstance(key, (list, tuple)):
-        return [(keys[0], _arrays(value, keys[0], what))]
+        return [(keys[0], _arrays(value, keys[0], what, argument))]
     if not isinstance(value, (list, tuple)) or len(value) != len(keys):
         given = f"a list of {len(value)}" if isinstance(value, (list, tuple)) else f"one {type(value).__name__}"
         count = f"{len(keys)} key{'s' if len(keys) > 1 else ''}"
         raise ValueError(f"{what}: a list of {count} needs a list of {len(keys)} as {argument}, not {given}")
-    return [(name, _arrays(one, name, what)) for name, one in zip(keys, value)]
+    return [(name, _arrays(one, name, what, argument)) for name, one in zip(keys, value)]
 
 
-def _arrays(value: object, name: Name, what: str) -> list[Any]:
+def _arrays(value: object, name: Name, what: str, argument: str) -> list[Any]:
     if not isinstance(value, (list, tuple)):
         return [value]
     if not value:
         raise ValueError(f"{what}: key {name!r} has an empty list of arrays; pass at least one")
-    if isinstance(value[0], (int, float)):
+    if isinstance(value[0], (int, float)) and argument == "value":
         kind = f"a {type(value).__name__} of {type(value[0]).__name__}"
         raise TypeError(f"{what}: key {name!r} needs an array, not {kind}: make an array of it by numpy.asarray")
     return list(value)

@@ -74,7 +74,7 @@ def test_an_unknown_key_is_told_what_kind_of_keys_there_are(kv: mpips.KVStore) -
 @pytest.mark.parametrize("what, value, error, words", [
     ("push", A.T, ValueError, "'a' is not contiguous"),
     ("push", "no", TypeError, "push: key 'a' needs an array, not str"),
-    ("pull", [1, 2], TypeError, "pull: key 'a' needs an array, not a list of int"),
+    ("pull", [1, 2], TypeError, "pull: key 'a' needs an array, not int"),
     ("push", A.astype(float), ValueError,
      r"as float32\(2, 3\), but this array is float64\(2, 3\): pass one of dtype float32"),
     ("push", np.zeros((3, 2), np.float32), ValueError, r"this array is float32\(3, 2\): pass one of shape \(2, 3\)"),
