@@ -37,10 +37,11 @@ SIZES = {"a": 100, "b": 600_000}
 MORE = 20  # rounds after `recover`
 Make = Callable[[int], Any]
 MIDDLE = (
-    "mpips.store.remote.", "mpips.store.replicated.", "mpips.store.transport.", "mpips.store.runtime.", "collectives.",
+    "mpips.store.remote.", "mpips.store.replicated.", "mpips.store.transport.", "mpips.store.runtime.",
+    "mpips.collectives.",
 )  # fmt: skip
 """Modules that a call is in once it has begun,"""
-EDGES = "collectives.arrays", "collectives.recorder."
+EDGES = "mpips.collectives.arrays", "mpips.collectives.recorder."
 """but for these, which look at arguments and note the call before it has."""
 
 
