@@ -124,7 +124,7 @@ def test_a_network_trains_alike() -> None:
     def losses() -> list[float]:
         with mpips.create("mpi_sync") as kv:
             trainer = mpips.Trainer(MLP((3, 8, 2), loss="softmax"), kv, "adam", learning_rate=0.05, clip_norm=1e-30)
-            history = trainer.fit(x, y, batch_size=8, epochs=3)
+            history = trainer.fit(x, y, batch_size=4, epochs=3)
             return [epoch.loss for epoch in history] + [trainer.evaluate(x, y)["loss"]]
 
     quiet = losses()
