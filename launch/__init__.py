@@ -1,6 +1,6 @@
 """Start jobs: `mpips run` and the other words of the command, batch scripts, the doctor, the emulated cluster.
 
-Other packages use what stands here, and `launch.lab`. It is loaded at its first use, as the command starts in no time.
+Other packages use the names below, and `launch.lab`. Each is loaded at its first use: so the command starts at once.
 """
 
 import sys
