@@ -81,7 +81,7 @@ class _Package(ModuleType):
 
 
 if __name__ == "collectives":  # and not mpips.collectives, as our own modules say
-    opens_door = True  # mpips, which is imported for that, does not watch over the process
+    opens_door = True  # mpips, which is imported for that, leaves errors to the program
     from mpips.doors import open_door
 
     open_door(__name__)

@@ -19,6 +19,7 @@ if sys.version_info < (3, 11):  # noqa: UP036
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from mpips.ending import end_job_on_error as _end_job_on_error
 from mpips.ending import watch_process as _watch_process
 
 if TYPE_CHECKING:
@@ -42,8 +43,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+_watch_process()
 if not getattr(sys.modules.get("collectives"), "opens_door", False):
-    _watch_process()
+    _end_job_on_error()
 
 _HOMES = {
     "create": "mpips.store.create", "KVStore": "mpips.store.api", "Options": "mpips.store.options",
@@ -70,7 +72,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'mpips' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
-    _watch_process()
+    _end_job_on_error()
     if name in _PACKAGES:
         return importlib.import_module(f"mpips.{name}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -16,7 +16,7 @@ if find_spec("jax") is None:
     raise ModuleNotFoundError("mpips.jax needs JAX: pip install 'mpips[jax]'", name="jax")
 
 from mpips.collectives.communicator import expect_threads
-from mpips.ending import watch_process
+from mpips.ending import end_job_on_error
 from mpips.jax.cluster import register
 from mpips.jax.collective import allgather, allreduce, alltoall, barrier, broadcast, reduce_scatter
 from mpips.jax.pushpull import init, pull, pushpull
@@ -25,6 +25,6 @@ __all__ = [
     "allgather", "allreduce", "alltoall", "barrier", "broadcast", "init", "pull", "pushpull", "reduce_scatter",
 ]  # fmt: skip
 
-watch_process()
+end_job_on_error()
 register()
 expect_threads()

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 if find_spec("torch") is None:
     raise ModuleNotFoundError("mpips.torch needs PyTorch: pip install 'mpips[torch]'", name="torch")
 
-from mpips.ending import watch_process
+from mpips.ending import end_job_on_error
 from mpips.torch.backend import register
 from mpips.torch.data_parallel import DataParallel
 from mpips.torch.embedding import Embedding, EmbeddingBag, TableOptimizer
@@ -23,5 +23,5 @@ __all__ = [
     "broadcast_optimizer_state", "broadcast_parameters",
 ]  # fmt: skip
 
-watch_process()
+end_job_on_error()
 register()
