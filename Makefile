@@ -3,8 +3,6 @@
 
 PYTHON ?= python3
 MPI ?= auto
-RANKS ?= 1,2,3,4,7
-ALL_RANKS ?= 1,2,3,4,5,7
 SERVERS ?= 2
 WORKERS ?= 4
 CLIENTS ?= 2
@@ -12,13 +10,14 @@ WHEELS ?= .whl
 
 VENV = $(PYTHON) -m launch.venv .venv --mpi $(MPI)
 BIN = .venv/bin
+RUN = python -m tests.run $(if $(RECORD),--record $(RECORD))
 # MPICH's tests run without Numba, and so with the engine of who has none.
-TESTS = $(VENV) --extra test --extra fast && $(BIN)/python -m tests.run --python $(BIN)/python --python .venv-mpich/bin/python \
+TESTS = $(VENV) --extra test --extra fast && $(BIN)/$(RUN) --python $(BIN)/python --python .venv-mpich/bin/python \
 	--beside "$(PYTHON) -m launch.venv .venv-mpich --mpi mpich --extra test"
-TEST_TORCH = .venv-torch/bin/python -m tests.run --stages mpi --ranks 1,2,3 --python .venv-torch/bin/python tests/mpi/torch
+TEST_TORCH = .venv-torch/bin/$(RUN) --stages mpi --ranks 1,2,3 --python .venv-torch/bin/python tests/mpi/torch
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs gpu test test-quick test-all test-pythons test-slow test-torch unit lab lint install clean overlap \
+.PHONY: help demo docs gpu test test-quick test-rest test-all test-pythons test-huge test-torch unit lab lint install clean overlap \
 	reproduce-mg-wfbp reproduce-ibatch reproduce-bml reproduce-mxnet-mpi reproduce-tensor reproduce-mlp
 
 help: ## this list
@@ -28,17 +27,20 @@ demo: ## train on real data with servers and MPI clients in every mode: out/demo
 	$(VENV) --extra demo
 	$(BIN)/python examples/demo.py --out out --servers $(SERVERS) --clients $(CLIENTS) --workers $(WORKERS)
 
-test: ## in 30 minutes: lint, unit and lab tests, MPI tests on 1, 3 and 7 ranks with Open MPI, on 2 and 4 with MPICH
-	$(TESTS) --ranks $(RANKS)
+test: ## what protects users, in 8 minutes: lint, unit tests, MPI tests on 1 and 3 ranks of Open MPI and 2 of MPICH
+	$(TESTS) --stages lint,unit,mpi --ranks 1,2,3
 
-test-quick: ## the quickest that covers most: lint, unit tests, MPI tests on 4 ranks of one MPI
+test-quick: ## in a minute: unit tests, and the core of the MPI tests on 2 ranks
 	$(VENV) --extra test --extra fast
-	$(BIN)/python -m tests.run --stages lint,unit,mpi --ranks 4
+	$(BIN)/$(RUN) --stages unit,mpi --ranks 2 --quick
+
+test-rest: ## what `make test` leaves out: slow tests, emulated clusters, MPI tests on 4 ranks of MPICH and 7 of Open MPI
+	$(TESTS) --part rest --stages unit,lab,mpi --ranks 1,2,3,4,7
 
 test-all: ## everything, before a release: both MPIs on 1 to 7 ranks, every Python that is here, PyTorch if there
-	$(TESTS) --ranks $(ALL_RANKS) --full --limit 1800 --total 7200
+	$(TESTS) --part all --ranks 1,2,3,4,5,7 --limit 1800 --total 10800
 	$(BIN)/python -m tests.pythons
-	[ ! -x .venv-torch/bin/python ] || $(TEST_TORCH)
+	[ ! -x .venv-torch/bin/python ] || $(TEST_TORCH) --part all
 
 lint: ## ruff and mypy on what git tracks
 	$(VENV) --extra test --extra fast
@@ -60,9 +62,9 @@ test-%: ## MPI tests on that many ranks: make test-4
 	$(VENV) --extra test --extra fast
 	$(BIN)/python -m tests.run --stages mpi --ranks $*
 
-test-slow: ## collectives and keys of more than 2^31 elements and bytes: 2 ranks, about 10 GiB of memory
+test-huge: ## collectives and keys of more than 2^31 elements and bytes: 2 ranks, about 10 GiB of memory
 	$(VENV) --extra test --extra fast
-	$(BIN)/python -m tests.run --stages mpi --ranks 2 -m slow tests/mpi
+	$(BIN)/python -m tests.run --stages mpi --ranks 2 -m huge tests/mpi
 
 test-torch: ## tests of mpips.torch and mpips.jax on 1, 2 and 3 ranks; installs PyTorch and JAX
 	$(PYTHON) -m launch.venv .venv-torch --mpi $(MPI) --extra test --extra fast --extra torch --extra jax

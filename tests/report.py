@@ -1,8 +1,13 @@
-"""What came of a run: tests counted, where ranks were that did not come to their end, and the end of the log."""
+"""What came of a run: tests counted, where ranks were that did not come to their end, and the end of the log.
+
+`python -m tests.report FILE` prints one line of what several calls of `tests.run --record FILE` have found.
+"""
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 import xml.etree.ElementTree as xml
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +17,8 @@ from tests import child
 
 TAIL = 6000  # characters of a failing rank's output that are shown
 CALLER = " in pytest_pyfunc_call"  # the innermost frame that is not the test's
-SLOWEST = 8
-SLOW = 1.0  # seconds
+SLOWEST = 20
+SLOW = 0.25  # seconds
 NOTHING_COLLECTED = 5  # pytest's exit code
 
 
@@ -89,3 +94,23 @@ def summarise(results: Sequence[Result]) -> None:
         print("\nfailed")
         print("\n".join(f"  {result.name}: {failure}" for result in results for failure in result.failures))
     print(f"\n{sum(result.passed for result in results)} passed, {failed} failed", flush=True)
+
+
+def record(file: Path, part: str, seconds: float, results: Sequence[Result]) -> None:
+    """Adds what came of a call of `tests.run` to a file, as a line of JSON."""
+    with file.open("a", encoding="utf-8") as out:
+        call = {"part": part, "seconds": seconds, "results": [result._asdict() for result in results]}
+        out.write(json.dumps(call) + "\n")
+
+
+def main() -> None:
+    """Prints the sums of all calls that a file has."""
+    calls = [json.loads(line) for line in Path(sys.argv[1]).read_text(encoding="utf-8").splitlines()]
+    results = [Result(**result) for call in calls for result in call["results"]]
+    passed, failed, skipped = (sum(getattr(result, name) for result in results) for name in Result._fields[1:4])
+    minutes = sum(call["seconds"] for call in calls) / 60
+    print(f"in all {passed} passed, {failed} failed, {skipped} skipped, {minutes:.0f} minutes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,20 +1,28 @@
 """Runs the tests. The log ends with a line a run, the slowest tests, the failed tests, and `N passed, N failed`.
 
-    python -m tests.run [--full] [--stages lint,unit,lab,mpi] [--ranks 1,2,3,4,7] [--python PYTHON]... [PYTEST WORDS]
+    python -m tests.run [--part core|rest|all] [--stages lint,unit,lab,mpi] [--ranks 1,2,3] [--python PYTHON]...
+                        [PYTEST WORDS]
 
 The exit code is 1 if anything failed, 2 if these words mean nothing. `--python` names the interpreters under which the
 MPI tests run, one for each MPI. `--beside COMMAND` runs beside the checkers and must have succeeded before MPI tests
 begin (`make test` makes its second environment so).
 
-Without `--full` each number of ranks runs under one of the interpreters, in turn. `make test` thus has Open MPI on 1, 3
-and 7 ranks and MPICH on 2 and 4. Each MPI closes, fails and starts jobs in its own way, so each gets faults and
-interrupts (Open MPI on 3 ranks, MPICH on 2 and 4) and results on odd and even nodes. Most tests that start jobs, on 1
-rank, are of `mpips run`, and Open MPI's mpirun leaves more to it. With `--full` tests marked `full` run, too, and every
-number of ranks runs under every interpreter. Only tests marked `either_mpi` (`tests/mpi/sizes.py`) still run under one
-of them, in turn, on MANY ranks and more.
+Which tests a part has:
+
+- `core` (`make test`): those without a mark.
+- `rest` (`make test-rest`): those marked `slow`, and on MANY ranks and more also those without a mark. Core and rest
+  together run each test that is not marked `full`.
+- `all` (`make test-all`): those and the ones marked `full`.
+
+In `core` and `rest` each number of ranks runs under one of the interpreters, in turn: Open MPI on 1, 3 and 7 ranks and
+MPICH on 2 and 4. Each MPI closes, fails and starts jobs in its own way, so each gets faults and interrupts (Open MPI on
+3 ranks, MPICH on 2 and 4) and results on odd and even nodes. Most tests that start jobs, on 1 rank, are of `mpips run`,
+and Open MPI's mpirun leaves more to it. In `all` every number of ranks runs under every interpreter; only tests marked
+`either_mpi` (`tests/mpi/sizes.py`) still run under one of them, in turn, on MANY ranks and more.
 
 What needs one core runs two at a time; tests on several ranks run alone. Every run has a hard time limit (`--limit`),
-and so have all together (`--total`). Rank 0 prints; other ranks' output is shown if they fail.
+and so have all together (`--total`). Rank 0 prints; other ranks' output is shown if they fail. `--record FILE` adds the
+results to a file, of which `python -m tests.report FILE` prints the sums, as continuous integration does.
 """
 
 from __future__ import annotations
@@ -34,7 +42,7 @@ from typing import IO, NamedTuple
 
 from launch import NAMES, Job, LauncherError, build, find, this_machine
 from tests import child
-from tests.report import TAIL, Result, counted, show, summarise, unfinished
+from tests.report import TAIL, Result, counted, record, show, summarise, unfinished
 from tests.tracked import untracked
 
 STAGES = ("lint", "unit", "lab", "mpi")
@@ -42,23 +50,26 @@ ROOT = Path(__file__).resolve().parent.parent
 LAST_LINES = 6  # of the output of a run that did not come to its end, below all else
 MANY = 4  # ranks
 OTHER_MPI = "TESTS_OTHER_MPI"  # in the environment of tests on so many ranks of which another MPI runs some
-FULL = ("-m", "not slow")  # in place of pyproject.toml's words; a later -m of the caller's counts instead
+CORE, SLOW, ALL = "not slow and not full and not huge", "slow and not full and not huge", "not huge"
+REST = "not full and not huge"
 
 
 class Choice(NamedTuple):
-    """Which tests to run: the caller's words for pytest, and whether those marked `full` are among them."""
+    """Which tests to run: the caller's words for pytest, and the part."""
 
     words: tuple[str, ...] = ()
-    full: bool = False
+    part: str = "core"
 
     @property
     def named(self) -> bool:
         """Whether the words name files."""
         return any(word.startswith("tests") and (ROOT / word.partition("::")[0]).exists() for word in self.words)
 
-    def of(self, *places: str) -> list[str]:
-        """Words for pytest; these places where the caller names none."""
-        return [*(FULL if self.full else ()), *self.words, *(() if self.named else places)]
+    def of(self, *places: str, new: bool = False) -> list[str]:
+        """Words for pytest, of which the last -m counts; these places where the caller names none. `new`: where the
+        core runs no test."""
+        marks = {"core": CORE, "rest": REST if new else SLOW, "all": ALL}[self.part]
+        return ["-m", marks, *self.words, *(() if self.named else places)]
 
     def only(self, places: Sequence[str]) -> Choice:
         """The same tests in these places alone."""
@@ -95,25 +106,29 @@ class Limits:
 def main() -> int:
     """Command line; returns the exit code."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, stop)
+        # What nohup, or a shell without job control, has us ignore is ignored by a handler: tests inherit none.
+        signal.signal(number, ignore if signal.getsignal(number) is signal.SIG_IGN else stop)
     parser = argparse.ArgumentParser(description="Run the tests.")
     parser.add_argument("--stages", type=names, default="lint,unit,lab,mpi")
-    parser.add_argument("--full", action="store_true", help="also tests marked `full`, and all ranks under each Python")
-    parser.add_argument("--ranks", type=numbers, default="1,2,3,4,7")
+    parser.add_argument("--part", choices=["core", "rest", "all"], default="core", help="which tests")
+    parser.add_argument("--ranks", type=numbers, default="1,2,3")
     parser.add_argument("--python", action="append", help="interpreter for MPI tests; may be repeated")
     parser.add_argument("--beside", default="", help="a command to run beside the checkers")
     parser.add_argument("--limit", type=float, default=900, help="seconds that one run may take")
     parser.add_argument("--total", type=float, default=4800, help="seconds that all runs together may take")
+    parser.add_argument("--record", type=Path, help="a file to which the results are added, as a line of JSON")
     arguments, words = parser.parse_known_args()
+    begun = time.monotonic()
     limits, stages = Limits(arguments.limit, arguments.total), arguments.stages
-    choice = Choice(tuple(words), arguments.full)
+    choice = Choice(tuple(words), arguments.part)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         compile_once(folder)
         results = together(checks(stages, arguments.beside, choice, limits))
         if "mpi" in stages:
             results += mpi(arguments.python or [sys.executable], arguments.ranks, choice, limits)
     summarise(results)
+    if arguments.record:
+        record(arguments.record, arguments.part, time.monotonic() - begun, results)
     if not any(result.passed or result.failed for result in results):
         print("no test has run: look at the words and folders that were given")
         return 1
@@ -140,6 +155,10 @@ def compile_once(folder: str) -> None:
     """Where no bytecode is to lie beside the sources it lies in `folder`, or every rank would compile them again."""
     if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
         os.environ.setdefault("PYTHONPYCACHEPREFIX", folder)
+
+
+def ignore(number: int, frame: object) -> None:
+    """Hears a signal, and goes on."""
 
 
 def stop(number: int, frame: object) -> None:
@@ -185,7 +204,7 @@ def mpi(pythons: Sequence[str], counts: Sequence[int], choice: Choice, limits: L
     results = [Result(python, 0, 1, failures=("there is no such Python",)) for python in pythons if not usable(python)]
     pythons = [python for python in pythons if usable(python)]
     every = [(python, count) for python in pythons for count in counts]
-    runs = [(python, count) for python, count in every if choice.full or turn(python, count, pythons, counts)]
+    runs = [(python, count) for python, count in every if choice.part == "all" or turn(python, count, pythons, counts)]
     one: list[Task] = [
         lambda out, python=python, name=name, places=places: ranks(  # type: ignore[misc]
             python, 1, choice.only(places), limits, out, part=name
@@ -251,7 +270,7 @@ def alone(name: str, choice: Choice, limits: Limits, out: IO[bytes] | None = Non
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "0.xml")
         argv = [sys.executable, "-m", "pytest", "-q", "--color=no", f"--junitxml={report}"]
-        code = child.run([*argv, *choice.of()], limits.now(), ROOT, out)
+        code = child.run([*argv, *choice.of(new=name == "lab")], limits.now(), ROOT, out)
         return counted(name, report, code, time.monotonic() - started)
 
 
@@ -266,7 +285,7 @@ def ranks(
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         limit = limits.now()
-        program = (python, "-m", "tests.rank", folder, str(limit), *choice.of("tests/mpi"))
+        program = (python, "-m", "tests.rank", folder, str(limit), *choice.of("tests/mpi", new=count >= MANY))
         job = Job(count, program, {"OMP_NUM_THREADS": "1", **environment})
         said = Relayed(out or sys.stdout.buffer)
         code = child.run(build(launcher, job, this_machine()), limit, ROOT, said)

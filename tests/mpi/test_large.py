@@ -1,4 +1,4 @@
-"""Counts and bytes past 2^31, where an int of C ends. Slow: see `make test-slow`."""
+"""Counts and bytes past 2^31, where an int of C ends. Slow: see `make test-huge`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMM = MPI.COMM_WORLD
 BEYOND = 2**31 + 3
 BLOCK = 1 << 24
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(280), only_on(2)]
+pytestmark = [pytest.mark.huge, pytest.mark.timeout(280), only_on(2)]
 
 
 def all_are(x: np.ndarray, value: int) -> bool:

@@ -9,13 +9,14 @@ import subprocess
 import sys
 import time
 from io import BytesIO
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from tests import child
-from tests.report import counted, unfinished
-from tests.run import FULL, ROOT, Choice, compile_once, main, numbers, parts, turn
+from tests.report import Result, counted, record, unfinished
+from tests.run import ALL, CORE, REST, ROOT, SLOW, Choice, compile_once, main, numbers, parts, turn
 
 LEAVES_ONE_BEHIND = """
 import subprocess, sys
@@ -43,6 +44,7 @@ def test_what_is_no_text_is_left_out_and_the_exit_code_comes_back(tmp_path: Path
     assert run(code, 30, tmp_path) == (3, "ab[1mc\nd\n")
 
 
+@pytest.mark.slow
 def test_a_run_past_its_limit_is_ended_and_says_so(tmp_path: Path) -> None:
     started = time.monotonic()
     code, text = run("import time; print('begun', flush=True); time.sleep(60)", 2, tmp_path)
@@ -63,6 +65,7 @@ def test_bytecode_outlives_a_process_also_where_none_is_to_lie_beside_the_source
     assert (kept, beside) == ((1, 0) if forbidden else (0, 1))
 
 
+@pytest.mark.slow
 def test_what_is_left_behind_is_named_and_ended(tmp_path: Path) -> None:
     code, text = run(LEAVES_ONE_BEHIND, 30, tmp_path)
     alone = re.search(r"^(\d+)$", text, re.MULTILINE)
@@ -141,6 +144,40 @@ def test_unit_tests_are_cut_into_runs_that_hold_each_file_once() -> None:
 
 
 def test_words_for_pytest() -> None:
-    assert Choice(("-k", "mpips")).of("tests/mpi") == ["-k", "mpips", "tests/mpi"]
+    assert Choice(("-k", "mpips")).of("tests/mpi") == ["-m", CORE, "-k", "mpips", "tests/mpi"]
     file = "tests/unit/test_child.py::x"
-    assert Choice((file,), full=True).of("tests/unit") == [*FULL, file]
+    assert Choice((file,), "all").of("tests/unit") == ["-m", ALL, file]
+
+
+@pytest.mark.parametrize("new", [False, True])
+def test_core_and_rest_run_each_test_once_between_them_where_the_core_runs_any(new: bool) -> None:
+    core, rest = (Choice((), part).of(new=new)[1] for part in ("core", "rest"))
+    assert (core, rest) == (CORE, REST if new else SLOW)
+    for slow, full, huge in product((False, True), repeat=3):
+        ran = [eval(words, {}, {"slow": slow, "full": full, "huge": huge}) for words in (core, rest)]
+        assert sum(ran) == 0 if full or huge else sum(ran) == 1 or (new and not slow)
+
+
+IGNORES = """
+import signal, subprocess, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell without job control does for what it starts with &
+from tests import child, run
+sys.argv = ["tests.run", "--stages", "lint"]
+run.tool = lambda *_: run.Result("", int(not child.run([sys.executable, "-c",
+    "import signal; assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"], 60, run.ROOT)), 0)
+sys.exit(run.main())
+"""
+
+
+def test_tests_hear_interrupts_also_where_the_driver_was_started_to_ignore_them() -> None:
+    done = subprocess.run([sys.executable, "-c", IGNORES], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.endswith("2 passed, 0 failed\n"), done.stdout + done.stderr
+
+
+def test_what_several_runs_have_found_is_one_line(tmp_path: Path) -> None:
+    for part, failed in (("core", 0), ("rest", 1)):
+        record(tmp_path / "record", part, 90.0, [Result("a", 3, failed, 2, 7.0, ("why",) * failed, ((0.1, "test"),))])
+    words = [sys.executable, "-m", "tests.report", str(tmp_path / "record")]
+    assert subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout == (
+        "in all 6 passed, 1 failed, 4 skipped, 3 minutes\n"
+    )

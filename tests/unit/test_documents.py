@@ -49,6 +49,7 @@ def test_links_lead_somewhere(document: Path) -> None:
     assert not missing, f"{document.name} links to {missing}"
 
 
+@pytest.mark.slow
 def test_the_page_of_files_is_made_from_docstrings() -> None:
     done = subprocess.run([sys.executable, str(ROOT / "docs" / "hooks" / "tables.py"), "--check"], timeout=60)
     assert not done.returncode, "run python docs/hooks/tables.py"
@@ -76,6 +77,7 @@ def test_pages_that_the_code_names_are_there() -> None:
     assert [f"{path.relative_to(ROOT)}: {page}" for path, page in named if not (ROOT / page).is_file()] == []
 
 
+@pytest.mark.slow
 def test_messages_name_pages_by_their_titles() -> None:
     """The folder of documents is not installed. Docstrings of modules are read where it is."""
     listed = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
@@ -145,6 +147,7 @@ def test_docstrings_become_markdown() -> None:
 # ---- commands
 
 
+@pytest.mark.slow
 def test_every_command_shows_its_help() -> None:
     assert set(commands.commands()) - shown() == set()
 
@@ -206,6 +209,7 @@ def test_faults_of_commands_are_found() -> None:
 # ---- errors
 
 
+@pytest.mark.slow
 def test_the_sentences_of_errors_are_in_the_code() -> None:
     said = sentences()
     shown = re.findall(r"^\| `([^`]*…[^`]*|[^`]* [^`]*)` \|", read("reference", "errors.md"), re.MULTILINE)

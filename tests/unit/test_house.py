@@ -58,6 +58,7 @@ def allowed(module: str, package: str) -> bool:
     return any(module == name or module.startswith(name + ".") for name in (package, *ALLOWED[package]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", PACKAGES)
 def test_imports_run_one_way(package: str) -> None:
     wrong = [
@@ -69,6 +70,7 @@ def test_imports_run_one_way(package: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 def test_what_files_import_and_name_is_there() -> None:
     """Imports for types alone, too, which nobody carries out; and files that docstrings and comments name."""
     files = sorted(path for package in PACKAGES for path in tracked(ROOT / package))
@@ -127,6 +129,7 @@ def outside(installed: Path, code: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", PACKAGES)
 def test_installed_outside_the_repository(installed: Path, package: str) -> None:
     assert outside(installed, f"import {package}; print({package}.__file__)").startswith(str(installed))
@@ -199,6 +202,7 @@ def test_the_launcher_starts_neither_mpi_nor_numpy(installed: Path) -> None:
     assert outside(installed, code) == "[]"
 
 
+@pytest.mark.slow
 def test_what_files_import_when_they_are_loaded_is_installed_with_the_package() -> None:
     required = re.search(r"install_requires=\[(.*?)\]", (ROOT / "setup.py").read_text(encoding="utf-8"), re.DOTALL)
     assert required

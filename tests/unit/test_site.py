@@ -95,6 +95,7 @@ def run_script(folder: Path, page: str, body: str, *words: str) -> Any:
     return json.loads(html.unescape(found[1]))
 
 
+@pytest.mark.slow
 def test_the_site_builds_and_has_every_page(site: Path) -> None:
     pages = {page.relative_to(ROOT / "docs").with_suffix(".html") for page in tracked(ROOT / "docs", "*.md")}
     assert all((site / page).is_file() for page in pages)
@@ -119,6 +120,7 @@ def test_buttons_copy_commands_without_prompts_and_output(site: Path) -> None:
     assert any('getAttribute("data-copy")' in script for script in scripts)
 
 
+@pytest.mark.slow
 @browser
 @pytest.mark.parametrize("pages", [PAGES, pytest.param((), marks=pytest.mark.full)], ids=["widest", "all"])
 def test_no_table_and_no_code_is_cut(site: Path, pages: tuple[str, ...]) -> None:
@@ -131,6 +133,7 @@ def test_no_table_and_no_code_is_cut(site: Path, pages: tuple[str, ...]) -> None
     assert cut == []
 
 
+@pytest.mark.slow
 @browser
 def test_a_site_opened_as_a_file_is_searched(site: Path) -> None:
     found = run_script(site, "how-to/trainer.html", SEARCH)

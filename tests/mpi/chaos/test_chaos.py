@@ -34,12 +34,14 @@ def outside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
+@pytest.mark.slow
 @first(1, name=["mpi_sync-all", "dist_async", *(name for name in CASES if name not in ("mpi_sync-all", "dist_async"))])
 def test_a_job_without_faults_is_as_promised(name: str) -> None:
     result = run(CASES[name], FaultPlan(), -1, JOB_LIMIT)
     assert result.good and result.report.good and not result.report.faults, result
 
 
+@pytest.mark.slow
 @first(1, name=["dist_sync", "pure"])
 def test_a_death_that_ends_the_job_is_no_hang(name: str) -> None:
     result = run(CASES[name], FaultPlan(1, (Fault("kill", Whom("rank", 1), Point(0, "pull", 9)),)), -1, JOB_LIMIT)
@@ -48,6 +50,7 @@ def test_a_death_that_ends_the_job_is_no_hang(name: str) -> None:
     assert [fault.rank for fault in result.report.faults] == [1]
 
 
+@pytest.mark.core(1)
 @pytest.mark.skipif(OTHER, reason="deaths are survived under Open MPI alone")
 @first(2, seed=range(4), name=["dist_sync", "mpi_sync-all", "mpi_async", "pure", "mpi_sync-one", "dist_async"])
 def test_a_job_survives(name: str, seed: int) -> None:
@@ -91,6 +94,7 @@ def chaos(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, capture_output=True, text=True, timeout=2 * JOB_LIMIT)
 
 
+@pytest.mark.slow
 def test_the_command_replays_and_compares(tmp_path: Path) -> None:
     stops = tuple(Fault("stop", Whom("rank", who), Point(0, "pull", 9, 0.001 * who), 0.3) for who in range(3))
     save(FaultPlan(7, stops), tmp_path / "plan.json")
@@ -104,6 +108,7 @@ def test_the_command_replays_and_compares(tmp_path: Path) -> None:
     assert any(fault["seconds"] and fault["seconds"] > 0.2 for fault in found["faults"])
 
 
+@pytest.mark.slow
 def test_the_command_tells_of_a_job_that_a_death_has_ended(tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     done = chaos(tmp_path, "--seed", "3", "--every", "0.02", "--save", str(plan))

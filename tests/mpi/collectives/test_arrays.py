@@ -179,6 +179,7 @@ def run_fresh(what, comm, turn):
     return None
 
 
+@pytest.mark.core(1)
 @only_on(2)
 @pytest.mark.parametrize("what", ["lists", "groups", "wrapped", "kept", "shared"])
 def test_memory_stays_as_it_is_over_many_calls(what):

@@ -53,6 +53,7 @@ def wrong(nodes, made):
     return found
 
 
+@pytest.mark.core(4)
 @only_on(2, 3)
 @pytest.mark.parametrize("fault", LIVING)
 def test_a_fault_on_one_node(fault):
@@ -66,6 +67,7 @@ def test_a_fault_on_one_node_by_every_way_and_route(fault):
     assert not wrong("one node", cells([fault]))
 
 
+@pytest.mark.core(2)
 @only_on(2, 3, 5)
 @pytest.mark.parametrize("fault", LIVING)
 def test_a_fault_between_nodes(fault):
@@ -79,6 +81,7 @@ def test_a_fault_on_many_ranks(fault):
     assert not wrong(nodes, few(fault))
 
 
+@pytest.mark.core(1)
 @only_on(1)
 @first(
     3, **{"fault, way, route": [("exit", "tested", "ring"), ("exception", "plan", "large"), ("kill", "waited", "empty"),

@@ -64,6 +64,7 @@ def one_round(comm, way, route, rng):
     return "" if WORLD.allreduce(cell.sums()) == P else "wrong sums after renew"
 
 
+@pytest.mark.core(3)
 @only_on(2, 3)
 @once(
     **{"way, route": [("blocking", "small"), ("blocking", "large"), ("blocking", "empty"), ("blocking", "grouped"),
@@ -97,6 +98,7 @@ def native_row(comm, kind, x):
         return right
 
 
+@pytest.mark.core(2)
 @only_on(2, 3)
 @once(nodes=["one node", "a node for each rank"], kind=KINDS)
 def test_an_interrupted_call_of_mpis_own_spoils_no_other_ranks_result(nodes, kind):
@@ -118,6 +120,7 @@ def native_sum(comm):
     return collectives.allreduce(np.full(100, RANK), comm, algorithm="native")[-1]
 
 
+@pytest.mark.slow
 @only_on(2, 3)
 def test_a_call_of_mpis_own_that_not_all_have_begun_meets_no_later_one():
     """Its messages can be received by nobody: a later communicator must not take them for its own."""
@@ -137,6 +140,7 @@ def test_a_call_of_mpis_own_that_not_all_have_begun_meets_no_later_one():
             assert native_sum(comm) == WORLD.allreduce(RANK)
 
 
+@pytest.mark.core(2)
 @only_on(2, 3)
 @once(
     nodes=["one node", "a node for each rank"],

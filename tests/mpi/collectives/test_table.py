@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 
 import numpy as np
+import pytest
 from mpi4py import MPI
 
 import collectives
@@ -32,6 +33,7 @@ def test_a_spoilt_table_is_warned_of_and_the_shipped_one_serves(monkeypatch, tmp
     comm.Free()
 
 
+@pytest.mark.slow
 @only_on(2, 3)
 def test_tune_on_one_node(monkeypatch):
     monkeypatch.setattr(command, "CROSS_SIZES", (1 << 20, 1 << 18))
@@ -46,6 +48,7 @@ def test_tune_on_one_node(monkeypatch):
     assert not found.between
 
 
+@pytest.mark.slow
 @only_on(2, 3)
 def test_tune_between_nodes(monkeypatch):
     share_nothing(monkeypatch)

@@ -258,6 +258,7 @@ def test_what_gpus_cannot_do_is_refused_on_every_rank(gpus: Any) -> None:
     assert "complex64" in refused([wide])
 
 
+@pytest.mark.slow
 @only_on(2)
 @pytest.mark.parametrize("algorithm", ["auto", "multi_ring"])
 def test_repeated_one_shot_calls_use_their_pinned_memory_and_kernels_again(gpus: Any, algorithm: str) -> None:

@@ -52,6 +52,7 @@ else:
 """
 
 
+@pytest.mark.slow
 @first(1, bare=[False, True])
 def test_children_that_begin_anew_are_worlds_of_their_own(tmp_path: Path, bare: bool) -> None:
     done = run(tmp_path, BEGUN_ANEW, "-w", "2", bare=bare)

@@ -48,6 +48,7 @@ def test_tutorials_have_programs_that_run() -> None:
         assert commands, page
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("page", CASES)
 def test_programs_print_what_is_shown(page: Path, tmp_path: Path) -> None:
     """`...` in what is shown stands for anything. Programs of an extra run where it is installed."""

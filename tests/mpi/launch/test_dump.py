@@ -99,6 +99,7 @@ def verdict(folder: Path) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_pytorchs_analyzer_names_the_rank_that_made_another_call(tmp_path: Path) -> None:
     job = start(tmp_path, "other")
     job.wait(60)
@@ -107,6 +108,7 @@ def test_pytorchs_analyzer_names_the_rank_that_made_another_call(tmp_path: Path)
     assert "COLLECTIVE_TYPE_MISMATCH" in said and "rank 1" in said.lower() and "broadcast" in said, said
 
 
+@pytest.mark.slow
 def test_pytorchs_analyzer_names_the_rank_that_has_not_come(tmp_path: Path) -> None:
     job = start(tmp_path, "absent")
     try:
@@ -118,6 +120,7 @@ def test_pytorchs_analyzer_names_the_rank_that_has_not_come(tmp_path: Path) -> N
     assert "missing" in said.lower() and "{1}" in said, said
 
 
+@pytest.mark.slow
 def test_a_job_without_collectives_is_dumped_for_pytorch_too(tmp_path: Path) -> None:
     job = start(tmp_path, "", STORE)
     try:
@@ -155,6 +158,7 @@ def test_a_dump_is_read_again_when_all_is_over(tmp_path: Path) -> None:
     assert ranks[0]["waits"] and not ranks[1]["waits"]
 
 
+@pytest.mark.slow
 def test_ranks_dump_when_a_call_fails(tmp_path: Path) -> None:
     job = start(tmp_path, "other", MPIPS_DUMP_DIR=str(tmp_path / "dumps"))
     job.wait(60)
@@ -163,6 +167,7 @@ def test_ranks_dump_when_a_call_fails(tmp_path: Path) -> None:
         assert found["rank"] == rank and "broadcast" in found["end"]["failed"]
 
 
+@pytest.mark.slow
 def test_a_signal_dumps_a_rank_that_goes_on(tmp_path: Path) -> None:
     job = start(tmp_path, "absent", MPIPS_DUMP_DIR=str(tmp_path / "dumps"))
     try:
@@ -177,6 +182,7 @@ def test_a_signal_dumps_a_rank_that_goes_on(tmp_path: Path) -> None:
         stop(job)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variables", [{}, {"MPIPS_RECORDER": "0"}])
 def test_a_signal_for_which_no_folder_is_named_ends_no_rank(variables: dict[str, str], tmp_path: Path) -> None:
     job = start(tmp_path, "absent", **variables)

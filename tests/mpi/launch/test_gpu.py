@@ -30,6 +30,7 @@ def test_no_card_is_said_and_is_no_failure(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_stage_that_fails_or_hangs_is_reported_and_others_go_on(tmp_path: Path) -> None:
     given = tmp_path / "rows.json"
     given.write_text(json.dumps([{"share": 0.95, "ok": True}, {"share": 0.5, "ok": False}, {"share": 0.9, "wrong": 3}]))
@@ -64,6 +65,7 @@ def test_a_kernel_must_move_nine_tenths_of_a_copy() -> None:
     assert [row["ok"] for row in rows] == [True, False]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(usable_cores() < 2, reason="needs two cores")
 def test_the_programs_run_on_the_host() -> None:
     words = "tests.gpu.tensor", "ROWS", "--arrays", "numpy", "--sizes", "4KiB,64KiB", "--seconds", "0.05"
@@ -79,6 +81,7 @@ def test_the_programs_run_on_the_host() -> None:
     assert all(row["MPI_allreduce_s"] > 0 for row in rows[stages.STORE])
 
 
+@pytest.mark.slow
 def test_a_python_that_lacks_packages_gets_them_from_carried_wheels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +100,7 @@ def test_a_python_that_lacks_packages_gets_them_from_carried_wheels(
     assert "carried" in command.lacking(python)
 
 
+@pytest.mark.slow
 def test_every_stage_of_tests_has_tests_that_need_a_card() -> None:
     places = (stages.KERNELS, stages.TENSORS, stages.STREAMS, stages.ARRAYS, stages.DEVICES)
     argv = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "gpu", *places]

@@ -72,6 +72,7 @@ def saved(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "saved").iterdir())
 
 
+@pytest.mark.slow
 @first(1, kind=["dist_sync", "mpi_sync", "dist_async"])
 def test_the_last_step_is_saved_and_the_next_job_says_that_it_goes_on_from_it(tmp_path: Path, kind: str) -> None:
     code, _, said = done(start(tmp_path, kind, 7, last="exit"))
@@ -99,6 +100,7 @@ def test_a_worker_that_closes_while_another_pushes_is_named_at_once(tmp_path: Pa
     assert re.search(r"StoreError: .*: rank 0 has closed the store after 7 pushes of key 'w', and this needs", said)
 
 
+@pytest.mark.slow
 @first(1, **{"number, code": [(signal.SIGTERM, 143), (signal.SIGINT, 130)]})
 def test_an_interrupted_job_says_from_where_the_next_goes_on(tmp_path: Path, number: int, code: int) -> None:
     job = start(tmp_path, "mpi_sync", 10**6, pause=0.01)
@@ -115,6 +117,7 @@ def test_an_interrupted_job_says_from_where_the_next_goes_on(tmp_path: Path, num
     assert code == 0 and out.split()[2] == told[1], said
 
 
+@pytest.mark.slow
 def test_a_folder_that_vanishes_is_told_and_the_training_goes_on(tmp_path: Path) -> None:
     job = start(tmp_path, "mpi_sync", 10**6, pause=0.01, last="gone")
     while not list(tmp_path.glob("saved/store-*.safetensors")) and job.poll() is None:

@@ -60,6 +60,7 @@ def test_the_life_of_a_job_is_in_one_file(tmp_path: Path) -> None:
         assert {one["role"] for one in found if one.get("rank") == rank and "role" in one} == {role}
 
 
+@pytest.mark.slow
 def test_a_death_is_in_the_log(tmp_path: Path) -> None:
     done = run(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", "--log", "info")
     assert done.returncode != 0
@@ -69,6 +70,7 @@ def test_a_death_is_in_the_log(tmp_path: Path) -> None:
     assert sum("recovery of generation 0 is asked for" in line for line in lines) <= 1
 
 
+@pytest.mark.slow
 def test_jobs_of_collectives_alone_say_when_ranks_begin_and_end_each_in_its_own_folder(tmp_path: Path) -> None:
     (tmp_path / "sum.py").write_text("import numpy, collectives\ncollectives.allreduce(numpy.ones(3))\n")
     command = [sys.executable, "-m", "launch.cli", "run", "-w", "2", "--log-dir", "logs", "sum.py"]

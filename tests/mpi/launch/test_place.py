@@ -64,6 +64,7 @@ def test_ranks_beside_servers_and_what_the_user_has_set_find_no_other_place(tmp_
     assert "mpips: RANK=7 is set here, and so for all ranks: unset it" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("known", [True, False])
 def test_rank_and_size_are_those_of_ranks_that_train(tmp_path: Path, known: bool) -> None:
     """Before the store, too, where `mpips run` knows the servers; else a warning says that the first were wrong."""

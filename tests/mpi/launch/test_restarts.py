@@ -168,6 +168,7 @@ def test_what_compression_kept_back_and_a_changed_learning_rate_come_back(tmp_pa
     assert done.losses == with_script(plain, COMPRESSED, 0, steps=80).losses
 
 
+@pytest.mark.slow
 def test_a_kill_while_it_saves_leaves_what_was_saved_before(tmp_path: Path) -> None:
     done = with_script(tmp_path, IN_SAVE, 4)
     assert done.code == 0, done.said
@@ -175,6 +176,7 @@ def test_a_kill_while_it_saves_leaves_what_was_saved_before(tmp_path: Path) -> N
     assert done.losses == run(tmp_path / "plain", [], steps=60).losses
 
 
+@pytest.mark.slow
 def test_on_a_full_disk_the_training_goes_on_and_says_so(tmp_path: Path) -> None:
     (tmp_path / "saved").mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(tmp_path / "saved")]
@@ -198,6 +200,7 @@ def test_a_program_that_raises_is_not_started_again(tmp_path: Path) -> None:
     assert "again" not in done.said
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(HINDRANCE), reason=HINDRANCE)
 @first(1, **{"servers, spares, deaths, starts": [
     (1, 1, {3: 12, 4: 27, 0: 45}, 1),  # the server; the spare in its place, so that none is left; then worker 0

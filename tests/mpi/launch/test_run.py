@@ -88,6 +88,7 @@ def test_a_shell_loop_keeps_its_input_and_the_script_its_words(tmp_path: Path) -
     ], done.stderr  # fmt: skip
 
 
+@pytest.mark.slow
 @once(
     **{"error, said, code": [
         ("open('/data/of/rank/1')", "FileNotFoundError", 1), ("import no_such_module", "ModuleNotFoundError", 1),
@@ -165,6 +166,7 @@ def test_an_interrupt_ends_all_with_130_and_without_a_traceback(tmp_path: Path) 
     assert "launch.run: interrupted\n" in said, said
 
 
+@pytest.mark.slow
 def test_an_interrupt_of_one_rank_while_mpi_starts_ends_the_job(tmp_path: Path) -> None:
     script = """
 import os, signal, threading, time
@@ -225,6 +227,7 @@ def sentences(done: subprocess.CompletedProcess[str]) -> str:
     return "\n".join(line for line in done.stderr.strip().splitlines() if not re.search(r", \d+ of \d+$", line))
 
 
+@pytest.mark.slow
 def test_bad_data_end_a_training_with_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "bad.csv").write_text("a,b\n1,2\n3,4\n5,x\n7,8\n")
     done = mpips(tmp_path, "train", "--data", "bad.csv", "--ranks", "3", "--servers", "1", "--grid", "1x2")
@@ -235,6 +238,7 @@ def test_bad_data_end_a_training_with_one_sentence(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="no /dev/full here")
 @first(1, what=["kvstore", "allreduce"])
 def test_a_full_disk_after_the_work_is_one_sentence_below_the_table(tmp_path: Path, what: str) -> None:
@@ -248,6 +252,7 @@ def test_a_full_disk_after_the_work_is_one_sentence_below_the_table(tmp_path: Pa
     assert "ordinary" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="no /dev/full here")
 def test_a_training_whose_output_is_lost_keeps_its_files(tmp_path: Path) -> None:
     words = ["--data", "synthetic:50,3,1", "--hidden", "8", "--epochs", "1", "--save", "a.st", "--json", "a.json"]
@@ -258,6 +263,7 @@ def test_a_training_whose_output_is_lost_keeps_its_files(tmp_path: Path) -> None
     assert (tmp_path / "a.json").is_file()
 
 
+@pytest.mark.slow
 def test_a_training_takes_a_closed_standard_output(tmp_path: Path) -> None:
     words = ["--data", "synthetic:50,3,1", "--hidden", "8", "--epochs", "1", "--json", "a.json", "--ranks", "2"]
     done = mpips(tmp_path, "train", *words, before='exec "$@" >&-')
@@ -304,6 +310,7 @@ def test_a_rank_that_is_killed_ends_the_job_and_is_named(tmp_path: Path, dies: i
         assert re.search(rf"mpips: rank \d \(.*\) ({how}|ended without a word): the job has ended\n", said)
 
 
+@pytest.mark.slow
 def test_an_interrupt_of_the_whole_group_is_130_though_no_terminal_sent_it(tmp_path: Path) -> None:
     process = up(start(tmp_path, f"{UP}time.sleep(600)\n", "-w", "2", group=True), 2)
     os.killpg(process.pid, signal.SIGINT)
@@ -333,6 +340,7 @@ def test_what_a_rank_exits_with_is_its_code_or_its_text(tmp_path: Path, word: st
     assert done.stderr.startswith(f"{said} on rank 1 of 2: the job ends\n"), done.stderr
 
 
+@pytest.mark.slow
 @first(1, code=[9, 15])
 def test_a_rank_that_leaves_without_a_word_was_ended_by_no_signal(tmp_path: Path, code: int) -> None:
     done = run(tmp_path, f"{UP}if w.rank == 1: os._exit({code})\ntime.sleep(600)\n", "-w", "2")
@@ -362,6 +370,7 @@ sys.stdout.write(f"{first} {'elsewhere' in sys.path[1]} {neighbour.WORD} {child.
 """
 
 
+@pytest.mark.slow
 def test_ranks_import_what_python_alone_would_for_a_script_a_module_and_a_line(tmp_path: Path) -> None:
     part, other, elsewhere = (folder_of_a_stranger(tmp_path) / name for name in ("part", "other", "elsewhere"))
     for folder in (part, other, elsewhere):
@@ -382,6 +391,7 @@ def test_ranks_import_what_python_alone_would_for_a_script_a_module_and_a_line(t
         assert (done.returncode, done.stdout) == (0, 2 * expected), done.stderr
 
 
+@pytest.mark.slow
 @first(1, words=["train -n 2 --data synthetic:50,3,1 --hidden 8 --epochs 1", "run -w 2 part/train.py", "doctor",
                  "tune -n 2 --dry-run", "bench allreduce -n 2 --sizes 8 --seconds 0.01",
                  "chaos --faults 0 -- mpips run -w 2 part/train.py"])  # fmt: skip
@@ -394,6 +404,7 @@ def test_what_lies_in_the_current_folder_is_not_imported(tmp_path: Path, words: 
     assert done.stdout.count("ran\n") == (2 if "train.py" in words else 0)
 
 
+@pytest.mark.slow
 def test_doctor_under_a_launcher_says_nothing_beside_its_lines(tmp_path: Path) -> None:
     launcher = find()
     options = ["--oversubscribe", "--allow-run-as-root"] if launcher.flavour == "openmpi" else []

@@ -114,6 +114,7 @@ def _runs(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 @first(1, seed=range(6))
 def test_jobs_end_well_after_deaths_at_any_moment(tmp_path: Path, seed: int) -> None:
     job = Started(tmp_path, BEGIN + GO_ON, str(seed))
@@ -138,6 +139,7 @@ def test_an_error_ends_a_job_with_dead_ranks(tmp_path: Path, rest: str, code: in
     assert job.leaves_nothing()
 
 
+@pytest.mark.slow
 def test_a_job_ends_when_only_spares_are_left(tmp_path: Path) -> None:
     job = Started(tmp_path, f"{BEGIN}for rank in range(3): kill(rank, rank / 10)\ntime.sleep(600)\n")
     assert job.code() in (137, 1)
@@ -154,6 +156,7 @@ def test_a_spare_with_a_role_works(tmp_path: Path) -> None:
     assert job.leaves_nothing()
 
 
+@pytest.mark.slow
 def test_a_death_before_mpi_has_started_ends_the_job(tmp_path: Path) -> None:
     dies = "import os\nif os.environ['OMPI_COMM_WORLD_RANK'] == '1': os.kill(os.getpid(), 9)\n"
     job = Started(tmp_path, dies + BEGIN)

@@ -72,6 +72,7 @@ def stopped(pids: Sequence[int]) -> Iterator[None]:
             os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.slow
 def test_a_job_that_was_suspended_goes_on_and_a_rank_that_was_stopped_alone_is_named(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     argv = [sys.executable, "-m", "launch.cli", "run", "-w", "2", "-s", "1", "program.py"]

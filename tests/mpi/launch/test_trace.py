@@ -92,6 +92,7 @@ for step in range({steps}):
 """
 
 
+@pytest.mark.slow
 @only_on(1)
 def test_arrows_stay_within_their_store_and_steps_are_no_calls(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(TWO_STORES.format(steps=10))
@@ -126,6 +127,7 @@ kv.pull("w", np.ones(9, np.float32), newer_than=-1)
 """
 
 
+@pytest.mark.slow
 @only_on(1)
 def test_calls_of_tables_are_in_the_trace_and_a_line_of_the_summary(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(TABLES)
@@ -154,6 +156,7 @@ def test_perfetto_connects_every_push(tmp_path: Path) -> None:
     see_in_perfetto(tmp_path / "t.json", trace)
 
 
+@pytest.mark.slow
 @only_on(1)
 def test_killed_rank_is_in_the_trace(tmp_path: Path) -> None:
     job = start(tmp_path, ["--trace", "t.json"], "step == 30 and os.kill(os.getpid(), signal.SIGKILL)")
@@ -165,6 +168,7 @@ def test_killed_rank_is_in_the_trace(tmp_path: Path) -> None:
     assert len([one for one in read_flows(trace) if one[0] == "push"]) >= 4 * 30
 
 
+@pytest.mark.slow
 @only_on(1)
 def test_running_job_is_traced_for_seconds(tmp_path: Path) -> None:
     job = start(tmp_path, [], "time.sleep(0.01)", steps=100_000)
@@ -189,6 +193,7 @@ def test_running_job_is_traced_for_seconds(tmp_path: Path) -> None:
             job.kill()
 
 
+@pytest.mark.slow
 @only_on(1)
 def test_trace_ends_with_its_job(tmp_path: Path) -> None:
     until_traced = "while step == 30 and not os.path.exists('traced'): time.sleep(0.01)"

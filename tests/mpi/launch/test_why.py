@@ -234,6 +234,7 @@ def wait_until_over(name: str) -> dict[str, Any]:
     return why(name)
 
 
+@pytest.mark.core(4)
 @pytest.mark.parametrize("name", CASES)
 def test_the_cause_of_each_hang_is_named(name: str, tmp_path: Path) -> None:
     case = CASES[name]
@@ -250,12 +251,14 @@ def test_the_cause_of_each_hang_is_named(name: str, tmp_path: Path) -> None:
     assert found["took"] < 5 + late  # two, on cores of its own
 
 
+@pytest.mark.slow
 def test_an_interrupted_job_says_who_told_it_to_end(tmp_path: Path) -> None:
     with running(tmp_path, CASES["loop"]) as name:
         os.kill(int(name), signal.SIGTERM)
         assert wait_until_over(name)["sentence"].endswith("its `mpips run` was told to end by SIGTERM.")
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize(("victim", "case", "last_call"), [
     (1, Case("pass", "", servers=1), "pushpull of key 'w'"),
     (3, Case("pass", "", servers=1), "sum of key 'w'"),
@@ -276,6 +279,7 @@ def test_the_last_call_of_a_killed_rank_is_known_when_all_is_over(
     assert "was ended by SIGKILL" in found["sentence"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("end", "said"), [
     ("raise ValueError('bad batch 7')", "Rank 1 said: ValueError: bad batch 7 (program.py:9)"),
     ("sys.exit(3)", "Rank 1 said: exit code 3"),
@@ -286,6 +290,7 @@ def test_what_a_program_has_raised_is_known_when_all_is_over(end: str, said: str
     assert (found["kind"], found["culprits"]) == ("ended", [1]) and said in found["sentence"], found["sentence"]
 
 
+@pytest.mark.slow
 def test_who_takes_a_place_is_told_and_counters_go_on(tmp_path: Path) -> None:
     metrics = pytest.importorskip("launch.observe.metrics")
     parse = pytest.importorskip("prometheus_client.parser").text_string_to_metric_families
@@ -314,6 +319,7 @@ def test_who_takes_a_place_is_told_and_counters_go_on(tmp_path: Path) -> None:
     assert after["mpips_calls_total", "0"] > before["mpips_calls_total", "0"] and after["mpips_generation", "3"] == 1
 
 
+@pytest.mark.slow
 def test_top_in_a_pipe_shows_rates_in_lines_that_fit(tmp_path: Path) -> None:
     case = Case("pass", "", "time.sleep(0.02); mpips.note(step=step)", servers=1)
     with running(tmp_path, case) as name, open(tmp_path / "top.txt", "w+", encoding="utf-8") as out:
@@ -334,6 +340,7 @@ def test_top_in_a_pipe_shows_rates_in_lines_that_fit(tmp_path: Path) -> None:
     assert 0 <= server["queued"] <= 3 and 1.5 < server["bytes_per_second"] / workers[0]["bytes_per_second"] < 6
 
 
+@pytest.mark.slow
 def test_tables_are_seen_from_outside(tmp_path: Path) -> None:
     case = Case("pass", "", servers=1, program=TABLES)
     with running(tmp_path, case) as name:
@@ -355,6 +362,7 @@ def test_tables_are_seen_from_outside(tmp_path: Path) -> None:
     assert ["users", "3", "309"] in [line[:3] for line in lines] and ["items", "0"] in [line[:2] for line in lines]
 
 
+@pytest.mark.slow
 def test_top_shows_what_collectives_move(tmp_path: Path) -> None:
     case = Case("", "", program="""
 import time
@@ -378,6 +386,7 @@ while True:
         assert 0.5 < one["bytes_per_second"] / (1e6 * one["steps_per_second"]) < 2 and one["bytes_per_second"] <= 22e6
 
 
+@pytest.mark.slow
 def test_two_launches_in_one_allocation_are_two_jobs(tmp_path: Path) -> None:
     launcher, allocation = find(), f"a{os.getpid()}"
     (tmp_path / "program.py").write_text("""
@@ -416,6 +425,7 @@ for step in range(100_000):
     assert hung["culprits"] == [1] and len(hung["ranks"]) == 2
 
 
+@pytest.mark.slow
 def test_a_job_without_pages_says_so(tmp_path: Path) -> None:
     with running(tmp_path, CASES["loop"], MPIPS_RECORDER="0") as name:
         done = subprocess.run([sys.executable, "-m", "launch.cli", "why", name], env=outside(), capture_output=True,
@@ -431,6 +441,7 @@ def test_a_job_that_has_not_begun_mpips_says_so(tmp_path: Path) -> None:
     assert done.returncode == 2 and f"job {name} runs, and none of its ranks here has a page: none has" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_job_that_ends_well_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("import mpips\nmpips.create('dist_sync').close()\n")
     words = [sys.executable, "-m", "launch.cli", "run", "-w", "2", "program.py"]

@@ -47,6 +47,7 @@ if rank == 0:
 """
 
 
+@pytest.mark.core(1)
 @first(2, **{"kind, roles, spares, options, dies_at, total": [
     ("dist_async", "-w 3 -s 1", 1, {"staleness": 0}, 5, 3 * STEPS),
     ("mpi_async", "-w 4 -s 2 -c 2", 1, {"masters": "all"}, 5, 4 * STEPS),
@@ -104,6 +105,7 @@ if rank == 1:
 """
 
 
+@pytest.mark.slow
 @first(1, **{"staleness, barrier": [(1, True), (0, False), (0, True)]})
 def test_a_spare_that_pushes_no_more_holds_nobody_back(tmp_path: Path, staleness: int, barrier: bool) -> None:
     program = tmp_path / "joins.py"

@@ -78,6 +78,7 @@ kv.close()
 """
 
 
+@pytest.mark.slow
 @only_on(1)
 @pytest.mark.parametrize("kind, servers", [("dist_sync", 1), ("mpi_sync", 0)])
 def test_a_job_that_goes_on_with_another_learning_rate_says_which_holds(tmp_path, kind, servers):

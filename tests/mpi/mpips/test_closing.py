@@ -79,6 +79,7 @@ while step < 6:
 """
 
 
+@pytest.mark.slow
 @first(1, **{"kind, options, code": [
     ("dist_sync", {}, 1), ("mpi_sync", {"masters": "all"}, 1), ("dist_async", {"staleness": 1}, 0),
 ]})  # fmt: skip

@@ -12,6 +12,7 @@ import sys
 import time
 
 import numpy as np
+import pytest
 
 import mpips
 from tests.choice import once
@@ -59,6 +60,7 @@ def ended(place: Place, end: str, kind: str, floats: int) -> tuple[str, float]:
     return "", seconds
 
 
+@pytest.mark.core(2)
 @only_on(1)
 @once(kind=KINDS, end=ENDS)
 def test_a_program_ends(end, kind):

@@ -50,18 +50,21 @@ def every_fault(*stopped, of=1):
     ])  # fmt: skip
 
 
+@pytest.mark.core(6)
 @only_on(3, 5)
 @every_fault("dist_sync", "mpi_sync-0")
 def test_a_fault_on_one_node(fault, kind):
     assert not wrong([(fault, way_of(fault, kind), kind)])
 
 
+@pytest.mark.core(2)
 @only_on(3, 5)
 @every_fault("mpi_sync-2", "dist_async", of=2)
 def test_a_fault_between_nodes(fault, kind):
     assert not wrong([(fault, way_of(fault, kind, 1), kind)], nodes=True)
 
 
+@pytest.mark.core(1)
 @only_on(1)
 @first(
     2, **{"fault, way, kind": [("exit", "push", "dist_sync"), ("exception", "list", "mpi_sync-2"),

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import mpips
 from collectives.fabric.requests import sweep
@@ -133,12 +134,14 @@ def _store(kind: str, fails: bool) -> None:
     kv.close()
 
 
+@pytest.mark.slow
 @only_on(3)
 @first(2, kind=[*KINDS][::2] + [*KINDS][1::2])
 def test_calls_leave_nothing_behind(kind):
     assert not over_calls(kind, 200)
 
 
+@pytest.mark.slow
 @only_on(3)
 @first(2, kind=[*KINDS][::-1])
 def test_stores_leave_nothing_behind(kind):

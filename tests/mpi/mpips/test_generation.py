@@ -80,6 +80,7 @@ ERRORS = [
 ]
 
 
+@pytest.mark.core(5)
 @core_on(2, 3)
 @pairwise(nodes=HOW, way=["collective", "rendezvous", "wait"], **{"error, kind, sentence": ERRORS})
 def test_all_ranks_hear_of_the_end_within_a_second_and_the_next_generation_works(nodes, way, error, kind, sentence):
@@ -203,6 +204,7 @@ def raise_or_hear(generation):
         raise generation.end("a push", CollectiveError("it is over"))
 
 
+@pytest.mark.slow
 @only_on(2, 3)
 def test_closing_a_generation_that_is_over_waits_for_nobody_for_long(monkeypatch):
     monkeypatch.setattr(generations, "CLOSING_SECONDS", 0.3)
@@ -230,6 +232,7 @@ def test_a_rank_that_has_closed_is_missed_at_once():
             generation.close()
 
 
+@pytest.mark.slow
 @only_on(2, 3)
 @pytest.mark.parametrize("nodes", HOW)
 def test_limits_are_said_as_they_were_given_and_who_is_late_is_named(nodes):

@@ -69,6 +69,7 @@ def train(kv, optimizer):
     return [out.tobytes() for out in outs]
 
 
+@pytest.mark.core(4)
 @either_mpi
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda one: type(one).__name__)
 @pytest.mark.parametrize("kind, options", STORES, ids=str)

@@ -24,6 +24,7 @@ def run(folder, job):
     return test_survival.run(folder, job, WORKERS + job.servers + job.spares, MODULE)
 
 
+@pytest.mark.core(1)
 @jobs
 @once(kind=["dist_sync", "mpi_sync"], masters=["one", "all"], spares=[0, 1], optimizer=["", "sgd", "adam"],
           when=[0.2, -3, -25])  # fmt: skip
@@ -32,18 +33,21 @@ def test_a_server_is_lost_with_its_memory(tmp_path, kind, masters, spares, optim
     assert len(run(tmp_path, job)) == WORKERS
 
 
+@pytest.mark.slow
 @jobs
 def test_without_mirrors_it_is_lost_for_good(tmp_path):
     with pytest.raises(AssertionError, match="start again from a checkpoint"):
         run(tmp_path, Job("dist_sync", spares=0, mirrors=0, kills={"4": 0.1}, clocks=(0,)))
 
 
+@pytest.mark.slow
 @jobs
 def test_two_nodes_are_lost_one_after_the_other(tmp_path):
     job = Job("dist_sync", spares=2, steps=300, kills={"3": 0.1, "4": 0.1}, clocks=(0, 1))
     assert len(run(tmp_path, job)) == WORKERS
 
 
+@pytest.mark.slow
 @jobs
 @first(1, seed=range(24))
 def test_a_server_and_a_worker_die_at_drawn_moments(tmp_path, seed):
@@ -58,6 +62,7 @@ def test_a_server_and_a_worker_die_at_drawn_moments(tmp_path, seed):
     run(tmp_path, Job(kind, servers, masters, spares, 60, optimizer, kills))
 
 
+@pytest.mark.slow
 def test_mirrors_need_survival_and_servers_on_two_nodes(tmp_path):
     if MPI.COMM_WORLD.size > 1:
         assert "ask for spares=0 or more" in failure(lambda: mpips.create("dist_sync", servers=1, mirrors=1))

@@ -279,6 +279,7 @@ def test_a_closed_store_says_so(servers):
     run("dist_sync", body, servers=servers)
 
 
+@pytest.mark.core(1)
 @only_on(1)
 @pytest.mark.parametrize("where", ["worker", "server"])
 def test_an_uncaught_exception_ends_the_job(tmp_path, where):
@@ -306,6 +307,7 @@ kv.pushpull("w", np.zeros(3, np.float32))
     assert "1 / 0" in done.stderr
 
 
+@pytest.mark.slow
 @only_on(1)
 def test_an_exception_before_create_ends_a_bare_job(tmp_path):
     script = tmp_path / "job.py"
@@ -395,6 +397,7 @@ def test_a_setting_while_a_worker_is_a_round_ahead_is_refused_everywhere():
     run("dist_sync", body, servers=1, timeout_seconds=20)
 
 
+@pytest.mark.core(1)
 @only_on(3, 5)
 @pytest.mark.parametrize("servers, clients", [(0, 1), (1, 1)])
 def test_limits_of_create_hold_inside_collectives(servers, clients):

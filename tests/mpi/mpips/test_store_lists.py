@@ -129,6 +129,7 @@ def test_one_array_for_two_keys_is_read_for_both_before_it_is_written():
     assert not run("dist_sync", body, servers=1)
 
 
+@pytest.mark.slow
 @core_on(3)
 @pytest.mark.mpi(min_size=3)
 @first(1, size=[100_000, 10])

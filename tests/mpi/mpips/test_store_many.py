@@ -16,6 +16,7 @@ SECONDS = 5.0
 """More than it takes on a busy machine, and less than one meeting a key takes on a quiet one."""
 
 
+@pytest.mark.slow
 @only_on(2, 3)
 @pytest.mark.parametrize("servers", [0, 1])
 def test_many_keys_are_loaded_together(servers: int) -> None:

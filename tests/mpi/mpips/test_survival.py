@@ -45,6 +45,7 @@ def run(
     return traces
 
 
+@pytest.mark.core(1)
 @once(spares=[0, 1], optimizer=["", "sgd", "adam"], apart=[False, True])
 def test_a_worker_dies(tmp_path, spares, optimizer, apart):
     job = Job(spares=spares, steps=STEPS, optimizer=optimizer, kills={"1": 0.2}, apart=apart)
@@ -53,6 +54,7 @@ def test_a_worker_dies(tmp_path, spares, optimizer, apart):
     assert len(traces) == 2 + spares and max(size for trace in traces for _, size in trace) in (3, 2 + min(spares, 1))
 
 
+@pytest.mark.slow
 @first(3, late=["worker", "spare"], servers=[2, 0], again=[0.35, 0.15, 0.02, 0.05, 0.1, 0.25, 0.3, 0.4])
 def test_a_worker_dies_at_once_and_another_while_the_others_recover(tmp_path, late, servers, again):
     """One of the others is late each time: it is still in `create`, or in an attempt to recover, when all are through.
@@ -63,12 +65,14 @@ def test_a_worker_dies_at_once_and_another_while_the_others_recover(tmp_path, la
     assert len(run(tmp_path, job, ranks)) == 2
 
 
+@pytest.mark.slow
 @first(1, kind=["mpi_sync", "dist_sync"], spares=[1, 0])
 def test_a_worker_dies_on_a_node_without_servers(tmp_path, kind, spares):
     job = Job(kind, 2, spares=spares, steps=STEPS, optimizer="sgd", kills={"1": 0.2}, apart=True)
     assert len(run(tmp_path, job, 4 + spares)) == 1 + spares
 
 
+@pytest.mark.slow
 @first(1, seed=range(24))
 def test_ranks_die_at_drawn_moments(tmp_path, seed):
     choice = random.Random(seed)
@@ -80,6 +84,7 @@ def test_ranks_die_at_drawn_moments(tmp_path, seed):
     run(tmp_path, Job(kind, spares=spares, optimizer=optimizer, kills=kills, apart=seed % 3 == 2), workers + spares)
 
 
+@pytest.mark.core(1)
 @first(2, **{"kind, servers, masters, spares, apart": [
     ("dist_sync", 2, "one", 2, False), ("mpi_sync", 0, "one", 1, False), ("mpi_sync", 2, "all", 1, False),
     ("mpi_sync", 0, "one", 1, True), ("dist_sync", 2, "one", 1, True),
@@ -106,6 +111,7 @@ def test_ranks_die_while_spares_join(tmp_path, seed):
 KINDS = [("dist_sync", "one"), ("mpi_sync", "one"), ("mpi_sync", "all")]
 
 
+@pytest.mark.core(1)
 @once(kind=KINDS, spares=[0, 1], optimizer=["", "sgd", "adam"])
 def test_a_server_dies(tmp_path, kind, spares, optimizer):
     job = Job(kind[0], 2, kind[1], spares, STEPS, optimizer, {"4": 0.2})
@@ -113,6 +119,7 @@ def test_a_server_dies(tmp_path, kind, spares, optimizer):
     assert [size for trace in traces for _, size in trace] == [3] * 3
 
 
+@pytest.mark.slow
 @first(1, seed=range(30))
 def test_workers_servers_and_spares_die_at_drawn_moments(tmp_path, seed):
     choice = random.Random(seed)

@@ -65,6 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(WORLD.bcast(str(tmp_path_factory.mktemp("saved")) if WORLD.rank == 0 else ""))
 
 
+@pytest.mark.core(2)
 @either_mpi
 @pytest.mark.parametrize("wait", [False, True])
 @pytest.mark.parametrize("known", [False, True])
@@ -172,6 +173,7 @@ def some(step: int) -> tuple[Any, Any]:
     return ids, random.standard_normal((len(ids), DIM)).astype(np.float32)
 
 
+@pytest.mark.core(1)
 @only_on(1)
 @pytest.mark.parametrize("alone", [False, True])
 def test_a_job_goes_on_from_its_folder_with_its_tables(tmp_path: Path, alone: bool) -> None:

@@ -56,6 +56,7 @@ def play(seed: int, folder: str) -> None:
             run(kind, partial(body, number=number), **options)
 
 
+@pytest.mark.core(3)
 @either_mpi
 @first(6, seed=range(30))
 def test_tables_hold_what_serial_dictionaries_hold(seed: int, tmp_path_factory: pytest.TempPathFactory) -> None:

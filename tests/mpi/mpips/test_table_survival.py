@@ -50,12 +50,14 @@ def survive(folder: Path, job: Job, ranks: int) -> list[list[list[int]]]:
     return run(folder, job, ranks, "tests.mpi.mpips.table_survivor", table_survivor.expected)
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("victim, servers, spares", [(3, 2, 1), (1, 2, 1), (3, 2, 0), (1, 1, 0)])
 def test_rows_outlive_a_server_and_a_worker(tmp_path: Path, victim: int, servers: int, spares: int) -> None:
     job = Job("dist_sync", servers, spares=spares, steps=STEPS, kills={str(victim): 0.2})
     assert len(survive(tmp_path, job, 2 + servers + spares)) == 2 - (victim == 1 and not spares)
 
 
+@pytest.mark.slow
 @first(2, **{"victims, servers, spares, hosts": [
     ([2], 2, 1, [0, 0, 0, 1, 1]),  # a spare on another host takes its place
     ([3], 3, 0, [0, 0, 0, 1, 1]),  # servers on two hosts become fewer
@@ -69,12 +71,14 @@ def test_rows_travel_between_hosts(
     assert len(survive(tmp_path, job, 2 + servers + spares)) == 2
 
 
+@pytest.mark.slow
 def test_rows_are_lost_with_all_that_reach_them(tmp_path: Path) -> None:
     job = Job("dist_sync", 2, spares=1, steps=STEPS, kills={"2": 0.1}, clocks=(0,), hosts=(0, 0, 1, 2, 2))
     with pytest.raises(AssertionError, match=r"keys or tables has gone, with their hosts: .*'users'.* checkpoint"):
         survive(tmp_path, job, 5)
 
 
+@pytest.mark.slow
 @first(2, **{"kind, victims, servers, spares, hosts": [
     ("dist_sync", [2], 2, 1, [0, 0, 1, 2, 2]),  # a host of its own is lost, a spare takes its place
     ("dist_sync", [3, 1], 3, 0, [0, 1, 0, 1, 2]),  # a server and a worker are lost with their host
@@ -90,11 +94,13 @@ def test_a_mirror_has_the_rows_of_a_lost_host(
     survive(tmp_path, job, 2 + servers + spares)
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("victim", [1, 3])
 def test_pushes_count_once_in_an_asynchronous_store(tmp_path: Path, victim: int) -> None:
     survive(tmp_path, Job("dist_async", 2, spares=1, steps=2000, kills={str(victim): 0.2}), 5)
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("kind, victim, spares", [("dist_sync", 3, 1), ("dist_sync", 3, 0), ("dist_async", 3, 1)])
 def test_rows_that_are_read_in_place_outlive_deaths(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, victim: int, spares: int
@@ -104,6 +110,7 @@ def test_rows_that_are_read_in_place_outlive_deaths(
     survive(tmp_path, Job(kind, 2, spares=spares, steps=steps, kills={str(victim): 0.5}), 4 + spares)
 
 
+@pytest.mark.slow
 @first(2, seed=range(20))
 def test_rows_outlive_deaths_at_drawn_moments(tmp_path: Path, seed: int) -> None:
     choice = random.Random(seed)
@@ -115,6 +122,7 @@ def test_rows_outlive_deaths_at_drawn_moments(tmp_path: Path, seed: int) -> None
     survive(tmp_path, Job("dist_sync", 2, spares=spares, steps=STEPS, kills=kills), 4 + spares)
 
 
+@pytest.mark.slow
 @first(1, seed=range(20))
 def test_a_host_is_lost_and_a_worker_dies_at_drawn_moments(tmp_path: Path, seed: int) -> None:
     choice = random.Random(seed)
@@ -126,6 +134,7 @@ def test_a_host_is_lost_and_a_worker_dies_at_drawn_moments(tmp_path: Path, seed:
     survive(tmp_path, Job(kind, servers, spares=spares, steps=STEPS, kills=kills, hosts=hosts, mirrors=1), len(hosts))
 
 
+@pytest.mark.slow
 def test_a_table_with_a_mirror_is_saved_loaded_and_exported(tmp_path: Path) -> None:
     (tmp_path / "saves.py").write_text(SAVES)
     out = io.BytesIO()

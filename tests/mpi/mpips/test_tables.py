@@ -123,6 +123,7 @@ def test_ipull_reads_what_pull_would_have_read(kind: str, options: dict[str, Any
     run(kind, body, **options)
 
 
+@pytest.mark.core(2)
 @either_mpi
 @pytest.mark.parametrize("kind, options", [
     ("dist_sync", {"servers": 1}), ("dist_sync", {"servers": 2, "shared_memory": False}),
@@ -460,6 +461,7 @@ def test_a_server_without_memory_refuses_the_whole_round(
     run("dist_sync", body, **options)
 
 
+@pytest.mark.core(7)
 @pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
 @pytest.mark.parametrize("heard", ["pull of the one", "pull of the other", "pull of nothing", "next step", "stats"])
 @pytest.mark.parametrize("options", SERVERS[1:4])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import numpy as np
+import pytest
 
 from tests.choice import once
 from tests.mpi.collectives.fault_table import Place
@@ -41,6 +42,7 @@ def program(level: str, kind: str) -> None:
     kv.close()
 
 
+@pytest.mark.core(1)
 @only_on(1)
 @once(level=LEVELS, kind=["dist_sync", "mpi_sync-2", "mpi_sync-0"])
 def test_calls_under_way_and_blocking_ones_share_mpi(kind: str, level: str) -> None:

@@ -81,6 +81,7 @@ def test_sums_inside_a_client(comm, size):
     assert all((gathered[a:b] == other).all() for other, (a, b) in enumerate(pairwise(cuts)))
 
 
+@pytest.mark.slow
 @only_on(2, 3)
 def test_a_sum_that_is_given_up_writes_nothing_any_more(comm):
     sums, out = ClientSums(comm), np.zeros(100_000)

@@ -33,6 +33,7 @@ PUSHES = {
 }
 
 
+@pytest.mark.core(2)
 @only_on(2, 3)
 @once(servers=[0, 1], kind=["dist_sync", "mpi_sync"], together=list(TOGETHER), pushes=list(PUSHES))
 def test_a_wait_that_cannot_end_is_said(servers: int, kind: str, together: str, pushes: str) -> None:
@@ -75,6 +76,7 @@ TABLE_WAITS = {
 }
 
 
+@pytest.mark.core(2)
 @only_on(2, 3)
 @once(kind=["dist_sync", "mpi_sync"], shared=[True, False], together=list(TABLES_TOGETHER), waits=list(TABLE_WAITS))
 def test_a_wait_for_a_table_that_cannot_end_is_said(kind: str, shared: bool, together: str, waits: str) -> None:
@@ -142,6 +144,7 @@ def test_tables_in_another_order_are_said(order: str, servers: int) -> None:
         assert took < SECONDS, took
 
 
+@pytest.mark.core(1)
 @only_on(3)
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_push_after_a_refusal_of_which_another_does_not_hear_is_said(
@@ -198,6 +201,7 @@ def test_calls_of_tables_that_do_not_fit_together_are_named(tmp_path_factory: py
     run("dist_sync", body, servers=1)
 
 
+@pytest.mark.slow
 @only_on(3)
 @pytest.mark.parametrize("kind, servers", [("dist_sync", 0), ("dist_sync", 1), ("mpi_sync", 1), ("dist_async", 1)])
 def test_who_may_wait_is_left_alone(kind: str, servers: int) -> None:
@@ -250,6 +254,7 @@ else:
 """
 
 
+@pytest.mark.core(1)
 @only_on(1)
 @pytest.mark.parametrize("call", ["create", "collective"])
 def test_a_limit_names_who_is_late_and_the_setting(tmp_path: Path, call: str) -> None:

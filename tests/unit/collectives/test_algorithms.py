@@ -19,6 +19,7 @@ P = range(1, 65)
 SINGLE = [(kind, name) for kind in KINDS for name in names(kind) if name != "hierarchical"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name"), SINGLE)
 def test_proved_for_1_to_64_ranks(kind, name):
     proved = 0
@@ -33,6 +34,7 @@ def test_proved_for_1_to_64_ranks(kind, name):
     assert proved == {"bcube": 11, "halving_doubling": 64 if kind == "allreduce" else no_large_factor}.get(name, 64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("between", ["ring", "halving_doubling", "multi_ring", "direct", "bcube"])
 def test_hierarchical_proved_for_nodes_of_every_size(between):
     """Up to 16 ranks also in one node, and in nodes of one rank, which leaves one of the two levels alone."""
@@ -50,6 +52,7 @@ def test_a_deeper_bcube_is_proved_and_has_its_lanes(depth):
     assert len(schedule.lanes) == 2 * depth
 
 
+@pytest.mark.slow
 @first(4, **{"n, k": [(2, 10), (3, 6), (4, 5), (65, 1), (8, 4), (16, 3), (64, 2)]})
 def test_bcube_proved_up_to_4096_ranks(n, k):
     check(build("allreduce", "bcube", n**k, n=n, k=k))
@@ -86,6 +89,7 @@ def promised(kind, vectors, root, rank):
     return slice(None), total
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(data=st.data(), p=st.integers(1, 9), n=st.integers(0, 40))
 def test_numbers_of_any_size_come_out_right(data, p, n):

@@ -37,6 +37,7 @@ def test_a_segment_holds_its_array_and_is_no_multiple_of_4_gib(nbytes):
     assert 64 <= size % (4 << 30) <= (4 << 30) - 64
 
 
+@pytest.mark.slow
 def test_a_process_begins_with_few_addresses():
     """A limit of 3 GiB has room for the arrays of several ranks. The sentence names it where it has not."""
     code = (
@@ -111,6 +112,7 @@ def _double(region, answer):
     answer.put(float(there.sum()))
 
 
+@pytest.mark.slow
 def test_another_process_can_attach():
     array = arena.empty(1 << 16, np.float32)
     array[:] = 1
@@ -221,6 +223,7 @@ def _deny(number, monkeypatch):
     monkeypatch.setattr(arena, "_arena", arena._Arena())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS])
 def test_a_machine_that_denies_memory_files_shares_others(monkeypatch, number):
     _deny(number, monkeypatch)
@@ -235,6 +238,7 @@ def test_a_machine_that_denies_memory_files_shares_others(monkeypatch, number):
         assert os.readlink(f"/proc/self/fd/{fd}").endswith(" (deleted)")  # it has no name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("full", [["/dev/shm"], ["/dev/shm", tempfile.gettempdir()]])
 def test_where_dev_shm_is_full_too_another_folder_serves_or_the_cause_is_told(monkeypatch, full):
     _deny(errno.EPERM, monkeypatch)
@@ -271,6 +275,7 @@ def test_a_limit_of_file_sizes_is_kept_and_named():
     assert len(said) == 2 and all("raise ulimit -f, which is 8.0 MiB here" in line for line in said), said
 
 
+@pytest.mark.slow
 def test_freed_memory_beyond_the_pool_returns_to_the_system(monkeypatch):
     monkeypatch.setattr(arena, "IDLE_BYTES", 0)
     array = arena.empty(64 << 20, np.uint8)
@@ -351,6 +356,7 @@ def _write(told):
     told.recv()
 
 
+@pytest.mark.slow
 def test_a_sparse_file_is_there_when_its_process_was_killed():
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()

@@ -96,6 +96,7 @@ def copied(warm: Path, folder: Path) -> Path:
     return kernel
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_not_compiled_again(warm: Path) -> None:
     (kernel,) = warm.glob("*.kernel")
     before = kernel.stat().st_mtime_ns
@@ -106,6 +107,7 @@ def test_what_is_kept_is_not_compiled_again(warm: Path) -> None:
     assert warm.stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.slow
 def test_standard_output_is_the_users_while_a_kernel_is_compiled_and_after(folder: Path) -> None:
     """Numba's own way of colouring messages takes it and writes to it."""
     pytest.importorskip("colorama")
@@ -119,6 +121,7 @@ print(engine.settle(30), "fails" if two.failure else "")
     assert "\x1b" not in "".join(said)
 
 
+@pytest.mark.slow
 def test_damaged_files_are_compiled_anew(folder: Path) -> None:
     program = """
 others = [engine.kernel(f"of {i}", text.format(i), ["float32[]"]) for i in (2, 3, 4)]
@@ -151,6 +154,7 @@ def read_only(folder: Path) -> tuple[str, ...]:
     return words
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("full", [True, False], ids=["with the kernel", "empty"])
 def test_a_read_only_folder_is_read(full: bool, warm: Path, folder: Path) -> None:
     if full:
@@ -163,6 +167,7 @@ def test_a_read_only_folder_is_read(full: bool, warm: Path, folder: Path) -> Non
     assert sum("is not kept" in line for line in said) == (not full)
 
 
+@pytest.mark.slow
 def test_a_folder_without_room_is_none(folder: Path) -> None:
     program = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n" + USE
     said = run(folder, program)
@@ -173,6 +178,7 @@ def test_a_folder_without_room_is_none(folder: Path) -> None:
     assert [file.suffix for file in folder.iterdir()] == [".lock"]
 
 
+@pytest.mark.slow
 def test_a_folder_that_others_can_write_to_is_refused(warm: Path, folder: Path) -> None:
     copied(warm, folder)
     folder.chmod(0o777)
@@ -196,12 +202,14 @@ def test_a_folder_that_cannot_be_made_is_told(folder: Path, monkeypatch: pytest.
     assert engine.cache_folder() == (None, "there is no home: set a folder by MPIPS_KERNELS_FOLDER")
 
 
+@pytest.mark.slow
 def test_of_many_processes_one_compiles(folder: Path) -> None:
     said = [end(process) for process in [start(folder) for _ in range(8)]]
     assert all(map(there, said))
     assert sum(map(kept, said)) == 1
 
 
+@pytest.mark.slow
 def test_after_a_kill_in_the_middle_the_next_one_compiles(folder: Path) -> None:
     killed = start(folder)
     until = time.monotonic() + LIMIT
@@ -215,6 +223,7 @@ def test_after_a_kill_in_the_middle_the_next_one_compiles(folder: Path) -> None:
     assert kept(said) == 1
 
 
+@pytest.mark.slow
 def test_a_process_that_waits_for_another_ends_at_once(warm: Path, folder: Path) -> None:
     """Its exit does not wait for the lock, and NumPy serves meanwhile."""
     copied(warm, folder).unlink()
@@ -227,6 +236,7 @@ def test_a_process_that_waits_for_another_ends_at_once(warm: Path, folder: Path)
     assert float(said[-1]) < 5
 
 
+@pytest.mark.slow
 def test_the_end_of_a_process_waits_for_the_kernel_that_is_compiled(folder: Path) -> None:
     said = run(folder, """
 engine.settle(30)
@@ -237,6 +247,7 @@ while len(list(folder.glob("*.lock"))) < 2: time.sleep(0.001)
     assert [line for line in said if " is there " not in line and " is kept in " not in line] == []
 
 
+@pytest.mark.slow
 def test_the_end_of_a_process_ends_the_loading_of_numba(warm: Path) -> None:
     said = run(warm, """
 while "numba" not in sys.modules: time.sleep(0.001)
@@ -262,6 +273,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wait", ["", "compiling()"], ids=["importing", "compiling"])
 def test_a_fork_uses_numpy_and_ends(wait: str, folder: Path) -> None:
     said = run(folder, wait + FORK + USE)
@@ -270,6 +282,7 @@ def test_a_fork_uses_numpy_and_ends(wait: str, folder: Path) -> None:
     assert there(said)
 
 
+@pytest.mark.slow
 def test_a_fork_keeps_its_kernels(warm: Path) -> None:
     said = run(warm, USE + "\nif not os.fork(): say(one); os._exit(0)\nos.wait()")
     assert said.count("sums 6.0 ") == 2
@@ -279,6 +292,7 @@ BROKEN = "raise ImportError('Numba needs\\n NumPy 1.0')"
 MISSING = "NumPy serves instead of compiled kernels: "
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("numba", "variables", "warned"),
     [
@@ -301,6 +315,7 @@ def test_without_numba_numpy_serves(numba: str, variables: dict[str, str], warne
     assert [line[:9] for line in said if line.startswith("sums")] == ["sums 3.0 "] * 2
 
 
+@pytest.mark.slow
 def test_short_work_stays_with_numpy_and_long_work_is_compiled(folder: Path) -> None:
     program = """
 one.call_for(1000)

@@ -168,6 +168,7 @@ def test_calls_that_do_not_fit_are_refused_on_all_ranks():
     assert {type(error) for error in told} == {MismatchError} and str(told[0]) == str(told[1])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("op", ["sum", "mean"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -248,6 +249,7 @@ class Interrupt:
         return self.count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["scalars", "slots", "shared", "stages"])
 def test_an_interrupt_at_any_bytecode_of_a_short_way_ends_the_generation_for_all(case):
     """Rank 0 is interrupted; rank 1 raises too, unless it has ended the operation, with the right sum."""

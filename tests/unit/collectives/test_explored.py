@@ -254,6 +254,7 @@ CASES = {
 LONG = "three, arrays, one fails"  # a minute
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.full] * (name == LONG)) for name in CASES])
 def test_in_every_order_sums_are_right_and_all_hear_of_the_end(case: str) -> None:
     how: dict[str, Any] = dict(CASES[case])
@@ -390,6 +391,7 @@ def test_what_is_broken_is_found(name: str) -> None:
         explore(kind, bound=True, **how)
 
 
+@pytest.mark.slow
 def test_a_store_that_the_processor_holds_back_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Memory, "drained", lambda memory: memory)
     explore(Touching, bound=True, interrupted=(0,))

@@ -122,6 +122,7 @@ except OSError as error:
     assert os.listdir(tmp_path) == ["x"] and (tmp_path / "x").read_text() == "old"
 
 
+@pytest.mark.slow
 def test_two_writers_at_once_leave_one_of_both(tmp_path):
     ends = time.monotonic() + 0.5
 

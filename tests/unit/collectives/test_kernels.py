@@ -73,6 +73,7 @@ extern "C" void narrow_all(const float* from, unsigned short* to, long long n) {
 """
 
 
+@pytest.mark.slow
 @needs_nvrtc
 @once(dtype=kernels.ELEMENTS, operation=kernels.OPERATIONS)
 def test_every_kernel_compiles(operation: str, dtype: str) -> None:
@@ -182,6 +183,7 @@ def values(dtype: np.dtype[Any], which: int) -> Vector:
     return np.concatenate([bits, rng.integers(0, 100, 1000).astype(dtype), rng.choice(borders, 4000)])
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("operation", kernels.OPERATIONS)
 @pytest.mark.parametrize("dtype", kernels.ELEMENTS)

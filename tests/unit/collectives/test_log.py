@@ -46,6 +46,7 @@ def test_warnings_alone_are_shown_where_nothing_is_asked() -> None:
     assert spoken().stderr == "two\nlines\n"
 
 
+@pytest.mark.slow
 def test_a_program_that_logs_at_info_has_only_its_own_lines_unless_it_asks() -> None:
     own = "import logging\nlogging.basicConfig(level=logging.INFO, format='%(message)s')\n"
     asks = "logging.getLogger('mpips').setLevel(logging.INFO)\n"
@@ -70,6 +71,7 @@ def test_a_line_says_where_in_its_work_a_rank_is() -> None:
     assert lines[-1] == "    KeyError: 'lost'"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["the root", "mpips"])
 def test_a_program_that_configures_logging_gets_each_record_once(where: str) -> None:
     own = f"""

@@ -195,6 +195,7 @@ own.fails("of the rank")
     assert seen is not None and seen.end["failed"] == "of the rank" and seen.head["step"] == 0
 
 
+@pytest.mark.slow
 def test_few_jobs_that_have_ended_badly_are_kept(tmp_path: Path) -> None:
     top = tmp_path / "jobs"
     for number in range(folders.KEPT_JOBS + 4):
@@ -220,6 +221,7 @@ def test_a_job_has_the_name_that_its_launcher_gives(variables: dict[str, str], n
     assert folders.job_name(variables) == name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own_script", [False, True], ids=["beside others", "behind a script of its own"])
 def test_ranks_of_a_launch_share_a_name_and_two_launches_do_not(own_script: bool) -> None:
     rank = f"{sys.executable} -c 'from collectives.recorder import folders; print(folders.job_name())'"
@@ -277,6 +279,7 @@ def test_texts_without_memory_are_left_out() -> None:
     assert done.returncode == 0 and done.stdout.startswith("[(5, {'loss': 1.0}, '')]"), done.stderr
 
 
+@pytest.mark.slow
 def test_a_signal_brings_the_stack_of_a_busy_process(tmp_path: Path) -> None:
     program = """
 import signal, time, threading
@@ -305,6 +308,7 @@ def test_a_process_that_is_asked_for_a_dump_goes_on_and_says_where(
     assert done.stdout == "on\n" and said in done.stderr, done.stderr
 
 
+@pytest.mark.slow
 def test_a_process_that_has_set_the_signal_back_is_not_sent_it(tmp_path: Path) -> None:
     program = """
 import signal, subprocess

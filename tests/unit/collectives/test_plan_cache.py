@@ -115,6 +115,7 @@ def test_freeing_gives_all_back(cache):
     assert [plan.freed for plan in plans] == [1, 1] and not cache.by_identity
 
 
+@pytest.mark.slow
 def test_fresh_lists_do_not_add_up(comm):
     kept = []
     for turn in range(3 * MOST_PLANS):

@@ -7,6 +7,8 @@ import multiprocessing
 import time
 from pathlib import Path
 
+import pytest
+
 from collectives.recorder.ring import HEAD_BYTES, RECORD_BYTES, Ring, form, read, read_file
 
 
@@ -55,6 +57,7 @@ def write(path: Path, seconds: float) -> None:
         ring.end(ring.begin(one, one[0], one[0]))
 
 
+@pytest.mark.slow
 def test_no_torn_record_is_read_while_another_process_writes(tmp_path: Path) -> None:
     path = tmp_path / "ring"
     path.write_bytes(bytes(HEAD_BYTES + 3 * RECORD_BYTES))

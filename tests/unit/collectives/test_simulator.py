@@ -202,6 +202,7 @@ def test_what_it_cannot_do_it_says(words, sentence):
     assert sentence in " ".join(result.output.split())
 
 
+@pytest.mark.slow
 def test_figure_5_and_pictures(tmp_path):
     pytest.importorskip("matplotlib")
     picture, bars, rows = tmp_path / "a.png", tmp_path / "b.png", tmp_path / "b.json"
@@ -212,6 +213,7 @@ def test_figure_5_and_pictures(tmp_path):
     assert len(json.loads(rows.read_text())) == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("figure", [(), ("--figure5",)])
 def test_results_that_cannot_be_written_are_one_sentence(full_disk, figure):
     done = run("--bytes", "1MB", *figure, "--json", full_disk)
@@ -219,6 +221,7 @@ def test_results_that_cannot_be_written_are_one_sentence(full_disk, figure):
     assert f"Error: --json {full_disk} cannot be written: No space left on device\n" in done.output
 
 
+@pytest.mark.slow
 def test_figure_5_agrees_with_the_text_of_the_paper():
     for row, said in figure5(548_000_000, 5e9):
         relayed = row.topology.startswith("bcube") and row.algorithm == "direct"  # "it will double": 1.6 at 16 servers

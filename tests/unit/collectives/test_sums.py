@@ -45,6 +45,7 @@ def by_numpy(combine: Any, parts: list[Vector], divisor: int) -> Vector:
     return total if divisor == 1 else np.true_divide(total, total.dtype.type(divisor))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(
     st.sampled_from(list(sums.SIGNS)), st.sampled_from((1, *COUNTS)), st.sampled_from((0, 1, 7, 1023, 1025, 5000)),

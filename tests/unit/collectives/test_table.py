@@ -162,6 +162,7 @@ def test_a_forced_table_has_one_way():
     assert [ways[name].cross_memory_from(3) for name in ("stages", "cross_memory")] == [EVERYTHING, 0]
 
 
+@pytest.mark.slow
 def test_a_run_that_only_computes_loads_no_simulator():
     code = "import sys, numpy, collectives\ncollectives.allreduce(numpy.ones(3))\nprint(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=180)

@@ -17,6 +17,7 @@ def task(number: int, steps: int, ended: list[int]) -> Generator[bool, None, Non
     ended.append(number)
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 5), max_size=6))
 def test_all_run_to_their_end(plan):
     ended: list[int] = []

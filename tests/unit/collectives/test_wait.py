@@ -107,6 +107,7 @@ def test_it_raises_after_the_limit_with_the_limit(clock, late, words):
     assert 6.9 < clock.now < 7.1
 
 
+@pytest.mark.slow
 def test_no_limit_is_no_limit(clock):
     with pytest.warns(RuntimeWarning):
         drive(until_time(clock, 1000.0), Generation(Limits(60, 0)), "a wait")

@@ -39,6 +39,7 @@ def test_every_mode_has_its_script_and_roles():
     assert all("--batch-size 16" in text for name, text in words.items() if name != "serial")
 
 
+@pytest.mark.slow
 def test_the_demo_knows_how_many_images_there_are():
     pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
     assert len(task.digits("float32")[0]) == demo.IMAGES
@@ -59,6 +60,7 @@ def test_a_job_that_takes_too_long_is_ended():
         list(demo.epochs([sys.executable, "-c", "import time; time.sleep(60)"], 0.2))
 
 
+@pytest.mark.slow
 def test_the_summary_and_the_picture_have_every_mode(tmp_path):
     records = [{"seconds": 0.1 * i, "loss": 1 / i, "test_accuracy": 0.9 + 0.02 * i} for i in (1, 2, 3)]
     results = [demo.summary(mode, records, OPTIONS, wall=2.0) for mode in demo.MODES]

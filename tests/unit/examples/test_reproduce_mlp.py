@@ -19,6 +19,7 @@ def as_many_times_as_fast(link: object, measure: bool, quick: bool) -> list[mlp.
     return [mlp.Point(width, batch, model, 1 / (batch * model), None) for width, batch, model in sorted(wanted)]
 
 
+@pytest.mark.slow
 def test_json_and_picture_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(mlp, "points", as_many_times_as_fast)

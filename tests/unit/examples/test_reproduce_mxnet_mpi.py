@@ -24,6 +24,7 @@ def predicted(name: str, compute: float = 0.0) -> float:
     return training.predicted(MODES[name], EPOCHS, HIDDEN, RATE, compute).overlapped
 
 
+@pytest.mark.slow
 def test_clients_need_less_of_the_servers_links_and_all_masters_least() -> None:
     found = [mxnet_mpi.predicted(way, 12.5e6) for way in mxnet_mpi.WAYS]
     seconds = [one["predicted"] for one in found]
@@ -38,6 +39,7 @@ def test_every_mode_of_the_paper_has_its_example() -> None:
     assert all((mxnet_mpi.lab.ROOT / mode.script).is_file() for mode in training.MODES)
 
 
+@pytest.mark.slow
 def test_an_epoch_is_its_compute_and_its_exchanges() -> None:
     for name in MODES:
         assert predicted(name, 3.0) == pytest.approx(predicted(name) + 3.0)
@@ -48,6 +50,7 @@ def test_an_epoch_is_its_compute_and_its_exchanges() -> None:
     assert predicted("dist-SGD") > predicted("dist-ASGD")
 
 
+@pytest.mark.slow
 def test_push_and_pull_in_turn_take_longer() -> None:
     for mode in MODES.values():
         found = training.predicted(mode, EPOCHS, HIDDEN, RATE, 1.0)

@@ -24,6 +24,7 @@ from mpips.overlap.problem import from_ends, message_times
 from tests.unit.mpips.overlap.problems import partitions, problems
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("paper", ["mg-wfbp", "ibatch"])
 def test_without_a_lab_the_reason_is_said(paper: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib", reason="pictures need the extra `plot`")
@@ -80,6 +81,7 @@ def test_networks_of_the_papers_differ_where_they_say() -> None:
     assert len(blocks(googlenet(heads=False)).layers) == 12  # iBatch, figure 4
 
 
+@pytest.mark.slow
 @given(problems())
 def test_rivals_are_partitions_too(problem: Problem) -> None:
     least = makespan(problem, PARTITIONS["optimal"](problem))
@@ -138,6 +140,7 @@ def test_reproductions(tmp_path: Path, paper: str, ours: str) -> None:
     assert any(strategy == ours for *_, strategy in times)
 
 
+@pytest.mark.slow
 def test_table_of_losses(tmp_path: Path) -> None:
     result = CliRunner().invoke(gap, ["--count", "20", "--json", str(tmp_path / "g.json")])
     assert result.exit_code == 0, result.output

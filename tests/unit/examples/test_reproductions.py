@@ -62,6 +62,7 @@ def test_counted_bytes_are_held_against_the_schedule_nic_by_nic() -> None:
     assert max(off[:4] + off[5:]) < 1e-4
 
 
+@pytest.mark.slow
 def test_figure_5_has_the_papers_value_and_where_it_is_rough(figure5: list[dict[str, Any]]) -> None:
     for row in figure5:
         if row["case"] == "PS on BCube":  # the paper doubles BML's; pairs under one switch of n servers need one hop
@@ -177,6 +178,7 @@ print(MPI is not None, MPI is not None and MPI.Is_initialized())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("driver", DRIVERS)
 def test_a_driver_starts_no_mpi(driver: str) -> None:
     """It is no rank, and its mpirun may not be the one that would be found."""

@@ -150,6 +150,7 @@ def test_an_example_takes_the_kinds_that_it_is_for(monkeypatch, capsys):
     assert "--kind" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option, file, said", [
     ("--trace", "none/x.json", "cannot be written: there is no folder"),
     ("--profile", "x/", "cannot be written: that names a folder"),

@@ -105,6 +105,7 @@ def test_spares_are_ranks_of_a_job_that_mpips_run_starts(mark: str) -> None:
         WRITERS[mark](spared._replace(flavour="mpich"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("restarts", [0, 3])
 def test_slurm_asks_for_the_queue_before_the_limit(restarts: int, tmp_path: Path) -> None:
     """The script, with stand-ins that say what they are called with: a signal while the job runs, and none."""

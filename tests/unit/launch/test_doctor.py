@@ -132,6 +132,7 @@ def test_each_finding_has_its_line(path: str, value: Any, name: str, ok: bool | 
     assert words in (check.advice if ok is False else f"{check.found}.")
 
 
+@pytest.mark.slow
 def test_kernels_are_looked_for_as_a_rank_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPIPS_KERNELS_FOLDER", str(tmp_path / "kernels"))
     monkeypatch.setenv("MPIPS_KERNELS", "numpy")
@@ -146,6 +147,7 @@ def test_kernels_are_looked_for_as_a_rank_would(tmp_path: Path, monkeypatch: pyt
         assert found["folder"] == str(tmp_path / "kernels")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("does", "ok", "said"), [
     ("""echo '{"size": 2, "rank": 0}'""", True, "starts ranks of one job"),
     ("""echo '{"size": 1, "rank": 0}'""", None, "(each rank is a job of its own): start"),
@@ -172,6 +174,7 @@ def test_srun_is_tried_in_an_allocation(
     assert f"mpips doctor: tries 2 ranks by srun --mpi={pmi}, for at most 1 s" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_srun_is_tried_in_no_other_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     (tmp_path / "srun").write_text("#!/bin/sh\nexit 1\n")

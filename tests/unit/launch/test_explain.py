@@ -141,6 +141,7 @@ def test_a_job_is_found_by_its_allocation_where_no_other_is_in_it(
     assert command.find("77") == known[1]
 
 
+@pytest.mark.slow
 def test_another_job_that_runs_is_named(job: list[subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "jobs", lambda: [folders.of_jobs() / "78", folders.of_jobs() / "77"])
     monkeypatch.setattr(command, "has_living", lambda folder: True)

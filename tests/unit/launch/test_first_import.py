@@ -26,6 +26,7 @@ def run(*words: str, folder: Path = ROOT, path: Path = ROOT, python: str = sys.e
     return done.returncode, done.stderr.strip().rpartition("\n")[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", TOO_OLD)
 def test_an_old_python_says_so_before_it_reads_anything_else(version: str) -> None:
     if not (python := interpreter(version)):

@@ -66,6 +66,7 @@ def test_ranks_fill_hosts_workers_first(hosts: list[Host], workers: int, servers
 hosts_strategy = st.lists(st.one_of(st.none(), st.integers(1, 5)), min_size=1, max_size=6)
 
 
+@pytest.mark.slow
 @given(hosts_strategy, st.integers(1, 20), st.integers(0, 5))
 def test_every_rank_is_placed_and_no_host_overflows(slots: list[int | None], workers: int, servers: int) -> None:
     hosts = [Host(f"h{i}", count) for i, count in enumerate(slots)]

@@ -357,6 +357,7 @@ def test_a_socket_of_another_user_is_no_lab() -> None:
         process.communicate()
 
 
+@pytest.mark.slow
 @needs_root
 @pytest.mark.parametrize(
     ("planted", "words", "said"),
@@ -387,6 +388,7 @@ with ending_with(socket.socket(fileno=int(sys.argv[1]))):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [False, True])
 def test_a_lab_that_is_being_made_ends_when_its_maker_does(before: bool) -> None:
     pytest.importorskip("pyroute2")

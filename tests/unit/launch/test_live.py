@@ -45,6 +45,7 @@ def data(address: str, until: str = "77") -> dict[str, Any]:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_the_data_are_what_mpips_why_says_and_what_was_noted(job: Ranks, address: str) -> None:
     found = data(address, "barrier")
     assert found["kind"] == "stands" and "wait in barrier" in found["sentence"]
@@ -64,6 +65,7 @@ def test_a_loss_that_is_no_number_is_null(monkeypatch: pytest.MonkeyPatch, job: 
     assert found["samples"][-1]["notes"] == {"loss": None, "accuracy": None}
 
 
+@pytest.mark.slow
 def test_deaths_and_stops_are_events(job: Ranks, address: str) -> None:
     data(address, "rank 1 is there")
     job[0].send_signal(signal.SIGSTOP)
@@ -76,6 +78,7 @@ def test_deaths_and_stops_are_events(job: Ranks, address: str) -> None:
     assert "rank 0 goes on" in [event["text"] for event in data(address, "rank 0 goes on")["events"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/", "/data", "/?token=", "/data?token=wrong", "/else?token=wrong"])
 def test_without_the_token_there_is_nothing(address: str, path: str) -> None:
     with pytest.raises(urllib.error.HTTPError) as raised:
@@ -83,6 +86,7 @@ def test_without_the_token_there_is_nothing(address: str, path: str) -> None:
     assert raised.value.code == 403 and b"77" not in raised.value.read()
 
 
+@pytest.mark.slow
 def test_the_page_loads_nothing_from_elsewhere(address: str) -> None:
     with urllib.request.urlopen(address, timeout=20) as answer:
         policy, content = answer.headers["Content-Security-Policy"], answer.read().decode()
@@ -108,6 +112,7 @@ def test_a_rank_that_gets_its_role_later_is_told(monkeypatch: pytest.MonkeyPatch
     assert {"rank 1 is there", "rank 0 is a worker", "rank 1 is a server"} <= {*events}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not BROWSER, reason="no Chromium is installed")
 @pytest.mark.parametrize("size", ["1200,900", "390,800"])
 def test_a_browser_shows_the_job(job: Ranks, address: str, size: str) -> None:
@@ -119,6 +124,7 @@ def test_a_browser_shows_the_job(job: Ranks, address: str, size: str) -> None:
     assert '<td data-label="role" class="text">server</td>' in page
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not BROWSER, reason="no Chromium is installed")
 def test_the_culprit_stands_out_and_not_those_who_wait(
     job: Ranks, address: str, monkeypatch: pytest.MonkeyPatch
@@ -146,6 +152,7 @@ def browsed(address: str, size: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_taken_port_is_one_sentence(address: str) -> None:
     port = address.rpartition(":")[2].partition("/")[0]
     with pytest.raises(click.UsageError, match="no page can be served at"), live.serving(port, folders.of_jobs()):

@@ -142,6 +142,7 @@ def test_what_may_do_is_said_after_a_failure(
     assert (done.returncode, words in done.stderr.splitlines()[-1]) == (7, True), done.stderr
 
 
+@pytest.mark.slow
 def test_a_user_without_a_home_starts_jobs(tmp_path: Path) -> None:
     """Open MPI's mpirun does not even tell its version without one."""
     done = run_in("openmpi", "unset HOME", tmp_path)

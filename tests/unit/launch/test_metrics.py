@@ -73,6 +73,7 @@ def test_a_file_is_whole_and_goes_with_the_job(job: list[subprocess.Popen[str]],
     assert not list(tmp_path.glob("*.prom*"))
 
 
+@pytest.mark.slow
 def test_a_file_has_ranks_soon_after_they_have_come(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     with metrics.exporting(str(tmp_path), None, "77"):
         file = tmp_path / "mpips-77.prom"
@@ -84,6 +85,7 @@ def test_a_file_has_ranks_soon_after_they_have_come(tmp_path: Path, request: pyt
             time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_port_serves_one_job(job: list[subprocess.Popen[str]]) -> None:
     with metrics.serving("127.0.0.1", 0, "77") as port, metrics.serving("127.0.0.1", 0, "78") as other:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
@@ -94,6 +96,7 @@ def test_a_port_serves_one_job(job: list[subprocess.Popen[str]]) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_what_cannot_be_written_or_served_is_one_sentence(tmp_path: Path) -> None:
     none = str(tmp_path / "none")
     with metrics.serving("127.0.0.1", 0) as port:

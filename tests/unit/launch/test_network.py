@@ -25,6 +25,7 @@ def reports(topology: BCube) -> list[HostReport]:
     return made
 
 
+@pytest.mark.slow
 @given(st.sampled_from([(2, 1), (2, 2), (3, 2), (2, 3), (4, 2)]), st.integers(0, 1000))
 def test_rank_digits_are_addresses(shape: tuple[int, int], seed: int) -> None:
     topology = BCube(*shape)

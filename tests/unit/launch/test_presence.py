@@ -228,6 +228,7 @@ def run(parts: list[bytes], file: int, here: int = 0, spares: int = -1, code: in
     return (done.stdout if file == 1 else b"".join(said)), last.decode().strip()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", [1, 2])
 @pytest.mark.parametrize("spares", [-1, 0])
 @pytest.mark.parametrize("sentence", LOST_SENTENCES)
@@ -237,11 +238,13 @@ def test_a_lost_host_is_a_failure_though_mpirun_says_0(sentence: bytes, spares: 
     assert run(parts, file, spares=spares, code=7) == (b"".join(parts), "7 mpirun has lost a host")
 
 
+@pytest.mark.slow
 def test_what_ssh_says_of_a_lost_host_is_the_reason() -> None:
     parts = [b"ssh: Could not resolve hostname n7: Name or service not known\r\n", LOST_SENTENCES[1] + b"\n"]
     assert run(parts, 2)[1] == f"1 mpirun has lost a host ({parts[0].decode().strip()})"
 
 
+@pytest.mark.slow
 def test_a_job_that_had_ended_well_without_a_host_has() -> None:
     parts = [WELL_WITHOUT + b" 1\n", LOST_SENTENCES[0] + b"\n"]
     for code in (0, 1):
@@ -252,6 +255,7 @@ def test_who_has_all_ranks_here_is_not_listened_to() -> None:
     assert run([LOST_SENTENCES[0], b"\n"], 2, here=3) == (LOST_SENTENCES[0] + b"\n", "0")
 
 
+@pytest.mark.slow
 def test_much_is_passed_on_whole() -> None:
     program = [sys.executable, "-c", RUN.format(spares=-1), "import os\nprint('x' * 3_000_001); os.write(2, b'y')", "0"]
     job = subprocess.Popen(program, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

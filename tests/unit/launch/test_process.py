@@ -108,6 +108,7 @@ def assert_ended(*pids: int) -> None:
             os.kill(pid, 0)
 
 
+@pytest.mark.slow
 def test_the_exit_code_comes_back() -> None:
     assert watched("raise SystemExit(7)").wait(60) == 7
     assert watched("import os, signal; os.kill(os.getpid(), signal.SIGKILL)").wait(60) == 128 + signal.SIGKILL
@@ -125,6 +126,7 @@ def test_a_signal_to_the_command_reaches_the_job(number: signal.Signals, code: i
     assert_ended(job)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whom, number", [("command", signal.SIGTERM), ("mpirun", signal.SIGKILL)])
 def test_no_process_outlives_a_stubborn_or_a_killed_mpirun(whom: str, number: signal.Signals) -> None:
     process, pids = begun(STUBBORN)
@@ -148,6 +150,7 @@ def test_the_job_ends_with_a_command_that_is_killed() -> None:
     assert process.wait(60) == -signal.SIGKILL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code, hopeless_at, said",
     [("import signal; signal.pause()", "2", f"2 {128 + signal.SIGTERM}"), ("raise SystemExit(7)", "0", "7")],
@@ -172,6 +175,7 @@ def started(process: subprocess.Popen[str], ranks: int = 2) -> subprocess.Popen[
     return process
 
 
+@pytest.mark.slow
 def test_an_error_that_a_rank_has_told_is_not_told_again() -> None:
     process = job(f"{UP}raise ValueError('told')", f"{UP}time.sleep(60)", after_a_failure=1.5)
     said = process.communicate(timeout=60)[1]
@@ -180,6 +184,7 @@ def test_an_error_that_a_rank_has_told_is_not_told_again() -> None:
     assert "the job has ended" not in said
 
 
+@pytest.mark.slow
 def test_the_code_is_that_of_the_rank_that_failed_where_mpirun_crashed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAUNCHER_CODE", "255")
     process = job(f"{UP}raise SystemExit(4)", UP)
@@ -188,6 +193,7 @@ def test_the_code_is_that_of_the_rank_that_failed_where_mpirun_crashed(monkeypat
     assert "exit 4 on rank 0 of 2" in said
 
 
+@pytest.mark.slow
 def test_an_interrupt_counts_where_mpirun_says_0_and_its_ranks_were_killed() -> None:
     process = started(job(f"{UP}time.sleep(600)", f"{UP}time.sleep(600)"))
     time.sleep(0.5)
@@ -230,6 +236,7 @@ def test_ctrl_c_at_a_terminal_reaches_the_job_once() -> None:
     assert text.count(b"heard") == 1
 
 
+@pytest.mark.slow
 def test_what_a_killed_mpirun_left_is_not_in_the_way_of_one_with_its_number(tmp_path: Path) -> None:
     """Open MPI names a folder after its mpirun, and starts no job where one with that name is there."""
     leaves = f"import os, signal\nos.makedirs('{tmp_path}/ompi.%d' % os.getpid())\nos.kill(os.getpid(), signal.SIGKILL)"
@@ -256,6 +263,7 @@ TOLD = "mpips: rank 1 (server) was ended by SIGKILL; the others go on\n"
 OLD = TOLD.replace("was ended by SIGKILL", "ended without a word")  # of a kernel that does not keep it
 
 
+@pytest.mark.slow
 def test_where_others_go_on_a_death_is_told_and_the_rest_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAUNCHER_CODE", "1")
     process = job(f"{STARTED}time.sleep(2); print('well')", DIES, program=SURVIVING)
@@ -265,6 +273,7 @@ def test_where_others_go_on_a_death_is_told_and_the_rest_decides(monkeypatch: py
     assert out.endswith("well\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("survivor, code", [(STARTED, 0), (DIES, 137)])
 def test_an_mpirun_that_does_not_end_with_its_ranks_is_ended(
     monkeypatch: pytest.MonkeyPatch, survivor: str, code: int
@@ -278,6 +287,7 @@ def test_an_mpirun_that_does_not_end_with_its_ranks_is_ended(
     assert ("no rank is left that works: the job has ended" in said) == (code > 0)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_after_its_goodbye_has_ended_well() -> None:
     hangs = "class Hangs:\n    def __del__(self, sleep=time.sleep): sleep(600)\nos.hangs = Hangs()"
     process = started(job(f"{STARTED}time.sleep(1)\n{hangs}", DIES, program=SURVIVING))
@@ -287,6 +297,7 @@ def test_a_rank_that_hangs_after_its_goodbye_has_ended_well() -> None:
     assert process.returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "unheard, said, code",
     [
@@ -305,6 +316,7 @@ def test_a_rank_that_ends_before_it_can_be_heard_ends_a_job_in_which_mpirun_wait
     assert f"mpips: rank 0 (worker) {said}: the job has ended\n" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_job_whose_ranks_are_long_in_coming_says_that_it_starts_them() -> None:
     program = JOB.replace("limit  #", "1; process.SILENT_SECONDS = 0.5  #")
     late = LAUNCHER.replace("import os,", "import time; time.sleep(1); import os,")

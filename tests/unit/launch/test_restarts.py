@@ -199,6 +199,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_a_job_goes_on_without_a_host_that_is_lost(tmp_path: Path) -> None:
     file, hosts = tmp_path / "mpiexec", tmp_path / "hosts"
     file.write_text(f"#!{sys.executable}\n{LOSES_A_HOST}")

@@ -98,6 +98,7 @@ def test_a_rank_starts_no_job_of_its_own(mpirun: str, monkeypatch: pytest.Monkey
     assert "rank 1 of 4 that a launcher has started: call it once" in done.output
 
 
+@pytest.mark.slow
 def test_ranks_meet_on_the_first_host_unless_the_user_says_where(
     mpirun: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,6 +184,7 @@ def test_a_command_for_a_larger_machine_is_shown(mpirun: str) -> None:
     assert call("-w", "1000000000", "--mpirun", mpirun, "--dry-run", "x.py").exit_code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variable, said", [
     ("MPIPS_STALL_SECONDS=soon", "MPIPS_STALL_SECONDS='soon' is not a number"),
     ("MPIPS_SEVERS=1", "MPIPS_SEVERS is unknown"),
@@ -276,6 +278,7 @@ def test_a_line_of_python_stands_after_two_dashes(mpirun: str) -> None:
     assert call("-w", "2", "--mpirun", mpirun, "--dry-run", "--", "-c", "1/0").output.split()[-2:] == ["-c", "1/0"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["run", "sim", "plan", "lab", "doctor"])
 def test_every_command_has_a_short_help(name: str) -> None:
     done = ranked(name, "-h")
@@ -301,6 +304,7 @@ launch.cli.main()
     assert imported <= {f"mpips.collectives.{name}" for name in light}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words", ["--help", "--version", "sim --help", "bench optimizers --elements 1000 --repeats 1 --json cases.json"]
 )
@@ -341,6 +345,7 @@ def ranked(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=180)
 
 
+@pytest.mark.slow
 def test_ranks_start_the_module_under_mpirun() -> None:
     done = ranked("bench", "kvstore", "--ranks", "3", "--sizes", "1KiB")
     assert done.stderr.strip() == "mpips bench kvstore: started 3 ['-m', 'mpips.bench.kvstore', '--sizes', '1KiB']"
@@ -354,6 +359,7 @@ def test_ranks_start_the_module_under_mpirun() -> None:
     assert (done.returncode, "--algorithms" in done.stdout) == (0, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "named"),
     [
@@ -422,6 +428,7 @@ def test_a_batch_script_may_name_a_script_that_is_not_here(
     assert done.stderr == ("" if there else note)
 
 
+@pytest.mark.slow
 def test_what_train_lacks_is_said_before_any_rank_starts(tmp_path: Path) -> None:
     table = tmp_path / "d.csv"
     table.write_text("a,b\n1,2\n3,4\n")
@@ -436,6 +443,7 @@ def test_what_train_lacks_is_said_before_any_rank_starts(tmp_path: Path) -> None
         assert "started" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_package_that_is_missing_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mpi4py.py").write_text("raise ImportError('libmpi.so.12: cannot open shared object file')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
@@ -457,6 +465,7 @@ def completions(words: str) -> list[str]:
     return [line.split(",")[1] for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "offered"),
     [

@@ -316,6 +316,7 @@ for number in range(10 ** 6):
 """
 
 
+@pytest.mark.slow
 @first(1, count=[6, 20])
 def test_killed_at_any_moment_the_old_or_the_new_one_is_there(tmp_path, count):
     path, rng = tmp_path / "x", np.random.default_rng(7)

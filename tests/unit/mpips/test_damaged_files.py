@@ -168,6 +168,7 @@ def test_old_files_have_the_values_that_were_saved():
     assert (w == np.arange(6, dtype=np.float32).reshape(2, 3) - np.float32(0.2805)).all() and np.allclose(b, 0.7195)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @first(1, count=[60, 500])
 @pytest.mark.parametrize("kind", FILES)
@@ -206,6 +207,7 @@ JSON_FILES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @first(1, count=[150, 500])
 @pytest.mark.parametrize("kind", JSON_FILES)
 def test_damage_to_json_is_a_sentence(tmp_path, monkeypatch, kind, count):

@@ -32,6 +32,7 @@ def see_serial(opened, hidden, dtype="float64", **how):
     return expected
 
 
+@pytest.mark.core(4)
 @either_mpi
 @only_on(1, 2, 3, 4)
 @pytest.mark.parametrize("mode", ["pairs", "columns"])

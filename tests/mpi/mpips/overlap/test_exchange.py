@@ -187,6 +187,7 @@ def step(exchange: Overlapped, rank: int, seed: int) -> None:
     exchange.step(rng.normal(size=(8, SIZES[0])), rng.integers(SIZES[-1], size=8))
 
 
+@pytest.mark.core(1)
 @either_mpi
 @only_on(3, 4)
 @pytest.mark.parametrize("kind, options", STORES)
@@ -282,6 +283,7 @@ def test_the_benchmark_measures_every_strategy(servers: int, tmp_path: Path) -> 
     assert all_ranks(ok), result.output
 
 
+@pytest.mark.core(1)
 @pytest.mark.skipif(WORLD.size != 1, reason="starts a job of its own; once is enough")
 @pytest.mark.parametrize("servers", [0, 1])
 def test_serialized_threads_suffice(tmp_path: Path, servers: int) -> None:

@@ -254,6 +254,7 @@ def test_all_workers_stop_at_the_same_epoch(kind):
     on_workers(kind, work)
 
 
+@pytest.mark.slow
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("kind", ["dist_sync", "mpi_sync-0", "mpi_async"])
 def test_seconds_are_of_training_alone_on_every_rank(kind):

@@ -98,6 +98,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.core(8)
 @either_mpi
 @pytest.mark.parametrize("kind, what", CASES)
 def test_a_training_goes_on_with_the_same_bits(kind, what, folder):
@@ -271,6 +272,7 @@ def lines(path: Path) -> dict[int, str]:
     return {int(step): loss for step, loss in (line.split() for line in path.read_text().splitlines())}
 
 
+@pytest.mark.slow
 @only_on(1)
 @first(1, kinds=[("dist_sync", "mpi_sync-0"), tuple(SYNCHRONOUS)])
 def test_a_job_that_is_killed_and_resumed_has_the_curve_of_one_that_was_not(tmp_path, kinds):

@@ -198,6 +198,7 @@ def test_a_fit_goes_on_after_an_epoch_in_which_nobody_died(roles, kind, tmp_path
     job(f"{roles} --spares 0", "ends", kind, "all", str(tmp_path / "a"))
 
 
+@pytest.mark.core(1)
 @only_on(1)
 @survivors
 @first(2, **{"roles, kind, what, deaths": [
@@ -216,6 +217,7 @@ def test_spares_take_the_places_of_the_dead_with_the_same_bits(roles, kind, what
     assert all(one["epoch"] for one in found)
 
 
+@pytest.mark.slow
 @only_on(1)
 @survivors
 @first(1, **{"roles, kind, what, step": [
@@ -233,6 +235,7 @@ def test_fewer_workers_go_on_as_a_job_of_so_many_from_that_step(roles, kind, wha
     see_equal(resumed, found)
 
 
+@pytest.mark.slow
 @only_on(1)
 @survivors
 @first(1, **{"roles, kind, what, deaths": [
@@ -246,6 +249,7 @@ def test_asynchronous_workers_go_on(roles, kind, what, deaths, tmp_path):
     assert len(found) == found[0]["workers"] and all(len(one["history"]) == EPOCHS for one in found)
 
 
+@pytest.mark.core(1)
 @only_on(1)
 @survivors
 @first(4, **{"roles, kind, what, deaths, same": [
@@ -272,6 +276,7 @@ def test_workers_that_train_apart_go_on(roles, kind, what, deaths, same, tmp_pat
     assert max(losses) < 2 * max(undisturbed), (losses, undisturbed)
 
 
+@pytest.mark.slow
 @only_on(1)
 @survivors
 @first(1, **{"roles, kind, what": [

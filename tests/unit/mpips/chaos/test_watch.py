@@ -51,6 +51,7 @@ def said(tmp_path: Path) -> str:
     return (tmp_path / "said").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("busy", [0.0, 2.0])
 def test_ranks_are_heard_though_they_end_before_anybody_looks(tmp_path: Path, busy: float) -> None:
     run = job(tmp_path, "note(3, 0.5)\nkv.recover()\nnote(4, b'abc')", look=lambda run: time.sleep(busy))
@@ -61,6 +62,7 @@ def test_ranks_are_heard_though_they_end_before_anybody_looks(tmp_path: Path, bu
     assert sum(isinstance(told, Recovered) for told in run.told) == 3
 
 
+@pytest.mark.slow
 def test_a_rank_is_killed_at_its_call(tmp_path: Path) -> None:
     body = "for step in range(9):\n    note(step, step)\n    kv.push()"
     fault = Fault("kill", Whom("rank", 1), Point(1, "push", 4))
@@ -69,12 +71,14 @@ def test_a_rank_is_killed_at_its_call(tmp_path: Path) -> None:
     assert max(told.step for told in run.told if isinstance(told, Note) and told.rank == 1) == 3
 
 
+@pytest.mark.slow
 def test_a_role_is_hit_some_time_after_the_store_was_made(tmp_path: Path) -> None:
     wait = "if Store.rank == 2: time.sleep(60)"
     run = job(tmp_path, wait, Fault("kill", Whom("worker", 5), 0.3), allowed=(0, -9))
     assert run.code == 0 and [(done.rank, done.role) for done in run.done] == [(2, "worker")]
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_goes_on(tmp_path: Path) -> None:
     body = """
     last, gap = time.monotonic(), 0
@@ -89,6 +93,7 @@ def test_a_stopped_rank_goes_on(tmp_path: Path) -> None:
     assert run.code == 0 and "rank 0 gap True" in said(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_felt_and_passes(tmp_path: Path) -> None:
     body = f"""
     kv.push()
@@ -110,6 +115,7 @@ def test_a_full_disk_is_felt_and_passes(tmp_path: Path) -> None:
     assert run.code == 0 and "File too large" in said(tmp_path) and "again" in said(tmp_path)
 
 
+@pytest.mark.slow
 def test_who_is_dead_cannot_be_hit(tmp_path: Path) -> None:
     there = str(tmp_path / "there")
     body = f"""
@@ -124,6 +130,7 @@ def test_who_is_dead_cannot_be_hit(tmp_path: Path) -> None:
     assert [done.undone for done in run.done] == ["", "no rank 1 was alive"]
 
 
+@pytest.mark.slow
 def test_a_job_that_hangs_is_ended_and_shows_its_stacks(tmp_path: Path) -> None:
     began = time.monotonic()
     run = job(tmp_path, "def stuck_here():\n    time.sleep(60)\nstuck_here()", limit=2.0)
@@ -132,6 +139,7 @@ def test_a_job_that_hangs_is_ended_and_shows_its_stacks(tmp_path: Path) -> None:
     assert not judge(run).good
 
 
+@pytest.mark.slow
 def test_what_outlives_a_job_is_told_and_ended(tmp_path: Path) -> None:
     body = "if Store.rank == 0: print(subprocess.Popen(['sleep', '77']).pid, flush=True)"
     run = job(tmp_path, body)

@@ -58,6 +58,7 @@ def draw(values, n, dtype, seed):
     return gradient
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
 @settings(max_examples=25, deadline=None)

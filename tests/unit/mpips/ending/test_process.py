@@ -75,12 +75,14 @@ def exits(*words: str) -> list[str]:
     return done.stderr.splitlines()
 
 
+@pytest.mark.slow
 def test_any_value_of_exit_has_the_code_and_the_text_of_python_alone() -> None:
     alone = exits()
     assert len([line for line in alone if "exit code" in line]) == len(VALUES)
     assert exits("-m", "mpips") == alone
 
 
+@pytest.mark.slow
 def test_a_thread_that_keeps_a_finished_program_is_named() -> None:
     program = "import threading, time\nthreading.Thread(target=time.sleep, args=(2,), name='reader').start()"
     command = [sys.executable, "-m", "mpips", "-c", program]

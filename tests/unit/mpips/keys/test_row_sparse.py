@@ -67,6 +67,7 @@ def test_between_gives_shards_that_make_the_whole(array, cut):
     np.testing.assert_array_equal(np.concatenate(shards), dense(array))
 
 
+@pytest.mark.slow
 @given(array=sparse(shape=(7, 3)), other=sparse(shape=(7, 3)))
 def test_an_update_of_rows_is_the_dense_update_on_those_rows(array, other):
     opt = optimizers.SGD(learning_rate=0.5, momentum=0.5)

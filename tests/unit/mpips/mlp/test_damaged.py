@@ -89,6 +89,7 @@ def sentence(read: Callable[[], object], kind: type[Exception], seed: int) -> st
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", READERS)
 def test_a_damaged_file_gives_a_sentence_and_little_is_allocated(tmp_path, name):
     file, make, read = READERS[name]

@@ -41,6 +41,7 @@ def test_public_names_are_there_and_the_serial_network_needs_no_mpi():
     assert done.stdout.strip() == "[]", done.stderr
 
 
+@pytest.mark.slow
 @given(
     sizes=st.lists(st.integers(1, 6), min_size=2, max_size=5),
     samples=st.integers(1, 5),

@@ -131,6 +131,7 @@ def same(a, b):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer, dtype", CASES, ids=repr)
 @settings(max_examples=12)
 @given(data=st.data(), n=st.integers(2, 400), seed=st.integers(0, 999))

@@ -51,6 +51,7 @@ def test_directions(profile_file: Path, tmp_path: Path, direction: str, link: st
         assert times["joint"] <= times["optimal"] * (1 + 1e-12)
 
 
+@pytest.mark.slow
 def test_one_strategy_with_pictures(profile_file: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pictures need the extra `plot`")
     png, trace = tmp_path / "p.png", tmp_path / "t.json"
@@ -63,6 +64,7 @@ def test_one_strategy_with_pictures(profile_file: Path, tmp_path: Path) -> None:
     assert json.loads(trace.read_text())["traceEvents"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["--json", "--trace", "--save-profile", "--plot"])
 def test_a_file_that_cannot_be_written_is_one_sentence(
     profile_file: Path, full_disk: str, tmp_path: Path, option: str

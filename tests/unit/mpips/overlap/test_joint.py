@@ -34,6 +34,7 @@ def is_no_worse(push: Problem, pull: Problem, plan: JointPlan, link: Link) -> No
     assert timeline.end(timeline.both(push, pull, plan, link)) <= separate * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("link", LINKS)
 def test_equals_enumeration(link: Link) -> None:
     rng = np.random.default_rng(7)

@@ -71,6 +71,7 @@ def test_startups_decide_whether_layers_merge() -> None:
     assert PARTITIONS["optimal"](dominant) == PARTITIONS["merged"](dominant) == ((1, 10),)
 
 
+@pytest.mark.slow
 @given(problems(max_layers=8))
 def test_pull_is_the_mirror_of_push(problem: Problem) -> None:
     for groups in partitions(problem.layers):

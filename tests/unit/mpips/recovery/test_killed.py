@@ -183,6 +183,7 @@ def small(monkeypatch):
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.full), 17])
 @pytest.mark.parametrize("optimizer, block, threads, asynchronous, way", PARAMS)
@@ -238,6 +239,7 @@ class Whole(Elements):
         return self.array.copy()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_a_round_of_a_quorum_is_whole_wherever_it_stops():
     calm, expected = OfQuorum(), {0: (None, [np.arange(SIZE, dtype=np.float32)], [0] * WORKERS)}

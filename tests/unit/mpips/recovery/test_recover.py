@@ -97,6 +97,7 @@ ROLES = Roles(4, 2, 1, tuple(split(Interval(0, 4), 2)))
 KINDS = [("dist_sync", "one"), ("mpi_sync", "one"), ("mpi_sync", "all")]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from(KINDS), st.sets(st.integers(0, 6), max_size=3), st.sampled_from([None, MOMENTUM]),

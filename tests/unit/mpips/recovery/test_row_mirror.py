@@ -107,6 +107,7 @@ PLAIN = {"admit": None, "evict": 0, "limit": 0}
 CARDS = cards_of("t", key_of(5, "t"), "adam", PLAIN)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.sampled_from(sorted(ROW_OPTIMIZERS)), LIVES)
 def test_the_copy_goes_on_round_by_round_whatever_is_cut_off(

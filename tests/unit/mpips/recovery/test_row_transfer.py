@@ -83,6 +83,7 @@ def plans_of(cards: list[frames.MakeTable], round_: int, sources: dict[int, Any]
     return [TablePlan(card, round_, round_, False, [round_], rounds, (0, 0), sources) for card in cards]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.data(), st.integers(1, 3), st.integers(1, 3), st.sampled_from(sorted(ROW_OPTIMIZERS)), LIVES,

@@ -183,6 +183,7 @@ def test_finish_waits_for_detached_operations_when_asked(engine: Engine) -> None
     assert saving.done
 
 
+@pytest.mark.slow
 def test_waiting_in_the_background_is_cheap(background: Engine) -> None:
     """Looks cost about a twenty-fifth of the time; the test allows a noisy machine five times that, in one of three."""
     gate, shares = threading.Event(), []
@@ -205,6 +206,7 @@ def restless() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("restless")
 def test_an_error_that_was_seen_is_not_raised_again(background: Engine) -> None:
     """However soon its owner sees it: he may look while the communication thread is just ending the operation."""
@@ -256,6 +258,7 @@ def interrupts() -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interrupts")
 def test_it_works_after_an_interrupt_anywhere(engine: Engine) -> None:
     draw, came = random.Random(1), 0

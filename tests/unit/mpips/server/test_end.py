@@ -114,6 +114,7 @@ def test_a_failed_update_tears_what_it_changed(monkeypatch, block, error, module
         assert machine.unit.step == 0
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, WORKERS - 1), max_size=12), st.integers(0, 12), st.booleans())
 def test_rounds_count_on_after_any_end(pushes, cut, coded):
     machine, counts = Machine(), [0] * WORKERS

@@ -84,6 +84,7 @@ KINDS = ("there", "growing", "message", "rows")
 WAYS = st.sampled_from([*[(kind,) for kind in KINDS], KINDS[:2], KINDS])
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from(CASES), WAYS, st.integers(1, 40), st.integers(2, 50), st.integers(1, 3), st.booleans(),
     st.integers(0, 999),
@@ -98,6 +99,7 @@ def test_rounds_have_the_same_bits(case, ways, rows, block, threads, asynchronou
             assert rounds(*arguments) == compiled
 
 
+@pytest.mark.slow
 @given(st.sampled_from(CASES), st.integers(1, 20), st.integers(0, 999))
 def test_rows_have_the_same_bits(case, table, seed):
     """Repeated and unsorted ones, too; nothing else changes."""

@@ -94,6 +94,7 @@ def long_from(bytes_):
         yield
 
 
+@pytest.mark.slow
 @given(st.integers(1, 60), st.integers(1, 7), st.integers(1, 4), st.sampled_from([None, Adam(0.1)]))
 def test_several_threads_change_no_bit(size, block, threads, optimizer):
     values = np.random.default_rng(size).normal(size=(3, WORKERS, size)).astype(np.float32)
@@ -268,6 +269,7 @@ def test_an_empty_push_beside_others_counts_as_zeros(empty):
     assert machine.work() == [sum(worker + 1 for worker in range(WORKERS) if worker not in empty)] * 10
 
 
+@pytest.mark.slow
 @given(st.integers(1, 4), st.lists(st.integers(0, 30), min_size=1, max_size=4))
 def test_every_block_is_done_once_and_before_it_returns(threads, counts):
     team = Team(threads)
@@ -301,6 +303,7 @@ class Memory:
     """What a task works on."""
 
 
+@pytest.mark.slow
 def test_threads_end_with_the_team():
     before, memory = set(threading.enumerate()), Memory()
     team, gone = Team(3), weakref.ref(memory)

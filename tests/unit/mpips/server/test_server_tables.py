@@ -74,6 +74,7 @@ LIVES = st.fixed_dictionaries({
 IDS = st.integers(-(2**63), 2**63 - 1) | st.integers(-9, 9)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(st.data(), st.integers(1, 7), st.integers(1, 3), st.sampled_from(sorted(ROW_OPTIMIZERS)), LIVES)
 def test_servers_hold_what_a_dictionary_holds(

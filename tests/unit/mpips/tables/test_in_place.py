@@ -133,6 +133,7 @@ def child() -> Iterator[Callable[[Callable[[Any], None]], tuple[int, Any]]]:
         os.waitpid(pid, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [0, 4000])
 def test_a_read_is_of_one_round_while_the_server_goes_on_and_dies(child: Any, limit: int) -> None:
     always = np.arange(3000) * 7

@@ -82,6 +82,7 @@ def killed_at(tables: ServerTables, line: int, rounds: range) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("evict, seen", [(0, 0), (2, 0), (2, 2)])
 def test_rows_of_a_whole_round_are_there_wherever_it_is_killed(evict: int, seen: int) -> None:
     names = ["t/seen", "t"] if seen else ["t"]

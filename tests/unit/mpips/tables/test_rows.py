@@ -70,6 +70,7 @@ def merged(ids: np.ndarray, gradients: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return once, total
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(st.lists(IDS, max_size=12), min_size=1, max_size=4), min_size=1, max_size=5),
        st.sampled_from(sorted(ROW_OPTIMIZERS)), st.integers(1, 9))  # fmt: skip
@@ -88,6 +89,7 @@ def test_rounds_equal_a_serial_dictionary(rounds: list[list[list[int]]], optimiz
     assert table.count == len(expected.rows)
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.lists(IDS, max_size=12), min_size=1, max_size=25), st.sampled_from([0, 1, 2, 5]),
        st.sampled_from([0, 1, 4, 9]), st.integers(0, 24), st.integers(0, 24), st.integers(0, 24))  # fmt: skip
@@ -138,6 +140,7 @@ def test_a_full_machine_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     assert (table.count, table.evicted) == (5, 5)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([(1, 0), (3, 0), (0, 700), (0, 5000), (4, 3000)]))
 def test_many_rows_come_and_go(seed: int, life: tuple[int, int]) -> None:
@@ -161,6 +164,7 @@ def test_many_rows_come_and_go(seed: int, life: tuple[int, int]) -> None:
     assert table.nbytes <= (table.row_bytes + 24 + 12 + 8) * most + 100_000  # dropped rows' memory is used again
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=12), st.integers(0, 2**32), st.booleans())
 def test_the_index_finds_every_row_while_it_grows(sizes: list[int], seed: int, dense: bool) -> None:

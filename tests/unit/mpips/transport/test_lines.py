@@ -33,6 +33,7 @@ def rounds(line):
     return [Frame.of(data).round for data in line.read()]
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 3 * SLOTS), max_size=6))
 def test_a_server_waits_for_no_worker_and_loses_nothing(bursts):
     """What finds no room goes when the worker has read, in order."""

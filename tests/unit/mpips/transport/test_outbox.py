@@ -3,6 +3,7 @@
 import contextlib
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,6 +47,7 @@ class Worker:
         return {source._words[outbox.PLACES + block] for block in range(BLOCKS)}
 
 
+@pytest.mark.slow
 @given(st.lists(st.lists(st.integers(0, BLOCKS), min_size=BLOCKS, max_size=BLOCKS), min_size=1, max_size=3))
 def test_a_block_stays_until_it_is_summed(rounds):
     """`rounds`: how many blocks of it the server has summed, at most, when each block is filled."""
