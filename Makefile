@@ -30,9 +30,9 @@ demo: ## train on real data with servers and MPI clients in every mode: out/demo
 test: ## what protects users, in 8 minutes: lint, unit tests, MPI tests on 1 and 3 ranks of Open MPI and 2 of MPICH
 	$(TESTS) --stages lint,unit,mpi --ranks 1,2,3
 
-test-quick: ## in a minute: unit tests, and the core of the MPI tests on 2 ranks
+test-quick: ## in a minute: unit tests, and on 2 ranks what users call most
 	$(VENV) --extra test --extra fast
-	$(BIN)/$(RUN) --stages unit,mpi --ranks 2 --quick
+	$(BIN)/$(RUN) --part quick --stages unit,mpi --ranks 2
 
 test-rest: ## what `make test` leaves out: slow tests, emulated clusters, MPI tests on 4 ranks of MPICH and 7 of Open MPI
 	$(TESTS) --part rest --stages unit,lab,mpi --ranks 1,2,3,4,7

@@ -46,7 +46,8 @@ def internals(path: Path) -> Iterator[str]:
         else:
             continue
         for module, name in names:
-            outer = module.removeprefix("mpips.") if module.startswith(("mpips.collectives", "mpips.launch")) else module
+            is_inner = module.startswith(("mpips.collectives", "mpips.launch"))
+            outer = module.removeprefix("mpips.") if is_inner else module
             if outer.split(".")[0] in PACKAGES and not offered(outer, name) and not is_seam(outer, name):
                 yield f"{module}.{name}" if name else module
 

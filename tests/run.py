@@ -1,6 +1,6 @@
 """Runs the tests. The log ends with a line a run, the slowest tests, the failed tests, and `N passed, N failed`.
 
-    python -m tests.run [--part core|rest|all] [--stages lint,unit,lab,mpi] [--ranks 1,2,3] [--python PYTHON]...
+    python -m tests.run [--part quick|core|rest|all] [--stages lint,unit,lab,mpi] [--ranks 1,2,3] [--python PYTHON]...
                         [PYTEST WORDS]
 
 The exit code is 1 if anything failed, 2 if these words mean nothing. `--python` names the interpreters under which the
@@ -9,6 +9,7 @@ begin (`make test` makes its second environment so).
 
 Which tests a part has:
 
+- `quick` (`make test-quick`): of `core` what needs no MPI, and what users call most.
 - `core` (`make test`): those without a mark.
 - `rest` (`make test-rest`): those marked `slow`, and on MANY ranks and more also those without a mark. Core and rest
   together run each test that is not marked `full`.
@@ -52,6 +53,11 @@ MANY = 4  # ranks
 OTHER_MPI = "TESTS_OTHER_MPI"  # in the environment of tests on so many ranks of which another MPI runs some
 CORE, SLOW, ALL = "not slow and not full and not huge", "slow and not full and not huge", "not huge"
 REST = "not full and not huge"
+QUICK = (
+    "collectives/test_results.py", "collectives/test_plans.py", "collectives/test_grouped.py",
+    "collectives/test_tensor.py", "mpips/test_store_*.py", "mpips/test_tables.py", "mpips/training/test_fit.py",
+    "mpips/training/test_rows.py",
+)  # fmt: skip
 
 
 class Choice(NamedTuple):
@@ -68,7 +74,7 @@ class Choice(NamedTuple):
     def of(self, *places: str, new: bool = False) -> list[str]:
         """Words for pytest, of which the last -m counts; these places where the caller names none. `new`: where the
         core runs no test."""
-        marks = {"core": CORE, "rest": REST if new else SLOW, "all": ALL}[self.part]
+        marks = {"quick": CORE, "core": CORE, "rest": REST if new else SLOW, "all": ALL}[self.part]
         return ["-m", marks, *self.words, *(() if self.named else places)]
 
     def only(self, places: Sequence[str]) -> Choice:
@@ -110,7 +116,7 @@ def main() -> int:
         signal.signal(number, ignore if signal.getsignal(number) is signal.SIG_IGN else stop)
     parser = argparse.ArgumentParser(description="Run the tests.")
     parser.add_argument("--stages", type=names, default="lint,unit,lab,mpi")
-    parser.add_argument("--part", choices=["core", "rest", "all"], default="core", help="which tests")
+    parser.add_argument("--part", choices=["quick", "core", "rest", "all"], default="core", help="which tests")
     parser.add_argument("--ranks", type=numbers, default="1,2,3")
     parser.add_argument("--python", action="append", help="interpreter for MPI tests; may be repeated")
     parser.add_argument("--beside", default="", help="a command to run beside the checkers")
@@ -225,6 +231,14 @@ def mpi(pythons: Sequence[str], counts: Sequence[int], choice: Choice, limits: L
     return results
 
 
+def mpi_places(part: str) -> list[str]:
+    """The files or folders of the MPI tests of a part."""
+    folder = ROOT / "tests" / "mpi"
+    if part != "quick":
+        return [str(folder.relative_to(ROOT))]
+    return [str(path.relative_to(ROOT)) for name in QUICK for path in sorted(folder.glob(name))]
+
+
 def turn(python: str, count: int, pythons: Sequence[str], counts: Sequence[int]) -> bool:
     """Whether it is this interpreter's turn where each of these numbers of ranks has one."""
     return pythons[counts.index(count) % len(pythons)] == python
@@ -285,7 +299,8 @@ def ranks(
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         limit = limits.now()
-        program = (python, "-m", "tests.rank", folder, str(limit), *choice.of("tests/mpi", new=count >= MANY))
+        words = choice.of(*mpi_places(choice.part), new=count >= MANY)
+        program = (python, "-m", "tests.rank", folder, str(limit), *words)
         job = Job(count, program, {"OMP_NUM_THREADS": "1", **environment})
         said = Relayed(out or sys.stdout.buffer)
         code = child.run(build(launcher, job, this_machine()), limit, ROOT, said)

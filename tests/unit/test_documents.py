@@ -16,7 +16,6 @@ import pytest
 
 import collectives
 from docs.hooks import commands, docstrings
-from launch import cli
 from tests.tracked import tracked
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -150,14 +149,6 @@ def test_docstrings_become_markdown() -> None:
 @pytest.mark.slow
 def test_every_command_shows_its_help() -> None:
     assert set(commands.commands()) - shown() == set()
-
-
-def test_helps_of_options_are_written_in_one_way() -> None:
-    """A capital, and a full stop."""
-    loaded = [cli._load(sub) for sub in (*cli.COMMANDS.values(), *cli.BENCHES.values())]
-    helps = {option.help for command in loaded for option in options_of(command) if option.help}
-    assert len(helps) > 50
-    assert [text for text in helps if not re.match(r"([A-Z]|\d+,).*\.$", text)] == []
 
 
 def options_of(command: click.Command) -> list[click.Option]:

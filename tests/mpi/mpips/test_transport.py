@@ -299,4 +299,4 @@ def test_who_gives_up_a_push_waits_until_its_server_has_it_and_no_longer(comm):
     assert goes_on(link.sender.send(key, shards[0], values.view(np.uint8), 1, 0))
     start = time.monotonic()
     link.quiesce()
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 20

@@ -221,7 +221,7 @@ def test_all_raise_where_sparse_tensors_differ(given: str) -> None:
     x = torch.ones(3 + (WORLD.rank == 1 and given == "shape"), 2)
     said = heard(lambda: dist.all_reduce(x if WORLD.rank == 1 and given == "dense" else x.to_sparse(), group=own))
     assert ("(4, 2)" in said or given == "dense") and alike(said) and "Mismatch" in said
-    assert time.monotonic() - begin < 1.5
+    assert time.monotonic() - begin < 10
 
 
 @several
@@ -478,7 +478,7 @@ def test_all_raise_where_a_shape_differs(async_op: bool) -> None:
         if async_op:
             work.wait()
 
-    assert "all" in heard(call) and time.monotonic() - begin < 1.5
+    assert "all" in heard(call) and time.monotonic() - begin < 10
 
 
 @several
@@ -509,4 +509,4 @@ def test_all_raise_where_one_calls_something_else(call: str, async_op: bool) -> 
         return dist.all_reduce(x, ReduceOp.BOR, group=own, async_op=async_op)
 
     said = heard(lambda: start().wait() if async_op else start())
-    assert "different collectives" in said and alike(said) and time.monotonic() - begin < 5
+    assert "different collectives" in said and alike(said) and time.monotonic() - begin < 20

@@ -345,7 +345,7 @@ def test_models_that_differ_are_refused(odd: Any, asked: dict, words: str) -> No
     begin = time.monotonic()
     with pytest.raises(MismatchError) as error:
         DataParallel(model, comm, **options)
-    assert words in str(error.value) and time.monotonic() - begin < 1
+    assert words in str(error.value) and time.monotonic() - begin < 10
 
 
 def test_a_sentence_names_the_first_difference() -> None:

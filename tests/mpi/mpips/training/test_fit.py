@@ -254,23 +254,26 @@ def test_all_workers_stop_at_the_same_epoch(kind):
     on_workers(kind, work)
 
 
-@pytest.mark.slow
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("kind", ["dist_sync", "mpi_sync-0", "mpi_async"])
 def test_seconds_are_of_training_alone_on_every_rank(kind):
-    """Rank 0 takes its time between epochs, and in its callbacks of steps; nobody counts it (fault 32)."""
+    """Rank 0 takes its time between epochs, for which the others wait; nobody counts it (fault 32)."""
     x, y = data()
 
     class Slow(Callback):
         def on_epoch(self, fit, epoch):
             if fit.rank == 0 and epoch.epoch == 1:
-                time.sleep(1.0)
+                time.sleep(0.3)
 
     def work(kv):
         trainer = Trainer(Line(), kv, MOMENTUM)
+        begun = time.perf_counter()
         history = trainer.fit(x, y, batch_size=BATCH, epochs=3, test=(x, y), callbacks=[Slow()])
+        passed = time.perf_counter() - begun
         assert [epoch.epoch for epoch in history] == [1, 2, 3]
-        assert 0 < history[0].seconds < history[1].seconds < history[2].seconds < 0.9
+        assert 0 < history[0].seconds < history[1].seconds < history[2].seconds
+        if kv.rank == 0 or kind != "mpi_async":  # asynchronous workers do not wait for rank 0
+            assert history[2].seconds < passed - 0.25
 
     on_workers(kind, work)
 

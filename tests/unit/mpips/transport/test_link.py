@@ -75,4 +75,4 @@ def test_what_was_read_is_not_waited_for(store):
     store.key.round = store.words[1] = 4
     start = time.monotonic()
     store.link.quiesce()
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 10
