@@ -14,6 +14,7 @@ import mpips
 
 WORLD = MPI.COMM_WORLD
 TAG = 77  # of what tests say to each other
+MEETING_TAG = 78
 
 
 def need(workers: int = 1, **options: Any) -> int:
@@ -26,15 +27,32 @@ def need(workers: int = 1, **options: Any) -> int:
 
 
 def run(kind: str, body: Callable[[mpips.KVStore], Any], comm: MPI.Comm = WORLD, **options: Any) -> Any:
-    """`body(kv)` on the workers of a store; the servers serve and return None."""
+    """`body(kv)` on the workers of a store; the servers serve and return None.
+
+    A worker whose body fails ends the store for all: its close would wait for workers that wait for it.
+    """
     try:
         kv = mpips.create(kind, comm=comm, **options)
     except SystemExit:
         return None
-    try:
+    with kv:
         return body(kv)
-    finally:
-        kv.close()
+
+
+def meet(kv: mpips.KVStore) -> None:
+    """Wait for all workers, without a call of the store. StoreError if one fails in `run` before it comes.
+
+    A worker in a barrier of MPI's own would not hear of that, and the job would hang without a word of what has failed.
+    """
+    comm = kv.layout.workers
+    others = [rank for rank in range(comm.size) if rank != comm.rank]
+    for other in others:
+        comm.Send(b"", other, MEETING_TAG)
+    for other in others:
+        while not comm.Iprobe(other, MEETING_TAG):
+            kv.settings.generation.look()
+            time.sleep(1e-4)
+        comm.Recv(bytearray(), other, MEETING_TAG)
 
 
 def failure(call: Callable[[], Any]) -> str:

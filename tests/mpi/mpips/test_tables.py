@@ -20,7 +20,7 @@ from mpips.store.tables import index, places
 from mpips.store.transport import frames
 from mpips.store.worker.table import push_together
 from tests.mpi.mpips.reference_table import UPDATES, ReferenceTable, ServingCopy
-from tests.mpi.mpips.support import WORLD, failure, need, run
+from tests.mpi.mpips.support import WORLD, failure, meet, need, run
 from tests.mpi.sizes import either_mpi
 
 SERVERS = [
@@ -91,7 +91,7 @@ def test_all_kinds_add_up_whole_numbers(kind: str, options: dict[str, Any]) -> N
             assert (table.pull(ids[1:2]) == step + 1).all()  # after this worker's own pushes
         kv.barrier()
         if kv.type.endswith("_async"):
-            kv.layout.workers.Barrier()
+            meet(kv)
         assert (table.pull(np.array([7])) == 12 * kv.num_workers).all()
 
     run(kind, body, **options)
@@ -141,10 +141,10 @@ def test_tables_are_pushed_together(kind: str, options: dict[str, Any]) -> None:
             push_together([(table, ids, (number + 1) * ones) for number, table in enumerate(tables)])
             assert "int64" in failure(lambda: push_together([(tables[0], ids, ones), (tables[1], [3], ones)]))
             assert {table.pushes for table in tables} == {step}
-        kv.layout.workers.Barrier()
+        meet(kv)
         for number, table in enumerate(tables):
             assert (table.pull(ids)[:, 0] == 3 * kv.num_workers * (number + 1) * np.array([2, 1, 2])).all()
-        kv.layout.workers.Barrier()
+        meet(kv)
 
     run(kind, body, **options)
 
@@ -153,13 +153,13 @@ def test_workers_in_a_stale_store_stay_together() -> None:
     need(workers=2, servers=1)
 
     def body(kv: mpips.KVStore) -> None:
-        table, steps = kv.table("t", 1, init=mpips.uniform(0), learning_rate=1.0), kv.layout.workers
+        table = kv.table("t", 1, init=mpips.uniform(0), learning_rate=1.0)
         counts = np.zeros(kv.num_workers)
         for _ in range(20):
             table.push(np.array([kv.rank]), np.full((1, 1), -1, np.float32))
             counts = table.pull(np.arange(kv.num_workers))[:, 0]
             assert counts.min() >= counts[kv.rank] - 2
-        steps.Barrier()
+        meet(kv)
 
     run("dist_async", body, servers=1, staleness=2)
 
@@ -287,9 +287,9 @@ def test_a_learning_rate_changes_between_updates(kind: str, servers: int) -> Non
             said = failure(lambda: table.update_optimizer(learning_rate=0.1 if kv.rank else 0.2))
             assert "numbers" in said and "on rank" in said, said
         table.push(ids, ones)
-        kv.layout.workers.Barrier()
+        meet(kv)
         assert (table.pull(ids) == 1.5 * kv.num_workers).all()
-        kv.layout.workers.Barrier()
+        meet(kv)
 
     run(kind, body, servers=servers)
 
@@ -494,20 +494,20 @@ def test_a_step_of_several_tables_counts_for_all_or_for_none(
             calls[heard]()
 
         for number in range(3):
-            kv.layout.workers.Barrier()
+            meet(kv)
             time.sleep(0.1 if greedy == number % 2 else 0)
             if greedy or synchronous:
                 with pytest.raises(MemoryError, match=r"of table 'u' counts on no server"):
                     try_many()
             assert [table.pushes for table in tables] == [1, 1, 1]
-        kv.layout.workers.Barrier()
+        meet(kv)
         memory.set(kv, 1 << 30)
         step(tables[1:], old, old)  # another step than before
         step(tables, old, many, old)
         kv.barrier()
         for table, rounds, ids in zip(tables, (2, 3, 3), (old, many, old)):
             table.stats()
-            kv.layout.workers.Barrier()
+            meet(kv)
             assert (table.pull(old) == rounds * kv.num_workers).all()
             assert (table.pushes, table.rows) == (rounds, len(ids))
             assert table.stats()["updates"] == rounds * (1 if synchronous else kv.num_workers)
@@ -535,9 +535,9 @@ def test_a_push_that_is_refused_is_of_one_worker_in_an_asynchronous_store(
         memory.set(kv, 1 << 30)
         table.push(many, -np.ones((5000, 1), np.float32))
         kv.barrier()
-        kv.layout.workers.Barrier()
+        meet(kv)
         table.stats()
-        kv.layout.workers.Barrier()
+        meet(kv)
         assert (table.pull(many) == kv.num_workers).all()
 
     run("dist_async", body, servers=2)
