@@ -186,6 +186,8 @@ class RemoteTables:
             for told in refusals:
                 yield from self._drop(list(told.step or step), told.why)
         for name, *_ in step if self._layout.asynchronous else ():
+            # Servers that have said yes keep memory for the rows of this step. Others, though no more, are asked for.
+            self.known[name].room = {}
             self.known[name].numbers[REFUSED] += 1
         raise of_caller(RoomError(refusals[0].why))
 

@@ -543,6 +543,35 @@ def test_a_push_that_is_refused_is_of_one_worker_in_an_asynchronous_store(
     run("dist_async", body, servers=2)
 
 
+def test_room_of_a_refused_step_is_for_its_own_rows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Other ids, though no more of them, may need memory that nobody has promised."""
+    need(servers=1)
+    memory = Memory(monkeypatch, WORLD.bcast(str(tmp_path_factory.mktemp("full")) if WORLD.rank == 0 else ""))
+    first, other, ones = np.arange(5000), np.arange(5000, 10000), -np.ones((5000, 1), np.float32)
+
+    def body(kv: mpips.KVStore) -> None:
+        memory.set(kv, 300_000)  # for 5,000 rows, and not for the room that a push of them usually gets for the next
+        tables = [kv.table(name, 1, init=mpips.uniform(0), learning_rate=1.0) for name in "tu"]
+        if kv.rank == 0:
+            tables[0].push(first, ones)
+        memory.set(kv, 0)
+        if kv.rank == 0:
+            with pytest.raises(MemoryError, match="of table 'u' counts on no server"):
+                push_together([(table, first, ones) for table in tables])
+            with pytest.raises(MemoryError, match="push 2 of table 't' counts on no server"):
+                tables[0].push(other, ones)
+        memory.set(kv, 1 << 30)
+        if kv.rank == 0:
+            tables[0].push(other, ones)
+            assert [table.pushes for table in tables] == [2, 0]
+        meet(kv)
+        assert [table.rows for table in tables] == [10000, 0]
+
+    run("dist_async", body, servers=1)
+
+
 def test_stores_without_servers_refuse_a_table() -> None:
     for kind, options in (("local", {}), ("dist_sync", {"servers": 0})):
         said = run(kind, lambda kv: failure(lambda: kv.table("t", 3)), **options)
