@@ -34,8 +34,9 @@ test-quick: ## in a minute: unit tests, and on 2 ranks what users call most
 	$(VENV) --extra test --extra fast
 	$(BIN)/$(RUN) --part quick --stages unit,mpi --ranks 2
 
-test-rest: ## what `make test` leaves out: slow tests, emulated clusters, MPI tests on 4 ranks of MPICH and 7 of Open MPI
+test-rest: ## what `make test` leaves out: slow tests, emulated clusters, 4 ranks of MPICH and 7 of Open MPI; PyTorch if there
 	$(TESTS) --part rest --stages unit,lab,mpi --ranks 1,2,3,4,7
+	[ ! -x .venv-torch/bin/python ] || $(TEST_TORCH) --part rest
 
 test-all: ## everything, before a release: both MPIs on 1 to 7 ranks, every Python that is here, PyTorch if there
 	$(TESTS) --part all --ranks 1,2,3,4,5,7 --limit 1800 --total 10800

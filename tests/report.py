@@ -1,6 +1,6 @@
 """What came of a run: tests counted, where ranks were that did not come to their end, and the end of the log.
 
-`python -m tests.report FILE` prints one line of what several calls of `tests.run --record FILE` have found.
+`python -m tests.report FILE` prints the sums of what several calls of `tests.run --record FILE` have found.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def main() -> None:
     results = [Result(**result) for call in calls for result in call["results"]]
     passed, failed, skipped = (sum(getattr(result, name) for result in results) for name in Result._fields[1:4])
     minutes = sum(call["seconds"] for call in calls) / 60
-    print(f"in all {passed} passed, {failed} failed, {skipped} skipped, {minutes:.0f} minutes")
+    print(f"\n{len(calls)} parts in {minutes:.0f} minutes\nall: {passed} passed, {failed} failed, {skipped} skipped")
 
 
 if __name__ == "__main__":

@@ -174,10 +174,10 @@ def test_tests_hear_interrupts_also_where_the_driver_was_started_to_ignore_them(
     assert done.stdout.endswith("2 passed, 0 failed\n"), done.stdout + done.stderr
 
 
-def test_what_several_runs_have_found_is_one_line(tmp_path: Path) -> None:
+def test_what_several_runs_have_found_is_summed(tmp_path: Path) -> None:
     for part, failed in (("core", 0), ("rest", 1)):
         record(tmp_path / "record", part, 90.0, [Result("a", 3, failed, 2, 7.0, ("why",) * failed, ((0.1, "test"),))])
     words = [sys.executable, "-m", "tests.report", str(tmp_path / "record")]
     assert subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout == (
-        "in all 6 passed, 1 failed, 4 skipped, 3 minutes\n"
+        "\n2 parts in 3 minutes\nall: 6 passed, 1 failed, 4 skipped\n"
     )

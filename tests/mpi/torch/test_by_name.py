@@ -57,6 +57,7 @@ def test_a_program_names_the_backend_only(name: str, installed: dict[str, str], 
     assert done.returncode == 0 and done.stdout.count("sums 10") == 2, done.stderr[-2000:]
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("name", ["mpip", "MPIPS ", "cpu:mpis,cuda:nccl"])
 def test_a_misspelt_name_is_answered_with_ours(name: str, installed: dict[str, str]) -> None:
     line = f"import torch.distributed as dist; dist.init_process_group({name!r})"

@@ -13,6 +13,7 @@ PAGES = [page for page in documents.PAGES if any("import torch" in text for text
 pytestmark = documents.pytestmark
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_programs_print_what_is_shown(page: Path, tmp_path: Path) -> None:
     documents.test_programs_print_what_is_shown(page, tmp_path)

@@ -43,12 +43,14 @@ def cases(faults: dict[str, str]) -> list[Any]:
     return found
 
 
+@pytest.mark.core(4)
 @only_on(1)
 @pytest.mark.parametrize(("wrap", "fault"), cases(FAULTS))
 def test_all_hear_of_a_fault(wrap: str, fault: str) -> None:
     check_heard(*PLACE.run([wrap, "mpips", fault], LIMIT, survive=fault == "kill"), FAULTS[fault])
 
 
+@pytest.mark.core(1)
 @only_on(1)
 @pytest.mark.skipif(PLACE.launcher.flavour == "mpich", reason="a death ends every job of this MPI")
 @pytest.mark.parametrize("wrap", ["ddp", "data_parallel"])
@@ -72,6 +74,7 @@ def check_heard(code: int, said: str, words: str) -> None:
     assert seconds < HEARD_SECONDS
 
 
+@pytest.mark.core(1)
 @only_on(1)
 @pytest.mark.parametrize(("wrap", "fault"), cases(ENDS))
 def test_what_nobody_catches_ends_the_job(wrap: str, fault: str) -> None:

@@ -397,5 +397,5 @@ def test_jax_finds_its_processes(tmp_path: Path) -> None:
 def test_a_jax_without_foreign_functions_falls_back_to_callbacks(tmp_path: Path) -> None:
     done = run_ranks(tmp_path, OLD, 2)
     assert done.returncode == 0, done.stderr
-    assert "mpips.jax: XLA's foreign function interface" in done.stderr and "callbacks" in done.stderr
+    assert "XLA's foreign function interface" in done.stderr and "callbacks" in done.stderr
     assert done.stdout.count("do not support JVP") == 2, done.stdout

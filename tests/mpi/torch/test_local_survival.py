@@ -69,6 +69,7 @@ def serial(workers: int, dies: tuple[int, int], spare: bool, steps: int = STEPS)
     return [center.tobytes().hex() for center in centers]
 
 
+@pytest.mark.core(1)
 @only_on(1)
 @needs_ulfm
 @pytest.mark.parametrize("servers", [0, 1])
@@ -79,6 +80,7 @@ def test_a_dead_worker_counts_for_nothing_and_a_spare_goes_on(tmp_path: Path, se
     assert [one["began"] for one in found] == [0, 8, 0]
 
 
+@pytest.mark.slow
 @only_on(1)
 @needs_ulfm
 @pytest.mark.parametrize("servers", [0, 1])
@@ -87,6 +89,7 @@ def test_fewer_workers_go_on_by_their_own_mean(tmp_path: Path, servers: int) -> 
     assert [one["values"] for one in found] == [serial(3, (2, 6), False)] * 2
 
 
+@pytest.mark.slow
 @only_on(1)
 @needs_ulfm
 @pytest.mark.parametrize("local", [{}, {"fragments": 2, "delay": 1}], ids=str)
@@ -100,6 +103,7 @@ def test_a_dead_server_changes_no_bit(tmp_path: Path, local: dict[str, Any]) -> 
     assert all(one["generation"] for one in found)
 
 
+@pytest.mark.slow
 @only_on(1)
 @needs_ulfm
 @pytest.mark.parametrize("kind, local", [
@@ -123,6 +127,7 @@ def see_learnt(values: list[str]) -> None:
     assert learnt < 0.5 * first
 
 
+@pytest.mark.core(1)
 @only_on(1)
 @needs_ulfm
 @pytest.mark.parametrize("quorum, kills, workers", [
@@ -141,6 +146,7 @@ def test_a_quorum_goes_on_with_those_that_are_there(
         see_learnt(one["values"])
 
 
+@pytest.mark.slow
 @only_on(1)
 @needs_ulfm
 @pytest.mark.parametrize("local, kills, roles", [
@@ -180,8 +186,11 @@ kv.close()
 
 @only_on(1)
 @needs_ulfm
-def test_clients_of_several_workers_are_refused_with_spares_on_all_ranks(tmp_path: Path) -> None:
+def test_clients_of_several_workers_are_refused_with_spares_on_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program, said = tmp_path / "refused.py", BytesIO()
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for its names of the tests
     program.write_text(REFUSED)
     start = [sys.executable, "-m", "launch.cli", "run", "-w", "4", "-s", "1", "-c", "2", "--spares", "0", str(program)]
     assert not child.run(start, JOB_LIMIT, ROOT, said), said.getvalue()
@@ -190,6 +199,7 @@ def test_clients_of_several_workers_are_refused_with_spares_on_all_ranks(tmp_pat
     assert lines[-1] == "True" and all(word in line for word in words for line in lines[-3:-1]), lines
 
 
+@pytest.mark.slow
 @only_on(1)
 @needs_ulfm
 def test_the_example_learns(tmp_path: Path) -> None:

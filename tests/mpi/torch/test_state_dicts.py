@@ -29,7 +29,9 @@ KINDS: dict[str, Any] = {
     "dampened": lambda ps: torch.optim.SGD(ps, 0.1, 0.9, 0.5),
 }  # fmt: skip
 """The last one runs on workers."""
-OPTIONS = pytest.mark.parametrize("options", [{}, {"servers": 1}], ids=str)
+OPTIONS = pytest.mark.parametrize(
+    "options", [{}, pytest.param({"servers": 1}, marks=pytest.mark.mpi(min_size=2))], ids=str
+)
 
 
 class Run:
