@@ -52,6 +52,7 @@ PLANS = {
 _undisturbed: dict[int, dict[int, Any]] = {}
 
 
+@pytest.mark.core(1)
 @only_on(1)
 @needs_ulfm
 @pytest.mark.parametrize("name", PLANS)
@@ -77,6 +78,7 @@ def test_a_spare_takes_the_place_of_one_that_is_killed(tmp_path: Path, name: str
         }
 
 
+@pytest.mark.slow
 @only_on(1)
 @needs_ulfm
 @pytest.mark.parametrize("servers", [0, 1])
