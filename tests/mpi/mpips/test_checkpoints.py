@@ -24,7 +24,7 @@ from mpips.store.checkpoint.file import write
 from tests import child
 from tests.choice import first
 from tests.mpi.mpips.faults import workers
-from tests.mpi.mpips.support import WORLD, need, run
+from tests.mpi.mpips.support import WORLD, failure, need, run
 from tests.mpi.sizes import only_on
 
 MODULE = "tests.mpi.mpips.test_checkpoints"
@@ -95,6 +95,16 @@ def test_a_job_that_goes_on_with_another_learning_rate_says_which_holds(tmp_path
                           "checkpoint's holds; change it by update_optimizer")  # fmt: skip
 
     assert [job("0.25"), job("0.25"), job("0.5")] == [0, 0, 1]  # rank 0 says it
+
+
+def test_a_job_does_not_begin_anew_where_none_of_its_checkpoints_can_be_read(folder):
+    """What it saves would take their places."""
+    if WORLD.rank == 0:
+        for step in (4, 6):
+            (folder / f"store-{step:08d}.safetensors").write_bytes(b"damaged")
+    WORLD.Barrier()
+    said = failure(lambda: run("dist_sync", lambda kv: None, checkpoint=str(folder), every=2))
+    assert "store-00000006.safetensors cannot be read" in said
 
 
 def fresh(kv, momentum=0.9):

@@ -294,6 +294,23 @@ def test_a_learning_rate_changes_between_updates(kind: str, servers: int) -> Non
     run(kind, body, servers=servers)
 
 
+def test_a_change_of_one_number_leaves_those_that_were_changed_before() -> None:
+    need(servers=1)
+
+    def body(kv: mpips.KVStore) -> None:
+        table = kv.table("t", 2, init=mpips.uniform(0.5), optimizer="adagrad", learning_rate=1.0)
+        expected = ReferenceTable("t", 2, "float32", 0.5, "adagrad", learning_rate=1.0)
+        ids, ones = np.arange(9), np.ones((9, 2), np.float32)
+        for numbers in ({"learning_rate": 0.25}, {"epsilon": 0.5}):
+            table.update_optimizer(**numbers)
+            expected.numbers |= numbers
+            table.push(ids, ones)
+            expected.push([(ids, ones)] * kv.num_workers)
+        assert table.pull(ids).tobytes() == expected.pull(ids).tobytes()
+
+    run("dist_sync", body, servers=1)
+
+
 def test_bad_arguments_lose_nothing() -> None:
     need(servers=1)
 

@@ -233,6 +233,12 @@ def test_a_monitored_barrier_without_a_second_s_patience_raises() -> None:
     assert WORLD.rank or ("barrier" in said and "not come" in said)
 
 
+def test_parts_of_a_sum_may_be_of_unlike_sizes() -> None:
+    part = torch.zeros(WORLD.rank + 1)
+    dist.reduce_scatter(part, [torch.full((rank + 1,), 10.0**rank) for rank in range(WORLD.size)])
+    assert part.tolist() == [10.0**WORLD.rank * WORLD.size] * (WORLD.rank + 1)
+
+
 def test_an_operation_ends_beside_compute() -> None:
     """This thread never waits for it, and only computes."""
     x = torch.ones(1 << 16)

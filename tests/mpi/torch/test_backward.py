@@ -46,6 +46,15 @@ class Scaled(nn.Module):
         return out
 
 
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 1) for _ in range(3))
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        return self.layers[which](x) if which < 3 else x.sum() * 1.0
+
+
 def plain() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
 
@@ -115,6 +124,12 @@ def without_sync(to_none: bool) -> Program:
     return program
 
 
+def without_sync_elsewhere(model: nn.Module, module: nn.Module) -> None:
+    with getattr(model, "no_sync", nullcontext)():
+        model(x(0), 0).pow(2).mean().backward()
+    model(x(1), 1).pow(2).mean().backward()
+
+
 def gradient_penalty(model: nn.Module, module: nn.Module) -> None:
     given = x().requires_grad_()
     out = model(given)
@@ -176,6 +191,7 @@ SHAPES: dict[str, tuple[Callable[[], nn.Module], Program, dict[str, Any] | None]
     "several backwards": (plain, accumulated, {}),
     "no_sync": (plain, without_sync(True), None),
     "no_sync, zeros": (plain, without_sync(False), None),
+    "no_sync, another layer": (Branching, without_sync_elsewhere, None),
     "gradient penalty": (plain, gradient_penalty, {}),
     "create_graph": (plain, create_graph, None),
     "saliency on one rank": (plain, saliency_on_one_rank, {}),
@@ -243,15 +259,6 @@ def test_a_buffer_that_autograd_has_saved_keeps_its_values() -> None:
     local = sum(scale[:, None] * x(number).sum(0) for number, scale in enumerate(scales))
     mean = sum(WORLD.allgather(local)) / WORLD.size
     assert float((module.layer.weight.grad - mean).abs().max()) < 1e-4
-
-
-class Branching(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 1) for _ in range(3))
-
-    def forward(self, x: Tensor, which: int) -> Tensor:
-        return self.layers[which](x) if which < 3 else x.sum() * 1.0
 
 
 @buckets

@@ -56,6 +56,15 @@ def test_a_parameter_is_reduced_in_place_with_factors() -> None:
     assert parameter.tolist() == [SIZE] * 3 and parameter.requires_grad
 
 
+def test_allreduces_that_are_begun_together_have_factors_of_their_own() -> None:
+    factors = [1.0, 0.5, 2.0]
+    handles = [
+        hvd.allreduce_async(torch.ones(3), name=f"times {factor}", op=hvd.Sum, postscale_factor=factor)
+        for factor in factors
+    ]
+    assert [hvd.synchronize(handle).tolist() for handle in handles] == [[factor * SIZE] * 3 for factor in factors]
+
+
 def test_a_group_of_several_types_is_averaged() -> None:
     given = [torch.tensor([4 * RANK]), torch.tensor([4.0 * RANK]), torch.tensor([RANK % 2 == 0]).half()]
     mean = 2 * (SIZE - 1)
@@ -79,8 +88,9 @@ def test_other_collectives_give_each_rank_its_part() -> None:
     received, counts = hvd.alltoall(torch.full((SIZE * (RANK + 1),), float(RANK)), splits=[RANK + 1] * SIZE)
     assert counts.tolist() == [rank + 1 for rank in range(SIZE)]
     assert received.tolist() == [float(rank) for rank in range(SIZE) for _ in range(rank + 1)]
-    whole = hvd.reducescatter(torch.ones(2 * SIZE + 1, 3), op=hvd.Sum, prescale_factor=0.5)
-    assert whole.shape == (3 if RANK == 0 else 2, 3) and whole.eq(SIZE / 2).all()
+    given, first = numbers(2 * SIZE + 1, 3, rank=0), 2 * RANK + (RANK > 0)  # rank 0 takes one row more
+    part = hvd.reducescatter(given, op=hvd.Sum, prescale_factor=0.5)
+    assert torch.equal(part, given[first : 2 * RANK + 3] * SIZE / 2)
     assert hvd.allgather_object({"rank": RANK}) == [{"rank": rank} for rank in range(SIZE)]
     assert hvd.broadcast_object([RANK, "x"], root_rank=ODD) == [ODD, "x"]
 

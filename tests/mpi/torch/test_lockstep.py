@@ -70,7 +70,7 @@ def step_twice(model: Any, optimizer: Any, loss: Any) -> None:
 
 def lower_rate(model: Any, optimizer: Any, loss: Any) -> None:
     """As ReduceLROnPlateau does that sees this rank's loss alone."""
-    optimizer.param_groups[0]["lr"] = 0.05
+    optimizer.param_groups[-1]["lr"] = 0.05
 
 
 def add_group(model: Any, optimizer: Any, loss: Any) -> None:
@@ -108,7 +108,8 @@ def raise_within(model: Any, optimizer: Any, loss: Any) -> str:
 
 def train(model: Any, change: Change, at: int = 2, on: int = ODD) -> None:
     """Train, and make the change in one step of one rank."""
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    first, *rest = model.parameters()
+    optimizer = torch.optim.SGD([{"params": [first]}, {"params": rest}], 0.1)
     for step in range(STEPS):
         optimizer.zero_grad()
         x, y = batch(step)
@@ -128,8 +129,8 @@ def train(model: Any, change: Change, at: int = 2, on: int = ODD) -> None:
         (leave_out, 2, "pass 3: the number of forward passes without a backward pass is 0 on rank 0 and 1 on rank"),
         (keep_weights, 2, "pass 4: the number of optimizer steps since the last backward pass is 1 on rank 0 and 0"),
         (step_twice, 2, "pass 3: the number of optimizer steps since the last backward pass is 1 on rank 0 and 2"),
-        (lower_rate, 2, "backward pass 4: lr of SGD's group 0 is 0.1 on rank 0 and 0.05 on rank"),
-        (add_group, 2, "backward pass 4: the number of SGD's groups is 1 on rank 0 and 2 on rank"),
+        (lower_rate, 2, "backward pass 4: lr of SGD's group 1 is 0.1 on rank 0 and 0.05 on rank"),
+        (add_group, 2, "backward pass 4: the number of SGD's groups is 2 on rank 0 and 3 on rank"),
         (change_weights, 2, "backward pass 4: parameter '0.weight' has norm"),
         (unfreeze, 2, "unfrozen"),
         (change_strides, 2, "a parameter has got another type or order"),

@@ -131,6 +131,25 @@ def test_a_file_brings_parameters_back(tmp_path: Path) -> None:
     assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
 
 
+def test_the_rate_of_a_group_holds_after_a_load(tmp_path: Path) -> None:
+    """Servers had another one when the file was saved."""
+    path = WORLD.bcast(tmp_path) / "model.mpips"
+    with on_workers(SERVED):
+        model, plain = network(), network()
+        optimizer = wrapped(model, torch.optim.SGD(model.parameters(), 0.4), SERVED)
+        train(model, optimizer, 1, mine(optimizer))
+        optimizer.save(path)
+        optimizer.param_groups[0]["lr"] = 0.1
+        train(model, optimizer, 1, mine(optimizer))
+        optimizer.load(path)
+        train(model, optimizer, 1, mine(optimizer))
+        batches = joined(optimizer.store.num_workers)
+        optimizer.close()
+        for rate in (0.4, 0.1):
+            train(plain, torch.optim.SGD(plain.parameters(), rate), 1, batches)
+        assert far(model, plain) < 1e-6
+
+
 def test_rank_0_s_state_is_broadcast() -> None:
     torch.manual_seed(WORLD.rank)
     model = nn.Linear(4, 3)

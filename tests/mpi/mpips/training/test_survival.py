@@ -96,6 +96,10 @@ class Acts(Line):
             self._do()
         return super().loss_and_gradients(x, y)
 
+    def loss(self, x: Any, y: Any) -> float:
+        """Of the test data, which are no batch."""
+        return super().loss_and_gradients(x, y)
+
 
 def trained(
     kv: Any, model: Line, curve: Curve, what: str, folder: str, resume: Any = None, grow: bool = False

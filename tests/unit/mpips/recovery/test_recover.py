@@ -17,7 +17,7 @@ from mpips.store.keys.key import Key
 from mpips.store.keys.sharding import Interval, split
 from mpips.store.recovery.membership import Before, Roles, succession
 from mpips.store.recovery.memory import Ledger, NodeMemory, UnitMemory, holding_of_unit
-from mpips.store.recovery.plan import Inventory, KeyCard, Shelf, choose_rounds, make_plan
+from mpips.store.recovery.plan import Holding, Inventory, KeyCard, Shelf, choose_rounds, make_plan
 from mpips.store.recovery.recover import ReachableMemory, UnitTransfer, make_units
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import LostError
@@ -93,6 +93,20 @@ def whole(parts):
     return [np.concatenate(each) for each in zip(*arrays, strict=True)]
 
 
+def test_a_push_that_one_shard_has_counts_for_all():
+    """Its worker does not make it again."""
+    roles, nodes, size = Roles(2, 2, 0, ((0, 1), (1, 2))), (0,) * 4, 1211
+    before = Before((0, 1, 2, 3), (), 2, 2, nodes, roles.clients, (0, 1))
+    said = [Inventory(keys=[KeyCard("d", (size,), "float32")])] * 2
+    for server, start, stop, pushes in ((2, 0, 700, (5, 3)), (3, 700, size, (4, 4))):
+        holding = Holding("d", start, stop, [(max(pushes), None)], False, [], list(enumerate(pushes)))
+        said.append(Inventory([Shelf(server, True, b"", [holding])]))
+    for worker, count in enumerate((5, 4)):
+        here = layout("dist_async", "one", roles, nodes, worker, {}, before)
+        made = make_plan(here, said, choose_rounds(said, False), [None, None])
+        assert made.rounds == {"d": count} and [unit.pushes for unit in made.units] == [[5, 4]] * 2
+
+
 ROLES = Roles(4, 2, 1, tuple(split(Interval(0, 4), 2)))
 KINDS = [("dist_sync", "one"), ("mpi_sync", "one"), ("mpi_sync", "all")]
 
@@ -148,6 +162,7 @@ def test_every_key_is_what_it_was(kind, lost, optimizer, ahead, where, spares, g
             found.setdefault(unit.key, {})[unit.start] = [unit.stored, *(unit.state or ())]
             assert unit.round == made.choice.keys[unit.key].round and list(unit.words)[1:] == unit.done
             assert set(unit.contributors) <= set(range(new.roles.num_workers))
+            assert unit.step == (0 if optimizer is None else unit.round)  # an optimizer makes one a round
     assert made.choice.step == 2 or set(ahead) >= {unit.number for one in servers.values() for unit in one.units}
     for name in SHAPES:
         arrays, wanted = whole(found[name]), whole(held[made.choice.keys[name].round][name])

@@ -139,6 +139,19 @@ def test_a_second_push_waits_for_room() -> None:
     assert asked[2] in workers.said and workers.value(workers.pull(0, 3)) == 7
 
 
+def test_a_push_that_was_under_way_when_its_round_was_refused_does_not_count() -> None:
+    workers, refused = Workers(2), frames.RefuseRound("t", 1, 1, "no memory", [])
+    workers.push(1, 100)
+    workers.ask(1, refused)
+    late = workers.push(0, 1000)
+    assert isinstance(workers.said[late], frames.RoundRefused)
+    workers.ask(0, refused)
+    for worker, value in ((0, 1), (1, 10)):
+        gradients = np.array([-value, 0], np.float32)
+        workers.ask(worker, frames.PushRows("t", 1, 1), gradients, np.array([9], np.int64))
+    assert workers.value(workers.pull(0, 1)) == 11
+
+
 def test_who_has_left_is_not_waited_for() -> None:
     workers = Workers(2)
     workers.push(0, 1)

@@ -15,6 +15,8 @@ from mpips.store.recovery.table_plan import TableEntry, attached
 from mpips.store.server.table_requests import ServerTables
 from mpips.store.tables.initial import key_of
 from mpips.store.tables.journal import Journal
+from mpips.store.tables.row_optimizers import create
+from mpips.store.tables.rows import TableRows
 from mpips.store.transport import frames
 
 ROUNDS = 5
@@ -115,6 +117,27 @@ def test_rows_of_a_whole_round_are_there_wherever_it_is_killed(evict: int, seen:
         assert content(rows.journal, oldest) == contents["t", oldest]
         line += step
     assert went_back >= {ROUNDS - 2, ROUNDS - 1}
+
+
+def test_rows_of_an_undone_round_leave_nothing_to_those_that_get_their_places() -> None:
+    def update(rows: TableRows, step: int, *ids: int) -> None:
+        rows.journal.open()
+        rows.update(np.array(ids), np.full((len(ids), 2), step, np.float32), step)
+        rows.journal.close((step, 0, 0), [step])
+
+    found = []
+    for undone in ((), (3, 4, 5)):
+        kind, optimizer = np.dtype(np.float32), create("adam", {"learning_rate": 0.1})
+        rows = TableRows(2, kind, key_of(0, "t"), 0.5, optimizer, file=SparseFile(), survives=True, workers=1)
+        update(rows, 1, 1, 2)
+        if undone:
+            update(rows, 2, *undone)
+            rows.go_to(rows.journal, 1)
+            rows.begin((1, 1, 0, 0), [1], False)
+        for step in (2, 3):
+            update(rows, step, 2, 6, 7)
+        found.append(rows.pull(np.arange(9)).tobytes())
+    assert found[0] == found[1]
 
 
 def _seen_from_outside(tables: ServerTables, entry: TableEntry) -> Journal:
