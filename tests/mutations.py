@@ -1,12 +1,14 @@
-"""Twenty faults in the hot paths, and whether the tests see them: `python -m tests.mutations [NAME ...]`.
+"""Forty faults in what users rely on, and whether the tests see them: `python -m tests.mutations [NAME ...]`.
 
-Each is put into a copy of this checkout, and tests of `make test` run there until one fails. A fault that none sees is
-printed as missed, and the exit code is 1 where there is any.
+Each is put into a copy of this checkout, and tests of `make test` and `make test-torch` run there until one fails. A
+fault that none sees is printed as missed, and the exit code is 1 where there is any. Before the first one runs all are
+looked at: where the code is no longer as a fault replaces it, or its tests have gone, a sentence says so.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,7 +22,10 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
+TORCH_PLACE, TORCH_PYTHON = "tests/mpi/torch", ROOT / ".venv-torch/bin/python"  # of `make test-torch`
 LIMIT = 400  # seconds for one run of tests
+FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$|rank \d+ was in (tests/.+?)(?:, in .*)?$", re.MULTILINE)
+NO_TESTS = "no test has run", "no tests ran"  # says tests.run, says pytest
 IGNORED = shutil.ignore_patterns(".git", ".venv*", "out", ".*_cache", "__pycache__", ".hypothesis")
 
 
@@ -38,6 +43,12 @@ COLLECTIVES = ((3, "tests/mpi/collectives"), (2, "tests/mpi/collectives"))
 STORE = ((0, "tests/unit/mpips/server"), (3, "tests/mpi/mpips"), (2, "tests/mpi/mpips"))
 RECOVERY = ((0, "tests/unit/mpips/recovery"), (1, "tests/mpi/mpips"), (3, "tests/mpi/mpips"))
 OPTIMIZERS = ((0, "tests/unit/mpips/optimizers"),)
+TABLES = ((0, "tests/unit/mpips/tables"), (0, "tests/unit/mpips/server"), (0, "tests/unit/mpips/recovery"),
+          (3, "tests/mpi/mpips/test_tables.py"), (1, "tests/mpi/mpips"), (3, "tests/mpi/mpips"))  # fmt: skip
+CHECKPOINTS = ((0, "tests/unit/mpips/test_checkpoint.py"), (3, "tests/mpi/mpips/test_checkpoints.py"),
+               (1, "tests/mpi/mpips"), (2, "tests/mpi/mpips"), (3, "tests/mpi/mpips"))  # fmt: skip
+TORCH = ((2, TORCH_PLACE), (3, TORCH_PLACE), (1, TORCH_PLACE))
+LAUNCH = ((0, "tests/unit/launch"), (1, "tests/mpi/launch"))
 MUTATIONS = (
     Mutation("the third rank's number is left out of a sum of scalars", "collectives/node/executor.py",
              "            out[0] = out[0] + part[0]\n", "            out[0] = out[0]\n", COLLECTIVES),
@@ -87,36 +98,133 @@ MUTATIONS = (
              "emptiest = min(range(len(self.loads)), key=self.loads.__getitem__)",
              "emptiest = max(range(len(self.loads)), key=self.loads.__getitem__)",
              ((0, "tests/unit/mpips/keys"), *STORE[1:])),
+    Mutation("of a push that some shards have the last shard says whether it counts", "mpips/store/recovery/plan.py",
+             "                told[worker] = max(count, told.get(worker, 0))\n",
+             "                told[worker] = count\n", ((0, "tests/unit/mpips/recovery/test_recover.py"), *RECOVERY)),
+    Mutation("a round of all elements is undone by the rows of the one before", "mpips/store/recovery/undo.py",
+             "        words[BY_ROWS] = 0\n", "", ((0, "tests/unit/mpips/recovery/test_killed.py"), *RECOVERY)),
+    Mutation("a unit that is put back by a round keeps the optimizer's later step", "mpips/store/recovery/recover.py",
+             "        old.go_back_to(old.undo.standings()[0][1])\n", "",
+             ((0, "tests/unit/mpips/recovery/test_recover.py"), (1, "tests/mpi/mpips/test_survival.py"), *RECOVERY)),
+    Mutation("after a death the rest of an epoch is dealt as if those who are left had begun it",
+             "mpips/training/rejoin.py", "position.deal(self._source.batch_size * mark.workers)",
+             "position.deal(self._source.batch_size * kv.num_workers)",
+             ((1, "tests/mpi/mpips/training/test_survival.py"), (1, "tests/mpi/mpips/training"))),
+    Mutation("worker 0 gives its parameters though it has just taken a dead one's place",
+             "mpips/torch/optimizer/rejoin.py",
+             "giver = next((rank for rank, position in enumerate(positions) if not position.new), -1)",
+             "giver = 0", ((2, "tests/mpi/torch/test_survival.py"), (1, "tests/mpi/torch/test_survival.py"))),
+    Mutation("a row takes over what an undone round has left of optimizer's state in its place",
+             "mpips/store/tables/journal.py",
+             "            array[before : int(words[ROWS])] = 0  # as where no row has lain\n", "",
+             ((0, "tests/unit/mpips/tables/test_journal.py"), *TABLES)),
+    Mutation("a new row goes on with the updates that the row before it in its place has counted",
+             "mpips/store/tables/rows.py",
+             "for array in self._state if self._counts is None else (*self._state, self._counts):",
+             "for array in self._state:", ((0, "tests/unit/mpips/tables/test_rows.py"), *TABLES)),
+    Mutation("a push that was under way when its round was refused counts in the next one",
+             "mpips/store/server/table_rounds.py",
+             "        if request.refusals < self.refusals:\n"
+             "            return [(asker, self._refusal)]\n"
+             "        rows =", "        rows =", ((0, "tests/unit/mpips/server/test_server_tables.py"), *TABLES)),
+    Mutation("a second change of a table's numbers takes the first one back", "mpips/store/worker/table.py",
+             "        card.numbers = options\n", "", ((2, "tests/mpi/mpips/test_tables.py"), *TABLES[3:])),
+    Mutation("a rank takes its part of a sum as if all parts were as large as its own",
+             "mpips/torch/process_group.py", "whole, start = given.clone(), sum(sizes[:rank])",
+             "whole, start = given.clone(), rank * sizes[rank]",
+             ((3, "tests/mpi/torch/test_backend.py"), (3, "tests/mpi/torch/test_horovod.py"), *TORCH)),
+    Mutation("what no_sync has added up is lost where the last backward pass leaves a parameter out",
+             "mpips/torch/reducer.py",
+             "            if (gradient := self.parameters[index].grad) is not None:\n"
+             "                self.take(index, gradient)\n"
+             "            else:\n"
+             "                self._views[index].zero_()\n"
+             "                self._used[index] = 0\n",
+             "            self._views[index].zero_()\n"
+             "            self._used[index] = 0\n",
+             ((2, "tests/mpi/torch/test_backward.py"), (2, "tests/mpi/torch/test_data_parallel.py"), *TORCH)),
+    Mutation("after a load servers go on with the rate of the file, whatever the groups say",
+             "mpips/torch/optimizer/exchange.py", "self._records[at], self._numbers[at] = found, {}",
+             "self._records[at] = found",
+             ((2, "tests/mpi/torch/test_optimizer.py"), (2, "tests/mpi/torch/test_state_dicts.py"), *TORCH)),
+    Mutation("of all groups of an optimizer the first one's numbers are compared", "mpips/torch/lockstep.py",
+             "{name: content(group[name]) for name in NUMBERS if name in group} for group in groups",
+             "{name: content(groups[0][name]) for name in NUMBERS if name in groups[0]} for _ in groups",
+             ((2, "tests/mpi/torch/test_lockstep.py"), *TORCH)),
+    Mutation("fewer workers than have saved drop what the others' compression has kept back",
+             "mpips/store/checkpoint/load.py", "if number % len(senders(layout)) == group:", "if number == group:",
+             CHECKPOINTS),
+    Mutation("a pull of what is newer leaves out what a load has brought", "mpips/store/checkpoint/load.py",
+             "        for record in there:\n            store.keys[record.key].replaced = True\n", "",
+             ((2, "tests/mpi/mpips/test_versions.py"), *CHECKPOINTS)),
+    Mutation("a job begins anew where none of its checkpoints can be read", "mpips/store/checkpoint/resume.py",
+             "    if failure is not None:\n        raise failure\n", "",
+             (*CHECKPOINTS[1:], (1, "tests/mpi/launch"))),
+    Mutation("a job that was made smaller stays so when its hosts answer again", "launch/restarts.py",
+             "changed = fitting(wanted)", "changed = fitting(options)",
+             ((0, "tests/unit/launch/test_restarts.py"), *LAUNCH)),
+    Mutation("a job of which a rank has failed ends with 0 where another ended well", "launch/running/verdict.py",
+             "        if presence.code is not None:\n            return presence.code\n        if leaver",
+             "        if leaver", ((0, "tests/unit/launch/test_verdict.py"), *LAUNCH)),
+    Mutation("the gradient of a scattered mean is that of the sum", "mpips/jax/collective.py",
+             'divisor = self.ranks if self.op == "mean" else 1', "divisor = 1", ((2, "tests/mpi/torch/test_jax.py"),)),
+    Mutation("allreduces of Horovod's that go together have the factors of the first", "mpips/horovod/negotiation.py",
+             "    return (request.op, request.prescale, request.postscale, sorted(set(request.dtypes)))\n",
+             "    return (request.op, sorted(set(request.dtypes)))\n", ((2, "tests/mpi/torch/test_horovod.py"),)),
 )  # fmt: skip
 
 
-def run(checkout: Path, ranks: int, place: str) -> bool:
-    """Return whether tests of a checkout pass, until the first that fails; a run past its limit has not."""
+def misfit(mutation: Mutation) -> str:
+    """Return the sentence of a fault that cannot be put into this checkout, or whose tests cannot run; "" if it can."""
+    file = ROOT / mutation.file
+    count = file.read_text(encoding="utf-8").count(mutation.old) if file.is_file() else 0
+    if count != 1:
+        return f"what {mutation.name!r} replaces stands {count} times in {mutation.file}, not once: adapt it"
+    for _, place in mutation.tests:
+        if not (ROOT / place).exists():
+            return f"the tests of {mutation.name!r} are not there: {place}"
+    return ""
+
+
+def python_of(place: str) -> str:
+    """Return the interpreter of tests: those of PyTorch, JAX and Horovod have one of their own."""
+    return str(TORCH_PYTHON) if place.startswith(TORCH_PLACE) else sys.executable
+
+
+def run(checkout: Path, ranks: int, place: str) -> str:
+    """Return the first test of a place that fails in a checkout, the place itself where none can be named; "" where all
+    pass. A run past its limit has failed."""
     if ranks:
         words = ["-m", "tests.run", "--stages", "mpi", "--ranks", str(ranks), "--limit", str(LIMIT), "-x", place]
     else:
-        words = ["-m", "pytest", "-q", "-x", place]
+        words = ["-m", "pytest", "-q", "--color=no", "-x", place]
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
     try:
         done = subprocess.run(
-            [sys.executable, *words], cwd=checkout, env=environment, capture_output=True, timeout=LIMIT + 30,
-            check=False,
+            [python_of(place), *words], cwd=checkout, env=environment, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, errors="replace", timeout=LIMIT + 30, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return False
-    return done.returncode == 0
+        return f"{place}, past its limit"
+    if any(line.startswith(NO_TESTS) for line in done.stdout.splitlines()):  # with an exit code that is not 0
+        print(f"no test of {place} runs on {ranks} ranks, so none sees anything", file=sys.stderr, flush=True)
+        return ""
+    if not done.returncode:
+        return ""
+    failed = FAILED.search(done.stdout)
+    return (failed[1] or f"{failed[2]}, which did not end") if failed else place
 
 
 def seen_by(mutation: Mutation) -> str:
-    """Return the first tests that see a fault; "" where none does."""
+    """Return the first test that sees a fault; "" where none does."""
     with tempfile.TemporaryDirectory(prefix="mutated") as folder:
         checkout = Path(folder, "checkout")
-        shutil.copytree(ROOT, checkout, ignore=IGNORED)
+        shutil.copytree(ROOT, checkout, symlinks=True, ignore=IGNORED)  # mpips/launch is launch, not a copy of it
         file = checkout / mutation.file
         file.write_text(file.read_text(encoding="utf-8").replace(mutation.old, mutation.new), encoding="utf-8")
         for ranks, place in mutation.tests:
-            if not run(checkout, ranks, place):
-                return f"{place}, {ranks} ranks" if ranks else place
+            if test := run(checkout, ranks, place):
+                return f"{test}, {ranks} ranks" if ranks else test
     return ""
 
 
@@ -125,20 +233,33 @@ def chosen(words: Sequence[str]) -> list[Mutation]:
     return [one for one in MUTATIONS if not words or any(word in one.name for word in words)]
 
 
+def lacks_python(mutation: Mutation) -> bool:
+    """Return whether an interpreter of its tests is missing."""
+    return not all(Path(python_of(place)).exists() for _, place in mutation.tests)
+
+
 def main() -> None:
     """Command line."""
-    table, missed = Table(title="Faults in the hot paths, and the first tests that see them"), 0
+    if wrong := [sentence for mutation in MUTATIONS if (sentence := misfit(mutation))]:
+        sys.exit("\n".join(wrong))
+    table = Table(title="Faults in what users rely on, and the first tests that see them")
+    mutations, seen = chosen(sys.argv[1:]), 0
     for title in ("fault", "in", "seen by", "seconds"):
-        table.add_column(title)
-    for mutation in chosen(sys.argv[1:]):
+        table.add_column(title, overflow="fold")
+    if any(map(lacks_python, mutations)):
+        print(f"{TORCH_PYTHON} is not there: faults whose tests need PyTorch or JAX are not tried (`make test-torch` "
+              "makes it)", file=sys.stderr, flush=True)  # fmt: skip
+    for mutation in mutations:
         begun = time.monotonic()
-        where = seen_by(mutation)
-        missed += not where
+        where = "" if lacks_python(mutation) else seen_by(mutation)
+        seen += bool(where)
+        said = where or ("NOT TRIED" if lacks_python(mutation) else "MISSED")
         seconds = time.monotonic() - begun
-        print(f"{where or 'MISSED'}: {mutation.name} ({seconds:.0f} s)", file=sys.stderr, flush=True)
-        table.add_row(mutation.name, mutation.file, where or "MISSED", f"{seconds:.0f}")
+        print(f"{said}: {mutation.name} ({seconds:.0f} s)", file=sys.stderr, flush=True)
+        table.add_row(mutation.name, mutation.file, said, f"{seconds:.0f}")
     Console(width=160).print(table)
-    sys.exit(1 if missed else 0)
+    print(f"{seen} of {len(mutations)} seen")
+    sys.exit(0 if seen == len(mutations) else 1)
 
 
 if __name__ == "__main__":
