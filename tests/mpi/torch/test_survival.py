@@ -94,8 +94,11 @@ def test_fewer_workers_go_on_as_if_they_had_begun_so(tmp_path: Path, servers: in
 
 @only_on(3)
 def test_what_is_no_death_reaches_the_caller() -> None:
-    model = network()
-    optimizer = mpips.torch.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+    """A push and a step go over communicators of their own, so the limit on waits ends them."""
+    model, store = network(), mpips.create("dist_sync", timeout_seconds=3)
+    optimizer = mpips.torch.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), store=store
+    )
     train(model, optimizer, 2, batch)
     heard = ""
     try:
