@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -102,7 +103,7 @@ MUTATIONS = (
              "                told[worker] = max(count, told.get(worker, 0))\n",
              "                told[worker] = count\n", ((0, "tests/unit/mpips/recovery/test_recover.py"), *RECOVERY)),
     Mutation("a round of all elements is undone by the rows of the one before", "mpips/store/recovery/undo.py",
-             "        words[BY_ROWS] = 0\n", "", ((0, "tests/unit/mpips/recovery/test_killed.py"), *RECOVERY)),
+             "        words[BY_ROWS] = 0\n", "", ((0, "tests/unit/mpips/recovery/test_memory.py"), *RECOVERY)),
     Mutation("a unit that is put back by a round keeps the optimizer's later step", "mpips/store/recovery/recover.py",
              "        old.go_back_to(old.undo.standings()[0][1])\n", "",
              ((0, "tests/unit/mpips/recovery/test_recover.py"), (1, "tests/mpi/mpips/test_survival.py"), *RECOVERY)),
@@ -256,7 +257,7 @@ def main() -> None:
         said = where or ("NOT TRIED" if lacks_python(mutation) else "MISSED")
         seconds = time.monotonic() - begun
         print(f"{said}: {mutation.name} ({seconds:.0f} s)", file=sys.stderr, flush=True)
-        table.add_row(mutation.name, mutation.file, said, f"{seconds:.0f}")
+        table.add_row(mutation.name, mutation.file, escape(said), f"{seconds:.0f}")
     Console(width=160).print(table)
     print(f"{seen} of {len(mutations)} seen")
     sys.exit(0 if seen == len(mutations) else 1)

@@ -221,7 +221,7 @@ def test_spares_take_the_places_of_the_dead_with_the_same_bits(roles, kind, what
     assert all(one["epoch"] for one in found)
 
 
-@pytest.mark.slow
+@pytest.mark.core(1)
 @only_on(1)
 @survivors
 @first(1, **{"roles, kind, what, step": [

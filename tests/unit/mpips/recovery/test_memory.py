@@ -11,6 +11,7 @@ from collectives import CollectiveError
 from collectives.fabric import arena
 from mpips.optimizers import SGD, Adam, Groups
 from mpips.store.recovery import memory as ledger
+from mpips.store.recovery import undo as undos
 from mpips.store.recovery.memory import (
     SEQUENCE,
     SLOT_WORDS,
@@ -101,6 +102,24 @@ def test_what_is_read_are_the_servers_own_arrays():
         undo.go_back()
         assert undo.standings() == [(1, 1)]
         assert all(np.array_equal(a, b) for a, b in zip(undo.arrays_at(False), mine, strict=True))
+
+
+@pytest.mark.parametrize("rows", [[1], [3, 0]])
+def test_a_round_of_all_elements_can_be_undone_after_one_of_rows(rows):
+    stored = np.arange(40, dtype=np.float32)
+    undo = undos.new(stored, 4, [], memoryview(np.zeros(undos.words_of(1), np.uint64)))
+    undo.open()
+    undo.keep_old_rows(np.array(rows))
+    stored.reshape(-1, 4)[rows] += 100
+    undo.close(None)
+    before = stored.copy()
+    undo.open()
+    undo.keep_old(0, len(stored))
+    stored += 1000
+    undo.close(None)
+    assert np.array_equal(undo.arrays_at(True)[0], before)
+    undo.go_back()
+    assert np.array_equal(stored, before) and undo.standings() == [(1, None)]
 
 
 def test_another_optimizer_begins_anew_and_there_is_no_way_back():

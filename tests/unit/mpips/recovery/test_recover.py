@@ -118,6 +118,15 @@ KINDS = [("dist_sync", "one"), ("mpi_sync", "one"), ("mpi_sync", "all")]
     st.sets(st.integers(0, 12)), st.sampled_from(["one", "two", "own"]), st.integers(0, 1), st.booleans(),
 )  # fmt: skip
 def test_every_key_is_what_it_was(kind, lost, optimizer, ahead, where, spares, grow):
+    see_what_it_was(kind, lost, optimizer, ahead, where, spares, grow)
+
+
+@pytest.mark.parametrize("ahead", [set(), {0, 3}])
+def test_servers_that_stay_put_units_back_by_a_round(ahead):
+    see_what_it_was(("dist_sync", "one"), set(), MOMENTUM, ahead, "one", 0, False)
+
+
+def see_what_it_was(kind, lost, optimizer, ahead, where, spares, grow):
     kind, masters = kind
     roles = ROLES._replace(spares=spares, clients=ROLES.clients if kind != "dist_sync" else split(Interval(0, 4), 4))
     lost = {rank for rank in lost if rank < roles.size}

@@ -97,6 +97,14 @@ def long_from(bytes_):
 @pytest.mark.slow
 @given(st.integers(1, 60), st.integers(1, 7), st.integers(1, 4), st.sampled_from([None, Adam(0.1)]))
 def test_several_threads_change_no_bit(size, block, threads, optimizer):
+    see_the_same_bits(size, block, threads, optimizer)
+
+
+def test_two_threads_share_a_sum():
+    see_the_same_bits(60, 7, 2, Adam(0.1))
+
+
+def see_the_same_bits(size, block, threads, optimizer):
     values = np.random.default_rng(size).normal(size=(3, WORKERS, size)).astype(np.float32)
     ends = []
     for number in (1, threads):
