@@ -50,7 +50,7 @@ class Watch:
         return self.active and self._moved < self._trained and recorder.count_communicators() <= self._groups
 
     def _see_step(self, optimizer: torch.optim.Optimizer, args: object, keywords: object) -> None:
-        if torch.compiler.is_compiling() or id(optimizer) in self._known:
+        if not self.active or torch.compiler.is_compiling() or id(optimizer) in self._known:
             return
         self._known.add(id(optimizer))
         parameters = [tensor for group in optimizer.param_groups for tensor in group["params"]]
@@ -58,7 +58,7 @@ class Watch:
         # tensors of GPUs go by another backend, and a DTensor is a part of a model that ranks share
         others = any(tensor.device.type != "cpu" or hasattr(tensor, "placements") for tensor in parameters)
         if others or self._moved >= self._trained:
-            self._stop()
+            self.active = False  # the hook stays: PyTorch is going through the hooks
 
     def _stop(self) -> None:
         self.active = False
