@@ -21,5 +21,4 @@ def end_job_on_error() -> None:
     `import mpips` does it. A program that imports `collectives` alone is left as it is, until it uses a name of mpips:
     where one of its ranks fails, the others hear of it in their next call and may go on.
     """
-    watch_process()
     install_hooks()
