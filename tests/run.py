@@ -195,11 +195,13 @@ def ruff() -> list[str]:
 
 
 def parts(stage: str, choice: Choice) -> dict[str, list[str]]:
-    """The runs of a stage that go side by side, a folder each, and the places of their tests."""
+    """The runs of a stage that go side by side, a folder each, and the places of their tests. The largest come first:
+    one that begins last is waited for alone."""
     folder = ROOT / "tests" / stage
     if choice.named:
         return {stage: []}
-    inner = sorted(path for path in folder.iterdir() if (path / "__init__.py").is_file())
+    inner = [path for path in folder.iterdir() if (path / "__init__.py").is_file()]
+    inner.sort(key=lambda path: sum(file.stat().st_size for file in path.rglob("*.py")), reverse=True)
     files = sorted(str(path.relative_to(ROOT)) for path in folder.glob("test_*.py"))
     runs = {f"{stage} {path.name}": [str(path.relative_to(ROOT))] for path in inner}
     return runs | ({stage: files} if files else {})

@@ -27,6 +27,7 @@ from mpips.training import checkpoint
 from mpips.training.batches import (
     Arrays,
     Batch,
+    Batches,
     Source,
     samples_shown,
     see_again,
@@ -279,8 +280,8 @@ def requested(
     source, workers = source_of(x, y, batch_size, seed, most=most), job.kv.num_workers + spares
     see_again(source, epochs, job.kv.layout.survives)
     see_joined(job, source)
-    if not source.joined:
-        see_enough(len(source.x), source.batch_size, workers)  # type: ignore[union-attr]
+    if isinstance(source, Arrays):
+        see_enough(len(source.x), source.batch_size, workers)
     if isinstance(callbacks, Callback) or not all(isinstance(each, Callback) for each in callbacks):
         raise TypeError(f"callbacks={callbacks!r}: give a list of mpips.training.Callback objects")
     if resume is not None:
@@ -333,9 +334,9 @@ def words_of(request: Request | None, resume: object) -> list[tuple[str, str]]:
     if request is None:
         return [given]
     source = request.source
-    arrays = [("steps", str(source.steps(1)))] if source.joined else [
-        ("x", str(source.x.shape)), ("y", str(source.y.shape)),  # type: ignore[union-attr]
-        ("batch_size", str(source.batch_size)), ("seed", str(source.seed)),  # type: ignore[union-attr]
+    arrays = [("steps", str(source.steps(1)))] if isinstance(source, Batches) else [
+        ("x", str(source.x.shape)), ("y", str(source.y.shape)),
+        ("batch_size", str(source.batch_size)), ("seed", str(source.seed)),
     ]  # fmt: skip
     return [*arrays, ("batches", str(source.joined)), ("epochs", str(request.epochs)), *test_words(request.test),
             ("callbacks", hooks.words_of(request.callbacks)), given]

@@ -120,11 +120,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def outside(installed: Path, code: str) -> str:
-    """What `code` prints, run outside the repository on the installed project."""
-    environment = {"PYTHONPATH": str(installed), "PATH": "/usr/bin:/bin", "HOME": str(installed)}
+def outside(home: Path, code: str) -> str:
+    """What `code` prints where the project is found in this folder alone."""
+    environment = {"PYTHONPATH": str(home), "PATH": "/usr/bin:/bin", "HOME": str(home)}
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=installed, env=environment, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -142,6 +142,7 @@ def test_installed_outside_the_repository(installed: Path, package: str) -> None
     assert not missing, f"not in the installed package: {missing}"
 
 
+@pytest.mark.slow
 def test_the_page_of_the_package_leads_nowhere_into_the_clone(installed: Path) -> None:
     (metadata,) = installed.glob("mpips-*.dist-info/METADATA")
     text = metadata.read_text(encoding="utf-8")
@@ -175,19 +176,21 @@ print(collectives.WHOSE, WHOSE, schedule.__name__, this_machine.__module__)
 
 
 @pytest.mark.parametrize("words", [["train.py"], ["train.py", "first"], ["-m", "mpips", "train.py"], ["-m", "train"]])
-@pytest.mark.parametrize("where", ["installed", "clone"])
+@pytest.mark.parametrize("where", [pytest.param("installed", marks=pytest.mark.slow), "clone"])
 def test_files_of_the_program_may_have_the_names_of_our_packages(
-    installed: Path, tmp_path: Path, words: list[str], where: str
+    request: pytest.FixtureRequest, tmp_path: Path, words: list[str], where: str
 ) -> None:
     for name, text in OF_THE_PROGRAM.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    environment = {"PYTHONPATH": str(installed if where == "installed" else ROOT), "PATH": "/usr/bin:/bin"}
+    home = request.getfixturevalue("installed") if where == "installed" else ROOT
+    environment = {"PYTHONPATH": str(home), "PATH": "/usr/bin:/bin"}
     command = [sys.executable, *words]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180)
     assert done.stdout.split() == ["program", "program", "mpips.collectives.schedule", "mpips.launch.machine"], done
 
 
+@pytest.mark.slow
 def test_the_outer_names_are_other_names_of_the_same_modules(installed: Path) -> None:
     code = (
         "import collectives.errors, launch.machine, mpips.collectives.errors as inner; "
@@ -197,9 +200,9 @@ def test_the_outer_names_are_other_names_of_the_same_modules(installed: Path) ->
     assert sorted(path.name for path in (installed / "collectives").glob("*.py")) == ["__init__.py"]
 
 
-def test_the_launcher_starts_neither_mpi_nor_numpy(installed: Path) -> None:
+def test_the_launcher_starts_neither_mpi_nor_numpy() -> None:
     code = "import sys, launch.cli, launch.run; print([m for m in ('mpi4py.MPI', 'numpy') if m in sys.modules])"
-    assert outside(installed, code) == "[]"
+    assert outside(ROOT, code) == "[]"
 
 
 @pytest.mark.slow

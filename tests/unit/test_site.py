@@ -101,6 +101,7 @@ def test_the_site_builds_and_has_every_page(site: Path) -> None:
     assert all((site / page).is_file() for page in pages)
 
 
+@pytest.mark.slow
 def test_the_site_fetches_nothing_from_elsewhere(site: Path) -> None:
     pages = list(site.rglob("*.html"))
     assert len(pages) > 50
@@ -108,6 +109,7 @@ def test_the_site_fetches_nothing_from_elsewhere(site: Path) -> None:
     assert [foreign.findall(page.read_text(encoding="utf-8")) for page in pages] == [[]] * len(pages)
 
 
+@pytest.mark.slow
 def test_buttons_copy_commands_without_prompts_and_output(site: Path) -> None:
     """The theme takes `data-copy` of what is around the code, where there is one."""
     text = (site / "tutorial" / "first-training.html").read_text(encoding="utf-8")
