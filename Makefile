@@ -43,7 +43,7 @@ test-all: ## everything, before a release: both MPIs on 1 to 7 ranks, every Pyth
 	$(BIN)/python -m tests.pythons
 	[ ! -x .venv-torch/bin/python ] || $(TEST_TORCH) --part all
 
-lint: ## ruff and mypy on what git tracks
+lint: ## ruff, its formatter and mypy on what git tracks
 	$(VENV) --extra test --extra fast
 	$(BIN)/python -m tests.run --stages lint
 

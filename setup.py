@@ -41,7 +41,6 @@ SOURCE = Path(__file__).parent / "mpips" / "__init__.py"
 VERSION = SOURCE.read_text(encoding="utf-8").partition('__version__ = "')[2].partition('"')[0]
 
 
-
 class BuildWithDoors(build_py):
     """Leaves out of the outer packages what mpips has."""
 

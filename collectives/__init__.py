@@ -50,9 +50,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "plan": "plan", "Plan": "plan", "empty": "fabric.arena", "renew": "communicator",
-    "CollectiveError": "errors", "MismatchError": "errors", "StallError": "errors",
-}  # fmt: skip
+    "plan": "plan",
+    "Plan": "plan",
+    "empty": "fabric.arena",
+    "renew": "communicator",
+    "CollectiveError": "errors",
+    "MismatchError": "errors",
+    "StallError": "errors",
+}
 
 
 class _Package(ModuleType):

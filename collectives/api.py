@@ -76,9 +76,7 @@ def _call(
     return made.result_of(x, out)
 
 
-def _plan(
-    home: Communicator, kind: str, x: Array, op: str, algorithm: str, out: Array, root: int, label: str
-) -> Plan:
+def _plan(home: Communicator, kind: str, x: Array, op: str, algorithm: str, out: Array, root: int, label: str) -> Plan:
     def make() -> Plan:
         return compile_plan(home, kind, x, op, algorithm, out, root, Tags(home.lanes), label)
 
@@ -125,8 +123,13 @@ def _kept(home: Communicator, call: tuple[Any, ...], x: Array, out: Array, make:
 
 
 def allreduce(
-    x: Array, comm: MPI.Comm | None = None, op: str = "sum", algorithm: str = "auto", out: Array = None,
-    *, label: str = "",
+    x: Array,
+    comm: MPI.Comm | None = None,
+    op: str = "sum",
+    algorithm: str = "auto",
+    out: Array = None,
+    *,
+    label: str = "",
 ) -> Array:
     """The reduction of all ranks' x, on all ranks: x[n] -> out[n]. Collective, blocking.
 
@@ -157,8 +160,13 @@ def allreduce(
 
 
 def reduce_scatter(
-    x: Array, comm: MPI.Comm | None = None, op: str = "sum", algorithm: str = "auto", out: Array = None,
-    *, label: str = "",
+    x: Array,
+    comm: MPI.Comm | None = None,
+    op: str = "sum",
+    algorithm: str = "auto",
+    out: Array = None,
+    *,
+    label: str = "",
 ) -> Array:
     """This rank's block of the reduction of all ranks' x: x[n] -> out[block]. Collective, blocking.
 
@@ -186,8 +194,13 @@ def allgather(
 
 
 def broadcast(
-    x: Array, comm: MPI.Comm | None = None, root: int = 0, algorithm: str = "auto", out: Array = None,
-    *, label: str = "",
+    x: Array,
+    comm: MPI.Comm | None = None,
+    root: int = 0,
+    algorithm: str = "auto",
+    out: Array = None,
+    *,
+    label: str = "",
 ) -> Array:
     """The root's x, on all ranks: x[n] of rank `root` -> out[n]. Collective, blocking.
 

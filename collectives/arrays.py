@@ -107,8 +107,10 @@ def host(x: Array, name: str = "x") -> Vector:
 def see_unmasked(x: Array, name: str) -> None:
     """TypeError where some elements are masked away: what lies below a mask is no number of anybody's."""
     if isinstance(x, np.ma.MaskedArray):
-        raise TypeError(f"{name} is a masked array, whose mask would be lost: pass its filled(...), with a number for "
-                        "what is masked")
+        raise TypeError(
+            f"{name} is a masked array, whose mask would be lost: pass its filled(...), with a number for "
+            "what is masked"
+        )
 
 
 def _of_torch(x: Array, name: str) -> Vector:

@@ -160,8 +160,10 @@ class Communicator:
         before = self.caller
         if self.inside:
             rank, one, other = self.names[self.rank], thread_name(thread), thread_name(before)
-            error = CollectiveError(f"rank {rank}: thread {one!r} calls {what} while thread {other!r} is in a call "
-                                    f"on the same communicator: {ONE_THREAD}")  # fmt: skip
+            error = CollectiveError(
+                f"rank {rank}: thread {one!r} calls {what} while thread {other!r} is in a call "
+                f"on the same communicator: {ONE_THREAD}"
+            )
             raise self.fail(what, error)
         self.caller = thread
         here = threading.current_thread()

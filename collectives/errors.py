@@ -97,7 +97,7 @@ ELSEWHERE = {"lr": "learning_rate", "eps": "epsilon", "betas": "beta1", "avg": "
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """" (did you mean 'x'?)", to stand behind a word that is not known; "" where no known one is like it."""
+    """ " (did you mean 'x'?)", to stand behind a word that is not known; "" where no known one is like it."""
     if not isinstance(word, str):
         return ""
     names, own = list(known), ELSEWHERE.get(word.lower())
@@ -112,7 +112,9 @@ class Uncopied:
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Raise TypeError: called by `copy` and `pickle`."""
-        raise of_caller(TypeError(
-            f"{type(self).__name__} objects cannot be copied or pickled: they hold memory and communicators of this "
-            "process; pass the object itself, and save values by its own calls"
-        ))  # fmt: skip
+        raise of_caller(
+            TypeError(
+                f"{type(self).__name__} objects cannot be copied or pickled: they hold memory and communicators of "
+                "this process; pass the object itself, and save values by its own calls"
+            )
+        )

@@ -83,8 +83,17 @@ def compile_group(
     for source in sources:
         operation(op, source.dtype)
     text = f"{len(sources)} arrays ({', '.join(f'{flat.n} {type_name(flat.dtype)}' for flat in sources)}), {op}"
-    raw = GroupCall("allreduce", sum(_nbytes(flat) for flat in sources), np.dtype(np.uint8), None, 0, algorithm,
-                    home.size, label, arrays=text)  # fmt: skip
+    raw = GroupCall(
+        "allreduce",
+        sum(_nbytes(flat) for flat in sources),
+        np.dtype(np.uint8),
+        None,
+        0,
+        algorithm,
+        home.size,
+        label,
+        arrays=text,
+    )
     pairs = [pair for pair in _apart([*zip(sources, targets)], kept) if pair.source.n]
     on_node = chosen(home, raw, algorithm) == "shared_memory"
     runner = (_on_node if on_node else _over_messages)(home, raw, op, pairs)
@@ -101,8 +110,10 @@ def _flats(x: Sequence[Any], out: Sequence[Any] | None) -> tuple[list[Flat], lis
     targets = [user_arrays.flat(user_arrays.host(one, f"out[{i}]"), f"out[{i}]", True) for i, one in enumerate(out)]
     for i, (source, target) in enumerate(zip(sources, targets)):
         if (source.n, source.dtype) != (target.n, target.dtype):
-            raise ValueError(f"arrays[{i}] has {source.n} {type_name(source.dtype)} and out[{i}] {target.n} "
-                             f"{type_name(target.dtype)}: give both the same size and type")  # fmt: skip
+            raise ValueError(
+                f"arrays[{i}] has {source.n} {type_name(source.dtype)} and out[{i}] {target.n} "
+                f"{type_name(target.dtype)}: give both the same size and type"
+            )
     return sources, targets
 
 
@@ -115,8 +126,10 @@ def _kept(sources: Sequence[Flat], blocks: Sequence[Any] | None) -> list[tuple[F
             continue
         found = user_arrays.flat(block, f"blocks[{i}]", True)
         if (found.n, found.dtype) != (source.n, source.dtype):
-            raise ValueError(f"blocks[{i}] has {found.n} {type_name(found.dtype)} and arrays[{i}] {source.n} "
-                             f"{type_name(source.dtype)}: give both the same size and type")  # fmt: skip
+            raise ValueError(
+                f"blocks[{i}] has {found.n} {type_name(found.dtype)} and arrays[{i}] {source.n} "
+                f"{type_name(source.dtype)}: give both the same size and type"
+            )
         kept.append((found,))
     return kept
 

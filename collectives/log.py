@@ -126,9 +126,13 @@ def _stamp(record: logging.LogRecord) -> bool:
         place.name = place.name or (f"rank {place.rank}" if place.rank >= 0 else "")
     said = record.getMessage()
     vars(record).update(
-        rank=place.rank, role=place.role, generation=place.generation, step=place.step, said=said,
+        rank=place.rank,
+        role=place.role,
+        generation=place.generation,
+        step=place.step,
+        said=said,
         since=time.monotonic() - _began,
-    )  # fmt: skip
+    )
     if place.name:
         record.msg, record.args = f"{place.name}: {said}", ()
     return True
@@ -172,15 +176,19 @@ class JsonLines(logging.Formatter):
         """Return the line of a record; what is not known is left out."""
         record = cast("Stamped", record)
         found = {
-            "time": _time(record), "level": record.levelname.lower(), "logger": record.name,
-            "host": socket.gethostname(), "pid": record.process,
+            "time": _time(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "host": socket.gethostname(),
+            "pid": record.process,
             **({"rank": record.rank} if record.rank >= 0 else {"process": place.name} if place.name else {}),
             **({"role": record.role} if record.role else {}),
             **({"generation": record.generation} if record.generation >= 0 else {}),
             **({"step": record.step} if record.step >= 0 else {}),
-            "seconds": round(record.since, 6), "message": record.said,
+            "seconds": round(record.since, 6),
+            "message": record.said,
             **({"error": self.formatException(record.exc_info)} if record.exc_info else {}),
-        }  # fmt: skip
+        }
         return json.dumps(found, ensure_ascii=False)
 
 
@@ -220,8 +228,11 @@ class Folder(logging.Handler):
             os.write(self._file, f"{self.format(record)}\n".encode(errors="replace"))
         except OSError as error:
             self._lost = True
-            print(f"mpips: {FOLDER_VARIABLE}={self._folder}: the log is not written any more: {error.strerror}",
-                  file=sys.stderr, flush=True)  # fmt: skip
+            print(
+                f"mpips: {FOLDER_VARIABLE}={self._folder}: the log is not written any more: {error.strerror}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _open(self, name: str) -> None:
         if self._file >= 0:

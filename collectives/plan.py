@@ -257,8 +257,10 @@ def _call(
     draft = Call(kind, n, x.dtype, reduction, root if kind in ROOTED else 0, "auto", home.size)
     wanted = (draft.n, draft.n) if in_place else draft.sizes(home.rank)
     if (x.size, out.size) != wanted:
-        raise ValueError(f"x and out have {x.size} and {out.size} elements: {kind} of {n} between {home.size} ranks "
-                         f"needs {wanted[0]} and {wanted[1]} on rank {home.rank}")
+        raise ValueError(
+            f"x and out have {x.size} and {out.size} elements: {kind} of {n} between {home.size} ranks "
+            f"needs {wanted[0]} and {wanted[1]} on rank {home.rank}"
+        )
     if kind == "alltoall" and in_place and n % home.size:
         raise ValueError(f"alltoall in place of {n} elements needs a multiple of {home.size}: pass out=")
     return Call(kind, n, x.dtype, reduction, draft.root, chosen(home, draft, algorithm), home.size, label)

@@ -24,9 +24,7 @@ from mpips.collectives.recorder.ring import Ring, form
 from mpips.collectives.schedule import catalog
 from mpips.collectives.schedule.model import Schedule
 
-UNEVEN = (
-    "hierarchical needs nodes with equal numbers of ranks, neighbours in rank: choose another algorithm, or auto"
-)
+UNEVEN = "hierarchical needs nodes with equal numbers of ranks, neighbours in rank: choose another algorithm, or auto"
 DOUBLING_BYTES = 32 << 10
 """Up to here recursive_doubling, of which every step takes the whole vector, is taken for faster than halving."""
 LOOKS = 4  # for notes: MPICH finds in one what the one before has fetched

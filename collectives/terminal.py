@@ -39,9 +39,17 @@ HEADER_WIDTH = 9  # letters after which a number's header goes on below
 NAME_WIDTH = 24  # letters of a name that stay on one line
 UNBOUNDED = 10_000  # columns
 UNITS = {
-    "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
-}  # fmt: skip
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
 MOST_BYTES = 10**18
 """Bytes, so that counts of them fit 64-bit integers."""
 

@@ -68,8 +68,10 @@ def main(words: argparse.Namespace) -> None:
         trainer.step()
         if rank == 0 and trainer.steps % words.every == 0:
             seconds = time.perf_counter() - begun
-            print(f"step {trainer.steps}: loss {test_loss(model, test):.3f}, {seconds:.1f} s from step {first} on",
-                  flush=True)  # fmt: skip
+            print(
+                f"step {trainer.steps}: loss {test_loss(model, test):.3f}, {seconds:.1f} s from step {first} on",
+                flush=True,
+            )
     trainer.share()
     trainer.close()
 

@@ -22,9 +22,11 @@ def begin(hidden: int = 128) -> Weights:
     """Two dense layers."""
     first, second = jax.random.split(jax.random.key(0))
     return {
-        "w1": jax.random.normal(first, (64, hidden)) / 8, "b1": jnp.zeros(hidden),
-        "w2": jax.random.normal(second, (hidden, 10)) / hidden**0.5, "b2": jnp.zeros(10),
-    }  # fmt: skip
+        "w1": jax.random.normal(first, (64, hidden)) / 8,
+        "b1": jnp.zeros(hidden),
+        "w2": jax.random.normal(second, (hidden, 10)) / hidden**0.5,
+        "b2": jnp.zeros(10),
+    }
 
 
 def logits(weights: Weights, x: jax.Array) -> jax.Array:

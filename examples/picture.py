@@ -49,8 +49,16 @@ def label(result: dict[str, Any]) -> str:
 def decorate(axes: Axes, target: float, title: str) -> None:
     """Axes, the target, and the legend, which doubles as a table."""
     axes.axhline(target, color="#a0aec0", linewidth=1)
-    axes.annotate(f"target {target}", (1, target), xycoords=("axes fraction", "data"), xytext=(-4, 3),
-                  textcoords="offset points", ha="right", fontsize=8, color="#718096")  # fmt: skip
+    axes.annotate(
+        f"target {target}",
+        (1, target),
+        xycoords=("axes fraction", "data"),
+        xytext=(-4, 3),
+        textcoords="offset points",
+        ha="right",
+        fontsize=8,
+        color="#718096",
+    )
     axes.set(
         xlabel="seconds of training (log scale), from the first epoch on",
         ylabel="test accuracy",
@@ -63,9 +71,21 @@ def decorate(axes: Axes, target: float, title: str) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     legend = axes.legend(
-        loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, prop={"family": "monospace", "size": 9},
-        title="     mode     accuracy    time", alignment="left",
-    )  # fmt: skip
+        loc="center left",
+        bbox_to_anchor=(1, 0.5),
+        frameon=False,
+        prop={"family": "monospace", "size": 9},
+        title="     mode     accuracy    time",
+        alignment="left",
+    )
     legend.get_title().set(family="monospace", size=9)
-    axes.annotate(textwrap.fill(SERIAL, 44, break_on_hyphens=False), (1, 0), xycoords="axes fraction", xytext=(12, 0),
-                  textcoords="offset points", va="bottom", fontsize=8, color="#718096")  # fmt: skip
+    axes.annotate(
+        textwrap.fill(SERIAL, 44, break_on_hyphens=False),
+        (1, 0),
+        xycoords="axes fraction",
+        xytext=(12, 0),
+        textcoords="offset points",
+        va="bottom",
+        fontsize=8,
+        color="#718096",
+    )

@@ -52,8 +52,9 @@ def lines(data: str, name: str) -> list[str]:
     found = None if data else importlib.util.find_spec("recbole")
     folder = Path(data) if found is None else Path(str(found.origin)).parents[1] / FOLDER
     if not data and found is None:
-        raise SystemExit("MovieLens 100k comes with recbole: pip download --no-deps recbole==1.2.1, and give the wheel "
-                         "by --data")  # fmt: skip
+        raise SystemExit(
+            "MovieLens 100k comes with recbole: pip download --no-deps recbole==1.2.1, and give the wheel by --data"
+        )
     if folder.suffix == ".whl":
         with zipfile.ZipFile(folder) as wheel, wheel.open(f"{FOLDER}/{name}") as file:
             return io.TextIOWrapper(file, "utf-8").read().splitlines()[1:]
@@ -104,9 +105,16 @@ def error(model: nn.Module, ratings: Ratings, which: Tensor) -> float:
 
 
 def train(
-    net: nn.Module, forward: nn.Module, optimizers: Sequence[Any], ratings: Ratings, epochs: int, size: int, rank: int,
-    workers: int, prefetch: Callable[[Tensor], None] = lambda batch: None,
-) -> list[tuple[float, float]]:  # fmt: skip
+    net: nn.Module,
+    forward: nn.Module,
+    optimizers: Sequence[Any],
+    ratings: Ratings,
+    epochs: int,
+    size: int,
+    rank: int,
+    workers: int,
+    prefetch: Callable[[Tensor], None] = lambda batch: None,
+) -> list[tuple[float, float]]:
     """Train; after each epoch the error on ratings that were not trained on, and seconds since the beginning."""
     mixed = torch.randperm(len(ratings.stars), generator=torch.Generator().manual_seed(1))
     test, seen = mixed[: len(mixed) // 10], mixed[len(mixed) // 10 :]

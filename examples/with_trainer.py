@@ -6,7 +6,6 @@ mpips run --servers 1 --workers 4 examples/with_trainer.py --kind dist_sync --ch
 A job that was killed goes on from its last checkpoint when it is started again.
 """
 
-
 import mpips
 from mpips.mlp import MLP
 from mpips.optimizers import Cosine
@@ -24,10 +23,14 @@ def main(kind: str, elastic: bool, epochs: int, checkpoints: str = "") -> float:
     model = MLP((64, 256, 10), loss="softmax", empty=mpips.empty)
     steps = epochs * (len(x) // (BATCH_SIZE * kv.num_workers))  # the rate falls along half a cosine over all steps
     trainer = mpips.Trainer(
-        model, kv, "sgd", learning_rate=Cosine(0.05, steps), momentum=0.9,
+        model,
+        kv,
+        "sgd",
+        learning_rate=Cosine(0.05, steps),
+        momentum=0.9,
         elastic=Elastic(alpha=0.5) if elastic else None,
         metrics={"accuracy": lambda outputs, y: outputs.argmax(axis=1) == y},
-    )  # fmt: skip
+    )
 
     def report(epoch: Epoch) -> None:
         if kv.rank == 0:
@@ -38,9 +41,15 @@ def main(kind: str, elastic: bool, epochs: int, checkpoints: str = "") -> float:
     if checkpoints:
         callbacks.append(Checkpoint(checkpoints, every=50))
     history = trainer.fit(
-        x, y, batch_size=BATCH_SIZE, epochs=epochs, test=(test[0], test[1]), callbacks=callbacks, on_epoch=report,
+        x,
+        y,
+        batch_size=BATCH_SIZE,
+        epochs=epochs,
+        test=(test[0], test[1]),
+        callbacks=callbacks,
+        on_epoch=report,
         resume=checkpoints or None,
-    )  # fmt: skip
+    )
     kv.close()
     return history[-1].accuracy or 0.0
 

@@ -20,9 +20,18 @@ if TYPE_CHECKING:
     from mpips.launch.mpirun import FULL_DUPLEX, NAMES, Job, Launcher, LauncherError, Machine, build, find, program
 
 __all__ = [
-    "FULL_DUPLEX", "NAMES", "Job", "Launcher", "LauncherError", "Machine", "build", "check_room", "find", "program",
+    "FULL_DUPLEX",
+    "NAMES",
+    "Job",
+    "Launcher",
+    "LauncherError",
+    "Machine",
+    "build",
+    "check_room",
+    "find",
+    "program",
     "this_machine",
-]  # fmt: skip
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -59,21 +59,23 @@ INTEL = ': "${I_MPI_PMI_LIBRARY:?must be the path of the libpmi2.so of Slurm, by
 def request_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options of a batch script, the same for all schedulers."""
     for option in (
-        click.option("--requeue", is_flag=True,
-                     help="Start again where the scheduler ends the job, or loses a node; needs --checkpoint."),
+        click.option(
+            "--requeue",
+            is_flag=True,
+            help="Start again where the scheduler ends the job, or loses a node; needs --checkpoint.",
+        ),
         save_options,
         spares_option,
         click.option("--mpi", type=click.Choice(list(NAMES)), help="The MPI there; default: the one here."),
         click.option("--name", default="mpips", show_default=True, help="Name of the job."),
         click.option("--account", help="Account or project that pays."),
         click.option("--queue", help="Queue or partition."),
-        click.option("--gpus", "gpus_per_node", type=Whole(0), default=0, show_default=True,
-                     help="GPUs of each node."),
+        click.option("--gpus", "gpus_per_node", type=Whole(0), default=0, show_default=True, help="GPUs of each node."),
         click.option("--cores", "cores_per_rank", **COUNT, help="Cores of each rank."),
         click.option("--minutes", **{**COUNT, "default": 60}, help="Time limit."),
         click.option("-N", "--nodes", **COUNT, help="Nodes of the job."),
         role_options,
-    ):  # fmt: skip
+    ):
         command = option(command)
     return command
 
@@ -98,21 +100,39 @@ def _add_scheduler(scheduler: str) -> None:
     """Add the command of one scheduler to the group."""
 
     @command.command(
-        scheduler, cls=Interruptible, epilog=format_examples(USES[scheduler]), context_settings=dict(BEFORE_A_SCRIPT),
+        scheduler,
+        cls=Interruptible,
+        epilog=format_examples(USES[scheduler]),
+        context_settings=dict(BEFORE_A_SCRIPT),
         help=f"Write a batch script for {NAMED[scheduler]} that runs SCRIPT.py ARGS with servers and workers.",
-    )  # fmt: skip
+    )
     @request_options
     @script_argument
     def write(
-        mpi: str | None, servers: int, clients: int, workers: int | None, ranks: int | None, masters: str,
-        words: tuple[str, ...], checkpoint: str | None, every: int | None, tries: int, spares: int | None,
+        mpi: str | None,
+        servers: int,
+        clients: int,
+        workers: int | None,
+        ranks: int | None,
+        masters: str,
+        words: tuple[str, ...],
+        checkpoint: str | None,
+        every: int | None,
+        tries: int,
+        spares: int | None,
         **wanted: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         workers = workers_of(ranks, workers, servers)
         try:
-            options = Options(servers=servers, clients=clients, workers=workers, masters=masters,
-                              checkpoint=checkpoint or "", every=every or 0,
-                              spares=-1 if spares is None else spares)  # fmt: skip
+            options = Options(
+                servers=servers,
+                clients=clients,
+                workers=workers,
+                masters=masters,
+                checkpoint=checkpoint or "",
+                every=every or 0,
+                spares=-1 if spares is None else spares,
+            )
             check_saves(options)
             if mpi:
                 flavour = cast(Flavour, mpi)

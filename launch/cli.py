@@ -41,69 +41,95 @@ def _collective(case: str, summary: str, *lines: str) -> Sub:
 
 COMMANDS = {
     "run": Sub(
-        "mpips.launch.run", "Start a script as one MPI job of workers and servers.",
+        "mpips.launch.run",
+        "Start a script as one MPI job of workers and servers.",
         ("mpips run -w 4 train.py --lr 0.1", "mpips run -n 6 -s 2 --hostfile hosts train.py    # 4 workers, 2 servers"),
     ),
     "doctor": Sub(
-        "mpips.launch.doctor.__main__", "Check Python, MPI, memory, GPU, cores, scheduler and network.",
+        "mpips.launch.doctor.__main__",
+        "Check Python, MPI, memory, GPU, cores, scheduler and network.",
         ("mpips doctor", "srun -n 4 mpips doctor    # inside an allocation"),
     ),
     "script": Sub(
-        "mpips.launch.batch", "Write a batch script for Slurm, LSF or PBS.",
+        "mpips.launch.batch",
+        "Write a batch script for Slurm, LSF or PBS.",
         ("mpips script slurm -N 4 -s 2 -w 14 train.py > job.sh", "mpips script pbs -N 2 -n 8 -m my.module > job.sh"),
     ),
     "train": Sub(
-        "mpips.mlp.__main__", "Train an MLP on a mesh of data and tensor parallel ranks.",
-        ("mpips train -n 4 --data digits --hidden 512,512 --grid 2x2",
-         "mpips train -n 4 --data table.csv --target price --grid auto --explain"),
+        "mpips.mlp.__main__",
+        "Train an MLP on a mesh of data and tensor parallel ranks.",
+        (
+            "mpips train -n 4 --data digits --hidden 512,512 --grid 2x2",
+            "mpips train -n 4 --data table.csv --target price --grid auto --explain",
+        ),
         ranked=True,
     ),
     "tune": Sub(
-        "mpips.collectives.tuner.tune", "Measure which algorithm is fastest here, for `auto`.",
-        ("mpips tune -n 4", "mpips tune -n 4 --dry-run"), ranked=True,
+        "mpips.collectives.tuner.tune",
+        "Measure which algorithm is fastest here, for `auto`.",
+        ("mpips tune -n 4", "mpips tune -n 4 --dry-run"),
+        ranked=True,
     ),
     "sim": Sub(
-        "mpips.collectives.simulator.__main__", "Simulate an algorithm on a topology.",
+        "mpips.collectives.simulator.__main__",
+        "Simulate an algorithm on a topology.",
         ("mpips sim --topology bcube:3,2 --algorithms bcube,ring --bytes 4MiB",),
     ),
     "plan": Sub(
-        "mpips.overlap.__main__", "Group layers for overlap, from a profile.",
+        "mpips.overlap.__main__",
+        "Group layers for overlap, from a profile.",
         ("mpips plan profile.json --nodes 8", "mpips plan --model resnet50 --nodes 4:64 --plot plan.png"),
     ),
     "why": Sub(
-        "mpips.launch.observe.__main__", "Say why a job stands: who waits for whom, and where that rank is.",
-        ("mpips why", "mpips why 4711 --json"), case="why",
+        "mpips.launch.observe.__main__",
+        "Say why a job stands: who waits for whom, and where that rank is.",
+        ("mpips why", "mpips why 4711 --json"),
+        case="why",
     ),
     "top": Sub(
-        "mpips.launch.observe.__main__", "Show the ranks of a running job.", ("mpips top", "mpips top 4711 --once"),
+        "mpips.launch.observe.__main__",
+        "Show the ranks of a running job.",
+        ("mpips top", "mpips top 4711 --once"),
         case="top",
     ),
     "page": Sub(
-        "mpips.launch.observe.__main__", "Serve a live page of a job for a browser.",
-        ("mpips page", "mpips page 4711 --port 8080"), case="page",
+        "mpips.launch.observe.__main__",
+        "Serve a live page of a job for a browser.",
+        ("mpips page", "mpips page 4711 --port 8080"),
+        case="page",
     ),
     "trace": Sub(
-        "mpips.launch.observe.__main__", "Write one timeline of all ranks of a running job.",
-        ("mpips trace --seconds 5", "mpips trace 4711 -o step.json"), case="trace",
+        "mpips.launch.observe.__main__",
+        "Write one timeline of all ranks of a running job.",
+        ("mpips trace --seconds 5", "mpips trace 4711 -o step.json"),
+        case="trace",
     ),
     "metrics": Sub(
-        "mpips.launch.observe.__main__", "Export metrics of jobs for Prometheus.",
-        ("mpips metrics --port 9477", "mpips metrics --dir /var/lib/node_exporter"), case="metrics",
+        "mpips.launch.observe.__main__",
+        "Export metrics of jobs for Prometheus.",
+        ("mpips metrics --port 9477", "mpips metrics --dir /var/lib/node_exporter"),
+        case="metrics",
     ),
     "chaos": Sub(
-        "mpips.chaos.__main__", "Make faults in a running job by a plan, and report.",
-        ("mpips chaos --faults 3 --every 5 --save plan.json -- mpips run -w 4 -s 2 --spares 3 train.py",
-         "mpips chaos --replay plan.json --reference -- mpips run -w 4 train.py"),
+        "mpips.chaos.__main__",
+        "Make faults in a running job by a plan, and report.",
+        (
+            "mpips chaos --faults 3 --every 5 --save plan.json -- mpips run -w 4 -s 2 --spares 3 train.py",
+            "mpips chaos --replay plan.json --reference -- mpips run -w 4 train.py",
+        ),
     ),
     "lab": Sub(
-        "mpips.launch.lab.__main__", "An emulated cluster on this machine.",
+        "mpips.launch.lab.__main__",
+        "An emulated cluster on this machine.",
         ("mpips lab up star:4 --rate 100mbit", "mpips lab run -n 4 -- python -m collectives.benchmark allreduce"),
     ),
-}  # fmt: skip
+}
 BENCHES = {
     "allreduce": _collective(
-        "allreduce", "Time sums over all ranks.",
-        "mpips bench allreduce -n 4", "mpips bench allreduce -n 4 --sizes 8,1KiB,1MiB --algorithms auto,ring --check",
+        "allreduce",
+        "Time sums over all ranks.",
+        "mpips bench allreduce -n 4",
+        "mpips bench allreduce -n 4 --sizes 8,1KiB,1MiB --algorithms auto,ring --check",
     ),
     "reduce_scatter": _collective(
         "reduce_scatter", "Time sums of which every rank gets a block.", "mpips bench reduce_scatter -n 4 --sizes 1MiB"
@@ -119,19 +145,23 @@ BENCHES = {
         "iallreduce", "How much of an allreduce hides behind compute.", "mpips bench iallreduce -n 2 --sizes 4MiB"
     ),
     "kvstore": Sub(
-        "mpips.bench.kvstore", "Time push and pull of the store.",
+        "mpips.bench.kvstore",
+        "Time push and pull of the store.",
         ("mpips bench kvstore -n 3 --servers 1", "mpips bench kvstore -n 3 --sizes 1KiB --keys 160 --json rows.json"),
         ranked=True,
     ),
     "optimizers": Sub(
-        "mpips.bench.optimizers", "Time optimizer updates, beside PyTorch's.",
+        "mpips.bench.optimizers",
+        "Time optimizer updates, beside PyTorch's.",
         ("mpips bench optimizers", "mpips bench optimizers --elements 1000000 --repeats 15"),
     ),
     "mlp": Sub(
-        "mpips.bench.mlp", "Time steps of an MLP, beside PyTorch's.",
-        ("mpips bench mlp", "mpips bench mlp -n 2 --grid 1x2 --batch 1000 --width 4096"), ranked=True,
+        "mpips.bench.mlp",
+        "Time steps of an MLP, beside PyTorch's.",
+        ("mpips bench mlp", "mpips bench mlp -n 2 --grid 1x2 --batch 1000 --width 4096"),
+        ranked=True,
     ),
-}  # fmt: skip
+}
 HELP = ["-h", "--help"]
 
 
@@ -269,9 +299,22 @@ bench = Commands(
     context_settings={"help_option_names": HELP},
 )
 _ORDER = (
-    "run", "doctor", "script", "train", "bench", "tune", "sim", "plan", "chaos", "lab", "why", "top", "page", "trace",
+    "run",
+    "doctor",
+    "script",
+    "train",
+    "bench",
+    "tune",
+    "sim",
+    "plan",
+    "chaos",
+    "lab",
+    "why",
+    "top",
+    "page",
+    "trace",
     "metrics",
-)  # fmt: skip
+)
 
 
 @click.command(

@@ -188,8 +188,11 @@ def _lacks_shared_memory(launcher: Launcher, ranks: int) -> Iterator[Hindrance]:
     if not os.access(SHARED, os.W_OK | os.X_OK):
         if open_mpi:
             return
-        yield Hindrance(str(SHARED), f"nothing can be written to {SHARED}, in which ranks of {mpi} meet",
-                        "mount it for writing (docker run without --read-only, or with --tmpfs /dev/shm)")  # fmt: skip
+        yield Hindrance(
+            str(SHARED),
+            f"nothing can be written to {SHARED}, in which ranks of {mpi} meet",
+            "mount it for writing (docker run without --read-only, or with --tmpfs /dev/shm)",
+        )
         return
     held = os.statvfs(SHARED)
     free = held.f_bavail * held.f_frsize
@@ -257,11 +260,17 @@ def find_leftovers(searched: tuple[LeftoverKind, ...]) -> list[dict[str, object]
     """Return what of each kind lies there, is this user's, and no process has open: JSON-serialisable."""
     sizes = _measure_unused(searched)
     return [
-        {"mpi": kind.mpi, "what": kind.what, "place": str(kind.folder), "count": len(found),
-         "bytes": sum(found.values()), "remove": _write_removal(kind, list(found))}
+        {
+            "mpi": kind.mpi,
+            "what": kind.what,
+            "place": str(kind.folder),
+            "count": len(found),
+            "bytes": sum(found.values()),
+            "remove": _write_removal(kind, list(found)),
+        }
         for kind, found in sizes.items()
         if found
-    ]  # fmt: skip
+    ]
 
 
 def remove_leftovers(mpirun: int, began: float) -> None:

@@ -132,9 +132,15 @@ def ask(argv: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]
     OSError where it cannot be run; subprocess.TimeoutExpired after so many seconds.
     """
     return subprocess.run(
-        argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=seconds,
-        check=False, env=environment_of_job(os.environ),
-    )  # fmt: skip
+        argv,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=seconds,
+        check=False,
+        env=environment_of_job(os.environ),
+    )
 
 
 def find(path: str | None = None, python: str = sys.executable) -> Launcher:
@@ -292,15 +298,29 @@ def find_agent(launcher: Launcher, extra: Sequence[str], environment: Mapping[st
 
     ssh, or what its options or variables put in place of ssh; under Slurm srun.
     """
-    named = {"openmpi": ("plm_ssh_agent", "plm_rsh_agent"), "mpich": ("launcher-exec",),
-             "intel": ("bootstrap-exec", "launcher-exec")}[launcher.flavour]  # fmt: skip
-    variables = {"openmpi": ("PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent"), "mpich": ("HYDRA_LAUNCHER_EXEC",),
-                 "intel": ("I_MPI_HYDRA_BOOTSTRAP_EXEC",)}[launcher.flavour]  # fmt: skip
+    named = {
+        "openmpi": ("plm_ssh_agent", "plm_rsh_agent"),
+        "mpich": ("launcher-exec",),
+        "intel": ("bootstrap-exec", "launcher-exec"),
+    }[launcher.flavour]
+    variables = {
+        "openmpi": ("PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent"),
+        "mpich": ("HYDRA_LAUNCHER_EXEC",),
+        "intel": ("I_MPI_HYDRA_BOOTSTRAP_EXEC",),
+    }[launcher.flavour]
     given = [value for word, value in pairwise(extra) if word.lstrip("-") in named]
     given += [environment[name] for name in variables if environment.get(name)]
     if given:
         return given[0].split()
     if "SLURM_JOB_ID" in environment and not lacks_scheduler(environment):
-        return ["srun", f"--jobid={environment['SLURM_JOB_ID']}", "--overlap", "--quiet", "--mpi=none", "--nodes=1",
-                "--ntasks=1", "--nodelist"]  # fmt: skip
+        return [
+            "srun",
+            f"--jobid={environment['SLURM_JOB_ID']}",
+            "--overlap",
+            "--quiet",
+            "--mpi=none",
+            "--nodes=1",
+            "--ntasks=1",
+            "--nodelist",
+        ]
     return ["ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=2"]

@@ -32,9 +32,15 @@ class MappingError(ValueError):
 
 
 def place_in_topology(
-    wanted: str, nics: Sequence[str], interface: str | None, options: Options, hosts: Sequence[Host],
-    launcher: Launcher, machine: Machine, extra: Sequence[str] = (),
-) -> tuple[Placed, ...]:  # fmt: skip
+    wanted: str,
+    nics: Sequence[str],
+    interface: str | None,
+    options: Options,
+    hosts: Sequence[Host],
+    launcher: Launcher,
+    machine: Machine,
+    extra: Sequence[str] = (),
+) -> tuple[Placed, ...]:
     """Return blocks of ranks on hosts, in the order of addresses in the topology `wanted`; `nics`: that of each level.
 
     Blocking: starts one process a host to look at its network. ValueError (MappingError) where the job, the hosts or

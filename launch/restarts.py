@@ -46,9 +46,13 @@ def check(options: Options, restarts: int) -> None:
 
 
 def until_it_ends(
-    start: Callable[[Options], Ended], fitting: Callable[[Options], Options], options: Options, restarts: int,
-    remote: bool, flavour: Flavour,
-) -> int:  # fmt: skip
+    start: Callable[[Options], Ended],
+    fitting: Callable[[Options], Options],
+    options: Options,
+    restarts: int,
+    remote: bool,
+    flavour: Flavour,
+) -> int:
     """`start` a job with these options, and again after deaths, at most so often; the last exit code. Blocking.
 
     It starts again with the options that are `fitting`, which raises LauncherError where a job cannot go on.
@@ -70,11 +74,19 @@ def until_it_ends(
         begin = "its beginning" if step is None else f"step {step}"
         spares = f" --spares {changed.spares}" if changed.spares >= 0 else ""
         roles = f", with -w {changed.workers} -s {changed.servers}{spares} on the hosts that answer"
-        tell(f"mpips: {why}: the job starts again from {begin}, restart {restarts - left} of {restarts}"
-             f"{roles if changed != options else ''}")  # fmt: skip
+        tell(
+            f"mpips: {why}: the job starts again from {begin}, restart {restarts - left} of {restarts}"
+            f"{roles if changed != options else ''}"
+        )
         options = changed
-        LOG.info("restart %d of %d: %s, %d workers, %d servers", restarts - left, restarts, why, options.workers,
-                  options.servers)  # fmt: skip
+        LOG.info(
+            "restart %d of %d: %s, %d workers, %d servers",
+            restarts - left,
+            restarts,
+            why,
+            options.workers,
+            options.servers,
+        )
         ended = start(options)
     tell(ended.sentence)
     if ended.heard and (step := files.newest_step(options.checkpoint)):

@@ -81,32 +81,49 @@ def _parse_script(ctx: click.Context, parameter: click.Parameter, words: Sequenc
 BEFORE_A_SCRIPT = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 """The settings of a command that takes `script_argument`."""
 script_argument = click.argument(
-    "words", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT.py|-m MODULE [ARGS]...", is_eager=True,
+    "words",
+    nargs=-1,
+    type=click.UNPROCESSED,
+    metavar="SCRIPT.py|-m MODULE [ARGS]...",
+    is_eager=True,
     callback=_parse_script,
-)  # fmt: skip
+)
 
 
 def role_options(command: Callable[..., None]) -> Callable[..., None]:
     """Return the options that every command which writes down a job takes; `workers_of` reads two of them."""
     for option in (
         click.option(
-            "--masters", type=click.Choice(["one", "all"]), default="one", show_default=True,
+            "--masters",
+            type=click.Choice(["one", "all"]),
+            default="one",
+            show_default=True,
             help="Who of a client talks to the servers: its rank 0, or every worker with its own shard.",
         ),
         click.option(
-            "-c", "--clients", type=Whole(1), default=1, show_default=True,
+            "-c",
+            "--clients",
+            type=Whole(1),
+            default=1,
+            show_default=True,
             help="MPI clients of an mpi_* store.",
         ),
         click.option(
-            "-w", "--workers", type=Whole(1),
+            "-w",
+            "--workers",
+            type=Whole(1),
             help="Workers in all, as many a client, or nearly.",
         ),
         click.option("-n", "--ranks", type=Whole(1), help="All ranks, in place of -w: workers and servers."),
         click.option(
-            "-s", "--servers", default=0, show_default=True, type=Whole(0),
+            "-s",
+            "--servers",
+            default=0,
+            show_default=True,
+            type=Whole(0),
             help="Server processes; 0 is pure MPI.",
         ),
-    ):  # fmt: skip
+    ):
         command = option(command)
     return command
 
@@ -129,23 +146,31 @@ def workers_of(ranks: int | None, workers: int | None, servers: int) -> int:
 
 
 spares_option = click.option(
-    "--spares", type=Whole(0),
+    "--spares",
+    type=Whole(0),
     help="So many ranks more, which take the places of ranks that die; 0: the others go on. Open MPI with ULFM.",
-)  # fmt: skip
+)
 
 
 def save_options(command: Callable[..., None]) -> Callable[..., None]:
     """Return the options of a job that saves itself, for every command that writes down a job."""
     for option in (
         click.option(
-            "--restarts", "tries", type=Whole(0), default=0, show_default=True, metavar="N",
+            "--restarts",
+            "tries",
+            type=Whole(0),
+            default=0,
+            show_default=True,
+            metavar="N",
             help="Start a job that a death has ended again, at most so many times; needs --checkpoint and --every.",
         ),
-        click.option("--every", type=Whole(1), metavar="ROUNDS",
-                     help="Rounds of each key between two such saves."),
-        click.option("--checkpoint", metavar="DIR",
-                     help="Folder in which the store saves itself, and from which the job goes on; with --every."),
-    ):  # fmt: skip
+        click.option("--every", type=Whole(1), metavar="ROUNDS", help="Rounds of each key between two such saves."),
+        click.option(
+            "--checkpoint",
+            metavar="DIR",
+            help="Folder in which the store saves itself, and from which the job goes on; with --every.",
+        ),
+    ):
         command = option(command)
     return command
 
@@ -154,11 +179,18 @@ def log_options(command: Callable[..., None]) -> Callable[..., None]:
     """Return the options of the log."""
     for option in (
         click.option("--log-format", type=click.Choice(log.FORMATS), help="Lines for people, or JSON objects."),
-        click.option("--log-dir", metavar="DIR",
-                     help="Write these lines to a new folder in this one: a file for each rank, and one of all."),
-        click.option("--log", "log_level", type=click.Choice(log.LEVELS),
-                     help="Show what becomes of each rank, in a line for each change."),
-    ):  # fmt: skip
+        click.option(
+            "--log-dir",
+            metavar="DIR",
+            help="Write these lines to a new folder in this one: a file for each rank, and one of all.",
+        ),
+        click.option(
+            "--log",
+            "log_level",
+            type=click.Choice(log.LEVELS),
+            help="Show what becomes of each rank, in a line for each change.",
+        ),
+    ):
         command = option(command)
     return command
 
@@ -173,19 +205,34 @@ def log_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--mpirun", help="The mpirun to use instead of the one found.")
 @click.option("--mpi-arg", "extra", multiple=True, help="A further word for mpirun; may be repeated.")
 @click.option(
-    "-x", "--env", "variables", multiple=True, metavar="NAME[=VALUE]",
+    "-x",
+    "--env",
+    "variables",
+    multiple=True,
+    metavar="NAME[=VALUE]",
     help="Set this variable for all ranks, on every host; without a value: as it is set here. May be repeated.",
-)  # fmt: skip
+)
 @save_options
 @log_options
 @observe_options
 @click.option("--dry-run", is_flag=True, help="Print the command and stop.")
 @script_argument
 def command(
-    mpirun: str | None, interface: str | None, extra: Words, dry_run: bool, words: Words, ranks: int | None,
-    workers: int | None, checkpoint: str | None, tries: int, variables: Words, log_level: str | None,
-    log_dir: str | None, log_format: str | None, **asked: Any,
-) -> None:  # fmt: skip
+    mpirun: str | None,
+    interface: str | None,
+    extra: Words,
+    dry_run: bool,
+    words: Words,
+    ranks: int | None,
+    workers: int | None,
+    checkpoint: str | None,
+    tries: int,
+    variables: Words,
+    log_level: str | None,
+    log_dir: str | None,
+    log_format: str | None,
+    **asked: Any,
+) -> None:
     """Start SCRIPT.py ARGS as one MPI job of workers and servers.
 
     The job has WORKERS + SERVERS ranks, workers first: say how many by -w and -s, or all by -n and the servers by -s.
@@ -236,15 +283,19 @@ def begin_log(level: str | None, folder: str | None, form: str | None) -> None:
     """Log here and, by variables that reach all ranks, there. UsageError where that cannot be."""
     if folder == "":
         raise click.UsageError("--log-dir '' names no folder: name one, or leave it out")
-    asked = {log.LEVEL_VARIABLE: level, log.FOLDER_VARIABLE: folder and os.path.abspath(folder),
-             log.FORMAT_VARIABLE: form}  # fmt: skip
+    asked = {
+        log.LEVEL_VARIABLE: level,
+        log.FOLDER_VARIABLE: folder and os.path.abspath(folder),
+        log.FORMAT_VARIABLE: form,
+    }
     given = {variable: word for variable, word in asked.items() if word}
     log.place.name = "launch"
     try:
         shown, where, _ = log.chosen({**os.environ, **given})
         if form and not shown:
-            raise click.UsageError(f"--log-format {form} says how the log looks, and none is written: add --log info, "
-                                   "or --log-dir DIR")  # fmt: skip
+            raise click.UsageError(
+                f"--log-format {form} says how the log looks, and none is written: add --log info, or --log-dir DIR"
+            )
         if where:
             os.makedirs(where, mode=0o700, exist_ok=True)
             given[log.FOLDER_VARIABLE] = log.folder_of_job(os.path.abspath(where))
@@ -299,9 +350,13 @@ class JobStarter:
         names = list(dict.fromkeys(block.host for block in job.hosts))
         if not names or not recorder.is_wanted():
             return job
-        known = {"names": names, "launcher": socket.gethostname(),
-                 "agent": find_agent(self.launcher, self.extra, os.environ),
-                 "python": sys.executable, "path": os.environ.get("PYTHONPATH", "")}  # fmt: skip
+        known = {
+            "names": names,
+            "launcher": socket.gethostname(),
+            "agent": find_agent(self.launcher, self.extra, os.environ),
+            "python": sys.executable,
+            "path": os.environ.get("PYTHONPATH", ""),
+        }
         own, text = str(os.getpid()), json.dumps(known)
         folders.write_hosts(own, text)
         variables = {folders.JOB: own, folders.HOSTS: quote(text, safe="")}
@@ -335,9 +390,15 @@ class JobStarter:
             hosts = place_in_topology(*where, options, named, self.launcher, self.machine, self.extra)
         ranks = options.workers + servers + spares
         job = Job(
-            ranks, program(self.words), {}, hosts, self.interface, self.extra, survives=options.spares >= 0,
+            ranks,
+            program(self.words),
+            {},
+            hosts,
+            self.interface,
+            self.extra,
+            survives=options.spares >= 0,
             exported=tuple(name for name, value in self.variables.items() if value is None),
-        )  # fmt: skip
+        )
         environment = choose_loopback(job, self.launcher, os.environ) | options.environment()
         environment |= {PREFIX + name.upper(): str(getattr(options, name)) for name in ROLES}
         environment |= {name: os.environ[name] for name in OF_PROCESSES if name in os.environ}
@@ -493,8 +554,11 @@ def note_place(options: Options, given: Mapping[str, str | None]) -> None:
     theirs = {**world.without_place(os.environ), **{name: value for name, value in given.items() if value is not None}}
     names = [f"{name}={theirs[name]}" for name in TOLD_BY_RANK if name in theirs]
     if names and options.workers > 1 and not options.servers:
-        click.echo(f"mpips: {' and '.join(names)} {'is' if len(names) == 1 else 'are'} set here, and so for all ranks: "
-                   "unset it, and each rank gets its own, as under torchrun", err=True)  # fmt: skip
+        click.echo(
+            f"mpips: {' and '.join(names)} {'is' if len(names) == 1 else 'are'} set here, and so for all ranks: "
+            "unset it, and each rank gets its own, as under torchrun",
+            err=True,
+        )
 
 
 def note_options(words: Sequence[str], parameters: Sequence[click.Parameter]) -> None:
@@ -506,8 +570,11 @@ def note_options(words: Sequence[str], parameters: Sequence[click.Parameter]) ->
     with open(words[0], "rb") as file:
         if behind and not READS_WORDS.search(file.read()):
             them = "it" if len(behind) == 1 else "them"
-            click.echo(f"note: {' and '.join(behind)} stands after {words[0]}, so the script gets {them}, and seems to "
-                       "read no options: those of `mpips run` stand before the script", err=True)  # fmt: skip
+            click.echo(
+                f"note: {' and '.join(behind)} stands after {words[0]}, so the script gets {them}, and seems to "
+                "read no options: those of `mpips run` stand before the script",
+                err=True,
+            )
 
 
 class NotPythonError(click.ClickException):

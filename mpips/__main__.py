@@ -22,9 +22,22 @@ from mpips.ending.uncaught import INTERRUPTED, end, end_after_hook, end_unstarte
 from mpips.store.world import ENCODED, launched_as, variables_of_place
 
 COMMANDS = (
-    "run", "doctor", "script", "train", "bench", "tune", "sim", "plan", "chaos", "lab", "why", "top", "page", "trace",
+    "run",
+    "doctor",
+    "script",
+    "train",
+    "bench",
+    "tune",
+    "sim",
+    "plan",
+    "chaos",
+    "lab",
+    "why",
+    "top",
+    "page",
+    "trace",
     "metrics",
-)  # fmt: skip
+)
 """Words of the `mpips` command, which are no scripts."""
 
 
@@ -126,8 +139,11 @@ if __name__ == "__main__":
     sys.argv[1:] = decode_words(sys.argv[1:])
     word = sys.argv[1] if len(sys.argv) > 1 else ""
     if word in COMMANDS and not os.path.exists(word):
-        print(f"mpips: python -m mpips runs a script, and there is none named {word!r}; the command is `mpips {word}`,"
-              f" or `python -m launch.cli {word}`", file=sys.stderr)  # fmt: skip
+        print(
+            f"mpips: python -m mpips runs a script, and there is none named {word!r}; the command is `mpips {word}`,"
+            f" or `python -m launch.cli {word}`",
+            file=sys.stderr,
+        )
         sys.exit(2)
     whole_lines()
     answer_usr2()

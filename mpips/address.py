@@ -46,8 +46,12 @@ def find_address(who: str, world: MPI.Intracomm = MPI.COMM_WORLD) -> str:
             if not lacking:
                 return address
     where = f"{', '.join(addresses)} (at the last {ranks(lacking)} cannot)"
-    raise of_caller(RuntimeError(f"{who}: not all ranks can connect to rank 0 at {where}: set {MASTER} to "
-                                 "an address of rank 0's host that all hosts reach"))  # fmt: skip
+    raise of_caller(
+        RuntimeError(
+            f"{who}: not all ranks can connect to rank 0 at {where}: set {MASTER} to "
+            "an address of rank 0's host that all hosts reach"
+        )
+    )
 
 
 def _addresses() -> list[str]:

@@ -42,8 +42,9 @@ class Rows:
         found = part.toarray() if self._sparse else np.asarray(part)
         wanted = len(range(*rows.indices(len(self)))) if isinstance(rows, slice) else len(rows)
         if found.shape != (wanted, *self.shape[1:]):
-            raise TypeError(f"{self._name}: {wanted} rows of a {type(self._source).__name__} came as an array "
-                            f"{found.shape}: {CURE}")
+            raise TypeError(
+                f"{self._name}: {wanted} rows of a {type(self._source).__name__} came as an array {found.shape}: {CURE}"
+            )
         return found
 
 
@@ -69,8 +70,10 @@ def table(name: str, given: Any) -> Any:
         ends = [lazy[part] for part in (slice(0, 1), slice(len(lazy) - 1, None))] if len(lazy) else []
         same = not ends or np.array_equal(np.concatenate(ends), lazy[np.array([0, len(lazy) - 1])], equal_nan=True)
     except Exception as error:  # of whatever library it is
-        raise TypeError(f"{name} is a {type(given).__name__}, whose rows cannot be taken by position "
-                        f"({type(error).__name__}: {error}): {CURE}") from error
+        raise TypeError(
+            f"{name} is a {type(given).__name__}, whose rows cannot be taken by position "
+            f"({type(error).__name__}: {error}): {CURE}"
+        ) from error
     if not same:
         raise TypeError(f"{name} is a {type(given).__name__}, which finds rows by labels, not by position: {CURE}")
     return lazy
@@ -111,7 +114,9 @@ def _of_frame(name: str, frame: Any) -> np.ndarray:
     for column in frame.columns:
         part = np.asarray(frame[column].to_numpy())
         if part.dtype.kind not in NUMBERS or part.ndim != 1:
-            raise TypeError(f"{name}: column {column!r} has elements of dtype {getattr(frame[column], 'dtype', '?')}: "
-                            f"leave it out, or {NUMBERED}")
+            raise TypeError(
+                f"{name}: column {column!r} has elements of dtype {getattr(frame[column], 'dtype', '?')}: "
+                f"leave it out, or {NUMBERED}"
+            )
         parts.append(part)
     return np.column_stack(parts)

@@ -36,7 +36,7 @@ SIZES = "8,1KiB,32KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
 KEYS = "1KiB,16KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
 OURS = ("mpips", "DataParallel")  # contenders of the DDP steps
 REPEATS = 5  # deaths, one a job
-RECOVER = '''
+RECOVER = """
 import json, os, signal, sys, time
 
 import numpy as np
@@ -64,9 +64,9 @@ if kv.rank == 0:
     with open(sys.argv[1], "w") as file:
         json.dump([{"seconds": took}], file)
 kv.close()
-'''
+"""
 
-UPDATES = '''
+UPDATES = """
 import json, statistics, sys, time
 
 import numpy as np
@@ -104,7 +104,7 @@ if kv.rank == 0:
     with open(sys.argv[2], "w") as file:
         json.dump(rows, file)
 kv.close()
-'''
+"""
 
 
 class Job(NamedTuple):
@@ -156,9 +156,15 @@ def measure(checkout: Path, job: Job, folder: Path) -> Iterator[tuple[str, float
     out.unlink(missing_ok=True)
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
     done = subprocess.run(
-        job.command(out, program), cwd=checkout, env=environment, capture_output=True, text=True, timeout=LIMIT,
-        stdin=subprocess.DEVNULL, check=False,
-    )  # fmt: skip
+        job.command(out, program),
+        cwd=checkout,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
     if done.returncode or not out.exists():
         sys.exit(f"{checkout}: {job.name}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
     for row in json.loads(out.read_text()):

@@ -9,10 +9,37 @@ from collections.abc import Callable
 from typing import Any
 
 NASTY = (
-    None, True, 0, -1, 1, 7, 2**31, 2**63 - 1, 2**63, 2**70, -(2**70), 0.5, -0.0, 1e300, -1e300, float("nan"),
-    float("inf"), "", "x", "float32", "\0", "\ud800", "9" * 400, [], [[]], {}, {"": ""}, {"name": "sgd", "options": {}},
-    {"schedule": "cosine"}, {"schedule": []},
-)  # fmt: skip
+    None,
+    True,
+    0,
+    -1,
+    1,
+    7,
+    2**31,
+    2**63 - 1,
+    2**63,
+    2**70,
+    -(2**70),
+    0.5,
+    -0.0,
+    1e300,
+    -1e300,
+    float("nan"),
+    float("inf"),
+    "",
+    "x",
+    "float32",
+    "\0",
+    "\ud800",
+    "9" * 400,
+    [],
+    [[]],
+    {},
+    {"": ""},
+    {"name": "sgd", "options": {}},
+    {"schedule": "cosine"},
+    {"schedule": []},
+)
 MARGIN = 256 << 10
 """Bytes that Python itself may take in reading a small file."""
 
@@ -28,15 +55,17 @@ def torn(data: bytes, rng: random.Random) -> bytes:
     """The same with some bytes turned, taken out, put in, doubled or moved."""
     at, count = rng.randrange(len(data)), 1 + int(rng.expovariate(0.2))
     piece = data[at : at + count]
-    return rng.choice([
-        lambda: flipped(data, rng),
-        lambda: data[:at],
-        lambda: data[:at] + data[at + count :],
-        lambda: data[:at] + rng.randbytes(count) + data[at + count :],
-        lambda: data[:at] + rng.randbytes(count) + data[at:],
-        lambda: data[:at] + piece * 3 + data[at + count :],
-        lambda: data[:at] + bytes([rng.choice(b'0123456789-eE".,:[]{}\0\xff')]) + data[at + 1 :],
-    ])()  # fmt: skip
+    return rng.choice(
+        [
+            lambda: flipped(data, rng),
+            lambda: data[:at],
+            lambda: data[:at] + data[at + count :],
+            lambda: data[:at] + rng.randbytes(count) + data[at + count :],
+            lambda: data[:at] + rng.randbytes(count) + data[at:],
+            lambda: data[:at] + piece * 3 + data[at + count :],
+            lambda: data[:at] + bytes([rng.choice(b'0123456789-eE".,:[]{}\0\xff')]) + data[at + 1 :],
+        ]
+    )()
 
 
 def reworded(value: Any, rng: random.Random) -> Any:

@@ -11,9 +11,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("mpips", "collectives", "launch")
 PUBLIC = (
-    *PACKAGES, "mpips.compression", "mpips.optimizers", "mpips.overlap", "mpips.mlp", "mpips.training", "mpips.torch",
-    "mpips.jax", "mpips.horovod.torch", "mpips.chaos",
-)  # fmt: skip
+    *PACKAGES,
+    "mpips.compression",
+    "mpips.optimizers",
+    "mpips.overlap",
+    "mpips.mlp",
+    "mpips.training",
+    "mpips.torch",
+    "mpips.jax",
+    "mpips.horovod.torch",
+    "mpips.chaos",
+)
 """Where users import from."""
 
 SEAMS = {

@@ -97,11 +97,22 @@ class Browser:
         theirs, self._to = os.pipe()
         self._from, answers = os.pipe()
         words = f'exec "$@" 3<&{theirs} 4>&{answers}'
-        options = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={size}",
-                   "--remote-debugging-pipe", f"--user-data-dir={self._folder}", "about:blank"]  # fmt: skip
-        self._process = subprocess.Popen(["bash", "-c", words, "-", str(CHROMIUM), *options], start_new_session=True,
-                                         pass_fds=(theirs, answers), stdout=subprocess.DEVNULL,
-                                         stderr=subprocess.DEVNULL)  # fmt: skip
+        options = [
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            f"--window-size={size}",
+            "--remote-debugging-pipe",
+            f"--user-data-dir={self._folder}",
+            "about:blank",
+        ]
+        self._process = subprocess.Popen(
+            ["bash", "-c", words, "-", str(CHROMIUM), *options],
+            start_new_session=True,
+            pass_fds=(theirs, answers),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         os.close(theirs)
         os.close(answers)
         self._said, self._number, self._session = b"", 0, {}

@@ -102,8 +102,16 @@ def check(name: str, folder: Path) -> tuple[int, int]:
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("MPIPS_", "PYTHONPATH"))}
     variables = {**clean, "PATH": f"{Path(inside).parent}:{clean['PATH']}"}
     for case, command in cases(inside, folder):
-        done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, errors="replace",
-                              timeout=LIMIT, check=False)  # fmt: skip
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env=variables,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=LIMIT,
+            check=False,
+        )
         passed, failed = passed + (not done.returncode), failed + bool(done.returncode)
         if done.returncode:
             print(f"{name}: {case}: exit code {done.returncode}\n{done.stdout[-500:]}{done.stderr[-1500:]}", flush=True)

@@ -54,10 +54,15 @@ OTHER_MPI = "TESTS_OTHER_MPI"  # in the environment of tests on so many ranks of
 CORE, SLOW, ALL = "not slow and not full and not huge", "slow and not full and not huge", "not huge"
 REST = "not full and not huge"
 QUICK = (
-    "collectives/test_results.py", "collectives/test_plans.py", "collectives/test_grouped.py",
-    "collectives/test_tensor.py", "mpips/test_store_*.py", "mpips/test_tables.py", "mpips/training/test_fit.py",
+    "collectives/test_results.py",
+    "collectives/test_plans.py",
+    "collectives/test_grouped.py",
+    "collectives/test_tensor.py",
+    "mpips/test_store_*.py",
+    "mpips/test_tables.py",
+    "mpips/training/test_fit.py",
     "mpips/training/test_rows.py",
-)  # fmt: skip
+)
 
 
 class Choice(NamedTuple):
@@ -184,14 +189,15 @@ def checks(stages: Sequence[str], beside: str, choice: Choice, limits: Limits) -
                 tasks.append(lambda out, name=name, places=places: alone(name, choice.only(places), limits, out))  # type: ignore[misc]
     if "lint" in stages:
         tasks.append(lambda out: tool("mypy", [sys.executable, "-m", "mypy"], limits, out))
-        tasks.append(lambda out: tool("ruff", ruff(), limits, out))
+        tasks.append(lambda out: tool("ruff", ruff("check"), limits, out))
+        tasks.append(lambda out: tool("ruff format", ruff("format", "--check"), limits, out))
     return tasks
 
 
-def ruff() -> list[str]:
-    """The command that checks the project's own files: a program that somebody tries out in the clone is not ours."""
+def ruff(*words: str) -> list[str]:
+    """A command of ruff over the project's own files: a program that somebody tries out in the clone is not ours."""
     outside = [f"--extend-exclude={path}" for path in untracked(ROOT)]
-    return [sys.executable, "-m", "ruff", "check", *outside, "."]
+    return [sys.executable, "-m", "ruff", *words, *outside, "."]
 
 
 def parts(stage: str, choice: Choice) -> dict[str, list[str]]:
@@ -291,9 +297,14 @@ def alone(name: str, choice: Choice, limits: Limits, out: IO[bytes] | None = Non
 
 
 def ranks(
-    python: str, count: int, choice: Choice, limits: Limits, out: IO[bytes] | None = None,
-    environment: Mapping[str, str] = {}, part: str = "",
-) -> Result:  # fmt: skip
+    python: str,
+    count: int,
+    choice: Choice,
+    limits: Limits,
+    out: IO[bytes] | None = None,
+    environment: Mapping[str, str] = {},
+    part: str = "",
+) -> Result:
     """The MPI tests on `count` ranks of `python`, under the mpirun that belongs to it."""
     launcher = find(python=python)
     name = f"{NAMES[launcher.flavour]}, {count} rank{'s' if count > 1 else ''}" + (f", {part}" if part else "")

@@ -8,6 +8,7 @@ from typing import Any
 WAYS = [[push, "sum", read] for push, read in (("push", "receive"), ("push", "pull"), ("pushpull", "receive"))]
 """Kinds of bars that arrows join. A pull that begins when all is summed has no part that it waits in."""
 
+
 def read_flows(trace: dict[str, Any]) -> list[list[str]]:
     """See that the bars of a row do not cross, and that each arrow goes from bar to bar, forward in time but for the
     clocks' errors. Returns the kinds of bars that each arrow joins."""

@@ -80,9 +80,18 @@ command = _Cases("bench", help="Time a collective over the ranks of the job.")
 
 
 def run(
-    collective: str, sizes: str, algorithms: str, arrays: str, dtype: str, op: str, seconds: float, checked: bool,
-    json_path: Path | None, csv_path: Path | None, plot_path: Path | None,
-) -> None:  # fmt: skip
+    collective: str,
+    sizes: str,
+    algorithms: str,
+    arrays: str,
+    dtype: str,
+    op: str,
+    seconds: float,
+    checked: bool,
+    json_path: Path | None,
+    csv_path: Path | None,
+    plot_path: Path | None,
+) -> None:
     """Run the command of a case."""
     comm = MPI.COMM_WORLD
     wanted = check(
@@ -199,19 +208,29 @@ def measure_overlap(comm: MPI.Comm, algorithm: str, x: np.ndarray, array: str, b
         plan.free()
     hidden = 1 - (overall.median - alone.median) / pure
     return OverlapRow(
-        "allreduce", algorithm, array, x.dtype.name, comm.size, x.nbytes,
-        1e6 * overall.median, 1e6 * alone.median, 1e6 * pure, 100 * min(1.0, max(0.0, hidden)),
-    )  # fmt: skip
+        "allreduce",
+        algorithm,
+        array,
+        x.dtype.name,
+        comm.size,
+        x.nbytes,
+        1e6 * overall.median,
+        1e6 * alone.median,
+        1e6 * pure,
+        100 * min(1.0, max(0.0, hidden)),
+    )
 
 
 for _name, _measures in CASES.items():
     command.add_command(
         RankedCommand(
-            _name, callback=partial(run, _name), params=list(PARAMETERS),
+            _name,
+            callback=partial(run, _name),
+            params=list(PARAMETERS),
             help=f"{_measures} Start the ranks with -n/--ranks, or with mpirun: mpirun -n P python -m "
             f"collectives.benchmark {_name}.",
         )
-    )  # fmt: skip
+    )
 
 
 class BenchmarkWords(NamedTuple):

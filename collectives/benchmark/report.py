@@ -54,21 +54,43 @@ class Row:
 
     @classmethod
     def measured(
-        cls, kind: str, dtype: np.dtype[Any], op: str, ranks: int, n: int, algorithm: str, array: str, t: Timing,
-        wrong: int | None = None, native: Timing | None = None, predicted: float | None = None,
+        cls,
+        kind: str,
+        dtype: np.dtype[Any],
+        op: str,
+        ranks: int,
+        n: int,
+        algorithm: str,
+        array: str,
+        t: Timing,
+        wrong: int | None = None,
+        native: Timing | None = None,
+        predicted: float | None = None,
         floor: float | None = None,
-    ) -> Row:  # fmt: skip
+    ) -> Row:
         """Return the row of n elements in the time t; all times in seconds."""
         nbytes = n * dtype.itemsize
         algbw = nbytes / t.median / 1e9
         busbw = algbw * BUS_FACTOR.get(kind, lambda p: 1.0)(ranks)
         return cls(
-            kind, algorithm, array, dtype.name, op, ranks, nbytes, n, 1e6 * t.least, 1e6 * t.median, 1e6 * t.p99,
-            algbw, busbw, wrong,
+            kind,
+            algorithm,
+            array,
+            dtype.name,
+            op,
+            ranks,
+            nbytes,
+            n,
+            1e6 * t.least,
+            1e6 * t.median,
+            1e6 * t.p99,
+            algbw,
+            busbw,
+            wrong,
             vs_native=None if native is None else native.median / t.median,
             predicted_us=None if predicted is None else 1e6 * predicted,
             floor_us=None if floor is None else 1e6 * floor,
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)

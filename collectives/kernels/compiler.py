@@ -218,8 +218,11 @@ def prefetch(typingctx: Context, array: types.Type, index: types.Type) -> Typed:
     def code(context: BaseContext, builder: IRBuilder, signature: Signature, args: Sequence[Value]) -> Value:
         data = make_array(array)(context, builder, args[0]).data
         pointer = builder.gep(data, [args[1]])
-        function = builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], llvmlite.ir.FunctionType(
-            llvmlite.ir.VoidType(), [pointer.type, _INT32, _INT32, _INT32]))  # fmt: skip
+        function = builder.module.declare_intrinsic(
+            "llvm.prefetch",
+            [pointer.type],
+            llvmlite.ir.FunctionType(llvmlite.ir.VoidType(), [pointer.type, _INT32, _INT32, _INT32]),
+        )
         builder.call(function, [pointer, _INT32(0), _INT32(3), _INT32(1)])
         return context.get_dummy_value()
 
@@ -227,8 +230,14 @@ def prefetch(typingctx: Context, array: types.Type, index: types.Type) -> Typed:
 
 
 CONVERSIONS: dict[str, Any] = {
-    "widen_float16": widen_float16, "narrow_float16": narrow_float16, "widen_bfloat16": widen_bfloat16,
-    "narrow_bfloat16": narrow_bfloat16, "float_of": float_of, "bits_of": bits_of, "sum_of_128": sum_of_128,
-    "mixed64": mixed64, "prefetch": prefetch,
-}  # fmt: skip
+    "widen_float16": widen_float16,
+    "narrow_float16": narrow_float16,
+    "widen_bfloat16": widen_bfloat16,
+    "narrow_bfloat16": narrow_bfloat16,
+    "float_of": float_of,
+    "bits_of": bits_of,
+    "sum_of_128": sum_of_128,
+    "mixed64": mixed64,
+    "prefetch": prefetch,
+}
 """Functions that a kernel's text may call."""

@@ -262,8 +262,12 @@ class _Engine:
             unusable = _unusable()
         folder, unkept = cache_folder()
         if (unusable or unkept) and not self._stopped.is_set():
-            LOG.warning("%s", f"NumPy serves instead of compiled kernels: {unusable}" if unusable else
-                        f"compiled kernels are not kept: {unkept}")  # fmt: skip
+            LOG.warning(
+                "%s",
+                f"NumPy serves instead of compiled kernels: {unusable}"
+                if unusable
+                else f"compiled kernels are not kept: {unkept}",
+            )
         while (kernel := self._wanted.get()) is not None:
             begun = time.perf_counter()
             kernel.failure = unusable or ("the process ends" if self._stopped.is_set() else "")

@@ -194,9 +194,13 @@ def _alike(part: Vector, out: Vector) -> bool:
     """Return whether a kernel can read `part` and write `out`, neither of which it looks at again."""
     flags = part.flags
     return (
-        part.ndim == 1 and part.shape == out.shape and part.dtype == out.dtype and flags.aligned
-        and flags.c_contiguous and out.flags.carray
-    )  # fmt: skip
+        part.ndim == 1
+        and part.shape == out.shape
+        and part.dtype == out.dtype
+        and flags.aligned
+        and flags.c_contiguous
+        and out.flags.carray
+    )
 
 
 @functools.cache
@@ -213,19 +217,21 @@ def text(sign: str, dtype: str, parts: int) -> str:
     total = "p0[i]"
     for name in names[1:]:
         total = f"{narrow}({widen}({total}) {sign} {widen}({name}[i]))"
-    return "\n".join([
-        f"def kernel(out_all, {', '.join(f'{name}_all' for name in names)}, divisor):",
-        f"    total = np.empty({TILE}, np.{'uint16' if '16' in dtype else dtype})",
-        f"    for start in range(0, out_all.size, {TILE}):",
-        f"        stop = min(start + {TILE}, out_all.size)",
-        *[f"        {name} = {name}_all[start:stop]" for name in ("out", *names)],
-        "        for i in range(out.size):",
-        f"            total[i] = {total}",
-        "        if divisor == 1:",
-        "            for i in range(out.size):",
-        "                out[i] = total[i]",
-        "        else:",
-        "            for i in range(out.size):",
-        f"                out[i] = {narrow}({widen}(total[i]) / divisor)",
-        "",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f"def kernel(out_all, {', '.join(f'{name}_all' for name in names)}, divisor):",
+            f"    total = np.empty({TILE}, np.{'uint16' if '16' in dtype else dtype})",
+            f"    for start in range(0, out_all.size, {TILE}):",
+            f"        stop = min(start + {TILE}, out_all.size)",
+            *[f"        {name} = {name}_all[start:stop]" for name in ("out", *names)],
+            "        for i in range(out.size):",
+            f"            total[i] = {total}",
+            "        if divisor == 1:",
+            "            for i in range(out.size):",
+            "                out[i] = total[i]",
+            "        else:",
+            "            for i in range(out.size):",
+            f"                out[i] = {narrow}({widen}(total[i]) / divisor)",
+            "",
+        ]
+    )

@@ -46,9 +46,7 @@ class MessagePlan:
         self._space = Workspace(call, comm.rank, x, out)
         self._comm, self._schedule = comm, schedule
         program = schedule.program(comm.rank)
-        self._lanes = [
-            [self._compile(lane, step, tags[lane]) for step in steps] for lane, steps in enumerate(program)
-        ]
+        self._lanes = [[self._compile(lane, step, tags[lane]) for step in steps] for lane, steps in enumerate(program)]
         self._queue = self._in_turn(program) if len({lane.turn for lane in schedule.lanes}) > 1 else []
 
     def run(self) -> Iterator[None]:

@@ -216,7 +216,8 @@ class StagePipeline:
         if start == stop:
             return (), ()
         parts = [
-            self._stage(memory.stage_in(rank, k % 2, memory.rank), stop - start) if rank != memory.rank
+            self._stage(memory.stage_in(rank, k % 2, memory.rank), stop - start)
+            if rank != memory.rank
             else self._x.part(start, stop)
             for rank in call.sources(memory.rank)
         ]

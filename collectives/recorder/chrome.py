@@ -21,8 +21,15 @@ Event = dict[str, Any]
 
 def bar(name: str, kind: str, pid: int, tid: int, begin: float, end: float, **more: object) -> Event:
     """Return a bar; `more`, where there is any, is shown when it is clicked."""
-    event: Event = {"ph": "X", "name": name, "cat": kind, "pid": pid, "tid": tid, "ts": begin / 1e3,
-                    "dur": (end - begin) / 1e3}  # fmt: skip
+    event: Event = {
+        "ph": "X",
+        "name": name,
+        "cat": kind,
+        "pid": pid,
+        "tid": tid,
+        "ts": begin / 1e3,
+        "dur": (end - begin) / 1e3,
+    }
     return event | {"args": more} if more else event
 
 

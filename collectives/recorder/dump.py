@@ -21,14 +21,27 @@ VERSION = "2.10"
 """Of PyTorch's format."""
 PREFIX = "rank_"
 NAMES = {
-    "allreduce": "all_reduce", "reduce_scatter": "reduce_scatter_v", "allgather": "all_gather_v",
-    "broadcast": "broadcast", "reduce": "reduce", "alltoall": "all_to_all", "grouped_allreduce": "all_reduce",
-}  # fmt: skip
+    "allreduce": "all_reduce",
+    "reduce_scatter": "reduce_scatter_v",
+    "allgather": "all_gather_v",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "alltoall": "all_to_all",
+    "grouped_allreduce": "all_reduce",
+}
 """PyTorch's names of calls. Blocks here may differ in size, as in those of PyTorch that end on v."""
 DTYPES = {
-    "float32": "Float", "float64": "Double", "float16": "Half", "bfloat16": "BFloat16", "int8": "Char",
-    "uint8": "Byte", "int16": "Short", "int32": "Int", "int64": "Long", "bool": "Bool",
-}  # fmt: skip
+    "float32": "Float",
+    "float64": "Double",
+    "float16": "Half",
+    "bfloat16": "BFloat16",
+    "int8": "Char",
+    "uint8": "Byte",
+    "int16": "Short",
+    "int32": "Int",
+    "int64": "Long",
+    "bool": "Bool",
+}
 CALL = re.compile(r"(\w+) of (\d+) (\w+)")
 ARRAY = re.compile(r"\b(\d+) (?:bool|[a-z]+(8|16|32|64|128))\b")
 """Elements and bits of one, of each array in a text; of a byte none."""
@@ -70,10 +83,15 @@ def read_rank(path: Path) -> dict[str, Any] | None:
         times = {name: at + shift if at else 0 for name, at in record._asdict().items() if name.endswith("_ns")}
         records.append({**record._asdict(), **times, "state": record.state})
     return {
-        **seen.identity, "head": dict(seen.head), "waits": seen.waits, "end": dict(seen.end),
-        "notes": dict(seen.notes), "lanes": [lane._asdict() for lane in seen.lanes],
-        "communicators": dict(seen.communicators), "records": records,
-    }  # fmt: skip
+        **seen.identity,
+        "head": dict(seen.head),
+        "waits": seen.waits,
+        "end": dict(seen.end),
+        "notes": dict(seen.notes),
+        "lanes": [lane._asdict() for lane in seen.lanes],
+        "communicators": dict(seen.communicators),
+        "records": records,
+    }
 
 
 def write_rank(page: Path, folder: Path) -> Path | None:
@@ -132,9 +150,17 @@ def _calls(rank: Mapping[str, Any]) -> dict[Group, dict[int, Collective]]:
     for one in rank["records"]:
         if one["lane"] in groups and one["operation"] in NAMES and one["begun_ns"]:
             found[groups[one["lane"]]][one["number"]] = Collective(
-                one["number"], one["operation"], one["elements"], one["dtype"], one["state"], one["made_ns"],
-                one["begun_ns"], one["ended_ns"], one["thread"], one["line"],
-            )  # fmt: skip
+                one["number"],
+                one["operation"],
+                one["elements"],
+                one["dtype"],
+                one["state"],
+                one["made_ns"],
+                one["begun_ns"],
+                one["ended_ns"],
+                one["thread"],
+                one["line"],
+            )
     for lane in rank["lanes"]:
         if lane["identity"] not in groups or lane["number"] in found[groups[lane["identity"]]]:
             continue
@@ -167,8 +193,10 @@ def _as_pytorch(rank: int, calls: Mapping[Group, Mapping[int, Collective]], grou
         ended = max((number for number, one in made.items() if one.state == "completed"), default=0)
         last = max(made, default=0)
         status[names[group]] = {
-            "last_enqueued_collective": last, "last_started_collective": last, "last_completed_collective": ended,
-        }  # fmt: skip
+            "last_enqueued_collective": last,
+            "last_started_collective": last,
+            "last_completed_collective": ended,
+        }
         entries += [_entry(made[number], names[group], desc, len(group[0])) for number in sorted(made)]
     for number, entry in enumerate(entries):
         entry["record_id"] = entry["op_id"] = number
@@ -183,12 +211,24 @@ def _entry(call: Collective, name: str, desc: str, size: int) -> dict[str, Any]:
     at = re.match(r"(.*):(\d+)(?:, (.*))?$", call.line)
     frames = [{"filename": at[1], "line": int(at[2]), "name": at[3] or "<module>"}] if at else []
     return {
-        "pg_id": int(name), "process_group": (name, desc), "collective_seq_id": call.number, "p2p_seq_id": 0,
-        "profiling_name": f"gloo:{NAMES[call.operation]}", "time_created_ns": call.made_ns,
-        "input_sizes": [[given]], "output_sizes": [[result]], "input_dtypes": [dtype], "output_dtypes": [dtype],
-        "state": call.state, "time_discovered_started_ns": call.begun_ns or None,
+        "pg_id": int(name),
+        "process_group": (name, desc),
+        "collective_seq_id": call.number,
+        "p2p_seq_id": 0,
+        "profiling_name": f"gloo:{NAMES[call.operation]}",
+        "time_created_ns": call.made_ns,
+        "input_sizes": [[given]],
+        "output_sizes": [[result]],
+        "input_dtypes": [dtype],
+        "output_dtypes": [dtype],
+        "state": call.state,
+        "time_discovered_started_ns": call.begun_ns or None,
         "time_discovered_completed_ns": call.ended_ns or None,
         "duration_ms": (call.ended_ns - call.begun_ns) / 1e6 if call.ended_ns else None,
-        "retired": call.state == "completed", "timeout_ms": 0, "is_p2p": False, "frames": frames,
-        "thread_id": str(call.thread), "thread_name": "",
-    }  # fmt: skip
+        "retired": call.state == "completed",
+        "timeout_ms": 0,
+        "is_p2p": False,
+        "frames": frames,
+        "thread_id": str(call.thread),
+        "thread_name": "",
+    }

@@ -80,8 +80,11 @@ def make(name: str) -> Path:
     except FileExistsError:
         return here
     others = sorted((one for one in top.iterdir() if one != here), key=modified)
-    ended = [one for one in others if not any(lives(int(path.stem)) for path in one.glob(f"*{PAGE}"))
-             and not is_launched_here(one)]  # fmt: skip
+    ended = [
+        one
+        for one in others
+        if not any(lives(int(path.stem)) for path in one.glob(f"*{PAGE}")) and not is_launched_here(one)
+    ]
     for one in ended[:-KEPT_JOBS]:
         shutil.rmtree(one, ignore_errors=True)
     return here

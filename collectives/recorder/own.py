@@ -166,8 +166,10 @@ def answer_usr2() -> None:
 
 def _hear_usr2(*_: object) -> None:
     if not os.environ.get(DUMP_VARIABLE):
-        _say(f"SIGUSR2 asks for a dump, and {DUMP_VARIABLE} names no folder: set it before the job starts, or ask by "
-             "`mpips why --dump DIR`")  # fmt: skip
+        _say(
+            f"SIGUSR2 asks for a dump, and {DUMP_VARIABLE} names no folder: set it before the job starts, or ask by "
+            "`mpips why --dump DIR`"
+        )
     elif not _paths:
         _say(f"SIGUSR2 asks for a dump, and this process has no page: MPI has not started in it, or {VARIABLE}=0")
     elif path := _dump():
@@ -359,8 +361,12 @@ def waits(what: str, began: float, late: Sequence[int]) -> None:
         known = _waits.get(thread)
         line = known["line"] if known is not None and known["what"] == what else user_line(sys._getframe(1))
         _waits[thread] = {
-            "what": what[:500], "since_ns": int(began * 1e9), "late": list(late)[:64], "line": line, "thread": other,
-        }  # fmt: skip
+            "what": what[:500],
+            "since_ns": int(began * 1e9),
+            "late": list(late)[:64],
+            "line": line,
+            "thread": other,
+        }
         page.write(pages.WAITS, list(_waits.values()))
 
 
@@ -446,8 +452,7 @@ def add_timeable(one: Timeable) -> None:
 
 
 def begin_rare(operation: str, subject: str = "") -> tuple[Ring, int]:
-    """Begin the record of what is rare, such as a checkpoint or a recovery; return the ring, and what its `end` takes.
-    """
+    """Begin to record what is rare, such as a checkpoint or a recovery; return the ring, and what its `end` takes."""
     into = ring
     return into, into.begin(form(0, operation, subject, line=user_line(sys._getframe(1))))
 

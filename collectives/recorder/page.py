@@ -38,9 +38,24 @@ from mpips.collectives.recorder.ring import HEAD_BYTES, RECORD_BYTES, WORD, Reco
 
 MAGIC, VERSION = 0x6D70697073_52, 5
 HEAD = (
-    "magic", "version", "pid", "thread", "began_ns", "generation", "step", "step_ns",
-    "waited_ns", "waits", "signal", "calls", "failures", "checkpoints", "exchanges", "exchange_ns", "exchanged_bytes",
-)  # fmt: skip
+    "magic",
+    "version",
+    "pid",
+    "thread",
+    "began_ns",
+    "generation",
+    "step",
+    "step_ns",
+    "waited_ns",
+    "waits",
+    "signal",
+    "calls",
+    "failures",
+    "checkpoints",
+    "exchanges",
+    "exchange_ns",
+    "exchanged_bytes",
+)
 """Words of the head. Times are of the monotonic clock, but for `began_ns`. `generation` and `step` are 1 more than
 they are. `waited_ns`: how long the rank has waited in all, in `waits` waits that are over. `signal`: brings stacks.
 `calls`: of lanes that were given back. `failures`: how often a generation, or a communicator, has ended by an error.
@@ -239,8 +254,17 @@ def read(path: str | os.PathLike[str]) -> Seen | None:
     identity, waits, end, notes, communicators, load, names = texts
     rows = (words[at:] for at in range(NUMBERS_AT // 8, RING // 8, TABLE_WORDS))
     tables = {name: dict(zip(TABLE, row)) for name, row in zip(names or (), rows)}
-    return Seen(head, identity or {}, waits or [], end or {}, read_lanes(raw), notes or {}, communicators or {},
-                load or {}, tables)  # fmt: skip
+    return Seen(
+        head,
+        identity or {},
+        waits or [],
+        end or {},
+        read_lanes(raw),
+        notes or {},
+        communicators or {},
+        load or {},
+        tables,
+    )
 
 
 def read_lanes(raw: bytes | mmap.mmap) -> list[Lane]:

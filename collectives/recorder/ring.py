@@ -56,9 +56,15 @@ class Record(NamedTuple):
 
 
 def form(
-    lane: int, operation: str, subject: str = "", nbytes: int = 0, elements: int = 0, dtype: str = "", part: int = -1,
+    lane: int,
+    operation: str,
+    subject: str = "",
+    nbytes: int = 0,
+    elements: int = 0,
+    dtype: str = "",
+    part: int = -1,
     line: str = "",
-) -> bytes:  # fmt: skip
+) -> bytes:
     """Return what records of a call have in common; texts are cut to 24, 72, 16 and 56 bytes."""
     texts = (operation.encode(), dtype.encode(), subject.encode(), line.encode())
     return _FORM.pack(lane, nbytes, elements, part, *texts)

@@ -40,11 +40,19 @@ MANY = 2048  # ranks from which a run may take long enough for a progress bar
 
 @click.command(cls=Interruptible)
 @click.option("--topology", default="bcube:3,2", show_default=True, help="One of star:N, fattree:K, bcube:N,K.")
-@click.option("--algorithms", "--algorithm", "algorithms", default=("bcube",), show_default=True, multiple=True,
-              help="A list, as bcube,ring; repeatable.")
+@click.option(
+    "--algorithms",
+    "--algorithm",
+    "algorithms",
+    default=("bcube",),
+    show_default=True,
+    multiple=True,
+    help="A list, as bcube,ring; repeatable.",
+)
 @click.option("--collective", type=click.Choice(KINDS), default="allreduce", show_default=True)
-@click.option("--bytes", "sizes", default="548MB", show_default=True,
-              help="A list of sizes and of ranges MIN:MAX[:FACTOR].")
+@click.option(
+    "--bytes", "sizes", default="548MB", show_default=True, help="A list of sizes and of ranges MIN:MAX[:FACTOR]."
+)
 @click.option("--rate", default="10gbit", show_default=True, help="Of every link, each direction.")
 @click.option("--beta", type=Seconds(), help="Seconds a byte, in place of --rate.")
 @click.option("--alpha", default=0.0, type=TIME, show_default=True, help="Seconds a message.")
@@ -56,10 +64,21 @@ MANY = 2048  # ranks from which a run may take long enough for a progress bar
 @click.option("--json", "json_path", type=OutFile(), help="Write the rows as JSON.")
 @click.option("--plot", "plot_path", type=Picture(), help="Draw the times (PNG).")
 def command(
-    topology: str, algorithms: tuple[str, ...], collective: str, sizes: str, rate: str, beta: float | None,
-    alpha: float, gamma: float, per_host: int, near_alpha: float, near_beta: float, figure: bool,
-    json_path: Path | None, plot_path: Path | None,
-) -> None:  # fmt: skip
+    topology: str,
+    algorithms: tuple[str, ...],
+    collective: str,
+    sizes: str,
+    rate: str,
+    beta: float | None,
+    alpha: float,
+    gamma: float,
+    per_host: int,
+    near_alpha: float,
+    near_beta: float,
+    figure: bool,
+    json_path: Path | None,
+    plot_path: Path | None,
+) -> None:
     """Simulate a collective on a topology, and show the closed form of its cost beside it where there is one.
 
     The time of a message is alpha, plus its bytes at its share of the links' rate.
@@ -139,8 +158,13 @@ def _print(rows: Sequence[Prediction]) -> None:
 def _figure5(nbytes: int, rate: float, json_path: Path | None, plot_path: Path | None) -> None:
     rows = figure5(nbytes, rate)
     full = nbytes / rate
-    table = Table("servers", "topology", "algorithm", title=f"BML, figure 5: time over TF = {1e3 * full:,.1f} ms",
-                  caption="TF: all bytes over one link")
+    table = Table(
+        "servers",
+        "topology",
+        "algorithm",
+        title=f"BML, figure 5: time over TF = {1e3 * full:,.1f} ms",
+        caption="TF: all bytes over one link",
+    )
     for title in ("simulated", "paper's text", "over BML on BCube"):
         table.add_column(title, justify="right")
     best = {row.ranks: row.seconds for row, _ in rows}  # the last of each size is BML on BCube

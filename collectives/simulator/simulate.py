@@ -68,9 +68,16 @@ def schedule_on(network: Topology, kind: str, algorithm: str, per_host: int = 1)
 
 
 def predict(
-    network: Topology, kind: str, algorithm: str, nbytes: int, alpha: float = 0.0, gamma: float = 0.0,
-    near: LinkCost = FREE, per_host: int = 1, progress: Callable[[float], None] | None = None,
-) -> Prediction:  # fmt: skip
+    network: Topology,
+    kind: str,
+    algorithm: str,
+    nbytes: int,
+    alpha: float = 0.0,
+    gamma: float = 0.0,
+    near: LinkCost = FREE,
+    per_host: int = 1,
+    progress: Callable[[float], None] | None = None,
+) -> Prediction:
     """Simulate one collective; the parameters are those of `simulate`."""
     schedule = schedule_on(network, kind, algorithm, per_host)
     run = simulate(schedule, network, nbytes, alpha, gamma, near, progress=progress)
@@ -122,9 +129,15 @@ class Run:
 
 
 def simulate(
-    schedule: Schedule, topology: Topology, nbytes: int, alpha: float = 0.0, gamma: float = 0.0,
-    near: LinkCost = FREE, itemsize: int = 4, progress: Callable[[float], None] | None = None,
-) -> Run:  # fmt: skip
+    schedule: Schedule,
+    topology: Topology,
+    nbytes: int,
+    alpha: float = 0.0,
+    gamma: float = 0.0,
+    near: LinkCost = FREE,
+    itemsize: int = 4,
+    progress: Callable[[float], None] | None = None,
+) -> Run:
     """Run `schedule` over the hosts of `topology`, as many ranks on each as p / hosts gives, numbered host by host.
 
     The vector has nbytes bytes, in elements of `itemsize`. alpha, in seconds, counts between hosts, near.alpha and

@@ -46,9 +46,14 @@ class Traffic:
         return len(self.flows) - 1
 
     def collective(
-        self, schedule: Schedule, nbytes: float, hosts: Sequence[int], after: Sequence[Sequence[int]] | None = None,
-        alpha: float = 0.0, gamma: float = 0.0,
-    ) -> list[list[int]]:  # fmt: skip
+        self,
+        schedule: Schedule,
+        nbytes: float,
+        hosts: Sequence[int],
+        after: Sequence[Sequence[int]] | None = None,
+        alpha: float = 0.0,
+        gamma: float = 0.0,
+    ) -> list[list[int]]:
         """Add a collective over ranks that live on `hosts`; rank r begins when the flows after[r] have ended.
 
         A rank sends when its own last step is done, whether or not the receiver is as far: the receiver buffers.

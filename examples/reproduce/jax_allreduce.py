@@ -100,9 +100,12 @@ def table(rows: list[Row]) -> Table:
         view.add_column(column, justify="left" if column == "by" else "right")
     for row in rows:
         view.add_row(
-            show_bytes(row.nbytes), row.contender, f"{1e6 * row.alone_s:.1f}", f"{1e6 * row.in_a_loop_s:.1f}",
+            show_bytes(row.nbytes),
+            row.contender,
+            f"{1e6 * row.alone_s:.1f}",
+            f"{1e6 * row.in_a_loop_s:.1f}",
             end_section=row.contender == "gloo",
-        )  # fmt: skip
+        )
     return view
 
 

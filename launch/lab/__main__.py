@@ -89,10 +89,13 @@ def up(topology: str, speed: str, name: str) -> None:
 @click.option("--mpirun", help="The mpirun to use instead of the one found (Open MPI or MPICH).")
 @click.option("--mpi-arg", "extra", multiple=True, help="A further word for mpirun; may be repeated.")
 @click.option(
-    "--patience", type=click.FloatRange(0), default=PATIENCE, show_default=True,
+    "--patience",
+    type=click.FloatRange(0),
+    default=PATIENCE,
+    show_default=True,
     help="Seconds after which a job ends whose network is broken: a NIC down, a connection lost. 0: never. A host that "
     "dies ends it at once.",
-)  # fmt: skip
+)
 @program_argument
 def run(
     name: str, ranks: int, per_host: int, mpirun: str | None, extra: tuple[str, ...], patience: float, program: Words
@@ -165,9 +168,12 @@ def reset(name: str) -> None:
 @command.command(epilog=format_examples("mpips lab link h2 d0 down", "mpips lab link h2 all up --share 0.1"))
 @named
 @click.option(
-    "--share", type=click.FloatRange(0.001, 1), default=1.0, show_default=True,
+    "--share",
+    type=click.FloatRange(0.001, 1),
+    default=1.0,
+    show_default=True,
     help="Of its rate, that the NIC has from now on, each direction.",
-)  # fmt: skip
+)
 @click.argument("host")
 @click.argument("nic")
 @click.argument("state", type=click.Choice(["up", "down"]))

@@ -140,9 +140,14 @@ def keeper_process(name: str) -> int:
 
 
 def job_command(
-    name: str, ranks: int, program: Sequence[str], *, per_host: int = 1, mpirun: str | None = None,
+    name: str,
+    ranks: int,
+    program: Sequence[str],
+    *,
+    per_host: int = 1,
+    mpirun: str | None = None,
     extra: Sequence[str] = (),
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """Return the argv that runs ``program`` as an MPI job in lab ``name``, from outside it; it dies with its caller."""
     described = ask(name, {"do": "describe"})
     hosts, needed = described["hosts"], -(-ranks // per_host)
@@ -150,9 +155,15 @@ def job_command(
         raise LabError(describe_deaths(name, dead))
     launcher = find(mpirun)
     argv = job.build_job(
-        launcher, hosts, ranks, program, per_host=per_host, cores=usable_cores(),
-        environment=job.defaults(launcher, os.environ), extra=extra,
-    )  # fmt: skip
+        launcher,
+        hosts,
+        ranks,
+        program,
+        per_host=per_host,
+        cores=usable_cores(),
+        environment=job.defaults(launcher, os.environ),
+        extra=extra,
+    )
     return job.build_entry(keeper_process(name), argv, folder=os.getcwd(), user=os.getuid())
 
 
@@ -224,8 +235,10 @@ def _open_folder() -> Iterator[int]:
     try:
         status = os.fstat(folder)
         if status.st_uid != user:
-            raise LabError(f"{place} belongs to user {status.st_uid}, not to user {user}, whose labs it should hold: "
-                           "let it be removed by its owner or by root")  # fmt: skip
+            raise LabError(
+                f"{place} belongs to user {status.st_uid}, not to user {user}, whose labs it should hold: "
+                "let it be removed by its owner or by root"
+            )
         if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
             raise LabError(f"{place} is open to other users, and holds what leads into labs: chmod 700 {place}")
         yield folder

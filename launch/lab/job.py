@@ -36,18 +36,28 @@ def place_on_hosts(hosts: Sequence[str], ranks: int, per_host: int) -> tuple[Pla
 
 
 def build_job(
-    launcher: Launcher, hosts: Sequence[str], ranks: int, program: Sequence[str], *, per_host: int = 1, cores: int = 1,
-    environment: Mapping[str, str] | None = None, extra: Sequence[str] = (),
-) -> list[str]:  # fmt: skip
+    launcher: Launcher,
+    hosts: Sequence[str],
+    ranks: int,
+    program: Sequence[str],
+    *,
+    per_host: int = 1,
+    cores: int = 1,
+    environment: Mapping[str, str] | None = None,
+    extra: Sequence[str] = (),
+) -> list[str]:
     """Return the argv that starts ``program`` on ``ranks`` ranks, called from the lab's outer namespaces.
 
     ``cores`` are the machine's, which all hosts share. Data goes by the vips, the launcher's own traffic by management.
     """
     job = Job(
-        ranks, tuple(program), environment or {}, place_on_hosts(hosts, ranks, per_host),
+        ranks,
+        tuple(program),
+        environment or {},
+        place_on_hosts(hosts, ranks, per_host),
         interface="vip0" if launcher.flavour == "openmpi" else None,
         extra=(*launcher_settings(launcher.flavour), *extra),
-    )  # fmt: skip
+    )
     return build(launcher, job, Machine(cores=cores // len(hosts), root=True))
 
 

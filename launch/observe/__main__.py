@@ -30,8 +30,9 @@ WHY = "why.json"
 MOST_NAMED = 8
 """Of the other jobs."""
 job_argument = click.argument("job", required=False)
-within_option = click.option("--within", type=Seconds(), default=WITHIN_SECONDS, show_default=True,
-                             help="For other hosts to answer.")  # fmt: skip
+within_option = click.option(
+    "--within", type=Seconds(), default=WITHIN_SECONDS, show_default=True, help="For other hosts to answer."
+)
 json_option = click.option("--json", "with_json", is_flag=True, help="Print JSON.")
 
 
@@ -52,19 +53,26 @@ def find(job: str | None) -> Path:
         if len(within) == 1:
             return within[0]
         if within:
-            raise click.UsageError(f"{len(within)} jobs of yours are in {job}: name one of "
-                                   f"{', '.join(path.name for path in within)}")  # fmt: skip
+            raise click.UsageError(
+                f"{len(within)} jobs of yours are in {job}: name one of {', '.join(path.name for path in within)}"
+            )
         if _has_no_pages(job):
-            raise click.UsageError(f"job {job} runs with {own.VARIABLE}=0, so its ranks have no pages, and nothing is "
-                                   "seen of them: start it without that variable")  # fmt: skip
+            raise click.UsageError(
+                f"job {job} runs with {own.VARIABLE}=0, so its ranks have no pages, and nothing is "
+                "seen of them: start it without that variable"
+            )
         if _is_launcher(job):
-            raise click.UsageError(f"job {job} runs, and none of its ranks here has a page: none has begun mpips yet, "
-                                   "or all have ended their programs")  # fmt: skip
+            raise click.UsageError(
+                f"job {job} runs, and none of its ranks here has a page: none has begun mpips yet, "
+                "or all have ended their programs"
+            )
         names = ", ".join(path.name for path in known) or "none"
         raise click.UsageError(f"there is no job {job!r} of yours on this machine; known: {names}")
     if not known:
-        raise click.UsageError("no job of yours runs on this machine, or has ended otherwise than well: look on the "
-                               f"host where its ranks are (with {own.VARIABLE}=0 ranks are not seen)")  # fmt: skip
+        raise click.UsageError(
+            "no job of yours runs on this machine, or has ended otherwise than well: look on the "
+            f"host where its ranks are (with {own.VARIABLE}=0 ranks are not seen)"
+        )
     return next((path for path in reversed(known) if folders.is_launched_here(path) or has_pages(path)), known[-1])
 
 
@@ -80,8 +88,10 @@ def _is_launcher(job: str) -> bool:
     with suppress(OSError):
         process = Path(f"/proc/{job}")
         words = process.joinpath("cmdline").read_bytes().split(b"\0") if job.isdigit() else []
-        named = any(word == b"run" and os.path.basename(before) in (b"mpips", b"launch.cli", b"mpips.launch.cli")
-                    for before, word in itertools.pairwise(words))  # fmt: skip
+        named = any(
+            word == b"run" and os.path.basename(before) in (b"mpips", b"launch.cli", b"mpips.launch.cli")
+            for before, word in itertools.pairwise(words)
+        )
         return named and os.path.basename(words[0])[:6] == b"python" and process.stat().st_uid == os.getuid()
     return False
 
@@ -96,8 +106,14 @@ def command() -> None:
 @json_option
 @click.option("--seconds", type=Seconds(), default=0.5, show_default=True, help="Between the two looks.")
 @click.option("--dump", "into", type=click.Path(file_okay=False, path_type=Path), help="Write all that is known there.")
-@click.option("--format", "how", type=click.Choice(["json", "pytorch"]), default="json", show_default=True,
-              help="Of --dump: files rank-N.json, or files rank_N for torchfrtrace.")
+@click.option(
+    "--format",
+    "how",
+    type=click.Choice(["json", "pytorch"]),
+    default="json",
+    show_default=True,
+    help="Of --dump: files rank-N.json, or files rank_N for torchfrtrace.",
+)
 @within_option
 def why(job: str | None, with_json: bool, seconds: float, into: Path | None, how: str, within: float) -> None:
     """Say what JOB does, or why it stands, or has ended: who waits in what for whom, and what that rank does.
@@ -126,8 +142,9 @@ def _read_dump(path: Path, with_json: bool) -> str:
         text = path.read_text(encoding="utf-8")
         sentence = str(json.loads(text)["sentence"])
     except (OSError, ValueError, KeyError, TypeError):
-        raise click.UsageError(f"{path} is no dump, or is damaged: name a folder that `mpips why JOB --dump DIR` has "
-                               "written") from None  # fmt: skip
+        raise click.UsageError(
+            f"{path} is no dump, or is damaged: name a folder that `mpips why JOB --dump DIR` has written"
+        ) from None
     return text if with_json else sentence
 
 
@@ -283,13 +300,60 @@ def _gathered(watch: Watch, folder: Path, seconds: float) -> Found:
     return found
 
 
-COLUMNS = ("rank", "state", "where", "step", "steps/s", "waits", "for", "missed", "exchanges", "CPU", "MB/s", "queue",
-           "step age", "role", "MB", "pid", "host")
+COLUMNS = (
+    "rank",
+    "state",
+    "where",
+    "step",
+    "steps/s",
+    "waits",
+    "for",
+    "missed",
+    "exchanges",
+    "CPU",
+    "MB/s",
+    "queue",
+    "step age",
+    "role",
+    "MB",
+    "pid",
+    "host",
+)
 """Of the table, the most telling ones first: what a terminal is too narrow for is left out from the end."""
-ORDER = ("rank", "role", "host", "pid", "state", "step", "steps/s", "step age", "waits", "for", "missed", "exchanges",
-         "CPU", "MB/s", "queue", "MB", "where")
-ROWS = ("table", "rank", "rows", "MB", "rows/s", "pushed/s", "pulled/s", "in place", "room MB", "evicted", "refused",
-        "counted", "no memory")
+ORDER = (
+    "rank",
+    "role",
+    "host",
+    "pid",
+    "state",
+    "step",
+    "steps/s",
+    "step age",
+    "waits",
+    "for",
+    "missed",
+    "exchanges",
+    "CPU",
+    "MB/s",
+    "queue",
+    "MB",
+    "where",
+)
+ROWS = (
+    "table",
+    "rank",
+    "rows",
+    "MB",
+    "rows/s",
+    "pushed/s",
+    "pulled/s",
+    "in place",
+    "room MB",
+    "evicted",
+    "refused",
+    "counted",
+    "no memory",
+)
 """Columns of the table of tables, the most telling ones first."""
 RARE = ("missed", "exchanges", "evicted", "refused", "counted", "no memory")
 """Columns that are left out where nothing stands in them."""
@@ -302,8 +366,13 @@ def _tables(name: str, ranks: Sequence[Rank], width: int) -> list[Table]:
     """Return the table of a job's ranks, and that of its tables, if it has any."""
     missed = missed_rounds(ranks)
     rows = [_row(one, missed.get(one.rank, 0.0)) for one in ranks]
-    tables = [row for table in dict.fromkeys(table for one in ranks for table in one.tables)
-              for one in ranks if table in one.tables and one.lives for row in [_table_row(table, one)]]  # fmt: skip
+    tables = [
+        row
+        for table in dict.fromkeys(table for one in ranks for table in one.tables)
+        for one in ranks
+        if table in one.tables and one.lives
+        for row in [_table_row(table, one)]
+    ]
     first = _view(f"job {name}", rows, COLUMNS, ORDER, width)
     return [first, _view("tables", tables, ROWS, ROWS, width)] if tables else [first]
 
@@ -314,13 +383,16 @@ def _table_row(table: str, one: Rank) -> dict[str, str]:
     row = dict.fromkeys(ROWS, "") | {"table": table, "rank": str(one.rank)}
     if one.role == "server":
         return row | {
-            "rows": f"{numbers['rows']:,}", "MB": f"{numbers['bytes'] / MEGA:.3g}", "rows/s": _rate(rates, "rows"),
+            "rows": f"{numbers['rows']:,}",
+            "MB": f"{numbers['bytes'] / MEGA:.3g}",
+            "rows/s": _rate(rates, "rows"),
             "room MB": f"{one.room_bytes / MEGA:.0f}",
             **{word: f"{numbers[word]:,}" if numbers[word] else "" for word in ("evicted", "refused", "counted")},
-        }  # fmt: skip
+        }
     pulled = numbers["in_place"] + numbers["asked"]
     return row | {
-        "pushed/s": _rate(rates, "pushed"), "pulled/s": _rate(rates, "asked", "in_place"),
+        "pushed/s": _rate(rates, "pushed"),
+        "pulled/s": _rate(rates, "asked", "in_place"),
         "in place": f"{100 * numbers['in_place'] / pulled:.0f} %" if pulled else "",
         "no memory": f"{numbers['refused_pushes']:,}" if numbers["refused_pushes"] else "",
     }
@@ -360,8 +432,13 @@ def _row(one: Rank, missed: float) -> dict[str, str]:
     return {
         "missed": f"{100 * missed:.0f} %" if missed else "",
         "exchanges": f"{one.exchanges}, {exchanged:.3g} MB, {one.exchange_seconds:.0f} s ago" * (one.exchanges > 0),
-        "rank": str(one.rank), "role": one.role, "host": one.host, "pid": str(one.pid), "state": state,
-        "step": str(one.step) if stepped else "", "steps/s": rate if one.lives and stepped else "",
+        "rank": str(one.rank),
+        "role": one.role,
+        "host": one.host,
+        "pid": str(one.pid),
+        "state": state,
+        "step": str(one.step) if stepped else "",
+        "steps/s": rate if one.lives and stepped else "",
         "step age": f"{one.step_seconds:.0f} s" if stepped else "",
         "waits": f"{100 * one.waiting:.0f} %" if one.lives else "",
         "for": ",".join(map(str, one.waits[0].late[:4])) if one.waits else "",
@@ -370,7 +447,7 @@ def _row(one: Rank, missed: float) -> dict[str, str]:
         "queue": str(one.queued) if one.lives and one.queued >= 0 else "",
         "MB": f"{one.memory_bytes / MEGA:.0f}" if one.lives else "",
         "where": one.waits[0].what if one.waits else str(one.user_frame or one.last_call),
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

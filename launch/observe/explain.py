@@ -63,8 +63,11 @@ def is_replaced(rank: Rank, ranks: Iterable[Rank]) -> bool:
 def missed_rounds(ranks: Sequence[Rank]) -> dict[int, float]:
     """Return of ranks that come late in which share of its rounds a quorum has not had them in time."""
     closed = sum(max(one.quorum_rounds, 0) for one in ranks)
-    missed = {one.rank: sum(server.missed.get(str(one.member), 0) for server in ranks)
-              for one in ranks if one.role == "worker"}  # fmt: skip
+    missed = {
+        one.rank: sum(server.missed.get(str(one.member), 0) for server in ranks)
+        for one in ranks
+        if one.role == "worker"
+    }
     return {rank: count / closed for rank, count in missed.items() if count}
 
 
@@ -99,14 +102,20 @@ def _stands(
             why = _under_way(ranks, len({wait.line for wait in waits.values()}) == 1)
         else:
             which = f": {'; '.join(_ahead(ranks, waits, lane) for lane in sorted(ahead))}" if len(ahead) > 1 else ""
-            why = ("They have made different calls, and each waits for the others: a deadlock"
-                   f"{which}. All ranks must make the same calls in the same order")  # fmt: skip
+            why = (
+                "They have made different calls, and each waits for the others: a deadlock"
+                f"{which}. All ranks must make the same calls in the same order"
+            )
         return Explanation("stands", f"{begin}. {why}.", tuple(waits))
     known = {one.rank: one for one in ranks}
     apart = len({one.host for one in ranks}) > 1 or bool(unreached)
     left = [] if unreached else _left(ranks, missing)
-    described = [f"rank {number}, which has ended its program" if number in left
-                 else _describe(number, known.get(number), apart, unreached) for number in culprits]  # fmt: skip
+    described = [
+        f"rank {number}, which has ended its program"
+        if number in left
+        else _describe(number, known.get(number), apart, unreached)
+        for number in culprits
+    ]
     return Explanation("stands", f"{begin}, for {'; and for '.join(described)}.", tuple(culprits))
 
 
@@ -149,8 +158,9 @@ def _culprits(ranks: Sequence[Rank], waits: dict[int, Wait], missing: set[int]) 
     gone = {one.rank for one in ranks if not one.lives}
     stopped = {one.rank for one in ranks if one.lives and one.stopped}
     late = {rank for wait in waits.values() for rank in wait.late} - set(waits)
-    idle = {one.rank for one in ranks if one.lives and one.rank not in waits
-            and (not _serves(one) or one.is_called_back)}  # fmt: skip
+    idle = {
+        one.rank for one in ranks if one.lives and one.rank not in waits and (not _serves(one) or one.is_called_back)
+    }
     for found in (late & (gone | stopped | missing | idle), gone | stopped, idle, missing):
         if found:
             return sorted(found)
@@ -172,9 +182,11 @@ def _under_way(ranks: Sequence[Rank], same_line: bool) -> str:
         return f"All {'workers' if servers else 'ranks'} are in it, so what they wait for is under way{mute}"
     hosts = "; ".join(f"{host}, {name_ranks(members)}" for host, members in sorted(on.items()))
     if not same_line:
-        return ("All ranks live, and are in a call of the same name from different lines: of different stores or "
-                "communicators it is a deadlock, as all ranks must make the same calls in the same order; else the "
-                f"network between their hosts is cut or slow ({hosts})")  # fmt: skip
+        return (
+            "All ranks live, and are in a call of the same name from different lines: of different stores or "
+            "communicators it is a deadlock, as all ranks must make the same calls in the same order; else the "
+            f"network between their hosts is cut or slow ({hosts})"
+        )
     return f"All ranks are in it, and live: the network between their hosts is cut or slow ({hosts})"
 
 
@@ -222,8 +234,9 @@ def _left(ranks: Sequence[Rank], missing: set[int]) -> list[int]:
     started = {one.host: one.ranks_on_host for one in ranks if one.lives}
     if -1 in started.values() or sum(started.values()) < max(one.size for one in ranks):
         return []  # those without a page may run on a host of which nothing is seen
-    joined = {int(number) for one in ranks for known in one.communicators.values()
-              for number in known["ranks"].split(",")}  # fmt: skip
+    joined = {
+        int(number) for one in ranks for known in one.communicators.values() for number in known["ranks"].split(",")
+    }
     return sorted(missing & joined)
 
 
@@ -285,7 +298,7 @@ def _ended(head: str, ranks: Sequence[Rank], well: int, end: Mapping[str, Any]) 
     silent = [one for one in ranks if not one.end.get("failed")]
     own = [one for one in ranks if one.end.get("own")]
     words: dict[str, list[int]] = {}
-    for one in ([] if own else silent):
+    for one in [] if own else silent:
         role = f" ({one.role})" if one.role else ""
         last = f", after {one.last_call} had begun" if one.last_call else ""
         words.setdefault(f"{role} ended without a word, as by SIGKILL{last}.", []).append(one.rank)
@@ -317,25 +330,41 @@ def as_json(
 ) -> dict[str, Any]:
     """Return what is known of a job, as it is printed as JSON."""
     return {
-        "job": name, "kind": found.kind, "sentence": found.sentence, "culprits": list(found.culprits),
+        "job": name,
+        "kind": found.kind,
+        "sentence": found.sentence,
+        "culprits": list(found.culprits),
         "unreached": dict(unreached or {}),
         "ranks": [
             {
-                "rank": one.rank, "role": one.role, "host": one.host, "pid": one.pid, "alive": one.lives,
-                "stopped": one.stopped, "generation": one.generation, "step": one.step,
+                "rank": one.rank,
+                "role": one.role,
+                "host": one.host,
+                "pid": one.pid,
+                "alive": one.lives,
+                "stopped": one.stopped,
+                "generation": one.generation,
+                "step": one.step,
                 "step_seconds": round(one.step_seconds, 3),
                 "steps_per_second": round(one.step_rate, 3) if one.step_rate >= 0 else None,
                 "bytes_per_second": round(one.byte_rate) if one.byte_rate >= 0 else None,
                 "queued": one.queued if one.queued >= 0 else None,
-                "tables": {name: {"numbers": dict(numbers), "per_second": dict(one.table_rates.get(name, {}))}
-                           for name, numbers in one.tables.items()},
+                "tables": {
+                    name: {"numbers": dict(numbers), "per_second": dict(one.table_rates.get(name, {}))}
+                    for name, numbers in one.tables.items()
+                },
                 "table_room_bytes": one.room_bytes if one.room_bytes >= 0 else None,
                 "quorum_rounds": one.quorum_rounds if one.quorum_rounds >= 0 else None,
-                "missed": dict(one.missed), "exchanges": one.exchanges, "exchanged_bytes": one.exchanged_bytes,
+                "missed": dict(one.missed),
+                "exchanges": one.exchanges,
+                "exchanged_bytes": one.exchanged_bytes,
                 "exchange_seconds": round(one.exchange_seconds, 3) if one.exchanges else None,
                 "waiting_share": round(one.waiting, 4),
-                "cpu_share": round(one.cpu, 4), "memory_bytes": one.memory_bytes, "last_call": one.last_call,
-                "at": str(one.user_frame or ""), "end": dict(one.end),
+                "cpu_share": round(one.cpu, 4),
+                "memory_bytes": one.memory_bytes,
+                "last_call": one.last_call,
+                "at": str(one.user_frame or ""),
+                "end": dict(one.end),
                 "waits": [
                     {"what": wait.what, "seconds": round(wait.seconds, 3), "for": list(wait.late), "line": wait.line}
                     for wait in one.waits
@@ -343,4 +372,4 @@ def as_json(
             }
             for one in ranks
         ],
-    }  # fmt: skip
+    }

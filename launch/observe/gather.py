@@ -348,9 +348,10 @@ def add_pushes(ranks: Sequence[Rank]) -> list[Rank]:
             pushed[worker] = pushed.get(worker, 0.0) + rate
     return [
         one._replace(byte_rate=max(one.byte_rate, 0.0) + pushed[str(one.member)])
-        if one.role == "worker" and str(one.member) in pushed else one
+        if one.role == "worker" and str(one.member) in pushed
+        else one
         for one in ranks
-    ]  # fmt: skip
+    ]
 
 
 def _rank(before: _Look, after: _Look, stacks: Sequence[Sequence[Frame]], pid: int, moved: int) -> Rank:
@@ -366,30 +367,71 @@ def _rank(before: _Look, after: _Look, stacks: Sequence[Sequence[Frame]], pid: i
     took = head["step_ns"] - before.seen.head["step_ns"]
     load, earlier = after.seen.load, before.seen.load
     between = (load["at_ns"] - earlier["at_ns"]) / 1e9 if load and earlier else 0.0
-    taken = {
-        worker: (nbytes - earlier["pushed"].get(worker, nbytes)) / between for worker, nbytes in load["pushed"].items()
-    } if between else {}  # fmt: skip
+    taken = (
+        {
+            worker: (nbytes - earlier["pushed"].get(worker, nbytes)) / between
+            for worker, nbytes in load["pushed"].items()
+        }
+        if between
+        else {}
+    )
     since = between if load else apart
-    rates = {
-        table: {name: (number - earlier_of.get(name, number)) / since for name, number in numbers.items()}
-        for table, numbers in after.seen.tables.items() if (earlier_of := before.seen.tables.get(table))
-    } if since else {}  # fmt: skip
+    rates = (
+        {
+            table: {name: (number - earlier_of.get(name, number)) / since for name, number in numbers.items()}
+            for table, numbers in after.seen.tables.items()
+            if (earlier_of := before.seen.tables.get(table))
+        }
+        if since
+        else {}
+    )
     byte_rate = moved / apart + sum(taken.values()) if moved or between else -1.0
     return Rank(
-        identity.get("rank", -1), identity.get("size", -1), identity.get("role", ""), identity.get("host", ""), pid,
-        tuple(identity.get("program", ())), head["generation"] - 1, step,
-        (now - head["step_ns"]) / 1e9 if step >= 0 else -1.0, waits, tuple(after.seen.lanes), after.seen.end,
-        after.state, (after.cpu_seconds - before.cpu_seconds) / apart, min(1.0, max(waited / apart, still / apart)),
-        after.seen.lanes != before.seen.lanes or steps > 0 or any(taken.values()), tuple(stacks[0]) if stacks else (),
-        after.memory_bytes, head["began_ns"] / 1e9, head["waited_ns"] / 1e9, head["waits"],
-        head["calls"] + sum(lane.number for lane in after.seen.lanes), head["failures"],
-        head["checkpoints"], after.cpu_seconds, after.seen.notes, tuple(map(tuple, stacks[1:])),
-        identity.get("member", -1), after.became, 1e9 * steps / max(took, 1) if steps > 0 else -1.0,
-        byte_rate, taken, load.get("queued", -1), load.get("nbytes", 0),
-        after.seen.communicators, _ranks_on_host(pid), after.seen.tables, rates, load.get("room", -1),
-        load.get("rounds", -1), load.get("missed", {}), head["exchanges"],
-        (now - head["exchange_ns"]) / 1e9 if head["exchanges"] else -1.0, head["exchanged_bytes"],
-    )  # fmt: skip
+        identity.get("rank", -1),
+        identity.get("size", -1),
+        identity.get("role", ""),
+        identity.get("host", ""),
+        pid,
+        tuple(identity.get("program", ())),
+        head["generation"] - 1,
+        step,
+        (now - head["step_ns"]) / 1e9 if step >= 0 else -1.0,
+        waits,
+        tuple(after.seen.lanes),
+        after.seen.end,
+        after.state,
+        (after.cpu_seconds - before.cpu_seconds) / apart,
+        min(1.0, max(waited / apart, still / apart)),
+        after.seen.lanes != before.seen.lanes or steps > 0 or any(taken.values()),
+        tuple(stacks[0]) if stacks else (),
+        after.memory_bytes,
+        head["began_ns"] / 1e9,
+        head["waited_ns"] / 1e9,
+        head["waits"],
+        head["calls"] + sum(lane.number for lane in after.seen.lanes),
+        head["failures"],
+        head["checkpoints"],
+        after.cpu_seconds,
+        after.seen.notes,
+        tuple(map(tuple, stacks[1:])),
+        identity.get("member", -1),
+        after.became,
+        1e9 * steps / max(took, 1) if steps > 0 else -1.0,
+        byte_rate,
+        taken,
+        load.get("queued", -1),
+        load.get("nbytes", 0),
+        after.seen.communicators,
+        _ranks_on_host(pid),
+        after.seen.tables,
+        rates,
+        load.get("room", -1),
+        load.get("rounds", -1),
+        load.get("missed", {}),
+        head["exchanges"],
+        (now - head["exchange_ns"]) / 1e9 if head["exchanges"] else -1.0,
+        head["exchanged_bytes"],
+    )
 
 
 class _Stacks:

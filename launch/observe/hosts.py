@@ -119,8 +119,13 @@ class Connection(Generic[T]):
         try:
             if self._process is None:
                 self._errors = tempfile.TemporaryFile()  # noqa: SIM115
-                self._process = subprocess.Popen(self._argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                                 stderr=self._errors, start_new_session=True)  # fmt: skip
+                self._process = subprocess.Popen(
+                    self._argv,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=self._errors,
+                    start_new_session=True,
+                )
             assert self._process.stdin is not None
             self._process.stdin.write(b"%d %s\n" % (number, words.encode()))
             self._process.stdin.flush()

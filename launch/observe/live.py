@@ -33,9 +33,11 @@ LOOK_SECONDS = 1.0
 STACK_SECONDS = 5.0
 """Between two looks in which ranks of a job that stands are asked where they are."""
 SAID = {
-    "stands": "the job stands", "slow": "one rank holds the others up", "ended": "the job has ended",
+    "stands": "the job stands",
+    "slow": "one rank holds the others up",
+    "ended": "the job has ended",
     "runs": "the job goes on",
-}  # fmt: skip
+}
 MOST_SAMPLES = 900
 MOST_EVENTS = 200
 
@@ -89,9 +91,12 @@ class History:
         noted = next((one.notes for one in ranks if one.notes), {})
         notes = {name: number if math.isfinite(number) else None for name, number in noted.items()}  # JSON has no NaN
         return {
-            "time": now, "step": max(steps, default=None), "steps_per_second": rate, "notes": notes,
+            "time": now,
+            "step": max(steps, default=None),
+            "steps_per_second": rate,
+            "notes": notes,
             "waiting": {one.rank: round(one.waiting, 3) for one in ranks if one.lives},
-        }  # fmt: skip
+        }
 
     def _changes(self, ranks: Sequence[Rank], kind: str) -> Iterator[str]:
         """Yield what has happened since the last look, in words."""

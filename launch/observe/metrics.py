@@ -42,8 +42,9 @@ class Definition(NamedTuple):
 GAUGE, COUNTER = GaugeMetricFamily, CounterMetricFamily
 
 
-def _of_tables(kind: type[GaugeMetricFamily] | type[CounterMetricFamily], name: str, text: str, role: str,
-               words: Sequence[str]) -> Definition:  # fmt: skip
+def _of_tables(
+    kind: type[GaugeMetricFamily] | type[CounterMetricFamily], name: str, text: str, role: str, words: Sequence[str]
+) -> Definition:
     """Return a metric of tables on ranks of that role: the sum of these numbers."""
 
     def values(one: Rank) -> Mapping[str, float]:
@@ -54,28 +55,64 @@ def _of_tables(kind: type[GaugeMetricFamily] | type[CounterMetricFamily], name: 
 
 
 DEFINITIONS = (
-    Definition(GAUGE, "mpips_rank_up", "1 while the rank's process is there; none where the job goes on without it.",
-               lambda one: float(one.lives)),
+    Definition(
+        GAUGE,
+        "mpips_rank_up",
+        "1 while the rank's process is there; none where the job goes on without it.",
+        lambda one: float(one.lives),
+    ),
     Definition(GAUGE, "mpips_rank_stopped", "1 while a signal has stopped it.", lambda one: float(one.stopped)),
     Definition(GAUGE, "mpips_start_time_seconds", "When the rank began, in Unix time.", lambda one: one.began),
-    Definition(GAUGE, "mpips_generation", "The generation of its store.",
-               lambda one: float(one.generation) if one.generation >= 0 else None),
-    Definition(GAUGE, "mpips_step", "The training step that it has made last.",
-               lambda one: float(one.step) if one.step >= 0 else None),
-    Definition(GAUGE, "mpips_step_age_seconds", "Seconds since then.",
-               lambda one: one.step_seconds if one.step >= 0 and one.lives else None),
-    Definition(GAUGE, "mpips_waiting_seconds", "How long it has waited in the wait that it is in; 0: in none.",
-               lambda one: max((wait.seconds for wait in one.waits), default=0.0) if one.lives else None),
-    Definition(COUNTER, "mpips_waited_seconds", "Seconds that it has waited in waits that are over.",
-               lambda one: one.waited_seconds),
+    Definition(
+        GAUGE,
+        "mpips_generation",
+        "The generation of its store.",
+        lambda one: float(one.generation) if one.generation >= 0 else None,
+    ),
+    Definition(
+        GAUGE,
+        "mpips_step",
+        "The training step that it has made last.",
+        lambda one: float(one.step) if one.step >= 0 else None,
+    ),
+    Definition(
+        GAUGE,
+        "mpips_step_age_seconds",
+        "Seconds since then.",
+        lambda one: one.step_seconds if one.step >= 0 and one.lives else None,
+    ),
+    Definition(
+        GAUGE,
+        "mpips_waiting_seconds",
+        "How long it has waited in the wait that it is in; 0: in none.",
+        lambda one: max((wait.seconds for wait in one.waits), default=0.0) if one.lives else None,
+    ),
+    Definition(
+        COUNTER,
+        "mpips_waited_seconds",
+        "Seconds that it has waited in waits that are over.",
+        lambda one: one.waited_seconds,
+    ),
     Definition(COUNTER, "mpips_waits", "Waits that are over.", lambda one: float(one.wait_count)),
     Definition(COUNTER, "mpips_calls", "Collectives on one host.", lambda one: float(one.calls)),
-    Definition(COUNTER, "mpips_taken_bytes", "Bytes that workers have pushed to it, a server.",
-               lambda one: float(one.taken_bytes) if one.queued >= 0 else None),
-    Definition(GAUGE, "mpips_queued", "Pushes and pulls that wait at it, a server.",
-               lambda one: float(one.queued) if one.queued >= 0 and one.lives else None),
-    Definition(GAUGE, "mpips_table_room_bytes", "Memory for new rows at it, a server, before it refuses a push.",
-               lambda one: float(one.room_bytes) if one.room_bytes >= 0 and one.lives else None),
+    Definition(
+        COUNTER,
+        "mpips_taken_bytes",
+        "Bytes that workers have pushed to it, a server.",
+        lambda one: float(one.taken_bytes) if one.queued >= 0 else None,
+    ),
+    Definition(
+        GAUGE,
+        "mpips_queued",
+        "Pushes and pulls that wait at it, a server.",
+        lambda one: float(one.queued) if one.queued >= 0 and one.lives else None,
+    ),
+    Definition(
+        GAUGE,
+        "mpips_table_room_bytes",
+        "Memory for new rows at it, a server, before it refuses a push.",
+        lambda one: float(one.room_bytes) if one.room_bytes >= 0 and one.lives else None,
+    ),
     _of_tables(GAUGE, "rows", "Rows of the table that it has, a server.", "server", ["rows"]),
     _of_tables(GAUGE, "bytes", "Bytes of these rows with state, index and counts.", "server", ["bytes"]),
     _of_tables(GAUGE, "counted_ids", "Ids without a row whose updates it counts.", "server", ["counted"]),
@@ -86,24 +123,57 @@ DEFINITIONS = (
     _of_tables(COUNTER, "pulled_rows", "Rows that it has pulled, a worker.", "worker", ["asked", "in_place"]),
     _of_tables(COUNTER, "in_place_rows", "Of these, read in the servers' memory.", "worker", ["in_place"]),
     _of_tables(COUNTER, "refused_pushes", "Pushes for which a server had no memory.", "worker", ["refused_pushes"]),
-    Definition(COUNTER, "mpips_quorum_rounds", "Rounds of keys that a quorum has closed at it, a server.",
-               lambda one: float(one.quorum_rounds) if one.quorum_rounds >= 0 else None),
-    Definition(COUNTER, "mpips_quorum_missed_rounds", "Of these, closed without the worker, or with what came late.",
-               lambda one: one.missed, "worker"),
-    Definition(COUNTER, "mpips_exchanges", "Exchanges of parameters, between which it trains by itself.",
-               lambda one: float(one.exchanges) if one.exchanges else None),
-    Definition(COUNTER, "mpips_exchanged_bytes", "Bytes of these exchanges, up and down.",
-               lambda one: float(one.exchanged_bytes) if one.exchanges else None),
-    Definition(GAUGE, "mpips_exchange_age_seconds", "Seconds since the last one was over.",
-               lambda one: one.exchange_seconds if one.exchanges and one.lives else None),
-    Definition(COUNTER, "mpips_failures", "Generations and communicators that have ended by an error.",
-               lambda one: float(one.failures)),
+    Definition(
+        COUNTER,
+        "mpips_quorum_rounds",
+        "Rounds of keys that a quorum has closed at it, a server.",
+        lambda one: float(one.quorum_rounds) if one.quorum_rounds >= 0 else None,
+    ),
+    Definition(
+        COUNTER,
+        "mpips_quorum_missed_rounds",
+        "Of these, closed without the worker, or with what came late.",
+        lambda one: one.missed,
+        "worker",
+    ),
+    Definition(
+        COUNTER,
+        "mpips_exchanges",
+        "Exchanges of parameters, between which it trains by itself.",
+        lambda one: float(one.exchanges) if one.exchanges else None,
+    ),
+    Definition(
+        COUNTER,
+        "mpips_exchanged_bytes",
+        "Bytes of these exchanges, up and down.",
+        lambda one: float(one.exchanged_bytes) if one.exchanges else None,
+    ),
+    Definition(
+        GAUGE,
+        "mpips_exchange_age_seconds",
+        "Seconds since the last one was over.",
+        lambda one: one.exchange_seconds if one.exchanges and one.lives else None,
+    ),
+    Definition(
+        COUNTER,
+        "mpips_failures",
+        "Generations and communicators that have ended by an error.",
+        lambda one: float(one.failures),
+    ),
     Definition(COUNTER, "mpips_checkpoints", "Checkpoints that it has written.", lambda one: float(one.checkpoints)),
-    Definition(COUNTER, "mpips_cpu_seconds", "Processor seconds, of user and kernel.",
-               lambda one: one.cpu_seconds if one.lives else None),
-    Definition(GAUGE, "mpips_resident_memory_bytes", "Memory of the process.",
-               lambda one: float(one.memory_bytes) if one.lives else None),
-)  # fmt: skip
+    Definition(
+        COUNTER,
+        "mpips_cpu_seconds",
+        "Processor seconds, of user and kernel.",
+        lambda one: one.cpu_seconds if one.lives else None,
+    ),
+    Definition(
+        GAUGE,
+        "mpips_resident_memory_bytes",
+        "Memory of the process.",
+        lambda one: float(one.memory_bytes) if one.lives else None,
+    ),
+)
 
 
 class Jobs(Collector):

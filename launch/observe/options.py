@@ -20,14 +20,19 @@ def observe_options(command: Callable[..., None]) -> Callable[..., None]:
     """Return the options by which others see what a job does; `observing` takes their values."""
     for option in (
         click.option("--summary-json", type=OutFile(), help="Write that table as JSON."),
-        click.option("--summary", is_flag=True,
-                     help="Show at the end what calls took, and which rank made others wait."),
-        click.option("--trace", type=OutFile(), metavar="FILE",
-                     help="Write one timeline of all ranks, for Perfetto and chrome://tracing."),
+        click.option(
+            "--summary", is_flag=True, help="Show at the end what calls took, and which rank made others wait."
+        ),
+        click.option(
+            "--trace",
+            type=OutFile(),
+            metavar="FILE",
+            help="Write one timeline of all ranks, for Perfetto and chrome://tracing.",
+        ),
         click.option("--page", metavar="[HOST:]PORT", help="Serve a live page of all hosts' ranks for a browser."),
         click.option("--metrics-port", metavar="[HOST:]PORT", help="Serve this host's metrics for Prometheus."),
         click.option("--metrics", metavar="DIR", help="Write this host's metrics there, for node_exporter."),
-    ):  # fmt: skip
+    ):
         command = option(command)
     return command
 
@@ -38,8 +43,10 @@ def check_recorder(watched: Mapping[str, object]) -> None:
     if not recorder.is_wanted():
         asked = [f"--{name.replace('_', '-')}" for name in OBSERVED if watched[name]]
         if asked := asked + [recorder.DUMP_VARIABLE] * bool(folder):
-            raise click.UsageError(f"{recorder.VARIABLE}=0 leaves out the ranks' pages, without which there is no "
-                                   f"{', '.join(asked)}: unset that variable")  # fmt: skip
+            raise click.UsageError(
+                f"{recorder.VARIABLE}=0 leaves out the ranks' pages, without which there is no "
+                f"{', '.join(asked)}: unset that variable"
+            )
     elif folder:
         try:
             os.makedirs(folder, exist_ok=True)
@@ -50,9 +57,14 @@ def check_recorder(watched: Mapping[str, object]) -> None:
 
 @contextmanager
 def observing(
-    trace: Path | None, summary: bool, summary_json: Path | None, metrics: str | None, metrics_port: str | None,
-    page: str | None, several: bool,
-) -> Iterator[None]:  # fmt: skip
+    trace: Path | None,
+    summary: bool,
+    summary_json: Path | None,
+    metrics: str | None,
+    metrics_port: str | None,
+    page: str | None,
+    several: bool,
+) -> Iterator[None]:
     """Show others the job that the block runs, by what is asked for. `several`: it has ranks on other hosts."""
     folder = folders.of_jobs() / folders.job_name({folders.JOB: str(os.getpid())})
     traced = _tracing(folder, several, trace, summary, summary_json)

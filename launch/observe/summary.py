@@ -83,11 +83,15 @@ def summarize(traces: Sequence[RankTrace]) -> Summary:
             made_wait[last] += (_took(record) - shortest) / (len(calls) - 1)
     lines = [_line(*key, calls, least, together, seconds) for key, calls in by_size.items()]
     scores = [
-        RankSummary(rank, sum(count_calls(one) for one in traces if one.rank == rank), made_wait[rank],
-              made_wait[rank] / seconds[rank] if seconds[rank] else 0.0,
-              waited[rank] / seconds[rank] if seconds[rank] else 0.0)
+        RankSummary(
+            rank,
+            sum(count_calls(one) for one in traces if one.rank == rank),
+            made_wait[rank],
+            made_wait[rank] / seconds[rank] if seconds[rank] else 0.0,
+            waited[rank] / seconds[rank] if seconds[rank] else 0.0,
+        )
         for rank in sorted(seconds)
-    ]  # fmt: skip
+    ]
     lines.sort(key=lambda line: -line.share)
     return Summary(lines, scores, sum(one.overwritten for one in traces))
 
@@ -97,9 +101,13 @@ def _took(record: Record) -> float:
 
 
 def _line(
-    operation: str, nbytes: int, calls: Sequence[tuple[int, Record]], least: dict[int, float],
-    together: dict[tuple[Any, ...], list[tuple[int, Record]]], seconds: dict[int, float],
-) -> CallSummary:  # fmt: skip
+    operation: str,
+    nbytes: int,
+    calls: Sequence[tuple[int, Record]],
+    least: dict[int, float],
+    together: dict[tuple[Any, ...], list[tuple[int, Record]]],
+    seconds: dict[int, float],
+) -> CallSummary:
     took = [_took(record) for _, record in calls]
     moving = [least.get(id(record), _took(record)) for _, record in calls]
     mean, pure = sum(took) / len(took), sum(moving) / len(moving)
@@ -109,8 +117,15 @@ def _line(
     members = len(together.get(key, ()))
     factor = BUS_FACTOR[operation](members) if operation in BUS_FACTOR and members else 1.0
     share = sum(took) / sum(seconds[rank] for rank in {rank for rank, _ in calls}) if sum(took) else 0.0
-    return CallSummary(operation, nbytes, len(calls), mean * 1e6, (mean - pure) * 1e6,
-                nbytes * factor / pure / 1e9 if pure else 0.0, share)  # fmt: skip
+    return CallSummary(
+        operation,
+        nbytes,
+        len(calls),
+        mean * 1e6,
+        (mean - pure) * 1e6,
+        nbytes * factor / pure / 1e9 if pure else 0.0,
+        share,
+    )
 
 
 def tables(summary: Summary) -> list[Table]:
@@ -119,19 +134,33 @@ def tables(summary: Summary) -> list[Table]:
     for name in ("operation", "size", "calls", "mean us", "of it waiting", "busbw GB/s", "share of time"):
         first.add_column(name, justify="left" if name == "operation" else "right")
     for line in summary.lines:
-        first.add_row(line.operation, show_bytes(line.nbytes), str(line.calls), f"{line.mean_us:.1f}",
-                      f"{line.waiting_us:.1f}", f"{line.busbw_GBps:.3f}" if line.nbytes else "",
-                      f"{100 * line.share:.1f} %")  # fmt: skip
+        first.add_row(
+            line.operation,
+            show_bytes(line.nbytes),
+            str(line.calls),
+            f"{line.mean_us:.1f}",
+            f"{line.waiting_us:.1f}",
+            f"{line.busbw_GBps:.3f}" if line.nbytes else "",
+            f"{100 * line.share:.1f} %",
+        )
     second = Table(title="ranks")
     for name in ("rank", "calls", "makes each other wait", "straggler score", "waits itself"):
         second.add_column(name, justify="right")
     for score in summary.scores:
-        second.add_row(str(score.rank), str(score.calls), f"{score.straggles_s:.3f} s",
-                       f"{100 * score.straggles:.1f} %", f"{100 * score.waits:.1f} %")  # fmt: skip
+        second.add_row(
+            str(score.rank),
+            str(score.calls),
+            f"{score.straggles_s:.3f} s",
+            f"{100 * score.straggles:.1f} %",
+            f"{100 * score.waits:.1f} %",
+        )
     return [first, second]
 
 
 def as_json(summary: Summary) -> dict[str, Any]:
     """Return the summary as data."""
-    return {"calls": [line._asdict() for line in summary.lines], "ranks": [one._asdict() for one in summary.scores],
-            "left_out": summary.left_out}  # fmt: skip
+    return {
+        "calls": [line._asdict() for line in summary.lines],
+        "ranks": [one._asdict() for one in summary.scores],
+        "left_out": summary.left_out,
+    }

@@ -74,11 +74,16 @@ def _about(traces: Sequence[RankTrace], clocks: Mapping[str, Clock]) -> dict[str
     """Return what is to be said of a trace beside its events. `clock_error_ns`: of the times of two ranks, at most."""
     ranks = [
         {
-            "rank": one.rank, "role": one.who.get("role", ""), "host": one.who.get("host", ""), "pid": one.who["pid"],
-            "records": count_calls(one), "overwritten": one.overwritten, "clock_error_ns": _error(one, clocks),
+            "rank": one.rank,
+            "role": one.who.get("role", ""),
+            "host": one.who.get("host", ""),
+            "pid": one.who["pid"],
+            "records": count_calls(one),
+            "overwritten": one.overwritten,
+            "clock_error_ns": _error(one, clocks),
         }
         for one in traces
-    ]  # fmt: skip
+    ]
     of_clocks: dict[str, int] = defaultdict(int)
     for one in traces:
         of_clocks[one.who["clock"]] = max(of_clocks[one.who["clock"]], _error(one, clocks))
@@ -139,8 +144,14 @@ class _Rank:
         for (record, begin, end), row in zip(calls, rows):
             one = PlacedCall(record, self._trace.rank, tids[row], begin, end)
             self.placed.append(one)
-            more = {"bytes": record.nbytes, "dtype": record.dtype, "number": record.number, "round": record.round,
-                    "line": record.line, "part": max(record.part, 0)}  # fmt: skip
+            more = {
+                "bytes": record.nbytes,
+                "dtype": record.dtype,
+                "number": record.number,
+                "round": record.round,
+                "line": record.line,
+                "part": max(record.part, 0),
+            }
             title = f"{record.operation} {record.subject}".strip() + ("" if record.ended_ns else " (not over)")
             shown = {key: value for key, value in more.items() if value}
             self.events.append(chrome.bar(title, record.operation, one.pid, one.tid, begin, end, **shown))

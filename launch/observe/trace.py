@@ -217,8 +217,12 @@ def write(path: Path, found: Traced) -> None:
     chrome.save(path, events, about)
     calls, ranks = sum(count_calls(one) for one in found.traces), len(found.traces)
     agreed = f", clocks agree to {about['clock_error_ns'] / 1e3:.0f} us" if found.clocks else ""
-    click.echo(f"mpips: {path}: {calls} calls of {ranks} ranks, {about['flows']} arrows{agreed}; open it in "
-               f"https://ui.perfetto.dev or chrome://tracing\n{_lost(found)}", err=True, nl=False)  # fmt: skip
+    click.echo(
+        f"mpips: {path}: {calls} calls of {ranks} ranks, {about['flows']} arrows{agreed}; open it in "
+        f"https://ui.perfetto.dev or chrome://tracing\n{_lost(found)}",
+        err=True,
+        nl=False,
+    )
 
 
 def _lost(found: Traced) -> str:
@@ -228,8 +232,9 @@ def _lost(found: Traced) -> str:
     if lost:
         ranks = ", ".join(f"{count} of rank {rank}" for rank, count in lost.items())
         room = tracing.RING_BYTES // ring.RECORD_BYTES
-        said.append(f"mpips: the last calls alone are there: of {room} that a rank keeps at most, newer ones replaced "
-                    f"{ranks}\n")  # fmt: skip
+        said.append(
+            f"mpips: the last calls alone are there: of {room} that a rank keeps at most, newer ones replaced {ranks}\n"
+        )
     return "".join(said)
 
 

@@ -65,9 +65,13 @@ class Ended(NamedTuple):
 
 
 def run(
-    argv: Sequence[str], hopeless: Callable[[], bool] | None = None, name: str = "", roles: Sequence[str] = (),
-    here: int = 0, spares: int = -1,
-) -> Ended:  # fmt: skip
+    argv: Sequence[str],
+    hopeless: Callable[[], bool] | None = None,
+    name: str = "",
+    roles: Sequence[str] = (),
+    here: int = 0,
+    spares: int = -1,
+) -> Ended:
     """Run `argv`; how it has ended. Where it has failed, nothing of it is left on this machine. Blocking.
 
     A job that a signal does not end is killed after `GRACE`, with all that it has started here. It is ended, too, once
@@ -91,8 +95,13 @@ def run(
         watched.clear(others=bool(code))
         if code and not end.heard:
             folders.write_end(str(os.getpid()), death=death, sentence=sentence)
-        LOG.info("job has ended after %.1f s: code %d, mpirun's %d, %s", time.monotonic() - began, code, end.returned,
-                  death or "no death that ended it")  # fmt: skip
+        LOG.info(
+            "job has ended after %.1f s: code %d, mpirun's %d, %s",
+            time.monotonic() - began,
+            code,
+            end.returned,
+            death or "no death that ended it",
+        )
     finally:
         presence.close()
         signals.close()
@@ -107,9 +116,16 @@ class Watched:
     """A running job, and what has happened to it. `speaking`: so many of `ranks`, here, say that they are there."""
 
     def __init__(
-        self, argv: Sequence[str], signals: HeldSignals, presence: Presence, verdict: OneDeathEnds | OthersGoOn,
-        hopeless: Callable[[], bool] | None, listener: OutputListener | None, speaking: int, ranks: int,
-    ) -> None:  # fmt: skip
+        self,
+        argv: Sequence[str],
+        signals: HeldSignals,
+        presence: Presence,
+        verdict: OneDeathEnds | OthersGoOn,
+        hopeless: Callable[[], bool] | None,
+        listener: OutputListener | None,
+        speaking: int,
+        ranks: int,
+    ) -> None:
         self._speaking, self._ranks, self._listener = speaking, ranks, listener
         self._signals, self._presence, self._verdict, self._hopeless = signals, presence, verdict, hopeless
         self._heard, self._deserted, self._starts_silently = 0, False, speaking > 0
@@ -124,10 +140,13 @@ class Watched:
         self._began = time.time()
         output, errors = (listener.output, listener.errors) if listener else (None, None)
         self._job = subprocess.Popen(
-            argv, env={**environment_of_job(os.environ), **presence.environment(), folders.JOB: str(os.getpid())},
-            stdin=subprocess.DEVNULL if presence.hands_over >= 0 else None, stdout=output, stderr=errors,
+            argv,
+            env={**environment_of_job(os.environ), **presence.environment(), folders.JOB: str(os.getpid())},
+            stdin=subprocess.DEVNULL if presence.hands_over >= 0 else None,
+            stdout=output,
+            stderr=errors,
             preexec_fn=_child_of(os.getpid(), signals.before),
-        )  # fmt: skip
+        )
         if listener:
             listener.start()
 

@@ -47,5 +47,7 @@ def load() -> None:
     try:
         importlib.import_module("mpips.torch.backend").register()
     except (ImportError, OSError, RuntimeError) as error:
-        raise RuntimeError(f'init_process_group("{NAME}"): the backend cannot be loaded ({error}): see what '
-                           "`mpips doctor` says of this Python") from error  # fmt: skip
+        raise RuntimeError(
+            f'init_process_group("{NAME}"): the backend cannot be loaded ({error}): see what '
+            "`mpips doctor` says of this Python"
+        ) from error

@@ -89,9 +89,19 @@ class StoreWords(NamedTuple):
 
 
 def check(
-    ranks: int, *, kind: str, servers: int, clients: int, masters: str, sizes: str, keys: int, arrays: str,
-    optimizer: str | None, momentum: float, **_: Any,
-) -> StoreWords:  # fmt: skip
+    ranks: int,
+    *,
+    kind: str,
+    servers: int,
+    clients: int,
+    masters: str,
+    sizes: str,
+    keys: int,
+    arrays: str,
+    optimizer: str | None,
+    momentum: float,
+    **_: Any,
+) -> StoreWords:
     """Return what the command line means for that many ranks; click.UsageError where it cannot be. Starts no MPI."""
     try:
         word = kind_of(kind)
@@ -121,33 +131,55 @@ def check(
 
 
 @click.command("kvstore", cls=RankedCommand)
-@click.option("--kind", default="dist_sync", show_default=True,
-              help="Of the store: dist_sync, dist_async, mpi_sync or mpi_async.")
+@click.option(
+    "--kind", default="dist_sync", show_default=True, help="Of the store: dist_sync, dist_async, mpi_sync or mpi_async."
+)
 @click.option("--servers", default=1, type=Whole(0), show_default=True, help="Server ranks; the others work.")
 @click.option("--clients", default=1, type=Whole(1), show_default=True, help="Of an mpi_* store.")
 @click.option("--masters", type=click.Choice(("one", "all")), default="one", show_default=True, help="Of each client.")
 @click.option("--sizes", default="1024,262144,4194304,67108864", show_default=True, help="MIN:MAX[:FACTOR] or a list.")
 @click.option("--keys", default=1, type=Whole(1, MOST_KEYS), show_default=True, help="Of each size, a list.")
 @click.option("--arrays", default="ordinary,empty", show_default=True, help="NumPy's (ordinary) or mpips.empty's.")
-@click.option("--optimizer", type=click.Choice(list(optimizers.OPTIMIZERS)),
-              help="Of the servers; without it they sum, or in an async store add.")
+@click.option(
+    "--optimizer",
+    type=click.Choice(list(optimizers.OPTIMIZERS)),
+    help="Of the servers; without it they sum, or in an async store add.",
+)
 @click.option("--momentum", default=0.0, type=click.FloatRange(0, 1, max_open=True), help="For sgd.")
 @click.option("--seconds", default=1.0, type=Seconds(), show_default=True, help="About so long for each case.")
 @click.option("--json", "json_path", type=OutFile(), help="Write the rows as JSON.")
 @click.option("--plot", "plot_path", type=Picture(), help="Draw latency by size (PNG).")
 def command(
-    kind: str, servers: int, clients: int, masters: str, sizes: str, keys: int, arrays: str,
-    optimizer: str | None, momentum: float, seconds: float, json_path: Path | None, plot_path: Path | None,
-) -> None:  # fmt: skip
+    kind: str,
+    servers: int,
+    clients: int,
+    masters: str,
+    sizes: str,
+    keys: int,
+    arrays: str,
+    optimizer: str | None,
+    momentum: float,
+    seconds: float,
+    json_path: Path | None,
+    plot_path: Path | None,
+) -> None:
     """Time push and pull of a float32 key, or of some in one call, beside the copies that must happen.
 
     Start the ranks with -n/--ranks, or with mpirun: mpirun -n P python -m mpips.bench.kvstore.
     """
     world = MPI.COMM_WORLD
     wanted = check(
-        world.size, kind=kind, servers=servers, clients=clients, masters=masters, sizes=sizes, keys=keys, arrays=arrays,
-        optimizer=optimizer, momentum=momentum,
-    )  # fmt: skip
+        world.size,
+        kind=kind,
+        servers=servers,
+        clients=clients,
+        masters=masters,
+        sizes=sizes,
+        keys=keys,
+        arrays=arrays,
+        optimizer=optimizer,
+        momentum=momentum,
+    )
     kind, counts, kinds, updates = wanted
     cases = [(n, array) for n in counts for array in kinds]
     one_node = world.Split_type(MPI.COMM_TYPE_SHARED).Get_size() == world.size

@@ -26,6 +26,26 @@ from mpips.chaos.report import Outcome, Report, judge
 from mpips.chaos.watch import Done, Run, watch
 
 __all__ = [
-    "CALLS", "Done", "Fault", "FaultPlan", "KINDS", "Made", "Note", "Outcome", "PlanError", "Point", "ROLES",
-    "Recovered", "Report", "Run", "Whom", "check_lab", "draw", "judge", "load", "note", "save", "watch",
-]  # fmt: skip
+    "CALLS",
+    "Done",
+    "Fault",
+    "FaultPlan",
+    "KINDS",
+    "Made",
+    "Note",
+    "Outcome",
+    "PlanError",
+    "Point",
+    "ROLES",
+    "Recovered",
+    "Report",
+    "Run",
+    "Whom",
+    "check_lab",
+    "draw",
+    "judge",
+    "load",
+    "note",
+    "save",
+    "watch",
+]

@@ -37,28 +37,65 @@ class _Words(click.ParamType):
 @click.command("chaos", cls=Interruptible, context_settings={"allow_interspersed_args": False})
 @click.option("--seed", default=0, show_default=True, help="What the plan is drawn from.")
 @click.option("--faults", default=1, show_default=True, type=click.IntRange(0), help="How many.")
-@click.option("--every", default=10.0, show_default=True, type=click.FloatRange(0.001),
-              help="Seconds between them, in the mean; the first comes as long after the first store was made.")
-@click.option("--kinds", default="kill", show_default=True, type=_Words(chaos.KINDS),
-              help="Of kill, stop (SIGSTOP) and full (no file can grow), with commas; in a lab also of host (all ranks "
-              "of a host are killed), cut (its NICs are down) and slow (they have a part of their rate).")
-@click.option("--roles", default="any", show_default=True, type=_Words(chaos.ROLES),
-              help="Whom: of any, worker, server, spare, with commas.")
-@click.option("--lasting", default=1.0, show_default=True, type=click.FloatRange(0.001),
-              help="Seconds that a stop, a full disk, a cut or a slow link lasts.")
+@click.option(
+    "--every",
+    default=10.0,
+    show_default=True,
+    type=click.FloatRange(0.001),
+    help="Seconds between them, in the mean; the first comes as long after the first store was made.",
+)
+@click.option(
+    "--kinds",
+    default="kill",
+    show_default=True,
+    type=_Words(chaos.KINDS),
+    help="Of kill, stop (SIGSTOP) and full (no file can grow), with commas; in a lab also of host (all ranks "
+    "of a host are killed), cut (its NICs are down) and slow (they have a part of their rate).",
+)
+@click.option(
+    "--roles",
+    default="any",
+    show_default=True,
+    type=_Words(chaos.ROLES),
+    help="Whom: of any, worker, server, spare, with commas.",
+)
+@click.option(
+    "--lasting",
+    default=1.0,
+    show_default=True,
+    type=click.FloatRange(0.001),
+    help="Seconds that a stop, a full disk, a cut or a slow link lasts.",
+)
 @click.option("--lab", default="", metavar="NAME", help="The lab in which COMMAND runs its job, for faults of hosts.")
 @click.option("--save", "saved", type=OutFile(), help="Write the plan to this file.")
 @click.option("--replay", type=click.Path(), help="Take the plan from this file instead.")
-@click.option("--limit", default=600.0, show_default=True, type=click.FloatRange(0.001),
-              help="Seconds after which the job counts as hung, and is ended.")
+@click.option(
+    "--limit",
+    default=600.0,
+    show_default=True,
+    type=click.FloatRange(0.001),
+    help="Seconds after which the job counts as hung, and is ended.",
+)
 @click.option("--reference", is_flag=True, help="Run it once without faults before, and compare the bits of its notes.")
 @click.option("--json", "record", type=OutFile(), help="Write the report to this file.")
 @click.option("--picture", type=Picture(), help="Draw the numbers that worker 0 noted against time; needs matplotlib.")
 @click.argument("words", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND [ARGS]...")
 def command(
-    seed: int, faults: int, every: float, kinds: Words, roles: Words, lasting: float, lab: str, saved: Path | None,
-    replay: str | None, limit: float, reference: bool, record: Path | None, picture: Path | None, words: Words,
-) -> None:  # fmt: skip
+    seed: int,
+    faults: int,
+    every: float,
+    kinds: Words,
+    roles: Words,
+    lasting: float,
+    lab: str,
+    saved: Path | None,
+    replay: str | None,
+    limit: float,
+    reference: bool,
+    record: Path | None,
+    picture: Path | None,
+    words: Words,
+) -> None:
     """Run COMMAND, such as `mpips run -w 4 train.py`, and make faults in its ranks here, or in a lab's hosts.
 
     Its program may say `mpips.chaos.note(step, loss)` at the beginning of each step: the report then tells seconds to
@@ -145,8 +182,16 @@ def draw(path: Path, run: chaos.Run, reference: chaos.Run | None = None) -> None
     for place, done in enumerate(done for done in run.done if not done.undone):
         kind = run.plan.faults[done.fault].kind
         axes.axvline(done.time - began, color="tab:red", linestyle=":", label="" if place else "a fault")
-        axes.text(done.time - began, 1.0, f"{kind} {done.rank}", transform=axes.get_xaxis_transform(), fontsize=7,
-                  rotation=90, va="top", ha="right")  # fmt: skip
+        axes.text(
+            done.time - began,
+            1.0,
+            f"{kind} {done.rank}",
+            transform=axes.get_xaxis_transform(),
+            fontsize=7,
+            rotation=90,
+            va="top",
+            ha="right",
+        )
     axes.set_xlabel("seconds since the first store was made")
     axes.set_ylabel("noted")
     axes.legend()

@@ -19,9 +19,21 @@ OF_HOSTS = ("host", "cut", "slow")
 AT_ONCE = ("kill", "host")
 ROLES = ("any", "worker", "server", "spare")
 CALLS = (
-    "create", "init", "set_optimizer", "push", "pull", "pushpull", "ipush", "ipull", "ipushpull", "barrier", "save",
-    "load", "recover", "close",
-)  # fmt: skip
+    "create",
+    "init",
+    "set_optimizer",
+    "push",
+    "pull",
+    "pushpull",
+    "ipush",
+    "ipull",
+    "ipushpull",
+    "barrier",
+    "save",
+    "load",
+    "recover",
+    "close",
+)
 NEAREST, FARTHEST = 0.5, 1.5  # of a drawn time between faults, in parts of the mean
 LEAST_SHARE = 0.001  # of a rate
 LONGEST = 1e8  # seconds

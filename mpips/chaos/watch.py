@@ -52,9 +52,13 @@ class Run(msgspec.Struct):
 
 
 def watch(
-    argv: Sequence[str], plan: FaultPlan, limit: float = 600.0, output: IO[bytes] | None = None, lab: str = "",
+    argv: Sequence[str],
+    plan: FaultPlan,
+    limit: float = 600.0,
+    output: IO[bytes] | None = None,
+    lab: str = "",
     look: Callable[[Run], None] | None = None,
-) -> Run:  # fmt: skip
+) -> Run:
     """Run `argv`, an MPI job of programs that make stores, under a plan; what came of it.
 
     After `limit` seconds it counts as hung: each rank writes its stacks, and all is ended. Its output goes to `output`,

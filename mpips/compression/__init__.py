@@ -18,6 +18,21 @@ from mpips.compression.compressors import (
 from mpips.compression.registry import COMPRESSORS, create, options, register
 
 __all__ = [
-    "BLOCK", "COMPRESSORS", "Compressor", "Half", "Integers", "OneBit", "Residuals", "TopK", "TwoBit", "bit_bytes",
-    "bits_of", "blocks", "create", "options", "put", "put_bits", "register",
-]  # fmt: skip
+    "BLOCK",
+    "COMPRESSORS",
+    "Compressor",
+    "Half",
+    "Integers",
+    "OneBit",
+    "Residuals",
+    "TopK",
+    "TwoBit",
+    "bit_bytes",
+    "bits_of",
+    "blocks",
+    "create",
+    "options",
+    "put",
+    "put_bits",
+    "register",
+]

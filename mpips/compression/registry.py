@@ -13,8 +13,12 @@ from mpips.optimizers.base import LEAST, MOST
 from mpips.optimizers.registry import add_kind
 
 COMPRESSORS: dict[str, type[Compressor]] = {
-    "2bit": TwoBit, "1bit": OneBit, "fp16": Half, "int": Integers, "topk": TopK,
-}  # fmt: skip
+    "2bit": TwoBit,
+    "1bit": OneBit,
+    "fp16": Half,
+    "int": Integers,
+    "topk": TopK,
+}
 """Every compressor by its name in `set_gradient_compression`."""
 
 EXAMPLE = '{"type": "2bit", "threshold": 0.5}'
@@ -54,7 +58,7 @@ def create(options: Mapping[str, Any]) -> Compressor:
     name = given.pop("type", None)
     if name is None:
         asked = f"no key 'type', only {', '.join(map(repr, given))}" if given else "no key 'type'"
-        raise ValueError(f'compression has {asked}: pass {EXAMPLE}; types are {", ".join(COMPRESSORS)}')
+        raise ValueError(f"compression has {asked}: pass {EXAMPLE}; types are {', '.join(COMPRESSORS)}")
     if not isinstance(name, str) or name not in COMPRESSORS:
         raise ValueError(
             f"unknown compression type {name!r}{did_you_mean(name, COMPRESSORS)}: the known ones are "
@@ -72,8 +76,9 @@ def create(options: Mapping[str, Any]) -> Compressor:
     for option in fields:
         value = getattr(made, option)
         if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{name} compression with {option}={value}: give a finite number; a checkpoint holds no "
-                             "other")  # fmt: skip
+            raise ValueError(
+                f"{name} compression with {option}={value}: give a finite number; a checkpoint holds no other"
+            )
     return made
 
 

@@ -140,10 +140,16 @@ def show(error: BaseException) -> SystemExit | None:
         failure.__suppress_context__ = True
         first = failure.__traceback__.tb_next if failure.__traceback__ is not None else None
         flush()
-        say("".join([
-            "Error in sys.excepthook:\n", *traceback.format_exception(type(failure), failure, first),
-            "\nOriginal exception was:\n", *traceback.format_exception(type(error), error, trace),
-        ]))  # fmt: skip
+        say(
+            "".join(
+                [
+                    "Error in sys.excepthook:\n",
+                    *traceback.format_exception(type(failure), failure, first),
+                    "\nOriginal exception was:\n",
+                    *traceback.format_exception(type(error), error, trace),
+                ]
+            )
+        )
     return None
 
 
@@ -261,8 +267,7 @@ def _identity(error: BaseException | None, trace: TracebackType | None) -> Hasha
 
 
 def _nameless(sentence: str) -> str:
-    """Return a sentence without the rank in front: what others say in the same words, of whichever rank, is the same.
-    """
+    """Return a sentence without the rank in front, so that the same words of two ranks count as the same."""
     return re.sub(r"^rank \d+: ", "", sentence)
 
 

@@ -59,9 +59,12 @@ class Handle(Generic[T]):
     """An operation under way on this rank: the tensors it takes, and what has come of it."""
 
     def __init__(
-        self, request: Request, tensors: Sequence[Tensor], deliver: Callable[..., T],
+        self,
+        request: Request,
+        tensors: Sequence[Tensor],
+        deliver: Callable[..., T],
         waiting: Callable[[], AbstractContextManager[None]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.request, self.tensors, self._deliver, self._waiting = request, list(tensors), deliver, waiting
         self.received: list[int] = []
         """Rows that an alltoall has brought from each rank."""
@@ -97,9 +100,12 @@ class Op(IntEnum):
 
 
 REDUCTIONS = {
-    Op.Average: ReduceOp.AVG, Op.Sum: ReduceOp.SUM, Op.Min: ReduceOp.MIN, Op.Max: ReduceOp.MAX,
+    Op.Average: ReduceOp.AVG,
+    Op.Sum: ReduceOp.SUM,
+    Op.Min: ReduceOp.MIN,
+    Op.Max: ReduceOp.MAX,
     Op.Product: ReduceOp.PRODUCT,
-}  # fmt: skip
+}
 
 
 class Executor:
@@ -212,9 +218,11 @@ class Negotiator:
                 self._unnamed[request.kind] = number = self._unnamed.get(request.kind, 0) + 1
                 request.name = f"{request.kind}.noname.{number}"
             if request.name in self._handles:
-                raise ValueError(f"{request}: an operation of this name is under way on rank "
-                                 f"{self.names[self.comm.rank]}: call synchronize() on it first, or choose another "
-                                 "name")  # fmt: skip
+                raise ValueError(
+                    f"{request}: an operation of this name is under way on rank "
+                    f"{self.names[self.comm.rank]}: call synchronize() on it first, or choose another "
+                    "name"
+                )
             self._handles[request.name] = handle
             self._new.append(request)
             begins, self._runs = not self._runs, True
@@ -343,22 +351,31 @@ class Negotiator:
                 ("the number of tensors", len(first.shapes), len(request.shapes)),
                 ("dtype", first.dtypes, request.dtypes),
                 ("number of dimensions", [*map(len, first.shapes)], [*map(len, request.shapes)]),
-                ("shape behind the first dimension" if free else "shape",
-                 [shape[free:] for shape in first.shapes], [shape[free:] for shape in request.shapes]),
-                ("op", first.op, request.op), ("prescale_factor", first.prescale, request.prescale),
-                ("postscale_factor", first.postscale, request.postscale), ("root_rank", first.root, request.root),
-            ):  # fmt: skip
+                (
+                    "shape behind the first dimension" if free else "shape",
+                    [shape[free:] for shape in first.shapes],
+                    [shape[free:] for shape in request.shapes],
+                ),
+                ("op", first.op, request.op),
+                ("prescale_factor", first.prescale, request.prescale),
+                ("postscale_factor", first.postscale, request.postscale),
+                ("root_rank", first.root, request.root),
+            ):
                 if a != b:
-                    return (f"{what} is {_said(a)} on rank {self.names[one]} and {_said(b)} on rank "
-                            f"{self.names[rank]}: give all ranks the same")  # fmt: skip
+                    return (
+                        f"{what} is {_said(a)} on rank {self.names[one]} and {_said(b)} on rank "
+                        f"{self.names[rank]}: give all ranks the same"
+                    )
         return ""
 
     def _against_joined(self, first: Request) -> str:
         """Return why an operation cannot run beside ranks that have joined; "" where it can."""
         if not self._joined or first.kind == "barrier" or (first.kind == "allreduce" and first.op in (0, 1)):
             return ""
-        return (f"{ranks([self.names[rank] for rank in self._joined])} has called join(), and then only allreduce with "
-                "op=Average or Sum, and barrier, go on: call this before join()")  # fmt: skip
+        return (
+            f"{ranks([self.names[rank] for rank in self._joined])} has called join(), and then only allreduce with "
+            "op=Average or Sum, and barrier, go on: call this before join()"
+        )
 
     def _end(self, name: str, result: object, error: Exception | None = None) -> None:
         with self._state:
@@ -385,8 +402,10 @@ class Negotiator:
         missing = [rank for rank in range(self.comm.size) if rank not in requests and rank not in self._joined]
         others = [other for other, by in met if missing[0] in by]
         instead = f", and waits in {others[0]!r}" if others else ""
-        return (f"{requests[min(requests)]}: {ranks(there)} called it, and rank {self.names[missing[0]]} did not"
-                f"{instead}: let all ranks call operations of the same names")  # fmt: skip
+        return (
+            f"{requests[min(requests)]}: {ranks(there)} called it, and rank {self.names[missing[0]]} did not"
+            f"{instead}: let all ranks call operations of the same names"
+        )
 
 
 def _fusion(request: Request) -> tuple[object, ...]:

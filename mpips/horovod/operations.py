@@ -73,17 +73,27 @@ def synchronize(handle: Handle[T]) -> T:
 
 
 def allreduce_async(
-    tensor: Tensor, average: bool | None = None, name: str | None = None, op: Op | None = None,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = WORLD,
-) -> Handle[Tensor]:  # fmt: skip
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = WORLD,
+) -> Handle[Tensor]:
     """Begin an allreduce into a new tensor. `op` is Average unless given."""
     return _reduce([_copy(tensor)], name, _op(op, average), prescale_factor, postscale_factor, process_set, _first)
 
 
 def allreduce_async_(
-    tensor: Tensor, average: bool | None = None, name: str | None = None, op: Op | None = None,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = WORLD,
-) -> Handle[Tensor]:  # fmt: skip
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = WORLD,
+) -> Handle[Tensor]:
     """Begin an allreduce in place."""
     return _reduce([tensor], name, _op(op, average), prescale_factor, postscale_factor, process_set, _first)
 
@@ -94,10 +104,15 @@ def allreduce_(tensor: Tensor, *args: Any, **keywords: Any) -> Tensor:
 
 
 def allreduce(
-    tensor: Tensor, average: bool | None = None, name: str | None = None,
-    compression: type[Compressor] = Compression.none, op: Op | None = None, prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0, process_set: ProcessSet = WORLD,
-) -> Tensor:  # fmt: skip
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = WORLD,
+) -> Tensor:
     """Make an allreduce into a new tensor, through which gradients flow. Blocking."""
     factors = (prescale_factor, postscale_factor, process_set)
     (result,) = grouped_allreduce([tensor], average, name, compression, op, *factors)
@@ -105,18 +120,28 @@ def allreduce(
 
 
 def grouped_allreduce_async(
-    tensors: Tensors, average: bool | None = None, name: str | None = None, op: Op | None = None,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = WORLD,
-) -> Handle[list[Tensor]]:  # fmt: skip
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = WORLD,
+) -> Handle[list[Tensor]]:
     """Begin one allreduce of many tensors, into new ones."""
     copies = [_copy(tensor) for tensor in tensors]
     return _reduce(copies, name, _op(op, average), prescale_factor, postscale_factor, process_set, list)
 
 
 def grouped_allreduce_async_(
-    tensors: Tensors, average: bool | None = None, name: str | None = None, op: Op | None = None,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = WORLD,
-) -> Handle[list[Tensor]]:  # fmt: skip
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = WORLD,
+) -> Handle[list[Tensor]]:
     """Begin one allreduce of many tensors, in place."""
     return _reduce(list(tensors), name, _op(op, average), prescale_factor, postscale_factor, process_set, list)
 
@@ -127,10 +152,15 @@ def grouped_allreduce_(tensors: Tensors, *args: Any, **keywords: Any) -> list[Te
 
 
 def grouped_allreduce(
-    tensors: Tensors, average: bool | None = None, name: str | None = None,
-    compression: type[Compressor] = Compression.none, op: Op | None = None, prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0, process_set: ProcessSet = WORLD,
-) -> list[Tensor]:  # fmt: skip
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = WORLD,
+) -> list[Tensor]:
     """Make one allreduce of many tensors, through which gradients flow. Blocking."""
     arguments = _op(op, average), prescale_factor, postscale_factor, process_set
     packed, contexts = zip(*[compression.compress(tensor) for tensor in tensors])
@@ -240,8 +270,11 @@ def alltoall_async(
     rows = tensor.shape[0] if tensor.dim() else 0
     if splits is None:
         if rows % len(members.names):
-            raise of_caller(ValueError(f"alltoall {name!r}: {rows} rows do not split evenly over {len(members.names)} "
-                                       "ranks: pass splits"))  # fmt: skip
+            raise of_caller(
+                ValueError(
+                    f"alltoall {name!r}: {rows} rows do not split evenly over {len(members.names)} ranks: pass splits"
+                )
+            )
         splits = [rows // len(members.names)] * len(members.names)
     if isinstance(splits, Tensor):
         if splits.is_floating_point():
@@ -249,8 +282,9 @@ def alltoall_async(
         splits = splits.tolist()
     splits = [int(each) for each in splits]
     if len(splits) != len(members.names) or sum(splits) != rows or min(splits) < 0:
-        raise of_caller(ValueError(f"alltoall {name!r}: splits is {splits}: give {len(members.names)} numbers whose "
-                                   f"sum is {rows}"))  # fmt: skip
+        raise of_caller(
+            ValueError(f"alltoall {name!r}: splits is {splits}: give {len(members.names)} numbers whose sum is {rows}")
+        )
 
     def deliver(results: list[Tensor]) -> tuple[Tensor, Tensor]:
         kind, device = (given.dtype, "cpu") if isinstance(given, Tensor) else (torch.int32, "cpu")
@@ -279,35 +313,53 @@ def alltoall(
 
 
 def reducescatter_async(
-    tensor: Tensor, name: str | None = None, op: Op = Op.Average, process_set: ProcessSet = WORLD,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-) -> Handle[Tensor]:  # fmt: skip
+    tensor: Tensor,
+    name: str | None = None,
+    op: Op = Op.Average,
+    process_set: ProcessSet = WORLD,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle[Tensor]:
     """Begin a reduction of which each rank takes its rows; the first ranks have one more where they do not divide."""
     copies = [_copy(tensor)]
     return _begin("reducescatter", copies, name, process_set, _first, _op(op, None), prescale_factor, postscale_factor)
 
 
 def grouped_reducescatter_async(
-    tensors: Tensors, name: str | None = None, op: Op = Op.Average, process_set: ProcessSet = WORLD,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-) -> Handle[list[Tensor]]:  # fmt: skip
+    tensors: Tensors,
+    name: str | None = None,
+    op: Op = Op.Average,
+    process_set: ProcessSet = WORLD,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle[list[Tensor]]:
     """Begin a reduction of many tensors, of each of which a rank takes its rows."""
     copies = [_copy(tensor) for tensor in tensors]
     return _begin("reducescatter", copies, name, process_set, list, _op(op, None), prescale_factor, postscale_factor)
 
 
 def reducescatter(
-    tensor: Tensor, name: str | None = None, compression: type[Compressor] = Compression.none, op: Op = Op.Average,
-    process_set: ProcessSet = WORLD, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-) -> Tensor:  # fmt: skip
+    tensor: Tensor,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: Op = Op.Average,
+    process_set: ProcessSet = WORLD,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Tensor:
     """Reduce, and take this rank's rows; gradients flow back. Blocking."""
     return grouped_reducescatter([tensor], name, compression, op, process_set, prescale_factor, postscale_factor)[0]
 
 
 def grouped_reducescatter(
-    tensors: Tensors, name: str | None = None, compression: type[Compressor] = Compression.none, op: Op = Op.Average,
-    process_set: ProcessSet = WORLD, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-) -> list[Tensor]:  # fmt: skip
+    tensors: Tensors,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: Op = Op.Average,
+    process_set: ProcessSet = WORLD,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Tensor]:
     """Reduce many tensors, and take this rank's rows of each; gradients flow back. Blocking."""
     factors = (prescale_factor, postscale_factor)
     packed, contexts = zip(*[compression.compress(tensor) for tensor in tensors])
@@ -340,10 +392,17 @@ def join(device: int = -1) -> int:
 
 
 def _begin(
-    kind: str, tensors: Tensors, name: str | None, process_set: ProcessSet,
-    deliver: Callable[..., T], op: Op = Op.Average, prescale: float = 1.0, postscale: float = 1.0,
-    root: int = 0, splits: Sequence[int] = (),
-) -> Handle[T]:  # fmt: skip
+    kind: str,
+    tensors: Tensors,
+    name: str | None,
+    process_set: ProcessSet,
+    deliver: Callable[..., T],
+    op: Op = Op.Average,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    root: int = 0,
+    splits: Sequence[int] = (),
+) -> Handle[T]:
     members = process_set.members()
     check_on_host(tensors, f"{kind} {name!r}")
     for tensor in tensors:
@@ -358,9 +417,14 @@ def _begin(
 
 
 def _reduce(
-    tensors: Tensors, name: str | None, op: Op, prescale: float, postscale: float, process_set: ProcessSet,
+    tensors: Tensors,
+    name: str | None,
+    op: Op,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet,
     deliver: Callable[..., T],
-) -> Handle[T]:  # fmt: skip
+) -> Handle[T]:
     return _begin("allreduce", tensors, name, process_set, deliver, op=op, prescale=prescale, postscale=postscale)
 
 

@@ -27,19 +27,29 @@ from mpips.torch.lockstep import claim_gradients
 
 
 def DistributedOptimizer(
-    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-    compression: type[Compressor] = Compression.none, backward_passes_per_step: int = 1, op: Op = Op.Average,
-    gradient_predivide_factor: float = 1.0, num_groups: int = 0, groups: int | Sequence[Sequence[Tensor]] | None = None,
-    sparse_as_dense: bool = False, process_set: ProcessSet = global_process_set,
-) -> Any:  # fmt: skip
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: Op = Op.Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
     """Return the optimizer, of a subclass of its own class, whose `step` reduces gradients over the ranks first.
 
     Arguments are Horovod's. Its state and its groups are those of `optimizer`. Gradients of `backward_passes_per_step`
     passes add up, and are not divided. A parameter without a gradient on this rank counts as zero.
     """
     if gradient_predivide_factor != 1.0 and op != Op.Average:
-        raise of_caller(ValueError(f"gradient_predivide_factor is {gradient_predivide_factor} with op={op!r}: it goes "
-                                   "with op=hvd.Average alone"))  # fmt: skip
+        raise of_caller(
+            ValueError(
+                f"gradient_predivide_factor is {gradient_predivide_factor} with op={op!r}: it goes "
+                "with op=hvd.Average alone"
+            )
+        )
     if backward_passes_per_step <= 0:
         raise of_caller(ValueError(f"backward_passes_per_step is {backward_passes_per_step}: pass 1 or more"))
     if op == Op.Adasum:
@@ -55,9 +65,11 @@ def DistributedOptimizer(
     distributed.__dict__.pop("step", None)  # a scheduler's, of the optimizer alone
     factors = (1.0 / gradient_predivide_factor, gradient_predivide_factor)
     distributed._begin_reducing(
-        named_parameters, _Reduction(compression, op, factors, sparse_as_dense, process_set), backward_passes_per_step,
+        named_parameters,
+        _Reduction(compression, op, factors, sparse_as_dense, process_set),
+        backward_passes_per_step,
         groups,
-    )  # fmt: skip
+    )
     return distributed
 
 
@@ -65,9 +77,13 @@ class _Reduction:
     """Reduces gradients as the arguments say; each call returns what waits for the reduced ones."""
 
     def __init__(
-        self, compression: type[Compressor], op: Op, factors: tuple[float, float], sparse_as_dense: bool,
+        self,
+        compression: type[Compressor],
+        op: Op,
+        factors: tuple[float, float],
+        sparse_as_dense: bool,
         process_set: ProcessSet,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._compression, self._op, self._factors = compression, op, factors
         self._sparse_as_dense, self.process_set = sparse_as_dense, process_set
 
@@ -77,8 +93,12 @@ class _Reduction:
         if any(sparse) and not self._sparse_as_dense:
             if len(names) > 1:
                 name = names[sparse.index(True)]
-                raise of_caller(ValueError(f"DistributedOptimizer: the group of {name!r} has sparse gradients: pass "
-                                           "sparse_as_dense=True, or leave groups out"))  # fmt: skip
+                raise of_caller(
+                    ValueError(
+                        f"DistributedOptimizer: the group of {name!r} has sparse gradients: pass "
+                        "sparse_as_dense=True, or leave groups out"
+                    )
+                )
             finish = sparse_allreduce_async(gradients[0], names[0], self._op, self.process_set)
             return lambda: [finish()]
         dense = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
@@ -101,9 +121,12 @@ class _Distributed(torch.optim.Optimizer):
     _wrapped_class: type[torch.optim.Optimizer]
 
     def _begin_reducing(
-        self, named: Iterable[tuple[str, Tensor]] | None, reduction: _Reduction, passes: int,
+        self,
+        named: Iterable[tuple[str, Tensor]] | None,
+        reduction: _Reduction,
+        passes: int,
         groups: int | Sequence[Sequence[Tensor]] | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._reduction, self.backward_passes_per_step = reduction, passes
         self._parameter_names = _names(self.param_groups, named)
         claim_gradients(self, "hvd.DistributedOptimizer", [(name, p) for p, name in self._parameter_names.items()])
@@ -181,9 +204,12 @@ class _Distributed(torch.optim.Optimizer):
 
         if self._should_synchronize and closure is None:
             if self._synchronized:
-                warnings.warn("optimizer.step() called without optimizer.skip_synchronize() context after "
-                              "optimizer.synchronize(), which reduces the gradients once more: make the step within "
-                              "`with optimizer.skip_synchronize():`", stacklevel=2)  # fmt: skip
+                warnings.warn(
+                    "optimizer.step() called without optimizer.skip_synchronize() context after "
+                    "optimizer.synchronize(), which reduces the gradients once more: make the step within "
+                    "`with optimizer.skip_synchronize():`",
+                    stacklevel=2,
+                )
             self.synchronize()
         self._synchronized = False
         synchronizes = closure is not None and self._should_synchronize
@@ -192,8 +218,10 @@ class _Distributed(torch.optim.Optimizer):
     def zero_grad(self, *args: Any, **keywords: Any) -> None:
         """Forget the gradients. AssertionError where they are being reduced."""
         if self._under_way:
-            raise AssertionError("zero_grad() comes after backward() and before step() or synchronize(), while "
-                                 "gradients are reduced: call it before backward()")  # fmt: skip
+            raise AssertionError(
+                "zero_grad() comes after backward() and before step() or synchronize(), while "
+                "gradients are reduced: call it before backward()"
+            )
         self._wrapped_class.zero_grad(self, *args, **keywords)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -219,8 +247,11 @@ _Distributed.step.hooked = True  # type: ignore[attr-defined]
 def _names(groups: Sequence[dict[str, Any]], named: Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str]:
     """Return the name of every parameter. ValueError where one has none, or two have the same."""
     if named is None:
-        return {p: f"allreduce.noname.{at}.{place}" for at, group in enumerate(groups)
-                for place, p in enumerate(group["params"])}  # fmt: skip
+        return {
+            p: f"allreduce.noname.{at}.{place}"
+            for at, group in enumerate(groups)
+            for place, p in enumerate(group["params"])
+        }
     pairs = list(named)
     if any(not isinstance(pair, tuple) for pair in pairs):
         raise of_caller(ValueError("named_parameters: pass pairs of name and parameter, as model.named_parameters()"))
@@ -230,8 +261,11 @@ def _names(groups: Sequence[dict[str, Any]], named: Iterable[tuple[str, Tensor]]
     names = {parameter: name for name, parameter in pairs}
     missing = sum(p not in names for group in groups for p in group["params"])
     if missing:
-        raise of_caller(ValueError(f"named_parameters leaves out {missing} of the optimizer's parameters: pass "
-                                   "model.named_parameters()"))  # fmt: skip
+        raise of_caller(
+            ValueError(
+                f"named_parameters leaves out {missing} of the optimizer's parameters: pass model.named_parameters()"
+            )
+        )
     return {p: names[p] for group in groups for p in group["params"]}
 
 

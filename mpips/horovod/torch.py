@@ -75,18 +75,75 @@ from mpips.horovod.world import (
 from mpips.torch import state
 
 __all__ = [
-    "Adasum", "Average", "Compression", "DistributedOptimizer", "HorovodInternalError", "Max", "Min", "ProcessSet",
-    "Product", "Sum", "SyncBatchNorm", "add_process_set", "allgather", "allgather_async", "allgather_object",
-    "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async", "barrier",
-    "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_object", "broadcast_optimizer_state",
-    "broadcast_parameters", "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built", "elastic",
-    "global_process_set", "gloo_built", "gloo_enabled", "grouped_allgather", "grouped_allgather_async",
-    "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_",
-    "grouped_reducescatter", "grouped_reducescatter_async", "init", "is_homogeneous", "is_initialized", "join",
-    "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "poll", "rank",
-    "reducescatter", "reducescatter_async", "remove_process_set", "rocm_built", "shutdown", "size",
-    "sparse_allreduce_async", "start_timeline", "stop_timeline", "synchronize",
-]  # fmt: skip
+    "Adasum",
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "HorovodInternalError",
+    "Max",
+    "Min",
+    "ProcessSet",
+    "Product",
+    "Sum",
+    "SyncBatchNorm",
+    "add_process_set",
+    "allgather",
+    "allgather_async",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "elastic",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "poll",
+    "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
+    "synchronize",
+]
 
 Average, Sum, Adasum, Min, Max, Product = Op
 
@@ -97,8 +154,11 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
     named = [pair if isinstance(pair, tuple) else (None, pair) for pair in pairs]
     for name, tensor in named:
         if not isinstance(tensor, Tensor):
-            raise of_caller(TypeError(f"broadcast_parameters: {name!r} is of type {type(tensor).__name__}: send it by "
-                                      "broadcast_object()"))  # fmt: skip
+            raise of_caller(
+                TypeError(
+                    f"broadcast_parameters: {name!r} is of type {type(tensor).__name__}: send it by broadcast_object()"
+                )
+            )
     handles = [broadcast_async_(tensor, root_rank, name) for name, tensor in named]
     for handle in handles:
         synchronize(handle)
@@ -109,8 +169,9 @@ def broadcast_optimizer_state(
 ) -> None:
     """Load the root's state of an optimizer on all ranks, whatever they had. Blocking. `model` is not needed."""
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise of_caller(ValueError("broadcast_optimizer_state: LBFGS keeps a history of this rank's own: choose "
-                                   "another optimizer"))  # fmt: skip
+        raise of_caller(
+            ValueError("broadcast_optimizer_state: LBFGS keeps a history of this rank's own: choose another optimizer")
+        )
     state.broadcast_optimizer_state(optimizer, root_rank, world_comm())
 
 
@@ -168,9 +229,12 @@ class _Refused:
         raise of_caller(NotImplementedError(self._sentence))
 
 
-SyncBatchNorm = _Refused("hvd.SyncBatchNorm is for GPUs, in Horovod too: use torch.nn.BatchNorm with larger batches, "
-                         "or torch.nn.GroupNorm")  # fmt: skip
-elastic = _Refused("hvd.elastic is not supported: use `mpips run --spares` with mpips.torch.DistributedOptimizer, "
-                   "which goes on after a death")  # fmt: skip
+SyncBatchNorm = _Refused(
+    "hvd.SyncBatchNorm is for GPUs, in Horovod too: use torch.nn.BatchNorm with larger batches, or torch.nn.GroupNorm"
+)
+elastic = _Refused(
+    "hvd.elastic is not supported: use `mpips run --spares` with mpips.torch.DistributedOptimizer, "
+    "which goes on after a death"
+)
 start_timeline = _Refused("hvd.start_timeline is not supported: use torch.profiler, or leave it out")
 stop_timeline = _Refused("hvd.stop_timeline is not supported: use torch.profiler, or leave it out")

@@ -65,8 +65,12 @@ def init(comm: MPI.Intracomm | None = None, process_sets: Sequence[ProcessSet] |
     if _comm is not None:
         return
     if comm is not None and not isinstance(comm, MPI.Intracomm):
-        raise of_caller(ValueError(f"hvd.init: comm is of type {type(comm).__name__}: pass an mpi4py communicator, and "
-                                   "for some of its ranks use process_sets"))  # fmt: skip
+        raise of_caller(
+            ValueError(
+                f"hvd.init: comm is of type {type(comm).__name__}: pass an mpi4py communicator, and "
+                "for some of its ranks use process_sets"
+            )
+        )
     check_joined()
     _comm = MPI.COMM_WORLD if comm is None else comm
     Roll(_comm, "hvd.init").wait(limits())

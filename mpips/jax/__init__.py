@@ -22,8 +22,16 @@ from mpips.jax.collective import allgather, allreduce, alltoall, barrier, broadc
 from mpips.jax.pushpull import init, pull, pushpull
 
 __all__ = [
-    "allgather", "allreduce", "alltoall", "barrier", "broadcast", "init", "pull", "pushpull", "reduce_scatter",
-]  # fmt: skip
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "init",
+    "pull",
+    "pushpull",
+    "reduce_scatter",
+]
 
 end_job_on_error()
 register()

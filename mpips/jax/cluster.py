@@ -34,8 +34,9 @@ def register() -> None:
                 return MPI.COMM_WORLD.size > 1 or launched_as(os.environ) == (0, 1)
 
             @classmethod
-            def get_coordinator_address(cls, timeout_secs: int | None = None,
-                                        override_coordinator_port: str | None = None) -> str:  # fmt: skip
+            def get_coordinator_address(
+                cls, timeout_secs: int | None = None, override_coordinator_port: str | None = None
+            ) -> str:
                 return f"{find_address(WHO)}:{override_coordinator_port or _free_port()}"
 
             @classmethod

@@ -62,8 +62,10 @@ class Collective(JaxCall):
         found = []
         for one in inputs:
             if self.kind in ("reduce_scatter", "alltoall") and one.shape[:1] != (self.ranks,):
-                raise ValueError(f"{self.kind} of an array of shape {one.shape}: its first axis must have length "
-                                 f"{self.ranks}, a row for each rank")
+                raise ValueError(
+                    f"{self.kind} of an array of shape {one.shape}: its first axis must have length "
+                    f"{self.ranks}, a row for each rank"
+                )
             shape = {"allgather": (self.ranks, *one.shape), "reduce_scatter": one.shape[1:]}.get(self.kind, one.shape)
             found.append(jax.ShapeDtypeStruct(shape, one.dtype))
         return found

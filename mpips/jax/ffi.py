@@ -39,17 +39,21 @@ class Extension(ctypes.Structure):
 
 
 Extension._fields_ = [
-    ("struct_size", ctypes.c_size_t), ("type", ctypes.c_int), ("next", ctypes.POINTER(Extension)),
-]  # fmt: skip
+    ("struct_size", ctypes.c_size_t),
+    ("type", ctypes.c_int),
+    ("next", ctypes.POINTER(Extension)),
+]
 
 
 class Version(ctypes.Structure):
     """Of the interface."""
 
     _fields_ = [
-        ("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p),
-        ("major", ctypes.c_int), ("minor", ctypes.c_int),
-    ]  # fmt: skip
+        ("struct_size", ctypes.c_size_t),
+        ("extension", ctypes.c_void_p),
+        ("major", ctypes.c_int),
+        ("minor", ctypes.c_int),
+    ]
 
 
 class Metadata(ctypes.Structure):
@@ -68,18 +72,23 @@ class Buffer(ctypes.Structure):
     """One array; its type and shape are known from when the call was traced."""
 
     _fields_ = [
-        ("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p), ("dtype", ctypes.c_int),
+        ("struct_size", ctypes.c_size_t),
+        ("extension", ctypes.c_void_p),
+        ("dtype", ctypes.c_int),
         ("data", ctypes.c_void_p),
-    ]  # fmt: skip
+    ]
 
 
 class Buffers(ctypes.Structure):
     """The inputs of a call, or its outputs."""
 
     _fields_ = [
-        ("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p), ("size", ctypes.c_int64),
-        ("types", ctypes.c_void_p), ("items", ctypes.POINTER(ctypes.c_void_p)),
-    ]  # fmt: skip
+        ("struct_size", ctypes.c_size_t),
+        ("extension", ctypes.c_void_p),
+        ("size", ctypes.c_int64),
+        ("types", ctypes.c_void_p),
+        ("items", ctypes.POINTER(ctypes.c_void_p)),
+    ]
 
 
 class Scalar(ctypes.Structure):
@@ -92,39 +101,51 @@ class Attributes(ctypes.Structure):
     """A call's values beside its arrays: here one number, that of its site."""
 
     _fields_ = [
-        ("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p), ("size", ctypes.c_int64),
-        ("types", ctypes.c_void_p), ("names", ctypes.c_void_p),
+        ("struct_size", ctypes.c_size_t),
+        ("extension", ctypes.c_void_p),
+        ("size", ctypes.c_int64),
+        ("types", ctypes.c_void_p),
+        ("names", ctypes.c_void_p),
         ("items", ctypes.POINTER(ctypes.POINTER(Scalar))),
-    ]  # fmt: skip
+    ]
 
 
 class ErrorArguments(ctypes.Structure):
     """A sentence that is to become an error of XLA's."""
 
     _fields_ = [
-        ("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p), ("message", ctypes.c_char_p),
+        ("struct_size", ctypes.c_size_t),
+        ("extension", ctypes.c_void_p),
+        ("message", ctypes.c_char_p),
         ("code", ctypes.c_int),
-    ]  # fmt: skip
+    ]
 
 
 class Api(ctypes.Structure):
     """XLA's functions for handlers, as far as they are used here."""
 
     _fields_ = [
-        ("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p), ("version", Version),
+        ("struct_size", ctypes.c_size_t),
+        ("extension", ctypes.c_void_p),
+        ("version", Version),
         ("internal", ctypes.c_void_p),
         ("create_error", ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(ErrorArguments))),
-    ]  # fmt: skip
+    ]
 
 
 class CallFrame(ctypes.Structure):
     """One call of a handler."""
 
     _fields_ = [
-        ("struct_size", ctypes.c_size_t), ("extension", ctypes.POINTER(Extension)), ("api", ctypes.POINTER(Api)),
-        ("context", ctypes.c_void_p), ("stage", ctypes.c_int),
-        ("inputs", Buffers), ("outputs", Buffers), ("attributes", Attributes),
-    ]  # fmt: skip
+        ("struct_size", ctypes.c_size_t),
+        ("extension", ctypes.POINTER(Extension)),
+        ("api", ctypes.POINTER(Api)),
+        ("context", ctypes.c_void_p),
+        ("stage", ctypes.c_int),
+        ("inputs", Buffers),
+        ("outputs", Buffers),
+        ("attributes", Attributes),
+    ]
 
 
 class Site:
@@ -206,9 +227,7 @@ _turns: dict[Hashable, threading.Lock] = {}
 _misfit: list[str] = []
 
 
-def number_site(
-    call: Hashable, run: Run, order: Hashable, inputs: Sequence[Any], outputs: Sequence[Any]
-) -> int:  # fmt: skip
+def number_site(call: Hashable, run: Run, order: Hashable, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
     """Return the number by which the program names this call of arrays of these shapes and types, alike for alike.
 
     Calls of the same `order` run one after the other."""
@@ -267,8 +286,12 @@ def is_available() -> bool:
     except Exception as error:  # whatever an older or a newer JAX makes of it
         _misfit.append(f"{type(error).__name__}: {error}")
     if _misfit:
-        LOG.warning("XLA's foreign function interface of JAX %s is not as it is known here (%s): collectives are "
-                    "callbacks, without gradients", jax.__version__, "; ".join(_misfit))  # fmt: skip
+        LOG.warning(
+            "XLA's foreign function interface of JAX %s is not as it is known here (%s): collectives are "
+            "callbacks, without gradients",
+            jax.__version__,
+            "; ".join(_misfit),
+        )
         return False
     before_mpi_ends(jax.effects_barrier)  # before communicators close
     return True

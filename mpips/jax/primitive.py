@@ -103,9 +103,12 @@ def _primitive() -> Primitive:
         """One call of mpips after the other."""
 
     for known in (
-        effects.lowerable_effects, effects.ordered_effects, effects.control_flow_allowed_effects,
-        effects.custom_derivatives_allowed_effects, effects.remat_allowed_effects,
-    ):  # fmt: skip
+        effects.lowerable_effects,
+        effects.ordered_effects,
+        effects.control_flow_allowed_effects,
+        effects.custom_derivatives_allowed_effects,
+        effects.remat_allowed_effects,
+    ):
         known.add_type(Ordered)
     ordered, primitive = Ordered(), Primitive("mpips_call")
     primitive.multiple_results = True

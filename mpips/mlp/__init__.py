@@ -27,16 +27,40 @@ if TYPE_CHECKING:
     from mpips.mlp.training import train
 
 _HOMES = {
-    "ArraySource": "data.sources", "MLP": "perceptron", "Mesh": "mesh", "Servers": "servers",
-    "SyntheticSource": "data.sources", "TextSource": "data.text", "TrainingError": "mesh", "choose_mesh": "prediction",
-    "collect": "checkpoint", "load": "data.loading", "load_checkpoint": "checkpoint", "open_source": "data.sources",
-    "predict_all": "prediction", "save_checkpoint": "checkpoint", "train": "training",
-}  # fmt: skip
+    "ArraySource": "data.sources",
+    "MLP": "perceptron",
+    "Mesh": "mesh",
+    "Servers": "servers",
+    "SyntheticSource": "data.sources",
+    "TextSource": "data.text",
+    "TrainingError": "mesh",
+    "choose_mesh": "prediction",
+    "collect": "checkpoint",
+    "load": "data.loading",
+    "load_checkpoint": "checkpoint",
+    "open_source": "data.sources",
+    "predict_all": "prediction",
+    "save_checkpoint": "checkpoint",
+    "train": "training",
+}
 
 __all__ = [
-    "ArraySource", "MLP", "Mesh", "Servers", "SyntheticSource", "TextSource", "TrainingError", "choose_mesh", "collect",
-    "load", "load_checkpoint", "open_source", "predict_all", "save_checkpoint", "train",
-]  # fmt: skip
+    "ArraySource",
+    "MLP",
+    "Mesh",
+    "Servers",
+    "SyntheticSource",
+    "TextSource",
+    "TrainingError",
+    "choose_mesh",
+    "collect",
+    "load",
+    "load_checkpoint",
+    "open_source",
+    "predict_all",
+    "save_checkpoint",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -31,7 +31,7 @@ from mpips.collectives.terminal import (
     show_table,
     write_text,
     writing,
-)  # fmt: skip
+)
 from mpips.mlp import checkpoint, train_options
 from mpips.mlp.data.base import name_classes
 from mpips.mlp.data.loading import WAYS, Data, load_opened, open_everywhere
@@ -46,21 +46,26 @@ from mpips.mlp.training import EpochResult, Trained, check_fit, hidden_of, train
 from mpips.optimizers.elastic import INTERVAL
 
 MEANINGS = {
-    "compute": "computation and updates", "forward": "forward gathers and sums", "backward": "backward reductions",
-    "data": "data", "evaluate": "evaluation",
-}  # fmt: skip
+    "compute": "computation and updates",
+    "forward": "forward gathers and sums",
+    "backward": "backward reductions",
+    "data": "data",
+    "evaluate": "evaluation",
+}
 
 
 @click.command(cls=RankedCommand, context_settings={"show_default": True})
-@click.option("--data", required=True,
-              help="One of digits, airfoil, mnist, synthetic[:ROWS,FEATURES,TARGETS], a text, .npz.")
+@click.option(
+    "--data", required=True, help="One of digits, airfoil, mnist, synthetic[:ROWS,FEATURES,TARGETS], a text, .npz."
+)
 @click.option("--data-directory", default=".", help="Where the files of airfoil and mnist lie.")
 @click.option("--target", default="", show_default="last", help="Target columns of a text: names or numbers.")
 @click.option("--features", default="", show_default="all others", help="Feature columns of a text.")
 @click.option("--header/--no-header", default=None, show_default="look", help="A text's first line holds names.")
 @click.option("--classify", is_flag=True, help="The target of a file is a label: a number or a word (softmax loss).")
-@click.option("--test-share", default=0.2, type=FiniteRange(0, 1, max_open=True),
-              help="Share of the rows kept for testing.")
+@click.option(
+    "--test-share", default=0.2, type=FiniteRange(0, 1, max_open=True), help="Share of the rows kept for testing."
+)
 @click.option("--way", default="auto", type=click.Choice(["auto", *WAYS]), help="How rows reach the ranks.")
 @click.option("--hidden", default="512,512", help="Widths of the hidden layers, commas between.")
 @click.option("--activation", default="relu", type=click.Choice(list(ACTIVATIONS)))
@@ -71,8 +76,12 @@ MEANINGS = {
 @click.option("--batch", default=100, type=click.IntRange(1), help="Samples of a whole minibatch; --load: as before.")
 @click.option("--seed", default=1, type=click.IntRange(0), help="Of weights and of how rows are dealt.")
 @click.option("--dtype", default="float32", type=click.Choice(DTYPES), help="In mixed, float16 travels between nodes.")
-@click.option("--device", default="cpu", type=click.Choice(train_options.DEVICES),
-              help="With gpu: CuPy; the node's GPUs are dealt.")
+@click.option(
+    "--device",
+    default="cpu",
+    type=click.Choice(train_options.DEVICES),
+    help="With gpu: CuPy; the node's GPUs are dealt.",
+)
 @click.option("--optimizer", default="sgd", type=click.Choice(train_options.OPTIMIZERS))
 @click.option("--learning-rate", default=0.01, type=FiniteRange(0))
 @click.option("--momentum", default=0.0, type=FiniteRange(0, 1, max_open=True), help="For sgd.")
@@ -199,9 +208,17 @@ class _Run:
         )
         self.began = True
         trained = train(
-            MLP(*specification, xp=self.xp), data, mesh, o.epochs, None if worker else self.optimizer, o.split,
-            partial(self._say_epoch, last), worker, overlap=o.overlap, servers=self.servers,
-        )  # fmt: skip
+            MLP(*specification, xp=self.xp),
+            data,
+            mesh,
+            o.epochs,
+            None if worker else self.optimizer,
+            o.split,
+            partial(self._say_epoch, last),
+            worker,
+            overlap=o.overlap,
+            servers=self.servers,
+        )
         memory = self.comm.gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
         problem = None if memory is None else self._report(trained, data, data_seconds, memory)
         if o.save_path:  # neither the table nor the checkpoint is lost where another file cannot be written
@@ -291,8 +308,17 @@ class _Run:
 def _prediction_table(predictions: list[MeshPrediction], steps: int) -> Table:
     """Return the predicted times of every mesh, the fastest first; `steps`: minibatches of an epoch."""
     table = Table(title="Predicted time of a step, ms")
-    for column in ("grid", "compute", "gradient sums", "model exchange", "hidden", "step", "epoch, s", "alpha, us",
-                   "1/beta, GB/s"):  # fmt: skip
+    for column in (
+        "grid",
+        "compute",
+        "gradient sums",
+        "model exchange",
+        "hidden",
+        "step",
+        "epoch, s",
+        "alpha, us",
+        "1/beta, GB/s",
+    ):
         table.add_column(column, justify="right")
     for each in predictions:
         links = [link for ranks, link in ((each.batch, each.batch_link), (each.model, each.model_link)) if ranks > 1]

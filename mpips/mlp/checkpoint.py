@@ -78,9 +78,13 @@ def save_checkpoint(path: str, worker: Worker, data: Data | None = None) -> None
             arrays |= {f"{SCALING}{name}": array for name, array in data.scaling._asdict().items()}
         scale = worker.update.loss_scale
         header = CheckpointHeader(
-            worker.network.specification, encode(worker.optimizer).hex(), worker.updates,
-            None if scale is None else (scale.scale, scale.good), None if data is None else data.rule, worker.labels,
-        )  # fmt: skip
+            worker.network.specification,
+            encode(worker.optimizer).hex(),
+            worker.updates,
+            None if scale is None else (scale.scale, scale.good),
+            None if data is None else data.rule,
+            worker.labels,
+        )
         try:
             write(path, arrays, {WORD: msgspec.json.encode(header).decode()})
             LOG.info("checkpoint %s is written after %d updates", path, worker.updates)
@@ -90,9 +94,14 @@ def save_checkpoint(path: str, worker: Worker, data: Data | None = None) -> None
 
 
 def load_checkpoint(
-    path: str, mesh: Mesh, mode: str = "pairs", xp: ModuleType = np, overlap: bool | None = None,
-    half: bool | None = None, servers: Servers | None = None,
-) -> Worker:  # fmt: skip
+    path: str,
+    mesh: Mesh,
+    mode: str = "pairs",
+    xp: ModuleType = np,
+    overlap: bool | None = None,
+    half: bool | None = None,
+    servers: Servers | None = None,
+) -> Worker:
     """Return this rank's slice of a saved network, ready to go on training on `mesh`. Collective.
 
     Each rank reads only its slice. `overlap`, `half`, `servers`: see `train`.

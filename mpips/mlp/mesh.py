@@ -150,10 +150,13 @@ def alike(
 def arguments_of(specification: Specification, optimizer: Optimizer | None, mode: str | None) -> dict[str, object]:
     """Return the arguments of an MLP, an optimizer and how layers are cut by name, as `alike` compares them."""
     found: dict[str, object] = {
-        "network": "-".join(map(str, specification.sizes)), "activation": specification.activation,
-        "loss": specification.loss, "dtype of the network": specification.dtype,
-        "seed of the network": specification.seed, "mode": mode,
-    }  # fmt: skip
+        "network": "-".join(map(str, specification.sizes)),
+        "activation": specification.activation,
+        "loss": specification.loss,
+        "dtype of the network": specification.dtype,
+        "seed of the network": specification.seed,
+        "mode": mode,
+    }
     if optimizer is not None:
         found["optimizer"] = type(optimizer).__name__
         found |= {f"{field.name} of the optimizer": getattr(optimizer, field.name) for field in fields(optimizer)}

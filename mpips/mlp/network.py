@@ -117,8 +117,10 @@ def splits(sizes: Sequence[int], parts: int, part: int, mode: str = "pairs") -> 
 
 def largest_slice(sizes: Sequence[int], model: int, mode: str = "pairs") -> list[int]:
     """Return the parameters of each layer on the rank that holds the most (part 0)."""
-    return [(outputs[1] - outputs[0]) * (inputs[1] - inputs[0] + 1) for _, outputs, inputs, _ in
-            splits(sizes, model, 0, mode)]  # fmt: skip
+    return [
+        (outputs[1] - outputs[0]) * (inputs[1] - inputs[0] + 1)
+        for _, outputs, inputs, _ in splits(sizes, model, 0, mode)
+    ]
 
 
 def draw_weight(out: np.ndarray, specification: Specification, layer: int, first_row: int, first_column: int) -> None:
@@ -158,8 +160,9 @@ def _tanh_backward(delta: np.ndarray, y: np.ndarray, mask: np.ndarray, scratch: 
 
 
 ACTIVATIONS = {
-    "relu": (lambda z: np.maximum(z, 0, out=z), _relu_backward), "tanh": (lambda z: np.tanh(z, out=z), _tanh_backward),
-}  # fmt: skip
+    "relu": (lambda z: np.maximum(z, 0, out=z), _relu_backward),
+    "tanh": (lambda z: np.tanh(z, out=z), _tanh_backward),
+}
 """Forward and backward by name."""
 
 
@@ -253,9 +256,13 @@ class Network:
     """
 
     def __init__(
-        self, specification: Specification, exchange: ModelExchange | None = None, mode: str = "pairs",
-        empty: Empty = np.empty, xp: ModuleType = np,
-    ) -> None:  # fmt: skip
+        self,
+        specification: Specification,
+        exchange: ModelExchange | None = None,
+        mode: str = "pairs",
+        empty: Empty = np.empty,
+        xp: ModuleType = np,
+    ) -> None:
         check(specification)
         self.specification, self.mode, self.xp, self._exchange = specification, mode, xp, exchange
         self.sizes, self.dtype = specification.sizes, working_dtype(specification.dtype)
@@ -350,9 +357,14 @@ class Network:
 
     @quiet
     def step(
-        self, x: np.ndarray, y: np.ndarray, samples: float, before: LayerHook | None = None,
-        ready: LayerHook | None = None, progress: StepProgress | None = None,
-    ) -> float:  # fmt: skip
+        self,
+        x: np.ndarray,
+        y: np.ndarray,
+        samples: float,
+        before: LayerHook | None = None,
+        ready: LayerHook | None = None,
+        progress: StepProgress | None = None,
+    ) -> float:
         """Compute forward and backward of one minibatch's part; returns the *sum* of its losses.
 
         x is (part, features), y (part, outputs) or (part,); the gradients are those of the sum of the losses divided by

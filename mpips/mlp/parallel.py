@@ -270,9 +270,15 @@ class LocalUpdate:
     """The optimizer runs on every rank, bucket by bucket as the sums arrive (Algorithms 1 and 3)."""
 
     def __init__(
-        self, network: Network, comm: MPI.Comm, optimizer: Optimizer, clock: Clock, overlap: bool, half: bool = False,
+        self,
+        network: Network,
+        comm: MPI.Comm,
+        optimizer: Optimizer,
+        clock: Clock,
+        overlap: bool,
+        half: bool = False,
         scale: LossScale | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._network, self._optimizer, self._overlap = network, optimizer, overlap
         self.loss_scale = scale
         """That of mixed precision."""

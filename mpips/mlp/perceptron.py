@@ -28,9 +28,15 @@ class MLP:
     """
 
     def __init__(
-        self, sizes: Sequence[int], activation: str = "relu", loss: str = "l2", dtype: str = "float32", seed: int = 0,
-        empty: Empty = np.empty, xp: ModuleType = np,
-    ) -> None:  # fmt: skip
+        self,
+        sizes: Sequence[int],
+        activation: str = "relu",
+        loss: str = "l2",
+        dtype: str = "float32",
+        seed: int = 0,
+        empty: Empty = np.empty,
+        xp: ModuleType = np,
+    ) -> None:
         self.specification = Specification(tuple(sizes), activation, loss, dtype, seed)
         self.xp, self._empty = xp, empty
         check(self.specification)
@@ -83,22 +89,30 @@ class MLP:
         `loss_and_gradients` takes them. A Trainer asks before its first step."""
         features, samples = self.specification.sizes[0], y.shape[0] if len(y.shape) else 0
         if len(x.shape) != 2 or x.shape[1] != features or samples != x.shape[0]:
-            raise ValueError(f"x is {tuple(x.shape)} with {samples} targets: this network takes x (samples, "
-                             f"{features}), and a target for every sample")
+            raise ValueError(
+                f"x is {tuple(x.shape)} with {samples} targets: this network takes x (samples, "
+                f"{features}), and a target for every sample"
+            )
         y = self._array("y", y)
         outputs, shape, loss = self.specification.sizes[-1], np.shape(y), self.specification.loss
         if loss == "softmax":
             if len(shape) != 1 or y.dtype.kind not in "iu":
                 flat = "y.argmax(axis=1)" if outputs in shape[1:] else "y.ravel()"
                 cure = "y.astype(int)" if len(shape) == 1 else flat
-                raise ValueError(f"y is {shape} of {y.dtype}: loss={loss!r} takes the classes of the samples as whole "
-                                 f"numbers (samples,), perhaps {cure}; loss='l2' takes targets (samples, {outputs})")
+                raise ValueError(
+                    f"y is {shape} of {y.dtype}: loss={loss!r} takes the classes of the samples as whole "
+                    f"numbers (samples,), perhaps {cure}; loss='l2' takes targets (samples, {outputs})"
+                )
             if self.xp is np and y.size and not (y.min() >= 0 and y.max() < outputs):
-                raise ValueError(f"y has classes from {y.min()} to {y.max()}, and this network has {outputs} outputs: "
-                                 f"number the classes 0 to {outputs - 1}, as np.unique(y, return_inverse=True)[1] does")
+                raise ValueError(
+                    f"y has classes from {y.min()} to {y.max()}, and this network has {outputs} outputs: "
+                    f"number the classes 0 to {outputs - 1}, as np.unique(y, return_inverse=True)[1] does"
+                )
         elif math.prod(shape[1:]) != outputs:
-            raise ValueError(f"y is {shape}: loss={loss!r} takes targets (samples, {outputs}); loss='softmax' takes "
-                             "the classes of the samples as whole numbers (samples,)")
+            raise ValueError(
+                f"y is {shape}: loss={loss!r} takes targets (samples, {outputs}); loss='softmax' takes "
+                "the classes of the samples as whole numbers (samples,)"
+            )
 
     def predict(self, x: np.ndarray) -> np.ndarray:
         """Return outputs (samples, outputs) of x (samples, features), a new array; logits of softmax networks."""

@@ -240,9 +240,15 @@ class MuteExchange:
 
 
 def trace(
-    specification: Specification, model: int, samples: int, whole: int, optimizer: Optimizer, mode: str = "pairs",
-    cut: Sequence[tuple[int, int, int]] = (), beside: bool = False,
-) -> list[StepEvent]:  # fmt: skip
+    specification: Specification,
+    model: int,
+    samples: int,
+    whole: int,
+    optimizer: Optimizer,
+    mode: str = "pairs",
+    cut: Sequence[tuple[int, int, int]] = (),
+    beside: bool = False,
+) -> list[StepEvent]:
     """Return the events of a step of slice 0 of `model` on `samples` samples of a minibatch of `whole`.
 
     Updated by the buckets of `cut`. `beside` messages, as between nodes, it computes in blocks and notes gradients.
@@ -265,8 +271,9 @@ def trace(
         for layer, start, stop in cut or [(0, 0, weights.size)]:
             mute.note("reduced", layer)
             part = slice(start, stop)
-            optimizer.update(weights[part], network.flat_gradients[part], tuple(each[part] for each in state),
-                             len(steps) + 1)
+            optimizer.update(
+                weights[part], network.flat_gradients[part], tuple(each[part] for each in state), len(steps) + 1
+            )
         mute.note("end")
         steps.append(mute.events)
         spent += sum(event.compute for event in mute.events)

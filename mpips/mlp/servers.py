@@ -51,9 +51,14 @@ class Servers:
     """
 
     def __init__(
-        self, count: int, clients: int = 1, kind: str = "sync", every: int = INTERVAL, alpha: float = 0.5,
+        self,
+        count: int,
+        clients: int = 1,
+        kind: str = "sync",
+        every: int = INTERVAL,
+        alpha: float = 0.5,
         comm: MPI.Intracomm | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if kind not in STORES:
             raise TrainingError(f"servers of kind {kind!r}: choose one of {', '.join(STORES)}")
         if every < 1:
@@ -73,8 +78,10 @@ class Servers:
         """On a worker that speaks to servers, once opened."""
 
     def __str__(self) -> str:
-        return (f"Servers(count={self.count}, clients={self.clients}, kind={self.kind}, every={self.every}, "
-                f"alpha={self.alpha})")
+        return (
+            f"Servers(count={self.count}, clients={self.clients}, kind={self.kind}, every={self.every}, "
+            f"alpha={self.alpha})"
+        )
 
     def join(self, batch: int, model: int) -> Mesh:
         """Return the mesh of all workers, clients x batch by model; on a server this call serves and ends in
@@ -225,9 +232,15 @@ class SynchronousUpdate:
     loss_scale = None
 
     def __init__(
-        self, store: KVStore | None, group: SliceGroup, network: Network, mesh: Mesh, optimizer: Optimizer,
-        clock: Clock, overlap: bool,
-    ) -> None:  # fmt: skip
+        self,
+        store: KVStore | None,
+        group: SliceGroup,
+        network: Network,
+        mesh: Mesh,
+        optimizer: Optimizer,
+        clock: Clock,
+        overlap: bool,
+    ) -> None:
         self._mesh, self._network, self._optimizer, self._clock = mesh, network, optimizer, clock
         self._group, self._overlap = group, overlap and group.single
         self._gradients, self._weights = group.whole(network.flat_gradients), group.whole(network.flat_parameters)
@@ -320,9 +333,16 @@ class ElasticUpdate(LocalUpdate):
     """
 
     def __init__(
-        self, store: KVStore | None, group: SliceGroup, network: Network, mesh: Mesh, optimizer: Optimizer,
-        clock: Clock, overlap: bool, servers: Servers,
-    ) -> None:  # fmt: skip
+        self,
+        store: KVStore | None,
+        group: SliceGroup,
+        network: Network,
+        mesh: Mesh,
+        optimizer: Optimizer,
+        clock: Clock,
+        overlap: bool,
+        servers: Servers,
+    ) -> None:
         self._clock, self._every, self._weights = clock, servers.every, network.flat_parameters
         self._ranks, self._members = mesh.batch, mesh.batch // servers.clients
         client, place = divmod(mesh.batch_index, self._members)

@@ -128,9 +128,7 @@ def deal_by(rule: DealRule, o: SimpleNamespace) -> None:
 
 def open_data(o: SimpleNamespace) -> DataSource:
     """Open the source that the options name."""
-    return open_source(
-        o.data, words(o.target), words(o.features), o.data_directory, o.classify, o.header
-    )
+    return open_source(o.data, words(o.target), words(o.features), o.data_directory, o.classify, o.header)
 
 
 def words(text: str) -> list[str]:

@@ -76,17 +76,28 @@ class Choices(NamedTuple):
     def arguments(self, model: MLP | Network) -> dict[str, object]:
         """Return these and the network's by name, as `alike` compares them."""
         return arguments_of(model.specification, self.optimizer, self.mode) | {
-            "array module": model.xp.__name__, "mesh": self.mesh, "overlap": self.overlap, "half": self.half,
+            "array module": model.xp.__name__,
+            "mesh": self.mesh,
+            "overlap": self.overlap,
+            "half": self.half,
             "servers": self.servers,
-        }  # fmt: skip
+        }
 
 
 def train(
-    model: MLP, data: Data | Callable[[], DataSource], mesh: Mesh | str = "auto", epochs: int = 10,
-    optimizer: Optimizer | None = None, mode: str | None = None,
-    on_epoch: Callable[[EpochResult], None] | None = None, worker: Worker | None = None, overlap: bool | None = None,
-    half: bool | None = None, servers: Servers | None = None, **loading: Any,
-) -> Trained:  # fmt: skip
+    model: MLP,
+    data: Data | Callable[[], DataSource],
+    mesh: Mesh | str = "auto",
+    epochs: int = 10,
+    optimizer: Optimizer | None = None,
+    mode: str | None = None,
+    on_epoch: Callable[[EpochResult], None] | None = None,
+    worker: Worker | None = None,
+    overlap: bool | None = None,
+    half: bool | None = None,
+    servers: Servers | None = None,
+    **loading: Any,
+) -> Trained:
     """Train `model` on the rows that `data` gave this rank. Collective over the mesh; blocking; every rank returns the
     same history.
 
@@ -182,9 +193,16 @@ class Worker:
     """
 
     def __init__(
-        self, model: MLP, mesh: Mesh, optimizer: Optimizer, mode: str = "pairs", overlap: bool | None = None,
-        half: bool | None = None, servers: Servers | None = None, start: Callable[[Network], None] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: MLP,
+        mesh: Mesh,
+        optimizer: Optimizer,
+        mode: str = "pairs",
+        overlap: bool | None = None,
+        half: bool | None = None,
+        servers: Servers | None = None,
+        start: Callable[[Network], None] | None = None,
+    ) -> None:
         self.mesh, self.optimizer, self.clock = mesh, optimizer, Clock()
         self.choices = Choices(mesh, optimizer, mode, overlap, half, servers)
         spans, mixed = spans_nodes(mesh), model.specification.dtype == "mixed"
@@ -285,9 +303,13 @@ def check_fit(specification: Specification, data: Data, mesh: Mesh, worker: Work
 
 
 def _agree(
-    model: MLP, data: Data | Callable[[], DataSource], asked: Choices, epochs: int, worker: Worker | None,
+    model: MLP,
+    data: Data | Callable[[], DataSource],
+    asked: Choices,
+    epochs: int,
+    worker: Worker | None,
     loading: Mapping[str, object],
-) -> Choices:  # fmt: skip
+) -> Choices:
     """Return how all ranks train, where they ask for the same, and for what a worker that goes on does.
 
     Collective; TrainingError on every rank otherwise, also where first weights differ.

@@ -24,7 +24,7 @@ from mpips.optimizers.registry import (
     encode,
     encode_numbers,
     register,
-)  # fmt: skip
+)
 from mpips.optimizers.schedules import Chained, Constant, Cosine, Groups, StepDecay, Warmup
 from mpips.optimizers.sgd import SGD, Add
 
@@ -34,8 +34,38 @@ for _schedule in (Constant, StepDecay, Cosine, Warmup, Chained):
     register(_schedule)
 
 __all__ = [
-    "OPTIMIZERS", "SCHEDULES", "SGD", "AdaGrad", "Adam", "AdamW", "Add", "Chained", "Constant", "Cosine", "Elastic1",
-    "Elastic2", "Equation", "Groups", "Number", "Optimizer", "RMSProp", "RateSchedule", "State",
-    "StepDecay", "Updater", "Warmup", "at", "changed", "check", "create", "decode", "decode_numbers",
-    "encode", "encode_numbers", "initial", "register", "working_dtype", "zeros",
-]  # fmt: skip
+    "OPTIMIZERS",
+    "SCHEDULES",
+    "SGD",
+    "AdaGrad",
+    "Adam",
+    "AdamW",
+    "Add",
+    "Chained",
+    "Constant",
+    "Cosine",
+    "Elastic1",
+    "Elastic2",
+    "Equation",
+    "Groups",
+    "Number",
+    "Optimizer",
+    "RMSProp",
+    "RateSchedule",
+    "State",
+    "StepDecay",
+    "Updater",
+    "Warmup",
+    "at",
+    "changed",
+    "check",
+    "create",
+    "decode",
+    "decode_numbers",
+    "encode",
+    "encode_numbers",
+    "initial",
+    "register",
+    "working_dtype",
+    "zeros",
+]

@@ -55,9 +55,11 @@ class RMSProp(Equation):
 
     def __post_init__(self) -> None:
         check(
-            self, scheduled=["learning_rate"], below_one=["decay"],
+            self,
+            scheduled=["learning_rate"],
+            below_one=["decay"],
             at_least_zero=["learning_rate", "weight_decay", "epsilon"],
-        )  # fmt: skip
+        )
 
     def numbers(self, step: int) -> Sequence[float]:
         return (at(self.learning_rate, step),)
@@ -89,9 +91,11 @@ class Adam(Equation):
 
     def __post_init__(self) -> None:
         check(
-            self, scheduled=["learning_rate"], below_one=["beta1", "beta2"],
+            self,
+            scheduled=["learning_rate"],
+            below_one=["beta1", "beta2"],
             at_least_zero=["learning_rate", "weight_decay", "epsilon"],
-        )  # fmt: skip
+        )
 
     def numbers(self, step: int) -> Sequence[float]:
         learning_rate = at(self.learning_rate, step)

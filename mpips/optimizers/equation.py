@@ -159,8 +159,10 @@ def _known_way(optimizer: Equation, dtype: np.dtype, parts: int, ask: bool, by_r
         return _Way(wide, None, (), None, each)
     lines = tape.loop()
     if lines is None:
-        LOG.info("the equation of %s is left to NumPy: of some operations a kernel might give other bits",
-                 type(optimizer).__name__)  # fmt: skip
+        LOG.info(
+            "the equation of %s is left to NumPy: of some operations a kernel might give other bits",
+            type(optimizer).__name__,
+        )
     if lines is None or dtype.name not in trace.WIDE or not ask:
         return _Way(wide, tape, tape.constants, None, each)
     stored = "uint16" if dtype.itemsize == 2 else dtype.name
@@ -177,9 +179,13 @@ def _known_way(optimizer: Equation, dtype: np.dtype, parts: int, ask: bool, by_r
 
 
 def _run_kernel(
-    way: _Way, weights: np.ndarray, parts: Sequence[np.ndarray], state: State, numbers: Sequence[float],
+    way: _Way,
+    weights: np.ndarray,
+    parts: Sequence[np.ndarray],
+    state: State,
+    numbers: Sequence[float],
     *more: object,
-) -> bool:  # fmt: skip
+) -> bool:
     """Update by the kernel; False where none is there, or it cannot take these arrays. Nothing has changed then."""
     call = None if way.kernel is None else way.kernel.call_for(parts[0].size)
     if call is None or not isinstance(weights, np.ndarray):
@@ -195,9 +201,13 @@ def _run_kernel(
 
 
 def _run_blocks(
-    optimizer: Equation, way: _Way, weights: np.ndarray, parts: Sequence[np.ndarray], state: State,
+    optimizer: Equation,
+    way: _Way,
+    weights: np.ndarray,
+    parts: Sequence[np.ndarray],
+    state: State,
     numbers: Sequence[float],
-) -> None:  # fmt: skip
+) -> None:
     """Update block by block with NumPy's calls."""
     dtype, tape = way.dtype, way.tape
     # As 0-d arrays: NumPy would convert a Python number again in every pass. A GPU's functions take no host arrays.
@@ -205,10 +215,14 @@ def _run_blocks(
     if not isinstance(weights, np.ndarray):
         prepared = [dtype.type(number) for number in numbers]
     length = min(BLOCK_BYTES // dtype.itemsize, weights.size)
-    blocks, masks = ([], []) if tape is None else (
-        [_block(f"block {i}", dtype, length, weights) for i in range(tape.program.blocks)],
-        [_block(f"mask {i}", np.dtype(bool), length, weights) for i in range(tape.program.masks)],
-    )  # fmt: skip
+    blocks, masks = (
+        ([], [])
+        if tape is None
+        else (
+            [_block(f"block {i}", dtype, length, weights) for i in range(tape.program.blocks)],
+            [_block(f"mask {i}", np.dtype(bool), length, weights) for i in range(tape.program.masks)],
+        )
+    )
     for start in range(0, weights.size, max(1, length)):
         part = slice(start, start + length)
         w, g = weights[part], total_of([one[part] for one in parts], "total")
@@ -287,7 +301,7 @@ def prepare(optimizer: Optimizer | None, dtype: np.dtype, parts: int = 1) -> Non
 
 def update_by_sum(
     optimizer: Optimizer, weights: np.ndarray, parts: Sequence[np.ndarray], state: State, step: int
-) -> None:  # fmt: skip
+) -> None:
     """Update in place by the sum of gradients, added from first to last; each sum is rounded to the weights' dtype."""
     if is_fused(optimizer):
         optimizer.update_by_sum(weights, parts, state, step)

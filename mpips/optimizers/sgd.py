@@ -39,7 +39,7 @@ class SGD(Equation):
     def __post_init__(self) -> None:
         check(
             self, scheduled=["learning_rate"], at_least_zero=["learning_rate", "weight_decay"], below_one=["momentum"]
-        )  # fmt: skip
+        )
         if self.nesterov and self.momentum == 0:
             raise ValueError("SGD(nesterov=True) needs momentum > 0")
 

@@ -22,21 +22,48 @@ Function = Callable[..., Any]
 """Of NumPy, of elements or arrays: `np.add`, `np.where`."""
 
 TEXTS = {
-    "add": "{} + {}", "subtract": "{} - {}", "multiply": "{} * {}", "divide": "{} / {}", "negative": "-{}",
-    "positive": "{}", "square": "{0} * {0}", "absolute": "abs({})", "sqrt": "np.sqrt({})",
+    "add": "{} + {}",
+    "subtract": "{} - {}",
+    "multiply": "{} * {}",
+    "divide": "{} / {}",
+    "negative": "-{}",
+    "positive": "{}",
+    "square": "{0} * {0}",
+    "absolute": "abs({})",
+    "sqrt": "np.sqrt({})",
     "sign": "one if {0} > zero else (-one if {0} < zero else (zero if {0} == zero else {0}))",
-    "greater": "{} > {}", "greater_equal": "{} >= {}", "less": "{} < {}", "less_equal": "{} <= {}",
-    "equal": "{} == {}", "not_equal": "{} != {}", "isnan": "{0} != {0}", "isfinite": "{0} - {0} == zero",
-    "logical_and": "{} and {}", "logical_or": "{} or {}", "logical_not": "not {}", "logical_xor": "{} != {}",
-    "bitwise_and": "{} and {}", "bitwise_or": "{} or {}", "invert": "not {}", "bitwise_xor": "{} != {}",
+    "greater": "{} > {}",
+    "greater_equal": "{} >= {}",
+    "less": "{} < {}",
+    "less_equal": "{} <= {}",
+    "equal": "{} == {}",
+    "not_equal": "{} != {}",
+    "isnan": "{0} != {0}",
+    "isfinite": "{0} - {0} == zero",
+    "logical_and": "{} and {}",
+    "logical_or": "{} or {}",
+    "logical_not": "not {}",
+    "logical_xor": "{} != {}",
+    "bitwise_and": "{} and {}",
+    "bitwise_or": "{} or {}",
+    "invert": "not {}",
+    "bitwise_xor": "{} != {}",
     "where": "{1} if {0} else {2}",
-}  # fmt: skip
+}
 """What a kernel computes for each function, in Python's words; NumPy and LLVM give the same bits.
 
 Without maximum and minimum: which of 0.0 and -0.0 is larger depends on the processor, and on the place in an array.
 """
-OF_BOOLS = ("logical_and", "logical_or", "logical_not", "logical_xor", "bitwise_and", "bitwise_or", "invert",
-            "bitwise_xor")  # fmt: skip
+OF_BOOLS = (
+    "logical_and",
+    "logical_or",
+    "logical_not",
+    "logical_xor",
+    "bitwise_and",
+    "bitwise_or",
+    "invert",
+    "bitwise_xor",
+)
 """Those whose operands are true or false in a kernel."""
 
 
@@ -114,9 +141,14 @@ class Tape:
         return Symbol(self, self._next - 1, sample)
 
     def run(
-        self, w: Array, g: Array, state: Sequence[Array], numbers: Sequence[Any], blocks: Sequence[Array],
+        self,
+        w: Array,
+        g: Array,
+        state: Sequence[Array],
+        numbers: Sequence[Any],
+        blocks: Sequence[Array],
         masks: Sequence[Array],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Update a block in place. `numbers`: those of the step, then the constants, of the working dtype.
 
         `blocks` and `masks` (of bools): as many as `program` says, of the length of w.
@@ -274,13 +306,15 @@ WIDE = {"float16": "float32", "bfloat16": "float32", "float32": "float32", "floa
 
 def update_text(tape: Tape, lines: Sequence[str], dtype: str) -> str:
     """Return the kernel that updates by one gradient."""
-    return "\n".join([
-        *_head(tape, dtype, ["g0"], []),
-        *[f"    {name}_ = {name}_all" for name in [*_arrays(tape), "g0"]],
-        "    for i in range(w_.size):",
-        f"        g = {_widened('g0_[i]', dtype)}",
-        *_update(tape, lines, dtype, "        "),
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            *_head(tape, dtype, ["g0"], []),
+            *[f"    {name}_ = {name}_all" for name in [*_arrays(tape), "g0"]],
+            "    for i in range(w_.size):",
+            f"        g = {_widened('g0_[i]', dtype)}",
+            *_update(tape, lines, dtype, "        "),
+        ]
+    )
 
 
 def sum_text(tape: Tape, lines: Sequence[str], dtype: str, parts: int) -> str:
@@ -293,17 +327,19 @@ def sum_text(tape: Tape, lines: Sequence[str], dtype: str, parts: int) -> str:
         if number % READ_AT_ONCE == 0 or number == parts - 1:
             adding += ["        for i in range(w_.size):", f"            total[i] = {total}"]
             total = "total[i]"
-    return "\n".join([
-        *_head(tape, dtype, gradients, []),
-        f"    total = np.empty({tile}, np.{WIDE[dtype]})",
-        f"    for start in range(0, w_all.size, {tile}):",
-        f"        stop = min(start + {tile}, w_all.size)",
-        *[f"        {name}_ = {name}_all[start:stop]" for name in [*_arrays(tape), *gradients]],
-        *adding,
-        "        for i in range(w_.size):",
-        "            g = total[i]",
-        *_update(tape, lines, dtype, "            "),
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            *_head(tape, dtype, gradients, []),
+            f"    total = np.empty({tile}, np.{WIDE[dtype]})",
+            f"    for start in range(0, w_all.size, {tile}):",
+            f"        stop = min(start + {tile}, w_all.size)",
+            *[f"        {name}_ = {name}_all[start:stop]" for name in [*_arrays(tape), *gradients]],
+            *adding,
+            "        for i in range(w_.size):",
+            "            g = total[i]",
+            *_update(tape, lines, dtype, "            "),
+        ]
+    )
 
 
 def rows_text(tape: Tape, lines: Sequence[str], dtype: str, parts: int) -> str:
@@ -324,21 +360,23 @@ def rows_text(tape: Tape, lines: Sequence[str], dtype: str, parts: int) -> str:
             f"            {at} += 1",
             *([] if number else ["        else:", "            total[:] = 0"]),
         ]
-    return "\n".join([
-        *_head(tape, dtype, gradients, ["columns", *[f"r{number}" for number in range(parts)]]),
-        f"    total = np.empty(columns, np.{WIDE[dtype]})",
-        *[f"    k{number} = 0" for number in range(parts)],
-        "    while True:",
-        "        row = w_all.size",
-        *least,
-        "        if row == w_all.size:",
-        "            break",
-        *adding,
-        *[f"        {name}_ = {name}_all[row * columns : (row + 1) * columns]" for name in _arrays(tape)],
-        "        for i in range(columns):",
-        "            g = total[i]",
-        *_update(tape, lines, dtype, "            "),
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            *_head(tape, dtype, gradients, ["columns", *[f"r{number}" for number in range(parts)]]),
+            f"    total = np.empty(columns, np.{WIDE[dtype]})",
+            *[f"    k{number} = 0" for number in range(parts)],
+            "    while True:",
+            "        row = w_all.size",
+            *least,
+            "        if row == w_all.size:",
+            "            break",
+            *adding,
+            *[f"        {name}_ = {name}_all[row * columns : (row + 1) * columns]" for name in _arrays(tape)],
+            "        for i in range(columns):",
+            "            g = total[i]",
+            *_update(tape, lines, dtype, "            "),
+        ]
+    )
 
 
 def _arrays(tape: Tape) -> list[str]:
@@ -364,9 +402,12 @@ def _update(tape: Tape, lines: Sequence[str], dtype: str, indent: str) -> list[s
     states = _arrays(tape)[1:]
     narrow = f"narrow_{dtype}" if "16" in dtype else ""
     update = [
-        f"w = {_widened('w_[i]', dtype)}", *[f"{name} = {name}_[i]" for name in states], *lines,
-        f"w_[i] = {narrow}(w)", *[f"{name}_[i] = {name}" for name in states],
-    ]  # fmt: skip
+        f"w = {_widened('w_[i]', dtype)}",
+        *[f"{name} = {name}_[i]" for name in states],
+        *lines,
+        f"w_[i] = {narrow}(w)",
+        *[f"{name}_[i] = {name}" for name in states],
+    ]
     return [*[indent + line for line in update], ""]
 
 

@@ -39,11 +39,38 @@ if TYPE_CHECKING:
     from mpips.overlap.measure import job_profile
 
 __all__ = [
-    "MODELS", "PARTITIONS", "STRATEGIES", "TEN_GIGABIT", "Hook", "JointPlan", "Layer", "LayeredModel", "Linear",
-    "Overlapped", "Plan", "Problem", "Profile", "Report", "Ring", "Task", "check_groups", "check_model",
-    "create_profile", "draw", "hidden_share", "job_profile", "lay_out", "load_profile", "makespan", "plan", "plans",
-    "profile_from_dict", "profile_to_dict", "save_chrome", "save_profile",
-]  # fmt: skip
+    "MODELS",
+    "PARTITIONS",
+    "STRATEGIES",
+    "TEN_GIGABIT",
+    "Hook",
+    "JointPlan",
+    "Layer",
+    "LayeredModel",
+    "Linear",
+    "Overlapped",
+    "Plan",
+    "Problem",
+    "Profile",
+    "Report",
+    "Ring",
+    "Task",
+    "check_groups",
+    "check_model",
+    "create_profile",
+    "draw",
+    "hidden_share",
+    "job_profile",
+    "lay_out",
+    "load_profile",
+    "makespan",
+    "plan",
+    "plans",
+    "profile_from_dict",
+    "profile_to_dict",
+    "save_chrome",
+    "save_profile",
+]
 
 
 def __getattr__(name: str) -> Any:

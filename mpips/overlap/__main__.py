@@ -79,23 +79,42 @@ def parse_nodes(text: str) -> tuple[int, ...]:
 
 @click.command(cls=Interruptible)
 @click.argument(
-    "profile_file", metavar="[PROFILE.json]", required=False,
+    "profile_file",
+    metavar="[PROFILE.json]",
+    required=False,
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-)  # fmt: skip
+)
 @click.option("--model", type=click.Choice(list(networks.MODELS)), help="Plan a built-in network instead of a profile.")
-@click.option("--rate", type=Rate(), default="1.33T", show_default=True,
-              help="With --model: floating point operations a second of a node, such as 1.33T or 1.33e12.")
+@click.option(
+    "--rate",
+    type=Rate(),
+    default="1.33T",
+    show_default=True,
+    help="With --model: floating point operations a second of a node, such as 1.33T or 1.33e12.",
+)
 @click.option("--batch", type=BATCH, default=32, show_default=True, help="With --model: examples a node and iteration.")
-@click.option("--save-profile", "profile_out", type=OutFile(),
-              help="Write the profile here, to be edited or measured again.")
-@click.option("--nodes", type=Nodes(),
-              help="8, 4:64 (doubling), 4:64:4 (a step) or 4,6,9; a measured profile has one size only.")
+@click.option(
+    "--save-profile", "profile_out", type=OutFile(), help="Write the profile here, to be edited or measured again."
+)
+@click.option(
+    "--nodes", type=Nodes(), help="8, 4:64 (doubling), 4:64:4 (a step) or 4,6,9; a measured profile has one size only."
+)
 @click.option("--strategy", multiple=True, type=click.Choice(STRATEGIES), help="Only these (may be repeated).")
-@click.option("--direction", type=click.Choice(["push", "pull", "both"]), default="push", show_default=True,
-              help="With push, backward with allreduces (network); with pull, forward with pulls (startup_s, "
-                   "bandwidth_Bps); with both, one after the other. The strategy joint is always both.")
-@click.option("--link", type=click.Choice(["shared", "duplex"]), default="shared", show_default=True,
-              help="Whether pushes and pulls share the network.")
+@click.option(
+    "--direction",
+    type=click.Choice(["push", "pull", "both"]),
+    default="push",
+    show_default=True,
+    help="With push, backward with allreduces (network); with pull, forward with pulls (startup_s, "
+    "bandwidth_Bps); with both, one after the other. The strategy joint is always both.",
+)
+@click.option(
+    "--link",
+    type=click.Choice(["shared", "duplex"]),
+    default="shared",
+    show_default=True,
+    help="Whether pushes and pulls share the network.",
+)
 @click.option("--json", "json_file", type=OutFile(), help="Write the plans here.")
 @click.option("--plot", type=Picture(), help="Draw the timelines of the largest number of nodes here (PNG).")
 @click.option("--trace", "trace_file", type=OutFile(), help="Write those timelines as a Chrome trace.")
@@ -122,8 +141,11 @@ def command(
             raise click.UsageError(f"--{option} goes with --model: {profile_file} holds the times of its layers")
     try:
         link_cost = TEN_GIGABIT  # 10GbE as in the MG-WFBP paper, for the allreduce and for a server's link
-        profile = load_profile(profile_file) if profile_file else networks.MODELS[str(model)]().profile(
-            rate, batch, link_cost, link_cost.alpha, 1 / link_cost.beta)  # fmt: skip
+        profile = (
+            load_profile(profile_file)
+            if profile_file
+            else networks.MODELS[str(model)]().profile(rate, batch, link_cost, link_cost.alpha, 1 / link_cost.beta)
+        )
         found = plans(profile, strategy or STRATEGIES, direction, _sizes(profile, nodes), link)  # type: ignore[arg-type]
         if not all(each.iteration_s for each in found):
             raise ValueError(f"{profile_file}: neither layers nor messages take any time: there is nothing to plan")
@@ -150,8 +172,11 @@ def _sizes(profile: Profile, nodes: tuple[int, ...] | None) -> tuple[int | None,
     if isinstance(profile.network, Ring):
         return nodes or DEFAULT_NODES
     if nodes and profile.network.nodes is None and profile.network.collective != "servers":
-        click.echo("note: the profile does not say on how many nodes a and b were measured (\"nodes\"), "
-                   "so they are taken as they are for every number of nodes", err=True)
+        click.echo(
+            'note: the profile does not say on how many nodes a and b were measured ("nodes"), '
+            "so they are taken as they are for every number of nodes",
+            err=True,
+        )
     return nodes or (profile.network.nodes,)
 
 

@@ -183,15 +183,25 @@ class Report:
         if self.predicted_s is not None:
             predicted = f"predicted {self.predicted_s:.4g} s with {self.predicted_hidden:.0%} hidden"
         pulls = f", pulled as {_words(self.pull)}{f', the last {self.early} early' if self.early else ''}"
-        return (f"overlap {self.strategy}: {self.measured_s:.4g} s an iteration (median of {self.iterations}), "
-                f"{self.hidden:.0%} of the communication hidden; {predicted}; pushed as {_words(self.push)}"
-                f"{pulls if self.pull else ''}")
+        return (
+            f"overlap {self.strategy}: {self.measured_s:.4g} s an iteration (median of {self.iterations}), "
+            f"{self.hidden:.0%} of the communication hidden; {predicted}; pushed as {_words(self.push)}"
+            f"{pulls if self.pull else ''}"
+        )
 
     def row(self) -> dict[str, Any]:
         """The report as JSON data."""
-        return {"strategy": self.strategy, "push": self.push, "pull": self.pull, "early": self.early,
-                "iterations": self.iterations, "measured_s": self.measured_s, "predicted_s": self.predicted_s,
-                "hidden": self.hidden, "predicted_hidden": self.predicted_hidden}  # fmt: skip
+        return {
+            "strategy": self.strategy,
+            "push": self.push,
+            "pull": self.pull,
+            "early": self.early,
+            "iterations": self.iterations,
+            "measured_s": self.measured_s,
+            "predicted_s": self.predicted_s,
+            "hidden": self.hidden,
+            "predicted_hidden": self.predicted_hidden,
+        }
 
     def save_trace(self, path: str | Path) -> None:
         """The last iteration as a Chrome trace, for chrome://tracing or Perfetto."""
@@ -237,13 +247,17 @@ class Recorder:
         if not whole:
             raise RuntimeError("a report needs a step that has ended: call step or fit first")
         return Report(
-            strategy, push, pull, early, len(whole),
+            strategy,
+            push,
+            pull,
+            early,
+            len(whole),
             float(np.median([step.seconds for step in self._steps])),
             None if predicted is None else timeline.end(predicted),
             float(np.median([timeline.hidden_share(tasks) for tasks in whole])),
             None if predicted is None else timeline.hidden_share(predicted),
             tuple(whole[-1]),
-        )  # fmt: skip
+        )
 
     def _tasks(self, index: int) -> list[Task]:
         """Return an iteration from its start on: its compute, its messages, and what the next step computed beside
@@ -255,8 +269,10 @@ class Recorder:
         end = max(task.end for task in (*step.compute, *messages))
         behind = [task for later in list(self._steps)[index + 1 : index + 2] for task in later.compute]
         begin = step.compute[0].start
-        return [task._replace(start=task.start - begin, end=task.end - begin)
-                for task in (*step.compute, *messages, *(task for task in behind if task.start < end))]
+        return [
+            task._replace(start=task.start - begin, end=task.end - begin)
+            for task in (*step.compute, *messages, *(task for task in behind if task.start < end))
+        ]
 
 
 def _words(groups: Groups) -> str:
@@ -274,9 +290,13 @@ class Overlapped:
     """
 
     def __init__(
-        self, model: LayeredModel, kv: KVStore, optimizer: Optimizer, strategy: str = "auto",
+        self,
+        model: LayeredModel,
+        kv: KVStore,
+        optimizer: Optimizer,
+        strategy: str = "auto",
         review_every: int = REVIEW,
-    ) -> None:  # fmt: skip
+    ) -> None:
         items, refusal = attempt(lambda: _arguments(model, strategy, review_every))
         kv.settings.agree("overlap", items or [], refusal, noun="argument")
         self._model, self._kv, self._optimizer, self.strategy = model, kv, optimizer, strategy
@@ -416,6 +436,10 @@ def _arguments(model: LayeredModel, strategy: str, review_every: int) -> list[tu
     if review_every < 1:
         raise ValueError(f"review_every={review_every}: give a number of steps, at least 1")
     layers = model.layer_elements
-    return [("overlap", repr(strategy)), ("review_every", str(review_every)),
-            ("dtype of flat_parameters", str(model.flat_parameters.dtype)), ("number of layers", str(len(layers))),
-            *((f"layer_elements[{at}]", str(count)) for at, count in enumerate(layers))]
+    return [
+        ("overlap", repr(strategy)),
+        ("review_every", str(review_every)),
+        ("dtype of flat_parameters", str(model.flat_parameters.dtype)),
+        ("number of layers", str(len(layers))),
+        *((f"layer_elements[{at}]", str(count)) for at, count in enumerate(layers)),
+    ]

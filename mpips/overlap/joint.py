@@ -137,8 +137,10 @@ def _shared(push: Problem, pull: Problem, least: float) -> tuple[float, JointPla
     ends, i = [], 0
     while i < layers:
         ready, late, early = _message_costs(push, pull, i)
-        through = np.maximum(below[i + 1 : m + 1, column], ready) + late[: m - i] if i < m else (
-            np.maximum(above[i + 1 :], ready) + early
+        through = (
+            np.maximum(below[i + 1 : m + 1, column], ready) + late[: m - i]
+            if i < m
+            else (np.maximum(above[i + 1 :], ready) + early)
         )
         i += 1 + int(np.argmin(through))
         ends.append(i)

@@ -182,9 +182,12 @@ def runs(elements: Sequence[int]) -> tuple[Groups, ...]:
 
 
 def run_seconds(
-    start: Callable[[Groups], Sequence[Handle]], wanted: Sequence[Groups], slowest: Callable[[float], float],
-    repeats: int = 5, modes: Sequence[bool] = (True, False),
-) -> list[float]:  # fmt: skip
+    start: Callable[[Groups], Sequence[Handle]],
+    wanted: Sequence[Groups],
+    slowest: Callable[[float], float],
+    repeats: int = 5,
+    modes: Sequence[bool] = (True, False),
+) -> list[float]:
     """Return the slowest worker's seconds for each run: medians over `repeats` of each mode, and their mean.
 
     In a mode the training thread is asleep (True) or waits. `start` starts the messages of a run in order; it has ended

@@ -86,8 +86,10 @@ def check_model(model: object, what: str) -> None:
     faults += [f"calls no {' and no '.join(hooks)} in loss_and_gradients"] if hooks else []
     faults += _misfits(model) if not lacks else []
     if faults:
-        raise ValueError(f"{what} needs a model in layers, but {type(model).__name__} {'; it '.join(faults)} "
-                         '(the page "Plan overlap from a profile" shows how to write one)')
+        raise ValueError(
+            f"{what} needs a model in layers, but {type(model).__name__} {'; it '.join(faults)} "
+            '(the page "Plan overlap from a profile" shows how to write one)'
+        )
 
 
 def _misfits(model: Any) -> list[str]:

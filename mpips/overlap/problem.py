@@ -186,17 +186,23 @@ class Linear:
             return self.a, self.b
         if self.collective == "servers":
             measured = "" if self.nodes is None else f"measured on {self.nodes}, "
-            raise ValueError(f"network: a and b are those of a push to servers, which do not scale as a ring does: "
-                             f"{measured}they say nothing of {nodes} nodes; plan without --nodes")
+            raise ValueError(
+                f"network: a and b are those of a push to servers, which do not scale as a ring does: "
+                f"{measured}they say nothing of {nodes} nodes; plan without --nodes"
+            )
         if self.nodes == 1:
-            raise ValueError(f"network: a and b were measured on 1 node, which says nothing of a network of {nodes}: "
-                             "plan without --nodes, or measure a profile on at least 2")
+            raise ValueError(
+                f"network: a and b were measured on 1 node, which says nothing of a network of {nodes}: "
+                "plan without --nodes, or measure a profile on at least 2"
+            )
         if self.nodes is None:
             return self.a, self.b
         if self.collective != "ring":
-            raise ValueError(f"network: a and b were measured on {self.nodes} nodes with an allreduce that need not be "
-                             f"a ring, so they say nothing of {nodes}: plan without --nodes, or give network "
-                             '"collective": "ring" if it is one')
+            raise ValueError(
+                f"network: a and b were measured on {self.nodes} nodes with an allreduce that need not be "
+                f"a ring, so they say nothing of {nodes}: plan without --nodes, or give network "
+                '"collective": "ring" if it is one'
+            )
         ratio = (nodes - 1) / (self.nodes - 1)
         return self.a * ratio, self.b * ratio * self.nodes / nodes
 
@@ -290,8 +296,15 @@ def create_profile(
         raise ValueError(f"columns of a profile need one length: {lengths}")
     rows = zip(names, parameters, forward_s, backward_s)
     layers = [dict(zip(("name", "parameters", *_TIMES), row)) for row in rows]
-    return profile_from_dict({"layers": layers, "network": _network_dict(network), "startup_s": startup_s,
-                      "bandwidth_Bps": bandwidth_Bps, **_nodes_dict(network)})
+    return profile_from_dict(
+        {
+            "layers": layers,
+            "network": _network_dict(network),
+            "startup_s": startup_s,
+            "bandwidth_Bps": bandwidth_Bps,
+            **_nodes_dict(network),
+        }
+    )
 
 
 def profile_from_dict(data: object) -> Profile:
@@ -316,8 +329,13 @@ def profile_from_dict(data: object) -> Profile:
 def profile_to_dict(profile: Profile) -> dict[str, Any]:
     """The profile as JSON data; `profile_from_dict` gives it back."""
     layers = [vars(layer).copy() for layer in profile.layers]
-    return {"layers": layers, "network": _network_dict(profile.network), "startup_s": profile.startup_s,
-            "bandwidth_Bps": profile.bandwidth_Bps, **_nodes_dict(profile.network)}
+    return {
+        "layers": layers,
+        "network": _network_dict(profile.network),
+        "startup_s": profile.startup_s,
+        "bandwidth_Bps": profile.bandwidth_Bps,
+        **_nodes_dict(profile.network),
+    }
 
 
 def load_profile(path: str | Path) -> Profile:

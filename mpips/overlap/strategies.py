@@ -88,8 +88,11 @@ def optimal(problem: Problem) -> Groups:
 
 
 PARTITIONS: dict[str, Callable[[Problem], Groups]] = {
-    "single": single, "layerwise": layerwise, "merged": merged, "optimal": optimal,
-}  # fmt: skip
+    "single": single,
+    "layerwise": layerwise,
+    "merged": merged,
+    "optimal": optimal,
+}
 """Name -> groups of one direction."""
 STRATEGIES = (*PARTITIONS, "joint")
 """The names of all, as `mpips plan --strategy` takes them."""

@@ -152,8 +152,15 @@ def draw(timelines: Mapping[str, Sequence[Task]], path: str | Path, title: str =
     for y, (name, lane) in enumerate(rows):
         for task in timelines[name]:
             if task.lane == lane:
-                axes.barh(y, task.seconds, left=task.start, height=0.8, color=_COLOURS[task.kind],
-                          edgecolor="white", linewidth=0.4)
+                axes.barh(
+                    y,
+                    task.seconds,
+                    left=task.start,
+                    height=0.8,
+                    color=_COLOURS[task.kind],
+                    edgecolor="white",
+                    linewidth=0.4,
+                )
     axes.set_yticks(range(len(rows)), [f"{name}: {lane}" for name, lane in rows])
     axes.invert_yaxis()
     axes.set_xlabel("seconds")

@@ -129,10 +129,18 @@ class KVStore(Uncopied):
             self.settings.set_compression(compression_params)
 
     def table(
-        self, name: str, dim: int, dtype: object = "float32", init: Uniform = DEFAULT_INIT, optimizer: str = "sgd",
-        seed: int = 0, admit: Seen | Chance | None = None, evict: int | None = None, limit: int | None = None,
+        self,
+        name: str,
+        dim: int,
+        dtype: object = "float32",
+        init: Uniform = DEFAULT_INIT,
+        optimizer: str = "sgd",
+        seed: int = 0,
+        admit: Seen | Chance | None = None,
+        evict: int | None = None,
+        limit: int | None = None,
         **options: Any,
-    ) -> Table:  # fmt: skip
+    ) -> Table:
         """Make an embedding table, whose rows servers make when they are first pushed to. Collective over all workers.
 
         All give the same. Rows are spread over the servers by a hash of their ids. A first value depends on seed, table
@@ -255,19 +263,28 @@ class KVStore(Uncopied):
 
     @overload
     def pull(
-        self, key: list[Name] | tuple[Name, ...], out: object, priority: int = 0, ignore_sparse: bool = True, *,
+        self,
+        key: list[Name] | tuple[Name, ...],
+        out: object,
+        priority: int = 0,
+        ignore_sparse: bool = True,
+        *,
         newer_than: Sequence[int],
-    ) -> list[int]: ...  # fmt: skip
+    ) -> list[int]: ...
 
     @overload
     def pull(
         self, key: Name, out: object, priority: int = 0, ignore_sparse: bool = True, *, newer_than: int
-    ) -> int: ...  # fmt: skip
+    ) -> int: ...
 
     def pull(
-        self, key: object, out: object, priority: int = 0, ignore_sparse: bool = True,
+        self,
+        key: object,
+        out: object,
+        priority: int = 0,
+        ignore_sparse: bool = True,
         newer_than: int | Sequence[int] | None = None,
-    ) -> int | list[int] | None:  # fmt: skip
+    ) -> int | list[int] | None:
         """Write the keys' values into `out`, after this worker's pushes of them; returns when they are there.
 
         `newer_than`: the version that `out` holds, -1 where none; for a list of keys a list. Keys that stand at it are
@@ -291,10 +308,12 @@ class KVStore(Uncopied):
         layout = self.layout
         members = max(len(range(*client)) for client in layout.clients)
         if layout.kind.startswith("mpi_") and members > 1:
-            raise of_caller(ValueError(
-                f"pull: newer_than needs workers that read by themselves, and in kind {layout.kind} the {members} "
-                "workers of a client pull together: choose dist_async, or clients of one worker"
-            ))  # fmt: skip
+            raise of_caller(
+                ValueError(
+                    f"pull: newer_than needs workers that read by themselves, and in kind {layout.kind} the {members} "
+                    "workers of a client pull together: choose dist_async, or clients of one worker"
+                )
+            )
 
     def ipull(self, key: object, out: object, priority: int = 0, turns: Turns = ()) -> Handle:
         """`pull` that returns a handle at once; `out` holds the values when it is done."""

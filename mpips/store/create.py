@@ -120,9 +120,13 @@ def _asked(kind: str, options: dict[str, Any]) -> tuple[str, Options | None, str
 
 
 def _store(
-    layout: Layout, backend: RemoteStore | ReplicatedStore, generation: Generation, closed: Step,
-    saves: Callable[[Settings], RegularSaves] | None = None, joined: Recovered | None = None,
-) -> KVStore:  # fmt: skip
+    layout: Layout,
+    backend: RemoteStore | ReplicatedStore,
+    generation: Generation,
+    closed: Step,
+    saves: Callable[[Settings], RegularSaves] | None = None,
+    joined: Recovered | None = None,
+) -> KVStore:
     """Return a worker's store. `saves`: how it saves itself. `joined`: the content of the store in which this worker
     has taken a dead one's place."""
     settings = Settings(layout, backend, generation)

@@ -20,9 +20,14 @@ from mpips.collectives.recorder import own as recorder
 
 PREFIX = "MPIPS_"
 OF_PROCESSES = (
-    engine.VARIABLE, engine.FOLDER_VARIABLE, log.LEVEL_VARIABLE, log.FOLDER_VARIABLE, log.FORMAT_VARIABLE,
-    recorder.VARIABLE, recorder.DUMP_VARIABLE,
-)  # fmt: skip
+    engine.VARIABLE,
+    engine.FOLDER_VARIABLE,
+    log.LEVEL_VARIABLE,
+    log.FOLDER_VARIABLE,
+    log.FORMAT_VARIABLE,
+    recorder.VARIABLE,
+    recorder.DUMP_VARIABLE,
+)
 """Variables with that prefix in which ranks may differ; they are no options."""
 
 # Kinds in the words of MXNet and, after the colon, the names that the paper (section 4.2.1) gives them.
@@ -108,14 +113,20 @@ class Options:
         if self.quorum == 0:
             raise OptionError("quorum=0 closes no round: give a number of clients, at least 1, or leave it out")
         if self.grace_seconds and self.quorum < 0:
-            raise OptionError(f"grace_seconds={self.grace_seconds} is the time after a quorum, and there is none: give "
-                              "quorum, too, or leave it out")  # fmt: skip
+            raise OptionError(
+                f"grace_seconds={self.grace_seconds} is the time after a quorum, and there is none: give "
+                "quorum, too, or leave it out"
+            )
         if 0 < self.timeout_seconds <= self.grace_seconds:
-            raise OptionError(f"grace_seconds={self.grace_seconds} is not below timeout_seconds={self.timeout_seconds},"
-                              " after which a wait ends the generation: give less, or a longer timeout_seconds")
+            raise OptionError(
+                f"grace_seconds={self.grace_seconds} is not below timeout_seconds={self.timeout_seconds},"
+                " after which a wait ends the generation: give less, or a longer timeout_seconds"
+            )
         if self.staleness >= 0 and self.quorum >= 0:
-            raise OptionError(f"staleness={self.staleness} and quorum={self.quorum} are two ways to bound how far "
-                              "workers are apart: leave one of the two out")  # fmt: skip
+            raise OptionError(
+                f"staleness={self.staleness} and quorum={self.quorum} are two ways to bound how far "
+                "workers are apart: leave one of the two out"
+            )
         if self.mirrors > 1:
             raise OptionError(f"mirrors={self.mirrors} is more than 1: one copy on another node is all that there is")
 

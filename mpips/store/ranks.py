@@ -65,6 +65,7 @@ def keep_layout(layout: Layout) -> None:
         warnings.warn(
             f"mpips.size() was {_given[0]} before the store was made, and is {layout.num_workers} now: a split by it "
             f"leaves data out; make the store first, or start with `mpips run -s {layout.num_servers}` or "
-            f"MPIPS_SERVERS={layout.num_servers}", stacklevel=3,
-        )  # fmt: skip
+            f"MPIPS_SERVERS={layout.num_servers}",
+            stacklevel=3,
+        )
     _layouts[:] = [layout]

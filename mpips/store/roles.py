@@ -121,8 +121,10 @@ class Layout:
     def fresh(self) -> bool:
         """Return whether this rank was a spare in the generation before, and now has a role."""
         before = self.before
-        return before is not None and not self.is_spare and (
-            before.origin[self.rank] >= before.num_workers + before.num_servers
+        return (
+            before is not None
+            and not self.is_spare
+            and (before.origin[self.rank] >= before.num_workers + before.num_servers)
         )
 
     @property
@@ -169,9 +171,7 @@ class Layout:
         if why := refusal(old, new):
             raise LostError(f"recover: {why}")
         self.workers = self.client = self.servers = self.sums = None
-        self.before = Before(
-            new.origin, lost, self.num_workers, self.num_servers, self.nodes, old.clients, new.places
-        )
+        self.before = Before(new.origin, lost, self.num_workers, self.num_servers, self.nodes, old.clients, new.places)
         self.num_workers, self.num_servers, self.spares, clients = new.roles
         self.clients = tuple(Interval(*client) for client in clients)
         self.world = _split(left, 0, new.origin.index(self.rank))

@@ -17,11 +17,27 @@ RANKS = ((OPEN_MPI, "OMPI_COMM_WORLD_RANK"), (HYDRA, "PMI_RANK"))
 MPIRUN_SIGNS = (OPEN_MPI, "PRTE_LAUNCHED", "MPI_LOCALNRANKS")
 # Variables by which a launcher makes a process a rank, by their beginnings. Settings, which children share, are none.
 OF_RANK = (
-    "PMIX_", "PMI_", "PMI2_", "OMPI_COMM_WORLD_", "OMPI_WORLD_", "OMPI_UNIVERSE_", "OMPI_NUM_APP_CTX",
-    "OMPI_FIRST_RANKS", "OMPI_APP_CTX_", "OMPI_FILE_LOCATION", "OMPI_ARGV", "OMPI_COMMAND", "OMPI_TOOL_NAME",
-    "OMPI_MCA_ess_", "OMPI_MCA_orte_", "OMPI_MCA_mpi_ft_enable", "PRTE_LAUNCHED", "MPI_LOCALNRANKS",
-    "MPI_LOCALRANKID", "HYDI_",
-)  # fmt: skip
+    "PMIX_",
+    "PMI_",
+    "PMI2_",
+    "OMPI_COMM_WORLD_",
+    "OMPI_WORLD_",
+    "OMPI_UNIVERSE_",
+    "OMPI_NUM_APP_CTX",
+    "OMPI_FIRST_RANKS",
+    "OMPI_APP_CTX_",
+    "OMPI_FILE_LOCATION",
+    "OMPI_ARGV",
+    "OMPI_COMMAND",
+    "OMPI_TOOL_NAME",
+    "OMPI_MCA_ess_",
+    "OMPI_MCA_orte_",
+    "OMPI_MCA_mpi_ft_enable",
+    "PRTE_LAUNCHED",
+    "MPI_LOCALNRANKS",
+    "MPI_LOCALRANKID",
+    "HYDI_",
+)
 SETTINGS = ("PMIX_MCA_", "PMIX_PREFIX")
 # The same of a rank among those of its own host.
 LOCAL_RANKS = (("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"), ("MPI_LOCALNRANKS", "MPI_LOCALRANKID"))

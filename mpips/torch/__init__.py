@@ -1,8 +1,8 @@
 """PyTorch on mpips: `import mpips.torch` makes "mpips" a backend of torch.distributed.
 
-    import torch.distributed as dist, mpips.torch
-    dist.init_process_group("mpips")            # under mpirun, mpips run or srun: rank and size come from MPI
-    model = mpips.torch.DataParallel(model)     # or torch's own DistributedDataParallel(model)
+import torch.distributed as dist, mpips.torch
+dist.init_process_group("mpips")            # under mpirun, mpips run or srun: rank and size come from MPI
+model = mpips.torch.DataParallel(model)     # or torch's own DistributedDataParallel(model)
 """
 
 from importlib.util import find_spec
@@ -19,9 +19,15 @@ from mpips.torch.optimizer.distributed import DistributedOptimizer
 from mpips.torch.state import broadcast_optimizer_state, broadcast_parameters
 
 __all__ = [
-    "DataParallel", "DistributedOptimizer", "Embedding", "EmbeddingBag", "LocalSGD", "TableOptimizer",
-    "broadcast_optimizer_state", "broadcast_parameters",
-]  # fmt: skip
+    "DataParallel",
+    "DistributedOptimizer",
+    "Embedding",
+    "EmbeddingBag",
+    "LocalSGD",
+    "TableOptimizer",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+]
 
 end_job_on_error()
 register()

@@ -51,8 +51,10 @@ def check_joined() -> None:
     cause = lost(os.environ, MPI.Get_library_version(), size)
     asked = os.environ.get(SIZE, "") if TORCHRUN in os.environ else ""
     if cause is None and asked.isdigit() and int(asked) > size:
-        cause = (f"torchrun started {asked} processes ({SIZE}), and MPI has {size} rank{'s' * (size > 1)}: "
-                 f"start with `mpips run -w {asked}` or `mpirun -n {asked}` instead of torchrun")  # fmt: skip
+        cause = (
+            f"torchrun started {asked} processes ({SIZE}), and MPI has {size} rank{'s' * (size > 1)}: "
+            f"start with `mpips run -w {asked}` or `mpirun -n {asked}` instead of torchrun"
+        )
     if cause is not None:
         raise of_caller(RuntimeError(cause))
 
@@ -96,9 +98,13 @@ def _rendezvous_by_mpi(
             if not joined or asked:
                 raise
             place = ", ".join(f"{name}={os.environ.get(name)}" for name in (RANK, SIZE))
-            raise of_caller(RuntimeError(f"init_process_group: the program itself has set {place} on rank {world.rank} "
-                                         f"of MPI's {world.size}, and its rendezvous failed: export both before the "
-                                         f"start, or let the program leave them out. {error}")) from error  # fmt: skip
+            raise of_caller(
+                RuntimeError(
+                    f"init_process_group: the program itself has set {place} on rank {world.rank} "
+                    f"of MPI's {world.size}, and its rendezvous failed: export both before the "
+                    f"start, or let the program leave them out. {error}"
+                )
+            ) from error
         return
     Roll(world, "init_process_group").wait(Limits(limits().stall_seconds, timeout.total_seconds()))
     _check_place(*(int(asked.get(name, ["-1"])[0]) for name in ("rank", "world_size")))

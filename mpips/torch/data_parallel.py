@@ -66,9 +66,14 @@ class DataParallel(torch.nn.Module):
     """
 
     def __init__(
-        self, module: torch.nn.Module, comm: MPI.Intracomm | None = None, buckets: str | float = "auto",
-        algorithm: str = "auto", broadcast_buffers: bool = True, **others: object,
-    ) -> None:  # fmt: skip
+        self,
+        module: torch.nn.Module,
+        comm: MPI.Intracomm | None = None,
+        buckets: str | float = "auto",
+        algorithm: str = "auto",
+        broadcast_buffers: bool = True,
+        **others: object,
+    ) -> None:
         super().__init__()
         _check_arguments(module, comm, others)
         check_buckets(buckets)
@@ -173,14 +178,16 @@ class DataParallel(torch.nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load into the module, on this rank. Values are copied: `assign` would part gradients from parameters."""
         if assign:
-            raise ValueError("load_state_dict: assign=True makes other parameters: load into the module before it is "
-                             "wrapped")  # fmt: skip
+            raise ValueError(
+                "load_state_dict: assign=True makes other parameters: load into the module before it is wrapped"
+            )
         return self.module.load_state_dict(state_dict, strict)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Raise TypeError: exchanges between ranks are neither copied nor saved."""
-        raise TypeError("a DataParallel is tied to the ranks that made it: copy or save its `module`, or its "
-                        "`state_dict()`")  # fmt: skip
+        raise TypeError(
+            "a DataParallel is tied to the ranks that made it: copy or save its `module`, or its `state_dict()`"
+        )
 
     @property
     def buckets(self) -> list[list[str]]:
@@ -226,9 +233,11 @@ class DataParallel(torch.nn.Module):
 
     def _refuse_compiled_backward(self) -> None:
         """Raise RuntimeError: compiled autograd does not call back at the end of a backward pass."""
-        raise RuntimeError("DataParallel: backward runs in compiled autograd, which leaves out the exchange of "
-                           "gradients: set torch._dynamo.config.compiled_autograd = False, and call backward() outside "
-                           "of torch.compile")  # fmt: skip
+        raise RuntimeError(
+            "DataParallel: backward runs in compiled autograd, which leaves out the exchange of "
+            "gradients: set torch._dynamo.config.compiled_autograd = False, and call backward() outside "
+            "of torch.compile"
+        )
 
     def _take_buffers(self) -> None:
         """Take rank 0's buffers, as new tensors: a forward pass before this one may still need the old ones."""
@@ -297,8 +306,10 @@ class DataParallel(torch.nn.Module):
         if self._reducer.has_begun or self._joining:
             what = f"{NAME}, backward pass {self._step + 1}"
             with communicator(self._comm).failing(what):
-                raise collectives.CollectiveError(f"{what}: it has raised on rank {self._comm.rank}, when gradients "
-                                                  "had been exchanged: end the program there")  # fmt: skip
+                raise collectives.CollectiveError(
+                    f"{what}: it has raised on rank {self._comm.rank}, when gradients "
+                    "had been exchanged: end the program there"
+                )
         self._reducer.reset()
         self._lockstep.count_failure()
 
@@ -317,8 +328,13 @@ class DataParallel(torch.nn.Module):
         self._reducer.free()
         self._make_reducer(parameters, cuts)
         self._planned = True
-        LOG.info("DataParallel: %d buckets (%s) after step %d: an allreduce takes %.3g s + %.3g s/B",
-                 len(cuts), self._strategy, self._step, *costs)  # fmt: skip
+        LOG.info(
+            "DataParallel: %d buckets (%s) after step %d: an allreduce takes %.3g s + %.3g s/B",
+            len(cuts),
+            self._strategy,
+            self._step,
+            *costs,
+        )
 
     def _count_active(self, one: float) -> float:
         """Return how many ranks still have steps to make: the sum of their `one`. Collective."""
@@ -339,5 +355,7 @@ def _check_arguments(module: object, comm: object, others: Mapping[str, object])
     check_on_host([*module.parameters(), *module.buffers()], "DataParallel")
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and parameter.is_inference():
-            raise ValueError(f"DataParallel: parameter {name!r} was made in torch.inference_mode(), and PyTorch gives "
-                             "it no gradient: make the model outside of that mode")  # fmt: skip
+            raise ValueError(
+                f"DataParallel: parameter {name!r} was made in torch.inference_mode(), and PyTorch gives "
+                "it no gradient: make the model outside of that mode"
+            )

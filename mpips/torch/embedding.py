@@ -112,10 +112,12 @@ class TableModule(nn.Module):
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Raise TypeError: called by `copy` and `pickle`, also of a model around."""
-        raise of_caller(TypeError(
-            f"{self._what} cannot be copied or pickled, as its rows are on servers: save the model's state_dict(), and "
-            "the rows by table.save(...)"
-        ))  # fmt: skip
+        raise of_caller(
+            TypeError(
+                f"{self._what} cannot be copied or pickled, as its rows are on servers: save the model's state_dict(), "
+                "and the rows by table.save(...)"
+            )
+        )
 
     def extra_repr(self) -> str:
         """Describe the table."""
@@ -178,10 +180,12 @@ class TableModule(nn.Module):
     def _keep(self, ids: Tensor, rows: Tensor) -> None:
         """Let a gradient that backward has left wait for `step`. RuntimeError where nobody would push it."""
         if not self.is_trained:
-            raise of_caller(RuntimeError(
-                f"{self._what} has a gradient that nobody pushes: make mpips.torch.TableOptimizer(model) and call its "
-                "step(), or call the module's requires_grad_(False) where its rows are to stay"
-            ))  # fmt: skip
+            raise of_caller(
+                RuntimeError(
+                    f"{self._what} has a gradient that nobody pushes: make mpips.torch.TableOptimizer(model) and call "
+                    "its step(), or call the module's requires_grad_(False) where its rows are to stay"
+                )
+            )
         self._leaves[id(rows)] = ids, rows
         if len(self._leaves) == MANY:
             warn(f"{self._what}: gradients of {MANY} forward passes wait: call step() of the TableOptimizer")
@@ -217,9 +221,13 @@ class EmbeddingBag(TableModule):
     """
 
     def __init__(
-        self, table: Table, mode: str = "mean", padding_idx: int | None = None, include_last_offset: bool = False,
+        self,
+        table: Table,
+        mode: str = "mean",
+        padding_idx: int | None = None,
+        include_last_offset: bool = False,
         **options: object,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(table, padding_idx=padding_idx, **options)
         if mode not in MODES:
             raise of_caller(ValueError(f"{self._what}: mode={mode!r}: give {' or '.join(map(repr, MODES))}"))
@@ -229,9 +237,14 @@ class EmbeddingBag(TableModule):
         """Return a row for each bag, (bags, dim)."""
         places, rows, padding = self._pull(ids)
         return functional.embedding_bag(
-            places, rows, offsets, mode=self.mode, per_sample_weights=per_sample_weights,
-            include_last_offset=self.include_last_offset, padding_idx=padding,
-        )  # fmt: skip
+            places,
+            rows,
+            offsets,
+            mode=self.mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=self.include_last_offset,
+            padding_idx=padding,
+        )
 
     def extra_repr(self) -> str:
         """Describe the table and the mode."""

@@ -1,9 +1,9 @@
 """Local SGD and DiLoCo for PyTorch's models: `LocalSGD(model, inner, every=500)`, for workers that slow links join.
 
-    inner = torch.optim.AdamW(model.parameters(), 1e-3)
-    trainer = mpips.torch.LocalSGD(model, inner, every=500, kind="dist_sync", servers=1)
-    while trainer.steps < steps:
-        trainer.zero_grad(); loss.backward(); trainer.step()
+inner = torch.optim.AdamW(model.parameters(), 1e-3)
+trainer = mpips.torch.LocalSGD(model, inner, every=500, kind="dist_sync", servers=1)
+while trainer.steps < steps:
+    trainer.zero_grad(); loss.backward(); trainer.step()
 """
 
 from __future__ import annotations
@@ -70,18 +70,32 @@ class LocalSGD:
     """GradScaler calls `step` though a gradient has overflowed."""
 
     def __init__(
-        self, model: torch.nn.Module, inner: torch.optim.Optimizer, outer: str | Optimizer = "nesterov",
-        every: int = 500, *, fragments: int = 1, delay: int = 0, keep: float = 0.0,
-        compression: dict[str, Any] | None = None, by_tokens: bool = False, kind: str = "dist_sync",
-        store: KVStore | None = None, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        model: torch.nn.Module,
+        inner: torch.optim.Optimizer,
+        outer: str | Optimizer = "nesterov",
+        every: int = 500,
+        *,
+        fragments: int = 1,
+        delay: int = 0,
+        keep: float = 0.0,
+        compression: dict[str, Any] | None = None,
+        by_tokens: bool = False,
+        kind: str = "dist_sync",
+        store: KVStore | None = None,
+        **options: Any,
+    ) -> None:
         check_joined()
         rule = Local(every, outer, fragments, delay, keep)
         if not isinstance(model, torch.nn.Module):
             raise of_caller(TypeError(f"LocalSGD: model is a {type(model).__name__}: pass a torch.nn.Module"))
         if not callable(getattr(inner, "step", None)) or not hasattr(inner, "param_groups"):
-            raise of_caller(TypeError(f"LocalSGD: inner is a {type(inner).__name__}: pass an optimizer of torch.optim, "
-                                      "or one with step, zero_grad, param_groups and state_dict as those have"))
+            raise of_caller(
+                TypeError(
+                    f"LocalSGD: inner is a {type(inner).__name__}: pass an optimizer of torch.optim, "
+                    "or one with step, zero_grad, param_groups and state_dict as those have"
+                )
+            )
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         for name, parameter in named:
             _check(name, parameter)
@@ -101,8 +115,15 @@ class LocalSGD:
         """Make the keys and take rank 0's parameters. Collective over the workers, blocking."""
         kv = self.store
         outer, refusal = attempt(lambda: self._outer(rule))
-        words = {"every": rule.every, "outer": outer, "fragments": rule.fragments, "delay": rule.delay,
-                 "keep": rule.keep, "compression": compression, "by_tokens": self._by_tokens}  # fmt: skip
+        words = {
+            "every": rule.every,
+            "outer": outer,
+            "fragments": rule.fragments,
+            "delay": rule.delay,
+            "keep": rule.keep,
+            "compression": compression,
+            "by_tokens": self._by_tokens,
+        }
         if not self._joins:
             said = [(name, repr(word)) for name, word in words.items()]
             kv.settings.agree("LocalSGD", said, refusal, noun="argument")
@@ -127,16 +148,22 @@ class LocalSGD:
         layout = self.store.layout
         self._see_inner("LocalSGD")
         if layout.survives and layout.asynchronous and len(layout.clients) < layout.num_workers:
-            raise ValueError(f"LocalSGD: with spares each client of an asynchronous store has one worker, and this "
-                             f"{layout.kind} store has {layout.num_workers} in {len(layout.clients)} clients: take "
-                             "dist_async, or leave spares out")  # fmt: skip
+            raise ValueError(
+                f"LocalSGD: with spares each client of an asynchronous store has one worker, and this "
+                f"{layout.kind} store has {layout.num_workers} in {len(layout.clients)} clients: take "
+                "dist_async, or leave spares out"
+            )
         if self._by_tokens and layout.asynchronous and layout.options.quorum < 0:
-            raise ValueError(f"LocalSGD: by_tokens needs all workers in one sum, and a store of kind {self.store.type} "
-                             "takes each one's changes alone: take dist_sync, give a quorum, or leave by_tokens out")
+            raise ValueError(
+                f"LocalSGD: by_tokens needs all workers in one sum, and a store of kind {self.store.type} "
+                "takes each one's changes alone: take dist_sync, give a quorum, or leave by_tokens out"
+            )
         if self._by_tokens and layout.asynchronous and len(layout.clients) < layout.num_workers:
-            raise ValueError(f"LocalSGD: by_tokens with a quorum counts the tokens of a client, and each of the "
-                             f"{len(layout.clients)} clients of this {self.store.type} store has several workers: take "
-                             "dist_async, or leave by_tokens out")  # fmt: skip
+            raise ValueError(
+                f"LocalSGD: by_tokens with a quorum counts the tokens of a client, and each of the "
+                f"{len(layout.clients)} clients of this {self.store.type} store has several workers: take "
+                "dist_async, or leave by_tokens out"
+            )
         return averaged(rule.optimizer, workers_in_a_sum(self.store))
 
     @property
@@ -151,9 +178,12 @@ class LocalSGD:
         return groups
 
     def step(
-        self, closure: Callable[[], Any] | None = None, *, tokens: int | None = None,
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        tokens: int | None = None,
         grad_scaler: GradScaler | None = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Make an inner step, and exchange what is due. Return the result of `closure`. Blocking where it is due.
 
         `tokens`: of this step on this worker, where they count (`by_tokens`). `grad_scaler` is passed by
@@ -207,17 +237,21 @@ class LocalSGD:
         data = self._through(lambda: store_bytes(self.store), again=RuntimeError(died))
         assert data is not None
         return {
-            "inner": self.inner.state_dict(), "steps": self.steps, "since": list(self._rounds.since),
+            "inner": self.inner.state_dict(),
+            "steps": self.steps,
+            "since": list(self._rounds.since),
             "open": list(self._rounds.open[:2]) if self._rounds.open is not None else [],
             "centers": [_tensor(center, like) for center, like in zip(self._rounds.centers, self._parameters)],
             "store": torch.from_numpy(np.frombuffer(data, np.uint8).copy()),
-        }  # fmt: skip
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` gave; the model loads its own. With the same number of workers training goes on with
         the same bits. Any number of servers, and of workers, of which each loads one's state. All call; blocking."""
-        kv, died = self.store, RuntimeError("load_state_dict: a process has died meanwhile: load the model and this "
-                                            "again")  # fmt: skip
+        kv, died = (
+            self.store,
+            RuntimeError("load_state_dict: a process has died meanwhile: load the model and this again"),
+        )
         centers, refusal = attempt(lambda: self._centers_of(state_dict))
         steps = [] if kv.layout.asynchronous else [("steps", str(state_dict.get("steps")))]
         self._through(lambda: kv.settings.agree("load_state_dict", steps, refusal, noun="argument"), again=died)
@@ -234,16 +268,21 @@ class LocalSGD:
     def _centers_of(self, state: Mapping[str, Any]) -> list[np.ndarray]:
         """Return the centres in a state; ValueError where it does not fit."""
         if lacks := [name for name in STATE if name not in state]:
-            raise ValueError(f"load_state_dict: there is no {', '.join(map(repr, lacks))}: give what "
-                             "LocalSGD.state_dict() gave")  # fmt: skip
+            raise ValueError(
+                f"load_state_dict: there is no {', '.join(map(repr, lacks))}: give what LocalSGD.state_dict() gave"
+            )
         centers = [arrays.host(center) for center in state["centers"]]
         shapes = [[center.shape for center in found] for found in (centers, self._rounds.centers)]
         if shapes[0] != shapes[1]:
-            raise ValueError(f"load_state_dict: parameters are {shapes[0]} there and {shapes[1]} here: give the model "
-                             "that it was saved with")  # fmt: skip
+            raise ValueError(
+                f"load_state_dict: parameters are {shapes[0]} there and {shapes[1]} here: give the model "
+                "that it was saved with"
+            )
         if (saved := len(state["since"])) != (here := len(self._rounds.fragments)):
-            raise ValueError(f"load_state_dict: the state was saved with fragments={saved}, and here are {here}: give "
-                             "LocalSGD as many")  # fmt: skip
+            raise ValueError(
+                f"load_state_dict: the state was saved with fragments={saved}, and here are {here}: give "
+                "LocalSGD as many"
+            )
         return centers
 
     def close(self) -> None:
@@ -289,9 +328,12 @@ class LocalSGD:
             for place, one in enumerate(group["params"]):
                 if one.requires_grad and id(one) not in exchanged:
                     name = self._names.get(id(one), f"{place} of group {number} of inner, which the model lacks")
-                    raise of_caller(ValueError(
-                        f"{what}: inner trains parameter {name}, {tuple(one.shape)}, and workers do not exchange it: "
-                        "make LocalSGD with a model that has it, when it asks for a gradient"))  # fmt: skip
+                    raise of_caller(
+                        ValueError(
+                            f"{what}: inner trains parameter {name}, {tuple(one.shape)}, and workers do not exchange "
+                            "it: make LocalSGD with a model that has it, when it asks for a gradient"
+                        )
+                    )
 
     def _views(self) -> list[Any]:
         """The memory of the parameters, as NumPy sees it."""

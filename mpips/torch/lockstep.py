@@ -75,10 +75,12 @@ def claim_gradients(owner: object, what: str, named: Iterable[tuple[str, Tensor]
     for other, ids in list(_averaging.values()):
         for name, parameter in named:
             if other != what and id(parameter) in ids:
-                raise of_caller(ValueError(
-                    f"{what}: gradients of parameter {name!r} are averaged by {other} already, and one is enough: use "
-                    f"{PAIRED[other]}, or {PAIRED[what]}"
-                ))  # fmt: skip
+                raise of_caller(
+                    ValueError(
+                        f"{what}: gradients of parameter {name!r} are averaged by {other} already, and one is enough: "
+                        f"use {PAIRED[other]}, or {PAIRED[what]}"
+                    )
+                )
     _averaging[owner] = what, frozenset(id(parameter) for _, parameter in named)
 
 
@@ -97,11 +99,15 @@ def model_items(module: torch.nn.Module, buckets: str | float, algorithm: str) -
         return f"{str(tensor.dtype).removeprefix('torch.')}{tuple(tensor.shape)}{order}"
 
     return [
-        *((f"parameter {name!r}", kind(p) + ", frozen" * (not p.requires_grad) + ", sparse" * (p in sparse))
-          for name, p in module.named_parameters()),
+        *(
+            (f"parameter {name!r}", kind(p) + ", frozen" * (not p.requires_grad) + ", sparse" * (p in sparse))
+            for name, p in module.named_parameters()
+        ),
         *((f"buffer {name!r}", kind(buffer)) for name, buffer in module.named_buffers()),
-        ("buckets", repr(buckets)), ("algorithm", repr(algorithm)), ("module", type(module).__name__),
-    ]  # fmt: skip
+        ("buckets", repr(buckets)),
+        ("algorithm", repr(algorithm)),
+        ("module", type(module).__name__),
+    ]
 
 
 def agree(
@@ -268,8 +274,12 @@ class Lockstep:
             return
         if self.in_backward:
             why = "has raised in the middle" if torch._C._current_graph_task_id() < 0 else "has not ended"
-            raise of_caller(RuntimeError(f"{type(optimizer).__name__}.step: backward {why}, and gradients are this "
-                                         "rank's alone: step when backward has returned"))  # fmt: skip
+            raise of_caller(
+                RuntimeError(
+                    f"{type(optimizer).__name__}.step: backward {why}, and gradients are this "
+                    "rank's alone: step when backward has returned"
+                )
+            )
         self.weights.note_step()
         if len(self._steps) == MOST_STEPS:
             self._more_steps += 1
@@ -357,8 +367,9 @@ def check_frozen(named: Iterable[tuple[str, Tensor]], comm: MPI.Intracomm, what:
     for name, parameter in named:
         if parameter.requires_grad and parameter not in known:
             with communicator(comm).failing(what):
-                raise collectives.MismatchError(f"{what}: parameter {name!r} is not known to DataParallel: "
-                                                "wrap the model when it is complete")  # fmt: skip
+                raise collectives.MismatchError(
+                    f"{what}: parameter {name!r} is not known to DataParallel: wrap the model when it is complete"
+                )
     every = gather_rows(np.array([parameter.requires_grad for _, parameter in named], np.uint8), comm, what)
     for rank, place in np.argwhere(every != every[0]):
         frozen, other = (rank, 0) if every[0, place] else (0, rank)
@@ -428,11 +439,14 @@ class WeightWatch:
         differ = f"parameter {name!r} has norm {one:.6g} on rank 0 and {other:.6g} on rank {rank}"
         if self.has_stepped and np.allclose(every, every[:, :1], rtol=MOVED, atol=0, equal_nan=True):
             with communicator(comm).failing(what):
-                raise collectives.MismatchError(f"{what}: {differ}: let all ranks step on the gradients of "
-                                                "DataParallel, with the same numbers")  # fmt: skip
+                raise collectives.MismatchError(
+                    f"{what}: {differ}: let all ranks step on the gradients of DataParallel, with the same numbers"
+                )
         if comm.rank == 0 and not self._has_warned:
-            warn(f"{what}: {differ}, and the program moves weights itself: unless each rank puts its own back (from a "
-                 "copy, as sums round), let all ranks step on the gradients of DataParallel")  # fmt: skip
+            warn(
+                f"{what}: {differ}, and the program moves weights itself: unless each rank puts its own back (from a "
+                "copy, as sums round), let all ranks step on the gradients of DataParallel"
+            )
         self._has_warned = True
 
     def _norms(self) -> list[float]:

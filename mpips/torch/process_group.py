@@ -48,12 +48,31 @@ Tensors = Sequence[Tensor]
 Allgather: TypeAlias = "AllgatherOptions | None"
 ReduceScatter: TypeAlias = "dist.ReduceScatterOptions | None"
 COLLECTIVES = (
-    "allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_single",
-    "reduce_scatter_single_coalesced", "broadcast", "allgather", "all_gather_single", "all_gather_single_coalesced",
-    "allgather_coalesced", "barrier", "all_to_all_single", "alltoall", "gather", "scatter", "send", "recv",
-    "recv_anysource", "_allgather_base", "allgather_into_tensor_coalesced", "_reduce_scatter_base",
-    "reduce_scatter_tensor_coalesced", "alltoall_base",
-)  # fmt: skip
+    "allreduce",
+    "allreduce_coalesced",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "broadcast",
+    "allgather",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "allgather_coalesced",
+    "barrier",
+    "all_to_all_single",
+    "alltoall",
+    "gather",
+    "scatter",
+    "send",
+    "recv",
+    "recv_anysource",
+    "_allgather_base",
+    "allgather_into_tensor_coalesced",
+    "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced",
+    "alltoall_base",
+)
 LEAST_SECONDS = 1e-3
 """Of a limit on waits, where 0 would be none."""
 LANE = 1 << 62
@@ -215,9 +234,13 @@ class ProcessGroup(dist.ProcessGroup):
     # ---- from each to each, from one to all and back
 
     def all_to_all_single(
-        self, output: Tensor, given: Tensor, output_splits: Sequence[int] | None, input_splits: Sequence[int] | None,
+        self,
+        output: Tensor,
+        given: Tensor,
+        output_splits: Sequence[int] | None,
+        input_splits: Sequence[int] | None,
         opts: dist.AllToAllOptions | None = None,
-    ) -> Work:  # fmt: skip
+    ) -> Work:
         check_on_host([output, given], "all_to_all_single")
         _check_types(output, given, "all_to_all_single")
         if not given.is_contiguous():
@@ -397,8 +420,10 @@ class Jobs:
         name = hows[0].name
         return GroupJob(
             lambda: collectives.grouped_allreduce(targets, self.comm, name),
-            lambda: wait_for_plan(begin("grouped_allreduce", targets, self.comm, op=name)), self._home, finish,
-        )  # fmt: skip
+            lambda: wait_for_plan(begin("grouped_allreduce", targets, self.comm, op=name)),
+            self._home,
+            finish,
+        )
 
     def allreduce_sparse(self, tensor: Tensor, op: dist.ReduceOp) -> GroupJob:
         """Make a sum of sparse tensors into `tensor`, coalesced. Entries are added in the order of the ranks."""
@@ -537,8 +562,10 @@ class Jobs:
         call = getattr(collectives, kind)
         return GroupJob(
             lambda: call(x, self.comm, **keywords),
-            lambda: wait_for_plan(begin(kind, x, self.comm, op=op, out=out, root=root, label=label)), self._home, after,
-        )  # fmt: skip
+            lambda: wait_for_plan(begin(kind, x, self.comm, op=op, out=out, root=root, label=label)),
+            self._home,
+            after,
+        )
 
 
 def _in_turn(jobs: Sequence[GroupJob]) -> GroupJob:

@@ -41,9 +41,14 @@ class Reducer:
     """
 
     def __init__(
-        self, parameters: Sequence[Tensor], sparse: Collection[int], cuts: Sequence[Bucket], comm: MPI.Intracomm,
-        algorithm: str, in_background: bool,
-    ) -> None:  # fmt: skip
+        self,
+        parameters: Sequence[Tensor],
+        sparse: Collection[int],
+        cuts: Sequence[Bucket],
+        comm: MPI.Intracomm,
+        algorithm: str,
+        in_background: bool,
+    ) -> None:
         before = [parameter.grad for parameter in parameters]
         self.gradients = SharedGradients(parameters, sparse, comm)
         self._rows = RowGradients([parameters[index] for index in sparse], comm)
@@ -333,8 +338,10 @@ def _allocate(n: int, dtype: torch.dtype, comm: MPI.Comm) -> Tensor:
     if dtype is torch.bfloat16:
         return torch.from_numpy(collectives.empty(n, np.int16, comm)).view(dtype).zero_()
     if dtype not in NUMPY:
-        raise TypeError(f"a parameter is of type {dtype}: gradients may be float16, bfloat16, float32, "
-                        "float64, complex64 or complex128")  # fmt: skip
+        raise TypeError(
+            f"a parameter is of type {dtype}: gradients may be float16, bfloat16, float32, "
+            "float64, complex64 or complex128"
+        )
     return torch.from_numpy(collectives.empty(n, NUMPY[dtype], comm)).zero_()
 
 

@@ -26,8 +26,9 @@ def watch_samplers() -> None:
                 warnings.warn(
                     f"DistributedSampler(num_replicas={ranks}) deals samples to all {ranks} ranks, and only {size()} "
                     "of them train: the others' samples are never seen; give it num_replicas=mpips.size() and "
-                    "rank=mpips.rank()", stacklevel=2,
-                )  # fmt: skip
+                    "rank=mpips.rank()",
+                    stacklevel=2,
+                )
         return begin(self)
 
     DistributedSampler.__iter__ = __iter__  # type: ignore[method-assign]

@@ -27,8 +27,12 @@ T = TypeVar("T")
 MOVED_AS_BYTES = (torch.bool, torch.complex64, torch.complex128)
 """Types that move, but are no numbers to `collectives`."""
 NAMES = {
-    ReduceOp.SUM: "sum", ReduceOp.AVG: "mean", ReduceOp.PRODUCT: "prod", ReduceOp.MIN: "min", ReduceOp.MAX: "max",
-}  # fmt: skip
+    ReduceOp.SUM: "sum",
+    ReduceOp.AVG: "mean",
+    ReduceOp.PRODUCT: "prod",
+    ReduceOp.MIN: "min",
+    ReduceOp.MAX: "max",
+}
 BITWISE = {ReduceOp.BAND: MPI.BAND, ReduceOp.BOR: MPI.BOR, ReduceOp.BXOR: MPI.BXOR}
 REALS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
@@ -153,8 +157,10 @@ def check_sparse(tensor: Tensor, op: Any) -> Reduction:
     how = reduction(op, tensor.dtype)
     if how.name not in ("sum", "mean") or how.factor is not None:
         name = str(op.op if hasattr(op, "op") else op).rpartition(".")[2]
-        raise ArgumentError(f"all_reduce: {name} of a sparse tensor of {tensor.dtype}: sparse tensors are added (SUM, "
-                            "AVG) only; pass dense tensors, as tensor.to_dense()")  # fmt: skip
+        raise ArgumentError(
+            f"all_reduce: {name} of a sparse tensor of {tensor.dtype}: sparse tensors are added (SUM, "
+            "AVG) only; pass dense tensors, as tensor.to_dense()"
+        )
     return how
 
 

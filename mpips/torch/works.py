@@ -123,9 +123,13 @@ class GroupJob:
     """
 
     def __init__(
-        self, run: Callable[[], object], steps: Callable[[], Iterator[None]], order: Communicator | None,
-        after: Callable[[], None] | None = None, result: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        run: Callable[[], object],
+        steps: Callable[[], Iterator[None]],
+        order: Communicator | None,
+        after: Callable[[], None] | None = None,
+        result: Any = None,
+    ) -> None:
         self._run, self._steps, self._after = run, steps, after
         self.order, self.result = order, result
         self.future: Future[Any] = Future()

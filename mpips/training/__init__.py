@@ -12,6 +12,16 @@ from mpips.training.model import EvaluatedModel, Model
 from mpips.training.trainer import Trainer
 
 __all__ = [
-    "Callback", "Checkpoint", "EarlyStop", "Elastic", "Epoch", "EvaluatedModel", "Fitting", "LearningRate", "Local",
-    "Model", "Progress", "Trainer",
-]  # fmt: skip
+    "Callback",
+    "Checkpoint",
+    "EarlyStop",
+    "Elastic",
+    "Epoch",
+    "EvaluatedModel",
+    "Fitting",
+    "LearningRate",
+    "Local",
+    "Model",
+    "Progress",
+    "Trainer",
+]

@@ -40,8 +40,10 @@ def shares(samples: int, batch_size: int, epoch: int, seed: int, kv: KVStore, de
 def see_enough(samples: int, batch_size: int, workers: int) -> None:
     """Raise ValueError where the samples do not fill one mini-batch of all workers."""
     if batch_size * workers > samples:
-        raise ValueError(f"batch_size={batch_size} on {workers} workers needs {batch_size * workers} samples a step, "
-                         f"but there are {samples}")
+        raise ValueError(
+            f"batch_size={batch_size} on {workers} workers needs {batch_size * workers} samples a step, "
+            f"but there are {samples}"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,8 +106,9 @@ class Batches:
         """Yield this worker's batches of an epoch, but for the first `skip`; `dealt` is of arrays."""
         found = self.source if isinstance(self.source, Iterable) else self.source(number)
         if not isinstance(found, Iterable):
-            raise TypeError(f"the function of the epoch returned a {type(found).__name__}: it returns an iterable of "
-                            "batches (x, y)")
+            raise TypeError(
+                f"the function of the epoch returned a {type(found).__name__}: it returns an iterable of batches (x, y)"
+            )
         batches = map(_pair, found if self.most is not None or _has_length(found) else _unmeasured(found, kv))
         return itertools.islice(batches, skip, self.most)
 
@@ -126,16 +129,22 @@ def _unmeasured(batches: Iterable[Any], kv: KVStore | None) -> Iterator[Any]:
     for number, batch in enumerate(batches):
         if not said and time.monotonic() - began > LONG_SECONDS:
             said = True
-            warnings.warn(f"batches of {type(batches).__name__}, which has no length, go on after {LONG_SECONDS:.0f} s "
-                          f"and {number:,} of them: where they never end, give fit(steps=...), the steps of an epoch, "
-                          "or cut them by itertools.islice", RuntimeWarning, stacklevel=2)  # fmt: skip
+            warnings.warn(
+                f"batches of {type(batches).__name__}, which has no length, go on after {LONG_SECONDS:.0f} s "
+                f"and {number:,} of them: where they never end, give fit(steps=...), the steps of an epoch, "
+                "or cut them by itertools.islice",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         yield batch
 
 
 def _pair(batch: object) -> Batch:
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        raise TypeError(f"a batch is a pair (x, y), not a {type(batch).__name__}"
-                        + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""))
+        raise TypeError(
+            f"a batch is a pair (x, y), not a {type(batch).__name__}"
+            + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
+        )
     return batch[0], batch[1]
 
 
@@ -180,12 +189,15 @@ def test_of(test: Any) -> Source | None:
 
 def _see_iterable(batches: Any, what: str) -> None:
     if hasattr(batches, "shape"):
-        raise TypeError(f"{what}: x is an array {tuple(batches.shape)} without y: give both, or an iterable of batches "
-                        "(x, y)")
+        raise TypeError(
+            f"{what}: x is an array {tuple(batches.shape)} without y: give both, or an iterable of batches (x, y)"
+        )
     known = isinstance(batches, Iterable) and not isinstance(batches, (str, bytes, dict))
     if not known and not callable(batches):
-        raise TypeError(f"{what}: give arrays x and y, an iterable of batches (x, y), or a function of the epoch that "
-                        f"returns one, not a {type(batches).__name__}")
+        raise TypeError(
+            f"{what}: give arrays x and y, an iterable of batches (x, y), or a function of the epoch that "
+            f"returns one, not a {type(batches).__name__}"
+        )
 
 
 def see_again(source: Source, epochs: int, survives: bool = False) -> None:
@@ -195,20 +207,25 @@ def see_again(source: Source, epochs: int, survives: bool = False) -> None:
     if not isinstance(source, Batches) or not isinstance(source.source, Iterator):
         return
     if survives:
-        raise TypeError(f"fit: batches is a {type(source.source).__name__}, which cannot go back to a step that a "
-                        "death has undone (spares): give a list, a loader, or a function of the epoch")
+        raise TypeError(
+            f"fit: batches is a {type(source.source).__name__}, which cannot go back to a step that a "
+            "death has undone (spares): give a list, a loader, or a function of the epoch"
+        )
     if epochs > 1 and source.most is None:
-        raise TypeError(f"fit: batches is a {type(source.source).__name__}, which ends with its first epoch of "
-                        f"{epochs}: give a list, a loader, or a function of the epoch that returns such an iterator; "
-                        "or steps=, the steps of an epoch")
+        raise TypeError(
+            f"fit: batches is a {type(source.source).__name__}, which ends with its first epoch of "
+            f"{epochs}: give a list, a loader, or a function of the epoch that returns such an iterator; "
+            "or steps=, the steps of an epoch"
+        )
 
 
 def paired(name: str, x: Samples, y: Samples) -> tuple[Samples, Samples]:
     """Return two tables of as many samples, for rows by position. TypeError or ValueError where they are none."""
     wrong = [type(array).__name__ for array in (x, y) if not hasattr(array, "shape") or not len(array.shape)]
     if wrong:
-        raise TypeError(f"{name}: give two arrays, inputs (samples, ...) and targets (samples, ...), "
-                        f"not {', '.join(wrong)}; {CURE}")
+        raise TypeError(
+            f"{name}: give two arrays, inputs (samples, ...) and targets (samples, ...), not {', '.join(wrong)}; {CURE}"
+        )
     names = ("x", "y") if name == "x and y" else (f"{name} inputs", f"{name} targets")
     found = tuple(table(*each) for each in zip(names, (x, y)))
     if len(found[0]) != len(found[1]):
@@ -245,9 +262,11 @@ def see_same(shown: Sequence[np.ndarray]) -> None:
         alike = np.isclose(first, other, rtol=1e-3, atol=1e-6, equal_nan=True)
         if not alike.all():
             number = int(np.argmin(alike))
-            raise ValueError(f"fit: the arrays differ between workers, as {first[number]:.6g} on rank 0 and "
-                             f"{other[number]:.6g} on rank {rank}: give all the same, shuffled by one seed, as each "
-                             "takes its share of them; or each its own as batches")
+            raise ValueError(
+                f"fit: the arrays differ between workers, as {first[number]:.6g} on rank 0 and "
+                f"{other[number]:.6g} on rank {rank}: give all the same, shuffled by one seed, as each "
+                "takes its share of them; or each its own as batches"
+            )
 
 
 def share_of(source: Source, number: int, rank: int, workers: int) -> Iterator[Batch]:

@@ -43,9 +43,14 @@ class Fitting:
     """Names of the `value`s of an `Epoch`: "loss", and "test_loss" and others where there are test data."""
 
     def __init__(
-        self, job: Job, position: Position, source: Source, test: Source | None, epochs: int,
+        self,
+        job: Job,
+        position: Position,
+        source: Source,
+        test: Source | None,
+        epochs: int,
         callbacks: Sequence[Callback],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.epochs, self.joined, self.asynchronous = epochs, source.joined, job.kv.layout.asynchronous
         tested = (LOSS, *names_of(job, test)) if test is not None else ()
         self.measures = (LOSS, *(f"test_{name}" for name in tested))
@@ -131,8 +136,10 @@ def see_order(position: Position, order: str, same: Collection[str] = ()) -> Non
     `same`: orders that differ in the number of workers alone, to whom the rest of the epoch is dealt.
     """
     if position.batches and position.order and position.order not in (order, *same):
-        raise ValueError(f"resume: the checkpoint is in the middle of epoch {position.epoch} of {position.order}, and "
-                         f"this fit has {order}: give the same, or a checkpoint at the end of an epoch")
+        raise ValueError(
+            f"resume: the checkpoint is in the middle of epoch {position.epoch} of {position.order}, and "
+            f"this fit has {order}: give the same, or a checkpoint at the end of an epoch"
+        )
 
 
 class Callback:
@@ -200,9 +207,11 @@ class Checkpoint(Callback):
     def check(self, fit: Fitting) -> None:
         """Raise ValueError where workers do not come to the same step, or the folder cannot take what is saved."""
         if self.every is not None and fit.joined and fit.asynchronous:
-            raise ValueError(f"Checkpoint(every={self.every}): workers of an asynchronous store take unlike numbers of "
-                             "steps over batches of their own, and a checkpoint is of all: give every=None, which "
-                             "saves after each epoch")
+            raise ValueError(
+                f"Checkpoint(every={self.every}): workers of an asynchronous store take unlike numbers of "
+                "steps over batches of their own, and a checkpoint is of all: give every=None, which "
+                "saves after each epoch"
+            )
         fit.see_folder(self.path)
 
     def on_begin(self, fit: Fitting) -> None:
@@ -271,8 +280,10 @@ class EarlyStop(Callback):
     def check(self, fit: Fitting) -> None:
         """Raise ValueError where nothing of that name is measured."""
         if self.monitor not in fit.measures:
-            raise ValueError(f"EarlyStop(monitor={self.monitor!r}): this fit measures {', '.join(fit.measures)}"
-                             + ("" if len(fit.measures) > 1 else "; test= adds more"))
+            raise ValueError(
+                f"EarlyStop(monitor={self.monitor!r}): this fit measures {', '.join(fit.measures)}"
+                + ("" if len(fit.measures) > 1 else "; test= adds more")
+            )
 
     def on_begin(self, fit: Fitting) -> None:
         """Begin anew, unless this fit goes on from a checkpoint."""
@@ -284,8 +295,12 @@ class EarlyStop(Callback):
         """Return whether it has waited long enough."""
         value = fit.mean(epoch.value(self.monitor))
         smaller = self.mode == "min" or (self.mode is None and self.monitor.endswith("loss"))
-        gain = -math.inf if math.isnan(value) else math.inf if self.best is None else (
-            self.best - value if smaller else value - self.best
+        gain = (
+            -math.inf
+            if math.isnan(value)
+            else math.inf
+            if self.best is None
+            else (self.best - value if smaller else value - self.best)
         )
         if gain > self.min_delta:
             self.best, self.waited = value, 0
@@ -320,8 +335,9 @@ class LearningRate(Callback):
     def check(self, fit: Fitting) -> None:
         """Raise whatever `rate` raises for the first epoch; TypeError where it is no function."""
         if not callable(self.rate):
-            raise TypeError(f"LearningRate({self.rate!r}): give a function of the epoch, or give the optimizer "
-                            "learning_rate=")
+            raise TypeError(
+                f"LearningRate({self.rate!r}): give a function of the epoch, or give the optimizer learning_rate="
+            )
         if fit.epoch <= fit.epochs:
             self.rate(fit.epoch)
 

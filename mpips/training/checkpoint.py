@@ -42,8 +42,12 @@ STEP = re.compile(r"step-\d{8,}")
 VERSION = 1
 WORD = "mpips.trainer"
 """Of the metadata, for the header."""
-UPDATES = {"none": "neither clip_norm nor elastic", "none, clipped": "clip_norm", "none, elastic": "elastic",
-           "none, local": "local"}  # fmt: skip
+UPDATES = {
+    "none": "neither clip_norm nor elastic",
+    "none, clipped": "clip_norm",
+    "none, elastic": "elastic",
+    "none, local": "local",
+}
 """The arguments of a Trainer for each way of exchange that a file names."""
 
 
@@ -194,11 +198,15 @@ def save(job: Job, folder: str | os.PathLike[str], position: Position, keep: int
 def saved_by(job: Job, what: str) -> Update:
     """Return the update whose state is saved; ValueError where the exchange goes on beside the compute."""
     if job.blocking is None:
-        raise ValueError(f"{what}: a Trainer with overlap= has no checkpoints, as its keys follow a plan that is made "
-                         "anew: leave overlap out")
+        raise ValueError(
+            f"{what}: a Trainer with overlap= has no checkpoints, as its keys follow a plan that is made "
+            "anew: leave overlap out"
+        )
     if job.blocking.waiting:
-        raise ValueError(f"{what}: {job.blocking.waiting} of {job.blocking.accumulate} batches wait for their "
-                         "exchange: call it between two exchanges")
+        raise ValueError(
+            f"{what}: {job.blocking.waiting} of {job.blocking.accumulate} batches wait for their "
+            "exchange: call it between two exchanges"
+        )
     return job.blocking.update
 
 
@@ -263,8 +271,10 @@ def _made(name: str, rank: int, step: int) -> str:
     remove_abandoned(name, rf"{STEP.pattern}({re.escape(STORE)}|{re.escape(TRAINER)})", ABANDONED_SECONDS)
     newest = max((_step(path) for path in steps_in(name)), default=0)
     if newest > step:
-        raise ValueError(f"save: {name} has a checkpoint of step {newest}, and this one is of step {step}: go on from "
-                         "it by resume, or give another folder")
+        raise ValueError(
+            f"save: {name} has a checkpoint of step {newest}, and this one is of step {step}: go on from "
+            "it by resume, or give another folder"
+        )
     return name
 
 
@@ -308,8 +318,10 @@ def _found(name: str, begin: bool, update: Update) -> tuple[str, Header] | None:
             if not steps and begin and (os.path.isdir(name) or not os.path.lexists(name)):
                 return None
             if not steps:
-                raise ValueError(f"resume: {name} has no checkpoint of a Trainer (step-*{TRAINER}): give the folder "
-                                 "that Checkpoint or Trainer.save wrote to")
+                raise ValueError(
+                    f"resume: {name} has no checkpoint of a Trainer (step-*{TRAINER}): give the folder "
+                    "that Checkpoint or Trainer.save wrote to"
+                )
             prefix = str(steps[-1])
     path = prefix + TRAINER
     with _reading(path), file.TensorFile(path) as found:
@@ -346,14 +358,18 @@ def _header(path: str, text: str | None) -> Header:
 def _see_update(path: str, header: Header, update: Update) -> None:
     """Raise ValueError where gradients were exchanged in another way, or workers had another optimizer."""
     if header.update != update.name:
-        raise ValueError(f"{path} was saved with {UPDATES.get(header.update, header.update)}, and this Trainer has "
-                         f"{UPDATES.get(update.name, update.name)}: give clip_norm and elastic as they were")
+        raise ValueError(
+            f"{path} was saved with {UPDATES.get(header.update, header.update)}, and this Trainer has "
+            f"{UPDATES.get(update.name, update.name)}: give clip_norm and elastic as they were"
+        )
     if update.optimizer is None:
         return
     there, here = (type(each).__name__ for each in (from_data(header.optimizer), update.optimizer))
     if there != here:
-        raise ValueError(f"{path} was saved with the optimizer {there}, and this Trainer has {here}: give the one that "
-                         "it was saved with")
+        raise ValueError(
+            f"{path} was saved with the optimizer {there}, and this Trainer has {here}: give the one that "
+            "it was saved with"
+        )
 
 
 def _see_arrays(path: str, found: Mapping[str, file.Tensor], header: Header, update: Update) -> None:
@@ -362,12 +378,15 @@ def _see_arrays(path: str, found: Mapping[str, file.Tensor], header: Header, upd
     there = {name: str(tensor) for name, tensor in found.items()}
     here = {
         f"{number}/{name}": str(file.Tensor(array.dtype, array.shape))
-        for number in numbers for name, array in update.arrays().items()
-    }  # fmt: skip
+        for number in numbers
+        for name, array in update.arrays().items()
+    }
     for name in sorted({*there, *here}):
         if there.get(name) != here.get(name):
-            raise ValueError(f"{path}: {name} is {there.get(name, 'not there')} in the file and "
-                             f"{here.get(name, 'not there')} in this Trainer: give model and optimizer as they were")
+            raise ValueError(
+                f"{path}: {name} is {there.get(name, 'not there')} in the file and "
+                f"{here.get(name, 'not there')} in this Trainer: give model and optimizer as they were"
+            )
 
 
 def _gathered(kv: KVStore, update: Update) -> dict[str, np.ndarray]:

@@ -30,8 +30,9 @@ def check_metrics(metrics: object, model: object) -> dict[str, Metric]:
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):
-        raise TypeError(f"metrics: give functions of (outputs, y) by name, as {{'accuracy': f}}, not a "
-                        f"{type(metrics).__name__}")
+        raise TypeError(
+            f"metrics: give functions of (outputs, y) by name, as {{'accuracy': f}}, not a {type(metrics).__name__}"
+        )
     for name, metric in metrics.items():
         if not isinstance(name, str) or name in ("", LOSS, SAMPLES):
             raise ValueError(f"metrics: {name!r} is no name for a metric: give a text other than 'loss' and 'samples'")
@@ -62,8 +63,10 @@ def measured(job: Job, batches: Iterable[tuple[Any, Any]]) -> Sums:
             sums["accuracy"] = sums.get("accuracy", 0.0) + samples * float(job.model.accuracy(x, y))
     if 0 < classes < sums[SAMPLES]:
         others = sums[SAMPLES] - classes
-        raise ValueError(f"evaluate: y are classes, whole numbers (samples,), for {classes:.0f} samples and not for "
-                         f"the other {others:.0f}: the accuracy is of all or none; give alike batches")
+        raise ValueError(
+            f"evaluate: y are classes, whole numbers (samples,), for {classes:.0f} samples and not for "
+            f"the other {others:.0f}: the accuracy is of all or none; give alike batches"
+        )
     return sums
 
 
@@ -97,8 +100,9 @@ def _summed(name: str, value: object, samples: int) -> float:
     if array.ndim == 0:
         return float(array) * samples
     if len(array) != samples or not array.size:
-        raise ValueError(f"metrics[{name!r}] gave an array {array.shape} for {samples} samples: give a value for each, "
-                         "or their mean")
+        raise ValueError(
+            f"metrics[{name!r}] gave an array {array.shape} for {samples} samples: give a value for each, or their mean"
+        )
     return float(array.reshape(samples, -1).mean(axis=1).sum())
 
 
@@ -112,8 +116,10 @@ def means(every: Iterable[Sums]) -> Sums:
         first = first or (rank, sums)
         if unlike := sorted(first[1].keys() ^ sums.keys()):
             has, lacks = (first[0], rank) if unlike[0] in first[1] else (rank, first[0])
-            raise ValueError(f"evaluate: {unlike[0]} is measured on rank {has} and not on rank {lacks}, where y are no "
-                             "classes, whole numbers (samples,): give all workers alike batches")
+            raise ValueError(
+                f"evaluate: {unlike[0]} is measured on rank {has} and not on rank {lacks}, where y are no "
+                "classes, whole numbers (samples,): give all workers alike batches"
+            )
         for name, value in sums.items():
             total[name] = total.get(name, 0.0) + value
     samples = total.pop(SAMPLES, 0.0)

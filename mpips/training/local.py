@@ -75,12 +75,16 @@ class Local:
             if isinstance(number, bool) or not isinstance(number, int) or number < least:
                 raise of_caller(ValueError(f"{name}={number!r}: give an int, at least {least}"))
         if self.fragments > self.every:
-            raise of_caller(ValueError(f"fragments={self.fragments} of every={self.every} steps: give at most one a "
-                                       "step"))  # fmt: skip
+            raise of_caller(
+                ValueError(f"fragments={self.fragments} of every={self.every} steps: give at most one a step")
+            )
         if self.delay >= self.every // self.fragments:
             due = self.every // self.fragments
-            raise of_caller(ValueError(f"delay={self.delay}: the next fragment is due after {due} steps (every / "
-                                       "fragments): give fewer"))  # fmt: skip
+            raise of_caller(
+                ValueError(
+                    f"delay={self.delay}: the next fragment is due after {due} steps (every / fragments): give fewer"
+                )
+            )
         if not 0 <= self.keep < 1:
             raise of_caller(ValueError(f"keep={self.keep!r}: give a share of at least 0, below 1"))
         known = f"give {', '.join(OUTER)}, or an mpips.optimizers record, as mpips.optimizers.SGD(0.7)"
@@ -200,9 +204,14 @@ class LocalRounds:
     """
 
     def __init__(
-        self, kv: KVStore, keys: Sequence[str], parameters: Arrays, rule: Local, by_tokens: bool = False,
+        self,
+        kv: KVStore,
+        keys: Sequence[str],
+        parameters: Arrays,
+        rule: Local,
+        by_tokens: bool = False,
         joins: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._rule, self._kv, self._by_tokens, self._keys, self._joins = rule, kv, by_tokens, list(keys), joins
         self._quorum = kv.layout.asynchronous and kv.layout.options.quorum >= 0
         self._exchange = Exchange(kv, keys, parameters, rule, 1)
@@ -288,8 +297,7 @@ class LocalRounds:
         return int(total[0])
 
     def _weigh(self, number: int, total: int) -> None:
-        """Let a worker's changes of a fragment count by its part of a total, times the workers: the store takes a mean.
-        """
+        """Weigh a worker's changes of a fragment by its share of the total times the workers: the store takes a mean"""
         share = self._counts[number] * self._kv.num_workers / total if total else 1.0
         before, self._shares[number] = self._shares[number], share
         self._exchange.weigh(self.fragments[number], share / before if share and before else 0.0)
@@ -361,8 +369,11 @@ class LocalRounds:
 
     def _catch_up(self, parameters: Arrays, ahead: Standing, synchronous: bool) -> list[int]:
         """Come to the step of the worker that is ahead; return the fragments whose exchange begins by that."""
-        LOG.warning("local training: this worker goes on at step %d%s", ahead.steps,
-                    ", from the outer parameters" if self._joins else f", and leaves out {ahead.steps - self.steps}")
+        LOG.warning(
+            "local training: this worker goes on at step %d%s",
+            ahead.steps,
+            ", from the outer parameters" if self._joins else f", and leaves out {ahead.steps - self.steps}",
+        )
         before, self.steps = self._begun, ahead.steps
         begins = [] if self._joins else [n for n, begun in enumerate(before) if begun < ahead.begun[n]]
         for number in begins:
@@ -411,8 +422,9 @@ def cut(sizes: Sequence[int], parts: int) -> list[list[int]]:
     ValueError where there are fewer arrays than parts.
     """
     if len(sizes) < parts:
-        raise of_caller(ValueError(f"fragments={parts}: there are {len(sizes)} arrays of parameters: give at most as "
-                                   "many"))  # fmt: skip
+        raise of_caller(
+            ValueError(f"fragments={parts}: there are {len(sizes)} arrays of parameters: give at most as many")
+        )
     total, done, number = sum(sizes), 0, 0
     runs: list[list[int]] = [[] for _ in range(parts)]
     for place, size in enumerate(sizes):

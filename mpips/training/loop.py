@@ -158,9 +158,12 @@ class Fit:
             test = (evaluate_here if self._fit.asynchronous else evaluate)(self._job, self._test, at.epoch)
         epoch = at.end_epoch(test)
         if trained and not math.isfinite(epoch.loss):
-            warnings.warn(f"the loss of epoch {epoch.epoch} is {epoch.loss} on rank {self._fit.rank}: lower the "
-                          "learning rate, give clip_norm, or look for NaN in the data",
-                          RuntimeWarning, stacklevel=4)  # fmt: skip
+            warnings.warn(
+                f"the loss of epoch {epoch.epoch} is {epoch.loss} on rank {self._fit.rank}: lower the "
+                "learning rate, give clip_norm, or look for NaN in the data",
+                RuntimeWarning,
+                stacklevel=4,
+            )
         LOG.info("epoch %d of %d is over: loss %.6g, %.2f s", epoch.epoch, self._fit.epochs, epoch.loss, epoch.seconds)
         measured = {("test_loss" if name == "loss" else name): value for name, value in (test or {}).items()}
         recorder.note(**{**measured, "loss": epoch.loss, "epoch": float(epoch.epoch)})
@@ -207,8 +210,12 @@ class Fit:
                 if not (at.step or self._fit.asynchronous):
                     raise ValueError(f"fit: no worker has a batch in epoch {at.epoch}: give some batches to one")
                 if taken == 1 and not at.batches and self._fit.rank == 0:
-                    warnings.warn(f"fit: no worker has a batch in epoch {at.epoch}: give batches that can be gone "
-                                  "through in every epoch", RuntimeWarning, stacklevel=5)  # fmt: skip
+                    warnings.warn(
+                        f"fit: no worker has a batch in epoch {at.epoch}: give batches that can be gone "
+                        "through in every epoch",
+                        RuntimeWarning,
+                        stacklevel=5,
+                    )
                 return
             together = taken if joined.everybody else together
             if together and taken == UNEVEN * together + MANY:
@@ -226,9 +233,11 @@ class Fit:
         ranks[group.Get_rank()] = endless
         collectives.allreduce(ranks, group, label="fit: batches without an end")
         if ranks.any():
-            raise ValueError(f"fit: epoch {self._position.epoch} has batches for {taken:,} steps on rank "
-                             f"{int(ranks.argmax())}, where another worker has them for {together:,}: of a stream "
-                             "without an end give steps=, the steps of an epoch")
+            raise ValueError(
+                f"fit: epoch {self._position.epoch} has batches for {taken:,} steps on rank "
+                f"{int(ranks.argmax())}, where another worker has them for {together:,}: of a stream "
+                "without an end give steps=, the steps of an epoch"
+            )
 
     def _stepped(self) -> None:
         """An exchange is over."""
@@ -270,9 +279,19 @@ class Request(NamedTuple):
 
 
 def requested(
-    job: Job, x: Samples, y: Samples, batch_size: int | None, epochs: int, seed: int, steps: int | None, test: Any,
-    callbacks: Sequence[Callback], on_epoch: Callable[[Epoch], object] | None, resume: object, spares: int,
-) -> Request:  # fmt: skip
+    job: Job,
+    x: Samples,
+    y: Samples,
+    batch_size: int | None,
+    epochs: int,
+    seed: int,
+    steps: int | None,
+    test: Any,
+    callbacks: Sequence[Callback],
+    on_epoch: Callable[[Epoch], object] | None,
+    resume: object,
+    spares: int,
+) -> Request:
     """The arguments of `fit`; TypeError or ValueError where they are wrong. `spares`: may become workers. Local."""
     epochs = whole("epochs", epochs, 0)
     accumulate = 1 if job.blocking is None else job.blocking.accumulate
@@ -334,9 +353,21 @@ def words_of(request: Request | None, resume: object) -> list[tuple[str, str]]:
     if request is None:
         return [given]
     source = request.source
-    arrays = [("steps", str(source.steps(1)))] if isinstance(source, Batches) else [
-        ("x", str(source.x.shape)), ("y", str(source.y.shape)),
-        ("batch_size", str(source.batch_size)), ("seed", str(source.seed)),
-    ]  # fmt: skip
-    return [*arrays, ("batches", str(source.joined)), ("epochs", str(request.epochs)), *test_words(request.test),
-            ("callbacks", hooks.words_of(request.callbacks)), given]
+    arrays = (
+        [("steps", str(source.steps(1)))]
+        if isinstance(source, Batches)
+        else [
+            ("x", str(source.x.shape)),
+            ("y", str(source.y.shape)),
+            ("batch_size", str(source.batch_size)),
+            ("seed", str(source.seed)),
+        ]
+    )
+    return [
+        *arrays,
+        ("batches", str(source.joined)),
+        ("epochs", str(request.epochs)),
+        *test_words(request.test),
+        ("callbacks", hooks.words_of(request.callbacks)),
+        given,
+    ]

@@ -54,7 +54,6 @@ class EvaluatedModel(Model, Protocol):
         classes, whole numbers (samples,)."""
         ...
 
-
     def check_samples(self, x: Samples, y: Samples) -> None:
         """Raise ValueError or TypeError where the model cannot learn y from x. `fit` and `evaluate` ask for all of
         their arrays before the first step, so that all workers are told; they may lie on disk (`shape`, `x[a:b]`)."""
@@ -65,11 +64,15 @@ def see_model(model: object) -> None:
     """TypeError or ValueError that says what the model lacks of `Model`."""
     lacks = [name for name in REQUIRED if not hasattr(model, name)]
     if type(model).__module__.partition(".")[0] == "torch" or hasattr(model, "named_parameters"):
-        raise TypeError(f"a Trainer trains models of NumPy, and {type(model).__name__} is a module of PyTorch: write "
-                        "its loop with mpips.torch.DataParallel or mpips.torch.DistributedOptimizer")
+        raise TypeError(
+            f"a Trainer trains models of NumPy, and {type(model).__name__} is a module of PyTorch: write "
+            "its loop with mpips.torch.DataParallel or mpips.torch.DistributedOptimizer"
+        )
     if lacks:
-        raise TypeError(f"a Trainer's model has parameters, gradients and loss_and_gradients, but "
-                        f"{type(model).__name__} has no {', '.join(lacks)}: see mpips.Model")
+        raise TypeError(
+            f"a Trainer's model has parameters, gradients and loss_and_gradients, but "
+            f"{type(model).__name__} has no {', '.join(lacks)}: see mpips.Model"
+        )
     parameters, gradients = (
         [f"{array.dtype}{tuple(array.shape)}" for array in getattr(model, name)] for name in ("parameters", "gradients")
     )
@@ -83,8 +86,10 @@ def see_model(model: object) -> None:
 def see_method(model: object, method: str, feature: str) -> None:
     """TypeError where the model lacks a method that a feature needs; it names both."""
     if not callable(getattr(model, method, None)):
-        raise TypeError(f"{feature} needs a model with {method}, which {type(model).__name__} has not: add it, or "
-                        f'leave {feature} out (the page "The Trainer" tells more)')
+        raise TypeError(
+            f"{feature} needs a model with {method}, which {type(model).__name__} has not: add it, or "
+            f'leave {feature} out (the page "The Trainer" tells more)'
+        )
 
 
 def samples_of(x: Samples, y: Samples) -> int:

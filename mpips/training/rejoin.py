@@ -98,8 +98,9 @@ class SurvivingFit:
 
     def _mark(self, position: Position, stage: int) -> Mark:
         alone = replace(position, history=[], callbacks=self._states)
-        return Mark(alone, stage, len(position.history), self._kv.num_workers, self._rows,
-                    self._blocking.update.numbers)  # fmt: skip
+        return Mark(
+            alone, stage, len(position.history), self._kv.num_workers, self._rows, self._blocking.update.numbers
+        )
 
     def _all(self, position: Position) -> list[Row]:
         """Return the sums of all workers' losses, and their batches. Collective."""
@@ -122,8 +123,9 @@ class SurvivingFit:
         while True:
             rounds = self._kv.recover(grow)
             if rounds.torn:
-                raise StoreError(f"fit: {rounds.torn[0]!r} has a round that was applied in part: go on from a "
-                                 "checkpoint") from error  # fmt: skip
+                raise StoreError(
+                    f"fit: {rounds.torn[0]!r} has a round that was applied in part: go on from a checkpoint"
+                ) from error
             try:
                 return self._meet(error)
             except (MismatchError, LostError):
@@ -194,8 +196,15 @@ class SurvivingFit:
         self._blocking.forget()
         self._states = mark.position.callbacks
         self._ahead, self._history = None, position.history
-        self._marks = [msgspec.structs.replace(mark, position=replace(position, history=[]), workers=kv.num_workers,
-                                               rows=self._rows, optimizer=from_data(mark.optimizer))]  # fmt: skip
+        self._marks = [
+            msgspec.structs.replace(
+                mark,
+                position=replace(position, history=[]),
+                workers=kv.num_workers,
+                rows=self._rows,
+                optimizer=from_data(mark.optimizer),
+            )
+        ]
         return position, mark.stage
 
     def _restore(self, words: Sequence[Word | None], group: range, mark: Mark) -> None:
@@ -360,8 +369,10 @@ def agreed(words: Sequence[Word | None], group: Sequence[int], stored: bool, asy
     elif stored:
         steps = {word.stored for word in told}
         if len(steps) > 1 or None in steps:
-            raise LostError(f"fit: the parameters in the store are of unlike steps, {sorted(map(str, steps))}: go on "
-                            "from a checkpoint")
+            raise LostError(
+                f"fit: the parameters in the store are of unlike steps, {sorted(map(str, steps))}: go on "
+                "from a checkpoint"
+            )
         step = next(number for number in steps if number is not None)
     else:
         step = max(word.done for word in told)
@@ -369,8 +380,10 @@ def agreed(words: Sequence[Word | None], group: Sequence[int], stored: bool, asy
     for rank, word in zip(here, told):
         place = word.last(step)
         if place is None:
-            raise LostError(f"fit: the parameters in the store are of step {step}, and worker {rank} remembers none "
-                            f"but its last {KEPT}, up to {word.done}: go on from a checkpoint")
+            raise LostError(
+                f"fit: the parameters in the store are of step {step}, and worker {rank} remembers none "
+                f"but its last {KEPT}, up to {word.done}: go on from a checkpoint"
+            )
         places.append(place)
     return Agreed(step, min(places), here[0])
 

@@ -138,18 +138,24 @@ def see_joined(job: Job, source: Source) -> None:
     if not source.joined:
         return
     if job.blocking is None:
-        raise ValueError("fit: overlap= sends gradients while others are computed, before a step's samples are "
-                         "counted: give arrays x and y with batch_size, or leave overlap out")
+        raise ValueError(
+            "fit: overlap= sends gradients while others are computed, before a step's samples are "
+            "counted: give arrays x and y with batch_size, or leave overlap out"
+        )
     if isinstance(job.blocking.update, LocalTraining) and not job.kv.layout.asynchronous:
-        raise ValueError(f"fit: with local= a store of kind {job.kv.type} waits for a worker that is out of batches: "
-                         "give arrays x and y with batch_size, or take dist_async")
+        raise ValueError(
+            f"fit: with local= a store of kind {job.kv.type} waits for a worker that is out of batches: "
+            "give arrays x and y with batch_size, or take dist_async"
+        )
 
 
 def update_optimizer(job: Job, numbers: dict[str, Any]) -> None:
     """Change numbers of the optimizer. Collective; ValueError or TypeError on all workers."""
     if job.blocking is None:
-        raise ValueError("update_optimizer: a Trainer with overlap= sets its optimizer in the first step: give a "
-                         "schedule, as learning_rate=mpips.optimizers.Cosine(0.1, 1000), or use kv.update_optimizer")
+        raise ValueError(
+            "update_optimizer: a Trainer with overlap= sets its optimizer in the first step: give a "
+            "schedule, as learning_rate=mpips.optimizers.Cosine(0.1, 1000), or use kv.update_optimizer"
+        )
     if "rescale" in numbers:
         raise ValueError("update_optimizer: rescale is the Trainer's, which divides it by the workers of a sum")
     job.exchange.finish()

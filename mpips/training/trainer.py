@@ -86,8 +86,16 @@ class Trainer(Uncopied):
 
         found, refusal = attempt(chosen)
         made, measures = found if found is not None else (None, {})
-        words = {"optimizer": made, "elastic": elastic, "local": local, "overlap": overlap, "clip_norm": clip_norm,
-                 "accumulate": accumulate, "metrics": sorted(measures), "grow": bool(grow)}  # fmt: skip
+        words = {
+            "optimizer": made,
+            "elastic": elastic,
+            "local": local,
+            "overlap": overlap,
+            "clip_norm": clip_norm,
+            "accumulate": accumulate,
+            "metrics": sorted(measures),
+            "grow": bool(grow),
+        }
         self._words = [(name, repr(word)) for name, word in words.items()]
         see_alike(kv, "Trainer", self._words, refusal)
         self.model, self.kv, self._grow = model, kv, bool(grow)
@@ -110,8 +118,10 @@ class Trainer(Uncopied):
         exchanges.
         """
         if getattr(x if y is None else y, "shape", (1,))[:1] == (0,):
-            raise ValueError(f"step: the batch of rank {self.kv.rank} has no sample, so no mean: give it some, or fit "
-                             "batches, of which some may be empty")
+            raise ValueError(
+                f"step: the batch of rank {self.kv.rank} has no sample, so no mean: give it some, or fit "
+                "batches, of which some may be empty"
+            )
         loss = self.exchange.step(x, y)
         self.exchange.finish()
         self._position.step += 1 if self._job.blocking is None or not self._job.blocking.waiting else 0
@@ -151,9 +161,22 @@ class Trainer(Uncopied):
         Collective; ValueError or TypeError on every worker where arguments are wrong, or differ between workers.
         """
         callbacks, resume = of_job(self.kv, callbacks, resume)
-        request, refusal = attempt(lambda: requested(
-            self._job, x, y, batch_size, epochs, seed, steps, test, callbacks, on_epoch, resume,
-            self.kv.spares if self._grow and not self._fits else 0))  # fmt: skip
+        request, refusal = attempt(
+            lambda: requested(
+                self._job,
+                x,
+                y,
+                batch_size,
+                epochs,
+                seed,
+                steps,
+                test,
+                callbacks,
+                on_epoch,
+                resume,
+                self.kv.spares if self._grow and not self._fits else 0,
+            )
+        )
         words = words_of(request, resume)
         see_alike(self.kv, "fit", words, refusal)
         if not self.kv.settings.fresh:
@@ -176,7 +199,7 @@ class Trainer(Uncopied):
     # ---- what was learnt
 
     def evaluate(self, x: Samples, y: Samples = None, *, batch_size: int = BLOCK) -> dict[str, float]:
-        """"loss" and the metrics by name, means over all samples, equal on every worker.
+        """ "loss" and the metrics by name, means over all samples, equal on every worker.
 
         x and y are arrays (samples, ...), the same on every worker, of which each computes a share, `batch_size`
         samples at once; or x alone, this worker's own batches (x, y). Sums are in float64, added in rank order: exact
@@ -186,6 +209,7 @@ class Trainer(Uncopied):
         Collective, blocking; ValueError or TypeError on every worker where arguments are wrong or differ, or a metric
         fails on one.
         """
+
         def asked() -> Source:
             found = source_of(x, y, None if y is None else batch_size, 0, "evaluate")
             see_samples(self.model, found)
@@ -278,15 +302,21 @@ def _see_local(kv: KVStore, local: Local, elastic: Elastic | None, overlap: str 
         other = f"elastic={elastic}" if elastic is not None else f"overlap={overlap!r}"
         raise ValueError(f"local and {other} are two ways to exchange: leave one of the two out")
     if local.delay:
-        raise ValueError(f"local: delay={local.delay} is for mpips.torch.LocalSGD, as a checkpoint of a Trainer holds "
-                         "nothing that is under way: give delay=0")
+        raise ValueError(
+            f"local: delay={local.delay} is for mpips.torch.LocalSGD, as a checkpoint of a Trainer holds "
+            "nothing that is under way: give delay=0"
+        )
     if kv.layout.survives and len(kv.layout.clients) < kv.num_workers:
-        raise ValueError(f"local: with spares each client has one worker, and this {kv.type} store has "
-                         f"{kv.num_workers} in {len(kv.layout.clients)} clients: take dist_sync or dist_async, or "
-                         "leave spares out")  # fmt: skip
+        raise ValueError(
+            f"local: with spares each client has one worker, and this {kv.type} store has "
+            f"{kv.num_workers} in {len(kv.layout.clients)} clients: take dist_sync or dist_async, or "
+            "leave spares out"
+        )
     if kv.num_workers > 1 and len(kv.layout.clients) == 1:
-        raise ValueError(f"local: all {kv.num_workers} workers of this {kv.type} store are in one client, which sum in "
-                         "each step: take dist_sync, or several clients")  # fmt: skip
+        raise ValueError(
+            f"local: all {kv.num_workers} workers of this {kv.type} store are in one client, which sum in "
+            "each step: take dist_sync, or several clients"
+        )
     averaged(local.optimizer, 1)  # it has a rescale
 
 
@@ -297,22 +327,30 @@ def _see_together(
     if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
         raise ValueError(f"accumulate={accumulate!r}: give a number of batches, at least 1")
     if overlap is not None and kv.layout.survives:
-        raise ValueError(f"overlap={overlap!r} does not survive deaths yet, and this store does: leave overlap out, or "
-                         "the option spares")
+        raise ValueError(
+            f"overlap={overlap!r} does not survive deaths yet, and this store does: leave overlap out, or "
+            "the option spares"
+        )
     if elastic is not None and overlap is not None:
         raise ValueError(f"elastic={elastic} has nothing to overlap: leave overlap={overlap!r} out")
     if elastic is not None and not kv.layout.asynchronous:
         raise ValueError(f"elastic averaging needs a store of kind dist_async or mpi_async, not {kv.type}")
     if overlap is not None and (clip_norm is not None or accumulate > 1):
         word = f"clip_norm={clip_norm}" if clip_norm is not None else f"accumulate={accumulate}"
-        raise ValueError(f"{word} needs all gradients of a step before the first is sent, and overlap={overlap!r} "
-                         "sends them one by one: leave one of the two out")
+        raise ValueError(
+            f"{word} needs all gradients of a step before the first is sent, and overlap={overlap!r} "
+            "sends them one by one: leave one of the two out"
+        )
     if clip_norm is None or elastic is not None:
         return
     if not kv.layout.asynchronous and kv.settings.groups.default is not None:
-        raise ValueError(f"clip_norm={clip_norm}: in a synchronous store the workers update, and this store has an "
-                         "optimizer for all keys: set it for keys=[...], or not at all")
+        raise ValueError(
+            f"clip_norm={clip_norm}: in a synchronous store the workers update, and this store has an "
+            "optimizer for all keys: set it for keys=[...], or not at all"
+        )
     if kv.layout.asynchronous and len(kv.layout.clients) < kv.num_workers:
-        raise ValueError(f"clip_norm={clip_norm}: in {kv.type} the servers apply the sum of a client, and of "
-                         f"{kv.num_workers} workers in {len(kv.layout.clients)} clients none knows its norm: take "
-                         "dist_async, elastic averaging, or a synchronous kind")
+        raise ValueError(
+            f"clip_norm={clip_norm}: in {kv.type} the servers apply the sum of a client, and of "
+            f"{kv.num_workers} workers in {len(kv.layout.clients)} clients none knows its norm: take "
+            "dist_async, elastic averaging, or a synchronous kind"
+        )

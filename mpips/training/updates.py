@@ -98,8 +98,10 @@ def begins(kv: KVStore, keys: Sequence[str], parameters: Sequence[np.ndarray]) -
         known = kv.settings.keys.get(key)
         there = "no such key" if known is None else f"{known.dtype}{known.shape}"
         if there != (here := f"{array.dtype}{array.shape}"):
-            raise ValueError(f"Trainer: key {key!r} is {here} in the program of this spare, and the other workers have "
-                             f"{there}: start all with the same program, and let Trainer make its keys before a death")
+            raise ValueError(
+                f"Trainer: key {key!r} is {here} in the program of this spare, and the other workers have "
+                f"{there}: start all with the same program, and let Trainer make its keys before a death"
+            )
     return False
 
 

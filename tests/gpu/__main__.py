@@ -21,9 +21,19 @@ from launch import LauncherError, find, venv
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = ROOT / ".venv-gpu"
 NEEDED = (
-    "numpy", "mpi4py", "msgspec", "ml_dtypes", "click", "rich", "threadpoolctl", "cupy", "pytest", "pytest_mpi",
-    "pytest_timeout", "hypothesis",
-)  # fmt: skip
+    "numpy",
+    "mpi4py",
+    "msgspec",
+    "ml_dtypes",
+    "click",
+    "rich",
+    "threadpoolctl",
+    "cupy",
+    "pytest",
+    "pytest_mpi",
+    "pytest_timeout",
+    "hypothesis",
+)
 DRIVER = """
 import ctypes
 try:

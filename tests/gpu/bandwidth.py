@@ -96,16 +96,29 @@ def over_the_bus(dtype: str, count: int, nbytes: int) -> dict[str, Any]:
 
 
 def row(
-    where: str, dtype: str, vectors: int, summed_ms: float, copied_ms: float, summed: int, copied: int,
+    where: str,
+    dtype: str,
+    vectors: int,
+    summed_ms: float,
+    copied_ms: float,
+    summed: int,
+    copied: int,
     asked: float | None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Return a result: both rates in 10^9 bytes a second, and the kernel's share of the copy's."""
     rates = summed / summed_ms / 1e6, copied / copied_ms / 1e6
     share = rates[0] / rates[1]
     return {
-        "where": where, "dtype": dtype, "vectors": vectors, "ms": summed_ms, "GB/s": rates[0], "copy GB/s": rates[1],
-        "share": share, "asked": asked, "ok": asked is None or share >= asked,
-    }  # fmt: skip
+        "where": where,
+        "dtype": dtype,
+        "vectors": vectors,
+        "ms": summed_ms,
+        "GB/s": rates[0],
+        "copy GB/s": rates[1],
+        "share": share,
+        "asked": asked,
+        "ok": asked is None or share >= asked,
+    }
 
 
 def main() -> None:

@@ -63,12 +63,17 @@ def case(comm: MPI.Comm, xp: Any, nbytes: int, seconds: float) -> list[dict[str,
     hand = timings[0].median
     return [
         {
-            "ranks": comm.size, "bytes": nbytes, "way": way, "ms": 1e3 * timing.median,
-            "GB/s": nbytes / timing.median / 1e9, "times by hand": hand / timing.median, "wrong": wrong[way],
+            "ranks": comm.size,
+            "bytes": nbytes,
+            "way": way,
+            "ms": 1e3 * timing.median,
+            "GB/s": nbytes / timing.median / 1e9,
+            "times by hand": hand / timing.median,
+            "wrong": wrong[way],
             "ok": not wrong[way],
         }
         for way, timing in zip(calls, timings)
-    ]  # fmt: skip
+    ]
 
 
 def main() -> None:

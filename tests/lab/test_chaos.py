@@ -58,10 +58,13 @@ def test_a_hosts_ranks_are_killed_and_the_others_go_on(watch: Watch) -> None:
     assert wrong_curve(run) == ""
 
 
-@first(1, fault=[
-    Fault("cut", Whom("server", 0), Point(0, "pushpull", 12), 2.0),
-    Fault("slow", Whom("server", 0), Point(0, "pushpull", 12), 1.0, 0.05),
-])  # fmt: skip
+@first(
+    1,
+    fault=[
+        Fault("cut", Whom("server", 0), Point(0, "pushpull", 12), 2.0),
+        Fault("slow", Whom("server", 0), Point(0, "pushpull", 12), 1.0, 0.05),
+    ],
+)
 def test_a_link_that_is_slow_or_cut_for_a_while_changes_no_bits(watch: Watch, fault: Fault) -> None:
     run = watch(fault)
     (done,) = run.done
@@ -74,8 +77,10 @@ def test_a_link_that_is_slow_or_cut_for_a_while_changes_no_bits(watch: Watch, fa
 @pytest.mark.full
 def test_a_job_outside_of_the_lab_loses_no_host(watch: Watch, make: Callable[..., str], tmp_path: Path) -> None:
     script = tmp_path / "job.py"
-    script.write_text("import os, mpips, time\nkv = mpips.create('dist_sync', spares=-1, servers=0, mirrors=0)\n"
-                      "kv.barrier()\ntime.sleep(0.3)\n")  # fmt: skip
+    script.write_text(
+        "import os, mpips, time\nkv = mpips.create('dist_sync', spares=-1, servers=0, mirrors=0)\n"
+        "kv.barrier()\ntime.sleep(0.3)\n"
+    )
     plan = FaultPlan(0, (Fault("host", Whom("rank", 0), Point(0, "barrier")),))
     argv = [sys.executable, "-m", "launch.cli", "run", "-w", "1", str(script)]
     run = chaos.watch(argv, plan, LIMIT, lab=f"test-{os.getpid()}")

@@ -33,8 +33,12 @@ def test_commands_run_as_printed(page: str, tmp_path: Path) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     try:
         done = subprocess.run(
-            ["sh", "-ec", "\n".join(lines)], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT), "PATH": path},
-            capture_output=True, text=True, timeout=2 * LIMIT,
+            ["sh", "-ec", "\n".join(lines)],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PATH": path},
+            capture_output=True,
+            text=True,
+            timeout=2 * LIMIT,
         )
     finally:
         down = [sys.executable, "-m", "launch.cli", "lab", "down"]

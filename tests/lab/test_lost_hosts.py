@@ -107,10 +107,17 @@ def test_a_host_that_is_lost_with_mpiruns_daemon_is_a_failure(
     assert "mpips: mpirun has lost a host: the job has ended\n" in done.stderr
 
 
-@pytest.mark.parametrize("what, why, roles", [
-    ("host", "mpirun has lost a host", ", with -w 1 -s 1 on the hosts that answer"),
-    ("rank", "mpirun has left with code 14, as after the death of a rank|a rank of another host was ended by .*", ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "what, why, roles",
+    [
+        ("host", "mpirun has lost a host", ", with -w 1 -s 1 on the hosts that answer"),
+        (
+            "rank",
+            "mpirun has left with code 14, as after the death of a rank|a rank of another host was ended by .*",
+            "",
+        ),
+    ],
+)
 def test_the_job_starts_again_where_all_ranks_were_elsewhere(
     train: Callable[..., subprocess.CompletedProcess[str]], what: str, why: str, roles: str
 ) -> None:

@@ -52,8 +52,12 @@ def running(lab: str, folder: Path, does: str, beside: str) -> Iterator[None]:
     interface = ["--interface", "vip0"] if launcher.flavour == "openmpi" else []
     words = ["-w", "2", "-s", "1", "--hostfile", "hosts", *interface]
     words += [f"--mpi-arg={word}" for word in launcher_settings(launcher.flavour)]
-    job = subprocess.Popen(command(lab, "launcher", "run", *words, "program.py", folder=folder), cwd=folder,
-                           stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+    job = subprocess.Popen(
+        command(lab, "launcher", "run", *words, "program.py", folder=folder),
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     try:
         limit = time.monotonic() + 60
         while not (folder / "there").exists():

@@ -81,8 +81,11 @@ def test_messages_name_pages_by_their_titles() -> None:
     """The folder of documents is not installed. Docstrings of modules are read where it is."""
     listed = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     titles = {*re.findall(r"^ +- ([^:\n]+): \S+\.md$", listed, re.MULTILINE)}
-    opening = {ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")), clean=False)
-               for package in PACKAGES for path in tracked(ROOT / package)}  # fmt: skip
+    opening = {
+        ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")), clean=False)
+        for package in PACKAGES
+        for path in tracked(ROOT / package)
+    }
     said = [text for text in sentences() if text not in opening]
     assert [text for text in said if re.search(r"\bdocs/[\w/-]+", text)] == []
     named = [page for text in said for page in re.findall(r'\bthe page "([^"]+)"', text)]

@@ -22,8 +22,15 @@ from tests.tracked import tracked
 ROOT = Path(__file__).resolve().parents[2]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 QUIET = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-    "--disable-background-networking", "--disable-component-update", "--window-size=1500,1000",
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-sync",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--window-size=1500,1000",
 )
 WIDTHS = (1400, 400)  # pixels: a screen and a phone
 # Pages with the widest tables and code; the others with `full`.
@@ -66,7 +73,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
-        cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, timeout=180,
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=180,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
@@ -83,9 +94,18 @@ def run_script(folder: Path, page: str, body: str, *words: str) -> Any:
     file.write_text(before.replace("</body>", script + "</body>"), encoding="utf-8")
     try:
         done = subprocess.run(
-            [CHROMIUM, *QUIET, *words, f"--user-data-dir={folder}/.chromium", "--virtual-time-budget=120000",
-             "--dump-dom", file.as_uri()],
-            capture_output=True, text=True, timeout=100,
+            [
+                CHROMIUM,
+                *QUIET,
+                *words,
+                f"--user-data-dir={folder}/.chromium",
+                "--virtual-time-budget=120000",
+                "--dump-dom",
+                file.as_uri(),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=100,
         )
     finally:
         file.write_text(before, encoding="utf-8")

@@ -30,7 +30,7 @@ def test_a_program_saved_in_the_clone_is_not_looked_at(clone: Path, monkeypatch:
     assert tracked(clone, "*.md") == [clone / "README.md"]
     assert untracked(clone) == [clone / "train.py"]
     monkeypatch.setattr(run, "ROOT", clone)
-    done = subprocess.run(run.ruff(), cwd=clone, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(run.ruff("check"), cwd=clone, capture_output=True, text=True, timeout=60, check=False)
     assert "ours.py" in done.stdout and "train.py" not in done.stdout
 
 

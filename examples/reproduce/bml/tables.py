@@ -17,24 +17,32 @@ def show(report: dict[str, Any]) -> None:
     console = Console(width=140)
     if report["exchanges"]:
         console.print(_exchanges(report))
-        console.print("paper: 2(N-1)/(kN) bytes / rate.  NICs: worst difference of a NIC's payload bytes from theory.  "
-                      "idle: of the machine's cores.")  # fmt: skip
+        console.print(
+            "paper: 2(N-1)/(kN) bytes / rate.  NICs: worst difference of a NIC's payload bytes from theory.  "
+            "idle: of the machine's cores."
+        )
         console.print("MPI_Allreduce blocks: nine ranks that spin leave no core idle.")
         for r in report["ratios"]:
-            console.print(f"BML / parameter server at {r['nbytes'] / MIB:.4g} MiB: measured {r['measured']:.3f}, "
-                          f"predicted {r['predicted']:.3f}, paper 0.500")  # fmt: skip
+            console.print(
+                f"BML / parameter server at {r['nbytes'] / MIB:.4g} MiB: measured {r['measured']:.3f}, "
+                f"predicted {r['predicted']:.3f}, paper 0.500"
+            )
         for key, name in ((SERVER, "the parameter server"), (BML, "BML")):
             rows = (r for r in report["exchanges"] if (r["topology"], r["algorithm"]) == key)
             console.print(_nics(next(r for r in rows if r["nbytes"] == NICS_AT), name))
     console.print(_models(report["models"]))
     console.print(_jobs(report["jobs"]))
-    console.print("paper: figures 6 and 7. Its text has the largest and the smallest gain, which belong to the "
-                  "smallest and the largest batch; gains between are only drawn. The largest hold the imbalance of "
-                  "TensorFlow's servers. Compute per sample fits the smallest.")  # fmt: skip
+    console.print(
+        "paper: figures 6 and 7. Its text has the largest and the smallest gain, which belong to the "
+        "smallest and the largest batch; gains between are only drawn. The largest hold the imbalance of "
+        "TensorFlow's servers. Compute per sample fits the smallest."
+    )
     console.print(_figure5(report["figure5"]))
-    console.print("paper: 2(N-1)/N, half of it for BML on BCube, and for the server there \"double\" of that. "
-                  "Simulated, the server there takes 2(n-1)/n, n servers a switch: a pair under one switch needs one "
-                  "hop only.")  # fmt: skip
+    console.print(
+        'paper: 2(N-1)/N, half of it for BML on BCube, and for the server there "double" of that. '
+        "Simulated, the server there takes 2(n-1)/n, n servers a switch: a pair under one switch needs one "
+        "hop only."
+    )
 
 
 def _table(title: str, left: tuple[str, ...], right: tuple[str, ...]) -> Table:

@@ -59,8 +59,15 @@ def rows(comm: MPI.Comm, directory: str) -> Iterator[dict[str, Any]]:
                         found = np.array([np.abs(curve(opened, mesh, hidden, dtype, mode) - serial).max()])
                         mesh.free()
                         comm.Allreduce(MPI.IN_PLACE, found, MPI.MAX)
-                        yield {"processes": comm.size, "grid": f"{shape[0]}x{shape[1]}", "data": name, "dtype": dtype,
-                               "widths": widths, "split": mode, "difference": float(found[0])}  # fmt: skip
+                        yield {
+                            "processes": comm.size,
+                            "grid": f"{shape[0]}x{shape[1]}",
+                            "data": name,
+                            "dtype": dtype,
+                            "widths": widths,
+                            "split": mode,
+                            "difference": float(found[0]),
+                        }
 
 
 def main(directory: str, answer: Path) -> None:

@@ -72,8 +72,10 @@ def main() -> None:
             one, two = (median_seconds(comm, partial(way, mesh, mine)) for way in (scatter, scatter_and_broadcast))
             if comm.rank == 0:
                 predicted = [seconds(batch, model, size, link) for seconds in (scatter_seconds, broadcast_seconds)]
-                print(f"{mesh}, {size:>9,} bytes: scatter {1e6 * predicted[0]:9.1f} us predicted, {1e6 * one:9.1f} "
-                      f"measured; broadcast {1e6 * predicted[1]:9.1f} predicted, {1e6 * two:9.1f} measured")
+                print(
+                    f"{mesh}, {size:>9,} bytes: scatter {1e6 * predicted[0]:9.1f} us predicted, {1e6 * one:9.1f} "
+                    f"measured; broadcast {1e6 * predicted[1]:9.1f} predicted, {1e6 * two:9.1f} measured"
+                )
         mesh.free()
 
 

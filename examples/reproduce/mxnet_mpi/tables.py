@@ -21,14 +21,18 @@ def show(report: dict[str, Any]) -> None:
     if not report["training"]:
         return
     console.print(_training(report))
-    console.print(f"predicted: an epoch's compute, measured without messages ({report['compute']:.2f} s, and what is "
-                  "slept), and its exchanges as the links allow, push and pull overlapped, and in turn, as the modes "
-                  "call them: where chunks are answered early a mode lies between. Seconds are worker 0's, which may "
-                  "be done before the last: ESGD can be some percent below. idle: of the machine's cores, the start "
-                  "of the processes included.")  # fmt: skip
+    console.print(
+        f"predicted: an epoch's compute, measured without messages ({report['compute']:.2f} s, and what is "
+        "slept), and its exchanges as the links allow, push and pull overlapped, and in turn, as the modes "
+        "call them: where chunks are answered early a mode lies between. Seconds are worker 0's, which may "
+        "be done before the last: ESGD can be some percent below. idle: of the machine's cores, the start "
+        "of the processes included."
+    )
     console.print(_claims(report))
-    console.print("The paper draws figures 11 to 14: \"> 1\" is what its text says of who is before whom, 1 that two "
-                  "epochs are the same, 6 is read from figure 12. On ImageNet mpi-ESGD reaches 0.67.")  # fmt: skip
+    console.print(
+        'The paper draws figures 11 to 14: "> 1" is what its text says of who is before whom, 1 that two '
+        "epochs are the same, 6 is read from figure 12. On ImageNet mpi-ESGD reaches 0.67."
+    )
     if any(row["mode"].endswith(COMPUTING) for row in report["training"]):
         for line in (elastic(report, ""), reason(report), elastic(report, COMPUTING)):
             console.print(line)
@@ -56,8 +60,16 @@ def _training(report: dict[str, Any]) -> Table:
     target = f"{report['target']:.2f}"
     table = Table(title=f"{title}; computing: {SAMPLE_SECONDS:g} s a sample are slept")
     table.add_column("mode", no_wrap=True)
-    for column in ("epochs", "epoch, s, predicted: overlapped", "in turn", "measured", "last accuracy",
-                   f"epochs to {target}", f"seconds to {target}", "idle"):  # fmt: skip
+    for column in (
+        "epochs",
+        "epoch, s, predicted: overlapped",
+        "in turn",
+        "measured",
+        "last accuracy",
+        f"epochs to {target}",
+        f"seconds to {target}",
+        "idle",
+    ):
         table.add_column(column, justify="right")
     for r in report["training"]:
         found = reached(r, report["target"])

@@ -54,9 +54,7 @@ MODES = tuple(
 ALL_MASTERS = Mode("mpi-SGD, all masters", "examples/sgd.py", "mpi_sync", CLIENTS, "all")
 
 
-def train(
-    name: str, mode: Mode, epochs: int, hidden: int, limit: float, sample_seconds: float = 0.0
-) -> dict[str, Any]:
+def train(name: str, mode: Mode, epochs: int, hidden: int, limit: float, sample_seconds: float = 0.0) -> dict[str, Any]:
     """The curve of one mode: [(seconds, test accuracy)], an entry an epoch; idle cores, over the whole job."""
     arguments = ["--lines", "1", "--epochs", str(epochs), "--hidden", str(hidden), "--batch-size", str(BATCH)]
     arguments += ["--sample-seconds", str(sample_seconds), "--kind", mode.kind]

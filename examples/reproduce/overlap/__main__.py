@@ -41,18 +41,27 @@ class Job(NamedTuple):
 HOSTS = {"mg-wfbp": 8, "ibatch": 12}
 JOBS = {
     "mg-wfbp": (
-        Job("uniform", ("--setting", "uniform", "--layers", "80", "--asleep"),
+        Job(
+            "uniform",
+            ("--setting", "uniform", "--layers", "80", "--asleep"),
             "merging pays: 80 equal layers; startups and bytes weigh against compute as those of ResNet-50, "
             "24 images a node, on 28 nodes of the paper",
-            ("resnet50", 28, 24)),
-        Job("hidden", ("--setting", "hidden", "--layers", "40", "--kilobytes", "16"),
-            "merging does not pay: messages half as long as a layer's backward pass"),
+            ("resnet50", 28, 24),
+        ),
+        Job(
+            "hidden",
+            ("--setting", "hidden", "--layers", "40", "--kilobytes", "16"),
+            "merging does not pay: messages half as long as a layer's backward pass",
+        ),
     ),
     "ibatch": (
-        Job("servers", ("--servers", "6", "--layers", "24", "--kilobytes", "128", "--topk", "0.01"),
-            "6 workers, 6 servers: pulls by strategy behind one push, dense and top-k; both directions by strategy"),
+        Job(
+            "servers",
+            ("--servers", "6", "--layers", "24", "--kilobytes", "128", "--topk", "0.01"),
+            "6 workers, 6 servers: pulls by strategy behind one push, dense and top-k; both directions by strategy",
+        ),
     ),
-}  # fmt: skip
+}
 QUICK_HOSTS = 2
 QUICK = {
     "mg-wfbp": (Job("uniform", ("--layers", "4", "--kilobytes", "8", "--repeats", "1"), "4 equal layers"),),

@@ -78,8 +78,9 @@ def draw(figure: Figure, path: str | Path) -> None:
         points = [p for p in figure.points if p.model == model]
         for strategy in dict.fromkeys(p.strategy for p in points):
             curve = [(p.nodes, p.speedup) for p in points if p.strategy == strategy]
-            axes.plot(*zip(*curve), marker="o", markersize=3, label=strategy,
-                      linestyle="--" if strategy == "optimal" else "-")
+            axes.plot(
+                *zip(*curve), marker="o", markersize=3, label=strategy, linestyle="--" if strategy == "optimal" else "-"
+            )
         nodes = sorted({p.nodes for p in points})
         axes.plot(nodes, nodes, color="grey", linewidth=0.8, label="linear")
         axes.set(title=model, xlabel="nodes", ylabel="speedup")

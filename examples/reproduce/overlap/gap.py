@@ -51,8 +51,9 @@ def random_stages(count: int, seed: int) -> Iterator[Problem]:
         compute, transfer = rng.exponential(size=layers), rng.exponential(size=layers)
         communication = compute.sum() * 10 ** rng.uniform(-1, 1)
         startups = 10 ** rng.uniform(-3, 0)
-        yield Problem.of(compute, communication * startups / layers,
-                    transfer / transfer.sum() * communication * (1 - startups))
+        yield Problem.of(
+            compute, communication * startups / layers, transfer / transfer.sum() * communication * (1 - startups)
+        )
 
 
 def real_stages() -> Iterator[Problem]:
@@ -72,8 +73,10 @@ def planning_seconds(layers: int, repeats: int, seed: int) -> dict[str, list[flo
     for _ in range(repeats):
         push, pull = (Problem.of(rng.exponential(size=layers), 0.5, rng.exponential(size=layers)) for _ in range(2))
         calls: dict[str, Callable[[], object]] = {name: partial(f, push) for name, f in PARTITIONS.items()}
-        calls |= {"joint, shared": partial(joint.plan, push, pull, "shared"),
-                  "joint, duplex": partial(joint.plan, push, pull, "duplex")}
+        calls |= {
+            "joint, shared": partial(joint.plan, push, pull, "shared"),
+            "joint, duplex": partial(joint.plan, push, pull, "duplex"),
+        }
         for name, call in calls.items():
             begin = time.perf_counter()
             call()

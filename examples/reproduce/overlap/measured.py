@@ -125,9 +125,17 @@ def measure_strategies(
         expected = planner.iteration(profile, plan, link)
         count = [len(plan.push), plan.early + len(plan.pull)] if link else [len(plan.push)]
         results.append(
-            StrategyResult(pushes, name, count, timeline.end(expected), float(np.median(times[name][1:])),
-                   timeline.hidden_share(expected), timeline.hidden_share(traces[name]), plan)
-        )  # fmt: skip
+            StrategyResult(
+                pushes,
+                name,
+                count,
+                timeline.end(expected),
+                float(np.median(times[name][1:])),
+                timeline.hidden_share(expected),
+                timeline.hidden_share(traces[name]),
+                plan,
+            )
+        )
     return results, {f"{pushes} {name}".strip(): tasks for name, tasks in traces.items()}
 
 
@@ -204,23 +212,27 @@ def check(ranks: int, *, servers: int, startups: float | None, topk: float | Non
 
 
 @click.command("overlap", cls=RankedCommand)
-@click.option("--servers", type=Whole(0), default=0, show_default=True,
-              help="Servers among the ranks; 0: allreduces.")
-@click.option("--setting", type=click.Choice(SETTINGS), default="uniform", show_default=True,
-              help="Layers of the job.")
+@click.option("--servers", type=Whole(0), default=0, show_default=True, help="Servers among the ranks; 0: allreduces.")
+@click.option("--setting", type=click.Choice(SETTINGS), default="uniform", show_default=True, help="Layers of the job.")
 @click.option("--layers", type=Whole(1), default=40, show_default=True, help="Of uniform and hidden.")
 @click.option("--kilobytes", default=32.0, show_default=True, help="Of a layer, on average.")
-@click.option("--startups", type=click.FloatRange(0, 1, min_open=True, max_open=True),
-              help="Without servers: layers so large that startups are this share of communication; --kilobytes to "
-                   "begin with.")
+@click.option(
+    "--startups",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    help="Without servers: layers so large that startups are this share of communication; --kilobytes to begin with.",
+)
 @click.option("--weight", default=WEIGHT, show_default=True, help="Communication over compute; not of hidden.")
 @click.option("--topk", type=float, help="With servers: once more with this share of the gradients pushed.")
-@click.option("--asleep", is_flag=True,
-              help="Waits leave messages to the communication thread too, so that a startup is the same beside compute "
-                   "and behind it, as in the papers' models.")
+@click.option(
+    "--asleep",
+    is_flag=True,
+    help="Waits leave messages to the communication thread too, so that a startup is the same beside compute "
+    "and behind it, as in the papers' models.",
+)
 @click.option("--iterations", type=Whole(1), default=10, show_default=True, help="Of every run.")
-@click.option("--repeats", type=Whole(1), default=3, show_default=True,
-              help="Of every run when the network is measured.")
+@click.option(
+    "--repeats", type=Whole(1), default=3, show_default=True, help="Of every run when the network is measured."
+)
 @click.option("--json", "json_file", type=OutFile(), help="Write the results here.")
 @click.option("--save-profile", type=OutFile(), help="Write the measured profile here, for `mpips plan`.")
 @click.option("--plot", type=Picture(), help="Draw rank 0's iterations here (PNG).")
@@ -323,26 +335,47 @@ def _about(wanted: OverlapWords, job: OverlapJob, profiles: dict[str, Profile]) 
         costs["startups over compute"] = len(dense.layers) * dense.push().startup / compute_s
         costs["bytes over compute"] = float(dense.push().transfer.sum()) / compute_s
     return {
-        "setting": wanted.setting, "workers": job.kv.num_workers, "servers": wanted.servers,
-        "layers": len(job.elements), "bytes": float(dense.nbytes.sum()), "compute_s": compute_s,
+        "setting": wanted.setting,
+        "workers": job.kv.num_workers,
+        "servers": wanted.servers,
+        "layers": len(job.elements),
+        "bytes": float(dense.nbytes.sum()),
+        "compute_s": compute_s,
         "compute": "emulated by sleeping",
-    } | costs  # fmt: skip
+    } | costs
 
 
 def _show(results: list[StrategyResult], about: dict[str, Any]) -> None:
     terminal = console()
     for name, value in about.items():
         terminal.print(f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}")
-    table = Table("pushes", "strategy", "messages", "predicted ms", "measured ms", "measured / predicted",
-                  "hidden, predicted", "hidden, measured", "measured / best",
-                  caption="hidden: the share of the messages' time that lies beside compute")
+    table = Table(
+        "pushes",
+        "strategy",
+        "messages",
+        "predicted ms",
+        "measured ms",
+        "measured / predicted",
+        "hidden, predicted",
+        "hidden, measured",
+        "measured / best",
+        caption="hidden: the share of the messages' time that lies beside compute",
+    )
     for column in table.columns[2:]:
         column.justify = "right"
     best = min(result.measured_s for result in results)
     for r in results:
-        table.add_row(r.pushes, r.strategy, " + ".join(map(str, r.messages)), f"{1e3 * r.predicted_s:.2f}",
-                      f"{1e3 * r.measured_s:.2f}", f"{r.measured_s / r.predicted_s:.3f}", f"{r.predicted_hidden:.0%}",
-                      f"{r.measured_hidden:.0%}", f"{r.measured_s / best:.3f}")
+        table.add_row(
+            r.pushes,
+            r.strategy,
+            " + ".join(map(str, r.messages)),
+            f"{1e3 * r.predicted_s:.2f}",
+            f"{1e3 * r.measured_s:.2f}",
+            f"{r.measured_s / r.predicted_s:.3f}",
+            f"{r.predicted_hidden:.0%}",
+            f"{r.measured_hidden:.0%}",
+            f"{r.measured_s / best:.3f}",
+        )
     show_table(table, terminal)
 
 

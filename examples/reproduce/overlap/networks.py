@@ -24,11 +24,12 @@ def tensors_apart(table: LayerTable) -> LayerTable:
     """Return the network with every tensor by itself, as where each is a message: a layer's first has its parameters
     and operations, the others (biases, scales) are there but weigh nothing."""
     parts = [
-        layer._replace(name=f"{layer.name} {number}", tensors=1) if not number
+        layer._replace(name=f"{layer.name} {number}", tensors=1)
+        if not number
         else CountedLayer(f"{layer.name} {number}", 0, 1, 0)
         for layer in table.layers
         for number in range(layer.tensors)
-    ]  # fmt: skip
+    ]
     return LayerTable(table.name, tuple(parts))
 
 

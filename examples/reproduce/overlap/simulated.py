@@ -1,6 +1,6 @@
 """A scaling figure of MG-WFBP or iBatch, simulated beside the optimum.
 
-    python -m examples.reproduce.overlap.simulated mg-wfbp|ibatch [--json FILE] [--plot FILE]
+python -m examples.reproduce.overlap.simulated mg-wfbp|ibatch [--json FILE] [--plot FILE]
 """
 
 from __future__ import annotations

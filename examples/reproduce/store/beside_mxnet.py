@@ -77,10 +77,15 @@ def mxnet(python: Path, servers: int, workers: int) -> dict[int, float]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     env = {
-        **_clean(), **choose_long_copies(os.environ),
-        "DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": str(port), "DMLC_NODE_HOST": "127.0.0.1",
-        "DMLC_NUM_SERVER": str(servers), "DMLC_NUM_WORKER": str(workers), "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
+        **_clean(),
+        **choose_long_copies(os.environ),
+        "DMLC_PS_ROOT_URI": "127.0.0.1",
+        "DMLC_PS_ROOT_PORT": str(port),
+        "DMLC_NODE_HOST": "127.0.0.1",
+        "DMLC_NUM_SERVER": str(servers),
+        "DMLC_NUM_WORKER": str(workers),
+        "OMP_NUM_THREADS": "1",
+    }
     words = [*fix_addresses(), str(python), str(WORKER), ",".join(map(str, SIZES)), ",".join(map(str, MXNET_REPEATS))]
     roles = ["scheduler"] + ["server"] * servers + ["worker"] * workers
     processes = [
@@ -100,10 +105,24 @@ def ours(servers: int, workers: int) -> list[dict[str, float]]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.json"
         command = [
-            sys.executable, "-m", "launch.run", "--servers", str(servers), "--workers", str(workers),
-            "-m", "mpips.bench.kvstore", "--servers", str(servers), "--seconds", "0.6",
-            "--sizes", ",".join(map(str, SIZES)), "--json", str(path),
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "launch.run",
+            "--servers",
+            str(servers),
+            "--workers",
+            str(workers),
+            "-m",
+            "mpips.bench.kvstore",
+            "--servers",
+            str(servers),
+            "--seconds",
+            "0.6",
+            "--sizes",
+            ",".join(map(str, SIZES)),
+            "--json",
+            str(path),
+        ]
         done = subprocess.run(command, env=_clean(), capture_output=True, text=True, timeout=LIMIT, check=False)
         if done.returncode:
             raise click.ClickException(f"the mpips job failed:\n{done.stdout}{done.stderr}")
@@ -136,10 +155,18 @@ def command(rounds: int, folder: Path, json_path: Path | None) -> None:
                 floors[case].append(row["floor_s"])
         for (size, array), times in mine.items():
             their, our = statistics.median(theirs[size]), statistics.median(times)
-            results.append({
-                "servers": servers, "workers": workers, "bytes": size, "array": array, "mxnet_s": their,
-                "mpips_s": our, "times_faster": their / our, "over_floor": our / statistics.median(floors[size, array]),
-            })  # fmt: skip
+            results.append(
+                {
+                    "servers": servers,
+                    "workers": workers,
+                    "bytes": size,
+                    "array": array,
+                    "mxnet_s": their,
+                    "mpips_s": our,
+                    "times_faster": their / our,
+                    "over_floor": our / statistics.median(floors[size, array]),
+                }
+            )
     show_table(table(results), screen)
     if json_path:
         write_text(json_path, json.dumps(results, indent=1))
@@ -152,9 +179,15 @@ def table(results: list[dict]) -> Table:
         view.add_column(column, justify="left" if column == "arrays" else "right")
     for r in results:
         view.add_row(
-            str(r["servers"]), str(r["workers"]), f"{r['bytes']:,}", r["array"], f"{1e6 * r['mxnet_s']:,.0f}",
-            f"{1e6 * r['mpips_s']:,.1f}", f"{r['times_faster']:.1f}", f"{r['over_floor']:.2f}",
-        )  # fmt: skip
+            str(r["servers"]),
+            str(r["workers"]),
+            f"{r['bytes']:,}",
+            r["array"],
+            f"{1e6 * r['mxnet_s']:,.0f}",
+            f"{1e6 * r['mpips_s']:,.1f}",
+            f"{r['times_faster']:.1f}",
+            f"{r['over_floor']:.2f}",
+        )
     return view
 
 

@@ -77,10 +77,20 @@ def sums(calls: Sequence[tuple[str, str]]) -> list[str]:
 
 def kill(role: str, folder: Path, chance: random.Random) -> tuple[str, str]:
     """Run a job, kill a rank of this role in it; "right", "between" or "wrong", and what the page said."""
-    shape = ["-w", "4", "-c", "2", "-s", "1"] if role == ROLES[3] else \
-        ["-w", "2", "-s", "1", "--spares", "1"]  # fmt: skip
-    words = [sys.executable, "-m", "launch.cli", "run", *shape, "-m", "examples.reproduce.store.killed",
-             "--work", str(folder), "--kind", "mpi_sync" if role == ROLES[3] else "dist_sync"]  # fmt: skip
+    shape = ["-w", "4", "-c", "2", "-s", "1"] if role == ROLES[3] else ["-w", "2", "-s", "1", "--spares", "1"]
+    words = [
+        sys.executable,
+        "-m",
+        "launch.cli",
+        "run",
+        *shape,
+        "-m",
+        "examples.reproduce.store.killed",
+        "--work",
+        str(folder),
+        "--kind",
+        "mpi_sync" if role == ROLES[3] else "dist_sync",
+    ]
     job = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     pages = folders.of_jobs() / str(job.pid)
     try:

@@ -67,13 +67,21 @@ def main(rows: int, dim: int, batch: int, limit: bool) -> None:
         for name, batches in parts.items():
             took = push_all(table, batches, gradients)
             count, whole = len(took) * batch, sum(took)
-            shown.add_row(name, f"{count:,}", f"{whole:.1f}", f"{count / whole / 1e6:.2f}",
-                          f"{1e3 * statistics.median(took):.1f}", f"{1e3 * max(took):.1f}")  # fmt: skip
+            shown.add_row(
+                name,
+                f"{count:,}",
+                f"{whole:.1f}",
+                f"{count / whole / 1e6:.2f}",
+                f"{1e3 * statistics.median(took):.1f}",
+                f"{1e3 * max(took):.1f}",
+            )
         stats = table.stats()
         show_table(shown)
         row_bytes = stats["bytes"] / stats["rows"]
-        click.echo(f"{stats['rows']:,} rows of {row_bytes:.1f} bytes with state, id, age and index; "
-                   f"{stats['evicted']:,} were dropped")  # fmt: skip
+        click.echo(
+            f"{stats['rows']:,} rows of {row_bytes:.1f} bytes with state, id, age and index; "
+            f"{stats['evicted']:,} were dropped"
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What a store that saves itself costs a step: run it with and without `--checkpoint`.
 
-    mpips run -w 2 -s 1 -m examples.reproduce.store.saves
-    mpips run -w 2 -s 1 --checkpoint saved --every 100 -m examples.reproduce.store.saves
+mpips run -w 2 -s 1 -m examples.reproduce.store.saves
+mpips run -w 2 -s 1 --checkpoint saved --every 100 -m examples.reproduce.store.saves
 """
 
 from __future__ import annotations

@@ -65,10 +65,18 @@ def job(steps: int) -> None:
         ends.append(time.perf_counter())
     took = np.diff(ends)
     if kv.rank == 0:
-        print(json.dumps({
-            "create": created - begun, "optimizer": ends[0] - created, "first": took[0], "longest": took.max(),
-            "steps": ends[-1] - ends[0],
-        }), flush=True)  # fmt: skip
+        print(
+            json.dumps(
+                {
+                    "create": created - begun,
+                    "optimizer": ends[0] - created,
+                    "first": took[0],
+                    "longest": took.max(),
+                    "steps": ends[-1] - ends[0],
+                }
+            ),
+            flush=True,
+        )
     kv.close()
 
 
@@ -83,8 +91,13 @@ def load() -> None:
         return {"MiB": kib["Rss"] / 1024, "own MiB": kib["Private_Dirty"] / 1024, "core s": time.process_time()}
 
     before = look()
-    for optimizer in (optimizers.SGD(), optimizers.SGD(momentum=0.9), optimizers.Adam(), optimizers.AdaGrad(),
-                      optimizers.RMSProp()):  # fmt: skip
+    for optimizer in (
+        optimizers.SGD(),
+        optimizers.SGD(momentum=0.9),
+        optimizers.Adam(),
+        optimizers.AdaGrad(),
+        optimizers.RMSProp(),
+    ):
         optimizer.prepare(np.dtype(np.float32))
     engine.settle(LIMIT)
     print(json.dumps({name: value - before[name] for name, value in look().items()}))
@@ -138,9 +151,13 @@ def main(in_job: bool, in_load: bool, steps: int, repeats: int) -> None:
         load()
         return
     columns = {
-        "create": "create, s", "optimizer": "init, set_optimizer, s", "first": "first step, s",
-        "longest": "longest step, s", "steps": f"{steps} steps, s", "whole": "whole job, s",
-    }  # fmt: skip
+        "create": "create, s",
+        "optimizer": "init, set_optimizer, s",
+        "first": "first step, s",
+        "longest": "longest step, s",
+        "steps": f"{steps} steps, s",
+        "whole": "whole job, s",
+    }
     console = Console(width=160)
     with tempfile.TemporaryDirectory() as cache:
         for name in ("no kernels yet", "kernels there"):

@@ -126,8 +126,9 @@ class OurTable:
 
         return {
             "pull": seconds(comm, lambda: [table.pull(batches[call % BATCHES], out) for call in range(calls)]),
-            "push": seconds(comm, pushes), "step": seconds(comm, steps),
-        }  # fmt: skip
+            "push": seconds(comm, pushes),
+            "step": seconds(comm, steps),
+        }
 
 
 def seconds(comm: MPI.Comm, do: Callable[[], object]) -> float:
@@ -192,9 +193,13 @@ class TorchrecTable:
 
 
 def steps_of(
-    comm: MPI.Comm, calls: int, words: list[Any], gradients: Any, lookup: Callable[[Any], Any],
+    comm: MPI.Comm,
+    calls: int,
+    words: list[Any],
+    gradients: Any,
+    lookup: Callable[[Any], Any],
     update: Callable[[], object],
-) -> Sample:  # fmt: skip
+) -> Sample:
     """Return the seconds of so many lookups by PyTorch, of gradients until rows are updated, and of both together."""
     forward = 0.0
     comm.Barrier()
@@ -239,9 +244,16 @@ def gloo_group(comm: MPI.Comm) -> Any:
 
 
 def measure(
-    comm: MPI.Comm, servers: int, contenders: dict[str, Any], dim: int, kind: str, batch: int, rows: int, rounds: int,
+    comm: MPI.Comm,
+    servers: int,
+    contenders: dict[str, Any],
+    dim: int,
+    kind: str,
+    batch: int,
+    rows: int,
+    rounds: int,
     bandwidth: float,
-) -> Row:  # fmt: skip
+) -> Row:
     """Let the contenders take turns on one case. Collective."""
     batches, calls = drawn(kind, rows, batch, comm.rank), max(1, LEAST_IDS // batch)
     gradients = np.random.default_rng(comm.rank).standard_normal((batch, dim), np.float32)
@@ -258,8 +270,9 @@ def measure(
                 engine.settle(SETTLE_SECONDS)
     rate = {
         (name, word): calls * batch * comm.size / statistics.median(sample[word] for sample in samples) / 1e6
-        for name, samples in found.items() for word in samples[0]
-    }  # fmt: skip
+        for name, samples in found.items()
+        for word in samples[0]
+    }
     distinct = len(np.unique(batches[0])) / batch
     every = len(np.unique(np.concatenate(comm.allgather(batches[0])))) / (batch * comm.size)
     row = 4 * dim
@@ -267,18 +280,44 @@ def measure(
     push_bound = bandwidth / (8 + row + every * 4 * row) / 1e6
     ours, *others = ([rate.get((name, word), 0.0) for word in ("pull", "push", "step")] for name in ("table", *RIVALS))
     beside = [number for other in others for number in (*other, ours[2] / other[2] if other[2] else 0.0)]
-    return Row(comm.size, servers, dim, kind, batch, distinct, *ours, *beside, pull_bound, push_bound,
-               ours[0] / pull_bound, ours[1] / push_bound)  # fmt: skip
+    return Row(
+        comm.size,
+        servers,
+        dim,
+        kind,
+        batch,
+        distinct,
+        *ours,
+        *beside,
+        pull_bound,
+        push_bound,
+        ours[0] / pull_bound,
+        ours[1] / push_bound,
+    )
 
 
 def table_of(rows: list[Row], title: str) -> Table:
     columns = {
-        "dim": "dim", "ids": "ids", "batch": "batch", "distinct": "distinct", "pull": "pull", "push": "push",
-        "step": "step", "gloo_pull": "gloo: lookup", "gloo_push": "gradients", "gloo_step": "step",
-        "over_gloo": "x gloo", "torchrec_pull": "torchrec: lookup", "torchrec_push": "gradients",
-        "torchrec_step": "step", "over_torchrec": "x torchrec", "pull_bound": "bound: pull", "push_bound": "push",
-        "share_of_pull_bound": "share: pull", "share_of_push_bound": "push",
-    }  # fmt: skip
+        "dim": "dim",
+        "ids": "ids",
+        "batch": "batch",
+        "distinct": "distinct",
+        "pull": "pull",
+        "push": "push",
+        "step": "step",
+        "gloo_pull": "gloo: lookup",
+        "gloo_push": "gradients",
+        "gloo_step": "step",
+        "over_gloo": "x gloo",
+        "torchrec_pull": "torchrec: lookup",
+        "torchrec_push": "gradients",
+        "torchrec_step": "step",
+        "over_torchrec": "x torchrec",
+        "pull_bound": "bound: pull",
+        "push_bound": "push",
+        "share_of_pull_bound": "share: pull",
+        "share_of_push_bound": "push",
+    }
     shown = Table(*columns.values(), title=title)
     for row in rows:
         values = [getattr(row, name) for name in columns]
@@ -288,20 +327,41 @@ def table_of(rows: list[Row], title: str) -> Table:
 
 @click.command(cls=RankedCommand)
 @click.option("--dims", default="8,32,128", show_default=True, callback=lambda _, __, text: split_words(text))
-@click.option("--ids", "kinds", default="zipf1.05,uniform", show_default=True,
-              callback=lambda _, __, text: split_words(text), help="uniform, or zipf and its exponent.")
-@click.option("--batches", default="1024,16384,262144", show_default=True,
-              callback=lambda _, __, text: split_words(text), help="Ids a worker gives at a time.")  # fmt: skip
+@click.option(
+    "--ids",
+    "kinds",
+    default="zipf1.05,uniform",
+    show_default=True,
+    callback=lambda _, __, text: split_words(text),
+    help="uniform, or zipf and its exponent.",
+)
+@click.option(
+    "--batches",
+    default="1024,16384,262144",
+    show_default=True,
+    callback=lambda _, __, text: split_words(text),
+    help="Ids a worker gives at a time.",
+)
 @click.option("--rows", default=1 << 20, show_default=True, type=click.IntRange(1), help="Of the table; all are there.")
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(1))
-@click.option("--beside", "rivals", default=",".join(RIVALS), show_default=True,
-              callback=lambda _, __, text: split_words(text) if text else [],
-              help="Rivals that take turns; empty: none.")  # fmt: skip
+@click.option(
+    "--beside",
+    "rivals",
+    default=",".join(RIVALS),
+    show_default=True,
+    callback=lambda _, __, text: split_words(text) if text else [],
+    help="Rivals that take turns; empty: none.",
+)
 @click.option("--json", "json_path", type=OutFile(), help="Write the rows there.")
 def main(
-    dims: list[str], kinds: list[str], batches: list[str], rows: int, rounds: int, rivals: list[str],
+    dims: list[str],
+    kinds: list[str],
+    batches: list[str],
+    rows: int,
+    rounds: int,
+    rivals: list[str],
     json_path: Path | None,
-) -> None:  # fmt: skip
+) -> None:
     """Time a table of embeddings; a rank of `mpips run`."""
     with mpips.create("dist_sync") as kv:
         comm = kv.layout.workers
@@ -316,8 +376,9 @@ def main(
                 for batch in map(int, batches):
                     found.append(measure(comm, servers, contenders, dim, kind, batch, rows, rounds, bandwidth))
                     if comm.rank == 0:
-                        click.echo("  ".join(f"{value:.3g}" if isinstance(value, float) else str(value)
-                                             for value in found[-1]))  # fmt: skip
+                        click.echo(
+                            "  ".join(f"{value:.3g}" if isinstance(value, float) else str(value) for value in found[-1])
+                        )
         if comm.rank == 0:
             title = f"million rows a second: {servers} servers, {comm.size} workers, {bandwidth / 1e9:.1f} GB/s copied"
             show_table(table_of(found, title))

@@ -151,11 +151,13 @@ def show(report: dict[str, Any]) -> None:
     """The tables and what they mean."""
     console = Console(width=140)
     console.print(_allreduces(report))
-    console.print("bound: 2(p-1)/p bytes / rate.  times of multi_ring's: figures 17 to 20; the paper draws them, and "
-                  "its text has 6 for a ring through every vector and calls its ring the best.  idle: of the "
-                  "machine's cores; blocking MPI calls spin.")  # fmt: skip
+    console.print(
+        "bound: 2(p-1)/p bytes / rate.  times of multi_ring's: figures 17 to 20; the paper draws them, and "
+        "its text has 6 for a ring through every vector and calls its ring the best.  idle: of the "
+        "machine's cores; blocking MPI calls spin."
+    )
     console.print(_scaling(report["scaling"], max(r["nbytes"] for r in report["rows"])))
-    console.print("paper: \"nearly twice\", images a second of ResNet-50; other figures are drawn.")
+    console.print('paper: "nearly twice", images a second of ResNet-50; other figures are drawn.')
     for line in report["reasons"]:
         console.print(f"- {line}")
 
@@ -163,8 +165,19 @@ def show(report: dict[str, Any]) -> None:
 def _allreduces(report: dict[str, Any]) -> Table:
     title = f"Allreduce of {report['vectors']} vectors a host, links of {8e-6 * report['rate']:g} Mbit/s (seconds)"
     table = Table(title=title)
-    for title in ("hosts", "MiB", "algorithm", "bound", "predicted", "measured", "/ predicted",
-                  "times of multi_ring's: paper", "predicted", "measured", "idle"):  # fmt: skip
+    for title in (
+        "hosts",
+        "MiB",
+        "algorithm",
+        "bound",
+        "predicted",
+        "measured",
+        "/ predicted",
+        "times of multi_ring's: paper",
+        "predicted",
+        "measured",
+        "idle",
+    ):
         table.add_column(title, justify="left" if title == "algorithm" else "right")
     last = None
     for r in report["rows"]:
@@ -181,8 +194,16 @@ def _allreduces(report: dict[str, Any]) -> Table:
 
 def _scaling(rows: list[dict[str, Any]], nbytes: int) -> Table:
     table = Table(title=f"Figure 15: tensors of {nbytes / MIB:g} MiB a second, all hosts together")
-    for title in ("hosts", "multi_ring: predicted", "measured", "reg: predicted", "measured",
-                  "multi_ring / reg: paper", "predicted", "measured"):  # fmt: skip
+    for title in (
+        "hosts",
+        "multi_ring: predicted",
+        "measured",
+        "reg: predicted",
+        "measured",
+        "multi_ring / reg: paper",
+        "predicted",
+        "measured",
+    ):
         table.add_column(title, justify="right")
     for r in rows:
         said = f"{PAPER[REG]:g}" if r is rows[-1] else "drawn"

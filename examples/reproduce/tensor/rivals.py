@@ -89,8 +89,7 @@ class VectorRing:
             chunks = [self._chunk(first + which - step) for which in range(-1, len(self._vectors))]
             came, *passed, sent = chunks
             outgoing, incoming = (
-                buffer[: chunk.stop - chunk.start]
-                for buffer, chunk in ((self._outgoing, sent), (self._incoming, came))
+                buffer[: chunk.stop - chunk.start] for buffer, chunk in ((self._outgoing, sent), (self._incoming, came))
             )
             np.copyto(outgoing, self._vectors[-1][sent])
             before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size

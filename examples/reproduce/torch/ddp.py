@@ -34,8 +34,12 @@ from collectives.benchmark.harness import SETTLE_SECONDS, Contender, compare_ste
 from collectives.kernels import engine
 from collectives.terminal import OutFile, RankedCommand, Seconds, show_progress, show_table, write_text
 
-WIDTHS = {"mlp-0.3M": (64, 448, 448, 10), "mlp-1M": (784, 800, 400, 10), "mlp-4M": (784, 1600, 1600, 10),
-          "mlp-17M": (1024, 3200, 3200, 1000)}  # fmt: skip
+WIDTHS = {
+    "mlp-0.3M": (64, 448, 448, 10),
+    "mlp-1M": (784, 800, 400, 10),
+    "mlp-4M": (784, 1600, 1600, 10),
+    "mlp-17M": (1024, 3200, 3200, 1000),
+}
 MODELS = (*WIDTHS, "cnn")
 FORMS = ("plain", "fp16", "powersgd", "fsdp2")
 BATCH = 16
@@ -115,9 +119,12 @@ def contenders(name: str, form: str, gloo: Any) -> dict[str, Callable[[], object
         by_hand = ddp()
         by_hand.register_comm_hook(None, by_mpi4py)
         made |= {
-            "gloo, 25 MB": ddp(gloo), "gloo, 1 MB": ddp(gloo, 1), "mpi4py": by_hand, "mpips": ddp(),
+            "gloo, 25 MB": ddp(gloo),
+            "gloo, 1 MB": ddp(gloo, 1),
+            "mpi4py": by_hand,
+            "mpips": ddp(),
             "DataParallel": mpips.torch.DataParallel(copy.deepcopy(model)),
-        }  # fmt: skip
+        }
     elif form == "fsdp2":
         made |= {"gloo": sharded(gloo), "mpips": sharded(dist.group.WORLD)}
     else:
@@ -168,10 +175,16 @@ def table(rows: list[Row]) -> Table:
     last = {row.form: row.contender for row in rows}
     for row in rows:
         view.add_row(
-            row.model, row.form, row.contender, f"{row.parameters:,}", f"{1e3 * row.step_s:.2f}",
-            f"{1e3 * row.communication_s:.2f}", f"{row.over_gloo:.2f}", f"{row.share_of_gloo:.2f}",
+            row.model,
+            row.form,
+            row.contender,
+            f"{row.parameters:,}",
+            f"{1e3 * row.step_s:.2f}",
+            f"{1e3 * row.communication_s:.2f}",
+            f"{row.over_gloo:.2f}",
+            f"{row.share_of_gloo:.2f}",
             end_section=row.contender == last[row.form],
-        )  # fmt: skip
+        )
     return view
 
 

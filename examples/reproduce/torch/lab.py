@@ -40,9 +40,12 @@ def command(rate: str, batch: int, steps: int, quick: bool, json_path: Path | No
         table.add_column(column, justify="left" if column == "buckets" else "right")
     for row in found["rows"]:
         table.add_row(
-            row["buckets"], ", ".join(f"{n / 1e6:.1f}" for n in row["nbytes"]), f"{row['predicted']:.2f}",
-            f"{row['measured']:.2f}", f"{row['measured'] / row['predicted']:.2f}",
-        )  # fmt: skip
+            row["buckets"],
+            ", ".join(f"{n / 1e6:.1f}" for n in row["nbytes"]),
+            f"{row['predicted']:.2f}",
+            f"{row['measured']:.2f}",
+            f"{row['measured'] / row['predicted']:.2f}",
+        )
     show_table(table)
     if json_path:
         write_json(json_path, {"rate": rate, "hosts": hosts, **request, **found})

@@ -37,11 +37,28 @@ def command(ranks: int, backend: str, only: str, seconds: int, json_path: Path |
         while True:
             lines.write_text("")
             done = subprocess.run(
-                [sys.executable, "-m", "launch.cli", "run", "-w", str(ranks), "-m", RANKS_PROGRAM, backend, str(lines),
-                 str(seconds), last, only],
-                env={**os.environ, "TEMP_DIR": folder}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-                errors="replace", check=False,
-            )  # fmt: skip
+                [
+                    sys.executable,
+                    "-m",
+                    "launch.cli",
+                    "run",
+                    "-w",
+                    str(ranks),
+                    "-m",
+                    RANKS_PROGRAM,
+                    backend,
+                    str(lines),
+                    str(seconds),
+                    last,
+                    only,
+                ],
+                env={**os.environ, "TEMP_DIR": folder},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                check=False,
+            )
             outcomes = [json.loads(line) for line in lines.read_text().splitlines()]
             found |= {name: (outcome, why) for name, outcome, why in outcomes}
             if done.returncode == 0:

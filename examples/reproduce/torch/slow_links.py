@@ -31,8 +31,12 @@ NAME = "reproduce-slow-links"
 def per_step(way: str, nbytes: int, hosts: int, every: int) -> float:
     """Return the bytes that a host sends in a step, in the mean: of an allreduce, or of a push to a server."""
     allreduce = 2 * (hosts - 1) / hosts * nbytes
-    return {"allreduce": allreduce, "elastic": nbytes / every, "DiLoCo": allreduce / every,
-            "DiLoCo, 8 bits": nbytes / every * (1 + 4 / 256) / 4}[way]  # fmt: skip
+    return {
+        "allreduce": allreduce,
+        "elastic": nbytes / every,
+        "DiLoCo": allreduce / every,
+        "DiLoCo, 8 bits": nbytes / every * (1 + 4 / 256) / 4,
+    }[way]
 
 
 @click.command(cls=Interruptible, context_settings={"show_default": True})
@@ -50,8 +54,9 @@ def command(rates: tuple[str, ...], ways: tuple[str, ...], seconds: float, quick
             for way in ways:
                 ranks = hosts + (way in WITH_SERVER)
                 request = {"way": way, "seconds": seconds, "every": EVERY, "batch": BATCH}
-                found = lab.ask(names["star"], ranks, "examples.reproduce.torch.slow_links_ranks", request,
-                                limit=LIMIT_SECONDS)  # fmt: skip
+                found = lab.ask(
+                    names["star"], ranks, "examples.reproduce.torch.slow_links_ranks", request, limit=LIMIT_SECONDS
+                )
                 computed = per_step(way, found["nbytes"], hosts, EVERY)
                 rows.append({"rate": rate, "way": way, "computed": computed, **found})
                 click.echo(f"{rate}, {way}: {found['steps']} steps, loss {found['curve'][-1][2]:.3f}")
@@ -59,8 +64,14 @@ def command(rates: tuple[str, ...], ways: tuple[str, ...], seconds: float, quick
     for column in ("rate", "way", "steps", "loss", "kB a step, sent", "as computed"):
         table.add_column(column, justify="left" if column in ("rate", "way") else "right")
     for row in rows:
-        table.add_row(row["rate"], row["way"], str(row["steps"]), f"{row['curve'][-1][2]:.3f}",
-                      f"{row['sent'] / 1e3:.1f}", f"{row['computed'] / 1e3:.1f}")  # fmt: skip
+        table.add_row(
+            row["rate"],
+            row["way"],
+            str(row["steps"]),
+            f"{row['curve'][-1][2]:.3f}",
+            f"{row['sent'] / 1e3:.1f}",
+            f"{row['computed'] / 1e3:.1f}",
+        )
     show_table(table)
     leave(out, NAME, {"hosts": hosts, "every": EVERY, "batch": BATCH, "rows": rows}, draw)
 

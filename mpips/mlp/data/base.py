@@ -123,8 +123,10 @@ def is_number(label: str) -> bool:
 def see_few(name: str, labels: Mapping[str, int]) -> None:
     """Raise TrainingError where there are more labels than classes."""
     if len(labels) > MOST_LABELS:
-        raise TrainingError(f"{name} has more than {MOST_LABELS:,} different labels, such as {listed(list(labels))}: "
-                            "they are no classes; leave --classify out to learn numbers")
+        raise TrainingError(
+            f"{name} has more than {MOST_LABELS:,} different labels, such as {listed(list(labels))}: "
+            "they are no classes; leave --classify out to learn numbers"
+        )
 
 
 def listed(labels: Sequence[str]) -> str:

@@ -112,9 +112,15 @@ class Opened(NamedTuple):
 
 
 def load(
-    open_source: Callable[[], DataSource], mesh: Mesh, batch: int, dtype: str = "float32", seed: int = 0,
-    test_share: float = 0.2, way: str = "auto", labels: Sequence[str] | None = None,
-) -> Data:  # fmt: skip
+    open_source: Callable[[], DataSource],
+    mesh: Mesh,
+    batch: int,
+    dtype: str = "float32",
+    seed: int = 0,
+    test_share: float = 0.2,
+    way: str = "auto",
+    labels: Sequence[str] | None = None,
+) -> Data:
     """Return this rank's part of the rows of a source, ready for training. Collective over the mesh.
 
     `batch` is the size of a whole minibatch, `test_share` the share of rows kept for testing. `way` is "read"
@@ -128,9 +134,14 @@ def load(
 
 @quiet
 def load_opened(
-    opened: Opened, mesh: Mesh, batch: int, dtype: str = "float32", seed: int = 0, test_share: float = 0.2,
+    opened: Opened,
+    mesh: Mesh,
+    batch: int,
+    dtype: str = "float32",
+    seed: int = 0,
+    test_share: float = 0.2,
     scaling: Scaling | None = None,
-) -> Data:  # fmt: skip
+) -> Data:
     """Do what `load` does with a source that the ranks of the mesh have opened. Collective over the mesh.
 
     `scaling` is an earlier run's, taken in place of these rows' own where it has their columns. It must be the same on
@@ -158,9 +169,23 @@ def load_opened(
     y = y[:, 0].astype(np.int64) if classes else ((y - scaling.y_mean) / scaling.y_std).astype(working)
     LOG.info("rows are loaded: %d for training, %d for testing, by %s", rows - test_rows, test_rows, opened.way)
     return Data(
-        x[:cut], y[:cut], x[cut:], y[cut:], mine, opened.outputs, classes, rows - test_rows, test_rows, batch,
-        seed, test_share, str(mesh), opened.way, scaling, opened.labels,
-    )  # fmt: skip
+        x[:cut],
+        y[:cut],
+        x[cut:],
+        y[cut:],
+        mine,
+        opened.outputs,
+        classes,
+        rows - test_rows,
+        test_rows,
+        batch,
+        seed,
+        test_share,
+        str(mesh),
+        opened.way,
+        scaling,
+        opened.labels,
+    )
 
 
 def _moments(table: np.ndarray, comm: MPI.Comm) -> tuple[np.ndarray, np.ndarray]:
@@ -206,8 +231,10 @@ def open_everywhere(
         return opened
     found = _number_labels(source, comm, labels)
     if labels is None and len(found) >= max(opened.rows, 3):
-        raise TrainingError(f"{opened.rows} rows have {len(found)} different labels, such as {found[0]}: they are no "
-                            "classes; leave --classify out to learn numbers")
+        raise TrainingError(
+            f"{opened.rows} rows have {len(found)} different labels, such as {found[0]}: they are no "
+            "classes; leave --classify out to learn numbers"
+        )
     return opened._replace(classes=len(found), labels=found)
 
 
@@ -235,10 +262,19 @@ def _open_readers(open_source: Callable[[], DataSource], comm: MPI.Comm, way: st
     if not all(comm.allgather(source is not None)):
         return source if comm.rank == 0 else None
     assert source is not None
-    alike(comm, "the data differ between the ranks; give all the same file, or choose scatter", {
-        "features": source.features, "targets": source.targets, "classes": source.classes,
-        "read in parts": source.apart, "columns": source.columns(), "content": source.fingerprint(),
-    }, noun="their")  # fmt: skip
+    alike(
+        comm,
+        "the data differ between the ranks; give all the same file, or choose scatter",
+        {
+            "features": source.features,
+            "targets": source.targets,
+            "classes": source.classes,
+            "read in parts": source.apart,
+            "columns": source.columns(),
+            "content": source.fingerprint(),
+        },
+        noun="their",
+    )
     return source
 
 
@@ -263,11 +299,14 @@ def _number_labels(source: DataSource | None, comm: MPI.Comm, known: Sequence[st
     labels = dict.fromkeys(label for each, _ in everywhere for label in each)
     word, number = (next((places[kind] for _, places in everywhere if places[kind]), "") for kind in (0, 1))
     if word and number:
-        raise TrainingError(f"{word}, a word, but {number}, a number: labels are all words or all numbers; mend one of "
-                            "them")
+        raise TrainingError(
+            f"{word}, a word, but {number}, a number: labels are all words or all numbers; mend one of them"
+        )
     if known is not None and (strange := [label for label in labels if label not in set(known)]):
-        raise TrainingError(f"label {strange[0]!r} is none of the checkpoint's, which are {listed(known)}: give it "
-                            "rows of the same classes, or train anew")
+        raise TrainingError(
+            f"label {strange[0]!r} is none of the checkpoint's, which are {listed(known)}: give it "
+            "rows of the same classes, or train anew"
+        )
     ordered = tuple(known or sorted(labels, key=int if number else str))
     if source is not None:
         source.number(ordered)

@@ -26,9 +26,13 @@ _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.r
 
 
 def open_source(
-    data: str, target: Sequence[str] = (), features: Sequence[str] = (), directory: str = ".", classify: bool = False,
+    data: str,
+    target: Sequence[str] = (),
+    features: Sequence[str] = (),
+    directory: str = ".",
+    classify: bool = False,
     header: bool | None = None,
-) -> DataSource:  # fmt: skip
+) -> DataSource:
     """Open the source named `data`: digits, mnist, airfoil, synthetic[:ROWS,FEATURES,TARGETS], a text, an .npz.
 
     `target` and `features` choose columns of a text, whose first line holds names if `header` says so (None: if none
@@ -64,9 +68,14 @@ class ArraySource(DataSource):
     """
 
     def __init__(
-        self, name: str, x: np.ndarray, y: np.ndarray, classes: int | None = None, apart: bool = True,
+        self,
+        name: str,
+        x: np.ndarray,
+        y: np.ndarray,
+        classes: int | None = None,
+        apart: bool = True,
         zipped: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if x.ndim != 2 or y.ndim not in (1, 2) or len(x) != len(y) or not x.size or not y.size:
             raise TrainingError(
                 f"{name}: x {x.shape} must be (rows, features), y {y.shape} (rows,) or (rows, targets), with rows"
@@ -173,12 +182,16 @@ def _member(path: str, members: zipfile.ZipFile, member: zipfile.ZipInfo, mapped
         shape, fortran, dtype = _HEADERS[version](file)
         start = file.tell()
         if dtype.hasobject:
-            raise TrainingError(f"{path}: {member.filename} holds Python objects, which are not unpickled: save "
-                                "numbers, as astype(float) makes them")
+            raise TrainingError(
+                f"{path}: {member.filename} holds Python objects, which are not unpickled: save "
+                "numbers, as astype(float) makes them"
+            )
         nbytes = math.prod(shape) * dtype.itemsize
         if min(shape, default=0) < 0 or nbytes != member.file_size - start:
-            raise ValueError(f"{member.filename} is {dtype}{shape}, {nbytes:,} bytes, by its header, and has "
-                             f"{member.file_size - start:,}")
+            raise ValueError(
+                f"{member.filename} is {dtype}{shape}, {nbytes:,} bytes, by its header, and has "
+                f"{member.file_size - start:,}"
+            )
         if not mapped:
             content = file.read()
             if len(content) != nbytes:
@@ -196,8 +209,10 @@ def _member(path: str, members: zipfile.ZipFile, member: zipfile.ZipInfo, mapped
 
 
 def _unreadable(path: str, error: Exception) -> TrainingError:
-    return TrainingError(f"{path} cannot be read as an .npz file: {error or type(error).__name__}; save it anew, as "
-                         "np.savez(file, x=..., y=...)")
+    return TrainingError(
+        f"{path} cannot be read as an .npz file: {error or type(error).__name__}; save it anew, as "
+        "np.savez(file, x=..., y=...)"
+    )
 
 
 # ---- sets that come with a package

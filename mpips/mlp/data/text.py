@@ -30,7 +30,7 @@ _BINARY = {
     b"PAR1": "Parquet: export it as CSV",
     b"\xff\xfe": "text in UTF-16: save it in UTF-8",
     b"\xfe\xff": "text in UTF-16: save it in UTF-8",
-}  # fmt: skip
+}
 """Files that are taken for text by their names: their first bytes, and the format."""
 _INDEX = re.compile(r"(Unnamed: 0)?")
 """The name that pandas gives its index in a file, and reads it back by."""
@@ -49,9 +49,13 @@ class TextSource(DataSource):
     """
 
     def __init__(
-        self, path: str, target: Sequence[str] = (), features: Sequence[str] = (), header: bool | None = None,
+        self,
+        path: str,
+        target: Sequence[str] = (),
+        features: Sequence[str] = (),
+        header: bool | None = None,
         classes: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.name, self.classes = path, classes
         self._bytes = _map(path)
         self._end = b"\n" if self._bytes.find(b"\n") >= 0 or self._bytes.find(b"\r") < 0 else b"\r"
@@ -123,9 +127,15 @@ class TextSource(DataSource):
             convert[self._columns[-1]] = lambda field: numbers[label_of(field.strip()) or ""]
         try:
             table: np.ndarray = np.loadtxt(
-                lines, delimiter=self._delimiter, ndmin=2, comments=None, usecols=self._columns, quotechar=quote,
-                converters=convert or None, encoding="utf-8",
-            )  # fmt: skip
+                lines,
+                delimiter=self._delimiter,
+                ndmin=2,
+                comments=None,
+                usecols=self._columns,
+                quotechar=quote,
+                converters=convert or None,
+                encoding="utf-8",
+            )
             return table
         except (ValueError, KeyError):
             self._explain(start, lines)
@@ -234,8 +244,9 @@ class TextSource(DataSource):
         for row, line in enumerate(lines, start):
             fields = self._fields(line)
             if "\r" in line or "\n" in line:
-                raise TrainingError(f"{self._place(row)} holds another line's end in its middle: write all lines with "
-                                    "one kind of end")
+                raise TrainingError(
+                    f"{self._place(row)} holds another line's end in its middle: write all lines with one kind of end"
+                )
             if len(fields) != self._width:
                 raise TrainingError(
                     f"{self._place(row)}: {len(fields)} columns where the first line has {self._width}, separated by "

@@ -232,12 +232,21 @@ def metadata(header: Header) -> dict[str, str]:
     return {STORE: msgspec.json.encode(header).decode()}
 
 
-
 NAMES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "bool": "BOOL",
-    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
-    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8",
-}  # fmt: skip
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "bool": "BOOL",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+}
 """Every dtype that a file can hold, and what safetensors calls it."""
 DTYPES = {theirs: np.dtype(name) for name, theirs in NAMES.items()}
 
@@ -296,8 +305,10 @@ class Writer:
                 raise ValueError(f"{name} is of {tensor.dtype.name}: {HOLDS}")
             offsets[name], end = offset, offset + tensor.nbytes
             header[name] = {
-                "dtype": NAMES[tensor.dtype.name], "shape": list(tensor.shape), "data_offsets": [offset, end]
-            }  # fmt: skip
+                "dtype": NAMES[tensor.dtype.name],
+                "shape": list(tensor.shape),
+                "data_offsets": [offset, end],
+            }
             offset = end
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)

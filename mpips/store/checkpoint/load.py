@@ -99,8 +99,10 @@ def _see_tables(store: Settings, path: str, header: Header) -> None:
     """The tables of the store are in the file, and of the same kind; else ValueError."""
     records = {record.card.table: record for record in header.tables}
     if records and store.backend.tables is None:
-        raise ValueError(f"{path} has table {next(iter(records))!r}, whose rows are made on servers: load it into a "
-                         "store with servers=1 or more")  # fmt: skip
+        raise ValueError(
+            f"{path} has table {next(iter(records))!r}, whose rows are made on servers: load it into a "
+            "store with servers=1 or more"
+        )
     for table in store.tables.values():
         if table.name not in records:
             raise ValueError(f"{path} has no table {table.name!r}, which the store has: save it too, by kv.save")
@@ -115,8 +117,10 @@ def _see_state(path: str, record: Record, optimizer: Optimizer | None) -> None:
     if optimizer is None:
         return
     if not record.floats:
-        raise ValueError(f"{path}: key {record.key!r} is {record.dtype}, and an optimizer needs floats: load it into a "
-                         "store whose optimizers name their keys, set_optimizer(..., keys=[...])")  # fmt: skip
+        raise ValueError(
+            f"{path}: key {record.key!r} is {record.dtype}, and an optimizer needs floats: load it into a "
+            "store whose optimizers name their keys, set_optimizer(..., keys=[...])"
+        )
     if not (record.step or record.state):
         return
     wanted = [array.dtype.name for array in initial(optimizer, np.zeros(1, np.dtype(record.dtype)))]
@@ -229,10 +233,7 @@ def _states_loaded(store: Settings, reader: Reader | None, records: Sequence[Rec
 
 def _residuals_loaded(store: Settings, reader: Reader | None, header: Header, records: Sequence[Record]) -> Task[None]:
     saved = [
-        [
-            _read(reader, residual_name(one.key, group), (one.size,), residual_dtype(one.dtype).name)
-            for one in records
-        ]
+        [_read(reader, residual_name(one.key, group), (one.size,), residual_dtype(one.dtype).name) for one in records]
         for group in range(header.residuals)
     ]
     keys = [store.keys[record.key] for record in records]

@@ -132,9 +132,7 @@ def _content(store: Settings, keys: Sequence[Key], snapshot: Snapshot) -> Task[C
     return Content(keys, snapshot, frozen, [table_files.record_of(table, frozen) for table in store.tables.values()])
 
 
-def _frozen(
-    store: Settings, keys: Sequence[Key], writer: Writer | None
-) -> Task[tuple[Content, BaseException | None]]:
+def _frozen(store: Settings, keys: Sequence[Key], writer: Writer | None) -> Task[tuple[Content, BaseException | None]]:
     """Return a snapshot of the store; its header, and what compression kept back, are in the file, or why they cannot
     be."""
     snapshot = yield from store.backend.stored.snapshot(keys)
@@ -351,8 +349,7 @@ class Saving:
         """The folder of which older checkpoints are removed once this one is over; "": none."""
 
     def test(self) -> bool:
-        """Return whether the file is there; lets everything go on a little, and does not block. Raises as `wait` does.
-        """
+        """Return whether the file is there. Does not block, and moves the save on a little. Raises as `wait` does."""
         if self._step is not None:
             with contextlib.suppress(CollectiveError, RuntimeError):
                 self._step.test()

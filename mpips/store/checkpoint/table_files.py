@@ -154,8 +154,14 @@ def save(settings: Settings, table: KnownTable, path: object, given: Callable[[]
     """Write a table into a file. Collective; see `Table.save`. `given`: returns `since`, or refuses it."""
     what = f"save of table {table.name!r}"
     counts = _counts_of(settings, table)
-    return _with_writer(settings, what, table, path, given,
-                        lambda tables, writer, since: _written(tables, table, counts, what, writer, since))  # fmt: skip
+    return _with_writer(
+        settings,
+        what,
+        table,
+        path,
+        given,
+        lambda tables, writer, since: _written(tables, table, counts, what, writer, since),
+    )
 
 
 def load(settings: Settings, table: KnownTable, paths: Sequence[object]) -> None:
@@ -174,9 +180,13 @@ def load(settings: Settings, table: KnownTable, paths: Sequence[object]) -> None
 
 
 def _with_writer(
-    settings: Settings, what: str, table: KnownTable, path: object, given: Callable[[], int],
+    settings: Settings,
+    what: str,
+    table: KnownTable,
+    path: object,
+    given: Callable[[], int],
     write: Callable[[Tables, Writer, int], Task[bytes]],
-) -> int:  # fmt: skip
+) -> int:
     """Let rank 0 write a file of rows after `since`, which `given` returns; return what it says. Collective."""
     with contextlib.ExitStack() as stack:
         name, refusal = attempt(lambda: file_name(what, "path", path))
@@ -196,19 +206,19 @@ def _with_writer(
         return int(settings.run(what, tables.at_rank_0(written, what)))
 
 
-def meet(
-    settings: Settings, what: str, items: Items, table: KnownTable, refusal: BaseException | None
-) -> None:  # fmt: skip
+def meet(settings: Settings, what: str, items: Items, table: KnownTable, refusal: BaseException | None) -> None:
     """All workers come with the same arguments; ValueError on all where, in rounds, one has pushed more often."""
     settings.finish()
     settings.hear_refusals(what)
     told = settings.agree(what, items, refusal, noun="argument", data=b"%d" % table.round)
     for rank, theirs in enumerate(told):
         if theirs != told[0] and not settings.layout.asynchronous:
-            raise of_caller(ValueError(
-                f"{what}: rank 0 has pushed {int(told[0])} times and rank {rank} {int(theirs)}: call it after the same "
-                "step"
-            ))  # fmt: skip
+            raise of_caller(
+                ValueError(
+                    f"{what}: rank 0 has pushed {int(told[0])} times and rank {rank} {int(theirs)}: call it after the "
+                    "same step"
+                )
+            )
 
 
 def _counts_of(settings: Settings, table: KnownTable) -> KnownTable | None:
@@ -218,7 +228,7 @@ def _counts_of(settings: Settings, table: KnownTable) -> KnownTable | None:
 
 def _written(
     tables: Tables, table: KnownTable, counts: KnownTable | None, what: str, writer: Writer, since: int
-) -> Task[bytes]:  # fmt: skip
+) -> Task[bytes]:
     stats = yield from tables.stats(table)
     updates = _see_since(what, stats, since)
     frozen = [(WORD, "", table, (yield from tables.freeze([table.name], since, updates)))]
@@ -270,7 +280,7 @@ def _finish(writer: Writer) -> None:
 
 def _fitting(
     table: KnownTable, counts: KnownTable | None, what: str, paths: Sequence[str], stack: contextlib.ExitStack
-) -> list[FilePart]:  # fmt: skip
+) -> list[FilePart]:
     """Return what is to be read from the files; ValueError where one is damaged, of another table, or not the next."""
     found = [_opened(table, what, path, stack) for path in paths]
     before: _Part | None = None
@@ -297,15 +307,13 @@ def _fitting(
         if part.since:
             later = np.unique(np.concatenate([later, file.get("ids"), file.get("dropped")]))
     if before is not None and len(found) > 1 and rows != before.rows:
-        raise ValueError(
-            f"{what}: the files hold {rows} rows, and the table had {before.rows}: give those of one job"
-        )
+        raise ValueError(f"{what}: the files hold {rows} rows, and the table had {before.rows}: give those of one job")
     return parts
 
 
 def _opened(
     table: KnownTable, what: str, path: str, stack: contextlib.ExitStack
-) -> tuple[dict[str, TableRecord], TensorFile, _Part]:  # fmt: skip
+) -> tuple[dict[str, TableRecord], TensorFile, _Part]:
     """Return the tables of a file by the prefix of their tensors, the file, and what part of the rows it has."""
     file = stack.enter_context(TensorFile(path))
     if WORD not in file.metadata:
@@ -313,8 +321,9 @@ def _opened(
     try:
         records = {
             prefix: msgspec.json.decode(file.metadata[word], type=TableRecord)
-            for word, prefix in ((WORD, ""), (COUNTS_WORD, COUNTS_PREFIX)) if word in file.metadata
-        }  # fmt: skip
+            for word, prefix in ((WORD, ""), (COUNTS_WORD, COUNTS_PREFIX))
+            if word in file.metadata
+        }
         whole = _Part(0, records[""].updates, records[""].rows)
         part = msgspec.json.decode(file.metadata[PART_WORD], type=_Part) if PART_WORD in file.metadata else whole
     except msgspec.MsgspecError as error:
@@ -358,8 +367,9 @@ class _Export(msgspec.Struct):
 def export(settings: Settings, table: KnownTable, path: object, given: Callable[[], int]) -> int:
     """Write rows for programs that serve. Collective; see `Table.export`. `given`: returns `since`, or refuses it."""
     what = f"export of table {table.name!r}"
-    return _with_writer(settings, what, table, path, given,
-                        lambda tables, writer, since: _exported(tables, table, what, writer, since))  # fmt: skip
+    return _with_writer(
+        settings, what, table, path, given, lambda tables, writer, since: _exported(tables, table, what, writer, since)
+    )
 
 
 def _exported(tables: Tables, table: KnownTable, what: str, writer: Writer, since: int) -> Task[bytes]:
@@ -371,8 +381,11 @@ def _exported(tables: Tables, table: KnownTable, what: str, writer: Writer, sinc
     parts = frozen.parts[table.name]
     count = sum(part.rows for part in parts)
     header = _Export(table.name, card.dim, card.dtype, updates, since)
-    tensors = {"ids": Tensor(np.dtype(np.int64), (count,)), "values": Tensor(np.dtype(card.dtype), (count, card.dim)),
-               "dropped": Tensor(dropped.dtype, dropped.shape)}  # fmt: skip
+    tensors = {
+        "ids": Tensor(np.dtype(np.int64), (count,)),
+        "values": Tensor(np.dtype(card.dtype), (count, card.dim)),
+        "dropped": Tensor(dropped.dtype, dropped.shape),
+    }
     writer.begin(tensors, {EXPORT_WORD: msgspec.json.encode(header).decode()})
     writer.append("dropped", dropped)
     step = max(1, PIECE_BYTES // (8 + tensors["values"].dtype.itemsize * card.dim))

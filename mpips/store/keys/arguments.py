@@ -98,15 +98,21 @@ def versions(key: object, newer_than: object) -> list[int]:
     keys = names(key)
     given = newer_than if isinstance(key, (list, tuple)) else [newer_than]
     if not isinstance(given, (list, tuple)) or len(given) != len(keys):
-        raise ValueError(f"pull: newer_than={newer_than!r} for a list of {len(keys)} keys: pass a list of as many "
-                         "versions, -1 for each key that has not been read yet")  # fmt: skip
+        raise ValueError(
+            f"pull: newer_than={newer_than!r} for a list of {len(keys)} keys: pass a list of as many "
+            "versions, -1 for each key that has not been read yet"
+        )
     for name, version in zip(keys, given):
         if isinstance(version, (bool, np.bool_)) or not isinstance(version, (int, np.integer)):
-            raise TypeError(f"pull: newer_than={version!r} of key {name!r} is no int: pass what the last such pull has "
-                            "returned, or -1")  # fmt: skip
+            raise TypeError(
+                f"pull: newer_than={version!r} of key {name!r} is no int: pass what the last such pull has "
+                "returned, or -1"
+            )
         if not -1 <= version <= MOST:
-            raise ValueError(f"pull: newer_than={version} of key {name!r} is no version: pass what the last such pull "
-                             "has returned, or -1")  # fmt: skip
+            raise ValueError(
+                f"pull: newer_than={version} of key {name!r} is no version: pass what the last such pull "
+                "has returned, or -1"
+            )
     return [int(version) for version in given]
 
 
@@ -248,10 +254,12 @@ def see_one_round(what: str, keys: Sequence[Pushed], rounds: Sequence[Sequence[i
         most, least = max(counts), min(counts)
         if most > least:
             name = f"{key.noun} {key.name!r}"
-            raise of_caller(ValueError(
-                f"{what}: {name} was pushed {most} times by rank {counts.index(most)} and {least} times by rank "
-                f"{counts.index(least)}: call it after a round that all have pushed"
-            ))  # fmt: skip
+            raise of_caller(
+                ValueError(
+                    f"{what}: {name} was pushed {most} times by rank {counts.index(most)} and {least} times by rank "
+                    f"{counts.index(least)}: call it after a round that all have pushed"
+                )
+            )
 
 
 PACK_BYTES = 4 << 20

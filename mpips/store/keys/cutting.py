@@ -25,9 +25,13 @@ class Cutting:
     process has a core, so that a server sums one block while workers copy the next."""
 
     def __init__(
-        self, layout: Layout, one_node: bool, side_by_side: bool, placement: Placement | None = None,
+        self,
+        layout: Layout,
+        one_node: bool,
+        side_by_side: bool,
+        placement: Placement | None = None,
         numbers: UnitNumbers | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._layout, self._one_node, self._side_by_side = layout, one_node, side_by_side
         self._grouped = layout.kind.startswith("mpi_")
         self._past_caches = past_caches(os.environ)

@@ -133,9 +133,17 @@ class LineToServer(Protocol):
     local: bool
 
     def post(
-        self, op: int, unit: int = 0, round_: int = 0, region: tuple[int, ...] = ..., coding: int = 0,
-        priority: int = 0, aux: int = 0, token: int = 0, flags: int = 0,
-    ) -> None: ...  # fmt: skip
+        self,
+        op: int,
+        unit: int = 0,
+        round_: int = 0,
+        region: tuple[int, ...] = ...,
+        coding: int = 0,
+        priority: int = 0,
+        aux: int = 0,
+        token: int = 0,
+        flags: int = 0,
+    ) -> None: ...
 
     def repost(self, frame: bytes, round_: int) -> None: ...
 

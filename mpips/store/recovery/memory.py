@@ -279,9 +279,16 @@ class UnitMemory:
                 if was is not None:  # with words of its own: the old ones stay true until the next generation begins
                     kept = Undo(was.arrays, was.copies, journal, was.rows, was.row_elements)
             unit = (Unit if kept is None else SurvivingUnit)(
-                card.number, card.key, stored, mine, card.contributors, card.block_elements, card.row_elements,
-                card.start, kept,
-            )  # fmt: skip
+                card.number,
+                card.key,
+                stored,
+                mine,
+                card.contributors,
+                card.block_elements,
+                card.row_elements,
+                card.start,
+                kept,
+            )
             unit.optimizer = groups.of(card.key)
             units.append(unit)
         return units, Created(arena.region_of(words), [arena.region_of(unit.stored) for unit in units])
@@ -301,11 +308,20 @@ class UnitMemory:
                 (array.dtype.name, offset(array), offset(copy))
                 for array, copy in zip(kept.arrays, kept.copies, strict=True)
             ]
-            entries.append(LedgerEntry(
-                unit.key, unit.stored.dtype.name, unit.start, unit.start + unit.stored.size, kept.row_elements,
-                unit.contributors, offset(np.asarray(unit.words)), offset(np.asarray(kept.words)),
-                (0, 0) if kept.rows is None else (offset(kept.rows), len(kept.rows)), arrays,
-            ))  # fmt: skip
+            entries.append(
+                LedgerEntry(
+                    unit.key,
+                    unit.stored.dtype.name,
+                    unit.start,
+                    unit.start + unit.stored.size,
+                    kept.row_elements,
+                    unit.contributors,
+                    offset(np.asarray(unit.words)),
+                    offset(np.asarray(kept.words)),
+                    (0, 0) if kept.rows is None else (offset(kept.rows), len(kept.rows)),
+                    arrays,
+                )
+            )
         self.ledger.publish(LedgerText(entries, settings, list(tables)), generation)
 
 
@@ -389,9 +405,7 @@ class SurvivingUnit(Unit):
         super().note_overwrite(torn)
         self.undo.note_overwrite(torn)
 
-    def begin_at(
-        self, round_: int, pushes: Sequence[int] | None, state: State | None, step: int, torn: bool
-    ) -> None:  # fmt: skip
+    def begin_at(self, round_: int, pushes: Sequence[int] | None, state: State | None, step: int, torn: bool) -> None:
         """Also say so to those who outlive this server."""
         super().begin_at(round_, pushes, state, step, torn)
         self.undo.begin_at(round_ if pushes is None else 0, self.stands_at, torn)

@@ -394,9 +394,7 @@ def choose_rounds(
     return Choice(keys, step if together else None, lost, {name: rounds.get(name) for name in tables})
 
 
-def common_round(
-    available: Mapping[Name, Collection[int]], synchronous: bool
-) -> tuple[dict[Name, int], int | None]:
+def common_round(available: Mapping[Name, Collection[int]], synchronous: bool) -> tuple[dict[Name, int], int | None]:
     """Return the round of each key, and that of all of them together, if there is one. `available`: the rounds at which
     each key can be had whole, one at least.
 
@@ -472,8 +470,10 @@ def make_plan(
     lost."""
     if choice.lost:
         names = ", ".join(map(repr, choice.lost[:SHOWN])) + ", ..." * (len(choice.lost) > SHOWN)
-        raise LostError(f"recover: all memory with parts of these keys or tables has gone, with their hosts: {names}; "
-                         "start again from a checkpoint")  # fmt: skip
+        raise LostError(
+            f"recover: all memory with parts of these keys or tables has gone, with their hosts: {names}; "
+            "start again from a checkpoint"
+        )
     keys = [Key(card.name, tuple(card.shape), dtype_of(card.dtype)) for card in common_keys(inventories)]
     for key in keys:
         key.round = choice.keys[key.name].round
@@ -525,8 +525,9 @@ def _plan_units(
     holders = {shelf.owner: rank for rank, one in enumerate(inventories) for shelf in one.shelves}
     units = [
         _plan_unit(layout.server_rank(server), card, choice.keys[card.key], shelves, holders, inventories, counts)
-        for server, cut in cards.items() for card in cut
-    ]  # fmt: skip
+        for server, cut in cards.items()
+        for card in cut
+    ]
     holdings = {owner: shelf.units for owner, shelf in shelves.items()}
     owners = owners_of_tables(inventories)
     live = {shelf.owner for one in inventories for shelf in one.shelves if shelf.live}
@@ -547,9 +548,14 @@ def _plan_units(
 
 
 def _plan_unit(
-    rank: int, card: UnitCard, chosen: KeyChoice, shelves: Mapping[int, Shelf], holders: Mapping[int, int],
-    inventories: Sequence[Inventory], counts: Mapping[Name, Sequence[int]],
-) -> UnitPlan:  # fmt: skip
+    rank: int,
+    card: UnitCard,
+    chosen: KeyChoice,
+    shelves: Mapping[int, Shelf],
+    holders: Mapping[int, int],
+    inventories: Sequence[Inventory],
+    counts: Mapping[Name, Sequence[int]],
+) -> UnitPlan:
     transfers: list[Transfer] = []
     for part in chosen.parts:
         start, stop = max(part.start, card.start), min(part.stop, card.stop)

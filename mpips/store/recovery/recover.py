@@ -105,9 +105,14 @@ def recover(
         member.commit()
         LOG.info(
             "recovered in %.3f s, %d bytes moved: %d workers, %d servers, %d spares; dead since the last "
-            "generation: %s", time.monotonic() - begun_at, member.nbytes, layout.num_workers,
-            layout.num_servers, layout.spares, layout.lost or "none",
-        )  # fmt: skip
+            "generation: %s",
+            time.monotonic() - begun_at,
+            member.nbytes,
+            layout.num_workers,
+            layout.num_servers,
+            layout.spares,
+            layout.lost or "none",
+        )
         ring.end(sequence)
     return begun
 
@@ -332,9 +337,14 @@ class ReachableMemory:
     it keeps of others."""
 
     def __init__(
-        self, node: NodeMemory, generation: int, units: Sequence[Unit] = (), owner: int = -1,
-        copies: MirroredUnits | None = None, tables: Callable[[RowSource, str], Journal] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        node: NodeMemory,
+        generation: int,
+        units: Sequence[Unit] = (),
+        owner: int = -1,
+        copies: MirroredUnits | None = None,
+        tables: Callable[[RowSource, str], Journal] | None = None,
+    ) -> None:
         """`generation`: the one that is to begin. `owner`: the rank that this one had as a server. `tables`: what this
         one had of a table, or keeps as a copy."""
         self.units, self._owner, self._node, self._generation, self._copies = units, owner, node, generation, copies

@@ -79,8 +79,7 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)  #
 
 
 def _changes(table: str, journal: Journal, count: int, at: Positions | None = None) -> Iterator[RowsChanged]:
-    """Yield what lies at so many positions, the first ones where None, some at a time; at last where the table stands.
-    """
+    """Yield the first `count` positions (None: all), some at a time, and at last where the table stands."""
     words, at_once = journal.words, journal.rows_at_once
     for start in range(0, max(count, 1), at_once):
         stop = min(start + at_once, count)
@@ -199,8 +198,9 @@ class MirroredTables:
         """Return what is here of tables of so many servers, of which `first` is the rank of the first one."""
         return [
             holding_of_table(copy.name, copy.journal, first + server, shelf)
-            for (_, server, of), copy in self._copies.items() if of == servers
-        ]  # fmt: skip
+            for (_, server, of), copy in self._copies.items()
+            if of == servers
+        ]
 
     def journal(self, table: str, server: int, servers: int) -> Journal:
         """Return the copy of a table of one of so many servers."""

@@ -72,17 +72,22 @@ class RowTransfer:
     """The rows that one rank sends, puts into its own new tables, and takes in."""
 
     def __init__(
-        self, plans: Sequence[TablePlan], comm: MPI.Intracomm, journal: Callable[[RowSource, str], Journal],
+        self,
+        plans: Sequence[TablePlan],
+        comm: MPI.Intracomm,
+        journal: Callable[[RowSource, str], Journal],
         tables: NewRows | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`journal`: of a source that this rank reaches, and a table. `tables`: this server's, which are made already;
         None on other ranks."""
         self._plans, self._comm, self._rank, self._tables = plans, comm, comm.Get_rank(), tables
         self._journal = journal
         self._due = {
             (table.card.table, source.owner, source.holder): 0
-            for table in plans for source in table.sources.get(self._rank) or () if source.sent
-        }  # fmt: skip
+            for table in plans
+            for source in table.sources.get(self._rank) or ()
+            if source.sent
+        }
         """Of what comes from others the number of the next piece."""
         self._going = self._go()
         self._gone = False

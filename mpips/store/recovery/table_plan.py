@@ -124,9 +124,13 @@ def plan_table(layout: Layout, card: MakeTable, owners: Owners, round_: int | No
 
 
 def sources_of(
-    layout: Layout, rank: int, owners: Owners, live: Collection[int], mapped: Collection[int],
+    layout: Layout,
+    rank: int,
+    owners: Owners,
+    live: Collection[int],
+    mapped: Collection[int],
     holders: Mapping[int, int],
-) -> list[RowSource] | None:  # fmt: skip
+) -> list[RowSource] | None:
     """Return whence the server `rank` takes the rows that belong to it now; None where it keeps its own.
 
     `live`: those servers before that live, by their ranks then. `mapped`: those whose memory it reaches. `holders`: of

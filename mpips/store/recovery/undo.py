@@ -51,9 +51,13 @@ class Undo:
     __slots__ = ("arrays", "copies", "row_elements", "rows", "words")
 
     def __init__(
-        self, arrays: Sequence[Array], copies: Sequence[Array], words: Words, rows: NDArray[np.int64] | None,
+        self,
+        arrays: Sequence[Array],
+        copies: Sequence[Array],
+        words: Words,
+        rows: NDArray[np.int64] | None,
         row_elements: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.arrays, self.copies, self.words = list(arrays), list(copies), words
         self.rows, self.row_elements = rows, row_elements
 

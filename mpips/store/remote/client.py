@@ -40,9 +40,7 @@ class Alone(RowTransfers):
         """Ask for all keys before one is waited for."""
         return together([self._pull.pull_part(key, out, key.shards) for key, out in zip(keys, outs)])
 
-    def pushpull(
-        self, keys: Sequence[Key], flats: Sequence[Array], outs: Sequence[Array], priority: int
-    ) -> Task[None]:
+    def pushpull(self, keys: Sequence[Key], flats: Sequence[Array], outs: Sequence[Array], priority: int) -> Task[None]:
         """Both, of all keys."""
         each = zip(keys, flats, outs, strict=True)
         return together([self._pushpull_key(key, flat, out, priority) for key, flat, out in each])
@@ -158,9 +156,7 @@ class Client(RowTransfers):
                 left.append(task)
         return left
 
-    def pushpull(
-        self, keys: Sequence[Key], flats: Sequence[Array], outs: Sequence[Array], priority: int
-    ) -> Task[None]:
+    def pushpull(self, keys: Sequence[Key], flats: Sequence[Array], outs: Sequence[Array], priority: int) -> Task[None]:
         """Push keys in this order; where members do not read by themselves, what goes alone is pulled at once."""
         if self._direct:
             yield from self.push(keys, flats, priority)

@@ -93,8 +93,16 @@ class OneBlock(FastRoute):
 
     lists = True
     __slots__ = (
-        "_copy", "_flag", "_in_place", "_lent", "_line", "_mine", "_shard", "_stored", "_words",
-    )  # fmt: skip
+        "_copy",
+        "_flag",
+        "_in_place",
+        "_lent",
+        "_line",
+        "_mine",
+        "_shard",
+        "_stored",
+        "_words",
+    )
 
     def __init__(self, general: General, key: Key, small_bytes: int) -> None:
         shard = key.shards[0]
@@ -299,9 +307,7 @@ def by_itself(general: General, key: Key, layout: Layout) -> Fast | None:
     return (AnyTime if layout.asynchronous else OneBlock)(general, key, layout.options.small_bytes)
 
 
-def in_client(
-    general: General, key: Key, layout: Layout, slow: Callable[[Key, Array, int], Task[None]]
-) -> Fast | None:
+def in_client(general: General, key: Key, layout: Layout, slow: Callable[[Key, Array, int], Task[None]]) -> Fast | None:
     """The fast path of a member of a client, where the key has one. `slow`: a push by the general path."""
     if layout.options.masters != "one" or not key.size:
         return None

@@ -247,9 +247,15 @@ class Sender:
     # ---- out
 
     def send(
-        self, key: Key, shard: Shard, data: Array, round_: int, priority: int, coding: Coding = Coding.PLAIN,
+        self,
+        key: Key,
+        shard: Shard,
+        data: Array,
+        round_: int,
+        priority: int,
+        coding: Coding = Coding.PLAIN,
         count: int = 0,
-    ) -> Task[None]:  # fmt: skip
+    ) -> Task[None]:
         """Send a payload (uint8) of a round to a server of another node; over when it may be overwritten."""
         blocks = shard.blocks if coding == Coding.PLAIN else 1
         region = Region(0, 0, 0, 0, data.size)

@@ -163,9 +163,7 @@ class Setup:
         forget."""
         return [key for name, key in self.keys.items() if name in known and name not in self._going]
 
-    def begin(
-        self, keys: Sequence[Key], cutting: Cutting, cut: Cards, placed: Sequence[frames.Created | None]
-    ) -> None:
+    def begin(self, keys: Sequence[Key], cutting: Cutting, cut: Cards, placed: Sequence[frames.Created | None]) -> None:
         """The next generation's keys, cut so, and where servers keep them. The link is new."""
         for key in keys:
             for shard in key.shards:

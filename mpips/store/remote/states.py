@@ -204,9 +204,7 @@ class RemoteSnapshot:
         for shard in key.shards:
             first, last = max(start, shard.start), min(stop, shard.stop)
             if first < last:
-                request = frames.ReadSnapshot(
-                    self._number, shard.number, slot, first - shard.start, last - shard.start
-                )
+                request = frames.ReadSnapshot(self._number, shard.number, slot, first - shard.start, last - shard.start)
                 answer = yield from self._link.request(shard.server, request)
                 out[first - start : last - start] = np.frombuffer(answer.data, dtype)
         return out

@@ -228,8 +228,9 @@ class RemoteTables:
         self._pulls[id(block.memory)] = block.memory
         asked = [  # without ids one server is asked for none: it says whether the worker's last push counts
             (server, self._link.post_request_with(server, *block.body(server, local[server])))
-            for server, count in enumerate(block.counts) if count or not (server or len(ids))
-        ]  # fmt: skip
+            for server, count in enumerate(block.counts)
+            if count or not (server or len(ids))
+        ]
         answers = yield from self._answers([token for _, token in asked])
         for (server, _), answer in zip(asked, answers):
             if isinstance(answer, frames.Bytes):
@@ -261,10 +262,19 @@ class RemoteTables:
         for server in range(self._servers):
             found = yield from self._link.request(server, frames.LocateTable(table.name))
             try:
-                parts.append(RowsInPlace(
-                    SparseFile.opened(Region(*found.file)), found.places, found.capacity, self._layout.num_workers,
-                    card.dim, kind, card.key, card.bound, (server, self._servers),
-                ))  # fmt: skip
+                parts.append(
+                    RowsInPlace(
+                        SparseFile.opened(Region(*found.file)),
+                        found.places,
+                        found.capacity,
+                        self._layout.num_workers,
+                        card.dim,
+                        kind,
+                        card.key,
+                        card.bound,
+                        (server, self._servers),
+                    )
+                )
             except (CollectiveError, OSError):  # no addresses, or another container
                 return []
         self._in_place[table.name] = parts

@@ -37,9 +37,16 @@ class Push:
         self.residuals: Residuals | None = None
 
     def push_part(
-        self, key: Key, round_: int, values: Array, priority: int, shards: Sequence[Shard], base: int = 0,
-        wait: bool = True, own: bool = False,
-    ) -> Task[None]:  # fmt: skip
+        self,
+        key: Key,
+        round_: int,
+        values: Array,
+        priority: int,
+        shards: Sequence[Shard],
+        base: int = 0,
+        wait: bool = True,
+        own: bool = False,
+    ) -> Task[None]:
         """Contribute to a round (0: the key's next one) of some shards. `values`, 1-D, holds the key's elements from
         `base` on.
 

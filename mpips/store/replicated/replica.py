@@ -26,8 +26,17 @@ class Replica:
     """A key as every worker has it, bit for bit, after the same rounds."""
 
     __slots__ = (
-        "_allocate", "_arrays", "_others", "_spread", "_turn", "key", "optimizer", "state", "step", "updating",
-    )  # fmt: skip
+        "_allocate",
+        "_arrays",
+        "_others",
+        "_spread",
+        "_turn",
+        "key",
+        "optimizer",
+        "state",
+        "step",
+        "updating",
+    )
 
     def __init__(
         self, key: Key, value: Array, optimizer: Optimizer | None, allocate: Callable[[int, np.dtype], Array]

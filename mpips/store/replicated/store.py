@@ -145,9 +145,7 @@ class ReplicatedStore(Member[Recovered]):
             out[...] = self._replicas.by_name[key.name].value
         yield from ()
 
-    def pushpull(
-        self, keys: Sequence[Key], flats: Sequence[Array], outs: Sequence[Array], priority: int
-    ) -> Task[None]:
+    def pushpull(self, keys: Sequence[Key], flats: Sequence[Array], outs: Sequence[Array], priority: int) -> Task[None]:
         """Both. The sums of several keys go into `outs` on their way, but for results that overlap arrays."""
         if len(keys) > 1 and self._settings.residuals is None:
             replicas = self._replicas.of(keys)

@@ -60,7 +60,7 @@ class Handle(Uncopied):
 
     def __init__(
         self, engine: Engine, task: Task[Any], orders: Collection[Hashable], what: str, detached: bool
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._engine, self._task, self.orders, self.what = engine, task, orders, what
         self.detached = detached
         """Whether only `close` waits for it."""

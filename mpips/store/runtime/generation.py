@@ -289,8 +289,14 @@ class Generation:
         log.place.take(layout.role, layout.rank - layout.num_workers if layout.is_server else layout.rank)
         log.place.generation = self.number
         recorder.goes_well()
-        LOG.info("generation %d has begun, of a %s store: %d workers, %d servers, %d spares", self.number, layout.kind,
-                 layout.num_workers, layout.num_servers, layout.spares)  # fmt: skip
+        LOG.info(
+            "generation %d has begun, of a %s store: %d workers, %d servers, %d spares",
+            self.number,
+            layout.kind,
+            layout.num_workers,
+            layout.num_servers,
+            layout.spares,
+        )
 
     def put_back(self) -> Callable[[], None]:
         """Return a function that makes this generation again what it is now."""

@@ -58,9 +58,15 @@ class _Word(msgspec.Struct, array_like=True):
 
 
 def agree(
-    place: MeetingPlace, what: str, items: Items = (), refusal: BaseException | None = None, noun: str = "key",
-    data: bytes = b"", everybody: bool = False, alike: str = "",
-) -> list[bytes]:  # fmt: skip
+    place: MeetingPlace,
+    what: str,
+    items: Items = (),
+    refusal: BaseException | None = None,
+    noun: str = "key",
+    data: bytes = b"",
+    everybody: bool = False,
+    alike: str = "",
+) -> list[bytes]:
     """Return each worker's `data`, in rank order, once all are seen to ask for the same. Collective, blocking.
 
     Args:

@@ -157,9 +157,15 @@ class Server(Member[None]):
         staleness = options.staleness if layout.asynchronous else None
         server = layout.rank - layout.num_workers
         tables = ServerTables(
-            layout.num_workers, staleness, server, layout.num_servers, self._file, layout.survives,
-            None if self._mirror is None else self._mirror.tables, late,
-        )  # fmt: skip
+            layout.num_workers,
+            staleness,
+            server,
+            layout.num_servers,
+            self._file,
+            layout.survives,
+            None if self._mirror is None else self._mirror.tables,
+            late,
+        )
         tables.lane = layout.lane
         return Serving(state, Requests(state, f"server rank {layout.rank}", self._units, number, tables))
 
@@ -397,8 +403,10 @@ class WorkerTraffic:
                 try:
                     self._read(worker, line, now)
                 except UnknownError as error:  # nothing is answered to a frame, so all hear of it
-                    raise CollectiveError(f"{error}, and rank {worker} names it: make keys and tables on all workers, "
-                                          "and use none that was forgotten") from None  # fmt: skip
+                    raise CollectiveError(
+                        f"{error}, and rank {worker} names it: make keys and tables on all workers, "
+                        "and use none that was forgotten"
+                    ) from None
         return heard
 
     def _read(self, worker: int, line: Line, now: float) -> None:

@@ -125,9 +125,15 @@ class QuorumState(ServerState):
     asynchronous = True
 
     def __init__(
-        self, quorum: Quorum, remote: Iterable[int] = (), late: Late | None = None, reduce: Reduce | None = None,
-        optimizers: Groups | None = None, mirror: UnitMirror | None = None, compressor: Compressor | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        quorum: Quorum,
+        remote: Iterable[int] = (),
+        late: Late | None = None,
+        reduce: Reduce | None = None,
+        optimizers: Groups | None = None,
+        mirror: UnitMirror | None = None,
+        compressor: Compressor | None = None,
+    ) -> None:
         super().__init__(remote, late, reduce, optimizers, mirror, compressor)
         self._quorum = quorum
         self._rounds: dict[int, OpenRound] = {}

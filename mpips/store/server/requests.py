@@ -35,9 +35,13 @@ class Requests:
     """The requests to one server in one generation, of this number. `name`: the server's, in sentences."""
 
     def __init__(
-        self, state: ServerState, name: str, memory: UnitMemory, generation: int = 0,
+        self,
+        state: ServerState,
+        name: str,
+        memory: UnitMemory,
+        generation: int = 0,
         tables: ServerTables | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.tables = tables or ServerTables(0)
         self._state, self._name, self._memory, self._generation = state, name, memory, generation
         self.snapshots: Known[int, Known[int, tuple[Unit, FrozenUnit]]] = Known("snapshot")

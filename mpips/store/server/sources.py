@@ -262,7 +262,7 @@ class CodedMessage(MessageBlocks):
 
     def __init__(
         self, receiver: Receiver, line: MessageLine, worker: int, unit: Unit, frame: Frame, read: Read
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(receiver, line, worker, unit, frame)
         self._size, self._read = frame.nbytes, read
         self.empty = frame.coding == Coding.NOTHING
@@ -291,7 +291,7 @@ class WholeMessage(Contribution):
 
     def __init__(
         self, receiver: Receiver, line: MessageLine, worker: int, unit: Unit, frame: Frame, read: Read | None
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._receiver, self._line, self._worker, self._unit, self._frame = receiver, line, worker, unit, frame
         self.weight, self._read = frame.token, read
         self._data = np.empty(frame.nbytes, np.uint8)
@@ -390,8 +390,7 @@ class Receiver:
     # ---- out
 
     def ship(self, unit: Unit, worker: int, rows: NDArray[np.int64] | None = None) -> None:
-        """Start to send a unit, or rows of it; it must not change until `delivered` names it, but where it has a copy.
-        """
+        """Start to send a unit, or rows of it. Unless it has a copy, it must not change until `delivered` names it."""
         stored = unit.stored if unit.copy is None else unit.copy
         if rows is None:
             blocks: Iterator[Bytes] = iter(cut_bytes(stored, unit.block_elements * stored.itemsize))

@@ -69,9 +69,14 @@ class ServerState(ABC):
     asynchronous: bool
 
     def __init__(
-        self, remote: Iterable[int] = (), late: Late | None = None, reduce: Reduce | None = None,
-        optimizers: Groups | None = None, mirror: UnitMirror | None = None, compressor: Compressor | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        remote: Iterable[int] = (),
+        late: Late | None = None,
+        reduce: Reduce | None = None,
+        optimizers: Groups | None = None,
+        mirror: UnitMirror | None = None,
+        compressor: Compressor | None = None,
+    ) -> None:
         self.units: Known[int, Unit] = Known("unit")
         self.lane = LANE
         """Of records: that of the store, once it is known."""
@@ -484,9 +489,15 @@ class AsynchronousState(ServerState):
     asynchronous = True
 
     def __init__(
-        self, staleness: int = -1, remote: Iterable[int] = (), late: Late | None = None, reduce: Reduce | None = None,
-        optimizers: Groups | None = None, mirror: UnitMirror | None = None, compressor: Compressor | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        staleness: int = -1,
+        remote: Iterable[int] = (),
+        late: Late | None = None,
+        reduce: Reduce | None = None,
+        optimizers: Groups | None = None,
+        mirror: UnitMirror | None = None,
+        compressor: Compressor | None = None,
+    ) -> None:
         super().__init__(remote, late, reduce, optimizers, mirror, compressor)
         self.staleness = staleness
 
@@ -509,8 +520,7 @@ class AsynchronousState(ServerState):
         return index is None or (unit.done[index] >= round_ and not self._too_far(unit, index, round_))
 
     def _too_far(self, unit: Unit, index: int, steps: int) -> bool:
-        """Return whether a contributor after `steps` pushes of the unit is more than `staleness` ahead of the slowest.
-        """
+        """Return whether `steps` pushes of the unit are more than `staleness` ahead of the slowest contributor."""
         if self.staleness < 0:
             return False
         steps -= unit.met[index]

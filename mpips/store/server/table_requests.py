@@ -35,10 +35,16 @@ class ServerTables:
     `late`: looks at long waits."""
 
     def __init__(
-        self, workers: int, staleness: int | None = None, server: int = 0, servers: int = 1,
-        file: SparseFile | None = None, survives: bool = False, mirror: RowMirror | None = None,
+        self,
+        workers: int,
+        staleness: int | None = None,
+        server: int = 0,
+        servers: int = 1,
+        file: SparseFile | None = None,
+        survives: bool = False,
+        mirror: RowMirror | None = None,
         late: Late | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._mirror, self._rank, self._late = mirror, workers + server, late or Late()
         self._held: dict[str, list[tuple[Asker, frames.Answer]]] = {}
         """By tables what is answered once the mirror has them."""
@@ -89,9 +95,7 @@ class ServerTables:
 
     def waits(self, request: frames.TableRequest) -> bool:
         """Return whether a request is to be heard only when the mirror has its table."""
-        return self._mirror is not None and not (
-            isinstance(request, WITHOUT_TABLE) or self._mirror.has(request.table)
-        )  # fmt: skip
+        return self._mirror is not None and not (isinstance(request, WITHOUT_TABLE) or self._mirror.has(request.table))
 
     def take_mirrored(self) -> TableAnswers:
         """Return the answers of tables that the mirror has by now; to be called after each look at it."""

@@ -85,9 +85,17 @@ class ServerTable:
     noun, number = "table", 0
 
     def __init__(
-        self, card: frames.MakeTable, workers: int, staleness: int | None, limit: int, counts: ServerTable | None,
-        file: SparseFile, survives: bool, rank: int, mirror: RowMirror | None,
-    ) -> None:  # fmt: skip
+        self,
+        card: frames.MakeTable,
+        workers: int,
+        staleness: int | None,
+        limit: int,
+        counts: ServerTable | None,
+        file: SparseFile,
+        survives: bool,
+        rank: int,
+        mirror: RowMirror | None,
+    ) -> None:
         self._rank, self._mirror = rank, mirror
         self.card, self._staleness, self._limit, self.counts, self._file = card, staleness, limit, counts, file
         self._survives = survives

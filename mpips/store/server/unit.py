@@ -127,10 +127,17 @@ class Unit:
     noun = "key"
 
     def __init__(
-        self, number: int, key: int | str, stored: Array, words: MutableSequence[int] | memoryview,
-        contributors: Sequence[int], block_elements: int, row_elements: int = 1, start: int = 0,
+        self,
+        number: int,
+        key: int | str,
+        stored: Array,
+        words: MutableSequence[int] | memoryview,
+        contributors: Sequence[int],
+        block_elements: int,
+        row_elements: int = 1,
+        start: int = 0,
         undo: Undo | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.number, self.key, self.stored, self.words = number, key, stored, words
         self.contributors = tuple(contributors)
         self.position = {worker: index for index, worker in enumerate(self.contributors)}
@@ -316,9 +323,7 @@ class Unit:
         why = str(error) if refused else f"{type(error).__name__}: {error}"
         return CollectiveError(f"key {self.key!r}: the server could not apply what was pushed: {why}")
 
-    def begin_at(
-        self, round_: int, pushes: Sequence[int] | None, state: State | None, step: int, torn: bool
-    ) -> None:  # fmt: skip
+    def begin_at(self, round_: int, pushes: Sequence[int] | None, state: State | None, step: int, torn: bool) -> None:
         """Begin a generation with so many rounds complete, and read of every contributor; or, where asynchronous, with
         so many `pushes` of each."""
         self.round, self.done = round_, [round_] * len(self.contributors) if pushes is None else list(pushes)

@@ -30,9 +30,17 @@ class RowsInPlace:
     which it is, of how many."""
 
     def __init__(
-        self, file: SparseFile, places: Mapping[str, int], capacity: int, workers: int, dim: int, dtype: np.dtype,
-        key: int, bound: float, server: tuple[int, int],
-    ) -> None:  # fmt: skip
+        self,
+        file: SparseFile,
+        places: Mapping[str, int],
+        capacity: int,
+        workers: int,
+        dim: int,
+        dtype: np.dtype,
+        key: int,
+        bound: float,
+        server: tuple[int, int],
+    ) -> None:
         self._file, self._dim = file, dim
         self._words: Any = memoryview(file.view(places["words"], (WORDS,), np.uint64))  # type: ignore[arg-type]
         self._done: Any = memoryview(file.view(places["done"], (2, workers), np.uint64))  # type: ignore[arg-type]

@@ -42,9 +42,7 @@ class Journal:
     `done`: how many pushes of each worker are applied, in turn for even and odd rounds. `kept`: positions, "at", and a
     copy of each array; nothing where no round before is kept."""
 
-    def __init__(
-        self, arrays: Mapping[str, Array], words: Array, done: Array, kept: Mapping[str, Array]
-    ) -> None:
+    def __init__(self, arrays: Mapping[str, Array], words: Array, done: Array, kept: Mapping[str, Array]) -> None:
         self._arrays, self._done, self._kept = arrays, done, kept
         self.words: Any = memoryview(words)  # type: ignore[arg-type]
         self.rows_at_once = max(1, PIECE_BYTES // sum(array[:1].nbytes for array in arrays.values()))

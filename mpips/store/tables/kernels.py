@@ -156,12 +156,23 @@ def first_values(values: Array, ids: Array, rows: Array, key: Array, spread: Arr
     return 1
 
 
-@compiled("stored[], const stored[], const int64[], const uint32[], const uint32[], const int64[], const uint64[], "
-          "const float64[], int64", FLOATS, CONSTANTS)  # fmt: skip
+@compiled(
+    "stored[], const stored[], const int64[], const uint32[], const uint32[], const int64[], const uint64[], "
+    "const float64[], int64",
+    FLOATS,
+    CONSTANTS,
+)
 def read_rows(
-    out: Array, values: Array, ids: Array, slots: Array, growing: Array, held: Array, numbers: Array, spread: Array,
+    out: Array,
+    values: Array,
+    ids: Array,
+    slots: Array,
+    growing: Array,
+    held: Array,
+    numbers: Array,
+    spread: Array,
     dim: int,
-) -> int:  # fmt: skip
+) -> int:
     """Write the rows of those ids that belong to one server, or their first values, into their places in `out`.
 
     `slots`, `growing`: of the index and the one that is being moved. `numbers`: the key of first values, the server,
@@ -288,12 +299,22 @@ def row_adagrad(values: Array, sums: Array, gradients: Array, rows: Array, numbe
     return 1
 
 
-@compiled("stored[], stored[], stored[], const stored[], const int64[], stored[], stored[], stored[], int64", FLOATS,
-          CONSTANTS)  # fmt: skip
+@compiled(
+    "stored[], stored[], stored[], const stored[], const int64[], stored[], stored[], stored[], int64",
+    FLOATS,
+    CONSTANTS,
+)
 def adam(
-    values: Array, firsts: Array, seconds: Array, gradients: Array, rows: Array, corrections1: Array,
-    corrections2: Array, numbers: Array, dim: int,
-) -> int:  # fmt: skip
+    values: Array,
+    firsts: Array,
+    seconds: Array,
+    gradients: Array,
+    rows: Array,
+    corrections1: Array,
+    corrections2: Array,
+    numbers: Array,
+    dim: int,
+) -> int:
     """Update rows by `RowAdam`. `numbers`: beta1, 1 - beta1, beta2, 1 - beta2, learning rate and epsilon."""
     beta1, share1, beta2, share2 = numbers[0], numbers[1], numbers[2], numbers[3]
     rate, epsilon = numbers[4], numbers[5]

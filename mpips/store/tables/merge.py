@@ -74,9 +74,7 @@ def deal(found: Distinct, first_rows: Sequence[int], first_words: Sequence[int],
 def sum_into(total: Array, gradients: Array, rows: Places) -> None:
     """Set rows of `total` to the sums of gradients (k, dim), each added in the order they stand; `rows`: of each."""
     begun = np.zeros(len(total), np.uint8)
-    if not len(rows) or kernels.add_rows(
-        total.reshape(-1), gradients.reshape(-1), rows, begun, total.shape[1]
-    ):  # fmt: skip
+    if not len(rows) or kernels.add_rows(total.reshape(-1), gradients.reshape(-1), rows, begun, total.shape[1]):
         return
     order = np.argsort(rows, kind="stable")
     ordered = rows[order]

@@ -45,9 +45,15 @@ class Places:
     the index."""
 
     def __init__(
-        self, ids: Ids, touched: Touched, row_bytes: int, file: SparseFile, words: Hashes, evict: int = 0,
+        self,
+        ids: Ids,
+        touched: Touched,
+        row_bytes: int,
+        file: SparseFile,
+        words: Hashes,
+        evict: int = 0,
         limit: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._ids, self._touched, self._evict, self._limit = ids, touched, evict, limit
         self._file, self._words = file, words
         self._row_bytes, self._sure = row_bytes + INDEX_BYTES, 0

@@ -40,9 +40,14 @@ class RowOptimizer(Protocol):
         counted from 1, int32 (k,). `step`: that of the table."""
 
     def update_at(
-        self, places: Positions, values: Array, gradients: Array, state: Sequence[Array], counts: Array | None,
+        self,
+        places: Positions,
+        values: Array,
+        gradients: Array,
+        state: Sequence[Array],
+        counts: Array | None,
         step: int,
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """Update rows that lie at these positions of a table's arrays, by a compiled loop, to the bits of `update`.
 
         False: there is no such loop now, and nothing has changed."""
@@ -65,9 +70,14 @@ class RowSGD:
         rows -= gradients * rows.dtype.type(at(self.learning_rate, step))
 
     def update_at(
-        self, places: Positions, values: Array, gradients: Array, state: Sequence[Array], counts: Array | None,
+        self,
+        places: Positions,
+        values: Array,
+        gradients: Array,
+        state: Sequence[Array],
+        counts: Array | None,
         step: int,
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         numbers = np.array([at(self.learning_rate, step)], values.dtype)
         return bool(kernels.sgd(*_flat(values, gradients), places, numbers, values.shape[1]))
 
@@ -97,9 +107,14 @@ class Adagrad:
         rows -= gradients * number(at(self.learning_rate, step)) / np.where(below == 0, number(1), below)
 
     def update_at(
-        self, places: Positions, values: Array, gradients: Array, state: Sequence[Array], counts: Array | None,
+        self,
+        places: Positions,
+        values: Array,
+        gradients: Array,
+        state: Sequence[Array],
+        counts: Array | None,
         step: int,
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         numbers, dim = np.array([at(self.learning_rate, step), self.epsilon], values.dtype), values.shape[1]
         return bool(kernels.adagrad(*_flat(values, state[0], gradients), places, numbers, dim))
 
@@ -116,9 +131,14 @@ class RowAdagrad(Adagrad):
         return (1,)
 
     def update_at(
-        self, places: Positions, values: Array, gradients: Array, state: Sequence[Array], counts: Array | None,
+        self,
+        places: Positions,
+        values: Array,
+        gradients: Array,
+        state: Sequence[Array],
+        counts: Array | None,
         step: int,
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         numbers, dim = np.array([at(self.learning_rate, step), self.epsilon], values.dtype), values.shape[1]
         if dim > kernels.PAIRWISE:
             return False
@@ -145,9 +165,11 @@ class RowAdam:
 
     def __post_init__(self) -> None:
         check(
-            self, scheduled=["learning_rate"], at_least_zero=["learning_rate", "epsilon"],
+            self,
+            scheduled=["learning_rate"],
+            at_least_zero=["learning_rate", "epsilon"],
             below_one=["beta1", "beta2"],
-        )  # fmt: skip
+        )
 
     def widths(self, dim: int) -> Sequence[int]:
         return (dim, dim)
@@ -163,9 +185,14 @@ class RowAdam:
         rows -= first / correct1 * rate / np.where(below == 0, number(1), below)
 
     def update_at(
-        self, places: Positions, values: Array, gradients: Array, state: Sequence[Array], counts: Array | None,
+        self,
+        places: Positions,
+        values: Array,
+        gradients: Array,
+        state: Sequence[Array],
+        counts: Array | None,
         step: int,
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         assert counts is not None
         betas = self.beta1, 1 - self.beta1, self.beta2, 1 - self.beta2
         numbers = np.array([*betas, at(self.learning_rate, step), self.epsilon], values.dtype)

@@ -55,9 +55,18 @@ class TableRows:
     (`journal`), which counts pushes of `workers`."""
 
     def __init__(
-        self, dim: int, dtype: np.dtype, key: int, bound: float, optimizer: RowOptimizer, evict: int = 0,
-        limit: int = 0, file: SparseFile | None = None, survives: bool = False, workers: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        dim: int,
+        dtype: np.dtype,
+        key: int,
+        bound: float,
+        optimizer: RowOptimizer,
+        evict: int = 0,
+        limit: int = 0,
+        file: SparseFile | None = None,
+        survives: bool = False,
+        workers: int = 0,
+    ) -> None:
         self._dim, self._dtype, self._key, self._bound, self.optimizer = dim, dtype, key, bound, optimizer
         self._file = SparseFile() if file is None else file
         self.places: dict[str, int] = {}
@@ -241,7 +250,7 @@ class TableRows:
         spread = np.array([2 * self._bound / (1 << 53), self._bound])
         if not len(ids) or kernels.first_values(
             rows.reshape(-1), ids, at, np.array([self._key], np.uint64), spread, self._dim
-        ):  # fmt: skip
+        ):
             return
         for piece, values in first_rows(self._key, self._bound, ids, self._dim, self._dtype):
             rows[at[piece]] = values

@@ -469,20 +469,70 @@ class RequestDone(msgspec.Struct, tag=True):
 
 
 Request = (
-    Create | Forget | Flush | OpenStore | SetOptimizer | UpdateOptimizer | SetCompression | GetState | PutState
-    | SetTorn | TakeSnapshot | ReadSnapshot | DropSnapshot | GetVersions | MakeTable | PushRows | PullRows
-    | UpdateTable | GetTableStats | FreezeTables | ReadTable | ReadDropped | ThawTables | ResetTable | PutRows
-    | EndLoad | AskForRoom | RefuseRound | LocateTable | WaitForTable
-)  # fmt: skip
+    Create
+    | Forget
+    | Flush
+    | OpenStore
+    | SetOptimizer
+    | UpdateOptimizer
+    | SetCompression
+    | GetState
+    | PutState
+    | SetTorn
+    | TakeSnapshot
+    | ReadSnapshot
+    | DropSnapshot
+    | GetVersions
+    | MakeTable
+    | PushRows
+    | PullRows
+    | UpdateTable
+    | GetTableStats
+    | FreezeTables
+    | ReadTable
+    | ReadDropped
+    | ThawTables
+    | ResetTable
+    | PutRows
+    | EndLoad
+    | AskForRoom
+    | RefuseRound
+    | LocateTable
+    | WaitForTable
+)
 Answer = (
-    Created | StatePart | Snapshotted | Bytes | Versions | TableStats | FrozenTables | PutRows | RequestDone
-    | RoomGranted | RoundRefused | TablePlaces
-)  # fmt: skip
+    Created
+    | StatePart
+    | Snapshotted
+    | Bytes
+    | Versions
+    | TableStats
+    | FrozenTables
+    | PutRows
+    | RequestDone
+    | RoomGranted
+    | RoundRefused
+    | TablePlaces
+)
 
 TableRequest = (
-    MakeTable | UpdateTable | PushRows | PullRows | GetTableStats | FreezeTables | ReadTable | ReadDropped | ThawTables
-    | ResetTable | PutRows | EndLoad | AskForRoom | RefuseRound | LocateTable | WaitForTable
-)  # fmt: skip
+    MakeTable
+    | UpdateTable
+    | PushRows
+    | PullRows
+    | GetTableStats
+    | FreezeTables
+    | ReadTable
+    | ReadDropped
+    | ThawTables
+    | ResetTable
+    | PutRows
+    | EndLoad
+    | AskForRoom
+    | RefuseRound
+    | LocateTable
+    | WaitForTable
+)
 """What a worker asks of tables, which have rounds of their own."""
 
 Change = SetOptimizer | UpdateOptimizer | SetCompression

@@ -97,9 +97,10 @@ def connect(layout: Layout, place: MeetingPlace, wait: Wait, ledger: Region | No
             both = rings.request_ring(layout.rank), rings.reply_ring(layout.rank)
             lines.append(SharedLine(*both, wait, gone))
     ledgers = {
-        rank: Region(*one.ledger) for rank, one in enumerate(offers)
+        rank: Region(*one.ledger)
+        for rank, one in enumerate(offers)
         if one.ledger and rank != layout.rank and layout.same_node(rank, layout.rank)
-    }  # fmt: skip
+    }
     return Connection(lines, own, ledgers)
 
 
@@ -123,9 +124,17 @@ class SharedLine:
         """Those under way, each with the number of its frame."""
 
     def post(
-        self, op: int, unit: int = 0, round_: int = 0, region: tuple[int, ...] = NOWHERE, coding: int = 0,
-        priority: int = 0, aux: int = 0, token: int = 0, flags: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        op: int,
+        unit: int = 0,
+        round_: int = 0,
+        region: tuple[int, ...] = NOWHERE,
+        coding: int = 0,
+        priority: int = 0,
+        aux: int = 0,
+        token: int = 0,
+        flags: int = 0,
+    ) -> None:
         """Send a frame."""
         if self._backlog or not self._out.post(op, flags, coding, priority, unit, aux, *region, token, round_):
             self._queue((op, flags, coding, priority, unit, aux, *region, token, round_), None)
@@ -136,9 +145,15 @@ class SharedLine:
             self._queue(Frame.of(frame)._replace(round=round_), None)
 
     def post_body(
-        self, body: bytes | NDArray[np.uint8], op: int, unit: int = 0, round_: int = 0, token: int = 0, flags: int = 0,
+        self,
+        body: bytes | NDArray[np.uint8],
+        op: int,
+        unit: int = 0,
+        round_: int = 0,
+        token: int = 0,
+        flags: int = 0,
         aux: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Send a frame with a body. It is copied, but for an array in memory that the node shares."""
         memory = body if isinstance(body, np.ndarray) else _shared(body)
         self._queue((op, flags, 0, 0, unit, aux, *arena.region_of(memory), token, round_), memory)
@@ -205,9 +220,17 @@ class MessageLine:
         self._request = MPI.REQUEST_NULL
 
     def post(
-        self, op: int, unit: int = 0, round_: int = 0, region: tuple[int, ...] = NOWHERE, coding: int = 0,
-        priority: int = 0, aux: int = 0, token: int = 0, flags: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        op: int,
+        unit: int = 0,
+        round_: int = 0,
+        region: tuple[int, ...] = NOWHERE,
+        coding: int = 0,
+        priority: int = 0,
+        aux: int = 0,
+        token: int = 0,
+        flags: int = 0,
+    ) -> None:
         """Send a frame."""
         self._send(FRAME.pack(op, flags, coding, priority, unit, aux, *region, token, round_), TAG_FRAME)
 
@@ -216,9 +239,15 @@ class MessageLine:
         self._send(frame[:ROUND_AT] + ROUND.pack(round_), TAG_FRAME)
 
     def post_body(
-        self, body: bytes | NDArray[np.uint8], op: int, unit: int = 0, round_: int = 0, token: int = 0, flags: int = 0,
+        self,
+        body: bytes | NDArray[np.uint8],
+        op: int,
+        unit: int = 0,
+        round_: int = 0,
+        token: int = 0,
+        flags: int = 0,
         aux: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Send a frame, then its body, which has to stay as it is until there is an answer."""
         self.post(op, unit, round_, (0, 0, 0, 0, len(body)), aux=aux, token=token, flags=flags)
         self._send(body, TAG_BODY)

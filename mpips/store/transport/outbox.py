@@ -164,12 +164,20 @@ class InPlacePushes:
         if self._last() is not array:
             region = arena.locate(array)
             size = array.itemsize
-            pushes = [] if region is None else [
-                RepeatedPush(shard.line.repost, shard.number, region._replace(
-                    offset=region.offset + shard.start * size, nbytes=(shard.stop - shard.start) * size
-                ))
-                for shard in self._shards
-            ]  # fmt: skip
+            pushes = (
+                []
+                if region is None
+                else [
+                    RepeatedPush(
+                        shard.line.repost,
+                        shard.number,
+                        region._replace(
+                            offset=region.offset + shard.start * size, nbytes=(shard.stop - shard.start) * size
+                        ),
+                    )
+                    for shard in self._shards
+                ]
+            )
             last = weakref.ref(array)
             self._last, self._pushes = last, pushes  # at once, whenever an interrupt comes
         return self._pushes

@@ -182,10 +182,12 @@ class UnitNumbers:
         """Return the number of a new unit of the key; ValueError where all tags are in use."""
         most = most_units()
         if len(self._tagged) >= most:
-            raise of_caller(ValueError(
-                f"init: key {key!r}: this MPI has tags for {most} units of keys, and all are in use; "
-                "init fewer and larger keys, or raise chunk_bytes"
-            ))  # fmt: skip
+            raise of_caller(
+                ValueError(
+                    f"init: key {key!r}: this MPI has tags for {most} units of keys, and all are in use; "
+                    "init fewer and larger keys, or raise chunk_bytes"
+                )
+            )
         while self._next % most in self._tagged:
             self._next += 1
         self._tagged.add(self._next % most)

@@ -138,9 +138,7 @@ class Transfers(Protocol):
     def pull(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[None]:
         """Write the keys' values into `outs`, after this worker's pushes of them."""
 
-    def pushpull(
-        self, keys: Sequence[Key], flats: Sequence[Array], outs: Sequence[Array], priority: int
-    ) -> Task[None]:
+    def pushpull(self, keys: Sequence[Key], flats: Sequence[Array], outs: Sequence[Array], priority: int) -> Task[None]:
         """Both; every `out` may be its own `flat`, and overlaps with no other."""
 
     def push_rows(self, key: Key, rows: RowSparse, priority: int) -> Task[None]:
@@ -171,8 +169,7 @@ class Tables(Protocol):
         """Write the rows of `ids` into `out`, after this worker's pushes. RoomError where one of them was refused."""
 
     def stats(self, table: KnownTable, ahead: int = 0) -> Task[list[TableStats]]:
-        """Return what each server holds of the table after this worker's pushes, and `ahead` more. RoomError as `pull`.
-        """
+        """Return each server's figures after this worker's pushes and `ahead` more. Raises RoomError as `pull` does."""
 
     def freeze(self, tables: Sequence[str], since: int = 0, export: int = -1) -> Task[FrozenRows]:
         """Keep the rows of tables as they are now, those that updates after `since` have named. For one worker.

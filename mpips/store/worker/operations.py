@@ -77,7 +77,13 @@ class Operations:
         self.run(names, task, priority, what)
 
     def start(
-        self, what: str, key: object, value: Any, out: object, priority: int, turns: Sequence[Hashable],
+        self,
+        what: str,
+        key: object,
+        value: Any,
+        out: object,
+        priority: int,
+        turns: Sequence[Hashable],
         begun: Sequence[Begun] = (),
     ) -> Handle:
         """Start a push, pull or pushpull, not blocking; it takes turns with others on its keys and on `turns`.
@@ -132,9 +138,7 @@ class Operations:
         self.run([call.key.name for call in made], self._newer(made, found), priority, "pull")
         return [version + base for version in found]
 
-    def run(
-        self, names: Sequence[Name], task: Task[Any], priority: int, what: str, tables: Sequence[str] = ()
-    ) -> None:
+    def run(self, names: Sequence[Name], task: Task[Any], priority: int, what: str, tables: Sequence[str] = ()) -> None:
         """Do it, blocking; a failure ends the generation. `tables`: whose rounds it may wait for."""
         with self.guard(what, names):
             self._backend.direct = not self._engine.under_way
@@ -199,9 +203,7 @@ class Operations:
         finally:
             task.close()
 
-    def _prepare(
-        self, what: str, key: object, value: Any, out: object, priority: int
-    ) -> tuple[list[Name], Task[None]]:
+    def _prepare(self, what: str, key: object, value: Any, out: object, priority: int) -> tuple[list[Name], Task[None]]:
         """The keys, and what is to be done. ValueError or TypeError where an argument is bad."""
         self.check_open()
         with GIVEN:
@@ -326,11 +328,13 @@ def see_finite(rank: int, what: str, call: KeyCall) -> None:
         where = [int(place) for place in np.unravel_index(int(np.argmin(fine)), fine.shape)]
         if rows is not None:
             where[0] = int(rows.rows[where[0]])
-        raise of_caller(FloatingPointError(
-            f"{what} of key {call.key.name!r}: push {call.key.round + 1} of rank {rank} holds {nans} NaN and "
-            f"{wrong - nans} infinities among {values.size} elements, the first at {where}{step_of_push()}: look at "
-            "the loss, the learning rate and the data of that step on that rank"
-        ))  # fmt: skip
+        raise of_caller(
+            FloatingPointError(
+                f"{what} of key {call.key.name!r}: push {call.key.round + 1} of rank {rank} holds {nans} NaN and "
+                f"{wrong - nans} infinities among {values.size} elements, the first at {where}{step_of_push()}: look "
+                "at the loss, the learning rate and the data of that step on that rank"
+            )
+        )
 
 
 def _finish(call: KeyCall) -> Generator[bool | None, None, None]:

@@ -29,10 +29,16 @@ class Restored:
     """
 
     def __init__(
-        self, source: str = "", names: Iterable[Name] = (), groups: Groups | None = None,
-        compressor: Compressor | None = None, *, later: Iterable[Name] | None = None, saved: bool = False,
+        self,
+        source: str = "",
+        names: Iterable[Name] = (),
+        groups: Groups | None = None,
+        compressor: Compressor | None = None,
+        *,
+        later: Iterable[Name] | None = None,
+        saved: bool = False,
         strict: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.source, self.names, self._compressor = source, set(names), compressor
         self._cure = "give the same, or another folder" if saved else "give the same"
         self._unasked, self._strict = saved, strict
@@ -59,8 +65,13 @@ class Restored:
     def check_table(self, here: MakeTable, asked: MakeTable) -> str:
         """Return what the program asks for in vain, as what is restored holds; "" where nothing. ValueError where it
         asks for another table."""
-        for word, name in (("dim", "dim"), ("dtype", "dtype"), ("optimizer", "optimizer"), ("key", "seed"),
-                           ("bound", "init")):  # fmt: skip
+        for word, name in (
+            ("dim", "dim"),
+            ("dtype", "dtype"),
+            ("optimizer", "optimizer"),
+            ("key", "seed"),
+            ("bound", "init"),
+        ):
             there, wanted = getattr(here, word), getattr(asked, word)
             if there != wanted:
                 unlike = "another one" if name == "seed" else f"{there}, and this is {wanted}"
@@ -113,8 +124,7 @@ class Restored:
         return type(there) is type(chosen)
 
     def ignored_numbers(self, chosen: Optimizer, names: Sequence[Name] | None) -> str:
-        """Return what `set_optimizer` of keys (None: all) does not change, as the checkpoint of an earlier job has it.
-        """
+        """Return what an earlier job's checkpoint holds and `set_optimizer` of these keys (None: all) leaves alone."""
         held = [self._default] if names is None else [self._own.get(name, self._default) for name in names]
         told = [unlike(there, chosen) for there in held if self._strict and type(there) is type(chosen)]
         return next(filter(None, told), "")

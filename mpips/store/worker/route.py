@@ -52,8 +52,7 @@ class CallMarks:
         self._forget_marks()
 
     def mark_first(self, what: str, record: Key) -> int:
-        """Return the mark of a call of one key, which the key keeps unless the call is timed; 0 where `call` times it.
-        """
+        """Return the mark of a call of one key. The key keeps it, unless `call` times the call: then it is 0."""
         timed = self.every or record.is_long
         if timed and not self.records:
             return 0
@@ -101,7 +100,6 @@ class CallMarks:
             round_ = known.round + (what != "pull")
             begun.append((ring, ring.begin(made, 0, round_, starts), known))
         return begun
-
 
     def begin_table(self, what: str, table: KnownTable, rows: int, starts: bool = True) -> Begun:
         """Begin the record of a call of a table that is about so many rows."""
@@ -151,9 +149,7 @@ class ListTransfers:
         if left is not None:
             self._operations.run([record.name for record in records], left, priority, what)
 
-    def _push_all(
-        self, records: Sequence[Key], values: Sequence[Array], priority: int, wait: bool, what: str
-    ) -> None:
+    def _push_all(self, records: Sequence[Key], values: Sequence[Array], priority: int, wait: bool, what: str) -> None:
         """Push; with `wait` until all arrays may be overwritten."""
         left: list[tuple[Key, Task[None]]] = []
         posted = []
@@ -223,8 +219,10 @@ class Route:
         """StoreError, on all workers, where another thread is in a call of the store."""
         if self._inside not in (0, get_ident()):
             one, other = thread_name(get_ident()), thread_name(self._inside)
-            error = CollectiveError(f"rank {self._operations.rank}: thread {one!r} calls {what} while thread {other!r} "
-                                    "is in a call of the store: let one thread make all calls of a store")  # fmt: skip
+            error = CollectiveError(
+                f"rank {self._operations.rank}: thread {one!r} calls {what} while thread {other!r} "
+                "is in a call of the store: let one thread make all calls of a store"
+            )
             raise self._operations.end_by(what, [], error)
 
     def try_fast(self, what: str, key: Any, value: Any, out: Any, priority: int) -> bool:

@@ -265,9 +265,14 @@ class Settings:
         return [theirs for _, theirs in told]
 
     def agree(
-        self, what: str, items: Items = (), refusal: BaseException | None = None, noun: str = "key", data: bytes = b"",
+        self,
+        what: str,
+        items: Items = (),
+        refusal: BaseException | None = None,
+        noun: str = "key",
+        data: bytes = b"",
         alike: str = "",
-    ) -> list[bytes]:  # fmt: skip
+    ) -> list[bytes]:
         """All workers ask for the same, and learn everybody's data, or all raise the same sentence. `alike`: other
         calls that say this come to it, too.
 
@@ -361,9 +366,11 @@ def _optimizer(layout: Layout, optimizer: str | Optimizer, keywords: Mapping[str
     chosen = optimizers.create(optimizer, **keywords)
     takes_mean = is_dataclass(chosen) and "rescale" in {field.name for field in fields(chosen)}
     if layout.options.quorum >= 0 and layout.asynchronous and (isinstance(chosen, Elastic1) or not takes_mean):
-        raise ValueError(f"set_optimizer: {chosen!r} takes no mean of gradients, and a store with "
-                         f"quorum={layout.options.quorum} gives one: give an optimizer of gradients, as SGD, or leave "
-                         "quorum out")  # fmt: skip
+        raise ValueError(
+            f"set_optimizer: {chosen!r} takes no mean of gradients, and a store with "
+            f"quorum={layout.options.quorum} gives one: give an optimizer of gradients, as SGD, or leave "
+            "quorum out"
+        )
     return chosen
 
 

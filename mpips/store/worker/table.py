@@ -1,8 +1,8 @@
 """`Table`: rows of an embedding table, which servers make when they are first pushed to. Checks of its arguments.
 
-    table = kv.table("users", dim=32, init=mpips.uniform(0.05), optimizer="row_adagrad", learning_rate=0.05)
-    rows = table.pull(ids)
-    table.push(ids, gradients)
+table = kv.table("users", dim=32, init=mpips.uniform(0.05), optimizer="row_adagrad", learning_rate=0.05)
+rows = table.pull(ids)
+table.push(ids, gradients)
 """
 
 from __future__ import annotations
@@ -169,10 +169,13 @@ class Table(Uncopied):
         parts = self._stats(self._known)
         counts = self._stats(self._settings.tables[self.name + COUNTS]) if self._known.card.seen else []
         return {
-            "rows": sum(part.rows for part in parts), "bytes": sum(part.nbytes for part in (*parts, *counts)),
-            "updates": max(part.updates for part in parts), "evicted": sum(part.evicted for part in parts),
-            "refused": sum(part.refused for part in parts), "counted": sum(part.rows for part in counts),
-        }  # fmt: skip
+            "rows": sum(part.rows for part in parts),
+            "bytes": sum(part.nbytes for part in (*parts, *counts)),
+            "updates": max(part.updates for part in parts),
+            "evicted": sum(part.evicted for part in parts),
+            "refused": sum(part.refused for part in parts),
+            "counted": sum(part.rows for part in counts),
+        }
 
     def update_optimizer(self, **numbers: Any) -> None:
         """Change numbers of the optimizer, such as `learning_rate`, from the next update on. Collective over workers.
@@ -271,10 +274,12 @@ class Table(Uncopied):
         """StoreError where the generation is over; ValueError where the table was one of an earlier generation."""
         self._settings.operations.check_open()
         if self._settings.tables.get(self.name) is not self._known:
-            raise of_caller(ValueError(
-                f"{what} of table {self.name!r}: tables do not outlive recover(), and its rows are gone: make it anew "
-                "by kv.table(), and load() what you have saved"
-            ))  # fmt: skip
+            raise of_caller(
+                ValueError(
+                    f"{what} of table {self.name!r}: tables do not outlive recover(), and its rows are gone: make it "
+                    "anew by kv.table(), and load() what you have saved"
+                )
+            )
 
     def _see_push(self, what: str, ids: object, gradients: object) -> tuple[Ids, Array]:
         """Return the ids and gradients of a push, (k,) and (k, dim)."""
@@ -333,11 +338,14 @@ class Table(Uncopied):
             return
         wrong, nans = int(np.count_nonzero(~fine)), int(np.count_nonzero(np.isnan(gradients)))
         row = int(np.argmin(fine.all(axis=1)))
-        raise of_caller(FloatingPointError(
-            f"{what} of table {self.name!r}: push {self._known.round + 1} of rank {self._settings.layout.rank} holds "
-            f"{nans} NaN and {wrong - nans} infinities among {gradients.size} elements, the first of id {ids[row]}"
-            f"{step_of_push()}: look at the loss, the learning rate and the data of that step on that rank"
-        ))  # fmt: skip
+        raise of_caller(
+            FloatingPointError(
+                f"{what} of table {self.name!r}: push {self._known.round + 1} of rank {self._settings.layout.rank} "
+                f"holds {nans} NaN and {wrong - nans} infinities among {gradients.size} elements, the first of id "
+                f"{ids[row]}"
+                f"{step_of_push()}: look at the loss, the learning rate and the data of that step on that rank"
+            )
+        )
 
 
 def push_together(pushes: Sequence[tuple[Table, object, object]]) -> None:
@@ -367,8 +375,11 @@ def _push_all(what: str, pushes: Sequence[tuple[Table, Ids, Array]]) -> None:
     with first._route.pushing_tables(names):
         for table, *_ in pushes:
             table._begin(said)
-        begun = [first._route.marks.begin_table("push", table._known, len(ids)) for table, ids, _ in pushes
-                 if recorder.is_traced]  # fmt: skip
+        begun = [
+            first._route.marks.begin_table("push", table._known, len(ids))
+            for table, ids, _ in pushes
+            if recorder.is_traced
+        ]
         parts = [(table._known, ids, gradients) for table, ids, gradients in pushes]
         settings.run(said, tables.push(parts), tables=names)
         for ring, sequence, _ in begun:
@@ -376,9 +387,17 @@ def _push_all(what: str, pushes: Sequence[tuple[Table, Ids, Array]]) -> None:
 
 
 def make(
-    settings: Settings, route: Route, name: object, dim: object, dtype: object, init: object, optimizer: object,
-    seed: object, life: tuple[object, object, object], options: dict[str, Any],
-) -> Table:  # fmt: skip
+    settings: Settings,
+    route: Route,
+    name: object,
+    dim: object,
+    dtype: object,
+    init: object,
+    optimizer: object,
+    seed: object,
+    life: tuple[object, object, object],
+    options: dict[str, Any],
+) -> Table:
     """Make a table. Collective over the workers, but for one that is restored; see `KVStore.table`. `life`: `admit`,
     `evict` and `limit`."""
     if name in settings.restored.names and name in settings.tables:
@@ -394,9 +413,16 @@ def make(
     items = []
     if card is not None:
         chosen = row_optimizers.decode(card.optimizer, card.numbers)
-        items = [("dim", str(card.dim)), ("dtype", card.dtype), ("init", repr(init)), ("seed", repr(seed)),
-                 ("optimizer", repr(chosen)), ("evict", str(card.evict or None)), ("limit", str(card.limit or None)),
-                 ("admit", repr(life[0]))]  # fmt: skip
+        items = [
+            ("dim", str(card.dim)),
+            ("dtype", card.dtype),
+            ("init", repr(init)),
+            ("seed", repr(seed)),
+            ("optimizer", repr(chosen)),
+            ("evict", str(card.evict or None)),
+            ("limit", str(card.limit or None)),
+            ("admit", repr(life[0])),
+        ]
     settings.finish()
     settings.agree(f"table {name!r}", items, refusal, noun="argument")
     assert card is not None and settings.backend.tables is not None
@@ -408,9 +434,16 @@ def make(
 
 
 def _card(
-    settings: Settings, name: object, dim: object, dtype: object, init: object, optimizer: object, seed: object,
-    life: tuple[object, object, object], options: dict[str, Any],
-) -> frames.MakeTable:  # fmt: skip
+    settings: Settings,
+    name: object,
+    dim: object,
+    dtype: object,
+    init: object,
+    optimizer: object,
+    seed: object,
+    life: tuple[object, object, object],
+    options: dict[str, Any],
+) -> frames.MakeTable:
     """Return a new table as servers are told of it; ValueError or TypeError where it cannot be."""
     if not isinstance(name, str):
         raise TypeError(f"table: the name {name!r} is no str: give one")
@@ -442,11 +475,18 @@ def _card(
         _at_least(name, "remember", admit.remember, settings.layout.num_servers)
     chosen, numbers = _optimizer(name, lambda: row_optimizers.encode(row_optimizers.create(optimizer, options)))
     return frames.MakeTable(
-        name, width, word, key_of(_whole(name, "seed", seed), name), init.bound, chosen, numbers,
-        _at_least(name, "evict", evict, 1), _at_least(name, "limit", limit, settings.layout.num_servers),
+        name,
+        width,
+        word,
+        key_of(_whole(name, "seed", seed), name),
+        init.bound,
+        chosen,
+        numbers,
+        _at_least(name, "evict", evict, 1),
+        _at_least(name, "limit", limit, settings.layout.num_servers),
         seen=admit.times if isinstance(admit, Seen) else 0,
         chance=admit.probability if isinstance(admit, Chance) else 1.0,
-    )  # fmt: skip
+    )
 
 
 def _optimizer(name: str, make: Callable[[], T]) -> T:

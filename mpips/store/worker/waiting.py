@@ -27,7 +27,7 @@ def pushes_of(keys: Mapping[Name, Key | KnownTable]) -> bytes:
 
 def waits_for_closed(
     words: Sequence[bytes], keys: Mapping[Name, Key | KnownTable], pushing: Sequence[Name] = ()
-) -> str:  # fmt: skip
+) -> str:
     """Return whose next push a worker with these keys and tables of a synchronous store waits for though that one
     closes; "" where none. `words`: of each worker. `pushing`: keys of a push that is not counted yet."""
     for rank, word in enumerate(words):

@@ -55,9 +55,13 @@ class Consensus:
     """One worker's part. `passes`: backward passes of a step."""
 
     def __init__(
-        self, store: KVStore, optimizer: torch.optim.Optimizer, passes: int, parameters: Sequence[Tensor],
+        self,
+        store: KVStore,
+        optimizer: torch.optim.Optimizer,
+        passes: int,
+        parameters: Sequence[Tensor],
         keys: Sequence[str],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._store, self._optimizer, self._passes = store, optimizer, passes
         self._parameters, self._keys = parameters, keys
         self._mask = -(-len(parameters) // 8)
@@ -132,9 +136,13 @@ class Consensus:
         if items and items != self._digested[0]:
             self._digested = items, digest(msgspec.msgpack.encode(items))
         self._head[:] = (
-            CALLS.index(call), steps if counts else 0, brought.cleared if counts else UNKNOWN,
-            changes if counts else 0, brought.overflow, self._digested[1] if items else 0,
-        )  # fmt: skip
+            CALLS.index(call),
+            steps if counts else 0,
+            brought.cleared if counts else UNKNOWN,
+            changes if counts else 0,
+            brought.overflow,
+            self._digested[1] if items else 0,
+        )
         if len(self._rows) != comm.size:
             self._rows = np.empty((comm.size, self._row.size), np.uint8)
         what = f"step {steps + 1}" if is_step else call
@@ -151,10 +159,12 @@ class Consensus:
         if (heads[:, DIGEST] != heads[0, DIGEST]).any():
             with self._within(what, comm):
                 found = gather_difference(items, comm, what, first) or UNEXPLAINED
-            raise of_caller(ValueError(
-                f"{what}: {found}: give all workers the same, and average over them what it is computed from, such as "
-                "a loss"
-            ))  # fmt: skip
+            raise of_caller(
+                ValueError(
+                    f"{what}: {found}: give all workers the same, and average over them what it is computed from, such "
+                    "as a loss"
+                )
+            )
         return self._rows
 
     def _compare_parameters(self, comm: MPI.Intracomm, what: str) -> None:
@@ -167,10 +177,12 @@ class Consensus:
             places = gather_rows(np.array([place]), comm, what)[:, 0].tolist()
         for rank, place in enumerate(places):
             if place >= 0:
-                raise of_caller(ValueError(
-                    f"{what}: parameter {self._keys[place]!r} is not the same on rank 0 and rank {rank}: where the "
-                    "program changes parameters, call set_parameters() on all workers, which then have rank 0's"
-                ))  # fmt: skip
+                raise of_caller(
+                    ValueError(
+                        f"{what}: parameter {self._keys[place]!r} is not the same on rank 0 and rank {rank}: where the "
+                        "program changes parameters, call set_parameters() on all workers, which then have rank 0's"
+                    )
+                )
 
     def _items(self) -> Items:
         """Return the numbers that must be equal on all workers in each step."""
@@ -239,10 +251,12 @@ def unlike(heads: Sequence[Sequence[int]], first: int = 0) -> str:
     for rank, count in known:
         if count != known[0][1]:
             one, before = known[0]
-            return (f"step {heads[0][STEPS] + 1}: since its last step rank {one} has called zero_grad() "
-                    f"{_count(before, 'time')} and rank {rank} {_count(count, 'time')}, so one has left out a step: "
-                    "make each on all workers; one without a batch calls zero_grad() and step() alone, and counts as "
-                    "zero")  # fmt: skip
+            return (
+                f"step {heads[0][STEPS] + 1}: since its last step rank {one} has called zero_grad() "
+                f"{_count(before, 'time')} and rank {rank} {_count(count, 'time')}, so one has left out a step: "
+                "make each on all workers; one without a batch calls zero_grad() and step() alone, and counts as "
+                "zero"
+            )
     return ""
 
 

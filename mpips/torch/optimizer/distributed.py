@@ -37,8 +37,10 @@ if TYPE_CHECKING:
     from mpips.optimizers.base import Optimizer
     from mpips.store.checkpoint.save import Saving
 
-STATE_HOOKS = tuple(f"_optimizer_{kind}_hooks" for kind in ("state_dict_pre", "state_dict_post", "load_state_dict_pre",
-                                                            "load_state_dict_post"))  # fmt: skip
+STATE_HOOKS = tuple(
+    f"_optimizer_{kind}_hooks"
+    for kind in ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+)
 WRAP_LATER = "add groups to the PyTorch optimizer first, then wrap it in a new DistributedOptimizer"
 LOG = log.get("mpips.torch")
 
@@ -78,10 +80,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
     """GradScaler calls `step` though a gradient has overflowed here."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Tensor]],
-        kind: str = "mpi_sync", *, store: KVStore | None = None, backward_passes_per_step: int = 1,
-        compression: dict[str, Any] | None = None, elastic: float | None = None, interval: int = 64, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: Iterable[tuple[str, Tensor]],
+        kind: str = "mpi_sync",
+        *,
+        store: KVStore | None = None,
+        backward_passes_per_step: int = 1,
+        compression: dict[str, Any] | None = None,
+        elastic: float | None = None,
+        interval: int = 64,
+        **options: Any,
+    ) -> None:
         check_joined()
         _check_optimizer(optimizer)
         if backward_passes_per_step < 1 or interval < 1:
@@ -135,8 +145,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._check_groups()
         if hasattr(self, "found_inf"):
-            raise RuntimeError("this PyTorch's GradScaler does not pass itself to step(), so workers do not learn of "
-                               "each other's overflows: use mpips.torch.DataParallel with it")  # fmt: skip
+            raise RuntimeError(
+                "this PyTorch's GradScaler does not pass itself to step(), so workers do not learn of "
+                "each other's overflows: use mpips.torch.DataParallel with it"
+            )
         if grad_scaler is None:
             self._survival.step(Brought(cleared=self._cleared))
         else:  # all workers have the same overflows then, so their scales stay equal
@@ -175,8 +187,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         data = None if self._survival.new else self._survival.call("state_dict", self._store_bytes)
         if data is None:
-            raise RuntimeError("state_dict: a process has died, and the other workers have theirs already: call it "
-                               "again after the next step")  # fmt: skip
+            raise RuntimeError(
+                "state_dict: a process has died, and the other workers have theirs already: call it "
+                "again after the next step"
+            )
         records = self._server_records()
         with self._live.shown(unpack(data, self._of_key, records) if records else None):
             state = self.optimizer.state_dict()
@@ -195,8 +209,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         states = states_by_key(state, self._keys) if records and data is None else {}
         if (data is not None) is not self._in_store() and not states and not self._is_stateless():
             here, there = ("has", "has none") if self._in_store() else ("has none", "has")
-            raise ValueError(f"load_state_dict: this optimizer {here} of its state in the store, the saved one "
-                             f"{there}: make it as the saved one was, and load what its state_dict() gave")  # fmt: skip
+            raise ValueError(
+                f"load_state_dict: this optimizer {here} of its state in the store, the saved one "
+                f"{there}: make it as the saved one was, and load what its state_dict() gave"
+            )
 
         if self._survival.new:
             state["state"] = self.optimizer.state_dict()["state"]
@@ -302,18 +318,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._resumed = self._survival.steps
         if self._resumed:
             self._opt_called = True  # schedulers of torch, which then catch up, warn where it has made no step
-        LOG.info("DistributedOptimizer: %s by %s on a %s store of %d parameters, from step %d",
-                 type(optimizer).__name__, type(self._exchange).__name__, self.store.type, len(self._keys),
-                 self._resumed)  # fmt: skip
+        LOG.info(
+            "DistributedOptimizer: %s by %s on a %s store of %d parameters, from step %d",
+            type(optimizer).__name__,
+            type(self._exchange).__name__,
+            self.store.type,
+            len(self._keys),
+            self._resumed,
+        )
 
     def _check_groups(self) -> None:
         """Raise RuntimeError where the wrapped optimizer has got or lost parameters: new ones have no key."""
         held = [p for group in self.optimizer.param_groups for p in group["params"]]
         if len(held) != len(self._parameters) or any(p is not one for p, one in zip(held, self._parameters)):
-            raise of_caller(RuntimeError(
-                f"step: {type(self.optimizer).__name__} on rank {self.store.rank} has {len(held)} parameters in its "
-                f"groups, and they are not the {len(self._parameters)} that it was wrapped with: {WRAP_LATER}"
-            ))  # fmt: skip
+            raise of_caller(
+                RuntimeError(
+                    f"step: {type(self.optimizer).__name__} on rank {self.store.rank} has {len(held)} parameters in "
+                    f"its groups, and they are not the {len(self._parameters)} that it was wrapped with: {WRAP_LATER}"
+                )
+            )
 
     def _in_store(self) -> bool:
         """Return whether the store holds a part of the training's state."""
@@ -353,8 +376,10 @@ def _check_optimizer(optimizer: object) -> None:
         raise TypeError(f"DistributedOptimizer wraps an optimizer of torch.optim, not a {type(optimizer).__name__}")
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ValueError(f"{type(optimizer).__name__} evaluates the loss several times in a step, which cannot be "
-                         "distributed: choose another optimizer")  # fmt: skip
+        raise ValueError(
+            f"{type(optimizer).__name__} evaluates the loss several times in a step, which cannot be "
+            "distributed: choose another optimizer"
+        )
 
 
 def _name_keys(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]]) -> dict[Tensor, str]:
@@ -362,10 +387,14 @@ def _name_keys(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tens
     names = {parameter: name for name, parameter in named}
     missing = sum(p not in names for group in optimizer.param_groups for p in group["params"])
     if missing:
-        raise ValueError(f"named_parameters names not all of the optimizer's parameters, {missing} are missing: pass "
-                         "model.named_parameters()")  # fmt: skip
+        raise ValueError(
+            f"named_parameters names not all of the optimizer's parameters, {missing} are missing: pass "
+            "model.named_parameters()"
+        )
     for name, parameter in zip(names.values(), names):
         if parameter.is_complex():
-            raise TypeError(f"parameter {name!r} is of type {parameter.dtype}, which no store keeps: let the model "
-                            "have torch.view_as_real of it, or use mpips.torch.DataParallel")  # fmt: skip
+            raise TypeError(
+                f"parameter {name!r} is of type {parameter.dtype}, which no store keeps: let the model "
+                "have torch.view_as_real of it, or use mpips.torch.DataParallel"
+            )
     return names

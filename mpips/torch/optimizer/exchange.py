@@ -82,9 +82,13 @@ class GradientExchange:
 
 
 def choose_exchange(
-    store: KVStore, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], passes: int,
-    elastic: float | None, interval: int,
-) -> GradientExchange:  # fmt: skip
+    store: KVStore,
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[Tensor, str],
+    passes: int,
+    elastic: float | None,
+    interval: int,
+) -> GradientExchange:
     """Return the exchange for an optimizer and a store. Collective over the workers, blocking.
 
     ValueError where there is none.
@@ -100,17 +104,23 @@ def choose_exchange(
         if None not in found:
             every = [each for own in optimizer.state.values() for each in own.values()]
             if any(isinstance(each, Tensor) and each.any() for each in every):
-                raise ValueError(f"{type(optimizer).__name__} has made steps, and the servers would begin its state "
-                                 "anew: wrap it before, or choose a store without servers, which keeps it")  # fmt: skip
+                raise ValueError(
+                    f"{type(optimizer).__name__} has made steps, and the servers would begin its state "
+                    "anew: wrap it before, or choose a store without servers, which keeps it"
+                )
             return ServerExchange(store, optimizer, names, [each for each in found if each is not None], passes)
     if store.layout.asynchronous:
-        raise ValueError(f"{type(optimizer).__name__} with these options or hooks has no counterpart on the servers, "
-                         "which an asynchronous store needs: choose SGD, Adam, AdamW, RMSprop or Adagrad, or a "
-                         "synchronous kind")  # fmt: skip
+        raise ValueError(
+            f"{type(optimizer).__name__} with these options or hooks has no counterpart on the servers, "
+            "which an asynchronous store needs: choose SGD, Adam, AdamW, RMSprop or Adagrad, or a "
+            "synchronous kind"
+        )
     if store.resumed and not store.settings.fresh:
-        raise ValueError(f"{type(optimizer).__name__} runs on the workers, and the store's checkpoint has neither "
-                         "parameters nor state of it: choose an optimizer that runs on servers, or save by "
-                         "torch.save and load_state_dict")  # fmt: skip
+        raise ValueError(
+            f"{type(optimizer).__name__} runs on the workers, and the store's checkpoint has neither "
+            "parameters nor state of it: choose an optimizer that runs on servers, or save by "
+            "torch.save and load_state_dict"
+        )
     return WorkerExchange(store, optimizer, parameters, keys, passes)
 
 
@@ -121,8 +131,9 @@ def check_elastic(store: KVStore, elastic: float | None) -> None:
     if not store.layout.asynchronous:
         raise ValueError(f"elastic={elastic} needs an asynchronous store, as mpi_async, not {store.type}")
     if store.layout.survives:
-        raise ValueError(f"elastic={elastic} does not go on after a death: leave out spares={store.layout.spares}, or "
-                         "elastic")  # fmt: skip
+        raise ValueError(
+            f"elastic={elastic} does not go on after a death: leave out spares={store.layout.spares}, or elastic"
+        )
 
 
 # ---- on servers
@@ -132,9 +143,13 @@ class ServerExchange(GradientExchange):
     """The optimizer's groups are records of the store, and the parameters are those that were pulled last."""
 
     def __init__(
-        self, store: KVStore, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str],
-        records: Sequence[Optimizer], passes: int,
-    ) -> None:  # fmt: skip
+        self,
+        store: KVStore,
+        optimizer: torch.optim.Optimizer,
+        names: Mapping[Tensor, str],
+        records: Sequence[Optimizer],
+        passes: int,
+    ) -> None:
         """Collective over the workers, blocking."""
         self._store, self._optimizer, self._names, self._passes = store, optimizer, names, passes
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -156,12 +171,16 @@ class ServerExchange(GradientExchange):
         if self.is_loaded:
             self.put_loaded()
         elif step.changed and (changed := self._find_changed()):
-            raise RuntimeError(f"parameter {changed!r} was changed since the last step, and the servers have the old "
-                               "one: call set_parameters() of this optimizer first, on all workers, or put the old one "
-                               "back before the step, from a copy")  # fmt: skip
+            raise RuntimeError(
+                f"parameter {changed!r} was changed since the last step, and the servers have the old "
+                "one: call set_parameters() of this optimizer first, on all workers, or put the old one "
+                "back before the step, from a copy"
+            )
         if has_step_hooks(self._optimizer):
-            raise RuntimeError(f"{type(self._optimizer).__name__} has got a hook on its step, which servers do not "
-                               "call: register it before the optimizer is wrapped")  # fmt: skip
+            raise RuntimeError(
+                f"{type(self._optimizer).__name__} has got a hook on its step, which servers do not "
+                "call: register it before the optimizer is wrapped"
+            )
         self._check_sparse(step)
         self._update_numbers()
         self.sent = True
@@ -211,8 +230,10 @@ class ServerExchange(GradientExchange):
                 found, mine = self._store.settings.groups.of(name), self._records[at]
                 if found is None or type(found) is not type(mine):
                     kind = type(mine).__name__
-                    raise ValueError(f"key {name!r} was saved with {found}, and is updated by {kind} here: make the "
-                                     "DistributedOptimizer as the saved one was")  # fmt: skip
+                    raise ValueError(
+                        f"key {name!r} was saved with {found}, and is updated by {kind} here: make the "
+                        "DistributedOptimizer as the saved one was"
+                    )
                 self._records[at], self._numbers[at] = found, {}
 
     def put_loaded(self) -> None:
@@ -245,8 +266,10 @@ class ServerExchange(GradientExchange):
                 continue
             record = server_optimizer(self._optimizer, group, gradient_share(self._store.layout, self._passes))
             if record is None:
-                raise ValueError(f"group {at} of the optimizer has {found}, which the servers cannot compute: make "
-                                 "another DistributedOptimizer")  # fmt: skip
+                raise ValueError(
+                    f"group {at} of the optimizer has {found}, which the servers cannot compute: make "
+                    "another DistributedOptimizer"
+                )
             before = asdict(self._records[at])
             changed = {name: value for name, value in asdict(record).items() if value != before[name]}
             if changed:
@@ -262,8 +285,10 @@ class ServerExchange(GradientExchange):
         for name, sparse, decay in zip(self._all_keys, step.sparse, decays):
             if sparse and (decay or kind not in (torch.optim.SGD, torch.optim.Adagrad)):
                 why = " with weight_decay" if decay else ""
-                raise TypeError(f"parameter {name!r} has a sparse gradient, which {kind.__name__}{why} does not take: "
-                                "make its layer with sparse=False, or choose SGD or Adagrad")  # fmt: skip
+                raise TypeError(
+                    f"parameter {name!r} has a sparse gradient, which {kind.__name__}{why} does not take: "
+                    "make its layer with sparse=False, or choose SGD or Adagrad"
+                )
 
     def _keys(self, group: Mapping[str, Any]) -> list[str]:
         return [self._names[parameter] for parameter in group["params"]]
@@ -276,9 +301,13 @@ class WorkerExchange(GradientExchange):
     """The store holds sums of gradients, and each worker has parameters and state. For synchronous stores."""
 
     def __init__(
-        self, store: KVStore, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], keys: Sequence[str],
+        self,
+        store: KVStore,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[Tensor],
+        keys: Sequence[str],
         passes: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._store, self._optimizer, self._passes = store, optimizer, passes
         self._parameters, self._keys = parameters, keys
         self._sums: list[Tensor] = []
@@ -350,9 +379,15 @@ class ElasticExchange(GradientExchange):
     `alpha` (MXNET-MPI, equations 2 and 3). For stores that do not survive deaths."""
 
     def __init__(
-        self, store: KVStore, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], keys: Sequence[str],
-        passes: int, alpha: float, interval: int,
-    ) -> None:  # fmt: skip
+        self,
+        store: KVStore,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[Tensor],
+        keys: Sequence[str],
+        passes: int,
+        alpha: float,
+        interval: int,
+    ) -> None:
         self._store, self._optimizer, self._passes = store, optimizer, passes
         self._parameters, self._keys = parameters, keys
         self._alpha, self._interval, self._steps = alpha, interval, 0
@@ -488,9 +523,7 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
-def server_optimizer(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], rescale: float
-) -> Optimizer | None:
+def server_optimizer(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], rescale: float) -> Optimizer | None:
     """Return the store's optimizer that updates a group as `optimizer` does here; None where there is none.
 
     Gradients arrive as a sum, which `rescale` makes their mean.

@@ -188,8 +188,13 @@ def meet(positions: Sequence[StepPosition], synchronous: bool) -> Meeting:
     there = [position for position in positions if not position.new]
     giver = next((rank for rank, position in enumerate(positions) if not position.new), -1)
     if not there:
-        return Meeting(giver, 0, False, 0, "no worker is left that has the parameters and the optimizer's state: begin "
-                       "again, from a checkpoint")  # fmt: skip
+        return Meeting(
+            giver,
+            0,
+            False,
+            0,
+            "no worker is left that has the parameters and the optimizer's state: begin again, from a checkpoint",
+        )
     steps, calls = min(position.steps for position in there), max(position.calls for position in there)
     if not synchronous:
         return Meeting(giver, max(steps - 1, 0), False, 0, "")

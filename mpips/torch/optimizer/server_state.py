@@ -25,9 +25,12 @@ from mpips.store.checkpoint import file
 from mpips.store.keys.key import Name
 
 ARRAYS: dict[type[Optimizer], tuple[str, ...]] = {
-    SGD: ("momentum_buffer",), AdaGrad: ("sum",), RMSProp: ("square_avg",), Adam: ("exp_avg", "exp_avg_sq"),
+    SGD: ("momentum_buffer",),
+    AdaGrad: ("sum",),
+    RMSProp: ("square_avg",),
+    Adam: ("exp_avg", "exp_avg_sq"),
     AdamW: ("exp_avg", "exp_avg_sq"),
-}  # fmt: skip
+}
 """PyTorch's names of the arrays of a record's state, in the order of the record."""
 STEP = "step"
 
@@ -147,9 +150,11 @@ def unpack(
 
 
 def pack(
-    data: bytes, parameters: Mapping[Name, Tensor], records: Mapping[Tensor, Optimizer],
+    data: bytes,
+    parameters: Mapping[Name, Tensor],
+    records: Mapping[Tensor, Optimizer],
     states: Mapping[str, Mapping[str, Any]],
-) -> bytes:  # fmt: skip
+) -> bytes:
     """Return the file of a store with PyTorch's states, by key, in place of its own.
 
     ValueError where a state lacks an array, or one has another shape.
@@ -189,11 +194,15 @@ def _array_of(key: str, name: str, parameter: Tensor, state: Mapping[str, Any]) 
         return torch.zeros_like(parameter)
     if not isinstance(given, Tensor):
         found = ", ".join(map(repr, state))
-        raise ValueError(f"load_state_dict: the state of parameter {key!r} has no tensor {name!r}, it has {found}: "
-                         "load what the same kind of optimizer gave")  # fmt: skip
+        raise ValueError(
+            f"load_state_dict: the state of parameter {key!r} has no tensor {name!r}, it has {found}: "
+            "load what the same kind of optimizer gave"
+        )
     if given.shape != parameter.shape:
-        raise ValueError(f"load_state_dict: {name!r} of parameter {key!r} has shape {tuple(given.shape)}, and the "
-                         f"parameter {tuple(parameter.shape)}: load what was saved of this model")  # fmt: skip
+        raise ValueError(
+            f"load_state_dict: {name!r} of parameter {key!r} has shape {tuple(given.shape)}, and the "
+            f"parameter {tuple(parameter.shape)}: load what was saved of this model"
+        )
     return given.detach()
 
 

@@ -36,8 +36,14 @@ CASES = {
     "pure": Case("dist_sync", 0),
 }
 KEYS, STEPS = len(model.SIZES), model.STEPS
-CALLS = {"init": KEYS, "set_optimizer": KEYS, "push": KEYS * STEPS // 3, "pull": KEYS * STEPS // 3,
-         "pushpull": (KEYS + 1) * STEPS // 3, "save": STEPS // model.SAVE_EVERY}  # fmt: skip
+CALLS = {
+    "init": KEYS,
+    "set_optimizer": KEYS,
+    "push": KEYS * STEPS // 3,
+    "pull": KEYS * STEPS // 3,
+    "pushpull": (KEYS + 1) * STEPS // 3,
+    "save": STEPS // model.SAVE_EVERY,
+}
 """How often a worker of the synchronous program makes each call."""
 COUNTING = {"init": 3, "set_optimizer": 1, "push": 25, "pull": 25, "pushpull": 25}
 """The same of the one that counts, where all are as fast."""

@@ -37,8 +37,22 @@ def run(case: Case, plan: FaultPlan, spares: int, limit: float = LIMIT) -> Resul
     """Run the program of a case under a plan."""
     with tempfile.TemporaryDirectory(prefix="chaos-job-") as name:
         file = Path(name, "stored.npz" if case.asynchronous else "stored.safetensors")
-        argv = [sys.executable, "-m", "launch.cli", "run", "-w", str(WORKERS), "-s", str(case.servers), *case.words,
-                *(() if spares < 0 else ("--spares", str(spares))), "-m", MODULE, case.kind, str(file)]  # fmt: skip
+        argv = [
+            sys.executable,
+            "-m",
+            "launch.cli",
+            "run",
+            "-w",
+            str(WORKERS),
+            "-s",
+            str(case.servers),
+            *case.words,
+            *(() if spares < 0 else ("--spares", str(spares))),
+            "-m",
+            MODULE,
+            case.kind,
+            str(file),
+        ]
         with open(Path(name, "said"), "w+b") as said:
             done = chaos.watch(argv, plan, limit, said)
             said.seek(0)
@@ -71,4 +85,3 @@ def _wrong_counts(run: Run, file: Path) -> str:
 
 def _digest(bits: bytes) -> str:
     return hashlib.blake2b(bits, digest_size=8).hexdigest()
-

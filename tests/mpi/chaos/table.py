@@ -46,9 +46,14 @@ class Table:
         made = [fault for fault in report.faults if not fault.undone]
         failed = result.wrong.startswith("ended with")
         count.update(
-            jobs=1, faults=len(made), failed=failed, hangs=report.hung, leftovers=bool(report.left),
-            bad=not result.good, **{"wrong bits": bool(result.wrong) and not failed},
-        )  # fmt: skip
+            jobs=1,
+            faults=len(made),
+            failed=failed,
+            hangs=report.hung,
+            leftovers=bool(report.left),
+            bad=not result.good,
+            **{"wrong bits": bool(result.wrong) and not failed},
+        )
         for fault in made if result.good else ():
             at = result.plan.faults[fault.fault].at
             if fault.seconds is not None and isinstance(at, Point):

@@ -37,7 +37,7 @@ from tests.mpi.collectives.support import (
     patient,
     polled,
     started,
-)  # fmt: skip
+)
 
 TIMEOUT = 0.15  # seconds that ranks wait for one that does not come
 LATE = 0.2  # seconds after which a rank dies, so that the others wait for it
@@ -93,8 +93,11 @@ class Cell:
         """The call that the odd rank makes instead."""
         n = ROUTES[self.route].n
         changes = {
-            "size": {"n": n + 1}, "dtype": {"dtype": np.float32}, "op": {"op": "max"}, "kind": {"kind": "broadcast"},
-        }  # fmt: skip
+            "size": {"n": n + 1},
+            "dtype": {"dtype": np.float32},
+            "op": {"op": "max"},
+            "kind": {"kind": "broadcast"},
+        }
         return self.call(**changes[fault])
 
     def sums(self) -> bool:

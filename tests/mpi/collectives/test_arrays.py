@@ -61,9 +61,13 @@ def test_arrays_of_other_libraries(comm, wrap):
 
 
 @only_on(2, 3)
-@pytest.mark.parametrize("nodes, kinds", [
-    ("one node", ("broadcast", "allgather", "alltoall")), ("a node for each rank", ("allgather", "alltoall")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "nodes, kinds",
+    [
+        ("one node", ("broadcast", "allgather", "alltoall")),
+        ("a node for each rank", ("allgather", "alltoall")),
+    ],
+)
 def test_types_that_differ_in_byte_order_or_fields_alone(nodes, kinds):
     """Bytes would be moved as they are, and be other numbers where they arrive: all ranks hear of both types."""
     pairs = [("float64", ">f8"), ("uint16", ">u2"), ([("x", "<f4"), ("n", "<i4")], [("x", "<f4"), ("n", ">i4")])]

@@ -84,10 +84,18 @@ def test_a_fault_on_many_ranks(fault):
 @pytest.mark.core(1)
 @only_on(1)
 @first(
-    3, **{"fault, way, route": [("exit", "tested", "ring"), ("exception", "plan", "large"), ("kill", "waited", "empty"),
-                                ("exit", "blocking", "small"), ("kill", "blocking", "grouped"),
-                                ("kill", "tested", "native")]},
-)  # fmt: skip
+    3,
+    **{
+        "fault, way, route": [
+            ("exit", "tested", "ring"),
+            ("exception", "plan", "large"),
+            ("kill", "waited", "empty"),
+            ("exit", "blocking", "small"),
+            ("kill", "blocking", "grouped"),
+            ("kill", "tested", "native"),
+        ]
+    },
+)
 def test_a_rank_that_dies(fault, way, route):
     assert fault in DEADLY
     assert not deadly(Place(sys.executable), fault, way, route).wrong

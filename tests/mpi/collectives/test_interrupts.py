@@ -67,11 +67,24 @@ def one_round(comm, way, route, rng):
 @pytest.mark.core(3)
 @only_on(2, 3)
 @once(
-    **{"way, route": [("blocking", "small"), ("blocking", "large"), ("blocking", "empty"), ("blocking", "grouped"),
-                      ("plan", "small"), ("plan", "ring"), ("plan", "native"), ("plan", "large"),
-                      ("tested", "large"), ("tested", "ring"), ("waited", "native"), ("waited", "empty")]},
+    **{
+        "way, route": [
+            ("blocking", "small"),
+            ("blocking", "large"),
+            ("blocking", "empty"),
+            ("blocking", "grouped"),
+            ("plan", "small"),
+            ("plan", "ring"),
+            ("plan", "native"),
+            ("plan", "large"),
+            ("tested", "large"),
+            ("tested", "ring"),
+            ("waited", "native"),
+            ("waited", "empty"),
+        ]
+    },
     nodes=["one node", "a node for each rank"],
-)  # fmt: skip
+)
 def test_interrupts_at_any_moment(nodes, way, route):
     rng, wrong = np.random.default_rng(7), []
     rounds = ROUNDS if nodes == "one node" else ROUNDS // 2

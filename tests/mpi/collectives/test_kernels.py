@@ -50,9 +50,13 @@ def bits(x: Any) -> bytes:
 
 @either_mpi
 @pairwise(
-    dtype=["float16", "bfloat16", "float32"], op=["sum", "mean", "prod"], in_place=[True, False],
-    make=[np.empty, collectives.empty], kind=["allreduce", "reduce_scatter", "reduce"], n=[20_000, N],
-)  # fmt: skip
+    dtype=["float16", "bfloat16", "float32"],
+    op=["sum", "mean", "prod"],
+    in_place=[True, False],
+    make=[np.empty, collectives.empty],
+    kind=["allreduce", "reduce_scatter", "reduce"],
+    n=[20_000, N],
+)
 def test_bits_are_the_same_with_and_without_kernels(comm, kind, dtype, op, make, in_place, n):
     got = set()
     for serve in (False, True, comm.rank % 2 == 0):

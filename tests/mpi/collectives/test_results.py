@@ -21,9 +21,15 @@ from tests.mpi.sizes import core_on, either_mpi, only_on
 
 ROOT = P // 2
 ON_ONE_NODE = (
-    "auto", "shared_memory", "native", *catalog.ALGORITHMS, "multi_ring(rings=3)", "bcube(n=2,k=2)",
-    f"bcube(n={P},k=1)", "hierarchical(local=2,between=halving_doubling)",
-)  # fmt: skip
+    "auto",
+    "shared_memory",
+    "native",
+    *catalog.ALGORITHMS,
+    "multi_ring(rings=3)",
+    "bcube(n=2,k=2)",
+    f"bcube(n={P},k=1)",
+    "hierarchical(local=2,between=halving_doubling)",
+)
 BETWEEN = ("auto", "native", "hierarchical(between=halving_doubling)")
 
 

@@ -23,9 +23,18 @@ from tests.mpi.sizes import either_mpi, only_on
 from tests.unit.collectives import device
 
 ALGORITHMS = (
-    "auto", "shared_memory", "native", "host_ring", "ring", "multi_ring", "multi_ring(rings=3)",
-    "direct", "halving_doubling", "recursive_doubling", "binomial",
-)  # fmt: skip
+    "auto",
+    "shared_memory",
+    "native",
+    "host_ring",
+    "ring",
+    "multi_ring",
+    "multi_ring(rings=3)",
+    "direct",
+    "halving_doubling",
+    "recursive_doubling",
+    "binomial",
+)
 COMM = MPI.COMM_WORLD
 
 

@@ -43,8 +43,12 @@ def test_a_second_thread_is_told_on_all_ranks(call):
     """On one rank a thread waits in a call to which the others do not come, and the program makes another one."""
     with fresh() as comm:
         x, plan = np.ones(3), collectives.plan("allreduce", np.ones(5), comm)
-        calls = {"allreduce": lambda: collectives.allreduce(x, comm), "plan": plan, "start": plan.start,
-                 "grouped_allreduce": lambda: collectives.grouped_allreduce([x, x], comm)}  # fmt: skip
+        calls = {
+            "allreduce": lambda: collectives.allreduce(x, comm),
+            "plan": plan,
+            "start": plan.start,
+            "grouped_allreduce": lambda: collectives.grouped_allreduce([x, x], comm),
+        }
         heard = []
         if RANK == ODD:
             home = communicator(comm)

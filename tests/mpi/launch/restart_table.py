@@ -86,15 +86,35 @@ def _gradient(weights: np.ndarray, step: int, rank: int) -> np.ndarray:
 
 
 def run(
-    folder: Path, words: list[str], *, kind: str = "dist_sync", servers: int = 2, workers: int = 3, steps: int = STEPS,
-    pause: float = 0.0, kills: int = 0, seed: int = 0, limit: float = 150, shown: bool = False,
+    folder: Path,
+    words: list[str],
+    *,
+    kind: str = "dist_sync",
+    servers: int = 2,
+    workers: int = 3,
+    steps: int = STEPS,
+    pause: float = 0.0,
+    kills: int = 0,
+    seed: int = 0,
+    limit: float = 150,
+    shown: bool = False,
     program: list[str] | None = None,
-) -> Run:  # fmt: skip
+) -> Run:
     """Run the training by `mpips run` with more words, and kill a rank now and then until that was done `kills` times.
     Blocking."""
     folder.mkdir(exist_ok=True)
-    script = program or ["-m", "tests.mpi.launch.restart_table", "--training", str(folder), "--kind", kind,
-                         "--steps", str(steps), "--pause", str(pause)]  # fmt: skip
+    script = program or [
+        "-m",
+        "tests.mpi.launch.restart_table",
+        "--training",
+        str(folder),
+        "--kind",
+        kind,
+        "--steps",
+        str(steps),
+        "--pause",
+        str(pause),
+    ]
     argv = [sys.executable, "-m", "launch.cli", "run", "-w", str(workers), "-s", str(servers), *words, *script]
     begun, draw, done = time.monotonic(), random.Random(seed), 0
     with open(folder / "said", "w") as said:
@@ -164,17 +184,27 @@ def main() -> int:
         place = Path(name)
         plain = run(place / "plain", [], **roles)
         words = ["--restarts", str(2 * asked.kills + 1), "--checkpoint", str(place / "saved"), "--every", str(EVERY)]
-        killed = run(place / "killed", words, pause=asked.pause, kills=asked.kills, seed=asked.seed, limit=170,
-                     shown=True, **roles)  # fmt: skip
+        killed = run(
+            place / "killed",
+            words,
+            pause=asked.pause,
+            kills=asked.kills,
+            seed=asked.seed,
+            limit=170,
+            shown=True,
+            **roles,
+        )
     for line in re.findall(r"^mpips: .*starts again.*$", killed.said, re.MULTILINE):
         print(line)
     for step in range(0, asked.steps, 20):
         one, other = (float.fromhex(it.losses.get(step, "nan,").partition(",")[0]) for it in (plain, killed))
         print(f"step {step:4d}: loss {one:.12f} undisturbed, {other:.12f} with kills")
     same = plain.losses == killed.losses and len(plain.losses) == asked.steps
-    print(f"{killed.kills} kills, {killed.said.count('starts again')} restarts, exit code {killed.code}, "
-          f"{killed.seconds:.0f} s beside {plain.seconds:.0f} s: losses and parameters of {len(killed.losses)} steps "
-          f"{'equal' if same else 'DIFFER'}")  # fmt: skip
+    print(
+        f"{killed.kills} kills, {killed.said.count('starts again')} restarts, exit code {killed.code}, "
+        f"{killed.seconds:.0f} s beside {plain.seconds:.0f} s: losses and parameters of {len(killed.losses)} steps "
+        f"{'equal' if same else 'DIFFER'}"
+    )
     return 0 if same and not killed.code and killed.kills == asked.kills else 1
 
 

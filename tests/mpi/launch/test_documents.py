@@ -36,9 +36,7 @@ def runs(page: Path) -> Iterator[tuple[str, str]]:
             yield words, re.sub(r"^    ", "", output, flags=re.MULTILINE)
 
 
-CASES = [
-    pytest.param(page, id=page.relative_to(ROOT).with_suffix("").as_posix()) for page in PAGES if list(runs(page))
-]
+CASES = [pytest.param(page, id=page.relative_to(ROOT).with_suffix("").as_posix()) for page in PAGES if list(runs(page))]
 
 
 def test_tutorials_have_programs_that_run() -> None:
@@ -60,8 +58,12 @@ def test_programs_print_what_is_shown(page: Path, tmp_path: Path) -> None:
             continue
         done = subprocess.run(
             [sys.executable, "-m", "launch.cli", *shlex.split(words)],
-            cwd=tmp_path, env=outside(), capture_output=True, text=True, timeout=JOB_LIMIT,
-        )  # fmt: skip
+            cwd=tmp_path,
+            env=outside(),
+            capture_output=True,
+            text=True,
+            timeout=JOB_LIMIT,
+        )
         assert done.returncode == 0, f"mpips {words}\n{done.stderr}"
         pattern = re.escape(printed).replace(re.escape("..."), ".*")
         assert re.fullmatch(pattern, done.stdout, re.DOTALL), f"mpips {words}\n{done.stdout}\n{done.stderr}"
@@ -109,9 +111,7 @@ def command_cases() -> Iterator[object]:
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("page", "lines"), command_cases())
-def test_commands_run_as_printed(
-    page: Path, lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_run_as_printed(page: Path, lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page's own files are there, and what it takes for granted: a program, a table, a profile, the examples."""
     (tmp_path / "train.py").write_text(TRAIN, encoding="utf-8")
     (tmp_path / "table.csv").write_text(TABLE, encoding="utf-8")
@@ -123,8 +123,7 @@ def test_commands_run_as_printed(
     for name, profile in re.findall(r"`(\w+\.json)`[^`]*```json\n(.*?)```", text, re.DOTALL):
         (tmp_path / name).write_text(profile, encoding="utf-8")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**outside(), "PATH": path, "XDG_CACHE_HOME": str(tmp_path / "cache"),
-                   "WANDB_MODE": "offline"}
+    environment = {**outside(), "PATH": path, "XDG_CACHE_HOME": str(tmp_path / "cache"), "WANDB_MODE": "offline"}
     words = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": 2 * JOB_LIMIT}
     subprocess.run(["mpips", "plan", "--model", "lenet5", "--save-profile", "job.json"], check=True, **words)  # type: ignore[call-overload]
     monkeypatch.chdir(tmp_path)

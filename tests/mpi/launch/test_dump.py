@@ -54,8 +54,9 @@ def start(folder: Path, what: str, program: str = PROGRAM, **variables: str) -> 
     (folder / "program.py").write_text(program)
     words = [sys.executable, "-m", "launch.cli", "run", "-w", "3", "program.py", what]
     with open(folder / "said", "wb") as said:
-        return subprocess.Popen(words, cwd=folder, env={**outside(), **variables}, stdout=subprocess.DEVNULL,
-                                stderr=said)  # fmt: skip
+        return subprocess.Popen(
+            words, cwd=folder, env={**outside(), **variables}, stdout=subprocess.DEVNULL, stderr=said
+        )
 
 
 def why(*words: str) -> str:

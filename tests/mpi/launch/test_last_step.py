@@ -54,8 +54,15 @@ def start(folder: Path, kind: str, steps: int, pause: float = 0.0, last: str = "
     script.write_text(TRAIN)
     words = ["-w", "2", "-s", str(SERVERS[kind]), "--checkpoint", "saved", "--every", "5", str(script)]
     argv = [sys.executable, "-m", "launch.cli", "run", *words, kind, str(steps), str(pause), last]
-    return subprocess.Popen(argv, env=outside(), cwd=folder, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)  # fmt: skip
+    return subprocess.Popen(
+        argv,
+        env=outside(),
+        cwd=folder,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
 
 
 def done(job: subprocess.Popen[str]) -> tuple[int, str, str]:
@@ -84,8 +91,11 @@ def test_the_last_step_is_saved_and_the_next_job_says_that_it_goes_on_from_it(tm
     assert saved(tmp_path) == ["store-00000007.safetensors", "store-00000009.safetensors"]
     code, _, said = done(start(tmp_path, kind, 9, last="another key"))
     assert code == 1
-    assert re.search(r"ValueError: init: key 'v' is not in .*/saved/store-\d+\.safetensors, which has 'w', so it "
-                     r"was saved by another training: give another folder", said)  # fmt: skip
+    assert re.search(
+        r"ValueError: init: key 'v' is not in .*/saved/store-\d+\.safetensors, which has 'w', so it "
+        r"was saved by another training: give another folder",
+        said,
+    )
     if kind != "dist_async":
         shutil.rmtree(tmp_path / "saved")
         code, straight, _ = done(start(tmp_path, kind, 9))

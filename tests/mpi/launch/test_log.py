@@ -47,8 +47,12 @@ def test_the_life_of_a_job_is_in_one_file(tmp_path: Path) -> None:
     assert {name: (tmp_path / "logs" / name).read_text() for name in others} == others
     (logs,) = [path for path in (tmp_path / "logs").iterdir() if path.is_dir()]
     assert {path.name for path in logs.iterdir()} == {
-        "job.jsonl", "launch.jsonl", "rank-0.jsonl", "rank-1.jsonl", "rank-2.jsonl",
-    }  # fmt: skip
+        "job.jsonl",
+        "launch.jsonl",
+        "rank-0.jsonl",
+        "rank-1.jsonl",
+        "rank-2.jsonl",
+    }
     found = [json.loads(line) for line in (logs / "job.jsonl").read_text().splitlines()]
     assert [one["time"] for one in found] == sorted(one["time"] for one in found)
     said = {(one.get("rank", one.get("process")), one["message"].split(",")[0].split(":")[0]) for one in found}

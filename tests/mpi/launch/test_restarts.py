@@ -118,21 +118,35 @@ def words(folder: Path, restarts: int) -> list[str]:
 
 
 def with_script(
-    tmp_path: Path, before: str, restarts: int, steps: int = 60, train: str = TRAIN,
-    deaths: dict[int, int] | None = None, more: tuple[str, ...] = (), **roles: int,
-) -> Run:  # fmt: skip
+    tmp_path: Path,
+    before: str,
+    restarts: int,
+    steps: int = 60,
+    train: str = TRAIN,
+    deaths: dict[int, int] | None = None,
+    more: tuple[str, ...] = (),
+    **roles: int,
+) -> Run:
     """The training with lines before it, or another program. `deaths`: ranks, and after which step each dies once."""
     folder, script = tmp_path / "killed", tmp_path / "script.py"
-    names = {"folder": str(folder), "saved": str(tmp_path / "saved"), "kind": "dist_sync", "steps": steps,
-             "deaths": deaths}  # fmt: skip
+    names = {
+        "folder": str(folder),
+        "saved": str(tmp_path / "saved"),
+        "kind": "dist_sync",
+        "steps": steps,
+        "deaths": deaths,
+    }
     script.write_text(before.format(**names) + train.format(**names))
     return run(folder, [*words(tmp_path, restarts), *more], program=[str(script)], **roles)
 
 
 def again(done: Run) -> list[int]:
     """The steps from which the job started again; its beginning is step 0."""
-    found = re.findall(r"^mpips: rank \d+ \(.*\) .*: the job starts again from (?:step (\d+)|its beginning), restart",
-                       done.said, re.MULTILINE)  # fmt: skip
+    found = re.findall(
+        r"^mpips: rank \d+ \(.*\) .*: the job starts again from (?:step (\d+)|its beginning), restart",
+        done.said,
+        re.MULTILINE,
+    )
     return [int(step or 0) for step in found]
 
 
@@ -202,10 +216,15 @@ def test_a_program_that_raises_is_not_started_again(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(HINDRANCE), reason=HINDRANCE)
-@first(1, **{"servers, spares, deaths, starts": [
-    (1, 1, {3: 12, 4: 27, 0: 45}, 1),  # the server; the spare in its place, so that none is left; then worker 0
-    (0, 2, {1: 12, 0: 27}, 0),
-]})  # fmt: skip
+@first(
+    1,
+    **{
+        "servers, spares, deaths, starts": [
+            (1, 1, {3: 12, 4: 27, 0: 45}, 1),  # the server; the spare in its place, so that none is left; then worker 0
+            (0, 2, {1: 12, 0: 27}, 0),
+        ]
+    },
+)
 def test_who_is_left_goes_on_and_what_cannot_go_on_starts_again(
     tmp_path: Path, servers: int, spares: int, deaths: dict[int, int], starts: int
 ) -> None:

@@ -78,24 +78,37 @@ def test_a_shell_loop_keeps_its_input_and_the_script_its_words(tmp_path: Path) -
         echo 3 | {mpips} read
         {mpips} read <&-"""
     slurm = dict.fromkeys(("SLURM_NODELIST", "SLURM_JOB_NODELIST"), "other") | {
-        "SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "SLURM_TASKS_PER_NODE": "4"
-    }  # fmt: skip
-    done = subprocess.run(["bash", "-c", shell], env=outside() | slurm, capture_output=True, text=True, cwd=tmp_path,
-                          timeout=2 * JOB_LIMIT)  # fmt: skip
+        "SLURM_JOB_ID": "7",
+        "SLURM_NNODES": "1",
+        "SLURM_TASKS_PER_NODE": "4",
+    }
+    done = subprocess.run(
+        ["bash", "-c", shell],
+        env=outside() | slurm,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=2 * JOB_LIMIT,
+    )
     assert done.stdout.splitlines() == [
-        r"['1', ':', '', '\udcff', '', 'x y']", r"['2', ':', '', '\udcff', '', 'x y']",
-        r"['read', '3\n', 'x y']", r"['read', '', 'x y']",
-    ], done.stderr  # fmt: skip
+        r"['1', ':', '', '\udcff', '', 'x y']",
+        r"['2', ':', '', '\udcff', '', 'x y']",
+        r"['read', '3\n', 'x y']",
+        r"['read', '', 'x y']",
+    ], done.stderr
 
 
 @pytest.mark.slow
 @once(
-    **{"error, said, code": [
-        ("open('/data/of/rank/1')", "FileNotFoundError", 1), ("import no_such_module", "ModuleNotFoundError", 1),
-        ("sys.exit(4)", "exit 4", 4),
-    ]},
+    **{
+        "error, said, code": [
+            ("open('/data/of/rank/1')", "FileNotFoundError", 1),
+            ("import no_such_module", "ModuleNotFoundError", 1),
+            ("sys.exit(4)", "exit 4", 4),
+        ]
+    },
     others=["from mpi4py import MPI\nMPI.COMM_WORLD.Barrier()\n", ""],
-)  # fmt: skip
+)
 def test_one_rank_that_fails_before_mpi_has_started_ends_the_job(
     tmp_path: Path, error: str, said: str, code: int, others: str
 ) -> None:
@@ -392,9 +405,17 @@ def test_ranks_import_what_python_alone_would_for_a_script_a_module_and_a_line(t
 
 
 @pytest.mark.slow
-@first(1, words=["train -n 2 --data synthetic:50,3,1 --hidden 8 --epochs 1", "run -w 2 part/train.py", "doctor",
-                 "tune -n 2 --dry-run", "bench allreduce -n 2 --sizes 8 --seconds 0.01",
-                 "chaos --faults 0 -- mpips run -w 2 part/train.py"])  # fmt: skip
+@first(
+    1,
+    words=[
+        "train -n 2 --data synthetic:50,3,1 --hidden 8 --epochs 1",
+        "run -w 2 part/train.py",
+        "doctor",
+        "tune -n 2 --dry-run",
+        "bench allreduce -n 2 --sizes 8 --seconds 0.01",
+        "chaos --faults 0 -- mpips run -w 2 part/train.py",
+    ],
+)
 def test_what_lies_in_the_current_folder_is_not_imported(tmp_path: Path, words: str) -> None:
     (folder_of_a_stranger(tmp_path) / "part").mkdir()
     (tmp_path / "part" / "train.py").write_text("import mpips, numpy, random\nprint('ran')\n")

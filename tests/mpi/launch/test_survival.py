@@ -67,9 +67,12 @@ class Started:
         roles = ["-w", "3", "--spares", str(spares)]
         self._out, self._err = folder / "out", folder / "err"
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "launch.run", *roles, "script.py", *words], cwd=folder,
-            stdout=self._out.open("w"), stderr=self._err.open("w"), env=outside(),
-        )  # fmt: skip
+            [sys.executable, "-m", "launch.run", *roles, "script.py", *words],
+            cwd=folder,
+            stdout=self._out.open("w"),
+            stderr=self._err.open("w"),
+            env=outside(),
+        )
         self.pid = self._process.pid
 
     def up(self) -> list[list[str]]:
@@ -126,11 +129,16 @@ def test_jobs_end_well_after_deaths_at_any_moment(tmp_path: Path, seed: int) -> 
     assert job.leaves_nothing()
 
 
-@first(1, **{"rest, code, said": [
-    (f"{PATIENT}raise ValueError('bad')", 1, "mpips: ValueError on rank 0 of 4 and 2 others: the job ends"),
-    ("if w.rank == 2: sys.exit(3)\ntime.sleep(600)", 3, "exit 3 on rank 2 of 4"),
-    ("if w.rank == 3: threading.Thread(target=lambda: 1 / 0).start()\ntime.sleep(600)", 1, "ZeroDivisionError"),
-]})  # fmt: skip
+@first(
+    1,
+    **{
+        "rest, code, said": [
+            (f"{PATIENT}raise ValueError('bad')", 1, "mpips: ValueError on rank 0 of 4 and 2 others: the job ends"),
+            ("if w.rank == 2: sys.exit(3)\ntime.sleep(600)", 3, "exit 3 on rank 2 of 4"),
+            ("if w.rank == 3: threading.Thread(target=lambda: 1 / 0).start()\ntime.sleep(600)", 1, "ZeroDivisionError"),
+        ]
+    },
+)
 def test_an_error_ends_a_job_with_dead_ranks(tmp_path: Path, rest: str, code: int, said: str) -> None:
     job = Started(tmp_path, f"{BEGIN}kill(1)\nwait_until_told(1)\n{rest}\n")
     assert job.code() == code

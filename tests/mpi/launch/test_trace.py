@@ -43,9 +43,7 @@ for step in range({steps}):
 def start(folder: Path, words: Sequence[str], beside: str = "pass", steps: int = STEPS) -> subprocess.Popen[str]:
     (folder / "program.py").write_text(PROGRAM.format(steps=steps, beside=beside))
     job = [sys.executable, "-m", "launch.cli", "run", "-w", str(WORKERS), "-s", str(SERVERS), *words, "program.py"]
-    return subprocess.Popen(
-        job, cwd=folder, env=outside(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )  # fmt: skip
+    return subprocess.Popen(job, cwd=folder, env=outside(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 @only_on(1)
@@ -63,8 +61,10 @@ def test_every_push_leads_to_its_sum_and_pull(tmp_path: Path) -> None:
     assert all(not one["overwritten"] for one in trace["otherData"]["ranks"])
     names = [event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"]
     assert [name.rpartition(" on ")[0] for name in names] == [
-        *(f"rank {rank} (worker)" for rank in range(4)), "rank 4 (server)", "rank 5 (server)"
-    ]  # fmt: skip
+        *(f"rank {rank} (worker)" for rank in range(4)),
+        "rank 4 (server)",
+        "rank 5 (server)",
+    ]
     steps = [event for event in trace["traceEvents"] if event["ph"] == "X" and event["cat"] == "step"]
     assert {(event["pid"], event["name"]) for event in steps} == {(r, f"step {s}") for r in range(4) for s in range(50)}
     summary = json.loads((tmp_path / "s.json").read_text())
@@ -96,8 +96,21 @@ for step in range({steps}):
 @only_on(1)
 def test_arrows_stay_within_their_store_and_steps_are_no_calls(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(TWO_STORES.format(steps=10))
-    words = [sys.executable, "-m", "launch.cli", "run", "-w", "2", "-s", "1", "--trace", "t.json", "--summary-json",
-             "s.json", "program.py"]  # fmt: skip
+    words = [
+        sys.executable,
+        "-m",
+        "launch.cli",
+        "run",
+        "-w",
+        "2",
+        "-s",
+        "1",
+        "--trace",
+        "t.json",
+        "--summary-json",
+        "s.json",
+        "program.py",
+    ]
     done = subprocess.run(
         words, cwd=tmp_path, env=outside(), capture_output=True, text=True, timeout=JOB_LIMIT, check=False
     )
@@ -131,8 +144,21 @@ kv.pull("w", np.ones(9, np.float32), newer_than=-1)
 @only_on(1)
 def test_calls_of_tables_are_in_the_trace_and_a_line_of_the_summary(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(TABLES)
-    words = [sys.executable, "-m", "launch.cli", "run", "-w", "2", "-s", "1", "--trace", "t.json", "--summary-json",
-             "s.json", "program.py"]  # fmt: skip
+    words = [
+        sys.executable,
+        "-m",
+        "launch.cli",
+        "run",
+        "-w",
+        "2",
+        "-s",
+        "1",
+        "--trace",
+        "t.json",
+        "--summary-json",
+        "s.json",
+        "program.py",
+    ]
     subprocess.run(words, cwd=tmp_path, env=outside(), capture_output=True, timeout=JOB_LIMIT, check=True)
     trace = json.loads((tmp_path / "t.json").read_text())
     joined = read_flows(trace)

@@ -147,38 +147,73 @@ class Case(NamedTuple):
 
 CASES = {
     "loop": Case("while True: pass", "rank 1, which is in Python code outside mpips (program.py:9, batch: `while True"),
-    "input": Case("input()", "rank 0, which is in Python code outside mpips (program.py:9, batch: `input()`)", late=0,
-                  culprits=(0,)),
-    "stopped": Case("os.kill(os.getpid(), signal.SIGSTOP)", "rank 1, which is stopped by a signal: `kill -CONT",
-                    servers=1),
-    "slow file": Case("os.mkfifo('slow'); open('slow').read()", "batch: `os.mkfifo('slow'); open('slow').read()`)",
-                      servers=1),
-    "another key": Case("kv.pushpull('v', gradient)", "must call the same: ranks 0, 2: push of key 'w' (allreduce",
-                        kind="ended", culprits=(0, 1, 2)),
-    "another key, of a server": Case("kv.pushpull('v', gradient)", "use keys in the same order on all ranks",
-                                     kind="ended", servers=1, culprits=()),
-    "table": Case("while True: pass", "ranks 0, 2 wait in pull of table 'rows' after push 10 (program.py:",
-                  "rows.push(ids, gradient.reshape(10, 100)); rows.pull(ids)",
-                  "rows, ids = kv.table('rows', dim=100), np.arange(10)", servers=1),
-    "barrier": Case("time.sleep(99)", "ranks 0, 2 wait in barrier (program.py:",
-                    "if step == 9: kv.barrier()"),
-    "two stores": Case("pass", " of ranks 0, 1, 2 (program.py:18), which ranks 0, 2",
-                       "if kv.rank == 1 or step < 9: other.pushpull('w', gradient)", SECOND_STORE,
-                       culprits=(0, 1, 2)),
-    "full disk": Case("open('/dev/full', 'w').write('x' * 100_000)",
-                      "Rank 1 said: OSError: [Errno 28] No space left on device (program.py:9)", kind="ended"),
-    "half speed": Case("pass", "rank 1 holds the others up: it waits",
-                       "time.sleep(0.05 if kv.rank == 1 else 0.02)", kind="slow"),
-    "another thread": Case("import threading; _ = threading.Thread(target=lambda: time.sleep(99)); _.start(); _.join()",
-                           "0 % CPU; its other thread is at program.py:9, <lambda>"),
-    "no ptrace": Case("import ctypes; ctypes.CDLL(None).prctl(4, 0); time.sleep(99)",
-                      "rank 1, which is in Python code outside mpips (program.py:9, batch"),
-    "optimizer": Case("", "for rank 3 (server), which is in Python code outside mpips (program.py:14, numbers: `",
-                      servers=1, culprits=(3,), program=OPTIMIZER),
-    "exit": Case("", "ranks 0, 2 have ended their programs, and wait in MPI's end for rank 1, which is in Python code "
-                 "outside mpips (program.py:10, late", program=EXIT),
+    "input": Case(
+        "input()",
+        "rank 0, which is in Python code outside mpips (program.py:9, batch: `input()`)",
+        late=0,
+        culprits=(0,),
+    ),
+    "stopped": Case(
+        "os.kill(os.getpid(), signal.SIGSTOP)", "rank 1, which is stopped by a signal: `kill -CONT", servers=1
+    ),
+    "slow file": Case(
+        "os.mkfifo('slow'); open('slow').read()", "batch: `os.mkfifo('slow'); open('slow').read()`)", servers=1
+    ),
+    "another key": Case(
+        "kv.pushpull('v', gradient)",
+        "must call the same: ranks 0, 2: push of key 'w' (allreduce",
+        kind="ended",
+        culprits=(0, 1, 2),
+    ),
+    "another key, of a server": Case(
+        "kv.pushpull('v', gradient)", "use keys in the same order on all ranks", kind="ended", servers=1, culprits=()
+    ),
+    "table": Case(
+        "while True: pass",
+        "ranks 0, 2 wait in pull of table 'rows' after push 10 (program.py:",
+        "rows.push(ids, gradient.reshape(10, 100)); rows.pull(ids)",
+        "rows, ids = kv.table('rows', dim=100), np.arange(10)",
+        servers=1,
+    ),
+    "barrier": Case("time.sleep(99)", "ranks 0, 2 wait in barrier (program.py:", "if step == 9: kv.barrier()"),
+    "two stores": Case(
+        "pass",
+        " of ranks 0, 1, 2 (program.py:18), which ranks 0, 2",
+        "if kv.rank == 1 or step < 9: other.pushpull('w', gradient)",
+        SECOND_STORE,
+        culprits=(0, 1, 2),
+    ),
+    "full disk": Case(
+        "open('/dev/full', 'w').write('x' * 100_000)",
+        "Rank 1 said: OSError: [Errno 28] No space left on device (program.py:9)",
+        kind="ended",
+    ),
+    "half speed": Case(
+        "pass", "rank 1 holds the others up: it waits", "time.sleep(0.05 if kv.rank == 1 else 0.02)", kind="slow"
+    ),
+    "another thread": Case(
+        "import threading; _ = threading.Thread(target=lambda: time.sleep(99)); _.start(); _.join()",
+        "0 % CPU; its other thread is at program.py:9, <lambda>",
+    ),
+    "no ptrace": Case(
+        "import ctypes; ctypes.CDLL(None).prctl(4, 0); time.sleep(99)",
+        "rank 1, which is in Python code outside mpips (program.py:9, batch",
+    ),
+    "optimizer": Case(
+        "",
+        "for rank 3 (server), which is in Python code outside mpips (program.py:14, numbers: `",
+        servers=1,
+        culprits=(3,),
+        program=OPTIMIZER,
+    ),
+    "exit": Case(
+        "",
+        "ranks 0, 2 have ended their programs, and wait in MPI's end for rank 1, which is in Python code "
+        "outside mpips (program.py:10, late",
+        program=EXIT,
+    ),
     "another program": Case("os.execvp('sleep', ['sleep', '20'])", "has become another program by exec, `sleep 20`"),
-}  # fmt: skip
+}
 
 
 @contextmanager
@@ -187,8 +222,14 @@ def running(folder: Path, case: Case, **variables: str) -> Iterator[str]:
     (folder / "program.py").write_text(case.program.format(**case._asdict()))
     spares = ["--spares", "1"] if case.program is SURVIVOR else []
     words = [sys.executable, "-m", "launch.cli", "run", "-w", "3", "-s", str(case.servers), *spares, "program.py"]
-    job = subprocess.Popen(words, cwd=folder, env={**outside(), **variables}, stdin=subprocess.PIPE,
-                           stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+    job = subprocess.Popen(
+        words,
+        cwd=folder,
+        env={**outside(), **variables},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     try:
         wait_for(folder / "there", job)
         yield str(job.pid)
@@ -259,14 +300,19 @@ def test_an_interrupted_job_says_who_told_it_to_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.core(1)
-@pytest.mark.parametrize(("victim", "case", "last_call"), [
-    (1, Case("pass", "", servers=1), "pushpull of key 'w'"),
-    (3, Case("pass", "", servers=1), "sum of key 'w'"),
-    (2, CASES["table"]._replace(does="time.sleep(99)"),
-     "pull of table 'rows'"),
-    (2, Case("time.sleep(99)", "", "other.pushpull('x', gradient)", SECOND_STORE.replace("'w'", "'x'")),
-     "pushpull of key 'w' or pushpull of key 'x' (its last calls in 2 stores)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("victim", "case", "last_call"),
+    [
+        (1, Case("pass", "", servers=1), "pushpull of key 'w'"),
+        (3, Case("pass", "", servers=1), "sum of key 'w'"),
+        (2, CASES["table"]._replace(does="time.sleep(99)"), "pull of table 'rows'"),
+        (
+            2,
+            Case("time.sleep(99)", "", "other.pushpull('x', gradient)", SECOND_STORE.replace("'w'", "'x'")),
+            "pushpull of key 'w' or pushpull of key 'x' (its last calls in 2 stores)",
+        ),
+    ],
+)
 def test_the_last_call_of_a_killed_rank_is_known_when_all_is_over(
     victim: int, case: Case, last_call: str, tmp_path: Path
 ) -> None:
@@ -280,10 +326,13 @@ def test_the_last_call_of_a_killed_rank_is_known_when_all_is_over(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("end", "said"), [
-    ("raise ValueError('bad batch 7')", "Rank 1 said: ValueError: bad batch 7 (program.py:9)"),
-    ("sys.exit(3)", "Rank 1 said: exit code 3"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ("raise ValueError('bad batch 7')", "Rank 1 said: ValueError: bad batch 7 (program.py:9)"),
+        ("sys.exit(3)", "Rank 1 said: exit code 3"),
+    ],
+)
 def test_what_a_program_has_raised_is_known_when_all_is_over(end: str, said: str, tmp_path: Path) -> None:
     with running(tmp_path, Case(end, "")) as name:
         found = wait_until_over(name)
@@ -364,7 +413,10 @@ def test_tables_are_seen_from_outside(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_top_shows_what_collectives_move(tmp_path: Path) -> None:
-    case = Case("", "", program="""
+    case = Case(
+        "",
+        "",
+        program="""
 import time
 import numpy as np
 import collectives
@@ -378,7 +430,8 @@ while True:
     mpips.note(step=step)
     if step == 9:
         open("there", "w").close()
-""")
+""",
+    )
     with running(tmp_path, case) as name:
         words = [sys.executable, "-m", "launch.cli", "top", name, "--json"]
         shown = subprocess.run(words, env=outside(), capture_output=True, text=True, timeout=60, check=True).stdout
@@ -404,8 +457,10 @@ for step in range(100_000):
 """)
     options = ["--oversubscribe", "--allow-run-as-root"] if launcher.flavour == "openmpi" else []
     words = [launcher.path, *options, "-n", "2", "env", f"SLURM_JOB_ID={allocation}", sys.executable, "program.py"]
-    launches = [subprocess.Popen([*words, does], cwd=tmp_path, env=outside(), stdin=subprocess.DEVNULL)
-                for does in ("hangs", "goes")]  # fmt: skip
+    launches = [
+        subprocess.Popen([*words, does], cwd=tmp_path, env=outside(), stdin=subprocess.DEVNULL)
+        for does in ("hangs", "goes")
+    ]
     try:
         for does, launch in zip(("hangs", "goes"), launches):
             wait_for(tmp_path / does, launch)
@@ -428,16 +483,28 @@ for step in range(100_000):
 @pytest.mark.slow
 def test_a_job_without_pages_says_so(tmp_path: Path) -> None:
     with running(tmp_path, CASES["loop"], MPIPS_RECORDER="0") as name:
-        done = subprocess.run([sys.executable, "-m", "launch.cli", "why", name], env=outside(), capture_output=True,
-                              text=True, timeout=60, check=False)  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-m", "launch.cli", "why", name],
+            env=outside(),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
     assert done.returncode == 2 and f"job {name} runs with MPIPS_RECORDER=0, so its ranks have no pages" in done.stderr
 
 
 def test_a_job_that_has_not_begun_mpips_says_so(tmp_path: Path) -> None:
     program = "import time\nopen('there', 'w').close()\ntime.sleep(99)\n"
     with running(tmp_path, Case("", "", program=program)) as name:
-        done = subprocess.run([sys.executable, "-m", "launch.cli", "why", name], env=outside(), capture_output=True,
-                              text=True, timeout=60, check=False)  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-m", "launch.cli", "why", name],
+            env=outside(),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
     assert done.returncode == 2 and f"job {name} runs, and none of its ranks here has a page: none has" in done.stderr
 
 
@@ -448,6 +515,12 @@ def test_a_job_that_ends_well_leaves_nothing(tmp_path: Path) -> None:
     job = subprocess.Popen(words, cwd=tmp_path, env=outside())
     assert job.wait(60) == 0
     assert str(job.pid) not in [path.name for path in jobs()]
-    done = subprocess.run([sys.executable, "-m", "launch.cli", "why", str(job.pid)], env=outside(), capture_output=True,
-                          text=True, timeout=60, check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "launch.cli", "why", str(job.pid)],
+        env=outside(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 2 and f"there is no job '{job.pid}' of yours on this machine" in done.stderr

@@ -37,9 +37,12 @@ SIZES = {"a": 100, "b": 600_000}
 MORE = 20  # rounds after `recover`
 Make = Callable[[int], Any]
 MIDDLE = (
-    "mpips.store.remote.", "mpips.store.replicated.", "mpips.store.transport.", "mpips.store.runtime.",
+    "mpips.store.remote.",
+    "mpips.store.replicated.",
+    "mpips.store.transport.",
+    "mpips.store.runtime.",
     "mpips.collectives.",
-)  # fmt: skip
+)
 """Modules that a call is in once it has begun,"""
 EDGES = "mpips.collectives.arrays", "mpips.collectives.recorder."
 """but for these, which look at arguments and note the call before it has."""
@@ -320,8 +323,12 @@ def _interrupt(worker: Worker) -> tuple[Callable[[], Any], Callable[[], float]]:
 
 
 FAULTS: dict[str, Callable[[Worker], tuple[Callable[[], Any], Callable[[], float]]]] = {
-    "argument": _argument, "shape": _shape, "order": _order, "stop": _stop, "interrupt": _interrupt,
-}  # fmt: skip
+    "argument": _argument,
+    "shape": _shape,
+    "order": _order,
+    "stop": _stop,
+    "interrupt": _interrupt,
+}
 
 
 def in_the_middle(frame: FrameType | None) -> bool:

@@ -44,8 +44,11 @@ def adam(row: Any, gradient: Any, state: dict[str, Any], rate: Any, numbers: Num
 
 
 UPDATES: dict[str, Callable[..., Any]] = {
-    "sgd": sgd, "row_adagrad": row_adagrad, "adagrad": adagrad, "adam": adam,
-}  # fmt: skip
+    "sgd": sgd,
+    "row_adagrad": row_adagrad,
+    "adagrad": adagrad,
+    "adam": adam,
+}
 
 
 def plainly_mixed(word: int) -> int:
@@ -63,9 +66,19 @@ class ReferenceTable:
     optimizer."""
 
     def __init__(
-        self, name: str, dim: int, dtype: Any, bound: float, optimizer: str, seed: int = 0, evict: int = 0,
-        limit: int = 0, servers: int = 1, admit: Any = None, **numbers: Any,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        dim: int,
+        dtype: Any,
+        bound: float,
+        optimizer: str,
+        seed: int = 0,
+        evict: int = 0,
+        limit: int = 0,
+        servers: int = 1,
+        admit: Any = None,
+        **numbers: Any,
+    ) -> None:
         self._evict, self._limit, self.servers, self._admit = evict, limit, servers, admit
         self.numbers: Numbers = {"learning_rate": 0.1, **numbers}
         self.touched: dict[int, int] = {}

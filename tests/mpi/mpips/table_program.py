@@ -21,10 +21,25 @@ from tests.mpi.mpips.reference_table import UPDATES, ReferenceTable, ServingCopy
 from tests.mpi.mpips.support import WORLD, failure
 
 CALLS = {
-    "push": 8, "pushpull": 3, "push_all": 2, "pull": 6, "ipull": 4, "wait": 2, "stats": 3, "update_optimizer": 2,
-    "save": 2, "load": 2, "export": 3, "save_store": 1, "load_store": 1, "push_key": 2, "make": 1, "misuse": 1,
-    "recover": 0.7, "pause": 1,
-}  # fmt: skip
+    "push": 8,
+    "pushpull": 3,
+    "push_all": 2,
+    "pull": 6,
+    "ipull": 4,
+    "wait": 2,
+    "stats": 3,
+    "update_optimizer": 2,
+    "save": 2,
+    "load": 2,
+    "export": 3,
+    "save_store": 1,
+    "load_store": 1,
+    "push_key": 2,
+    "make": 1,
+    "misuse": 1,
+    "recover": 0.7,
+    "pause": 1,
+}
 EDGES = [0, -1, 1, 2**63 - 1, -(2**63), 2**62, -(2**40)]
 IDS = np.array([*EDGES, *range(2, 30), *range(10**15, 10**17, 7 * 10**15), *range(-(10**9), 10**9, 10**6 - 1)])
 COUNTS = [0, 1, 2, 6, 12, 40, 40, 300, 4000]
@@ -47,8 +62,9 @@ def options_of(chosen: random.Random, kinds: list[str]) -> tuple[str, dict[str, 
 def life_of(chosen: random.Random, servers: int) -> dict[str, Any]:
     return {
         "admit": chosen.choice([None, None, mpips.seen(1, 4), mpips.seen(2), mpips.seen(3, 15), mpips.chance(0.4)]),
-        "evict": chosen.choice([None, None, 1, 2, 4, 9]), "limit": chosen.choice([None, None, 3, 12, 60, 2000]),
-    }  # fmt: skip
+        "evict": chosen.choice([None, None, 1, 2, 4, 9]),
+        "limit": chosen.choice([None, None, 3, 12, 60, 2000]),
+    }
 
 
 class Played:
@@ -290,10 +306,12 @@ class Player:
             self.see_key()
         stats, models = played.table.stats(), played.models
         expected = {
-            "rows": sum(len(model.rows) for model in models), "updates": played.updates,
-            "evicted": sum(len(model.evicted) for model in models), "refused": sum(model.refused for model in models),
+            "rows": sum(len(model.rows) for model in models),
+            "updates": played.updates,
+            "evicted": sum(len(model.evicted) for model in models),
+            "refused": sum(model.refused for model in models),
             "counted": sum(len(model.counts) for model in models),
-        }  # fmt: skip
+        }
         if played.whole:
             expected["rows"] = len({one for model in models for one in model.rows})
             self.check(played.table.pull(IDS), played.sums(IDS).astype(played.table.dtype), played)

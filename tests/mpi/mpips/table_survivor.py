@@ -17,9 +17,10 @@ from tests.mpi.mpips.survivor import Job, main
 
 DIM = 5
 TABLES: dict[str, dict[str, Any]] = {
-    "users": {"optimizer": "adam", "evict": 9}, "items": {"optimizer": "row_adagrad", "admit": mpips.seen(2)},
+    "users": {"optimizer": "adam", "evict": 9},
+    "items": {"optimizer": "row_adagrad", "admit": mpips.seen(2)},
     "words": {"optimizer": "adagrad", "admit": mpips.chance(0.7)},
-}  # fmt: skip
+}
 LIMITED = {"tags": {"optimizer": "sgd", "limit": 40}}
 """Servers share the limit, so that what is dropped depends on how many there are."""
 COUNTED = "evicted", "refused"

@@ -48,13 +48,18 @@ if rank == 0:
 
 
 @pytest.mark.core(1)
-@first(2, **{"kind, roles, spares, options, dies_at, total": [
-    ("dist_async", "-w 3 -s 1", 1, {"staleness": 0}, 5, 3 * STEPS),
-    ("mpi_async", "-w 4 -s 2 -c 2", 1, {"masters": "all"}, 5, 4 * STEPS),
-    ("dist_async", "-w 3 -s 1", 0, {"staleness": 1}, 4, 2 * STEPS + 4),
-    ("dist_async", "-w 3 -s 1", 1, {}, 0, 3 * STEPS),
-    ("mpi_async", "-w 4 -s 1 -c 2", 1, {"staleness": 0}, 5, 4 * STEPS),
-]})  # fmt: skip
+@first(
+    2,
+    **{
+        "kind, roles, spares, options, dies_at, total": [
+            ("dist_async", "-w 3 -s 1", 1, {"staleness": 0}, 5, 3 * STEPS),
+            ("mpi_async", "-w 4 -s 2 -c 2", 1, {"masters": "all"}, 5, 4 * STEPS),
+            ("dist_async", "-w 3 -s 1", 0, {"staleness": 1}, 4, 2 * STEPS + 4),
+            ("dist_async", "-w 3 -s 1", 1, {}, 0, 3 * STEPS),
+            ("mpi_async", "-w 4 -s 1 -c 2", 1, {"staleness": 0}, 5, 4 * STEPS),
+        ]
+    },
+)
 def test_each_push_of_all_workers_counts_once(
     tmp_path: Path, kind: str, roles: str, spares: int, options: dict[str, object], dies_at: int, total: int
 ) -> None:

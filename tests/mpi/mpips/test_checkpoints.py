@@ -1,6 +1,6 @@
 """Checkpoints: what a store holds, of any number of servers and clients, into any other; while training goes on.
 
-    python -m tests.mpi.mpips.test_checkpoints kills [COUNT]        killed while it saves, so many times
+python -m tests.mpi.mpips.test_checkpoints kills [COUNT]        killed while it saves, so many times
 """
 
 from __future__ import annotations
@@ -32,10 +32,13 @@ ROOT = Path(__file__).resolve().parents[3]
 SIZES = {"small": (3, 5), "big": (700, 1000), "empty": (0, 2), "one": ()}
 BIG = 100_000  # elements from which on servers share an array
 WAYS = [
-    ("dist_sync", {"servers": 1}), ("dist_sync", {"servers": 2}), ("mpi_sync", {"servers": 0}),
-    ("mpi_sync", {"servers": 1, "clients": 2}), ("mpi_sync", {"servers": 1, "clients": 1, "masters": "all"}),
+    ("dist_sync", {"servers": 1}),
+    ("dist_sync", {"servers": 2}),
+    ("mpi_sync", {"servers": 0}),
+    ("mpi_sync", {"servers": 1, "clients": 2}),
+    ("mpi_sync", {"servers": 1, "clients": 1, "masters": "all"}),
     ("dist_async", {"servers": 1}),
-]  # fmt: skip
+]
 
 
 @pytest.fixture
@@ -91,8 +94,10 @@ def test_a_job_that_goes_on_with_another_learning_rate_says_which_holds(tmp_path
         code = child.run([sys.executable, "-m", "launch.cli", *argv], 60, ROOT, said)
         text = said.getvalue().decode()
         assert code == 0 and text.count("went by 0.5]") == 2, text  # two workers' gradients
-        return text.count("set_optimizer: learning_rate is 0.25 in the checkpoint and 0.5 in the program: the "
-                          "checkpoint's holds; change it by update_optimizer")  # fmt: skip
+        return text.count(
+            "set_optimizer: learning_rate is 0.25 in the checkpoint and 0.5 in the program: the "
+            "checkpoint's holds; change it by update_optimizer"
+        )
 
     assert [job("0.25"), job("0.25"), job("0.5")] == [0, 0, 1]  # rank 0 says it
 

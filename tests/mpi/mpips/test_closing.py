@@ -80,9 +80,16 @@ while step < 6:
 
 
 @pytest.mark.slow
-@first(1, **{"kind, options, code": [
-    ("dist_sync", {}, 1), ("mpi_sync", {"masters": "all"}, 1), ("dist_async", {"staleness": 1}, 0),
-]})  # fmt: skip
+@first(
+    1,
+    **{
+        "kind, options, code": [
+            ("dist_sync", {}, 1),
+            ("mpi_sync", {"masters": "all"}, 1),
+            ("dist_async", {"staleness": 1}, 0),
+        ]
+    },
+)
 def test_nobody_waits_for_a_worker_that_has_closed(
     tmp_path: Path, kind: str, options: dict[str, object], code: int
 ) -> None:

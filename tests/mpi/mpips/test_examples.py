@@ -36,10 +36,15 @@ def worst_accuracy(run):
 @pytest.mark.parametrize(
     "example, kind",
     [
-        ("sgd", "dist_sync"), ("asgd", "dist_async"), ("esgd", "dist_async"),
-        ("sgd", "mpi_sync"), ("asgd", "mpi_async"), ("esgd", "mpi_async"), ("pure_mpi", ""),
+        ("sgd", "dist_sync"),
+        ("asgd", "dist_async"),
+        ("esgd", "dist_async"),
+        ("sgd", "mpi_sync"),
+        ("asgd", "mpi_async"),
+        ("esgd", "mpi_async"),
+        ("pure_mpi", ""),
     ],
-)  # fmt: skip
+)
 def test_an_example_learns_the_digits(example, kind, monkeypatch, capsys):
     servers, clients = (0, 1) if example == "pure_mpi" else (1, 2 if kind.startswith("mpi") else 1)
     if WORLD.size < servers + clients:

@@ -45,9 +45,10 @@ def every_fault(*stopped, of=1):
     seconds, in these kinds."""
     chosen = {(fault, kind) for i, fault in enumerate(LIVING) for j, kind in enumerate(KINDS) if (i + j) % of == 0}
     chosen = {cell for cell in chosen if cell[0] != "stop"} | {("stop", kind) for kind in stopped}
-    return pytest.mark.parametrize("fault, kind", [
-        pytest.param(*cell, marks=[] if cell in chosen else [pytest.mark.full]) for cell in product(LIVING, KINDS)
-    ])  # fmt: skip
+    return pytest.mark.parametrize(
+        "fault, kind",
+        [pytest.param(*cell, marks=[] if cell in chosen else [pytest.mark.full]) for cell in product(LIVING, KINDS)],
+    )
 
 
 @pytest.mark.core(6)
@@ -67,10 +68,17 @@ def test_a_fault_between_nodes(fault, kind):
 @pytest.mark.core(1)
 @only_on(1)
 @first(
-    2, **{"fault, way, kind": [("exit", "push", "dist_sync"), ("exception", "list", "mpi_sync-2"),
-                               ("exit", "handle", "mpi_sync-0"), ("exception", "pushpull", "dist_async"),
-                               ("exit", "pushpull", "mpi_async")]},
-)  # fmt: skip
+    2,
+    **{
+        "fault, way, kind": [
+            ("exit", "push", "dist_sync"),
+            ("exception", "list", "mpi_sync-2"),
+            ("exit", "handle", "mpi_sync-0"),
+            ("exception", "pushpull", "dist_async"),
+            ("exit", "pushpull", "mpi_async"),
+        ]
+    },
+)
 def test_a_worker_that_dies(fault, way, kind):
     assert not deadly(Place(sys.executable, module="tests.mpi.mpips.faults", ranks=RANKS), fault, way, kind).wrong
 

@@ -27,9 +27,13 @@ STORES = [
     ("mpi_async", {"servers": 1, "clients": 1, "shared_memory": False}),
 ]
 KEYS = {
-    "small": (7, np.float32), "long": (1_500_001, np.float32), "double": (3000, np.float64),
-    "half": (40_000, np.float16), "brain": (40_000, ml_dtypes.bfloat16), "table": ((300, 8), np.float32),
-}  # fmt: skip
+    "small": (7, np.float32),
+    "long": (1_500_001, np.float32),
+    "double": (3000, np.float64),
+    "half": (40_000, np.float16),
+    "brain": (40_000, ml_dtypes.bfloat16),
+    "table": ((300, 8), np.float32),
+}
 OPTIMIZERS = (SGD(0.1, momentum=0.9, weight_decay=0.01), Adam(0.1))
 
 
@@ -52,8 +56,10 @@ def train(kv, optimizer):
     """Push to all keys, in turn where workers push by themselves at any time; return what is stored then."""
     rng = np.random.default_rng(kv.rank)
     shapes = {name: (shape if isinstance(shape, tuple) else (shape,), dtype) for name, (shape, dtype) in KEYS.items()}
-    kv.init(list(KEYS), [np.linspace(-1, 1, np.prod(shape)).reshape(shape).astype(dtype)
-                         for shape, dtype in shapes.values()])  # fmt: skip
+    kv.init(
+        list(KEYS),
+        [np.linspace(-1, 1, np.prod(shape)).reshape(shape).astype(dtype) for shape, dtype in shapes.values()],
+    )
     kv.set_optimizer(optimizer)
     for _ in range(3):
         gradients = [rng.normal(size=shape).astype(dtype) for shape, dtype in shapes.values()]

@@ -26,8 +26,13 @@ def run(folder, job):
 
 @pytest.mark.core(1)
 @jobs
-@once(kind=["dist_sync", "mpi_sync"], masters=["one", "all"], spares=[0, 1], optimizer=["", "sgd", "adam"],
-          when=[0.2, -3, -25])  # fmt: skip
+@once(
+    kind=["dist_sync", "mpi_sync"],
+    masters=["one", "all"],
+    spares=[0, 1],
+    optimizer=["", "sgd", "adam"],
+    when=[0.2, -3, -25],
+)
 def test_a_server_is_lost_with_its_memory(tmp_path, kind, masters, spares, optimizer, when):
     job = Job(kind, spares=spares, optimizer=optimizer, masters=masters, kills={"4": when})
     assert len(run(tmp_path, job)) == WORKERS

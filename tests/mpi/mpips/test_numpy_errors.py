@@ -19,8 +19,13 @@ from tests.mpi.mpips.support import need, run
 
 WORLD = MPI.COMM_WORLD
 OPTIMIZERS = {"sgd": {"momentum": 0.01}, "adam": {}, "adamw": {}, "adagrad": {}, "rmsprop": {}}
-COMPRESSIONS = [{"type": "fp16"}, {"type": "1bit"}, {"type": "2bit", "threshold": 0.5}, {"type": "topk", "ratio": 0.5},
-                {"type": "int", "bits": 4}]  # fmt: skip
+COMPRESSIONS = [
+    {"type": "fp16"},
+    {"type": "1bit"},
+    {"type": "2bit", "threshold": 0.5},
+    {"type": "topk", "ratio": 0.5},
+    {"type": "int", "bits": 4},
+]
 STEPS = 12
 
 

@@ -57,8 +57,9 @@ def job(seed: int, count: int, deadly: bool = True) -> list[str]:
     ways = [rng.choice(WAYS) for _ in range(count)]
     WORLD.Barrier()  # ranks start at their own pace
     try:
-        kv = mpips.create(name, comm=WORLD, timeout_seconds=PATIENT, stall_seconds=PATIENCE,
-                          shared_memory=not nodes, **options)  # fmt: skip
+        kv = mpips.create(
+            name, comm=WORLD, timeout_seconds=PATIENT, stall_seconds=PATIENCE, shared_memory=not nodes, **options
+        )
     except SystemExit:
         return []
     worker = Worker(kv, comm, WAYS[0], sizes, make)

@@ -108,9 +108,12 @@ def test_a_type_that_is_no_array_is_told_on_its_rank_alone(kind: str, options: d
 
 
 NO_NUMBERS = {
-    "masked": lambda x: np.ma.masked_array(x, x > 0), "object": lambda x: x.astype(object),
-    "text": lambda x: x.astype(str), "date": lambda x: x.astype("M8[D]"), "record": lambda x: x.view([("a", "f4")]),
-}  # fmt: skip
+    "masked": lambda x: np.ma.masked_array(x, x > 0),
+    "object": lambda x: x.astype(object),
+    "text": lambda x: x.astype(str),
+    "date": lambda x: x.astype("M8[D]"),
+    "record": lambda x: x.view([("a", "f4")]),
+}
 
 
 @stores
@@ -124,13 +127,19 @@ def test_arrays_that_hold_no_numbers_are_refused_in_every_call(name: str, kind: 
         kv.init("w", full(0))
         kv.init("rows", full(0))
         calls = [
-            lambda: kv.push("w", bad), lambda: kv.pull("w", bad), lambda: kv.pushpull("w", bad),
-            lambda: kv.pushpull("w", good, out=bad), lambda: kv.push(["w"], [bad]), lambda: kv.push("w", [good, bad]),
-            lambda: kv.ipushpull("w", bad).wait(), lambda: kv.init("new", bad), lambda: kv.broadcast("new", good, bad),
+            lambda: kv.push("w", bad),
+            lambda: kv.pull("w", bad),
+            lambda: kv.pushpull("w", bad),
+            lambda: kv.pushpull("w", good, out=bad),
+            lambda: kv.push(["w"], [bad]),
+            lambda: kv.push("w", [good, bad]),
+            lambda: kv.ipushpull("w", bad).wait(),
+            lambda: kv.init("new", bad),
+            lambda: kv.broadcast("new", good, bad),
             lambda: kv.push("rows", mpips.RowSparse(np.arange(30), bad, SHAPE)),
             lambda: kv.row_sparse_pull("rows", out=bad, row_ids=np.arange(30)),
             lambda: kv.row_sparse_pull("rows", out=full(0), row_ids=NO_NUMBERS[name](np.arange(30, dtype="f4"))),
-        ]  # fmt: skip
+        ]
         said = [failure(call) for call in calls]
         value = full(1)
         kv.pushpull("w", value)

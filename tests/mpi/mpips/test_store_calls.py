@@ -270,10 +270,16 @@ def test_a_closed_store_says_so(servers):
         handle.wait()
         kv.close()
         for call in (
-            lambda: kv.push("w", value), lambda: kv.pull("w", value), lambda: kv.ipushpull("w", value), kv.barrier,
-            lambda: kv.init("v", value), lambda: kv.set_optimizer("sgd"),
-            lambda: kv.row_sparse_pull("w", value[:1], row_ids=[0]), lambda: kv.taken("w", handle), kv.recover,
-        ):  # fmt: skip
+            lambda: kv.push("w", value),
+            lambda: kv.pull("w", value),
+            lambda: kv.ipushpull("w", value),
+            kv.barrier,
+            lambda: kv.init("v", value),
+            lambda: kv.set_optimizer("sgd"),
+            lambda: kv.row_sparse_pull("w", value[:1], row_ids=[0]),
+            lambda: kv.taken("w", handle),
+            kv.recover,
+        ):
             assert "the store is closed" in failure(call)
 
     run("dist_sync", body, servers=servers)
@@ -329,11 +335,16 @@ mpips.create("dist_sync", servers=1)
     assert "1 / 0" in done.stderr and "ZeroDivisionError on rank 1 of 3" in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("kind, options", [
-    ("dist_async", {"servers": 1}), ("dist_async", {"servers": 1, "shared_memory": False}),
-    ("dist_async", {"servers": 1, "staleness": 2}), ("mpi_async", {"servers": 1, "clients": 2}),
-    ("mpi_async", {"servers": 1, "clients": 2, "masters": "all"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        ("dist_async", {"servers": 1}),
+        ("dist_async", {"servers": 1, "shared_memory": False}),
+        ("dist_async", {"servers": 1, "staleness": 2}),
+        ("mpi_async", {"servers": 1, "clients": 2}),
+        ("mpi_async", {"servers": 1, "clients": 2, "masters": "all"}),
+    ],
+)
 def test_after_a_barrier_all_pushes_count(kind, options):
     need(**options)
 
@@ -427,9 +438,7 @@ def test_limits_of_create_hold_inside_collectives(servers, clients):
 
 
 @only_on(3, 5)
-@pytest.mark.parametrize(
-    "kind, options", [*KINDS, ("mpi_sync", {"servers": 1, "clients": 1, "shared_memory": False})]
-)
+@pytest.mark.parametrize("kind, options", [*KINDS, ("mpi_sync", {"servers": 1, "clients": 1, "shared_memory": False})])
 def test_a_worker_that_leaves_is_told_to_the_others(kind, options):
     """It has closed the store, and they still use it: one sentence, and they can close it, too."""
     need(2, **options)

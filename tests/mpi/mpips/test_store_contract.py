@@ -160,13 +160,18 @@ def test_no_worker_runs_further_ahead_than_the_staleness(staleness):
 
 
 @pytest.mark.parametrize("meets", ["barrier", "init"])
-@pytest.mark.parametrize("kind, options, rows", [
-    ("dist_async", {"servers": 1, "staleness": 0}, False), ("dist_async", {"servers": 2, "staleness": 1}, False),
-    ("dist_async", {"servers": 1, "staleness": 1, "shared_memory": False}, False),
-    ("dist_async", {"servers": 1, "staleness": 0}, True), ("dist_async", {"servers": 2, "staleness": 1}, True),
-    ("mpi_async", {"servers": 1, "clients": 2, "staleness": 1}, False),
-    ("mpi_async", {"servers": 1, "clients": 2, "staleness": 1, "masters": "all"}, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, options, rows",
+    [
+        ("dist_async", {"servers": 1, "staleness": 0}, False),
+        ("dist_async", {"servers": 2, "staleness": 1}, False),
+        ("dist_async", {"servers": 1, "staleness": 1, "shared_memory": False}, False),
+        ("dist_async", {"servers": 1, "staleness": 0}, True),
+        ("dist_async", {"servers": 2, "staleness": 1}, True),
+        ("mpi_async", {"servers": 1, "clients": 2, "staleness": 1}, False),
+        ("mpi_async", {"servers": 1, "clients": 2, "staleness": 1, "masters": "all"}, False),
+    ],
+)
 def test_a_worker_that_waits_for_all_holds_nobody_back(kind, options, rows, meets):
     """One client (each worker, in a dist kind) pushes ten times less than the others; then all are counted anew."""
     n, steps, staleness = need(2, **options), 6, options["staleness"]
@@ -206,10 +211,15 @@ def test_a_worker_that_waits_for_all_holds_nobody_back(kind, options, rows, meet
     run(kind, body, **options)
 
 
-@pytest.mark.parametrize("kind, options", [
-    ("dist_sync", {"servers": 1}), ("dist_sync", {"servers": 2, "shared_memory": False, "big_array": 100}),
-    ("mpi_sync", {"servers": 1, "clients": 2, "masters": "all"}), ("dist_sync", {"servers": 0}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        ("dist_sync", {"servers": 1}),
+        ("dist_sync", {"servers": 2, "shared_memory": False, "big_array": 100}),
+        ("mpi_sync", {"servers": 1, "clients": 2, "masters": "all"}),
+        ("dist_sync", {"servers": 0}),
+    ],
+)
 def test_handles_and_lists_of_arrays(kind, options):
     n = need(**options)
 
@@ -368,8 +378,12 @@ def test_files_that_cannot_be_used_are_named_everywhere(tmp_path_factory, server
         kv.init("w", np.zeros(5))
         kv.set_optimizer(SGD(1.0, momentum=0.5))
         kv.barrier()
-        for call, path in ((kv.save_optimizer_states, f"{folder}/nowhere/x"), (kv.load_optimizer_states, corrupt),
-                           (kv.load_optimizer_states, other), (kv.load_optimizer_states, folder)):  # fmt: skip
+        for call, path in (
+            (kv.save_optimizer_states, f"{folder}/nowhere/x"),
+            (kv.load_optimizer_states, corrupt),
+            (kv.load_optimizer_states, other),
+            (kv.load_optimizer_states, folder),
+        ):
             said = kv.layout.workers.allgather(failure(lambda: call(path)))  # noqa: B023
             assert len(set(said)) == 1 and path in said[0] and ("rank 0" in said[0] or len(said) == 1), said
             assert call != kv.save_optimizer_states or f"no folder {folder}/nowhere: make it first" in said[0], said

@@ -112,9 +112,16 @@ def test_bfloat16_is_compressed_as_float16_is(servers):
 
 
 @either_mpi
-@pytest.mark.parametrize("options", [
-    {}, {"type": "1bit"}, {"type": "fp16"}, {"type": "int", "bits": 4}, {"type": "topk", "ratio": 0.5},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"type": "1bit"},
+        {"type": "fp16"},
+        {"type": "int", "bits": 4},
+        {"type": "topk", "ratio": 0.5},
+    ],
+)
 def test_all_compressions_sum_up_in_the_long_run(options):
     need(servers=2)
     size = 1001

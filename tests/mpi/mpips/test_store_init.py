@@ -39,13 +39,17 @@ def test_some_push_before_they_init_and_some_after(kind, shared_memory):
 
 @either_mpi
 @once(
-    **{"kind, options": [
-        ("dist_sync", {"servers": 1}), ("dist_sync", {"servers": 2, "big_array": 1000}),
-        ("mpi_sync", {"servers": 1, "clients": 1}), ("mpi_sync", {"servers": 1, "clients": 2, "masters": "all"}),
-    ]},
+    **{
+        "kind, options": [
+            ("dist_sync", {"servers": 1}),
+            ("dist_sync", {"servers": 2, "big_array": 1000}),
+            ("mpi_sync", {"servers": 1, "clients": 1}),
+            ("mpi_sync", {"servers": 1, "clients": 2, "masters": "all"}),
+        ]
+    },
     shared_memory=[True, False],
     waits=[False, True],
-)  # fmt: skip
+)
 def test_init_while_a_long_push_is_under_way(kind, options, shared_memory, waits):
     need(2, **options)
 

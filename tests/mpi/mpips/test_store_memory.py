@@ -67,10 +67,15 @@ def pushes(kv, names, size):
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
-@pytest.mark.parametrize("kind, key_bytes, shared_memory", [
-    ("dist_sync", 192 << 10, False), ("dist_sync", 8 << 20, False), ("dist_async", 400 << 10, False),
-    ("dist_sync", 400 << 10, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, key_bytes, shared_memory",
+    [
+        ("dist_sync", 192 << 10, False),
+        ("dist_sync", 8 << 20, False),
+        ("dist_async", 400 << 10, False),
+        ("dist_sync", 400 << 10, True),
+    ],
+)
 def test_a_server_keeps_two_copies_of_the_model_at_most(kind, key_bytes, shared_memory):
     if WORLD.size != 4:
         pytest.skip("once is enough; with fewer than three workers nothing piles up")

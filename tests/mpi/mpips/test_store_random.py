@@ -20,12 +20,16 @@ def options_of(chosen: random.Random) -> tuple[str, dict]:
     servers = chosen.choice([number for number in (0, 1, 2, 3) if number < WORLD.size])
     workers = WORLD.size - servers
     options = {
-        "servers": servers, "shared_memory": chosen.random() < 0.4, "masters": chosen.choice(["one", "all"]),
+        "servers": servers,
+        "shared_memory": chosen.random() < 0.4,
+        "masters": chosen.choice(["one", "all"]),
         "clients": chosen.randint(1, min(3, workers)) if kind == "mpi_sync" else 1,
-        "big_array": chosen.choice([10, 1000, 10**6]), "block_bytes": chosen.choice([4096, 2**20]),
-        "chunk_bytes": chosen.choice([4096, 2**18]), "chunks_in_flight": chosen.choice([1, 8]),
+        "big_array": chosen.choice([10, 1000, 10**6]),
+        "block_bytes": chosen.choice([4096, 2**20]),
+        "chunk_bytes": chosen.choice([4096, 2**18]),
+        "chunks_in_flight": chosen.choice([1, 8]),
         "small_bytes": chosen.choice([0, 32_768]),
-    }  # fmt: skip
+    }
     return kind, options
 
 

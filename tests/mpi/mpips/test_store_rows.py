@@ -25,10 +25,11 @@ STORES = [
 STORES += [
     (kind, {"servers": servers, "shared_memory": shared_memory} | options)
     for servers, shared_memory, (kind, options) in itertools.product(
-        (1, 2, 3), (True, False),
+        (1, 2, 3),
+        (True, False),
         [("dist_sync", {}), ("mpi_sync", {"clients": 2}), ("mpi_sync", {"clients": 1, "masters": "all"})],
     )
-]  # fmt: skip
+]
 SHAPE = (600, 6)
 
 
@@ -65,10 +66,16 @@ def test_rows_add_up_exactly(kind, options):
     run(kind, body, **{"big_array": 100, **options})
 
 
-@pytest.mark.parametrize("kind, options", [
-    ("local", {}), ("dist_sync", {"servers": 0}), ("dist_sync", {"servers": 1}),
-    ("dist_sync", {"servers": 1, "shared_memory": False}), ("mpi_sync", {"servers": 1, "clients": 1}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        ("local", {}),
+        ("dist_sync", {"servers": 0}),
+        ("dist_sync", {"servers": 1}),
+        ("dist_sync", {"servers": 1, "shared_memory": False}),
+        ("mpi_sync", {"servers": 1, "clients": 1}),
+    ],
+)
 def test_a_row_that_nobody_pushes_keeps_its_value_and_its_momentum(kind, options):
     n = 1 if kind == "local" else need(**options)
 
@@ -84,10 +91,13 @@ def test_a_row_that_nobody_pushes_keeps_its_value_and_its_momentum(kind, options
     run(kind, body, **options)
 
 
-@pytest.mark.parametrize("kind, options", [
-    ("mpi_sync", {"servers": 1, "clients": 1, "masters": "all"}),
-    ("dist_sync", {"servers": 2, "big_array": 100}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        ("mpi_sync", {"servers": 1, "clients": 1, "masters": "all"}),
+        ("dist_sync", {"servers": 2, "big_array": 100}),
+    ],
+)
 def test_of_a_key_that_travels_whole_momentum_moves_rows_that_did_not_come(kind, options):
     n = need(2 if kind == "mpi_sync" else 1, **options)
 
@@ -196,11 +206,18 @@ def test_fewer_rows_than_members_and_servers(shared_memory, shape):
     run("mpi_sync", body, **options)
 
 
-@once(**{"kind, options": [
-    ("dist_sync", {"servers": 0}), ("dist_sync", {"servers": 1, "shared_memory": False}),
-    ("dist_async", {"servers": 1}), ("mpi_sync", {"servers": 1, "masters": "all"}),
-    ("mpi_sync", {"servers": 1, "shared_memory": False}),
-]}, shape=[(3, 0), (0, 4)])  # fmt: skip
+@once(
+    **{
+        "kind, options": [
+            ("dist_sync", {"servers": 0}),
+            ("dist_sync", {"servers": 1, "shared_memory": False}),
+            ("dist_async", {"servers": 1}),
+            ("mpi_sync", {"servers": 1, "masters": "all"}),
+            ("mpi_sync", {"servers": 1, "shared_memory": False}),
+        ]
+    },
+    shape=[(3, 0), (0, 4)],
+)
 def test_rows_without_elements(kind, options, shape):
     need(**options)
 

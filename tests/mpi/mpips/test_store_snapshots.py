@@ -15,10 +15,14 @@ SIZES = [3, 5000, 200_000]  # the last one takes a while to be updated, and to b
 @once(
     make=[np.empty, mpips.empty],
     small_bytes=[0, 32_768],
-    **{"kind, options": [
-        ("dist_async", {"servers": 1}), ("dist_async", {"servers": 1, "block_bytes": 65_536}),
-        ("dist_async", {"servers": 1, "staleness": ROUNDS}), ("mpi_async", {"servers": 1, "clients": 2}),
-    ]},
+    **{
+        "kind, options": [
+            ("dist_async", {"servers": 1}),
+            ("dist_async", {"servers": 1, "block_bytes": 65_536}),
+            ("dist_async", {"servers": 1, "staleness": ROUNDS}),
+            ("mpi_async", {"servers": 1, "clients": 2}),
+        ]
+    },
 )
 def test_every_element_is_of_the_same_update(kind, options, small_bytes, make):
     workers = need(2, **options)

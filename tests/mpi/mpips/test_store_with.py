@@ -80,10 +80,14 @@ def test_a_fork_is_refused_and_disturbs_nothing(kind: str) -> None:
             table, ids = kv.table("t", 2, init=mpips.uniform(0), learning_rate=1.0), np.arange(3)
             ones, out = -np.ones((3, 2), np.float32), np.zeros(2)
             calls = {
-                "pull": lambda: table.pull(ids), "ipull": lambda: table.ipull(ids).wait(), "stats": table.stats,
-                "push": lambda: table.push(ids, ones), "pushpull": lambda: kv.pushpull("w", -np.ones(2), out),
-                "barrier": kv.barrier, "init": lambda: kv.init("v", out),
-            }  # fmt: skip
+                "pull": lambda: table.pull(ids),
+                "ipull": lambda: table.ipull(ids).wait(),
+                "stats": table.stats,
+                "push": lambda: table.push(ids, ones),
+                "pushpull": lambda: kv.pushpull("w", -np.ones(2), out),
+                "barrier": kv.barrier,
+                "init": lambda: kv.init("v", out),
+            }
             kv.pushpull("w", -np.ones(2), out)
             table.push(ids, ones)
             read, write = os.pipe()

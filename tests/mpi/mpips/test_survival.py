@@ -57,8 +57,7 @@ def test_a_worker_dies(tmp_path, spares, optimizer, apart):
 @pytest.mark.slow
 @first(3, late=["worker", "spare"], servers=[2, 0], again=[0.35, 0.15, 0.02, 0.05, 0.1, 0.25, 0.3, 0.4])
 def test_a_worker_dies_at_once_and_another_while_the_others_recover(tmp_path, late, servers, again):
-    """One of the others is late each time: it is still in `create`, or in an attempt to recover, when all are through.
-    """
+    """One of the others is late each time: in `create`, or in an attempt to recover, when all others are through."""
     ranks = 4 + servers
     kills = {"1": 0.0, "2": again}
     job = Job("dist_sync", servers, spares=1, steps=STEPS, kills=kills, late=ranks - 1 if late == "spare" else 0)
@@ -85,10 +84,18 @@ def test_ranks_die_at_drawn_moments(tmp_path, seed):
 
 
 @pytest.mark.core(1)
-@first(2, **{"kind, servers, masters, spares, apart": [
-    ("dist_sync", 2, "one", 2, False), ("mpi_sync", 0, "one", 1, False), ("mpi_sync", 2, "all", 1, False),
-    ("mpi_sync", 0, "one", 1, True), ("dist_sync", 2, "one", 1, True),
-]})  # fmt: skip
+@first(
+    2,
+    **{
+        "kind, servers, masters, spares, apart": [
+            ("dist_sync", 2, "one", 2, False),
+            ("mpi_sync", 0, "one", 1, False),
+            ("mpi_sync", 2, "all", 1, False),
+            ("mpi_sync", 0, "one", 1, True),
+            ("dist_sync", 2, "one", 1, True),
+        ]
+    },
+)
 def test_spares_become_workers_and_then_one_dies(tmp_path, kind, servers, masters, spares, apart):
     job = Job(kind, servers, masters, spares, STEPS, "sgd", {"1": 0.2}, 5, (1,), apart)
     traces = run(tmp_path, job, 2 + servers + spares)

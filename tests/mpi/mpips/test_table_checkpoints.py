@@ -100,9 +100,14 @@ def test_a_checkpoint_holds_tables_of_its_round(folder: Path, wait: bool, known:
 
 
 @either_mpi
-@pytest.mark.parametrize("optimizer, life", [
-    ("adam", {"admit": mpips.seen(2), "evict": 3}), ("row_adagrad", {"limit": 90}), ("sgd", {}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "optimizer, life",
+    [
+        ("adam", {"admit": mpips.seen(2), "evict": 3}),
+        ("row_adagrad", {"limit": 90}),
+        ("sgd", {}),
+    ],
+)
 def test_a_whole_file_and_its_increments_are_the_table(folder: Path, optimizer: str, life: dict[str, Any]) -> None:
     need(servers=1)
     whole = folder / "whole"

@@ -1,6 +1,6 @@
 """Drawn programs of tables hold after every call what serial dictionaries of rows hold, bit for bit.
 
-    mpirun -n RANKS python -m tests.mpi.mpips.test_table_programs COUNT [FIRST]     so many seeds, from FIRST on
+mpirun -n RANKS python -m tests.mpi.mpips.test_table_programs COUNT [FIRST]     so many seeds, from FIRST on
 """
 
 from __future__ import annotations
@@ -27,9 +27,13 @@ from tests.mpi.sizes import either_mpi
 KINDS = {"sync": ["dist_sync", "mpi_sync"], "async": ["dist_async", "mpi_async"]}
 LIMIT_SECONDS = 60
 SMALLER = [
-    (index, "FIRST_SLOTS", 64), (index, "MOVED_AT_ONCE", 64), (places, "CLEARED_AT_ONCE", 16),
-    (rows, "BLOCK_BYTES", 4096), (table_files, "PIECE_BYTES", 4096), (table_files, "LOADED_BYTES", 4096),
-]  # fmt: skip
+    (index, "FIRST_SLOTS", 64),
+    (index, "MOVED_AT_ONCE", 64),
+    (places, "CLEARED_AT_ONCE", 16),
+    (rows, "BLOCK_BYTES", 4096),
+    (table_files, "PIECE_BYTES", 4096),
+    (table_files, "LOADED_BYTES", 4096),
+]
 """What is done in pieces, which few rows have one of."""
 
 

@@ -58,11 +58,18 @@ def test_rows_outlive_a_server_and_a_worker(tmp_path: Path, victim: int, servers
 
 
 @pytest.mark.slow
-@first(2, **{"victims, servers, spares, hosts": [
-    ([2], 2, 1, [0, 0, 0, 1, 1]),  # a spare on another host takes its place
-    ([3], 3, 0, [0, 0, 0, 1, 1]),  # servers on two hosts become fewer
-    ([2, 4], 3, 1, [0, 0, 0, 1, 1, 0]), ([2], 2, 0, [0, 0, 0, 1]), ([3], 2, 1, [0, 1, 0, 1, 0]),
-]})  # fmt: skip
+@first(
+    2,
+    **{
+        "victims, servers, spares, hosts": [
+            ([2], 2, 1, [0, 0, 0, 1, 1]),  # a spare on another host takes its place
+            ([3], 3, 0, [0, 0, 0, 1, 1]),  # servers on two hosts become fewer
+            ([2, 4], 3, 1, [0, 0, 0, 1, 1, 0]),
+            ([2], 2, 0, [0, 0, 0, 1]),
+            ([3], 2, 1, [0, 1, 0, 1, 0]),
+        ]
+    },
+)
 def test_rows_travel_between_hosts(
     tmp_path: Path, victims: list[int], servers: int, spares: int, hosts: list[int]
 ) -> None:
@@ -79,13 +86,19 @@ def test_rows_are_lost_with_all_that_reach_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@first(2, **{"kind, victims, servers, spares, hosts": [
-    ("dist_sync", [2], 2, 1, [0, 0, 1, 2, 2]),  # a host of its own is lost, a spare takes its place
-    ("dist_sync", [3, 1], 3, 0, [0, 1, 0, 1, 2]),  # a server and a worker are lost with their host
-    ("dist_async", [2], 2, 1, [0, 0, 1, 2, 2]), ("dist_async", [3], 3, 0, [0, 0, 1, 2, 3]),
-    ("dist_sync", [2], 2, 1, [0, 0, 1, 2, 1]),  # its memory is there all the same
-    ("dist_sync", [2, 3], 3, 2, [0, 0, 1, 2, 3, 4, 5]),  # one after the other
-]})  # fmt: skip
+@first(
+    2,
+    **{
+        "kind, victims, servers, spares, hosts": [
+            ("dist_sync", [2], 2, 1, [0, 0, 1, 2, 2]),  # a host of its own is lost, a spare takes its place
+            ("dist_sync", [3, 1], 3, 0, [0, 1, 0, 1, 2]),  # a server and a worker are lost with their host
+            ("dist_async", [2], 2, 1, [0, 0, 1, 2, 2]),
+            ("dist_async", [3], 3, 0, [0, 0, 1, 2, 3]),
+            ("dist_sync", [2], 2, 1, [0, 0, 1, 2, 1]),  # its memory is there all the same
+            ("dist_sync", [2, 3], 3, 2, [0, 0, 1, 2, 3, 4, 5]),  # one after the other
+        ]
+    },
+)
 def test_a_mirror_has_the_rows_of_a_lost_host(
     tmp_path: Path, kind: str, victims: list[int], servers: int, spares: int, hosts: list[int]
 ) -> None:

@@ -28,9 +28,13 @@ SERVERS = [
 ]
 EDGES = np.array([0, -1, 1, 2**63 - 1, -(2**63), 2**62, -(2**40)], np.int64)
 LIVES: list[dict[str, Any]] = [
-    {"evict": 2}, {"limit": 11}, {"admit": mpips.seen(2), "evict": 3, "limit": 20}, {"admit": mpips.seen(3, 15)},
-    {"admit": mpips.chance(0.4), "limit": 25}, {"admit": mpips.seen(1, 4)},
-]  # fmt: skip
+    {"evict": 2},
+    {"limit": 11},
+    {"admit": mpips.seen(2), "evict": 3, "limit": 20},
+    {"admit": mpips.seen(3, 15)},
+    {"admit": mpips.chance(0.4), "limit": 25},
+    {"admit": mpips.seen(1, 4)},
+]
 SMALL_RATE = {"learning_rate": 0.1}
 
 
@@ -75,11 +79,17 @@ def test_a_table_equals_a_serial_dictionary(options: dict[str, Any], optimizer: 
 
 
 @either_mpi
-@pytest.mark.parametrize("kind, options", [
-    ("mpi_sync", {"servers": 1, "clients": 1}), ("mpi_sync", {"servers": 1, "clients": 2}),
-    ("dist_async", {"servers": 1}), ("mpi_async", {"servers": 1, "clients": 1}),
-    ("dist_async", {"servers": 2, "staleness": 1}), ("dist_async", {"servers": 1, "staleness": 0}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        ("mpi_sync", {"servers": 1, "clients": 1}),
+        ("mpi_sync", {"servers": 1, "clients": 2}),
+        ("dist_async", {"servers": 1}),
+        ("mpi_async", {"servers": 1, "clients": 1}),
+        ("dist_async", {"servers": 2, "staleness": 1}),
+        ("dist_async", {"servers": 1, "staleness": 0}),
+    ],
+)
 def test_all_kinds_add_up_whole_numbers(kind: str, options: dict[str, Any]) -> None:
     need(**options)
 
@@ -98,10 +108,14 @@ def test_all_kinds_add_up_whole_numbers(kind: str, options: dict[str, Any]) -> N
 
 
 @either_mpi
-@pytest.mark.parametrize("kind, options", [
-    ("dist_sync", {"servers": 1}), ("dist_sync", {"servers": 2, "shared_memory": False}),
-    ("mpi_sync", {"servers": 1, "clients": 1}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        ("dist_sync", {"servers": 1}),
+        ("dist_sync", {"servers": 2, "shared_memory": False}),
+        ("mpi_sync", {"servers": 1, "clients": 1}),
+    ],
+)
 def test_ipull_reads_what_pull_would_have_read(kind: str, options: dict[str, Any]) -> None:
     need(**options)
 
@@ -125,10 +139,14 @@ def test_ipull_reads_what_pull_would_have_read(kind: str, options: dict[str, Any
 
 @pytest.mark.core(2)
 @either_mpi
-@pytest.mark.parametrize("kind, options", [
-    ("dist_sync", {"servers": 1}), ("dist_sync", {"servers": 2, "shared_memory": False}),
-    ("dist_async", {"servers": 1}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        ("dist_sync", {"servers": 1}),
+        ("dist_sync", {"servers": 2, "shared_memory": False}),
+        ("dist_async", {"servers": 1}),
+    ],
+)
 def test_tables_are_pushed_together(kind: str, options: dict[str, Any]) -> None:
     """More tables than a ring has slots; a bad argument of the last sends none."""
     need(**options)
@@ -217,10 +235,15 @@ def test_rows_come_and_go_as_in_a_dictionary(options: dict[str, Any], life: dict
 
 
 @either_mpi
-@pytest.mark.parametrize("kind, options", [
-    ("dist_sync", {"servers": 1}), ("dist_sync", {"servers": 2}), ("mpi_sync", {"servers": 1, "clients": 1}),
-    ("dist_sync", {"servers": 1, "shared_memory": False}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        ("dist_sync", {"servers": 1}),
+        ("dist_sync", {"servers": 2}),
+        ("mpi_sync", {"servers": 1, "clients": 1}),
+        ("dist_sync", {"servers": 1, "shared_memory": False}),
+    ],
+)
 @pytest.mark.parametrize("life", [{}, *LIVES[:2]])
 def test_rows_are_read_in_place(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: Any, kind: str, options: dict[str, Any], life: dict[str, Any]
@@ -323,17 +346,18 @@ def test_bad_arguments_lose_nothing() -> None:
             "ids have dtype int32, and need int64": lambda: table.pull(np.zeros(2, np.int32)),
             "gradients has dtype float64, and the table float32": lambda: table.push(np.arange(2), np.zeros((2, 3))),
             "gradients has shape (2, 3), and ids of shape (3,) need (3, 3)": lambda: table.push(np.arange(3), good),
-            "out has shape (2, 3), and ids of shape (1, 2) need (1, 2, 3)":
-                lambda: table.pull(np.arange(2)[None], good),
+            "out has shape (2, 3), and ids of shape (1, 2) need (1, 2, 3)": lambda: table.pull(
+                np.arange(2)[None], good
+            ),
             "a key has the name 'key'": lambda: kv.table("key", 3),
             "a table has the name 't'": lambda: kv.init("t", np.zeros(3)),
             "'t' was already made": lambda: kv.table("t", 3),
-            "unknown optimizer 'rprop' of a table: the known ones are sgd,":
-                lambda: kv.table("u", 3, optimizer="rprop"),
+            "unknown optimizer 'rprop' of a table: the known ones are sgd,": lambda: kv.table(
+                "u", 3, optimizer="rprop"
+            ),
             "a table has no argument momentum: beside its own (dtype, init,": lambda: kv.table("u", 3, momentum=0.9),
             "evict=0: give at least 1 and less than 2**31": lambda: kv.table("u", 3, evict=0),
-            "admit=3: give mpips.seen(times), mpips.chance(probability) or None":
-                lambda: kv.table("u", 3, admit=3),  # type: ignore[arg-type]
+            "admit=3: give mpips.seen(times), mpips.chance(probability) or None": lambda: kv.table("u", 3, admit=3),  # type: ignore[arg-type]
             "seen(times=0): give a whole number from 1 on": lambda: mpips.seen(0),
             "chance(probability=1.5): give a number above 0 and up to 1": lambda: mpips.chance(1.5),
             "limit=1.5 is no whole number": lambda: kv.table("u", 3, limit=1.5),  # type: ignore[arg-type]
@@ -345,10 +369,10 @@ def test_bad_arguments_lose_nothing() -> None:
             "ids have dtype >i8, and need int64": lambda: table.pull(np.zeros(2, ">i8")),
             "table 'u': dtype=None, and a table holds": lambda: kv.table("u", 3, None),
             r"table: name '\ud800' holds '\ud800', which UTF-8 has no bytes for": lambda: kv.table("\ud800", 3),
-            "table 'u': RowSGD(learning_rate=nan): give a finite number":
-                lambda: kv.table("u", 3, learning_rate=float("nan")),
-            "table 't': RowSGD(learning_rate=-1.0): give a":
-                lambda: table.update_optimizer(learning_rate=-1),
+            "table 'u': RowSGD(learning_rate=nan): give a finite number": lambda: kv.table(
+                "u", 3, learning_rate=float("nan")
+            ),
+            "table 't': RowSGD(learning_rate=-1.0): give a": lambda: table.update_optimizer(learning_rate=-1),
             "Table objects cannot be copied or pickled": lambda: copy.deepcopy(table),
         }
         for sentence, call in calls.items():
@@ -373,7 +397,7 @@ def test_what_one_rank_asks_otherwise_all_hear() -> None:
         "a key has the name 'key': choose another": ("table", {"name": "w"}, {"name": "key"}),
         "'t' was already made": ("table", {"name": "w"}, {"name": "t"}),
         "a table has the name 't': choose another": ("init", {"key": "w"}, {"key": "t"}),
-    }  # fmt: skip
+    }
     alone: dict[str, dict[str, Any]] = {
         "ids have dtype int32, and need int64": {"ids": np.arange(2, dtype=np.int32)},
         "gradients has dtype float64, and the table float32": {"gradients": np.ones((2, 3))},
@@ -483,9 +507,12 @@ def test_a_server_without_memory_refuses_the_whole_round(
 @pytest.mark.parametrize("heard", ["pull of the one", "pull of the other", "pull of nothing", "next step", "stats"])
 @pytest.mark.parametrize("options", SERVERS[1:4])
 def test_a_step_of_several_tables_counts_for_all_or_for_none(
-    options: dict[str, Any], heard: str, kind: str, monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    heard: str,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
     tmp_path_factory: pytest.TempPathFactory,
-) -> None:  # fmt: skip
+) -> None:
     """Whoever has memory enough hears of each once, in whatever it calls next, however late."""
     need(**options)
     memory = Memory(monkeypatch, WORLD.bcast(str(tmp_path_factory.mktemp("full")) if WORLD.rank == 0 else ""))
@@ -499,10 +526,12 @@ def test_a_step_of_several_tables_counts_for_all_or_for_none(
         memory.set(kv, 1 << 30)
         tables = [kv.table(name, 2, init=mpips.uniform(0), learning_rate=1.0) for name in "tuv"]
         calls: dict[str, Any] = {
-            "pull of the one": lambda: tables[1].pull(old), "pull of the other": lambda: tables[0].pull(old),
+            "pull of the one": lambda: tables[1].pull(old),
+            "pull of the other": lambda: tables[0].pull(old),
             "pull of nothing": lambda: tables[1].pull(old[:0]),
-            "next step": lambda: step(tables, old, old, old), "stats": lambda: tables[2].stats(),
-        }  # fmt: skip
+            "next step": lambda: step(tables, old, old, old),
+            "stats": lambda: tables[2].stats(),
+        }
         step(tables, old, old, old)
         memory.set(kv, 0)
 
@@ -686,9 +715,13 @@ def test_tensors_of_pytorch_serve_as_arrays() -> None:
 
 
 @either_mpi
-@pytest.mark.parametrize("optimizer, life", [
-    *((name, {}) for name in sorted(UPDATES)), ("adam", {"admit": mpips.seen(2), "evict": 2}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "optimizer, life",
+    [
+        *((name, {}) for name in sorted(UPDATES)),
+        ("adam", {"admit": mpips.seen(2), "evict": 2}),
+    ],
+)
 def test_a_saved_table_goes_on_with_other_servers(
     optimizer: str, life: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> None:

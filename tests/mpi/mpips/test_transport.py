@@ -190,10 +190,14 @@ def units_of(comm, blocks):
 
 def link_of(comm, key):
     layout = SimpleNamespace(
-        world=comm, rank=comm.rank, num_servers=1, num_workers=comm.size - 1,
-        groups=lambda: [[rank] for rank in range(comm.size - 1)], server_rank=lambda server: comm.size - 1 + server,
+        world=comm,
+        rank=comm.rank,
+        num_servers=1,
+        num_workers=comm.size - 1,
+        groups=lambda: [[rank] for rank in range(comm.size - 1)],
+        server_rank=lambda server: comm.size - 1 + server,
         options=Options(servers=1, chunk_bytes=8 * BLOCK, chunks_in_flight=2),
-    )  # fmt: skip
+    )
     link = Link(layout, [MessageLine(comm, comm.size - 1)])
     for shard in key.shards:
         shard.line = link.lines[0]

@@ -9,10 +9,16 @@ from tests.mpi.mpips.support import failure, need, run
 ROUNDS = 40
 APART = {"shared_memory": False}
 STORES = [
-    ("dist_sync", {}), ("mpi_sync", {}), ("mpi_sync", {"servers": 1}), ("dist_sync", {"servers": 1}),
-    ("dist_sync", {"servers": 2}), ("mpi_sync", {"servers": 1, "masters": "all", **APART}),
-    ("dist_async", {"servers": 1}), ("dist_async", {"servers": 2}), ("dist_async", {"servers": 1, **APART}),
-]  # fmt: skip
+    ("dist_sync", {}),
+    ("mpi_sync", {}),
+    ("mpi_sync", {"servers": 1}),
+    ("dist_sync", {"servers": 1}),
+    ("dist_sync", {"servers": 2}),
+    ("mpi_sync", {"servers": 1, "masters": "all", **APART}),
+    ("dist_async", {"servers": 1}),
+    ("dist_async", {"servers": 2}),
+    ("dist_async", {"servers": 1, **APART}),
+]
 
 
 @pytest.mark.mpi(min_size=3)
@@ -47,7 +53,10 @@ def test_pull_tells_whether_anything_is_newer(kind, options, size):
     learners=[1, 2],
     size=[3, 50_000, 400_000],
     options=[
-        {"servers": 1}, {"servers": 2}, {"servers": 1, **APART}, {"servers": 2, **APART},
+        {"servers": 1},
+        {"servers": 2},
+        {"servers": 1, **APART},
+        {"servers": 2, **APART},
         {"servers": 1, "block_bytes": 65_536},
     ],
 )
@@ -114,10 +123,17 @@ def test_wrong_versions_are_refused():
         return said
 
     said = run("dist_sync", body, servers=1)
-    for sentence, part in zip(said or (), [
-        "newer_than=0.5 of key 'a' is no int", "newer_than=True of key 'a'", "newer_than=-2 of key 'a' is no version",
-        "for a list of 2 keys", "newer_than=0 for a list of 2 keys", "key 'c' was not initialised",
-    ]):  # fmt: skip
+    for sentence, part in zip(
+        said or (),
+        [
+            "newer_than=0.5 of key 'a' is no int",
+            "newer_than=True of key 'a'",
+            "newer_than=-2 of key 'a' is no version",
+            "for a list of 2 keys",
+            "newer_than=0 for a list of 2 keys",
+            "key 'c' was not initialised",
+        ],
+    ):
         assert part in sentence, said
 
 

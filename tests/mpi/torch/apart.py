@@ -1,6 +1,6 @@
 """A job of LocalSGD in which ranks die: each worker says what it has at the end.
 
-    mpips run -w 3 --spares 1 -m tests.mpi.torch.apart '{"kills": [[1, 6, -1]], ...}' FOLDER
+mpips run -w 3 --spares 1 -m tests.mpi.torch.apart '{"kills": [[1, 6, -1]], ...}' FOLDER
 """
 
 from __future__ import annotations
@@ -61,8 +61,14 @@ def main(plan: Plan, folder: Path) -> None:
         trainer.step(**({"tokens": 10} if plan.local.get("by_tokens") else {}))
     trainer.share()
     values = [parameter.detach().numpy().tobytes().hex() for parameter in model.parameters()]
-    said = {"rank": trainer.store.rank, "process": me, "workers": trainer.store.num_workers, "began": began,
-            "values": values, "generation": trainer.store.generation}  # fmt: skip
+    said = {
+        "rank": trainer.store.rank,
+        "process": me,
+        "workers": trainer.store.num_workers,
+        "began": began,
+        "values": values,
+        "generation": trainer.store.generation,
+    }
     (folder / f"worker-{trainer.store.rank}.json").write_text(json.dumps(said))
     trainer.close()
 

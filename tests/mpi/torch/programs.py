@@ -92,9 +92,16 @@ def nothing(step: int) -> None:
 
 
 def train(
-    way: Way, model: nn.Module, optimizer: Any = None, loss: Loss | None = None, before: Any = nothing,
-    clip: Any = nothing, scheduler: Any = None, to_none: bool = True, **ddp: Any,
-) -> nn.Module:  # fmt: skip
+    way: Way,
+    model: nn.Module,
+    optimizer: Any = None,
+    loss: Loss | None = None,
+    before: Any = nothing,
+    clip: Any = nothing,
+    scheduler: Any = None,
+    to_none: bool = True,
+    **ddp: Any,
+) -> nn.Module:
     """Train by the usual loop, and return the model as it was before it was wrapped."""
 
     def regression(net: Any, step: int) -> Tensor:
@@ -232,8 +239,11 @@ def groups(way: Way) -> nn.Module:
 
 @program
 def scheduled(way: Way) -> nn.Module:
-    return train(way, mlp(), scheduler=lambda optimizer: OneCycleLR(
-        optimizer, max_lr=0.1, total_steps=STEPS, cycle_momentum=False))  # fmt: skip
+    return train(
+        way,
+        mlp(),
+        scheduler=lambda optimizer: OneCycleLR(optimizer, max_lr=0.1, total_steps=STEPS, cycle_momentum=False),
+    )
 
 
 @program

@@ -59,9 +59,12 @@ def batch(step: int, dtype: torch.dtype = torch.float64, rank: int = WORLD.rank)
 
 
 def train(
-    model: nn.Module, optimizer: Any, steps: int, batches: Callable[[int], tuple[Tensor, Tensor]],
+    model: nn.Module,
+    optimizer: Any,
+    steps: int,
+    batches: Callable[[int], tuple[Tensor, Tensor]],
     after: Callable[[], Any] = lambda: None,
-) -> list[float]:  # fmt: skip
+) -> list[float]:
     """Train by the usual loop, and return the losses."""
     losses = []
     for step in range(steps):

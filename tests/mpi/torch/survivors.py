@@ -1,6 +1,6 @@
 """A job that trains while ranks die: each worker says what it has at the end.
 
-    mpips run -w 3 --spares 1 -m tests.mpi.torch.survivors '{"kills": [[1, 4, "push"]], ...}'
+mpips run -w 3 --spares 1 -m tests.mpi.torch.survivors '{"kills": [[1, 4, "push"]], ...}'
 """
 
 from __future__ import annotations
@@ -109,8 +109,15 @@ def main(plan: Plan, folder: str) -> None:
         if store.rank == 0:
             torch.save(state, plan.keep)
     data = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
-    said = {"rank": store.rank, "process": me, "workers": store.num_workers, "crc": zlib.crc32(data),
-            "resumed": optimizer.resumed, "losses": losses, "generation": store.generation}  # fmt: skip
+    said = {
+        "rank": store.rank,
+        "process": me,
+        "workers": store.num_workers,
+        "crc": zlib.crc32(data),
+        "resumed": optimizer.resumed,
+        "losses": losses,
+        "generation": store.generation,
+    }
     Path(folder, f"worker-{store.rank}.json").write_text(json.dumps(said))
     optimizer.close()
 

@@ -297,9 +297,16 @@ def begun(call: str, x: Tensor, group: Any) -> tuple[Any, Callable[[], Any]]:
 
 @pytest.mark.parametrize(
     "call",
-    ["all_reduce", "sparse", "coalesced all_reduce", "coalesced all_gather", "coalesced reduce_scatter", "barrier",
-     "send"],
-)  # fmt: skip
+    [
+        "all_reduce",
+        "sparse",
+        "coalesced all_reduce",
+        "coalesced all_gather",
+        "coalesced reduce_scatter",
+        "barrier",
+        "send",
+    ],
+)
 def test_groups_overlap_in_an_order_of_each_rank(call: str) -> None:
     """Pairs of neighbours on a ring, of which every rank begins with another; as on gloo and NCCL, all end."""
     if WORLD.size < 3:

@@ -35,9 +35,12 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment of programs that find mpips as an installed package, and no launcher's variables."""
     folder = tmp_path_factory.mktemp("installed")
     subprocess.run(
-        [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(folder)], cwd=ROOT, check=True, timeout=60,
+        [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(folder)],
+        cwd=ROOT,
+        check=True,
+        timeout=60,
         capture_output=True,
-    )  # fmt: skip
+    )
     clean = {k: v for k, v in os.environ.items() if not re.match(r"OMPI_|PMIX_|PRTE_|PMI_|HYDRA_|MPI_|MPIPS_", k)}
     return {**clean, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
 

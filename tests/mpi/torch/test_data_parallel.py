@@ -49,10 +49,12 @@ PAPER = f"bcube(n={WORLD.size},k=1)" if WORLD.size > 1 else "auto"
 
 @pytest.mark.parametrize(
     "options",
-    [*({"buckets": each} for each in ("auto", "merged", "optimal", "single", "layerwise", 0.001)),
-     {"algorithm": PAPER}],
+    [
+        *({"buckets": each} for each in ("auto", "merged", "optimal", "single", "layerwise", 0.001)),
+        {"algorithm": PAPER},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_training_equals_that_on_the_joined_batch(options: dict[str, Any]) -> None:
     model = DataParallel(network(), **options)
     train(model, sgd(model), 8, batch)

@@ -30,9 +30,10 @@ several = pytest.mark.skipif(WORLD.size < 3, reason="it takes two workers and a 
 Losses = Callable[[nn.Module, int, int], Tensor | None]
 """Of a network, a step and a rank."""
 PLAIN: dict[str, Callable[[Any], Any]] = {
-    "sgd": lambda ps: torch.optim.SGD(ps, 0.1), "adagrad": lambda ps: torch.optim.Adagrad(ps, 0.1),
+    "sgd": lambda ps: torch.optim.SGD(ps, 0.1),
+    "adagrad": lambda ps: torch.optim.Adagrad(ps, 0.1),
     "adam": lambda ps: torch.optim.SparseAdam(list(ps), 0.1, eps=1e-30),
-}  # fmt: skip
+}
 OPTIONS: dict[str, dict[str, Any]] = {"sgd": {}, "adagrad": {}, "adam": {"epsilon": 1e-30}}
 
 
@@ -238,13 +239,18 @@ def test_padding_is_zeros_and_has_no_row(bags: str) -> None:
 
 NO_IDS = torch.empty(0, dtype=torch.int64)
 CALLS: dict[str, tuple[Tensor | None, ...]] = {
-    "2-D": (torch.arange(6).view(2, 3),), "no bags": (torch.empty(0, 3, dtype=torch.int64),), "1-D": (torch.arange(3),),
-    "empty bags": (torch.arange(4), torch.tensor([0, 0, 3, 4])), "only empty bags": (NO_IDS, torch.tensor([0, 0])),
-    "no ids": (NO_IDS, NO_IDS), "int32": (torch.arange(4), torch.tensor([0, 4], dtype=torch.int32)),
-    "too far": (torch.arange(3), torch.tensor([0, 7])), "2-D with offsets": (torch.arange(4).view(2, 2), NO_IDS),
+    "2-D": (torch.arange(6).view(2, 3),),
+    "no bags": (torch.empty(0, 3, dtype=torch.int64),),
+    "1-D": (torch.arange(3),),
+    "empty bags": (torch.arange(4), torch.tensor([0, 0, 3, 4])),
+    "only empty bags": (NO_IDS, torch.tensor([0, 0])),
+    "no ids": (NO_IDS, NO_IDS),
+    "int32": (torch.arange(4), torch.tensor([0, 4], dtype=torch.int32)),
+    "too far": (torch.arange(3), torch.tensor([0, 7])),
+    "2-D with offsets": (torch.arange(4).view(2, 2), NO_IDS),
     "weights": (torch.arange(4), torch.tensor([0, 4]), torch.arange(4.0).double()),
     "weights in 2-D": (torch.arange(4).view(2, 2), None, torch.ones(2, 2).double()),
-}  # fmt: skip
+}
 
 
 @served
@@ -415,8 +421,10 @@ def test_tables_of_two_stores_go_to_their_own() -> None:
     def body(first: mpips.KVStore) -> None:
         for kind, other in (("dist_sync", "t"), ("dist_sync", "u"), ("dist_async", "t")):
             name, second = f"{kind}-{other}", mpips.create(kind, servers=1)
-            tables = [store.table(f"{name}-{each}", DIM, "float64", mpips.uniform(0), learning_rate=1.0)
-                      for store, each in ((first, "t"), (second, other))]  # fmt: skip
+            tables = [
+                store.table(f"{name}-{each}", DIM, "float64", mpips.uniform(0), learning_rate=1.0)
+                for store, each in ((first, "t"), (second, other))
+            ]
             users, items = (mpips.torch.Embedding(table) for table in tables)
             rows, scaler = mpips.torch.TableOptimizer(nn.ModuleList([users, items])), torch.amp.GradScaler("cpu")
             scales = 2 if kind == "dist_sync" else 0
@@ -491,8 +499,7 @@ def test_a_step_left_out_is_named_at_the_end() -> None:
             said = str(error)
         assert "needs rank 1, which has left the store" in said, said
 
-
-# ---- prefetch
+    # ---- prefetch
 
     run("dist_sync", body, servers=1)
 

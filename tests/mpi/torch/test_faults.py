@@ -25,9 +25,16 @@ FAULTS = {"kill": "rank 1", "sys.exit": "rank 1", "caught": "rank 1", "shape": "
 the group."""
 ENDS = {"exception": "RuntimeError on rank 1", "interrupt": "interrupted on rank 1"}
 """What nobody catches, and what the job says when it ends for all."""
-ALWAYS = {"ddp": (*FAULTS, *ENDS), "data_parallel": (*FAULTS, *ENDS), "hook": ("sys.exit",), "sparse": ("caught",),
-          "fsdp": ("shape",), "lightning": ("kill", "interrupt"), "accelerate": ("caught",),
-          "trainer": ("shape", "exception")}  # fmt: skip
+ALWAYS = {
+    "ddp": (*FAULTS, *ENDS),
+    "data_parallel": (*FAULTS, *ENDS),
+    "hook": ("sys.exit",),
+    "sparse": ("caught",),
+    "fsdp": ("shape",),
+    "lightning": ("kill", "interrupt"),
+    "accelerate": ("caught",),
+    "trainer": ("shape", "exception"),
+}
 """Faults in each wrapper that `make test-torch` tries; the others are tried by `--full`."""
 
 

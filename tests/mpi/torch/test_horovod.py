@@ -40,9 +40,12 @@ def test_ranks_are_those_of_mpi() -> None:
 def test_allreduce_reduces_what_all_ranks_bring(op: Any) -> None:
     every = torch.stack([numbers(2, 3, rank=rank) for rank in range(SIZE)])
     expected = {
-        hvd.Average: every.mean(0), hvd.Sum: every.sum(0), hvd.Min: every.amin(0), hvd.Max: every.amax(0),
+        hvd.Average: every.mean(0),
+        hvd.Sum: every.sum(0),
+        hvd.Min: every.amin(0),
+        hvd.Max: every.amax(0),
         hvd.Product: every.prod(0),
-    }[op]  # fmt: skip
+    }[op]
     given = numbers(2, 3)
     torch.testing.assert_close(hvd.allreduce(given, op=op), expected)
     assert torch.equal(given, numbers(2, 3))
@@ -149,8 +152,10 @@ def test_a_set_that_is_removed_leaves_nothing_open() -> None:
 
 def test_many_small_gradients_travel_together() -> None:
     tensors = [numbers(3) + place for place in range(200)]
-    handles = [hvd.allreduce_async(x, name=str(place), op=hvd.Sum if place % 50 else hvd.Max)
-               for place, x in enumerate(tensors)]  # fmt: skip
+    handles = [
+        hvd.allreduce_async(x, name=str(place), op=hvd.Sum if place % 50 else hvd.Max)
+        for place, x in enumerate(tensors)
+    ]
     every = torch.stack([numbers(3, rank=rank) for rank in range(SIZE)])
     for place, handle in enumerate(handles):
         expected = (every + place).sum(0) if place % 50 else (every + place).max(0).values
@@ -180,10 +185,15 @@ def trained(optimizer: Any, model: nn.Module, batches: Any, passes: int = 1) -> 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"groups": 2}, {"backward_passes_per_step": 2}, {"gradient_predivide_factor": 2.0},
-     {"compression": hvd.Compression.fp16}],
+    [
+        {},
+        {"groups": 2},
+        {"backward_passes_per_step": 2},
+        {"gradient_predivide_factor": 2.0},
+        {"compression": hvd.Compression.fp16},
+    ],
     ids=["plain", "groups", "two passes", "predivided", "float16"],
-)  # fmt: skip
+)
 def test_optimizer_trains_as_one_rank_on_all_batches(options: dict[str, Any]) -> None:
     passes = options.get("backward_passes_per_step", 1)
     alone, model = network(), network()

@@ -165,17 +165,22 @@ def test_the_family_and_its_gradients_equal_one_process(name: str) -> None:
     loss = lambda xs: sum((model(xs, rank) * weights[rank]).sum() for rank in range(WORLD.size))  # noqa: E731
     wanted = jax.grad(loss)(xs)[r]
     ahead = jax.jvp(call, (xs[r],), (2 * xs[r],))[1]
-    close = [np.allclose(found, model(xs, r), atol=1e-5), np.allclose(back(weights[r])[0], wanted, atol=1e-4),
-             np.allclose(ahead, model(2 * xs, r), atol=1e-5)]  # fmt: skip
+    close = [
+        np.allclose(found, model(xs, r), atol=1e-5),
+        np.allclose(back(weights[r])[0], wanted, atol=1e-4),
+        np.allclose(ahead, model(2 * xs, r), atol=1e-5),
+    ]
     assert WORLD.allgather(close) == [[True] * 3] * WORLD.size
 
 
 @pytest.mark.parametrize("name", ["sum", "mean", "broadcast", "allgather"])
 def test_the_identity_takes_its_own_cotangent(name: str) -> None:
-    call = {"sum": lambda x: mpips.jax.allreduce(x, "sum", gradient="identity"),
-            "mean": lambda x: mpips.jax.allreduce(x, gradient="identity"),
-            "broadcast": lambda x: mpips.jax.broadcast(x, gradient="identity"),
-            "allgather": lambda x: mpips.jax.allgather(x, gradient="identity")}[name]  # fmt: skip
+    call = {
+        "sum": lambda x: mpips.jax.allreduce(x, "sum", gradient="identity"),
+        "mean": lambda x: mpips.jax.allreduce(x, gradient="identity"),
+        "broadcast": lambda x: mpips.jax.broadcast(x, gradient="identity"),
+        "allgather": lambda x: mpips.jax.allgather(x, gradient="identity"),
+    }[name]
     found = jax.jit(jax.grad(lambda x: (call(x) ** 2).sum()))(jax.numpy.full(2, 3.0))
     wanted = {"sum": 6.0 * WORLD.size, "mean": 6.0 / WORLD.size, "broadcast": 6.0 * (WORLD.rank == 0), "allgather": 6.0}
     everybody = WORLD.allgather(np.asarray(found).tolist() == pytest.approx([wanted[name]] * 2))

@@ -196,16 +196,19 @@ def test_changes_count_by_their_tokens(options: dict[str, Any]) -> None:
     assert "tokens=None: give the step's tokens, an int" in said
 
 
-@pytest.mark.parametrize("more, sentence", [
-    ({"every": 0}, "every=0: give an int, at least 1"),
-    ({"every": 4, "fragments": 5}, "fragments=5 of every=4 steps"),
-    ({"every": 4, "fragments": 2, "delay": 2}, "delay=2: the next fragment is due after 2 steps"),
-    ({"keep": 1.0}, "keep=1.0: give a share"),
-    ({"outer": "adam"}, "outer='adam' is unknown: give nesterov, average"),
-    ({"outer": None}, "TypeError: outer is a NoneType, no optimizer of gradients: give nesterov, average"),
-    ({"compression": "fp16"}, 'compression is given as {"type": "fp16"}, not as'),
-    ({"every": 99, "fragments": 9}, "fragments=9: there are 6 arrays of parameters"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "more, sentence",
+    [
+        ({"every": 0}, "every=0: give an int, at least 1"),
+        ({"every": 4, "fragments": 5}, "fragments=5 of every=4 steps"),
+        ({"every": 4, "fragments": 2, "delay": 2}, "delay=2: the next fragment is due after 2 steps"),
+        ({"keep": 1.0}, "keep=1.0: give a share"),
+        ({"outer": "adam"}, "outer='adam' is unknown: give nesterov, average"),
+        ({"outer": None}, "TypeError: outer is a NoneType, no optimizer of gradients: give nesterov, average"),
+        ({"compression": "fp16"}, 'compression is given as {"type": "fp16"}, not as'),
+        ({"every": 99, "fragments": 9}, "fragments=9: there are 6 arrays of parameters"),
+    ],
+)
 def test_wrong_arguments_are_refused(more: dict[str, Any], sentence: str) -> None:
     assert sentence in heard(lambda: local({}, **more))
 

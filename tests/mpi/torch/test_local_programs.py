@@ -141,10 +141,17 @@ def test_parameters_of_16_bits_are_equal_on_all_workers(dtype: torch.dtype, opti
 
 
 @OPTIONS
-@pytest.mark.parametrize("more", [
-    {}, {"delay": 2}, {"delay": 1, "keep": 0.5, "fragments": 2}, {"compression": {"type": "int", "bits": 4}},
-    {"by_tokens": True, "fragments": 3},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"delay": 2},
+        {"delay": 1, "keep": 0.5, "fragments": 2},
+        {"compression": {"type": "int", "bits": 4}},
+        {"by_tokens": True, "fragments": 3},
+    ],
+    ids=str,
+)
 @pytest.mark.mpi(min_size=2)
 def test_a_state_of_any_step_goes_on_with_the_same_bits(more: dict[str, Any], options: dict[str, Any]) -> None:
     """Also of one in which an exchange is under way; and to save changes nothing."""
@@ -205,13 +212,19 @@ def centers_of(workers: int, every: int, fragments: int, delay: int, total: floa
     return centers
 
 
-@pytest.mark.parametrize("options, more", [
-    ({}, {}), ({"servers": 1}, {"fragments": 3}), ({}, {"delay": 1}),
-    ({"servers": 1, "kind": "dist_async"}, {"outer": SGD(1.0)}),
-    ({"servers": 1, "kind": "dist_async"}, {"outer": SGD(1.0), "delay": 1}),
-    ({"servers": 1, "kind": "dist_async", "staleness": 1}, {"outer": SGD(1.0), "fragments": 3}),
-    ({"servers": 1, "kind": "dist_async", "quorum": 99}, {"fragments": 3}),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "options, more",
+    [
+        ({}, {}),
+        ({"servers": 1}, {"fragments": 3}),
+        ({}, {"delay": 1}),
+        ({"servers": 1, "kind": "dist_async"}, {"outer": SGD(1.0)}),
+        ({"servers": 1, "kind": "dist_async"}, {"outer": SGD(1.0), "delay": 1}),
+        ({"servers": 1, "kind": "dist_async", "staleness": 1}, {"outer": SGD(1.0), "fragments": 3}),
+        ({"servers": 1, "kind": "dist_async", "quorum": 99}, {"fragments": 3}),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("lengths", [[6, 6], [8, 5], [1, 2, 1]], ids=str)
 @pytest.mark.mpi(min_size=3)
 def test_share_gives_all_workers_the_outer_parameters(
@@ -237,9 +250,14 @@ def test_share_gives_all_workers_the_outer_parameters(
         trainer.close()
 
 
-@pytest.mark.parametrize("first, second", [
-    ({}, {"servers": 1}), ({"servers": 1}, {}), ({"servers": 2}, {"servers": 1}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "first, second",
+    [
+        ({}, {"servers": 1}),
+        ({"servers": 1}, {}),
+        ({"servers": 2}, {"servers": 1}),
+    ],
+)
 @pytest.mark.mpi(min_size=3)
 def test_a_state_goes_on_with_the_mean_over_other_workers(first: dict[str, Any], second: dict[str, Any]) -> None:
     state: list[Any] = []
@@ -300,8 +318,11 @@ def test_what_inner_trains_is_exchanged_or_refused(way: str, options: dict[str, 
             said = heard(trainer.step)
             assert trainer.steps == 1
             trainer.close()
-        names = {"unfrozen": "2.weight, (16, 16)", "another": "6 of group 0 of inner, which the model lacks, (2, 3)",
-                 "added": "0 of group 1 of inner, which the model lacks, (2, 3)"}  # fmt: skip
+        names = {
+            "unfrozen": "2.weight, (16, 16)",
+            "another": "6 of group 0 of inner, which the model lacks, (2, 3)",
+            "added": "0 of group 1 of inner, which the model lacks, (2, 3)",
+        }
         assert f"inner trains parameter {names[way]}, and workers do not exchange it: make LocalSGD" in said
 
 
@@ -316,9 +337,11 @@ def test_states_that_do_not_fit_are_refused_on_all_workers(options: dict[str, An
     state = trainer.state_dict()
     fewer = {**state, "since": state["since"][:1]}
     for given, sentence in (
-        (fewer, "saved with fragments=1, and here are 2"), (fewer if rank else state, "saved with fragments=1"),
-        ({} if rank else state, "there is no 'inner', 'steps'"), ({**state, "steps": 3 + rank}, "steps"),
-    ):  # fmt: skip
+        (fewer, "saved with fragments=1, and here are 2"),
+        (fewer if rank else state, "saved with fragments=1"),
+        ({} if rank else state, "there is no 'inner', 'steps'"),
+        ({**state, "steps": 3 + rank}, "steps"),
+    ):
         said = heard(lambda given=given: trainer.load_state_dict(given))
         assert all(sentence in one for one in workers.allgather(said)), said
     trainer.load_state_dict(state)
@@ -329,10 +352,17 @@ UNLIKE = {"closes": (7, 12), "shares": (8, 12), "saves": (6, 12)}
 """What worker 0 does, after how many steps, where the others make so many."""
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"servers": 1}, {"delay": 2}, {"servers": 1, "kind": "dist_async"},
-    {"servers": 1, "kind": "dist_async", "quorum": 99},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"servers": 1},
+        {"delay": 2},
+        {"servers": 1, "kind": "dist_async"},
+        {"servers": 1, "kind": "dist_async", "quorum": 99},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("what", UNLIKE)
 @pytest.mark.mpi(min_size=3)
 def test_unlike_numbers_of_steps_hang_nobody(what: str, options: dict[str, Any]) -> None:

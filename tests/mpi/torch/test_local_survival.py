@@ -106,10 +106,15 @@ def test_a_dead_server_changes_no_bit(tmp_path: Path, local: dict[str, Any]) -> 
 @pytest.mark.slow
 @only_on(1)
 @needs_ulfm
-@pytest.mark.parametrize("kind, local", [
-    ("dist_sync", {"fragments": 2, "delay": 1, "keep": 0.25}), ("mpi_sync", {"by_tokens": True}),
-    ("dist_async", {"outer": "average", "staleness": 1}),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, local",
+    [
+        ("dist_sync", {"fragments": 2, "delay": 1, "keep": 0.25}),
+        ("mpi_sync", {"by_tokens": True}),
+        ("dist_async", {"outer": "average", "staleness": 1}),
+    ],
+    ids=str,
+)
 def test_training_goes_on_after_two_deaths(tmp_path: Path, kind: str, local: dict[str, Any]) -> None:
     found = job(tmp_path, "-w 3 -s 1 --spares 1", kind=kind, local=local, steps=40, kills=[[1, 6, 0.3], [2, 13, -1]])
     generations = (1, 2) if kind == "dist_async" else (2,)  # nobody waits, so one recovery may be of both deaths
@@ -130,14 +135,18 @@ def see_learnt(values: list[str]) -> None:
 @pytest.mark.core(1)
 @only_on(1)
 @needs_ulfm
-@pytest.mark.parametrize("quorum, kills, workers", [
-    (2, [(1, 6, -1)], 3),  # a spare takes its place
-    (3, [(1, 6, -1), (2, 22, 0.4)], 2),  # fewer are left than the quorum: all that are left count
-    (2, [(3, 13, 0.5)], 3),  # the server
-], ids=["worker", "two workers", "server"])  # fmt: skip
+@pytest.mark.parametrize(
+    "quorum, kills, workers",
+    [
+        (2, [(1, 6, -1)], 3),  # a spare takes its place
+        (3, [(1, 6, -1), (2, 22, 0.4)], 2),  # fewer are left than the quorum: all that are left count
+        (2, [(3, 13, 0.5)], 3),  # the server
+    ],
+    ids=["worker", "two workers", "server"],
+)
 def test_a_quorum_goes_on_with_those_that_are_there(
     tmp_path: Path, quorum: int, kills: list[tuple[int, int, float]], workers: int
-) -> None:  # fmt: skip
+) -> None:
     local = {"outer": "average", "quorum": quorum, "grace_seconds": 0.05}
     found = job(tmp_path, "-w 3 -s 1 --spares 1", kind="dist_async", local=local, steps=40, kills=kills)
     assert [one["workers"] for one in found] == [workers] * workers
@@ -149,11 +158,15 @@ def test_a_quorum_goes_on_with_those_that_are_there(
 @pytest.mark.slow
 @only_on(1)
 @needs_ulfm
-@pytest.mark.parametrize("local, kills, roles", [
-    ({"quorum": 3}, [(3, 7, 0.5)], "-w 3 -s 2 --spares 0"),
-    ({"quorum": 2}, [(1, 7, -1), (4, 13, 0.5)], "-w 3 -s 2 --spares 2"),
-    ({"quorum": 2, "by_tokens": True, "fragments": 3}, [(2, 7, 0.0), (3, 7, 0.0)], "-w 3 -s 2 --spares 2"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "local, kills, roles",
+    [
+        ({"quorum": 3}, [(3, 7, 0.5)], "-w 3 -s 2 --spares 0"),
+        ({"quorum": 2}, [(1, 7, -1), (4, 13, 0.5)], "-w 3 -s 2 --spares 2"),
+        ({"quorum": 2, "by_tokens": True, "fragments": 3}, [(2, 7, 0.0), (3, 7, 0.0)], "-w 3 -s 2 --spares 2"),
+    ],
+    ids=str,
+)
 def test_a_quorum_goes_on_when_hosts_are_lost_with_their_memory(
     tmp_path: Path, local: dict[str, Any], kills: list[tuple[int, int, float]], roles: str
 ) -> None:

@@ -217,14 +217,17 @@ def test_ranks_may_evaluate_and_train_other_models_alone() -> None:
 
 
 PAIRS: dict[str, Any] = {
-    "tensors": lambda: (torch.tensor(0.9), torch.tensor(0.99)), "list": lambda: [0.9, 0.99],
+    "tensors": lambda: (torch.tensor(0.9), torch.tensor(0.99)),
+    "list": lambda: [0.9, 0.99],
     "arrays": lambda: np.array([0.9, 0.99]),
-}  # fmt: skip
+}
 """Betas as programs have them, after JSON and checkpoints."""
 WORDS: list[dict[str, Any]] = [
-    {"weight_decay": None, "alpha": "cosine"}, {"alpha": {"warm": [1, 2.5], "then": ("flat", None)}},
-    {"alpha": max, "momentum": float("nan")}, {"alpha": {"a", "b", "c"}, "betas": [torch.arange(40.0), object()]},
-]  # fmt: skip
+    {"weight_decay": None, "alpha": "cosine"},
+    {"alpha": {"warm": [1, 2.5], "then": ("flat", None)}},
+    {"alpha": max, "momentum": float("nan")},
+    {"alpha": {"a", "b", "c"}, "betas": [torch.arange(40.0), object()]},
+]
 
 
 @several
@@ -270,11 +273,33 @@ def test_words_in_a_group_are_equal_on_all_ranks(words: dict[str, Any]) -> None:
 def test_contents_are_equal_in_all_processes() -> None:
     here = object()
     values = [
-        None, True, 3, 2**70, 10**400, -0.0, float("nan"), 1j, "a word", b"bytes", Path("a"), np.float32(0.1),
-        torch.bfloat16, torch.zeros(3, dtype=torch.complex64), torch.ones(50), torch.ones(2, device="meta"), here,
-        np.array([here]), {"b": 1, "a": {2, 1}}, {"x", "y", "z"}, functools.partial(max, 1), lambda: here, network,
-        torch.Tensor.add, str.upper, [].append,
-    ]  # fmt: skip
+        None,
+        True,
+        3,
+        2**70,
+        10**400,
+        -0.0,
+        float("nan"),
+        1j,
+        "a word",
+        b"bytes",
+        Path("a"),
+        np.float32(0.1),
+        torch.bfloat16,
+        torch.zeros(3, dtype=torch.complex64),
+        torch.ones(50),
+        torch.ones(2, device="meta"),
+        here,
+        np.array([here]),
+        {"b": 1, "a": {2, 1}},
+        {"x", "y", "z"},
+        functools.partial(max, 1),
+        lambda: here,
+        network,
+        torch.Tensor.add,
+        str.upper,
+        [].append,
+    ]
     assert alike([repr(content(value)) for value in values])
     assert content([1.0, torch.tensor(2.0)]) == content((1, np.int64(2))) == [1, 2]
     assert content(torch.ones(50)) != content(torch.ones(50) * 2)
@@ -372,9 +397,11 @@ def adapt(model: Any, optimizer: Any, step: int) -> None:
 @several
 @pytest.mark.parametrize(
     ("move", "dtype"),
-    [*((move, torch.float64) for move in (climb, climb_in_parts, shake, shake_beyond_the_step, adapt)),
-     (climb, torch.bfloat16)],
-)  # fmt: skip
+    [
+        *((move, torch.float64) for move in (climb, climb_in_parts, shake, shake_beyond_the_step, adapt)),
+        (climb, torch.bfloat16),
+    ],
+)
 def test_weights_that_each_rank_moves_back_train_as_under_ddp(move: Any, dtype: torch.dtype) -> None:
     nets = [network(dtype), network(dtype)]
     with groups(), warnings.catch_warnings(record=True) as heard_of:

@@ -191,12 +191,18 @@ class Block(nn.Module):
 def test_tensor_parallel_blocks_train_as_one_process(square: DeviceMesh, sharded: bool) -> None:
     """Layers are split over the columns of the mesh, the norm's input by its positions; batches over the rows."""
     model, plain = Block(), Block()
-    parallelize_module(model, square["tensor"], {
-        "": PrepareModuleInput(
-            input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=False
-        ),
-        "norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1)), "down": RowwiseParallel(),
-    })  # fmt: skip
+    parallelize_module(
+        model,
+        square["tensor"],
+        {
+            "": PrepareModuleInput(
+                input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=False
+            ),
+            "norm": SequenceParallel(),
+            "up": ColwiseParallel(input_layouts=Shard(1)),
+            "down": RowwiseParallel(),
+        },
+    )
     if sharded:
         fully_shard(model, mesh=square["data"])
     optimizer, beside = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, plain))
@@ -249,9 +255,11 @@ def test_a_pipeline_trains_as_one_process(schedule: Any) -> None:
 def sharded_state(mesh: DeviceMesh, factor: float) -> dict[str, Any]:
     x = torch.arange(35.0).reshape(5, 7) * factor
     return {
-        "rows": distribute_tensor(x, mesh, [Shard(0)]), "columns": distribute_tensor(x, mesh, [Shard(1)]),
-        "same": x.clone(), "step": 3 if factor else 0,
-    }  # fmt: skip
+        "rows": distribute_tensor(x, mesh, [Shard(0)]),
+        "columns": distribute_tensor(x, mesh, [Shard(1)]),
+        "same": x.clone(),
+        "step": 3 if factor else 0,
+    }
 
 
 def assert_loaded(state: dict[str, Any]) -> None:

@@ -61,10 +61,15 @@ def test_training_equals_that_on_the_joined_batch(kind: Any, numbers: dict[str, 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"kind": "dist_sync"}, {"kind": "mpi_async"}, {"kind": "mpi_async", "staleness": 2},
-     {"kind": "mpi_async", "elastic": 0.25, "interval": 2}],
+    [
+        {},
+        {"kind": "dist_sync"},
+        {"kind": "mpi_async"},
+        {"kind": "mpi_async", "staleness": 2},
+        {"kind": "mpi_async", "elastic": 0.25, "interval": 2},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_workers_of_a_server_train_alike(options: dict[str, Any]) -> None:
     """One rank serves. Elastic training only comes near."""
     options = {"servers": 1, **options}
@@ -167,9 +172,11 @@ def test_parameters_that_differ_in_more_than_their_values_are_not_broadcast() ->
     """They have as many bytes."""
     one, other = torch.ones(2, 3, dtype=torch.float16), torch.ones(2, 3)
     for named in (
-        {"a": one.bfloat16(), "b": other}, {"a": one.view(3, 2), "b": other}, {"b": other, "a": one},
+        {"a": one.bfloat16(), "b": other},
+        {"a": one.view(3, 2), "b": other},
+        {"b": other, "a": one},
         {"a": one, "c": other},
-    ):  # fmt: skip
+    ):
         mine = named if WORLD.rank == 1 else {"a": one, "b": other}
         said = heard(partial(mpips.torch.broadcast_parameters, mine, comm=WORLD.Dup()))
         assert ("MismatchError: broadcast_parameters: tensor " in said) is (WORLD.size > 1) and alike(said)

@@ -270,8 +270,11 @@ def test_all_hear_of_calls_of_one_worker_alone(tmp_path: Any, options: dict[str,
 
         step()
         state = optimizer.state_dict()
-        calls = {"set_parameters": optimizer.set_parameters, "save": lambda: optimizer.save(tmp_path / "a"),
-                 "load_state_dict": lambda: optimizer.load_state_dict(state)}  # fmt: skip
+        calls = {
+            "set_parameters": optimizer.set_parameters,
+            "save": lambda: optimizer.save(tmp_path / "a"),
+            "load_state_dict": lambda: optimizer.load_state_dict(state),
+        }
         if optimizer.on_servers:
             calls["state_dict"] = optimizer.state_dict
         elif first:

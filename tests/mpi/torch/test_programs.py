@@ -20,9 +20,11 @@ ROOT = Path(__file__).resolve().parents[3]
 PROGRAMS = re.findall(r"^@program\ndef (\w+)", (Path(__file__).parent / "programs.py").read_text(), re.MULTILINE)
 LIMIT = 400  # seconds of a job, which imports PyTorch once and runs all programs
 WAYS = {
-    "backend": ("mpips", 0), "data_parallel": ("data_parallel", 0), "optimizer": ("optimizer", 0),
+    "backend": ("mpips", 0),
+    "data_parallel": ("data_parallel", 0),
+    "optimizer": ("optimizer", 0),
     "servers": ("optimizer", 1),
-}  # fmt: skip
+}
 # By way and program, the sentence by which all ranks refuse it.
 REFUSED: dict[tuple[str, str], str] = {
     ("optimizer", "lbfgs"): r"LBFGS",
@@ -41,10 +43,25 @@ def outcomes(way: str, servers: int) -> dict[str, Any]:
     with TemporaryDirectory() as folder:
         file = Path(folder) / "found.pt"
         done = subprocess.run(
-            [sys.executable, "-m", "launch.cli", "run", "-w", "2", "-s", str(servers), "tests/mpi/torch/programs.py",
-             way, str(file)],
-            cwd=ROOT, env={**clean, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=LIMIT,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-m",
+                "launch.cli",
+                "run",
+                "-w",
+                "2",
+                "-s",
+                str(servers),
+                "tests/mpi/torch/programs.py",
+                way,
+                str(file),
+            ],
+            cwd=ROOT,
+            env={**clean, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+        )
         assert done.returncode == 0, done.stderr[-3000:]
         return torch.load(file)
 

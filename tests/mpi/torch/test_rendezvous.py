@@ -58,9 +58,15 @@ os.write(1, f"weight of {os.environ['RANK']}: {next(model.parameters())[0, 0].it
 dist.destroy_process_group()
 """
 TORCHRUN_S = {
-    "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True",
-}  # fmt: skip
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "GROUP_RANK": "0",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
 EXPORTED = [{"RANK": "0", "WORLD_SIZE": "1"}, {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}, TORCHRUN_S]
 
 

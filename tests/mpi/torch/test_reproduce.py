@@ -23,9 +23,14 @@ def measured(folder: Path, *words: str) -> list[dict[str, Any]]:
     clean = {name: value for name, value in os.environ.items() if not re.match(OURS, name)}
     command = [sys.executable, "-m", "launch.run", "-n", "2", "-m", *words, "--json", "rows.json"]
     done = subprocess.run(
-        command, cwd=folder, env={**clean, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200,
+        command,
+        cwd=folder,
+        env={**clean, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
         check=False,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"
     rows: list[dict[str, Any]] = json.loads((folder / "rows.json").read_text())
     return rows

@@ -23,11 +23,14 @@ from tests.mpi.torch.support import WORLD, batch, far, groups, heard, network, t
 CLOSE = 1e-12
 """Adam's moments on servers are PyTorch's but for a factor, so they are rounded once."""
 KINDS: dict[str, Any] = {
-    "sgd": lambda ps: torch.optim.SGD(ps, 0.1), "momentum": lambda ps: torch.optim.SGD(ps, 0.1, 0.9),
-    "adam": lambda ps: torch.optim.Adam(ps, 0.1), "adamw": lambda ps: torch.optim.AdamW(ps, 0.1),
-    "rmsprop": lambda ps: torch.optim.RMSprop(ps, 0.01), "adagrad": lambda ps: torch.optim.Adagrad(ps, 0.1),
+    "sgd": lambda ps: torch.optim.SGD(ps, 0.1),
+    "momentum": lambda ps: torch.optim.SGD(ps, 0.1, 0.9),
+    "adam": lambda ps: torch.optim.Adam(ps, 0.1),
+    "adamw": lambda ps: torch.optim.AdamW(ps, 0.1),
+    "rmsprop": lambda ps: torch.optim.RMSprop(ps, 0.01),
+    "adagrad": lambda ps: torch.optim.Adagrad(ps, 0.1),
     "dampened": lambda ps: torch.optim.SGD(ps, 0.1, 0.9, 0.5),
-}  # fmt: skip
+}
 """The last one runs on workers."""
 OPTIONS = pytest.mark.parametrize(
     "options", [{}, pytest.param({"servers": 1}, marks=pytest.mark.mpi(min_size=2))], ids=str
@@ -57,9 +60,12 @@ class Run:
 
     def load(self, saved: dict[str, Any]) -> Run:
         set_state_dict(
-            self.model, self.optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"],
+            self.model,
+            self.optimizer,
+            model_state_dict=saved["model"],
+            optim_state_dict=saved["optimizer"],
             options=self.options,
-        )  # fmt: skip
+        )
         return self
 
 

@@ -62,7 +62,7 @@ def test_tables_err_as_pytorch_s_embeddings(tmp_path_factory: pytest.TempPathFac
     done = CliRunner().invoke(movielens.command, ["alike", "--data", path, "--epochs", "3"])
     said = re.search("largest difference of test errors over 3 epochs: (.*)", done.output)
     assert done.exit_code == 0, done.output
-    assert (float(said[1]) < 1e-6 if said else WORLD.rank == 1), done.output
+    assert float(said[1]) < 1e-6 if said else WORLD.rank == 1, done.output
 
 
 def test_the_example_says_where_films_come_from() -> None:

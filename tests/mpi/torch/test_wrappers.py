@@ -59,6 +59,7 @@ def trained(model: nn.Module, optimizer: Any = None, steps: int = 12, batches: A
 
 # ---- hooks of DistributedDataParallel
 
+
 def unnamed(hook: Any) -> Any:
     """The hook by another name: PyTorch's CPU wheels refuse those of bfloat16 by theirs, on any backend."""
     return lambda state, bucket: hook(state, bucket)
@@ -344,8 +345,11 @@ def test_groups_of_two_backends_overlap(pair: Pair) -> None:
     other = dist.new_group(backend="mpips")
     found = []
     for step in range(20):
-        calls = [(pair.mpips, torch.full((1000,), 1.0 + WORLD.rank)), (other, torch.full((7,), 2.0 * step)),
-                 (pair.gloo, torch.full((9,), 3.0 * WORLD.rank))]  # fmt: skip
+        calls = [
+            (pair.mpips, torch.full((1000,), 1.0 + WORLD.rank)),
+            (other, torch.full((7,), 2.0 * step)),
+            (pair.gloo, torch.full((9,), 3.0 * WORLD.rank)),
+        ]
         turn = (WORLD.rank + step) % 3
         works = [dist.all_reduce(x, group=group, async_op=True) for group, x in calls[turn:] + calls[:turn]]
         for work in works if step % 2 else works[::-1]:

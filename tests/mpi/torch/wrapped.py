@@ -1,7 +1,7 @@
 """A job that trains one model by one wrapper, on any backend; one rank may fail in the middle.
 
-    mpips run -w 2 -m tests.mpi.torch.wrapped lightning mpips
-    mpips run -w 3 -m tests.mpi.torch.wrapped trainer mpips kill
+mpips run -w 2 -m tests.mpi.torch.wrapped lightning mpips
+mpips run -w 3 -m tests.mpi.torch.wrapped trainer mpips kill
 """
 
 from __future__ import annotations
@@ -138,9 +138,16 @@ def lightning(backend: str, steps: int, after: After) -> Trained:
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     trainer = L.Trainer(
-        accelerator="cpu", devices=WORLD.size, strategy=DDPStrategy(process_group_backend=backend), max_steps=steps,
-        max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=WORLD.size,
+        strategy=DDPStrategy(process_group_backend=backend),
+        max_steps=steps,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     model, data = Module(), Data(steps)
     sampler = DistributedSampler(data, WORLD.size, WORLD.rank, shuffle=False)  # Lightning's own shuffles
     trainer.fit(model, DataLoader(data, BATCH, sampler=sampler))
@@ -190,10 +197,19 @@ def trainer(backend: str, steps: int, after: After) -> Trained:
     dist.init_process_group(backend)
     with TemporaryDirectory() as folder:
         arguments = TrainingArguments(
-            folder, use_cpu=True, max_steps=steps, per_device_train_batch_size=BATCH, learning_rate=0.1, optim="sgd",
-            lr_scheduler_type="constant", max_grad_norm=10.0, train_sampling_strategy="sequential", report_to=[],
-            save_strategy="no", disable_tqdm=True,
-        )  # fmt: skip
+            folder,
+            use_cpu=True,
+            max_steps=steps,
+            per_device_train_batch_size=BATCH,
+            learning_rate=0.1,
+            optim="sgd",
+            lr_scheduler_type="constant",
+            max_grad_norm=10.0,
+            train_sampling_strategy="sequential",
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+        )
         made = Trainer(Model(), arguments, joined, Data(steps), Data(steps), callbacks=[Steps()])
         made.train()
         return made.model.body, {"loss": made.evaluate()["eval_loss"]}

@@ -194,11 +194,19 @@ class World:
     def _memory(self) -> Any:
         rows = [tuple(self.row((name, parity)) for parity in (0, 1)) for name in ("entry", "progress")]
         return SimpleNamespace(
-            rank=self.rank, size=self.size, rows=rows, fence=None, crowded=False, reachable=True, poison_fd=self.rank,
-            pids=[0] * self.size, poison=np.zeros(layout.POISON_BYTES, np.uint8),
-            words=[[0] * 8 for _ in range(self.size)], identity=1,
+            rank=self.rank,
+            size=self.size,
+            rows=rows,
+            fence=None,
+            crowded=False,
+            reachable=True,
+            poison_fd=self.rank,
+            pids=[0] * self.size,
+            poison=np.zeros(layout.POISON_BYTES, np.uint8),
+            words=[[0] * 8 for _ in range(self.size)],
+            identity=1,
             descriptors=[Bytes(self, ("descriptor", rank), rank) for rank in range(self.size)],
-        )  # fmt: skip
+        )
 
 
 class Stepping(board.Board):
@@ -364,9 +372,14 @@ class Explorer:
     """The states of some ranks, each of which runs its program. `check` is given all outcomes, and raises."""
 
     def __init__(
-        self, programs: Sequence[Program], check: Callable[[tuple[Any, ...]], None], *, interrupted: Sequence[int] = (),
-        buffered: bool = False, whole: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        programs: Sequence[Program],
+        check: Callable[[tuple[Any, ...]], None],
+        *,
+        interrupted: Sequence[int] = (),
+        buffered: bool = False,
+        whole: bool = False,
+    ) -> None:
         """`whole`: what a rank does while it holds the lock is one move, and so is its look at a row."""
         self._layout, self._size = Layout(), len(programs)
         self._interrupted, self._buffered, self._check = interrupted, buffered, check

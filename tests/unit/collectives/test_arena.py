@@ -135,12 +135,15 @@ def test_attach_names_what_it_cannot_reach():
         arena.attach(region._replace(offset=1 << 50))
 
 
-@pytest.mark.parametrize("arguments, error, words", [
-    ((-4,), ValueError, r"shape=-4 is no shape .*: pass a number of elements of at least 0"),
-    (("x",), TypeError, "shape='x' is no shape .*or a tuple of such"),
-    ((3, "floot"), TypeError, "dtype='floot' is no type .*: pass a numeric type, such as numpy.float32"),
-    ((3, object), TypeError, "dtype=object holds Python objects.*: pass a numeric type"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments, error, words",
+    [
+        ((-4,), ValueError, r"shape=-4 is no shape .*: pass a number of elements of at least 0"),
+        (("x",), TypeError, "shape='x' is no shape .*or a tuple of such"),
+        ((3, "floot"), TypeError, "dtype='floot' is no type .*: pass a numeric type, such as numpy.float32"),
+        ((3, object), TypeError, "dtype=object holds Python objects.*: pass a numeric type"),
+    ],
+)
 @pytest.mark.parametrize("comm", [None, MPI.COMM_SELF])
 def test_what_cannot_be_an_array_is_told_with_what_to_do(arguments, error, words, comm):
     with pytest.raises(error, match=words) as told:
@@ -245,12 +248,15 @@ def test_where_dev_shm_is_full_too_another_folder_serves_or_the_cause_is_told(mo
     usage = shutil.disk_usage
     monkeypatch.setattr(
         shutil, "disk_usage", lambda folder: SimpleNamespace(free=0) if folder in full else usage(folder)
-    )  # fmt: skip
+    )
     if len(full) == 1:
         test_another_process_can_attach()
         return
-    with pytest.raises(MemoryError, match="memfd_create is denied here .*; /dev/shm has 0 MiB free; .* has 0 MiB free: "
-                       r"allow the call .*, or give /dev/shm room"):  # fmt: skip
+    with pytest.raises(
+        MemoryError,
+        match="memfd_create is denied here .*; /dev/shm has 0 MiB free; .* has 0 MiB free: "
+        r"allow the call .*, or give /dev/shm room",
+    ):
         arena.empty(1000)
 
 

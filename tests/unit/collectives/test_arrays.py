@@ -50,21 +50,37 @@ def test_no_array(x):
         arrays.host(x)
 
 
-@pytest.mark.parametrize("name, dtype, words", [
-    ("xor", "float32", "choose one of"),
-    ("sum", "complex64", "complex64"),
-    ("sum", ">f4", "float32"),
-    ("mean", "int32", "divide"),
-    ("sum", "bool", "bool"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, dtype, words",
+    [
+        ("xor", "float32", "choose one of"),
+        ("sum", "complex64", "complex64"),
+        ("sum", ">f4", "float32"),
+        ("mean", "int32", "divide"),
+        ("sum", "bool", "bool"),
+    ],
+)
 def test_operations_refused(name, dtype, words):
     with pytest.raises(ValueError, match=words):
         operation(name, np.dtype(dtype))
 
 
-LAYOUTS = ["<f8", ">f8", "<i8", "<u2", ">u2", "V8", [("x", "<f8")], [("x", ">f8")], [("y", "<f8")],
-           [("x", "<f4"), ("y", "<f4")], [("y", "<f4"), ("x", "<f4")], [("x", "<f4", (2,))], [("x", [("y", ">f8")])],
-           {"names": ["x"], "formats": ["<f4"], "offsets": [4], "itemsize": 8}]  # fmt: skip
+LAYOUTS = [
+    "<f8",
+    ">f8",
+    "<i8",
+    "<u2",
+    ">u2",
+    "V8",
+    [("x", "<f8")],
+    [("x", ">f8")],
+    [("y", "<f8")],
+    [("x", "<f4"), ("y", "<f4")],
+    [("y", "<f4"), ("x", "<f4")],
+    [("x", "<f4", (2,))],
+    [("x", [("y", ">f8")])],
+    {"names": ["x"], "formats": ["<f4"], "offsets": [4], "itemsize": 8},
+]
 
 
 def test_a_type_has_the_name_of_no_other():

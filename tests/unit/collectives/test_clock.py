@@ -14,9 +14,7 @@ from collectives.clock import GAP_SECONDS, GRACE_SECONDS, Clock
 def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Seconds that have passed, and that this process has computed."""
     made = SimpleNamespace(now=7.0, used=3.0)
-    monkeypatch.setattr(
-        clocks, "time", SimpleNamespace(monotonic=lambda: made.now, process_time=lambda: made.used)
-    )  # fmt: skip
+    monkeypatch.setattr(clocks, "time", SimpleNamespace(monotonic=lambda: made.now, process_time=lambda: made.used))
     return made
 
 

@@ -51,7 +51,9 @@ def start(
     return subprocess.Popen(
         [*prefix, sys.executable, "-c", before + BEGIN + program],
         env=outside() | {"MPIPS_KERNELS": "numba", "MPIPS_KERNELS_FOLDER": str(folder)} | variables,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 
@@ -230,33 +232,42 @@ def test_a_process_that_waits_for_another_ends_at_once(warm: Path, folder: Path)
     (lock,) = folder.glob("*.lock")
     with lock.open("wb") as file:
         fcntl.lockf(file, fcntl.LOCK_EX)
-        said = run(folder, "print(engine.settle(1)); say(one); begun = time.monotonic(); import atexit; "
-                           "atexit._run_exitfuncs(); print(time.monotonic() - begun)")  # fmt: skip
+        said = run(
+            folder,
+            "print(engine.settle(1)); say(one); begun = time.monotonic(); import atexit; "
+            "atexit._run_exitfuncs(); print(time.monotonic() - begun)",
+        )
     assert said[:2] == ["False", "sums 3.0 "]
     assert float(said[-1]) < 5
 
 
 @pytest.mark.slow
 def test_the_end_of_a_process_waits_for_the_kernel_that_is_compiled(folder: Path) -> None:
-    said = run(folder, """
+    said = run(
+        folder,
+        """
 engine.settle(30)
 two = engine.kernel("two", text.format(2), ["float32[]"])
 while len(list(folder.glob("*.lock"))) < 2: time.sleep(0.001)
-""")
+""",
+    )
     assert kept(said) == 2
     assert [line for line in said if " is there " not in line and " is kept in " not in line] == []
 
 
 @pytest.mark.slow
 def test_the_end_of_a_process_ends_the_loading_of_numba(warm: Path) -> None:
-    said = run(warm, """
+    said = run(
+        warm,
+        """
 while "numba" not in sys.modules: time.sleep(0.001)
 import atexit
 begun = time.process_time()
 atexit._run_exitfuncs()
 print(one.failure, "numba.core.compiler" in sys.modules, time.process_time() - begun < 0.3)
 print([each for each in sys.meta_path if "engine" in repr(each)], sys.getswitchinterval())
-""")  # fmt: skip
+""",
+    )
     assert said == ["Numba cannot be loaded: ImportError: the process ends False True", "[] 0.005"]
 
 
@@ -299,11 +310,14 @@ MISSING = "NumPy serves instead of compiled kernels: "
         ("", {"NUMBA_DISABLE_JIT": "1"}, f"WARNING {MISSING}NUMBA_DISABLE_JIT is set"),
         (BROKEN, {}, f"WARNING {MISSING}Numba cannot be loaded: ImportError: Numba needs NumPy 1.0"),
         (BROKEN, {"MPIPS_KERNELS": "numpy"}, ""),
-        (BROKEN, {"MPIPS_KERNELS": "fast"}, f"WARNING {MISSING}MPIPS_KERNELS='fast' names no engine: give numba or "
-                                            "numpy, or leave it unset"),
+        (
+            BROKEN,
+            {"MPIPS_KERNELS": "fast"},
+            f"WARNING {MISSING}MPIPS_KERNELS='fast' names no engine: give numba or numpy, or leave it unset",
+        ),
     ],
     ids=["switched off", "broken", "not wanted", "a wrong word"],
-)  # fmt: skip
+)
 def test_without_numba_numpy_serves(numba: str, variables: dict[str, str], warned: str, folder: Path) -> None:
     program = 'two = engine.kernel("two", text.format(2), ["float32[]"])\nprint(engine.settle(30)); say(one); say(two)'
     if numba:

@@ -202,10 +202,14 @@ def test_a_few_numbers_are_added_as_numpy_adds_them(op, dtype, data):
 @pytest.mark.parametrize(
     ("kind", "op", "dtype", "n"),
     [
-        ("allreduce", "max", "f4", 1), ("allreduce", "sum", "f2", 1), ("allreduce", "sum", "i8", 1),
-        ("allreduce", "sum", "f4", program.MOST_SCALARS + 1), ("allreduce", "sum", "f4", 0), ("reduce", "sum", "f4", 1),
+        ("allreduce", "max", "f4", 1),
+        ("allreduce", "sum", "f2", 1),
+        ("allreduce", "sum", "i8", 1),
+        ("allreduce", "sum", "f4", program.MOST_SCALARS + 1),
+        ("allreduce", "sum", "f4", 0),
+        ("reduce", "sum", "f4", 1),
     ],
-)  # fmt: skip
+)
 def test_what_python_would_not_add_in_the_same_way_is_left_to_numpy(kind, op, dtype, n):
     board = node.boards(2)[0]
     made = node.executor(board, node.call_of(kind, n, 2, dtype, op), np.zeros(n, dtype))
@@ -254,9 +258,11 @@ class Interrupt:
 def test_an_interrupt_at_any_bytecode_of_a_short_way_ends_the_generation_for_all(case):
     """Rank 0 is interrupted; rank 1 raises too, unless it has ended the operation, with the right sum."""
     n, ways, allocate = {
-        "scalars": (2, WAYS[SLOTS], ordinary), "slots": (9, WAYS[SLOTS], ordinary), "shared": (9, WAYS[SHARED], shared),
+        "scalars": (2, WAYS[SLOTS], ordinary),
+        "slots": (9, WAYS[SLOTS], ordinary),
+        "shared": (9, WAYS[SHARED], shared),
         "stages": (9, WAYS[STAGES], ordinary),
-    }[case]  # fmt: skip
+    }[case]
     for at in range(1, 1000):
         boards = node.boards(2)
         ranks = [Rank(board, "allreduce", n, 2, ways, allocate) for board in boards]

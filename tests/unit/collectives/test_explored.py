@@ -7,7 +7,7 @@ numbers that wrap, an interrupt of one or of both ranks before each access, stor
 ranks are explored access by access. With three, but for slots where nobody fails, a look at a row is one move, and so
 is what a rank does under the lock. Three ranks that touch arrays while one fails do one operation, in the slow tests.
 Not covered: processes that die, time limits, two interrupts of one rank, fences of other processors, what goes over
-messages. """
+messages."""
 
 from __future__ import annotations
 
@@ -67,9 +67,14 @@ class Slots(Executor):
         even, odd = self.slots
         rank = self.world.rank
         return Scalars(
-            self.x, self.out, (even[rank], odd[rank]), (even[0], odd[0]), (even[1], odd[1]),  # type: ignore[arg-type]
-            (tuple(even[2:]), tuple(odd[2:])), False,
-        )  # fmt: skip
+            self.x,
+            self.out,
+            (even[rank], odd[rank]),
+            (even[0], odd[0]),
+            (even[1], odd[1]),  # type: ignore[arg-type]
+            (tuple(even[2:]), tuple(odd[2:])),
+            False,
+        )
 
     def _mode(self, part: Any) -> int:
         return SLOTS
@@ -137,8 +142,15 @@ class Touching(Slots):
     _fast = Executor._fast
 
 
-def program(kind: type[Slots], *, bound: bool = False, operations: int = 2, make: Make = World.board,
-            first: int = 0, anew: bool = False) -> explorer.Program:  # fmt: skip
+def program(
+    kind: type[Slots],
+    *,
+    bound: bool = False,
+    operations: int = 2,
+    make: Make = World.board,
+    first: int = 0,
+    anew: bool = False,
+) -> explorer.Program:
     """Some operations of a rank; whatever is raised ends the generation. `bound`: all know each other's descriptors
     already. `first`: the number of the operation before. `anew`: rank 0 brings another array to each."""
 
@@ -209,9 +221,14 @@ def sound(size: int, interrupted: bool, operations: int = 2) -> Callable[[tuple[
 
 
 def explore(
-    kind: type[Slots], size: int = 2, interrupted: tuple[int, ...] = (), buffered: bool = False, whole: bool = False,
-    operations: int = 2, **how: Any,
-) -> explorer.Explored:  # fmt: skip
+    kind: type[Slots],
+    size: int = 2,
+    interrupted: tuple[int, ...] = (),
+    buffered: bool = False,
+    whole: bool = False,
+    operations: int = 2,
+    **how: Any,
+) -> explorer.Explored:
     run = program(kind, operations=operations, **how)
     check = sound(size, bool(interrupted), operations)
     return Explorer([run] * size, check, interrupted=interrupted, buffered=buffered, whole=whole).run()
@@ -246,9 +263,14 @@ CASES = {
     "three, slots, one fails": {"kind": Slots, "size": 3, "bound": True, "interrupted": (1,), "whole": True},
     "three, arrays": {"kind": Touching, "size": 3, "bound": True, "whole": True},
     "three, arrays, one fails": {
-        "kind": Reading, "size": 3, "bound": True, "interrupted": (0,), "whole": True, "operations": 1
+        "kind": Reading,
+        "size": 3,
+        "bound": True,
+        "interrupted": (0,),
+        "whole": True,
+        "operations": 1,
     },
-}  # fmt: skip
+}
 
 
 LONG = "three, arrays, one fails"  # a minute

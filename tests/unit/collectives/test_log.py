@@ -35,9 +35,13 @@ except KeyError:
 
 def spoken(program: str = SPEAK, **variables: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        [sys.executable, "-c", program], env={**outside(), **variables}, capture_output=True, text=True, timeout=60,
+        [sys.executable, "-c", program],
+        env={**outside(), **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
         check=False,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     return done
 
@@ -134,8 +138,12 @@ def test_files_are_joined_by_time(tmp_path: Path) -> None:
     (tmp_path / "rank-1.log").write_text("2026-11-27T10:00:00.000002Z b\n2026-11-27T10:00:02.000000Z c")
     made = log.merge(tmp_path, "text")
     assert made is not None and [line[28:] or line for line in made.read_text().splitlines()] == [
-        "a", "    more", "b", "c", "d",
-    ]  # fmt: skip
+        "a",
+        "    more",
+        "b",
+        "c",
+        "d",
+    ]
     made.write_text("another's")
     with pytest.raises(FileExistsError):
         log.merge(tmp_path, "text")

@@ -85,10 +85,13 @@ def test_what_the_user_set_stays():
     assert correct_threshold(384 * MIB, 32 * MIB, {TUNABLES: other})[TUNABLES].split(":")[0] == other
 
 
-@pytest.mark.parametrize(("value", "nbytes"), [
-    ("glibc.cpu.x86_non_temporal_threshold=0x1800000", 24 * MIB),
-    ("glibc.malloc.check=3:glibc.cpu.x86_non_temporal_threshold=1048576", MIB),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "nbytes"),
+    [
+        ("glibc.cpu.x86_non_temporal_threshold=0x1800000", 24 * MIB),
+        ("glibc.malloc.check=3:glibc.cpu.x86_non_temporal_threshold=1048576", MIB),
+    ],
+)
 def test_a_process_knows_which_copies_go_past_its_caches(value, nbytes):
     assert past_caches({TUNABLES: value}) == nbytes
 
@@ -135,20 +138,23 @@ def make_root(root: Path, version: int, group: str, quotas: dict[str, str], moun
 
 
 @pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize(("group", "quotas", "mounted", "cores"), [
-    pytest.param("/job", {"job": "150000 100000"}, "/", 1, id="rounded down"),
-    pytest.param("/job", {"job": "20000 100000"}, "/", 1, id="at least one"),
-    pytest.param("/job", {"job": "250000 50000"}, "/", 5, id="another period"),
-    pytest.param("/job", {"job": "max 100000"}, "/", None, id="none"),
-    pytest.param("/job/step", {"job": "300000 100000", "job/step": "max 100000"}, "/", 3, id="a parent's"),
-    pytest.param("/job/step", {"job": "300000 100000", "job/step": "200000 100000"}, "/", 2, id="the smaller"),
-    pytest.param("/", {"": "200000 100000"}, "/", 2, id="the root of a container's own view"),
-    pytest.param("/docker/a", {"": "200000 100000"}, "/docker/a", 2, id="a container mounts its group"),
-    pytest.param("/docker/a/b", {"": "max 100000", "b": "100000 100000"}, "/docker/a", 1, id="a group below that"),
-    pytest.param("/../job", {"": "400000 100000"}, "/", 4, id="outside of what is seen"),
-    pytest.param("/job", {"other": "100000 100000"}, "/", None, id="another's"),
-    pytest.param("/job", {"job": "100000 0"}, "/", None, id="no period"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("group", "quotas", "mounted", "cores"),
+    [
+        pytest.param("/job", {"job": "150000 100000"}, "/", 1, id="rounded down"),
+        pytest.param("/job", {"job": "20000 100000"}, "/", 1, id="at least one"),
+        pytest.param("/job", {"job": "250000 50000"}, "/", 5, id="another period"),
+        pytest.param("/job", {"job": "max 100000"}, "/", None, id="none"),
+        pytest.param("/job/step", {"job": "300000 100000", "job/step": "max 100000"}, "/", 3, id="a parent's"),
+        pytest.param("/job/step", {"job": "300000 100000", "job/step": "200000 100000"}, "/", 2, id="the smaller"),
+        pytest.param("/", {"": "200000 100000"}, "/", 2, id="the root of a container's own view"),
+        pytest.param("/docker/a", {"": "200000 100000"}, "/docker/a", 2, id="a container mounts its group"),
+        pytest.param("/docker/a/b", {"": "max 100000", "b": "100000 100000"}, "/docker/a", 1, id="a group below that"),
+        pytest.param("/../job", {"": "400000 100000"}, "/", 4, id="outside of what is seen"),
+        pytest.param("/job", {"other": "100000 100000"}, "/", None, id="another's"),
+        pytest.param("/job", {"job": "100000 0"}, "/", None, id="no period"),
+    ],
+)
 def test_a_quota_bounds_cores(
     tmp_path: Path, version: int, group: str, quotas: dict[str, str], mounted: str, cores: int | None
 ) -> None:
@@ -172,18 +178,37 @@ def test_processes_of_one_group_share_its_quota() -> None:
 
 
 MEMORY = {
-    1: ("31 31 0:29 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n", "3:memory:/job/step\n0::/\n",
-        "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    2: ("41 31 0:38 / /sys/fs/cgroup rw,relatime - cgroup2 cgroup2 rw\n", "0::/job/step\n",
-        "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-}  # fmt: skip
+    1: (
+        "31 31 0:29 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n",
+        "3:memory:/job/step\n0::/\n",
+        "sys/fs/cgroup/memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+    ),
+    2: (
+        "41 31 0:38 / /sys/fs/cgroup rw,relatime - cgroup2 cgroup2 rw\n",
+        "0::/job/step\n",
+        "sys/fs/cgroup",
+        "memory.max",
+        "memory.current",
+        "inactive_file",
+    ),
+}
 
 
 @pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize("limits, total, free", [
-    ({"job": 900, "job/step": 700}, 700, 600), ({"job": 500, "job/step": 700}, 500, 400),
-    ({"job": None, "job/step": 700}, 700, 600), ({"job": None, "job/step": None}, None, 3000), ({}, None, 3000),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "limits, total, free",
+    [
+        ({"job": 900, "job/step": 700}, 700, 600),
+        ({"job": 500, "job/step": 700}, 500, 400),
+        ({"job": None, "job/step": 700}, 700, 600),
+        ({"job": None, "job/step": None}, None, 3000),
+        ({}, None, 3000),
+    ],
+    ids=str,
+)
 def test_a_control_group_bounds_memory(
     tmp_path: Path, version: int, limits: dict[str, int | None], total: int | None, free: int
 ) -> None:

@@ -31,13 +31,15 @@ def shared(tmp_path: Path) -> tuple[Page, Path]:
     return Page(path), path
 
 
-def run(
-    top: Path, program: str, words: Sequence[str] = (), **variables: str
-) -> subprocess.CompletedProcess[str]:  # fmt: skip
+def run(top: Path, program: str, words: Sequence[str] = (), **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", BEGIN + program, str(top), *words], env={**outside(), "_MPIPS_JOB": "job", **variables},
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", BEGIN + program, str(top), *words],
+        env={**outside(), "_MPIPS_JOB": "job", **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
 
 
 def test_what_is_written_is_read(shared: tuple[Page, Path]) -> None:
@@ -133,13 +135,16 @@ def test_long_words_of_the_program_and_long_reasons_are_cut(tmp_path: Path) -> N
 
 
 def test_notes_that_do_not_fit_are_refused_whole(tmp_path: Path) -> None:
-    done = run(tmp_path / "jobs", """
+    done = run(
+        tmp_path / "jobs",
+        """
 own.note(loss=0.5)
 try: own.note(**{'gradient' * 600: 1.0, 'step': 7})
 except ValueError as error: print(error)
 own.note(accuracy=0.25)
 own.fails('x')
-""")
+""",
+    )
     assert "bytes, and its page has room for 4080: note fewer, or shorter names" in done.stdout, done.stderr
     (path,) = (tmp_path / "jobs" / "job").glob("*.page")
     seen = read(path)
@@ -202,7 +207,7 @@ def test_few_jobs_that_have_ended_badly_are_kept(tmp_path: Path) -> None:
         run(top, "own.fails('x')", _MPIPS_JOB=f"job-{number:02}")
     assert [path.name for path in sorted(top.iterdir())] == [
         f"job-{number:02}" for number in range(3, folders.KEPT_JOBS + 4)
-    ]  # fmt: skip
+    ]
 
 
 def test_the_recorder_can_be_left_out(tmp_path: Path) -> None:
@@ -212,11 +217,16 @@ def test_the_recorder_can_be_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("variables", "name"),
-    [({"_MPIPS_JOB": "12", "SLURM_JOB_ID": "7"}, "12"), ({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2"}, "7.2"),
-     ({"SLURM_JOB_ID": "7"}, f"7.p{os.getppid()}"), ({"LSB_JOBID": "7", "PMIX_NAMESPACE": "prte@1"}, "7.prte@1"),
-     ({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2", "HYDI_CONTROL_FD": "7"}, f"7.p{os.getppid()}"),
-     ({"PMIX_NAMESPACE": "../prte/a b@1"}, "-prte-a-b@1"), ({}, f"p{os.getppid()}")],
-)  # fmt: skip
+    [
+        ({"_MPIPS_JOB": "12", "SLURM_JOB_ID": "7"}, "12"),
+        ({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2"}, "7.2"),
+        ({"SLURM_JOB_ID": "7"}, f"7.p{os.getppid()}"),
+        ({"LSB_JOBID": "7", "PMIX_NAMESPACE": "prte@1"}, "7.prte@1"),
+        ({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2", "HYDI_CONTROL_FD": "7"}, f"7.p{os.getppid()}"),
+        ({"PMIX_NAMESPACE": "../prte/a b@1"}, "-prte-a-b@1"),
+        ({}, f"p{os.getppid()}"),
+    ],
+)
 def test_a_job_has_the_name_that_its_launcher_gives(variables: dict[str, str], name: str) -> None:
     assert folders.job_name(variables) == name
 
@@ -229,10 +239,11 @@ def test_ranks_of_a_launch_share_a_name_and_two_launches_do_not(own_script: bool
         rank = f'sh -c "{rank}; true"'
     launch = ["sh", "-c", f"PMI_RANK=0 {rank}; PMI_RANK=1 {rank}"]
     names = [
-        subprocess.run(launch, env={**outside(), "SLURM_JOB_ID": "7"}, capture_output=True, text=True, check=True,
-                       timeout=60).stdout.split()
+        subprocess.run(
+            launch, env={**outside(), "SLURM_JOB_ID": "7"}, capture_output=True, text=True, check=True, timeout=60
+        ).stdout.split()
         for _ in range(2)
-    ]  # fmt: skip
+    ]
     assert all(len(one) == 2 and len(set(one)) == 1 for one in names) and names[0] != names[1]
 
 
@@ -242,8 +253,14 @@ def run_with_memory(size: str, program: str) -> subprocess.CompletedProcess[str]
     if subprocess.run([*words, "true"], capture_output=True, timeout=60, check=False).returncode:
         pytest.skip("nobody can mount here")
     program = BEGIN.replace("folders.of_jobs = lambda: Path(sys.argv[1])", "") + program
-    return subprocess.run([*words, sys.executable, "-c", program], env={**outside(), "_MPIPS_TRACE": str(32 << 20)},
-                          capture_output=True, text=True, timeout=60, check=False)  # fmt: skip
+    return subprocess.run(
+        [*words, sys.executable, "-c", program],
+        env={**outside(), "_MPIPS_TRACE": str(32 << 20)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
 
 
 USES_ALL = """
@@ -293,12 +310,18 @@ print(next(Path(sys.argv[1], "job").glob("*.stacks")).read_text())
     assert "in busy" in run(tmp_path / "jobs", program).stdout
 
 
-@pytest.mark.parametrize(("variables", "said"), [
-    ({}, "rank 3: SIGUSR2 asks for a dump, and MPIPS_DUMP_DIR names no folder: set it before the job starts"),
-    ({"MPIPS_DUMP_DIR": "here"}, "rank 3: dumped to here/job/rank-3.json"),
-    ({"MPIPS_DUMP_DIR": "/etc/hostname"}, "rank 3: no dump: MPIPS_DUMP_DIR='/etc/hostname' cannot be written: Not a "),
-    ({"MPIPS_RECORDER": "0", "MPIPS_DUMP_DIR": "here"}, "this process has no page: MPI has not started in it, or "),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({}, "rank 3: SIGUSR2 asks for a dump, and MPIPS_DUMP_DIR names no folder: set it before the job starts"),
+        ({"MPIPS_DUMP_DIR": "here"}, "rank 3: dumped to here/job/rank-3.json"),
+        (
+            {"MPIPS_DUMP_DIR": "/etc/hostname"},
+            "rank 3: no dump: MPIPS_DUMP_DIR='/etc/hostname' cannot be written: Not a ",
+        ),
+        ({"MPIPS_RECORDER": "0", "MPIPS_DUMP_DIR": "here"}, "this process has no page: MPI has not started in it, or "),
+    ],
+)
 def test_a_process_that_is_asked_for_a_dump_goes_on_and_says_where(
     variables: dict[str, str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

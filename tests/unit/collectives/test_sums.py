@@ -48,9 +48,13 @@ def by_numpy(combine: Any, parts: list[Vector], divisor: int) -> Vector:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(
-    st.sampled_from(list(sums.SIGNS)), st.sampled_from((1, *COUNTS)), st.sampled_from((0, 1, 7, 1023, 1025, 5000)),
-    st.sampled_from((1, 3)), st.integers(-1, 16), st.integers(0, 999),
-)  # fmt: skip
+    st.sampled_from(list(sums.SIGNS)),
+    st.sampled_from((1, *COUNTS)),
+    st.sampled_from((0, 1, 7, 1023, 1025, 5000)),
+    st.sampled_from((1, 3)),
+    st.integers(-1, 16),
+    st.integers(0, 999),
+)
 def test_bits_are_those_of_numpy(dtype, combine, count, n, divisor, place, seed):
     rng, element = np.random.default_rng(seed), DTYPES[dtype]
     with np.errstate(all="ignore"):

@@ -43,15 +43,30 @@ def of_allreduce(*ranges):
     return f'{{"between": {{"allreduce 2x4": [{entries}]}}}}'
 
 
-@pytest.mark.parametrize("text", [
-    "", "{", "[]", "[" * 100_000, '{"slots": {"2": "much"}}', '{"slots": {"0": {"always": 1, "ordinary": 2}}}',
-    '{"slots": {"2": {"always": -1, "ordinary": 2}}}', '{"slots": {"2": {"always": 3, "ordinary": 2}}}',
-    '{"cross_memory": {"2": -5}}', '{"far": {"alpha": -1, "beta": 0}}', '{"gamma": -1}',
-    '{"memory": {"slots many": {"alpha": 0, "beta": 0}}}', '{"between": {"nothing 2x4": []}}',
-    of_allreduce(), of_allreduce((1000, "ring")), of_allreduce((EVERYTHING, "no such")),
-    of_allreduce((EVERYTHING, "hierarchical(size=3)")), of_allreduce((EVERYTHING, "hierarchical(between=no)")),
-    of_allreduce((EVERYTHING, "ring(")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "[" * 100_000,
+        '{"slots": {"2": "much"}}',
+        '{"slots": {"0": {"always": 1, "ordinary": 2}}}',
+        '{"slots": {"2": {"always": -1, "ordinary": 2}}}',
+        '{"slots": {"2": {"always": 3, "ordinary": 2}}}',
+        '{"cross_memory": {"2": -5}}',
+        '{"far": {"alpha": -1, "beta": 0}}',
+        '{"gamma": -1}',
+        '{"memory": {"slots many": {"alpha": 0, "beta": 0}}}',
+        '{"between": {"nothing 2x4": []}}',
+        of_allreduce(),
+        of_allreduce((1000, "ring")),
+        of_allreduce((EVERYTHING, "no such")),
+        of_allreduce((EVERYTHING, "hierarchical(size=3)")),
+        of_allreduce((EVERYTHING, "hierarchical(between=no)")),
+        of_allreduce((EVERYTHING, "ring(")),
+    ],
+)
 def test_a_spoilt_file_is_told(text):
     table.path().parent.mkdir(parents=True)
     table.path().write_text(text)

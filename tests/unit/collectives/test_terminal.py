@@ -26,9 +26,7 @@ def shown(text: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize("name", console.RANK_VARIABLES)
-def test_ranks_print_plain_text(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_print_plain_text(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert "\x1b[" in shown("[bold red]x[/]", capsys)
     monkeypatch.setenv(name, "0")
     assert shown("[bold red]x[/]", capsys) == "x\n"
@@ -163,14 +161,23 @@ def test_a_refusal_of_all_ranks_is_told_by_rank_0_and_its_code_left_where_the_la
 
 
 ALONE = [
-    "examples.reproduce.overlap.gap", "examples.reproduce.overlap.simulated", "examples.reproduce.overlap.__main__",
-    "examples.reproduce.store.beside_mxnet", "examples.reproduce.store.idle", "examples.reproduce.store.waiting",
-    "examples.reproduce.settings", "examples.reproduce.allreduce.__main__", "examples.reproduce.bml.__main__",
-    "examples.reproduce.mlp.__main__", "examples.reproduce.mlp.grids", "examples.reproduce.mlp.lab",
-    "examples.reproduce.mxnet_mpi.__main__", "examples.reproduce.tensor.__main__",
+    "examples.reproduce.overlap.gap",
+    "examples.reproduce.overlap.simulated",
+    "examples.reproduce.overlap.__main__",
+    "examples.reproduce.store.beside_mxnet",
+    "examples.reproduce.store.idle",
+    "examples.reproduce.store.waiting",
+    "examples.reproduce.settings",
+    "examples.reproduce.allreduce.__main__",
+    "examples.reproduce.bml.__main__",
+    "examples.reproduce.mlp.__main__",
+    "examples.reproduce.mlp.grids",
+    "examples.reproduce.mlp.lab",
+    "examples.reproduce.mxnet_mpi.__main__",
+    "examples.reproduce.tensor.__main__",
     "examples.reproduce.overlap.measured",
     "launch.batch",
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("module", ALONE)

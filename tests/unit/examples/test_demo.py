@@ -82,10 +82,14 @@ def test_table_and_picture_say_what_the_serial_run_is(tmp_path, monkeypatch):
     assert any(said in text.get_text().replace("\n", " ") for text in figures[0].axes[0].texts)
 
 
-@pytest.mark.parametrize("raised, code, said", [
-    (KeyboardInterrupt(), 130, "demo: interrupted"), (demo.Terminated(), 143, "demo: interrupted"),
-    (demo.JobError("a job ended with code 3"), 1, "demo: a job ended"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "raised, code, said",
+    [
+        (KeyboardInterrupt(), 130, "demo: interrupted"),
+        (demo.Terminated(), 143, "demo: interrupted"),
+        (demo.JobError("a job ended with code 3"), 1, "demo: a job ended"),
+    ],
+)
 def test_ctrl_c_and_a_failed_job_end_the_demo_with_a_sentence(raised, code, said, monkeypatch, tmp_path, capsys):
     def fails(argv, limit):
         raise raised
@@ -135,13 +139,22 @@ def test_without_matplotlib_there_is_no_picture_but_all_else(monkeypatch, tmp_pa
     assert os.listdir(tmp_path) == ["demo.json"]
 
 
-@pytest.mark.parametrize("words, said", [
-    ("--epochs 0", "'0' is no whole number of at least 1"), ("--workers 0", "at least 1"), ("--servers x", "'x' is no"),
-    ("--limit nan", "'nan' is no number"), ("--clients 9 --workers 4", "9 clients need as many workers, not 4"),
-    ("--out FILE", "results cannot be written there"),
-    ("--workers 90", "--workers 90 with --batch-size 16 take 1,440 images a step, and there are 1,437: ask for fewer"),
-    ("--servers 1000000000", "1000000004 ranks cannot start on this machine"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--epochs 0", "'0' is no whole number of at least 1"),
+        ("--workers 0", "at least 1"),
+        ("--servers x", "'x' is no"),
+        ("--limit nan", "'nan' is no number"),
+        ("--clients 9 --workers 4", "9 clients need as many workers, not 4"),
+        ("--out FILE", "results cannot be written there"),
+        (
+            "--workers 90",
+            "--workers 90 with --batch-size 16 take 1,440 images a step, and there are 1,437: ask for fewer",
+        ),
+        ("--servers 1000000000", "1000000004 ranks cannot start on this machine"),
+    ],
+)
 def test_options_that_cannot_be_are_refused_before_anything_starts(words, said, tmp_path, capsys):
     file = tmp_path / "file"
     file.touch()

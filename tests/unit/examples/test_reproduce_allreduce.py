@@ -20,11 +20,21 @@ WORDS = ["--sizes", "8"]
 
 def test_a_bare_mpirun_gets_the_words_it_needs_and_no_more() -> None:
     assert command(OPEN_MPI, "mpirun", 2, WORDS, cores=2, root=False) == [
-        "o/bin/mpirun", "-n", "2", "o/bin/python", "-m", "collectives.benchmark", "allreduce", "--sizes", "8"
-    ]  # fmt: skip
+        "o/bin/mpirun",
+        "-n",
+        "2",
+        "o/bin/python",
+        "-m",
+        "collectives.benchmark",
+        "allreduce",
+        "--sizes",
+        "8",
+    ]
     assert command(OPEN_MPI, "mpirun", 4, WORDS, cores=2, root=True)[1:4] == [
-        "--allow-run-as-root", "--oversubscribe", "-n"
-    ]  # fmt: skip
+        "--allow-run-as-root",
+        "--oversubscribe",
+        "-n",
+    ]
     assert command(INTEL, "mpirun", 4, WORDS, cores=2, root=True)[:3] == ["/i/bin/mpirun", "-n", "4"]
 
 

@@ -15,6 +15,7 @@ from mpips.optimizers import elastic
 def test_the_interval_predicted_is_the_trainers() -> None:
     assert training.INTERVAL == elastic.INTERVAL
 
+
 RATE, HIDDEN, EPOCHS = 12.5e6, 2000, 20
 FULLEST = 4 * (64 // 2 + 10) * HIDDEN  # bytes of the server that has half of the first weights and all of the second
 MODES = {mode.name: mode for mode in (*training.MODES, training.ALL_MASTERS)}

@@ -38,8 +38,10 @@ def test_without_a_lab_the_reason_is_said(paper: str, tmp_path: Path, monkeypatc
 
 def test_the_summary_compares_with_the_baselines(capsys: pytest.CaptureFixture[str]) -> None:
     times = {"layerwise": (1.1, 1.2), "single": (1.0, 1.0), "merged": (0.5, 0.5)}
-    rows = [{"pushes": "dense", "strategy": name, "predicted_s": predicted, "measured_s": measured}
-            for name, (predicted, measured) in times.items()]
+    rows = [
+        {"pushes": "dense", "strategy": name, "predicted_s": predicted, "measured_s": measured}
+        for name, (predicted, measured) in times.items()
+    ]
     overlap.summary({"strategies": rows})
     said = capsys.readouterr().out
     assert "predictions within 9.1%" in said
@@ -61,10 +63,15 @@ def test_messages_weigh_more_on_more_nodes_and_with_fewer_images() -> None:
     assert small == pytest.approx([2 * few[0], 2 * few[1]])
 
 
-@pytest.mark.parametrize("name, parameters, tensors, products", [
-    ("googlenet", 13_378_280, 128, 1.59e9), ("inception-v3", 27_161_264, 292, 5.73e9),
-    ("resnet50", 25_557_032, 161, 4.1e9), ("vgg19", 143_667_240, 38, 19.6e9),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, parameters, tensors, products",
+    [
+        ("googlenet", 13_378_280, 128, 1.59e9),
+        ("inception-v3", 27_161_264, 292, 5.73e9),
+        ("resnet50", 25_557_032, 161, 4.1e9),
+        ("vgg19", 143_667_240, 38, 19.6e9),
+    ],
+)
 def test_networks_weigh_what_papers_state(name: str, parameters: int, tensors: int, products: float) -> None:
     table = MODELS[name]()
     assert (table.parameters, table.tensors) == (parameters, tensors)

@@ -107,11 +107,19 @@ def test_seconds_are_of_training_alone(monkeypatch, capsys):
     assert [line.split()[-2] for line in capsys.readouterr().out.splitlines()] == ["2.00", "4.00", "6.00"]
 
 
-@pytest.mark.parametrize("words, said", [
-    ("--epochs -1", "argument --epochs: '-1' is no whole number of at least 1"), ("--batch-size 0", "at least 1"),
-    ("--hidden 1.5", "'1.5' is no whole number"), ("--interval 0", "at least 1"), ("--seed -1", "at least 0"),
-    ("--learning-rate nan", "'nan' is no number"), ("--sample-seconds -1", "at least 0"), ("--dtype int8", "float32"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--epochs -1", "argument --epochs: '-1' is no whole number of at least 1"),
+        ("--batch-size 0", "at least 1"),
+        ("--hidden 1.5", "'1.5' is no whole number"),
+        ("--interval 0", "at least 1"),
+        ("--seed -1", "at least 0"),
+        ("--learning-rate nan", "'nan' is no number"),
+        ("--sample-seconds -1", "at least 0"),
+        ("--dtype int8", "float32"),
+    ],
+)
 def test_numbers_that_cannot_be_are_refused_with_a_sentence(words, said, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["example", *words.split()])
     with pytest.raises(SystemExit) as end:
@@ -151,10 +159,13 @@ def test_an_example_takes_the_kinds_that_it_is_for(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option, file, said", [
-    ("--trace", "none/x.json", "cannot be written: there is no folder"),
-    ("--profile", "x/", "cannot be written: that names a folder"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "option, file, said",
+    [
+        ("--trace", "none/x.json", "cannot be written: there is no folder"),
+        ("--profile", "x/", "cannot be written: that names a folder"),
+    ],
+)
 def test_files_that_cannot_be_written_are_refused_before_training(option, file, said, tmp_path):
     example = [sys.executable, str(Path(task.__file__).with_name("overlap.py")), "--kind", "local"]
     command = [*example, option, f"{tmp_path}/{file}"]
@@ -175,9 +186,9 @@ def seen(*args: Any, **options: Any) -> None:
 
 @pytest.mark.parametrize("momentum", [0.0, 0.7])
 @pytest.mark.parametrize(
-    "example, kind", [("sgd", "dist_sync"), ("asgd", "dist_async"), ("asgd", "mpi_async"), ("esgd", "mpi_async"),
-                      ("pure_mpi", "")],
-)  # fmt: skip
+    "example, kind",
+    [("sgd", "dist_sync"), ("asgd", "dist_async"), ("asgd", "mpi_async"), ("esgd", "mpi_async"), ("pure_mpi", "")],
+)
 def test_a_loop_takes_the_momentum_of_the_command_line(
     example: str, kind: str, momentum: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,11 +44,14 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[subpro
     monkeypatch.setattr(folders, "of_jobs", lambda: top)
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", RANK, str(top), str(rank)], env={**outside(), "_MPIPS_JOB": "77"},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            [sys.executable, "-c", RANK, str(top), str(rank)],
+            env={**outside(), "_MPIPS_JOB": "77"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     for rank in ranks:
         assert rank.stdout is not None and rank.stdout.readline() == "there\n"
     yield ranks

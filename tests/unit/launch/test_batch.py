@@ -16,9 +16,17 @@ from mpips import Options
 
 OPTIONS = Options(servers=2, clients=2, workers=14, masters="all")
 REQUEST = BatchRequest(
-    "train", OPTIONS, ("train.py", "--note", "two words"), nodes=4, minutes=90, flavour="openmpi", queue="fast",
-    account="lab1", cores_per_rank=3, gpus_per_node=2,
-)  # fmt: skip
+    "train",
+    OPTIONS,
+    ("train.py", "--note", "two words"),
+    nodes=4,
+    minutes=90,
+    flavour="openmpi",
+    queue="fast",
+    account="lab1",
+    cores_per_rank=3,
+    gpus_per_node=2,
+)
 WRITERS = {"#SBATCH": write_slurm, "#BSUB": write_lsf, "#PBS": write_pbs}
 
 
@@ -35,13 +43,22 @@ def test_shape(mark: str) -> None:
     assert "export OMP_NUM_THREADS=3" in lines
 
 
-@pytest.mark.parametrize(("mark", "directives", "words"), [
-    ("#SBATCH", "--nodes=4|--ntasks=16|--ntasks-per-node=4|--time=01:30:00|--partition=fast|--account=lab1",
-     "export MPIPS_SERVERS=2|export MPIPS_WORKERS=14|export MPIPS_MASTERS=all"),
-    ("#BSUB", '-n 16|-R "span[ptile=4] affinity[core(3)]"|-W 1:30',
-     '--hostfile "$LSB_DJOB_HOSTFILE"|--servers 2 --clients 2 --workers 14 --masters all'),
-    ("#PBS", "-l select=4:ncpus=12:mpiprocs=4:ngpus=2|-l walltime=01:30:00|-V", '--hostfile "$PBS_NODEFILE"'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("mark", "directives", "words"),
+    [
+        (
+            "#SBATCH",
+            "--nodes=4|--ntasks=16|--ntasks-per-node=4|--time=01:30:00|--partition=fast|--account=lab1",
+            "export MPIPS_SERVERS=2|export MPIPS_WORKERS=14|export MPIPS_MASTERS=all",
+        ),
+        (
+            "#BSUB",
+            '-n 16|-R "span[ptile=4] affinity[core(3)]"|-W 1:30',
+            '--hostfile "$LSB_DJOB_HOSTFILE"|--servers 2 --clients 2 --workers 14 --masters all',
+        ),
+        ("#PBS", "-l select=4:ncpus=12:mpiprocs=4:ngpus=2|-l walltime=01:30:00|-V", '--hostfile "$PBS_NODEFILE"'),
+    ],
+)
 def test_room_and_roles_are_asked_for(mark: str, directives: str, words: str) -> None:
     text = WRITERS[mark](REQUEST)
     assert {f"{mark} {asked}" for asked in directives.split("|")} <= set(text.splitlines())
@@ -112,8 +129,11 @@ def test_slurm_asks_for_the_queue_before_the_limit(restarts: int, tmp_path: Path
     text = write_slurm(SAVED._replace(restarts=restarts))
     assert "#SBATCH --signal=B:USR1@60\n" in text
     assert ("#SBATCH --no-kill" in text) == (restarts > 0)
-    for name, body in (("srun", "echo srun > ran; sleep $LONG"), ("mpips", "cat hosts-7 > ran; sleep $LONG"),
-                       ("scontrol", "[ $1 = show ] && printf 'a\\nb\\n' || echo $* > asked")):  # fmt: skip
+    for name, body in (
+        ("srun", "echo srun > ran; sleep $LONG"),
+        ("mpips", "cat hosts-7 > ran; sleep $LONG"),
+        ("scontrol", "[ $1 = show ] && printf 'a\\nb\\n' || echo $* > asked"),
+    ):
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a,b"}

@@ -30,8 +30,14 @@ HEALTHY: dict[str, Any] = {
     "processor": "x86_64",
     "leftovers": [],
     "environment": {},
-    "kernels": {"engine": "numba", "reason": "Numba 0.68.1", "folder": "/home/a/.cache/mpips/kernels", "unkept": "",
-                "machine": "x86_64", "libc": "glibc"},
+    "kernels": {
+        "engine": "numba",
+        "reason": "Numba 0.68.1",
+        "folder": "/home/a/.cache/mpips/kernels",
+        "unkept": "",
+        "machine": "x86_64",
+        "libc": "glibc",
+    },
     "schedulers": ["Slurm"],
     "allocation": None,
     "lacks_scheduler": "",
@@ -100,18 +106,38 @@ def test_a_healthy_machine() -> None:
         ("cores", 4, "cores", True, "4 here; beyond 4 ranks on"),
         ("interface", "eth0", "network", True, "lo, eth0 10000 Mbit/s."),
         ("interface", "nope0", "network", False, "there is no nope0 that is up: give --interface another"),
-        ("leftovers", [LEFT], "leftovers of MPICH", None,
-         "1,200 files in /dev/shm, 3.0 MiB, of aborted jobs: while none runs, rm a."),
+        (
+            "leftovers",
+            [LEFT],
+            "leftovers of MPICH",
+            None,
+            "1,200 files in /dev/shm, 3.0 MiB, of aborted jobs: while none runs, rm a.",
+        ),
         ("leftovers", [LEFT | {"count": 1}], "leftovers of MPICH", None, "1 file in"),
         ("leftovers", [LEFT | {"count": 1, "what": "folders"}], "leftovers of MPICH", None, "1 folder in "),
-        ("death", {"left": 2, "seconds": 0.012}, "lost ranks", True,
-         "the others were together again after 12 ms: `mpips run --spares` survives"),
+        (
+            "death",
+            {"left": 2, "seconds": 0.012},
+            "lost ranks",
+            True,
+            "the others were together again after 12 ms: `mpips run --spares` survives",
+        ),
         ("death", {"hindrance": "MPICH ends it"}, "lost ranks", None, "MPICH ends it; `mpips run --restarts` starts"),
-        ("death", {"problem": "no answer within 60 s"}, "lost ranks", None,
-         "the others did not go on (no answer within 60 s); `mpips run --re"),
+        (
+            "death",
+            {"problem": "no answer within 60 s"},
+            "lost ranks",
+            None,
+            "the others did not go on (no answer within 60 s); `mpips run --re",
+        ),
         ("kernels", KERNELS, "kernels", True, "Numba 0.68.1 compiles updates, kept in /home/a/.cache/mpips/kernels."),
-        ("kernels", KERNELS | {"folder": "", "unkept": "others can write to /tmp"}, "kernels", None,
-         "Numba 0.68.1 compiles updates, by every process anew (others can write to /tmp)."),
+        (
+            "kernels",
+            KERNELS | {"folder": "", "unkept": "others can write to /tmp"},
+            "kernels",
+            None,
+            "Numba 0.68.1 compiles updates, by every process anew (others can write to /tmp).",
+        ),
         ("kernels", NUMPY, "kernels", None, "updates up to three times as fast: Numba is not installed: pip install"),
         ("kernels", NUMPY | {"machine": "ppc64le"}, "kernels", None, "no wheel for Python 3.11 on ppc64le, glibc."),
         ("kernels", NUMPY | {"libc": ""}, "kernels", None, "no wheel for Python 3.11 on x86_64, without glibc."),
@@ -125,7 +151,7 @@ def test_a_healthy_machine() -> None:
         ("schedulers", [], "scheduler", None, "none: mpirun starts jobs on this machine or over ssh"),
         ("lacks_scheduler", "no srun is here", "scheduler", None, "no srun is here: all ranks start on this machine."),
     ],
-)  # fmt: skip
+)
 def test_each_finding_has_its_line(path: str, value: Any, name: str, ok: bool | None, words: str) -> None:
     check = changed(path, value)[name]
     assert check.ok is ok
@@ -148,16 +174,27 @@ def test_kernels_are_looked_for_as_a_rank_would(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("does", "ok", "said"), [
-    ("""echo '{"size": 2, "rank": 0}'""", True, "starts ranks of one job"),
-    ("""echo '{"size": 1, "rank": 0}'""", None, "(each rank is a job of its own): start"),
-    ("echo 'srun: error: Invalid MPI type' >&2; exit 1", None, "(exit code 1: srun: error: Invalid MPI type): start"),
-    ("exec sleep 60", None, "(no answer within 1 s): start it by `mpips run`"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("does", "ok", "said"),
+    [
+        ("""echo '{"size": 2, "rank": 0}'""", True, "starts ranks of one job"),
+        ("""echo '{"size": 1, "rank": 0}'""", None, "(each rank is a job of its own): start"),
+        (
+            "echo 'srun: error: Invalid MPI type' >&2; exit 1",
+            None,
+            "(exit code 1: srun: error: Invalid MPI type): start",
+        ),
+        ("exec sleep 60", None, "(no answer within 1 s): start it by `mpips run`"),
+    ],
+)
 def test_srun_is_tried_in_an_allocation(
-    does: str, ok: bool | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    does: str,
+    ok: bool | None,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     (tmp_path / "srun").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n{does}\n')
     (tmp_path / "srun").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -271,8 +308,10 @@ def test_what_one_job_left_is_removed_and_nothing_else(tmp_path: Path, monkeypat
 
 def test_what_open_mpi_leaves_is_looked_for() -> None:
     assert {(str(kind.folder), kind.pattern) for kind in machine.list_leftover_kinds()} >= {
-        ("/dev/shm", "mpich_shm_*"), ("/dev/shm", "sm_segment.*"), (os.environ.get("TMPDIR", "/tmp"), "ompi.[0-9]*"),
-    }  # fmt: skip
+        ("/dev/shm", "mpich_shm_*"),
+        ("/dev/shm", "sm_segment.*"),
+        (os.environ.get("TMPDIR", "/tmp"), "ompi.[0-9]*"),
+    }
 
 
 def test_advice_is_shown_only_where_something_must_be_done(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,12 +19,35 @@ from launch.observe.gather import Frame, Rank, Wait
 
 MPIPS = Path(mpips.__file__).parent
 USUAL: dict[str, Any] = {
-    "size": 3, "role": "worker", "host": "here", "program": ("/home/u/train.py",), "generation": 0, "step": 412,
-    "step_seconds": 1.0, "waits": (), "lanes": (), "end": {}, "state": "R", "cpu": 0.5, "waiting": 0.1, "moved": True,
-    "stack": (Frame("/home/u/train.py", 7, "<module>"),), "memory_bytes": 1,
-    "began": 0.0, "waited_seconds": 0.0, "wait_count": 0, "calls": 0, "failures": 0, "checkpoints": 0,
-    "cpu_seconds": 0.0, "notes": {}, "threads": (), "member": -1, "became": "", "step_rate": -1.0,
-}  # fmt: skip
+    "size": 3,
+    "role": "worker",
+    "host": "here",
+    "program": ("/home/u/train.py",),
+    "generation": 0,
+    "step": 412,
+    "step_seconds": 1.0,
+    "waits": (),
+    "lanes": (),
+    "end": {},
+    "state": "R",
+    "cpu": 0.5,
+    "waiting": 0.1,
+    "moved": True,
+    "stack": (Frame("/home/u/train.py", 7, "<module>"),),
+    "memory_bytes": 1,
+    "began": 0.0,
+    "waited_seconds": 0.0,
+    "wait_count": 0,
+    "calls": 0,
+    "failures": 0,
+    "checkpoints": 0,
+    "cpu_seconds": 0.0,
+    "notes": {},
+    "threads": (),
+    "member": -1,
+    "became": "",
+    "step_rate": -1.0,
+}
 WAITS = (Wait("pushpull of key 'w'", 83.4, (2,), "train.py:41"),)
 
 
@@ -113,8 +136,11 @@ def test_the_rank_whose_death_the_launcher_saw_is_to_blame() -> None:
 
 def test_what_two_ranks_say_in_two_forms_is_said_once() -> None:
     told = "pushpull of key 'w': rank 1 is needed, and its process has ended."
-    ranks = [rank(0, state="", end={"failed": f"StoreError: {told} (stand.py:11)"}), rank(1, state=""),
-             rank(2, state="", end={"failed": told})]  # fmt: skip
+    ranks = [
+        rank(0, state="", end={"failed": f"StoreError: {told} (stand.py:11)"}),
+        rank(1, state=""),
+        rank(2, state="", end={"failed": told}),
+    ]
     found = explain("1", ranks, {"death": "rank 1 (worker) was ended by SIGKILL"})
     assert found.sentence.endswith(f" Others said: StoreError: {told} (stand.py:11).")
 
@@ -168,8 +194,9 @@ def test_servers_are_not_blamed_while_they_serve() -> None:
     others = [rank(2, role="server", **idle), rank(3, role="spare", **idle)]
     assert explain("1", [rank(0, waits=late, size=4), rank(1, size=4), *others]).culprits == (1,)
     every = explain("1", [rank(0, waits=late, size=4), rank(1, waits=late, size=4), *others])
-    assert every.sentence.endswith("All workers are in it, so what they wait for is under way, or rank 2 (server) will "
-                                   "not answer.")  # fmt: skip
+    assert every.sentence.endswith(
+        "All workers are in it, so what they wait for is under way, or rank 2 (server) will not answer."
+    )
     stopped = [rank(0, waits=late, size=2), rank(1, role="server", state="T", size=2)]
     assert explain("1", stopped).culprits == (1,)
 
@@ -182,15 +209,22 @@ def test_a_server_in_the_users_optimizer_is_named() -> None:
     )
 
 
-@pytest.mark.parametrize(("lanes", "said"), [
-    ([(1 << 62, 51, "sum"), (1 << 63, 0, "push of 'a'"), (1 << 63 | 1, 0, "push of 'b'")],
-     "push of 'a' or push of 'b' (its last calls in 2 stores)"),
-    ([(7, 1, "sum of 7"), (3, 51, "sum of 10")], "sum of 10 or sum of 7 (its last calls in 2 communicators)"),
-    ([(7, 1, "sum"), (3, 51, "sum"), (9, 0, "")], "sum"),
-    ([(1 << 63, 0, "push"), (3 << 62, 0, "sum of 'w'")], "sum of 'w'"),
-    ([(number, number, str(number)) for number in (1, 2, 3, 4)],
-     "4 or 3 or 2 or another (its last calls in 4 communicators)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("lanes", "said"),
+    [
+        (
+            [(1 << 62, 51, "sum"), (1 << 63, 0, "push of 'a'"), (1 << 63 | 1, 0, "push of 'b'")],
+            "push of 'a' or push of 'b' (its last calls in 2 stores)",
+        ),
+        ([(7, 1, "sum of 7"), (3, 51, "sum of 10")], "sum of 10 or sum of 7 (its last calls in 2 communicators)"),
+        ([(7, 1, "sum"), (3, 51, "sum"), (9, 0, "")], "sum"),
+        ([(1 << 63, 0, "push"), (3 << 62, 0, "sum of 'w'")], "sum of 'w'"),
+        (
+            [(number, number, str(number)) for number in (1, 2, 3, 4)],
+            "4 or 3 or 2 or another (its last calls in 4 communicators)",
+        ),
+    ],
+)
 def test_last_calls_of_several_lanes_have_no_order(lanes: list[tuple[int, int, str]], said: str) -> None:
     assert rank(0, lanes=tuple(Lane(*lane) for lane in lanes)).last_call == said
 
@@ -200,12 +234,15 @@ def test_the_step_is_that_of_the_ranks_that_are_named() -> None:
     assert "stands since 83 s in step 411: ranks 0, 1" in explain("1", ranks).sentence
 
 
-@pytest.mark.parametrize(("differs", "said"), [
-    ({}, "ends: ranks 0, 2 have ended their programs, and wait in MPI's end for rank 1, which is in Python"),
-    ({"ranks_on_host": 2}, "no rank waits for another"),
-    ({"communicators": {}}, "no rank waits for another"),
-    ({"moved": True}, "goes on"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("differs", "said"),
+    [
+        ({}, "ends: ranks 0, 2 have ended their programs, and wait in MPI's end for rank 1, which is in Python"),
+        ({"ranks_on_host": 2}, "no rank waits for another"),
+        ({"communicators": {}}, "no rank waits for another"),
+        ({"moved": True}, "goes on"),
+    ],
+)
 def test_ranks_that_have_left_wait_for_those_that_have_not(differs: dict[str, Any], said: str) -> None:
     known = {"moved": False, "ranks_on_host": 3, "communicators": {"7": {"ranks": "0,1,2", "place": 0}}, **differs}
     assert said in explain("1", [rank(1, **known)]).sentence
@@ -290,11 +327,18 @@ def test_ranks_that_ended_alike_are_one_sentence() -> None:
     assert "Ranks 0, 1, 2 (worker) ended without a word" in found.sentence
 
 
-@pytest.mark.parametrize(("host", "unreached", "said"), [
-    ("there", {}, "for rank 2 on there, which is stopped by a signal"),
-    (None, {"there": "no answer within 1.3 s"}, "for rank 2, of which nothing is known: it runs on host there, which "
-     "does not answer. Host there does not answer: no answer within 1.3 s."),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("host", "unreached", "said"),
+    [
+        ("there", {}, "for rank 2 on there, which is stopped by a signal"),
+        (
+            None,
+            {"there": "no answer within 1.3 s"},
+            "for rank 2, of which nothing is known: it runs on host there, which "
+            "does not answer. Host there does not answer: no answer within 1.3 s.",
+        ),
+    ],
+)
 def test_the_host_of_the_late_rank_is_named(host: str | None, unreached: dict[str, str], said: str) -> None:
     ranks = waiting(rank(2, host=host, state="T")) if host else waiting()[:2]
     assert said in explain("1", ranks, None, unreached).sentence
@@ -302,7 +346,9 @@ def test_the_host_of_the_late_rank_is_named(host: str | None, unreached: dict[st
 
 def test_a_call_that_all_are_in_hangs_between_hosts() -> None:
     waits = (WAITS[0]._replace(late=()),)
-    found = explain("1", [rank(0, waits=waits, host="h0"), rank(1, waits=waits, host="h1"),
-                          rank(2, waits=waits, host="h1")])  # fmt: skip
-    assert found.sentence.endswith("All ranks are in it, and live: the network between their hosts is cut or slow "
-                                   "(h0, rank 0; h1, ranks 1, 2).")  # fmt: skip
+    found = explain(
+        "1", [rank(0, waits=waits, host="h0"), rank(1, waits=waits, host="h1"), rank(2, waits=waits, host="h1")]
+    )
+    assert found.sentence.endswith(
+        "All ranks are in it, and live: the network between their hosts is cut or slow (h0, rank 0; h1, ranks 1, 2)."
+    )

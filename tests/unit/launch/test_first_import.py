@@ -50,11 +50,14 @@ def test_the_check_stands_first_in_words_that_old_pythons_read(package: str) -> 
         assert code == 1 and line.startswith(shown) and "make PYTHON=python3.11" in line, line
 
 
-@pytest.mark.parametrize("module, absent, said", [
-    ("mpips.torch", "torch", "mpips.torch needs PyTorch: pip install 'mpips[torch]'"),
-    ("mpips.horovod.torch", "torch", "mpips.horovod.torch needs PyTorch: pip install 'mpips[torch]'"),
-    ("mpips.jax", "jax", "mpips.jax needs JAX: pip install 'mpips[jax]'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "module, absent, said",
+    [
+        ("mpips.torch", "torch", "mpips.torch needs PyTorch: pip install 'mpips[torch]'"),
+        ("mpips.horovod.torch", "torch", "mpips.horovod.torch needs PyTorch: pip install 'mpips[torch]'"),
+        ("mpips.jax", "jax", "mpips.jax needs JAX: pip install 'mpips[jax]'"),
+    ],
+)
 def test_what_an_extra_brings_is_named(module: str, absent: str, said: str) -> None:
     code, line = run("-c", f"import sys; sys.modules[{absent!r}] = None\nimport {module}")
     assert code == 1 and line == f"ModuleNotFoundError: {said}"
@@ -87,8 +90,14 @@ sys.meta_path.append(Finder)
 
 
 @pytest.mark.parametrize("mpi4py, kind", [(WHEEL, "RuntimeError"), (FROM_SOURCE, "ImportError")])
-@pytest.mark.parametrize("program", ["import mpips; mpips.create()", "import collectives; collectives.allreduce",
-                                     "import mpips; from mpi4py import MPI"])  # fmt: skip
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import mpips; mpips.create()",
+        "import collectives; collectives.allreduce",
+        "import mpips; from mpi4py import MPI",
+    ],
+)
 def test_no_library_of_an_mpi_is_one_sentence(mpi4py: str, kind: str, program: str, tmp_path: Path) -> None:
     (tmp_path / "mpi4py").mkdir()
     (tmp_path / "mpi4py" / "__init__.py").write_text(mpi4py)

@@ -11,12 +11,17 @@ from hypothesis import strategies as st
 from launch.hosts import Host, HostError, Placed, parse, place, read
 
 
-@pytest.mark.parametrize(("text", "hosts"), [
-    ("# a cluster\nnode1 slots=4 max_slots=8\nnode2:2   # MPICH's way\n\nnode1:1\nnode3\n",
-     (Host("node1", 5), Host("node2", 2), Host("node3", None))),
-    ("n1\nn1\nn2\nn1\n", (Host("n1", 3), Host("n2", 1))),  # a line a slot, as PBS writes it
-    ("node_1 slots=2\nroot@gpu-3.lab:4", (Host("node_1", 2), Host("root@gpu-3.lab", 4))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        (
+            "# a cluster\nnode1 slots=4 max_slots=8\nnode2:2   # MPICH's way\n\nnode1:1\nnode3\n",
+            (Host("node1", 5), Host("node2", 2), Host("node3", None)),
+        ),
+        ("n1\nn1\nn2\nn1\n", (Host("n1", 3), Host("n2", 1))),  # a line a slot, as PBS writes it
+        ("node_1 slots=2\nroot@gpu-3.lab:4", (Host("node_1", 2), Host("root@gpu-3.lab", 4))),
+    ],
+)
 def test_a_host_file_is_read_in_every_spelling(text: str, hosts: tuple[Host, ...]) -> None:
     assert parse(text) == hosts
 
@@ -54,11 +59,16 @@ def test_what_cannot_be_read_names_the_line(text: str, words: str) -> None:
 FOUR = [Host(name, 4) for name in "abcd"]
 
 
-@pytest.mark.parametrize(("hosts", "workers", "servers", "placed"), [
-    (FOUR, 8, 2, "a4 b4 c1 d1"), (FOUR, 12, 2, "a4 b4 c4 d2"),  # servers have hosts of their own, and share where
-    (FOUR[:2], 6, 2, "a4 b4"), ([Host("a")], 3, 2, "a5"),  # there are few
-    ([Host("a"), Host("b"), Host("c")], 5, 1, "a2 b3 c1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("hosts", "workers", "servers", "placed"),
+    [
+        (FOUR, 8, 2, "a4 b4 c1 d1"),
+        (FOUR, 12, 2, "a4 b4 c4 d2"),  # servers have hosts of their own, and share where
+        (FOUR[:2], 6, 2, "a4 b4"),
+        ([Host("a")], 3, 2, "a5"),  # there are few
+        ([Host("a"), Host("b"), Host("c")], 5, 1, "a2 b3 c1"),
+    ],
+)
 def test_ranks_fill_hosts_workers_first(hosts: list[Host], workers: int, servers: int, placed: str) -> None:
     assert place(hosts, workers, servers) == tuple(Placed(word[0], int(word[1:])) for word in placed.split())
 

@@ -111,9 +111,14 @@ def test_hosts_on_one_switch_share_a_subnet_and_a_hosts_nics_do_not(topology: To
     assert all(len(found) == 1 for found in subnets.values())
 
 
-@pytest.mark.parametrize("name, rate, what", [
-    ("star:251", 1e6, "251 hosts"), ("bcube:2,7", 1e6, "448 switches"), ("star:2", 5e9, "40 Gbit/s"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, rate, what",
+    [
+        ("star:251", 1e6, "251 hosts"),
+        ("bcube:2,7", 1e6, "448 switches"),
+        ("star:2", 5e9, "40 Gbit/s"),
+    ],
+)
 def test_what_is_too_large_is_refused_with_its_size(name: str, rate: float, what: str) -> None:
     with pytest.raises(ValueError, match=what):
         lay_out(parse(name, rate))
@@ -368,7 +373,7 @@ def test_a_socket_of_another_user_is_no_lab() -> None:
     ],
 )
 def test_a_folder_that_another_user_may_be_behind_is_refused(planted: str, words: str, said: str) -> None:
-    own_run = ["unshare", "--mount", "sh", "-c", f"mount -t tmpfs none /run && {planted} && exec \"$@\"", "sh"]
+    own_run = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs none /run && {planted} && exec "$@"', "sh"]
     if subprocess.run([*own_run[:4], "mount -t tmpfs none /run"], capture_output=True, check=False).returncode:
         pytest.skip("no mount namespace can be made here")
     command = [*own_run, sys.executable, "-m", "launch.lab", *words.split()]

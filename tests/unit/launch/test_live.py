@@ -143,10 +143,23 @@ def test_the_culprit_stands_out_and_not_those_who_wait(
 def browsed(address: str, size: str) -> str:
     """The page as Chromium has it after three seconds, without an error on its console."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-                   "--disable-background-networking", "--disable-component-update", "--disable-sync",
-                   f"--user-data-dir={folder}", f"--window-size={size}", "--virtual-time-budget=3000",
-                   "--enable-logging=stderr", "--dump-dom", address]  # fmt: skip
+        command = [
+            str(BROWSER),
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-quic",
+            "--no-first-run",
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--disable-sync",
+            f"--user-data-dir={folder}",
+            f"--window-size={size}",
+            "--virtual-time-budget=3000",
+            "--enable-logging=stderr",
+            "--dump-dom",
+            address,
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert "CONSOLE" not in done.stderr, done.stderr
     return done.stdout

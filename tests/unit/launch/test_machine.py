@@ -35,14 +35,15 @@ def test_only_ranks_of_this_machine_count() -> None:
         check_room(Job(18, (), hosts=here), {}, SMALL)
 
 
-@pytest.mark.parametrize("extra, variables", [
-    (("--hostfile", "f"), {}),
-    (("-hosts", "a,b"), {}),
-    ((), {"LSB_JOBID": "1"}),
-])  # fmt: skip
-def test_where_mpirun_finds_hosts_by_itself_nothing_is_known(
-    extra: tuple[str, ...], variables: dict[str, str]
-) -> None:
+@pytest.mark.parametrize(
+    "extra, variables",
+    [
+        (("--hostfile", "f"), {}),
+        (("-hosts", "a,b"), {}),
+        ((), {"LSB_JOBID": "1"}),
+    ],
+)
+def test_where_mpirun_finds_hosts_by_itself_nothing_is_known(extra: tuple[str, ...], variables: dict[str, str]) -> None:
     check_room(Job(9, (), extra=extra), variables, SMALL)
 
 
@@ -118,10 +119,8 @@ def run_in(flavour: str, prepare: str, tmp_path: Path, *unshare: str) -> subproc
         ("openmpi", "export TMPDIR=/proc", "", "needs a folder for files, and nothing can be written to /proc"),
         ("mpich", "ulimit -n 30", "", "a process may have 30 files open (ulimit -n), and 2 ranks need some 44"),
     ],
-)  # fmt: skip
-def test_what_is_sure_to_fail_is_refused(
-    tmp_path: Path, flavour: str, prepare: str, unshare: str, words: str
-) -> None:
+)
+def test_what_is_sure_to_fail_is_refused(tmp_path: Path, flavour: str, prepare: str, unshare: str, words: str) -> None:
     done = run_in(flavour, prepare, tmp_path, *filter(None, [unshare]))
     assert (done.returncode, words in done.stderr) == (2, True), done.stderr
 
@@ -134,7 +133,7 @@ def test_what_is_sure_to_fail_is_refused(
         ("mpich", "ulimit -n 40", "", "mpips: a process may have 40 files open (ulimit -n)"),
         ("mpich", "ulimit -f 8", "", "mpips: no file may be larger than 0.0 MiB (ulimit -f)"),
     ],
-)  # fmt: skip
+)
 def test_what_may_do_is_said_after_a_failure(
     tmp_path: Path, flavour: str, prepare: str, unshare: str, words: str
 ) -> None:

@@ -41,20 +41,42 @@ def test_a_parser_reads_all_that_pages_say(job: list[subprocess.Popen[str]]) -> 
     assert values.pop("mpips_start_time_seconds") > 1e9 and values.pop("mpips_resident_memory_bytes") > 1e6
     assert values.pop("mpips_cpu_seconds_total") >= 0
     assert values == {
-        "mpips_rank_info": 1, "mpips_rank_up": 1, "mpips_rank_stopped": 0, "mpips_generation": 1, "mpips_step": 40,
-        "mpips_waited_seconds_total": 1.5, "mpips_waits_total": 1, "mpips_calls_total": 34, "mpips_failures_total": 1,
-        "mpips_checkpoints_total": 0, "mpips_taken_bytes_total": 1000, "mpips_queued": 2, "mpips_exchanges_total": 1,
-        "mpips_exchanged_bytes_total": 4000, "mpips_table_room_bytes": 5000, "mpips_table_rows": 10,
-        "mpips_table_bytes": 11, "mpips_table_updates_total": 12, "mpips_table_evicted_rows_total": 13,
-        "mpips_table_refused_gradients_total": 14, "mpips_table_counted_ids": 15, "mpips_quorum_rounds_total": 8,
+        "mpips_rank_info": 1,
+        "mpips_rank_up": 1,
+        "mpips_rank_stopped": 0,
+        "mpips_generation": 1,
+        "mpips_step": 40,
+        "mpips_waited_seconds_total": 1.5,
+        "mpips_waits_total": 1,
+        "mpips_calls_total": 34,
+        "mpips_failures_total": 1,
+        "mpips_checkpoints_total": 0,
+        "mpips_taken_bytes_total": 1000,
+        "mpips_queued": 2,
+        "mpips_exchanges_total": 1,
+        "mpips_exchanged_bytes_total": 4000,
+        "mpips_table_room_bytes": 5000,
+        "mpips_table_rows": 10,
+        "mpips_table_bytes": 11,
+        "mpips_table_updates_total": 12,
+        "mpips_table_evicted_rows_total": 13,
+        "mpips_table_refused_gradients_total": 14,
+        "mpips_table_counted_ids": 15,
+        "mpips_quorum_rounds_total": 8,
         "mpips_quorum_missed_rounds_total": 2,
-    }  # fmt: skip
+    }
     assert {name: value for (name, rank), value in found.items() if rank == "0" and "_table_" in name and value} == {
-        "mpips_table_pushed_rows_total": 16, "mpips_table_pulled_rows_total": 17 + 18,
-        "mpips_table_in_place_rows_total": 18, "mpips_table_refused_pushes_total": 19,
-    } | {"mpips_table_room_bytes": 5000}  # fmt: skip
-    labels = [one.labels for family in text_string_to_metric_families(metrics.text()) for one in family.samples
-              if one.name in ("mpips_table_rows", "mpips_quorum_missed_rounds_total")]  # fmt: skip
+        "mpips_table_pushed_rows_total": 16,
+        "mpips_table_pulled_rows_total": 17 + 18,
+        "mpips_table_in_place_rows_total": 18,
+        "mpips_table_refused_pushes_total": 19,
+    } | {"mpips_table_room_bytes": 5000}
+    labels = [
+        one.labels
+        for family in text_string_to_metric_families(metrics.text())
+        for one in family.samples
+        if one.name in ("mpips_table_rows", "mpips_quorum_missed_rounds_total")
+    ]
     assert all({"job": "77", "rank": "1", **one} in labels for one in ({"table": "users"}, {"worker": "0"}))
 
 
@@ -101,8 +123,9 @@ def test_what_cannot_be_written_or_served_is_one_sentence(tmp_path: Path) -> Non
     none = str(tmp_path / "none")
     with metrics.serving("127.0.0.1", 0) as port:
         for folder, address, said in (
-            (none, None, "is no folder: name the"), (None, str(port), "metrics cannot go to")
-        ):  # fmt: skip
+            (none, None, "is no folder: name the"),
+            (None, str(port), "metrics cannot go to"),
+        ):
             with pytest.raises(click.UsageError, match=said), metrics.exporting(folder, address, "1"):
                 pass
 
@@ -114,10 +137,13 @@ def test_an_address_without_a_host_is_the_loopback(text: str, address: tuple[str
     assert parse_address(text) == address
 
 
-@pytest.mark.parametrize(("text", "said"), [
-    *((text, f"'{text}' is no address") for text in ("", "x", "1:", "-1")),
-    ("99999", "'99999': a port is a number from 0 to 65535"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        *((text, f"'{text}' is no address") for text in ("", "x", "1:", "-1")),
+        ("99999", "'99999': a port is a number from 0 to 65535"),
+    ],
+)
 def test_other_addresses_are_refused(text: str, said: str) -> None:
     with pytest.raises(click.UsageError, match=said):
         parse_address(text)
@@ -159,10 +185,13 @@ def test_the_page_lists_the_metrics_that_there_are() -> None:
     assert set(re.findall(r"`(mpips_\w+)`", page)) == set(metrics.names())
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    ((), "say where: --dir DIR, --port PORT, or --once"),
-    (("--once", "--port", "0"), "--once leaves at once, and --port 0 serves until Ctrl-C: leave one of them out"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "say where: --dir DIR, --port PORT, or --once"),
+        (("--once", "--port", "0"), "--once leaves at once, and --port 0 serves until Ctrl-C: leave one of them out"),
+    ],
+)
 def test_the_command_says_what_it_lacks_or_contradicts(words: tuple[str, ...], said: str) -> None:
     command = [sys.executable, "-m", "launch.cli", "metrics", *words]
     done = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=60, check=False)

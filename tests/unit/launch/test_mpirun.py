@@ -46,23 +46,32 @@ PLAIN = Job(4, PROGRAM, {"A": "1"})
 AWAY = MACHINE._replace(lacks_scheduler="srun is not here")
 
 
-@pytest.mark.parametrize(("launcher", "job", "machine", "words", "without"), [
-    (OPEN_MPI, PLAIN, MACHINE, "-x A=1 -n 4 python x.py", "--allow-run-as-root --oversubscribe btl_tcp_eager_limit"),
-    (OPEN_MPI, PLAIN, MACHINE, "--bind-to none", "--with-ft"),
-    (OPEN_MPI, PLAIN._replace(extra=("--bind-to", "core")), MACHINE, "--bind-to core", "none"),
-    (OPEN_MPI, PLAIN._replace(exported=("KEY",)), MACHINE, "-x KEY", ""),
-    (OPEN_MPI, PLAIN._replace(ranks=9), MACHINE, "--oversubscribe --mca mpi_yield_when_idle 1", ""),
-    (OPEN_MPI, PLAIN, Machine(8, root=True), "--allow-run-as-root", ""),
-    (OPEN_MPI, PLAIN, MACHINE, "--mca osc ^ucx", "plm"),
-    (OPEN_MPI, PLAIN, Machine(8, infiniband=True), "mpirun", "^ucx"),
-    (MPICH, PLAIN, MACHINE, "mpiexec -genv A 1 -n 4 python x.py", "-launcher -rmk"),
-    # as in a container, which has the variables of a scheduler's job, and not srun
-    (OPEN_MPI, PLAIN, AWAY, "--prtemca plm ^slurm,tm,lsf,pals", ""),
-    (OPEN_MPI._replace(version="4.1.6"), PLAIN, AWAY, "--mca plm ^slurm,tm,lsf,pals", ""),
-    (MPICH, PLAIN, AWAY, "-launcher fork -rmk user", ""),
-    (MPICH, PLAIN._replace(hosts=(Placed("a", 4),)), AWAY, "-launcher ssh -rmk user", ""),
-    (INTEL, PLAIN, AWAY, "-bootstrap fork", "-rmk"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("launcher", "job", "machine", "words", "without"),
+    [
+        (
+            OPEN_MPI,
+            PLAIN,
+            MACHINE,
+            "-x A=1 -n 4 python x.py",
+            "--allow-run-as-root --oversubscribe btl_tcp_eager_limit",
+        ),
+        (OPEN_MPI, PLAIN, MACHINE, "--bind-to none", "--with-ft"),
+        (OPEN_MPI, PLAIN._replace(extra=("--bind-to", "core")), MACHINE, "--bind-to core", "none"),
+        (OPEN_MPI, PLAIN._replace(exported=("KEY",)), MACHINE, "-x KEY", ""),
+        (OPEN_MPI, PLAIN._replace(ranks=9), MACHINE, "--oversubscribe --mca mpi_yield_when_idle 1", ""),
+        (OPEN_MPI, PLAIN, Machine(8, root=True), "--allow-run-as-root", ""),
+        (OPEN_MPI, PLAIN, MACHINE, "--mca osc ^ucx", "plm"),
+        (OPEN_MPI, PLAIN, Machine(8, infiniband=True), "mpirun", "^ucx"),
+        (MPICH, PLAIN, MACHINE, "mpiexec -genv A 1 -n 4 python x.py", "-launcher -rmk"),
+        # as in a container, which has the variables of a scheduler's job, and not srun
+        (OPEN_MPI, PLAIN, AWAY, "--prtemca plm ^slurm,tm,lsf,pals", ""),
+        (OPEN_MPI._replace(version="4.1.6"), PLAIN, AWAY, "--mca plm ^slurm,tm,lsf,pals", ""),
+        (MPICH, PLAIN, AWAY, "-launcher fork -rmk user", ""),
+        (MPICH, PLAIN._replace(hosts=(Placed("a", 4),)), AWAY, "-launcher ssh -rmk user", ""),
+        (INTEL, PLAIN, AWAY, "-bootstrap fork", "-rmk"),
+    ],
+)
 def test_settings_appear_where_they_are_needed_and_only_there(
     launcher: Launcher, job: Job, machine: Machine, words: str, without: str
 ) -> None:
@@ -169,10 +178,15 @@ def test_other_mpis_are_named_and_what_to_do(flavour: str, name: str) -> None:
         check_spares(Launcher("mpiexec", flavour, "1"), 2)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("asked, ranks, spares", [
-    ("-w 3 -s 2 --spares 2", "7", "2"), ("-n 4 --spares 0", "4", "0"), ("-w 3", "3", ""),
-    ("-w 3 MPIPS_SPARES=1", "4", "1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "asked, ranks, spares",
+    [
+        ("-w 3 -s 2 --spares 2", "7", "2"),
+        ("-n 4 --spares 0", "4", "0"),
+        ("-w 3", "3", ""),
+        ("-w 3 MPIPS_SPARES=1", "4", "1"),
+    ],
+)
 def test_spares_are_more_ranks_of_a_job_that_survives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str, ranks: str, spares: str
 ) -> None:

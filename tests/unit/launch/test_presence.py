@@ -184,9 +184,21 @@ def test_another_user_is_not_heard(presence: Presence) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    ["present abc\n", "present\n", "present -1\n", "present 1_0\n", f"present {'9' * 5000}\n", "\n", "\xff\n",
-     "present 0\nfailing x\n", "present 0\nfailing 0\n", "present 0\nfailing 256\n", "failing 3\n", "goodbye\n"],
-)  # fmt: skip
+    [
+        "present abc\n",
+        "present\n",
+        "present -1\n",
+        "present 1_0\n",
+        f"present {'9' * 5000}\n",
+        "\n",
+        "\xff\n",
+        "present 0\nfailing x\n",
+        "present 0\nfailing 0\n",
+        "present 0\nfailing 256\n",
+        "failing 3\n",
+        "goodbye\n",
+    ],
+)
 def test_a_word_that_is_none_is_nothing(presence: Presence, words: str) -> None:
     process = rank(presence, words)
     ended(presence, process)

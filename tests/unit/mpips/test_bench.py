@@ -20,9 +20,15 @@ from mpips.bench.optimizers import command
 from mpips.optimizers import SGD
 
 WORDS = {
-    "kind": "dist_sync", "servers": 1, "clients": 1, "masters": "one", "keys": 1, "arrays": "empty", "optimizer": None,
+    "kind": "dist_sync",
+    "servers": 1,
+    "clients": 1,
+    "masters": "one",
+    "keys": 1,
+    "arrays": "empty",
+    "optimizer": None,
     "momentum": 0.0,
-}  # fmt: skip
+}
 
 
 def test_more_than_memory_holds_is_refused() -> None:

@@ -21,9 +21,13 @@ from mpips.store.checkpoint.file import Reader, Tensor, TensorFile, Writer, writ
 from tests.choice import first
 
 ARRAYS = {
-    "a": np.arange(7, dtype=np.float16), "empty": np.zeros((0, 3)), "one": np.array(3.5),
-    "b": np.arange(4).astype(ml_dtypes.bfloat16), "c": np.arange(5, dtype=np.int8), "d": np.ones((2, 3), np.float32),
-}  # fmt: skip
+    "a": np.arange(7, dtype=np.float16),
+    "empty": np.zeros((0, 3)),
+    "one": np.array(3.5),
+    "b": np.arange(4).astype(ml_dtypes.bfloat16),
+    "c": np.arange(5, dtype=np.int8),
+    "d": np.ones((2, 3), np.float32),
+}
 
 
 @pytest.fixture
@@ -166,8 +170,10 @@ def test_what_does_not_fit_changes_nothing(made, trained, tmp_path):
     numbered = made()
     numbered.init(3, np.ones(3))
     for store, path, words in [
-        (numbered, "x", "no key 3"), (made(), "none", "cannot be read"), (made(), "other", "not written by save"),
-    ]:  # fmt: skip
+        (numbered, "x", "no key 3"),
+        (made(), "none", "cannot be read"),
+        (made(), "other", "not written by save"),
+    ]:
         with pytest.raises(ValueError, match=words):
             store.load(tmp_path / path)
 
@@ -297,8 +303,11 @@ def test_a_dtype_that_no_file_holds_leaves_what_was_there(made, tmp_path, wait):
 
 def test_what_was_kept_back_is_shared_out_where_fewer_load(made, saved, tmp_path):
     """Three have saved, one loads: nothing is lost."""
-    more = {f"residual{group}/{key}": np.full(size, 2.0**group, np.float32)
-            for group in range(3) for key, size in (("a", 700_000), ("b", 3))}  # fmt: skip
+    more = {
+        f"residual{group}/{key}": np.full(size, 2.0**group, np.float32)
+        for group in range(3)
+        for key, size in (("a", 700_000), ("b", 3))
+    }
     edited(saved, tmp_path / "three", more, '"residuals":1', '"residuals":3')
     store = made()
     store.load(tmp_path / "three")

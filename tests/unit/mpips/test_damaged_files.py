@@ -32,10 +32,11 @@ X, Y = data()
 TRAINERS = "step-00000025"
 SUM = operation("sum", np.dtype("f4"))
 TABLE = table.TuningTable(
-    slots={2: Slots(1000, 2000), 4: Slots(10, 10)}, cross_memory={2: 30_000},
+    slots={2: Slots(1000, 2000), 4: Slots(10, 10)},
+    cross_memory={2: 30_000},
     between={"allreduce 2x4": (Range(100, "ring"), Range(EVERYTHING, "hierarchical(between=ring)"))},
     near=table.LinearCost(1e-6, 1e-9),
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module")
@@ -112,9 +113,12 @@ class Readers:
 
 
 FILES = {
-    "store": "store.safetensors", "states": "states.safetensors", "trainer": f"{TRAINERS}.trainer.safetensors",
-    "trainers_store": f"{TRAINERS}.store.safetensors", "mlp": "mlp.safetensors",
-}  # fmt: skip
+    "store": "store.safetensors",
+    "states": "states.safetensors",
+    "trainer": f"{TRAINERS}.trainer.safetensors",
+    "trainers_store": f"{TRAINERS}.store.safetensors",
+    "mlp": "mlp.safetensors",
+}
 
 
 @pytest.fixture
@@ -204,7 +208,7 @@ JSON_FILES = {
     "plan": (lambda path: chaos.save(FAULTS, path), chaos.load, chaos.PlanError),
     "profile": (lambda path: overlap.save_profile(PROFILE, path), overlap.load_profile, ValueError),
     "table": (lambda path: table.save(TABLE), see_table, CollectiveError),
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow

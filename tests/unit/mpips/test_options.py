@@ -24,25 +24,28 @@ def test_an_option_travels_to_another_process():
     assert Options().environment() == {}
 
 
-@pytest.mark.parametrize("values, words", [
-    ({"servers": math.nan}, "servers=nan is not a whole number"),
-    ({"servers": -1}, "servers=-1 is less than 0"),
-    ({"clients": 0}, "clients=0 is less than 1"),
-    ({"block_bytes": 10**30}, f"block_bytes={10**30} is more than {2**63 - 1}"),
-    ({"clients": 1.5}, "clients=1.5 is not a whole number"),
-    ({"stall_seconds": math.nan}, "stall_seconds=nan must be finite"),
-    ({"timeout_seconds": math.inf}, "must be finite"),
-    ({"masters": "two"}, "none of one, all"),
-    ({"shared_memory": "perhaps"}, "not 0 or 1"),
-    ({"server": 1}, r"no option 'server': did you mean servers\? known: servers"),
-    ({"quorum": 0}, "quorum=0 closes no round: give a number of clients, at least 1"),
-    ({"quorum": -2}, "quorum=-2 is less than -1"),
-    ({"quorum": 2, "grace_seconds": -1}, "grace_seconds=-1.0 is less than 0"),
-    ({"grace_seconds": 2}, "grace_seconds=2.0 is the time after a quorum, and there is none"),
-    ({"quorum": 2, "grace_seconds": 300}, "grace_seconds=300.0 is not below timeout_seconds=300.0"),
-    ({"quorum": 2, "staleness": 1}, "staleness=1 and quorum=2 are two ways"),
-    ({"clients": 3, "workers": 2}, "clients=3 is more than workers=2: ask for fewer"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "values, words",
+    [
+        ({"servers": math.nan}, "servers=nan is not a whole number"),
+        ({"servers": -1}, "servers=-1 is less than 0"),
+        ({"clients": 0}, "clients=0 is less than 1"),
+        ({"block_bytes": 10**30}, f"block_bytes={10**30} is more than {2**63 - 1}"),
+        ({"clients": 1.5}, "clients=1.5 is not a whole number"),
+        ({"stall_seconds": math.nan}, "stall_seconds=nan must be finite"),
+        ({"timeout_seconds": math.inf}, "must be finite"),
+        ({"masters": "two"}, "none of one, all"),
+        ({"shared_memory": "perhaps"}, "not 0 or 1"),
+        ({"server": 1}, r"no option 'server': did you mean servers\? known: servers"),
+        ({"quorum": 0}, "quorum=0 closes no round: give a number of clients, at least 1"),
+        ({"quorum": -2}, "quorum=-2 is less than -1"),
+        ({"quorum": 2, "grace_seconds": -1}, "grace_seconds=-1.0 is less than 0"),
+        ({"grace_seconds": 2}, "grace_seconds=2.0 is the time after a quorum, and there is none"),
+        ({"quorum": 2, "grace_seconds": 300}, "grace_seconds=300.0 is not below timeout_seconds=300.0"),
+        ({"quorum": 2, "staleness": 1}, "staleness=1 and quorum=2 are two ways"),
+        ({"clients": 3, "workers": 2}, "clients=3 is more than workers=2: ask for fewer"),
+    ],
+)
 def test_what_makes_no_sense_is_told(values, words):
     with pytest.raises(OptionError, match=words):
         read(values, {})

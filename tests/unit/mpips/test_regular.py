@@ -118,10 +118,15 @@ def test_the_newest_two_stay_and_a_trainers_files_are_not_ours(tmp_path):
     files.prune(folder)
     assert list(files.steps_in(folder)) == [10, 123_456_789]
     files.clear_parts(folder)
-    assert sorted(os.listdir(folder)) == sorted([
-        "step-00000900.store.safetensors", "store-00000010.safetensors", "store-123456789.safetensors",
-        "store-7.safetensors", "x",
-    ])  # fmt: skip
+    assert sorted(os.listdir(folder)) == sorted(
+        [
+            "step-00000900.store.safetensors",
+            "store-00000010.safetensors",
+            "store-123456789.safetensors",
+            "store-7.safetensors",
+            "x",
+        ]
+    )
     (tmp_path / "step-200000000.trainer.safetensors").write_text("")
     assert files.newest_step(folder) == 200_000_000
 

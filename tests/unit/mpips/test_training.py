@@ -188,8 +188,11 @@ class Line:
 
 @pytest.mark.parametrize(
     "metric",
-    [lambda outputs, y: np.abs(outputs - y), lambda outputs, y: np.abs(outputs - y).mean(),
-     lambda outputs, y: np.stack([np.abs(outputs - y)] * 2, axis=1)],
+    [
+        lambda outputs, y: np.abs(outputs - y),
+        lambda outputs, y: np.abs(outputs - y).mean(),
+        lambda outputs, y: np.stack([np.abs(outputs - y)] * 2, axis=1),
+    ],
 )
 def test_a_metric_is_the_mean_over_all_samples_of_uneven_batches(metric):
     y = np.zeros(7)

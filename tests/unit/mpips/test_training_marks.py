@@ -10,7 +10,7 @@ import pytest
 from mpips.store.runtime.errors import LostError
 from mpips.training.batches import Arrays
 from mpips.training.checkpoint import Epoch, Position
-from mpips.training.rejoin import BEGIN, COUNTED, OVER, TOLD, Mark, Word, agreed, rows_of, with_losses  # fmt: skip
+from mpips.training.rejoin import BEGIN, COUNTED, OVER, TOLD, Mark, Word, agreed, rows_of, with_losses
 
 
 def mark(step, stage, ended=0):

@@ -61,14 +61,24 @@ def test_implementations() -> None:
 
 
 def test_a_place_is_a_rank_s_own_and_not_its_children_s() -> None:
-    started = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-               "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_PORT": "9", "A": "a"}  # fmt: skip
+    started = {
+        "OMPI_COMM_WORLD_RANK": "3",
+        "OMPI_COMM_WORLD_SIZE": "4",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "MASTER_PORT": "9",
+        "A": "a",
+    }
     assert world.variables_of_place(started) == {}  # nobody has asked for it
     asked = {**started, world.PLACE: world.write_place({"MASTER_ADDR": "n1", "MASTER_PORT": "7"})}
     place = world.variables_of_place(asked)
     assert {name: place[name] for name in place if name != world.PLACE} == {
-        "MASTER_ADDR": "n1", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
-    }  # fmt: skip
+        "MASTER_ADDR": "n1",
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+    }
     rank = {**asked, **place}
     assert world.without_place(rank) == started
     assert world.without_place({**rank, "RANK": "0"}) == {**started, "RANK": "0"}  # set by the program

@@ -182,12 +182,14 @@ def test_labels_are_numbered_alike_though_ranks_read_different_ones(tmp_path_fac
 @WAYS
 @pytest.mark.parametrize(
     "labels, words",
-    [(["no"] * 59 + ["1"], r"line 2: column 3 \(kind\) is 'no', a word, but .*line 61: .* is '1', a number"),
-     (["1", "2"] * 29 + ["1", "2.5"], r"line 61: column 3 \(kind\) is '2.5', no label of a class"),
-     (["no", "yes"] * 29 + ["no", ""], r"line 61: column 3 \(kind\) is missing"),
-     (list(range(60)), "60 rows have 60 different labels, such as 0: they are no classes; leave --classify out")],
+    [
+        (["no"] * 59 + ["1"], r"line 2: column 3 \(kind\) is 'no', a word, but .*line 61: .* is '1', a number"),
+        (["1", "2"] * 29 + ["1", "2.5"], r"line 61: column 3 \(kind\) is '2.5', no label of a class"),
+        (["no", "yes"] * 29 + ["no", ""], r"line 61: column 3 \(kind\) is missing"),
+        (list(range(60)), "60 rows have 60 different labels, such as 0: they are no classes; leave --classify out"),
+    ],
     ids=["mixed", "fraction", "missing", "numbers"],
-)  # fmt: skip
+)
 def test_labels_that_are_none_are_named_on_every_rank(tmp_path_factory, mesh, way, labels, words):
     path = labelled(tmp_path_factory, labels)
     with pytest.raises(TrainingError, match=words):

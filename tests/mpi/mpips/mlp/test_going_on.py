@@ -16,7 +16,7 @@ from mpips.mlp import (
     load_checkpoint,
     save_checkpoint,
     train,
-)  # fmt: skip
+)
 from mpips.mlp.mesh import factorings
 from mpips.optimizers import SGD, Adam
 from tests.mpi.sizes import either_mpi
@@ -99,10 +99,12 @@ def test_a_broken_checkpoint_is_refused_on_every_rank(tmp_path_factory, mesh):
         ({"mode": "columns"}, ("mode", "columns", "pairs")),
         ({"overlap": True}, ("overlap", "True", "False")),
         ({"half": True}, ("half", "True", "None")),
-        ({"servers": Servers(1, kind="elastic")}, ("servers", "Servers(count=1, clients=1, kind=elastic, every=64, "
-                                                   "alpha=0.5)", "None")),
+        (
+            {"servers": Servers(1, kind="elastic")},
+            ("servers", "Servers(count=1, clients=1, kind=elastic, every=64, alpha=0.5)", "None"),
+        ),
     ],
-)  # fmt: skip
+)
 def test_another_argument_than_the_workers_is_named_with_both_values(mesh, other, words):
     data = load(synthetic, mesh, 20, "float64", seed=1)
     worker = train(MLP(**NETWORK), data, mesh, 1, OPTIMIZER, overlap=False).worker

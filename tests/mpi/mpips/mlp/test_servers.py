@@ -14,7 +14,7 @@ from mpips.mlp import (
     load_checkpoint,
     save_checkpoint,
     train,
-)  # fmt: skip
+)
 from mpips.mlp.data.loading import epoch_order
 from mpips.mlp.training import hidden_of
 from mpips.optimizers import SGD, Adam
@@ -44,9 +44,18 @@ def serial(epochs, optimizer=None, source=synthetic, sizes=SIZES):
 
 
 def run(
-    servers, batch, model, epochs=2, optimizer=None, overlap=None, saved=None, kept=None, source=synthetic, sizes=SIZES,
+    servers,
+    batch,
+    model,
+    epochs=2,
+    optimizer=None,
+    overlap=None,
+    saved=None,
+    kept=None,
+    source=synthetic,
+    sizes=SIZES,
     mode="pairs",
-):  # fmt: skip
+):
     """The trained network on a worker, None on a server; from and to a checkpoint where these are given."""
     try:
         mesh = servers.join(batch, model)
@@ -56,9 +65,16 @@ def run(
     try:
         worker = load_checkpoint(saved, mesh, mode, servers=servers, overlap=overlap) if saved else None
         done = train(
-            MLP(sizes, dtype="float64", seed=3), data, mesh, epochs, optimizer, mode, worker=worker, overlap=overlap,
+            MLP(sizes, dtype="float64", seed=3),
+            data,
+            mesh,
+            epochs,
+            optimizer,
+            mode,
+            worker=worker,
+            overlap=overlap,
             servers=servers,
-        )  # fmt: skip
+        )
         if kept:
             save_checkpoint(kept, done.worker)
         return done

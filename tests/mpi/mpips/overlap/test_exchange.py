@@ -32,8 +32,13 @@ STEPS = 4
 
 
 def train(
-    kind: str, options: dict[str, Any], overlap: str | None, compression: dict[str, Any] | None = None,
-    sizes: tuple[int, ...] = SIZES, dtype: str = "float64", comm: MPI.Comm = WORLD,
+    kind: str,
+    options: dict[str, Any],
+    overlap: str | None,
+    compression: dict[str, Any] | None = None,
+    sizes: tuple[int, ...] = SIZES,
+    dtype: str = "float64",
+    comm: MPI.Comm = WORLD,
 ) -> tuple[np.ndarray, Any] | None:
     """Parameters after a few steps and the exchange, on a worker; None on a server."""
     try:
@@ -78,10 +83,14 @@ BITS = [
 
 
 @either_mpi
-@pytest.mark.parametrize("nodes", [
-    pytest.param(MPI.Intracomm, marks=only_on(1, 3, 4)), pytest.param(Nodes, marks=only_on(1, 2, 4)),
-    pytest.param(Pairs, marks=only_on(3, 4, 5)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        pytest.param(MPI.Intracomm, marks=only_on(1, 3, 4)),
+        pytest.param(Nodes, marks=only_on(1, 2, 4)),
+        pytest.param(Pairs, marks=only_on(3, 4, 5)),
+    ],
+)
 @pytest.mark.parametrize("kind, options", BITS)
 def test_no_strategy_changes_a_bit(
     kind: str, options: dict[str, Any], nodes: type[MPI.Intracomm], monkeypatch: pytest.MonkeyPatch

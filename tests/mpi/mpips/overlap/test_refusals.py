@@ -30,11 +30,14 @@ def test_bad_words_are_told() -> None:
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("kind, options", STORES)
-@pytest.mark.parametrize("name, there, here", [
-    ("overlap", {"overlap": "auto"}, {"overlap": "layerwise"}),
-    ("overlap", {"overlap": "single"}, {}),
-    ("optimizer", {"learning_rate": 0.2}, {"learning_rate": 0.1}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, there, here",
+    [
+        ("overlap", {"overlap": "auto"}, {"overlap": "layerwise"}),
+        ("overlap", {"overlap": "single"}, {}),
+        ("optimizer", {"learning_rate": 0.2}, {"learning_rate": 0.1}),
+    ],
+)
 def test_arguments_that_differ_are_told_to_all(
     kind: str, options: dict[str, Any], name: str, there: dict[str, Any], here: dict[str, Any]
 ) -> None:
@@ -69,6 +72,7 @@ def test_data_that_differ_are_told_to_all() -> None:
 
 def test_a_batch_of_one_rank_that_cannot_be_is_told_to_all() -> None:
     """While the layers are measured, before anything is sent."""
+
     def step(kv: Any) -> Any:
         features = 6 if kv.rank < kv.num_workers - 1 else 5
         trainer = Trainer(MLP([6, 4]), kv, "sgd", overlap="auto")

@@ -21,10 +21,11 @@ SYNCHRONOUS: dict[str, tuple[str, dict[str, Any]]] = {
 ONE_CLIENT: dict[str, tuple[str, dict[str, Any]]] = {"mpi_async-1": ("mpi_async", {"servers": 1, "clients": 1})}
 """Asynchronous, but nobody else updates: it gives the serial numbers."""
 KINDS = {
-    **SYNCHRONOUS, **ONE_CLIENT,
+    **SYNCHRONOUS,
+    **ONE_CLIENT,
     "dist_async": ("dist_async", {"servers": 1}),
     "mpi_async": ("mpi_async", {"servers": 1, "clients": 2}),
-}  # fmt: skip
+}
 SAMPLES, FEATURES, OUTPUTS = 50, 4, 2
 
 

@@ -78,8 +78,10 @@ def test_whatever_one_worker_raises_is_told_to_all(kind, part):
         if part == "predict":
             model.predict = bad
             model.loss = lambda x, y: 1.0
-        for call in (lambda: trainer.evaluate(x, y),
-                     lambda: trainer.fit(x, np.ones((len(x), 2)), batch_size=2, epochs=1, test=(x, y))):
+        for call in (
+            lambda: trainer.evaluate(x, y),
+            lambda: trainer.fit(x, np.ones((len(x), 2)), batch_size=2, epochs=1, test=(x, y)),
+        ):
             model.loss_and_gradients = lambda x, y: 1.0
             with pytest.raises(ValueError, match="evaluate: KeyError: 'no such class'") as caught:
                 call()

@@ -90,8 +90,14 @@ def test_workers_out_of_batches_are_not_counted(kind, accumulate, clip_norm):
         for mine, theirs in zip(trainer.model.parameters, expected.parameters):
             np.testing.assert_allclose(mine, theirs, rtol=1e-10, atol=1e-12)
         per_epoch = len(steps) // EPOCHS
-        assert count.calls == ["begin", *range(1, per_epoch + 1), "epoch 1",
-                               *range(per_epoch + 1, len(steps) + 1), "epoch 2", "end"]
+        assert count.calls == [
+            "begin",
+            *range(1, per_epoch + 1),
+            "epoch 1",
+            *range(per_epoch + 1, len(steps) + 1),
+            "epoch 2",
+            "end",
+        ]
         assert all(np.isnan(epoch.loss) == (kv.rank == 1) for epoch in history)
 
     on_workers(kind, work)
@@ -299,8 +305,9 @@ def test_clients_train_apart_and_have_the_bits_of_a_serial_run(kind, quorum, out
             model.loss_and_gradients(*part(step, worker))
             inner.update(model.gradients)
         if step % every == every - 1:
-            outers.update([sum_of([center - model.parameters[place] for model in models])
-                           for place, center in enumerate(centers)])  # fmt: skip
+            outers.update(
+                [sum_of([center - model.parameters[place] for model in models]) for place, center in enumerate(centers)]
+            )
             for model in models:
                 for mine, center in zip(model.parameters, centers):
                     mine[...] = center

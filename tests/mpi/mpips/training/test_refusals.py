@@ -64,12 +64,15 @@ def test_a_fit_that_cannot_be_is_refused_before_its_first_step(options, words):
 
 @pytest.mark.parametrize(
     "name, options",
-    [("epochs", lambda rank: {"epochs": 2 + rank}), ("batch_size", lambda rank: {"batch_size": 1 + rank % 2}),
-     ("callbacks", lambda rank: {"callbacks": [EarlyStop("loss", 2 + rank)]}),
-     ("test", lambda rank: {"test": (X[rank:], Y[rank:])}),
-     ("path", lambda rank: {"resume": f"/nowhere/{rank}"}),
-     ("resume", lambda rank: {"resume": None if rank else "/nowhere"})],
-)  # fmt: skip
+    [
+        ("epochs", lambda rank: {"epochs": 2 + rank}),
+        ("batch_size", lambda rank: {"batch_size": 1 + rank % 2}),
+        ("callbacks", lambda rank: {"callbacks": [EarlyStop("loss", 2 + rank)]}),
+        ("test", lambda rank: {"test": (X[rank:], Y[rank:])}),
+        ("path", lambda rank: {"resume": f"/nowhere/{rank}"}),
+        ("resume", lambda rank: {"resume": None if rank else "/nowhere"}),
+    ],
+)
 def test_arguments_of_a_fit_that_differ_are_told_to_all(name, options):
     def work(kv):
         trainer = Trainer(Line(), kv, "sgd")
@@ -134,7 +137,8 @@ def test_what_goes_on_beside_the_compute_is_neither_joined_nor_saved(mpi_tmp_pat
     def work(kv):
         trainer = Trainer(MLP((4, 2), dtype="float64"), kv, "sgd", overlap="single")
         assert "give arrays x and y with batch_size, or leave overlap out" in failure(
-            lambda: trainer.fit([(X, Y)], epochs=1))
+            lambda: trainer.fit([(X, Y)], epochs=1)
+        )
         assert "a Trainer with overlap= has no checkpoints" in failure(lambda: trainer.save(mpi_tmp_path))
         assert "has no checkpoints" in failure(lambda: trainer.fit(X, Y, batch_size=2, epochs=1, resume="x"))
         assert "give a schedule" in failure(lambda: trainer.update_optimizer(learning_rate=0.1))
@@ -148,7 +152,8 @@ def test_asynchronous_stores_refuse_what_would_hang(mpi_tmp_path):
     def work(kv):
         trainer = Trainer(Line(), kv, "sgd")
         assert "give every=None" in failure(
-            lambda: trainer.fit([(X, Y)], epochs=1, callbacks=[Checkpoint(mpi_tmp_path, every=2)]))
+            lambda: trainer.fit([(X, Y)], epochs=1, callbacks=[Checkpoint(mpi_tmp_path, every=2)])
+        )
 
     on_workers("dist_async", work)
 
@@ -164,8 +169,7 @@ def test_the_norm_of_a_clients_push_is_known_to_nobody():
 def test_clipping_in_a_synchronous_store_needs_keys_without_an_optimizer():
     def work(kv):
         kv.set_optimizer("sgd")
-        assert "this store has an optimizer for all keys" in failure(
-            lambda: Trainer(Line(), kv, "sgd", clip_norm=1.0))
+        assert "this store has an optimizer for all keys" in failure(lambda: Trainer(Line(), kv, "sgd", clip_norm=1.0))
 
     on_workers("dist_sync", work)
 

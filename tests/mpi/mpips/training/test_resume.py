@@ -67,8 +67,12 @@ def trained(kv: Any, folder: Path, curve: Curve, resume: Any = None, seed: int =
     x, y = data()
     model = Line(seed)
     trainer = Trainer(model, kv, "adam", learning_rate=0.05, **options)
-    callbacks = [curve, EarlyStop("loss", patience=99), LearningRate(lambda epoch: 0.1 / epoch),
-                 Checkpoint(folder, every=EVERY, keep=None)]
+    callbacks = [
+        curve,
+        EarlyStop("loss", patience=99),
+        LearningRate(lambda epoch: 0.1 / epoch),
+        Checkpoint(folder, every=EVERY, keep=None),
+    ]
     history = trainer.fit(
         x, y, batch_size=BATCH, epochs=EPOCHS, seed=3, test=(x, y), callbacks=callbacks, resume=resume
     )
@@ -86,16 +90,23 @@ def folder():
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {}, "clipped": {"clip_norm": 0.5}, "accumulated": {"accumulate": 2}, "compressed": {},
+    "plain": {},
+    "clipped": {"clip_norm": 0.5},
+    "accumulated": {"accumulate": 2},
+    "compressed": {},
     "elastic": {"elastic": Elastic(alpha=0.3, interval=2), "clip_norm": 0.5},
     "local": {"local": Local(every=2, fragments=2, keep=0.25), "clip_norm": 0.5},
-}  # fmt: skip
+}
 CASES = [
     *((kind, "plain") for kind in (*SYNCHRONOUS, *ONE_CLIENT)),
     *((kind, what) for kind in ("dist_sync", "mpi_sync-one", "mpi_sync-0") for what in ("clipped", "accumulated")),
-    ("dist_sync", "compressed"), ("mpi_sync-one", "compressed"), ("mpi_async-1", "elastic"),
-    ("dist_sync", "local"), ("dist_sync-0", "local"), ("mpi_sync-one", "local"),
-]  # fmt: skip
+    ("dist_sync", "compressed"),
+    ("mpi_sync-one", "compressed"),
+    ("mpi_async-1", "elastic"),
+    ("dist_sync", "local"),
+    ("dist_sync-0", "local"),
+    ("mpi_sync-one", "local"),
+]
 
 
 @pytest.mark.core(8)
@@ -114,8 +125,9 @@ def test_a_training_goes_on_with_the_same_bits(kind, what, folder):
     on_workers(kind, lambda kv: ended.append(trained(prepared(kv), folder / "a", first, **OPTIONS[what])))
     at = steps_in(folder / "a")[0] if WORLD.rank == 0 else None
     start = f"{WORLD.bcast(at)}.trainer.safetensors"
-    on_workers(kind, lambda kv: ended.append(
-        trained(prepared(kv), folder / "b", second, start, seed=8, **OPTIONS[what])))  # fmt: skip
+    on_workers(
+        kind, lambda kv: ended.append(trained(prepared(kv), folder / "b", second, start, seed=8, **OPTIONS[what]))
+    )
     if ended:
         assert ended[0] == ended[1]
         assert second.losses and min(second.losses) == EVERY + 1
@@ -131,8 +143,9 @@ def test_uneven_batches_go_on_with_the_same_bits(kind, folder):
         model = Line()
         trainer = Trainer(model, kv, "sgd", learning_rate=0.05, momentum=0.9)
         keep = [curves[len(bits)], Checkpoint(folder / "a", every=2, keep=None)]
-        trainer.fit(lambda epoch: uneven(kv.rank, epoch), epochs=2, callbacks=keep if not resume else keep[:1],
-                    resume=resume)  # fmt: skip
+        trainer.fit(
+            lambda epoch: uneven(kv.rank, epoch), epochs=2, callbacks=keep if not resume else keep[:1], resume=resume
+        )
         bits.append(model.bits())
 
     on_workers(kind, lambda kv: work(kv, None))
@@ -186,8 +199,10 @@ def test_a_resume_with_another_learning_rate_says_which_holds(kind, clip_norm, f
         found = on_workers(kind, work)
         return words if found is None else found
 
-    words = ["resume: learning_rate is 0.05 in the checkpoint and 0.5 in the program: the checkpoint's holds; "
-             "change it by trainer.update_optimizer after trainer.resume"]  # fmt: skip
+    words = [
+        "resume: learning_rate is 0.05 in the checkpoint and 0.5 in the program: the checkpoint's holds; "
+        "change it by trainer.update_optimizer after trainer.resume"
+    ]
     said(0.05, Checkpoint(folder), resume=None)
     assert [said(0.5), said(0.5, own=True)] == [words, words]
     quiet = [said(0.05), said(0.5, LearningRate(lambda epoch: 0.1))]

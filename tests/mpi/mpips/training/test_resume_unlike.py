@@ -132,6 +132,7 @@ def test_other_exchanges_in_the_middle_of_an_epoch_are_refused(kind, mpi_tmp_pat
 @pytest.mark.parametrize("kind", ["dist_sync", "mpi_sync-0"])
 def test_all_know_in_which_epoch_any_worker_was(kind, mpi_tmp_path):
     """Rank 0 had batches, the others none: they alone would not see that the order is another."""
+
     def begun(kv):
         batches = [(X[:4], Y[:4])] * 3 if kv.rank == 0 else []
         trainer = Trainer(Line(), kv, "sgd")
@@ -158,9 +159,17 @@ def test_a_folder_that_cannot_take_the_first_checkpoint_is_refused_before_the_fi
         kv.barrier()
         trainer = Trainer(Line(5), kv, "sgd")
         for name, words in (("a", "has a checkpoint of step"), ("file/b", "cannot be made")):
-            assert words in refused(trainer, lambda name=name: trainer.fit(
-                X, Y, batch_size=2, epochs=1, callbacks=[Checkpoint(mpi_tmp_path / name)]))
+            assert words in refused(
+                trainer,
+                lambda name=name: trainer.fit(
+                    X, Y, batch_size=2, epochs=1, callbacks=[Checkpoint(mpi_tmp_path / name)]
+                ),
+            )
 
     on_workers(kind, work)
-    on_workers(kind, lambda kv: Trainer(Line(5), kv, "sgd").fit(  # it goes on from there
-        X, Y, batch_size=2, epochs=2, callbacks=[Checkpoint(mpi_tmp_path / "a")], resume=mpi_tmp_path / "a"))
+    on_workers(
+        kind,
+        lambda kv: Trainer(Line(5), kv, "sgd").fit(  # it goes on from there
+            X, Y, batch_size=2, epochs=2, callbacks=[Checkpoint(mpi_tmp_path / "a")], resume=mpi_tmp_path / "a"
+        ),
+    )

@@ -104,9 +104,11 @@ def of_library(name, array):
 
 
 TABLES = {
-    "frame": Frame, "stored": Stored, "sparse": Sparse,
+    "frame": Frame,
+    "stored": Stored,
+    "sparse": Sparse,
     **{name: lambda array, name=name: of_library(name, array) for name in ("pandas", "scipy", "h5py", "torch")},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -164,8 +166,9 @@ def test_steps_on_a_network_of_ours_take_tables_too(table):
             assert "y is a masked array" in failure(lambda: trainer.step(X, np.ma.masked_array(Y, Y > 0)))
             assert "x is a masked array" in failure(lambda: trainer.predict(np.ma.masked_array(X, X > 0)))
         else:
-            assert trainer.step(TABLES[table](X), TABLES[table](Y)) == pytest.approx(MLP((4, 2), dtype="float64")
-                                                                                     .loss_and_gradients(X, Y))
+            assert trainer.step(TABLES[table](X), TABLES[table](Y)) == pytest.approx(
+                MLP((4, 2), dtype="float64").loss_and_gradients(X, Y)
+            )
 
     on_workers("mpi_sync-0", work)
 
@@ -186,8 +189,11 @@ def test_labels_that_no_output_stands_for_are_refused_on_all_workers_before_the_
         trainer = Trainer(model, kv, "sgd")
         before = model.flat_parameters.tobytes()
         good = np.arange(50) % 2
-        said = [failure(lambda: trainer.fit(X, y, batch_size=2, epochs=1)), failure(lambda: trainer.evaluate(X, y)),
-                failure(lambda: trainer.fit(X, good, batch_size=2, epochs=1, test=(X, y)))]  # fmt: skip
+        said = [
+            failure(lambda: trainer.fit(X, y, batch_size=2, epochs=1)),
+            failure(lambda: trainer.evaluate(X, y)),
+            failure(lambda: trainer.fit(X, good, batch_size=2, epochs=1, test=(X, y))),
+        ]
         said = [each.replace("test targets", "y") for each in said]
         assert all(words in each for each in said), said
         assert model.flat_parameters.tobytes() == before
@@ -209,8 +215,9 @@ class Forever:
         return forever()
 
 
-@pytest.mark.parametrize("stream", [forever, lambda: Forever(), lambda: lambda epoch: forever()],
-                         ids=["iterator", "iterable", "function"])  # fmt: skip
+@pytest.mark.parametrize(
+    "stream", [forever, lambda: Forever(), lambda: lambda epoch: forever()], ids=["iterator", "iterable", "function"]
+)
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_a_stream_without_an_end_has_steps(stream, accumulate):
     def work(kv):
@@ -243,11 +250,14 @@ def test_an_iterator_goes_on_in_the_next_epoch_and_its_end_is_said():
 
 @pytest.mark.parametrize(
     "options, words",
-    [({"steps": 0}, "steps=0: give at least 1"), ({"steps": 2.5}, "steps=2.5: give a whole number"),
-     ({"steps": 3, "x": X, "y": Y, "batch_size": 2}, "steps= goes with batches: an epoch of arrays"),
-     ({"x": "train.csv"}, "an iterable of batches (x, y), or a function of the epoch that returns one, not a str"),
-     ({"x": {"a": X}}, "returns one, not a dict")],
-)  # fmt: skip
+    [
+        ({"steps": 0}, "steps=0: give at least 1"),
+        ({"steps": 2.5}, "steps=2.5: give a whole number"),
+        ({"steps": 3, "x": X, "y": Y, "batch_size": 2}, "steps= goes with batches: an epoch of arrays"),
+        ({"x": "train.csv"}, "an iterable of batches (x, y), or a function of the epoch that returns one, not a str"),
+        ({"x": {"a": X}}, "returns one, not a dict"),
+    ],
+)
 def test_steps_that_cannot_be_are_refused(options, words):
     def work(kv):
         trainer = Trainer(Line(), kv, "sgd")
@@ -270,9 +280,10 @@ def test_one_stream_without_an_end_among_others_that_end_is_said_on_all_workers(
 
 
 UNLIKE = {
-    "shards": lambda rank: (X[rank::2], Y[rank::2]), "shuffled": lambda rank: (X[order(rank)], Y[order(rank)]),
+    "shards": lambda rank: (X[rank::2], Y[rank::2]),
+    "shuffled": lambda rank: (X[order(rank)], Y[order(rank)]),
     "labels": lambda rank: (X, Y[order(rank)]),
-}  # fmt: skip
+}
 
 
 def order(rank):
@@ -287,8 +298,10 @@ def test_arrays_that_differ_between_workers_are_refused(make):
     def work(kv):
         trainer = Trainer(Line(), kv, "sgd")
         mine = make(kv.rank % 2)
-        said = [failure(lambda: trainer.fit(*mine, batch_size=2, epochs=1)),
-                failure(lambda: trainer.fit(X, Y, batch_size=2, epochs=1, test=mine))]  # fmt: skip
+        said = [
+            failure(lambda: trainer.fit(*mine, batch_size=2, epochs=1)),
+            failure(lambda: trainer.fit(X, Y, batch_size=2, epochs=1, test=mine)),
+        ]
         words = r"fit: the arrays differ between workers, as \S+ on rank 0 and \S+ on rank 1: give all the same"
         assert kv.num_workers < 2 or all(re.match(words, each) for each in said), said
         nearly = X * (1 + 1e-7 * kv.rank)  # as another machine rounds

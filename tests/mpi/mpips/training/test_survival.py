@@ -36,15 +36,20 @@ ROOT = Path(__file__).resolve().parents[4]
 X, Y = data()
 EPOCHS, BATCH = 3, 2
 OPTIONS: dict[str, dict[str, Any]] = {
-    "sgd": {"momentum": 0.9}, "adam": {"optimizer": "adam"}, "clipped": {"optimizer": "adam", "clip_norm": 0.5},
-    "accumulated": {"momentum": 0.9, "accumulate": 2}, "uneven": {"momentum": 0.9},
-    "elastic": {"elastic": Elastic(alpha=0.3, interval=2)}, "local": {"local": Local(3, "average")},
-    "quorum": {"local": Local(3, "average")}, "mirrored": {"local": Local(3, "average")},
-}  # fmt: skip
+    "sgd": {"momentum": 0.9},
+    "adam": {"optimizer": "adam"},
+    "clipped": {"optimizer": "adam", "clip_norm": 0.5},
+    "accumulated": {"momentum": 0.9, "accumulate": 2},
+    "uneven": {"momentum": 0.9},
+    "elastic": {"elastic": Elastic(alpha=0.3, interval=2)},
+    "local": {"local": Local(3, "average")},
+    "quorum": {"local": Local(3, "average")},
+    "mirrored": {"local": Local(3, "average")},
+}
 STORES: dict[str, dict[str, Any]] = {
     "quorum": {"quorum": 2, "grace_seconds": 0.05},
     "mirrored": {"quorum": 2, "grace_seconds": 0.05, "mirrors": 1, "shared_memory": False, "timeout_seconds": 30},
-}  # fmt: skip
+}
 """Options of the store."""
 ENDS: list[dict[str, Any]] = [{}, {"batches": (1, 5, 9)}, {"step": 4}, {"epoch": 1}, {"epoch": EPOCHS}]
 """How epochs end: in these batches of one worker, in a callback after a step, or after an epoch."""
@@ -109,12 +114,21 @@ def trained(
     early, rate = EarlyStop("test_loss", patience=99), LearningRate(lambda epoch: 0.1 / epoch)
     saving = [] if kv.layout.asynchronous else [Checkpoint(folder, every=1, keep=None)]
     batches = (lambda epoch: uneven(kv.rank, epoch),) if what == "uneven" else (X, Y)
-    history = trainer.fit(*batches, batch_size=None if what == "uneven" else BATCH, epochs=EPOCHS, seed=3, test=(X, Y),
-                          callbacks=[curve, early, rate, *saving], resume=resume)  # fmt: skip
+    history = trainer.fit(
+        *batches,
+        batch_size=None if what == "uneven" else BATCH,
+        epochs=EPOCHS,
+        seed=3,
+        test=(X, Y),
+        callbacks=[curve, early, rate, *saving],
+        resume=resume,
+    )
     return {
         "history": [f"{epoch.epoch} {epoch.loss.hex()} {epoch.test['loss'].hex()}" for epoch in history],
-        "early": repr(early.state()), "bits": model.bits().hex(), "losses": curve.losses,
-    }  # fmt: skip
+        "early": repr(early.state()),
+        "bits": model.bits().hex(),
+        "losses": curve.losses,
+    }
 
 
 # ---- ranks of a job
@@ -205,14 +219,19 @@ def test_a_fit_goes_on_after_an_epoch_in_which_nobody_died(roles, kind, tmp_path
 @pytest.mark.core(1)
 @only_on(1)
 @survivors
-@first(2, **{"roles, kind, what, deaths": [
-    ("-s 1 -w 3", "dist_sync", "adam", "3:t0.1,1:b7"),
-    ("-w 3", "mpi_sync", "clipped", "0:s4,2:e2"),
-    ("-w 3", "mpi_sync", "sgd", "1:b5,0:s9"),
-    ("-s 1 -w 3", "dist_sync", "uneven", "2:b5,0:e1"),
-    ("-s 2 -w 2", "dist_sync", "accumulated", "3:t0.05,0:e1"),
-    ("-s 1 -w 4 -c 2", "mpi_sync", "adam", "0:b9,4:t0.1"),
-]})  # fmt: skip
+@first(
+    2,
+    **{
+        "roles, kind, what, deaths": [
+            ("-s 1 -w 3", "dist_sync", "adam", "3:t0.1,1:b7"),
+            ("-w 3", "mpi_sync", "clipped", "0:s4,2:e2"),
+            ("-w 3", "mpi_sync", "sgd", "1:b5,0:s9"),
+            ("-s 1 -w 3", "dist_sync", "uneven", "2:b5,0:e1"),
+            ("-s 2 -w 2", "dist_sync", "accumulated", "3:t0.05,0:e1"),
+            ("-s 1 -w 4 -c 2", "mpi_sync", "adam", "0:b9,4:t0.1"),
+        ]
+    },
+)
 def test_spares_take_the_places_of_the_dead_with_the_same_bits(roles, kind, what, deaths, tmp_path):
     for name, when in (("whole", ""), ("killed", deaths)):
         job(f"{roles} --spares 2", "dies", kind, what, str(tmp_path / name), when)
@@ -224,10 +243,17 @@ def test_spares_take_the_places_of_the_dead_with_the_same_bits(roles, kind, what
 @pytest.mark.core(1)
 @only_on(1)
 @survivors
-@first(1, **{"roles, kind, what, step": [
-    ("-s 1", "dist_sync", "adam", 9), ("-s 0", "mpi_sync", "sgd", 4), ("-s 0", "mpi_sync", "clipped", 10),
-    ("-s 1", "dist_sync", "accumulated", 3),
-]})  # fmt: skip
+@first(
+    1,
+    **{
+        "roles, kind, what, step": [
+            ("-s 1", "dist_sync", "adam", 9),
+            ("-s 0", "mpi_sync", "sgd", 4),
+            ("-s 0", "mpi_sync", "clipped", 10),
+            ("-s 1", "dist_sync", "accumulated", 3),
+        ]
+    },
+)
 def test_fewer_workers_go_on_as_a_job_of_so_many_from_that_step(roles, kind, what, step, tmp_path):
     """The last worker dies in the batch after a step; two others resume from a checkpoint of that step."""
     batch = step * OPTIONS[what].get("accumulate", 1) + 1
@@ -242,11 +268,16 @@ def test_fewer_workers_go_on_as_a_job_of_so_many_from_that_step(roles, kind, wha
 @pytest.mark.slow
 @only_on(1)
 @survivors
-@first(1, **{"roles, kind, what, deaths": [
-    ("-s 1 -w 3 --spares 1", "dist_async", "sgd", "1:b5"),
-    ("-s 1 -w 3 --spares 0", "dist_async", "elastic", "1:b7"),
-    ("-s 1 -w 4 -c 2 --spares 2", "mpi_async", "elastic", "2:b9,4:t0.1"),
-]})  # fmt: skip
+@first(
+    1,
+    **{
+        "roles, kind, what, deaths": [
+            ("-s 1 -w 3 --spares 1", "dist_async", "sgd", "1:b5"),
+            ("-s 1 -w 3 --spares 0", "dist_async", "elastic", "1:b7"),
+            ("-s 1 -w 4 -c 2 --spares 2", "mpi_async", "elastic", "2:b9,4:t0.1"),
+        ]
+    },
+)
 def test_asynchronous_workers_go_on(roles, kind, what, deaths, tmp_path):
     job(roles, "dies", kind, what, str(tmp_path / "killed"), deaths)
     found = results(tmp_path / "killed")
@@ -256,17 +287,22 @@ def test_asynchronous_workers_go_on(roles, kind, what, deaths, tmp_path):
 @pytest.mark.core(1)
 @only_on(1)
 @survivors
-@first(4, **{"roles, kind, what, deaths, same": [
-    ("-s 1 -w 3 --spares 1", "dist_async", "quorum", "1:b5", False),  # a spare takes its place
-    ("-s 2 -w 3 --spares 1", "dist_async", "quorum", "3:t0.05,0:b9", False),  # a server, and a worker
-    ("-s 2 -w 3 --spares 1", "dist_async", "mirrored", "4:t0.05", False),  # a server with its host
-    ("-s 2 -w 2 --spares 1", "dist_sync", "local", "3:t0.1", True),
-    ("-s 1 -w 3 --spares 0", "dist_async", "quorum", "1:b4,2:b9", False),  # fewer are left than the quorum
-    ("-s 2 -w 3 --spares 2", "dist_async", "mirrored", "3:t0.02,1:b7", False),
-    ("-s 1 -w 3 --spares 1", "dist_sync", "local", "1:b5", False),
-    ("-w 3 --spares 0", "dist_sync", "local", "2:b8", False),
-    ("-s 1 -w 3 --spares 1", "dist_async", "local", "0:b7", False),
-]})  # fmt: skip
+@first(
+    4,
+    **{
+        "roles, kind, what, deaths, same": [
+            ("-s 1 -w 3 --spares 1", "dist_async", "quorum", "1:b5", False),  # a spare takes its place
+            ("-s 2 -w 3 --spares 1", "dist_async", "quorum", "3:t0.05,0:b9", False),  # a server, and a worker
+            ("-s 2 -w 3 --spares 1", "dist_async", "mirrored", "4:t0.05", False),  # a server with its host
+            ("-s 2 -w 2 --spares 1", "dist_sync", "local", "3:t0.1", True),
+            ("-s 1 -w 3 --spares 0", "dist_async", "quorum", "1:b4,2:b9", False),  # fewer are left than the quorum
+            ("-s 2 -w 3 --spares 2", "dist_async", "mirrored", "3:t0.02,1:b7", False),
+            ("-s 1 -w 3 --spares 1", "dist_sync", "local", "1:b5", False),
+            ("-w 3 --spares 0", "dist_sync", "local", "2:b8", False),
+            ("-s 1 -w 3 --spares 1", "dist_async", "local", "0:b7", False),
+        ]
+    },
+)
 def test_workers_that_train_apart_go_on(roles, kind, what, deaths, same, tmp_path):
     """A dead server changes no bit in a synchronous store. A dead worker's changes since the last exchange are lost."""
     for name, when in (("whole", ""), ("killed", deaths)):
@@ -283,10 +319,17 @@ def test_workers_that_train_apart_go_on(roles, kind, what, deaths, same, tmp_pat
 @pytest.mark.slow
 @only_on(1)
 @survivors
-@first(1, **{"roles, kind, what": [
-    ("-s 1", "dist_sync", "adam"), ("-s 0", "mpi_sync", "sgd"), ("-s 0", "mpi_sync", "clipped"),
-    ("-s 1", "mpi_sync", "accumulated"),
-]})  # fmt: skip
+@first(
+    1,
+    **{
+        "roles, kind, what": [
+            ("-s 1", "dist_sync", "adam"),
+            ("-s 0", "mpi_sync", "sgd"),
+            ("-s 0", "mpi_sync", "clipped"),
+            ("-s 1", "mpi_sync", "accumulated"),
+        ]
+    },
+)
 def test_spares_join_as_a_job_of_so_many_from_the_second_epoch_on(roles, kind, what, tmp_path):
     job(f"{roles} -w 2 --spares 1", "grows", kind, what, str(tmp_path / "grown"))
     per_epoch = -(-len(X) // (2 * BATCH) // OPTIONS[what].get("accumulate", 1))
@@ -300,15 +343,18 @@ def test_spares_join_as_a_job_of_so_many_from_the_second_epoch_on(roles, kind, w
 @only_on(1)
 @survivors
 @pytest.mark.full
-@pytest.mark.parametrize("roles, kind, what, deaths, left", [
-    ("-s 1 -w 3 --spares 2", "dist_sync", "uneven", "0:e2", 4),
-    ("-s 1 -w 2 --spares 2", "dist_sync", "adam", "1:b3", 3),
-    ("-s 2 -w 2 --spares 2", "mpi_sync", "clipped", "4:b3,2:e2", 3),
-    ("-s 1 -w 2 --spares 2", "dist_async", "sgd", "0:e2", 3),
-    ("-s 1 -w 2 --spares 1", "dist_async", "elastic", "", 3),
-    ("-s 1 -w 4 -c 2 --spares 2", "mpi_async", "elastic", "1:e2", 5),
-    ("-s 1 -w 4 -c 2 --spares 2", "mpi_async", "sgd", "", 6),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "roles, kind, what, deaths, left",
+    [
+        ("-s 1 -w 3 --spares 2", "dist_sync", "uneven", "0:e2", 4),
+        ("-s 1 -w 2 --spares 2", "dist_sync", "adam", "1:b3", 3),
+        ("-s 2 -w 2 --spares 2", "mpi_sync", "clipped", "4:b3,2:e2", 3),
+        ("-s 1 -w 2 --spares 2", "dist_async", "sgd", "0:e2", 3),
+        ("-s 1 -w 2 --spares 1", "dist_async", "elastic", "", 3),
+        ("-s 1 -w 4 -c 2 --spares 2", "mpi_async", "elastic", "1:e2", 5),
+        ("-s 1 -w 4 -c 2 --spares 2", "mpi_async", "sgd", "", 6),
+    ],
+)
 def test_spares_join_before_or_after_a_death(roles, kind, what, deaths, left, tmp_path):
     job(roles, "grows", kind, what, str(tmp_path / "killed"), deaths)
     found = results(tmp_path / "killed")

@@ -109,8 +109,10 @@ def steps(first: float, *numbers: int, ranks: tuple[int, ...] = (0, 1, 2)) -> li
 
 
 def run(told: list[Told], *faults: tuple[str, float, int], **more: object) -> Run:
-    made = [Done(number, time, rank, "worker", killed=(rank,) * (kind == "kill"))
-            for number, (kind, time, rank) in enumerate(faults)]  # fmt: skip
+    made = [
+        Done(number, time, rank, "worker", killed=(rank,) * (kind == "kill"))
+        for number, (kind, time, rank) in enumerate(faults)
+    ]
     plan = FaultPlan(0, tuple(Fault(kind, Whom("rank", rank), time, 1.0) for kind, time, rank in faults))
     return Run(plan, ended=100.0, told=[Made(0.0, 0, 0, RANKS), *told], done=made, **more)
 

@@ -38,9 +38,13 @@ kv = watched(lambda: Store())()
 
 
 def job(
-    tmp_path: Path, body: str, *faults: Fault, allowed: tuple[int, ...] = (0,), limit: float = LIMIT,
+    tmp_path: Path,
+    body: str,
+    *faults: Fault,
+    allowed: tuple[int, ...] = (0,),
+    limit: float = LIMIT,
     look: Callable[[Run], None] | None = None,
-) -> Run:  # fmt: skip
+) -> Run:
     script = tmp_path / "job.py"
     script.write_text(RANKS.replace("ALLOWED", repr(allowed)) + textwrap.dedent(body))
     with open(tmp_path / "said", "wb") as said:
@@ -110,8 +114,11 @@ def test_a_full_disk_is_felt_and_passes(tmp_path: Path) -> None:
     if Store.rank == 0:
         print("found", found, flush=True)
     """
-    run = job(tmp_path, "if Store.rank:\n    sys.exit()\n" + textwrap.dedent(body),
-              Fault("full", Whom("rank", 0), Point(0, "push", 1, 0.1), 0.4))  # fmt: skip
+    run = job(
+        tmp_path,
+        "if Store.rank:\n    sys.exit()\n" + textwrap.dedent(body),
+        Fault("full", Whom("rank", 0), Point(0, "push", 1, 0.1), 0.4),
+    )
     assert run.code == 0 and "File too large" in said(tmp_path) and "again" in said(tmp_path)
 
 

@@ -19,8 +19,16 @@ if engine.status().engine != "numba":
     pytest.skip(engine.status().reason, allow_module_level=True)
 
 COMPRESSORS = [
-    TwoBit(), TwoBit(0.1), TwoBit(1e-46), OneBit(), compression.Half(), TopK(), TopK(0.3), TopK(1e-9), TopK(1),
-]  # fmt: skip
+    TwoBit(),
+    TwoBit(0.1),
+    TwoBit(1e-46),
+    OneBit(),
+    compression.Half(),
+    TopK(),
+    TopK(0.3),
+    TopK(1e-9),
+    TopK(1),
+]
 DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in ("float32", "float64", "float16", "bfloat16")}
 SIZES = st.one_of(
     st.integers(0, 300),

@@ -25,9 +25,22 @@ print("last", end=" ")
 """
 ALONE = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "PYTHONPATH": str(ROOT)}
 VALUES = (
-    "ValueError('no column price')", "['a', 'b']", "{'a': 1}", "[]", "''", "None", "0", "256", "2**40", "2**80", "-1",
-    "True", "2.5", "np.int64(3)", "np.bool_(False)",
-)  # fmt: skip
+    "ValueError('no column price')",
+    "['a', 'b']",
+    "{'a': 1}",
+    "[]",
+    "''",
+    "None",
+    "0",
+    "256",
+    "2**40",
+    "2**80",
+    "-1",
+    "True",
+    "2.5",
+    "np.int64(3)",
+    "np.bool_(False)",
+)
 PROGRAM = f"""
 import os, sys
 import numpy as np
@@ -40,9 +53,16 @@ for value in ({", ".join(VALUES)}):
 """
 
 
-@pytest.mark.parametrize("ends, code", [
-    ("", 0), ("sys.exit(3)", 3), ("raise SystemExit(4)", 4), ("raise ValueError('bad')", 1), ("sys.exit('why')", 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "ends, code",
+    [
+        ("", 0),
+        ("sys.exit(3)", 3),
+        ("raise SystemExit(4)", 4),
+        ("raise ValueError('bad')", 1),
+        ("sys.exit('why')", 1),
+    ],
+)
 def test_a_program_keeps_its_code_and_its_output(ends: str, code: int) -> None:
     begun = time.monotonic()
     done = subprocess.run([sys.executable, "-c", HANGS + ends], cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -80,8 +80,14 @@ def test_what_a_call_of_the_users_raises_inside_ours_is_shown_without_our_lines(
 
 
 def test_what_we_caught_on_the_way_is_not_shown_and_what_the_caller_caught_is() -> None:
-    text = shown(raised(ours("def call():\n    try:\n        {}['x']\n    except KeyError:\n"
-                             "        raise of_caller(ValueError('no'))\n")))  # fmt: skip
+    text = shown(
+        raised(
+            ours(
+                "def call():\n    try:\n        {}['x']\n    except KeyError:\n"
+                "        raise of_caller(ValueError('no'))\n"
+            )
+        )
+    )
     assert "KeyError" not in text
 
     def caller() -> None:

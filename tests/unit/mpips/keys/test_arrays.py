@@ -124,4 +124,3 @@ def test_gpu_arrays_that_do_not_fit_are_told() -> None:
         arguments.check(KNOWN, "push", "w", [device.asarray(ONES, 0), device.asarray(np.ones((3, 2), np.float32), 1)])
     with pytest.raises(ValueError, match="pull: key 'w': array 0 is read-only"):
         arguments.check(KNOWN, "pull", "w", out=device.Array((2, 3), np.float32, 0, writable=False))
-

@@ -20,9 +20,15 @@ def cutting(kind="dist_sync", workers=4, servers=2, clients=2, rank=0, one_node=
     parts = tuple(split(Interval(0, workers), workers if kind.startswith("dist_") else clients))
     number = next(n for n, part in enumerate(parts) if rank < part.stop)
     layout = SimpleNamespace(
-        kind=kind, options=chosen, rank=rank, num_workers=workers, num_servers=servers, clients=parts,
-        client_number=number, groups=lambda: owners(parts, kind, chosen.masters),
-    )  # fmt: skip
+        kind=kind,
+        options=chosen,
+        rank=rank,
+        num_workers=workers,
+        num_servers=servers,
+        clients=parts,
+        client_number=number,
+        groups=lambda: owners(parts, kind, chosen.masters),
+    )
     return Cutting(layout, one_node, True), [SimpleNamespace(local=one_node)] * servers
 
 

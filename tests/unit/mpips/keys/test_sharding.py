@@ -77,9 +77,12 @@ def test_matrices_are_cut_between_rows_where_there_are_enough():
 
 
 @given(
-    st.integers(1, 9), st.integers(1, 4), st.sampled_from(["one", "all"]), st.sampled_from(["dist_sync", "mpi_sync"]),
+    st.integers(1, 9),
+    st.integers(1, 4),
+    st.sampled_from(["one", "all"]),
+    st.sampled_from(["dist_sync", "mpi_sync"]),
     st.integers(0, 200),
-)  # fmt: skip
+)
 def test_every_group_contributes_every_element_once(workers, clients, masters, kind, size):
     groups = owners(split(Interval(0, workers), min(clients, workers)), kind, masters)
     cut = units(0, 0, Interval(10, 10 + size), groups)

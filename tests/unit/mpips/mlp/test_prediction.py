@@ -75,8 +75,13 @@ def test_buckets_are_whole_layers_from_the_last(elements):
 
 
 def test_a_reduction_hides_behind_later_computation():
-    events = [StepEvent("gradient", 1, 5.0), StepEvent("gradient", 0, 3.0), StepEvent("reduced", 1, 0.0),
-              StepEvent("reduced", 0, 1.0), StepEvent("end", 0, 1.0)]  # fmt: skip
+    events = [
+        StepEvent("gradient", 1, 5.0),
+        StepEvent("gradient", 0, 3.0),
+        StepEvent("reduced", 1, 0.0),
+        StepEvent("reduced", 0, 1.0),
+        StepEvent("end", 0, 1.0),
+    ]
     reductions = {1: 4.0, 0: 2.0}
     assert replay(events, 1, SECOND, 4, reductions, BEHIND) == 5 + 3 + 4 + 1 + 2 + 1
     # Layer 1 travels from 5 to 9 and is updated until 10; layer 0, ready at 8, travels from 9 to 11.
@@ -84,8 +89,7 @@ def test_a_reduction_hides_behind_later_computation():
 
 
 def test_a_model_sum_hides_behind_the_weight_gradient():
-    events = [StepEvent("sum", 8, 1.0), StepEvent("start", 8, 2.0), StepEvent("wait", 0, 1.5),
-              StepEvent("end", 0, 1.0)]  # fmt: skip
+    events = [StepEvent("sum", 8, 1.0), StepEvent("start", 8, 2.0), StepEvent("wait", 0, 1.5), StepEvent("end", 0, 1.0)]
     assert replay(events, 2, SECOND, 4, {0: 0.0}, BEHIND) == 1 + 2 + 2 + 2 + 1.5 + 1
     assert replay(events, 2, SECOND, 4, {0: 0.0}, BESIDE) == 1 + 2 + 2 + max(2, 1.5) + 1
 
@@ -95,8 +99,9 @@ def test_a_trace_holds_the_messages_of_the_formulas(mode):
     sizes = (6, 40, 40, 40, 3)
     cut = buckets([1] * 4, 4)
     events = trace(Specification(sizes, "relu", "l2", "float32", 1), 2, 10, 20, SGD(), mode, cut, beside=True)
-    moved = sorted(("sum" if e.kind == "start" else e.kind, 4 * e.number) for e in events
-                   if e.kind in ("gather", "sum", "start"))  # fmt: skip
+    moved = sorted(
+        ("sum" if e.kind == "start" else e.kind, 4 * e.number) for e in events if e.kind in ("gather", "sum", "start")
+    )
     assert moved == sorted(messages(sizes, 2, 10, 4, mode))
     assert [e.number for e in events if e.kind == "gradient"] == [3, 2, 1, 0]
     assert [e.number for e in events if e.kind == "reduced"] == [layer for layer, _, _ in cut]

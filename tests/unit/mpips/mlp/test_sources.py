@@ -142,9 +142,13 @@ def test_bad_text_is_named_with_line_column_and_cure(tmp_path, text, options, wo
 # ---- labels
 
 LABELS = {
-    "1 2 3": ([0, 1, 2], ["1", "2", "3"]), "10 20": ([0, 1], ["10", "20"]), "-1 1": ([1, 0], ["1", "-1"]),
-    "no yes": ([0, 1], ["no", "yes"]), "0 2.0": ([0, 1], ["0", "2"]), "good very_good": ([0, 1], ["good", "very good"]),
-}  # fmt: skip
+    "1 2 3": ([0, 1, 2], ["1", "2", "3"]),
+    "10 20": ([0, 1], ["10", "20"]),
+    "-1 1": ([1, 0], ["1", "-1"]),
+    "no yes": ([0, 1], ["no", "yes"]),
+    "0 2.0": ([0, 1], ["0", "2"]),
+    "good very_good": ([0, 1], ["good", "very good"]),
+}
 
 
 @pytest.mark.parametrize("labels", LABELS)
@@ -152,8 +156,11 @@ def test_labels_are_numbered_whatever_they_are(tmp_path, labels):
     given = [label.replace("_", " ") for label in labels.split()]
     classes, names = LABELS[labels]
     text = write(tmp_path, "\n".join(["a,kind", *(f'{row},"{label}"' for row, label in enumerate(given))]))
-    np.savez(tmp_path / "d.npz", x=np.arange(len(given))[:, None], y=np.array(
-        [float(label) for label in given] if labels[-1].isdecimal() else given))  # fmt: skip
+    np.savez(
+        tmp_path / "d.npz",
+        x=np.arange(len(given))[:, None],
+        y=np.array([float(label) for label in given] if labels[-1].isdecimal() else given),
+    )
     for path in (text, str(tmp_path / "d.npz")):
         source = open_source(path, classify=True)
         np.testing.assert_array_equal(numbered(source)[:, 1], classes)

@@ -87,15 +87,30 @@ class Looking(optimizers.Equation):
 
 
 ALL = [
-    SGD(learning_rate=0.1), SGD(learning_rate=0.1, weight_decay=0.01), SGD(learning_rate=0.1, rescale=0.3),
-    SGD(learning_rate=0.1, momentum=0.9, weight_decay=0.01, rescale=0.25), SGD(learning_rate=0.1, momentum=0.9),
+    SGD(learning_rate=0.1),
+    SGD(learning_rate=0.1, weight_decay=0.01),
+    SGD(learning_rate=0.1, rescale=0.3),
+    SGD(learning_rate=0.1, momentum=0.9, weight_decay=0.01, rescale=0.25),
+    SGD(learning_rate=0.1, momentum=0.9),
     SGD(learning_rate=optimizers.StepDecay(0.1, 2), momentum=0.9, nesterov=True, weight_decay=0.01),
-    AdaGrad(), AdaGrad(learning_rate=0.1, weight_decay=0.01, rescale=0.5), RMSProp(),
-    RMSProp(learning_rate=0.1, decay=0.9, rescale=2.0, weight_decay=0.1), Adam(),
-    Adam(learning_rate=0.1, beta1=0.8, beta2=0.9, weight_decay=0.01, rescale=0.5), AdamW(),
-    AdamW(learning_rate=0.1, weight_decay=0, rescale=0.5), Elastic1(alpha=0.3, rescale=0.5), Elastic1(), Add(rescale=2),
-    Lion(), Clipped(), Signs(), Powers(), Prox(), Looking(),
-]  # fmt: skip
+    AdaGrad(),
+    AdaGrad(learning_rate=0.1, weight_decay=0.01, rescale=0.5),
+    RMSProp(),
+    RMSProp(learning_rate=0.1, decay=0.9, rescale=2.0, weight_decay=0.1),
+    Adam(),
+    Adam(learning_rate=0.1, beta1=0.8, beta2=0.9, weight_decay=0.01, rescale=0.5),
+    AdamW(),
+    AdamW(learning_rate=0.1, weight_decay=0, rescale=0.5),
+    Elastic1(alpha=0.3, rescale=0.5),
+    Elastic1(),
+    Add(rescale=2),
+    Lion(),
+    Clipped(),
+    Signs(),
+    Powers(),
+    Prox(),
+    Looking(),
+]
 COMPILED, LEFT = ALL[:-3], ALL[-3:]
 FULL_SGD, FULL_ADAM = ALL[3], ALL[11]
 UNLIKE = [FULL_SGD, FULL_ADAM, Lion(), Clipped(), Signs()]

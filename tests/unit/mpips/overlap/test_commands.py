@@ -55,8 +55,19 @@ def test_directions(profile_file: Path, tmp_path: Path, direction: str, link: st
 def test_one_strategy_with_pictures(profile_file: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pictures need the extra `plot`")
     png, trace = tmp_path / "p.png", tmp_path / "t.json"
-    code, output = plan(str(profile_file), "--nodes", "8", "--strategy", "merged", "--strategy", "optimal",
-                        "--plot", str(png), "--trace", str(trace))
+    code, output = plan(
+        str(profile_file),
+        "--nodes",
+        "8",
+        "--strategy",
+        "merged",
+        "--strategy",
+        "optimal",
+        "--plot",
+        str(png),
+        "--trace",
+        str(trace),
+    )
     assert code == 0, output
     assert "merged" in output
     assert "layerwise" not in output
@@ -95,12 +106,19 @@ def test_measured_network_without_its_size_is_said(tmp_path: Path) -> None:
     assert "note" not in output
 
 
-@pytest.mark.parametrize("network, nodes, words", [
-    ({"a": 1e-4, "b": 1e-9}, 1, "measured on 1 node"),
-    ({"a": 1e-4, "b": 1e-9, "collective": "servers"}, None, "Error: network: a and b are those of a push to servers"),
-    ({"a": 1e-4, "b": 1e-9, "collective": "servers"}, 4, "a push to servers"),
-    ({"a": 1e-4, "b": 1e-9}, 4, "an allreduce that need not be a ring"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "network, nodes, words",
+    [
+        ({"a": 1e-4, "b": 1e-9}, 1, "measured on 1 node"),
+        (
+            {"a": 1e-4, "b": 1e-9, "collective": "servers"},
+            None,
+            "Error: network: a and b are those of a push to servers",
+        ),
+        ({"a": 1e-4, "b": 1e-9, "collective": "servers"}, 4, "a push to servers"),
+        ({"a": 1e-4, "b": 1e-9}, 4, "an allreduce that need not be a ring"),
+    ],
+)
 def test_what_no_other_size_follows_from_is_planned_as_measured(
     tmp_path: Path, network: dict[str, float | str], nodes: int | None, words: str
 ) -> None:
@@ -123,20 +141,30 @@ def test_a_measured_ring_is_planned_on_other_sizes(tmp_path: Path) -> None:
     assert {row["nodes"] for row in json.loads((tmp_path / "out.json").read_text())} == {8, 16, 32, 64}
 
 
-@pytest.mark.parametrize("words, sentence", [
-    (["--model", "lenet5", "--rate", "inf"], "--rate"), (["--model", "lenet5", "--rate", "nan"], "--rate"),
-    (["--model", "lenet5", "--rate", "0"], "--rate"), (["PROFILE", "--rate", "3"], "--rate goes with --model"),
-    (["PROFILE", "--batch", "3"], "--batch goes with --model"), (["PROFILE", "--nodes", "zero"], "4:64"),
-    ([], "give either a PROFILE.json or --model"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        (["--model", "lenet5", "--rate", "inf"], "--rate"),
+        (["--model", "lenet5", "--rate", "nan"], "--rate"),
+        (["--model", "lenet5", "--rate", "0"], "--rate"),
+        (["PROFILE", "--rate", "3"], "--rate goes with --model"),
+        (["PROFILE", "--batch", "3"], "--batch goes with --model"),
+        (["PROFILE", "--nodes", "zero"], "4:64"),
+        ([], "give either a PROFILE.json or --model"),
+    ],
+)
 def test_options_that_cannot_be_are_refused(profile_file: Path, words: list[str], sentence: str) -> None:
     code, output = plan(*[word.replace("PROFILE", str(profile_file)) for word in words])
     assert code == 2
     assert sentence in output
 
 
-NOTHING = {"layers": [{"name": "a", "parameters": 0, "forward_s": 0, "backward_s": 0}],
-           "network": {"a": 0, "b": 0}, "startup_s": 0, "bandwidth_Bps": 1}  # fmt: skip
+NOTHING = {
+    "layers": [{"name": "a", "parameters": 0, "forward_s": 0, "backward_s": 0}],
+    "network": {"a": 0, "b": 0},
+    "startup_s": 0,
+    "bandwidth_Bps": 1,
+}
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,19 @@ PUSHED, PULLED = ((1, 1), (2, 2)), ((1, 2),)
 def layers(begin: float) -> list[Task]:
     """Two layers of a second each, forward, then backward."""
     kinds = (("forward", 1), ("forward", 2), ("backward", 2), ("backward", 1))
-    return [Task(kind, layer, layer, begin + i, begin + i + 1, COMPUTE)  # type: ignore[arg-type]
-            for i, (kind, layer) in enumerate(kinds)]
+    return [
+        Task(kind, layer, layer, begin + i, begin + i + 1, COMPUTE)  # type: ignore[arg-type]
+        for i, (kind, layer) in enumerate(kinds)
+    ]
 
 
 def test_messages_beside_this_step_and_the_next_one_are_hidden() -> None:
     recorder = Recorder()
-    recorder.step(4.0, layers(10.0), [("push", 2, 2, Ended(13.0, 13.5)), ("push", 1, 1, Ended(14.0, 14.5)),
-                                      ("pull", 1, 2, Ended(14.5, 15.5))])
+    recorder.step(
+        4.0,
+        layers(10.0),
+        [("push", 2, 2, Ended(13.0, 13.5)), ("push", 1, 1, Ended(14.0, 14.5)), ("pull", 1, 2, Ended(14.5, 15.5))],
+    )
     recorder.waited(1.0)
     recorder.step(7.0, layers(15.0), [("push", 1, 2, Ended(19.0, 20.0, done=False))])
     report = recorder.report("merged", PUSHED, PULLED, 0, None)
@@ -65,7 +70,12 @@ def test_without_overlap_nothing_is_hidden() -> None:
 
 
 def test_a_message_counts_from_where_it_stopped_waiting_for_another() -> None:
-    sent = [("push", 3, 3, Ended(1.0, 3.0)), ("pull", 3, 3, Ended(1.0, 5.0)), ("push", 2, 2, Ended(2.0, 4.0)),
-            ("pull", 2, 2, Ended(2.0, 6.0)), ("push", 1, 1, Ended(7.0, 8.0))]  # fmt: skip
+    sent = [
+        ("push", 3, 3, Ended(1.0, 3.0)),
+        ("pull", 3, 3, Ended(1.0, 5.0)),
+        ("push", 2, 2, Ended(2.0, 4.0)),
+        ("pull", 2, 2, Ended(2.0, 6.0)),
+        ("push", 1, 1, Ended(7.0, 8.0)),
+    ]
     tasks = [(task.kind, task.start, task.end) for task in sent_tasks(sent, begin=1.0)]
     assert tasks == [("push", 0.0, 2.0), ("pull", 2.0, 4.0), ("push", 2.0, 3.0), ("pull", 4.0, 5.0), ("push", 6.0, 7.0)]

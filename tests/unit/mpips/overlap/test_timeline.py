@@ -35,11 +35,13 @@ def test_iterations_add_the_other_pass() -> None:
     push = profile.push(8)
     pushed = timeline.push_iteration(profile, whole, 8)
     assert timeline.end(pushed) == pytest.approx(
-        profile.forward_s + profile.backward_s + push.startup + push.transfer.sum())
+        profile.forward_s + profile.backward_s + push.startup + push.transfer.sum()
+    )
     pull = profile.pull()
     pulled = timeline.pull_iteration(profile, whole, 8)
     assert timeline.end(pulled) == pytest.approx(
-        profile.forward_s + profile.backward_s + pull.startup + pull.transfer.sum())
+        profile.forward_s + profile.backward_s + pull.startup + pull.transfer.sum()
+    )
 
 
 def test_hidden_share_counts_overlapping_compute_once() -> None:

@@ -208,8 +208,10 @@ def test_wherever_it_stops_a_whole_round_is_there(optimizer, block, threads, asy
         assert newest >= most or threads > 1  # what was there once is never lost
         most = newest
         server.state.abandon()  # a server that lives goes back by itself
-        assert equal((None if server.unit.state is None else server.unit.step,
-                      [server.unit.stored, *(server.unit.state or ())]), expected[newest]), at  # fmt: skip
+        assert equal(
+            (None if server.unit.state is None else server.unit.step, [server.unit.stored, *(server.unit.state or ())]),
+            expected[newest],
+        ), at
         assert not server.unit.torn
         at += step
     assert threads > 1 or most >= (WORKERS * ROUNDS - 1 if asynchronous else ROUNDS - 1)

@@ -35,8 +35,9 @@ def found(copies):
             round_: float(copies.arrays_of(index, bool(before))[0][0])
             for before, (round_, _) in enumerate(unit.standings)
         }
-        for shelf in shelves for index, unit in enumerate(shelf.units)
-    }  # fmt: skip
+        for shelf in shelves
+        for index, unit in enumerate(shelf.units)
+    }
 
 
 def test_the_last_two_rounds_can_be_had():

@@ -79,8 +79,13 @@ def test_parts_cover_the_key_once_and_the_living_give_what_they_have(units):
         (holding,) = shelves[part.owner].units
         assert holding.start <= part.start < part.stop <= holding.stop
         assert chosen.torn or holding.standings[0][0] == chosen.round
-        here = [one for one in shelves if one.live and one.units[0].start <= part.start < one.units[0].stop
-                and (chosen.torn or one.units[0].standings[0][0] == chosen.round)]  # fmt: skip
+        here = [
+            one
+            for one in shelves
+            if one.live
+            and one.units[0].start <= part.start < one.units[0].stop
+            and (chosen.torn or one.units[0].standings[0][0] == chosen.round)
+        ]
         assert shelves[part.owner].live or not here
 
 
@@ -133,8 +138,13 @@ def stand(available, synchronous):
 
 
 def replica(
-    round_: int, torn: bool = False, name: str = "w", size: int = 4, before: int | None = None, step: int | None = None,
-) -> tuple[KeyCard, Holding]:  # fmt: skip
+    round_: int,
+    torn: bool = False,
+    name: str = "w",
+    size: int = 4,
+    before: int | None = None,
+    step: int | None = None,
+) -> tuple[KeyCard, Holding]:
     """A replica with the rounds that it can be put to; a torn one has what it holds where there is none."""
     rounds = [*([] if torn else [round_]), *([] if before is None else [before])]
     standings = [(each, step) for each in rounds or [round_]]
@@ -145,11 +155,13 @@ def replica(
 def planned(*workers: list[tuple[KeyCard, Holding]] | None, changes: tuple[int, ...] = (0,) * 9) -> RecoveryPlan:
     """The plan for workers with these replicas, after so many changes of settings; None: one that has just begun."""
     said = [
-        Inventory() if keys is None else Inventory(
+        Inventory()
+        if keys is None
+        else Inventory(
             [Shelf(rank, True, b"", [holding for _, holding in keys], changes[rank])], keys=[card for card, _ in keys]
         )
         for rank, keys in enumerate(workers)
-    ]  # fmt: skip
+    ]
     layout = SimpleNamespace(num_servers=0, num_workers=len(said))
     return make_plan(layout, said, choose_rounds(said, True, True))
 

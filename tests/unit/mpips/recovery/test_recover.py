@@ -49,9 +49,17 @@ def layout(kind, masters, roles, nodes, rank, mail, before=None):
     options = Options(servers=2, masters=masters, big_array=1000, spares=0)
     world, clients = World(rank, mail), tuple(Interval(*client) for client in roles.clients)
     return Layout(
-        kind, options, rank, roles.num_workers, roles.num_servers, clients, nodes, world, roles.spares,
+        kind,
+        options,
+        rank,
+        roles.num_workers,
+        roles.num_servers,
+        clients,
+        nodes,
+        world,
+        roles.spares,
         before=before,
-    )  # fmt: skip
+    )
 
 
 def old_servers(kind, masters, roles, nodes, optimizer, ahead):
@@ -114,9 +122,14 @@ KINDS = [("dist_sync", "one"), ("mpi_sync", "one"), ("mpi_sync", "all")]
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
-    st.sampled_from(KINDS), st.sets(st.integers(0, 6), max_size=3), st.sampled_from([None, MOMENTUM]),
-    st.sets(st.integers(0, 12)), st.sampled_from(["one", "two", "own"]), st.integers(0, 1), st.booleans(),
-)  # fmt: skip
+    st.sampled_from(KINDS),
+    st.sets(st.integers(0, 6), max_size=3),
+    st.sampled_from([None, MOMENTUM]),
+    st.sets(st.integers(0, 12)),
+    st.sampled_from(["one", "two", "own"]),
+    st.integers(0, 1),
+    st.booleans(),
+)
 def test_every_key_is_what_it_was(kind, lost, optimizer, ahead, where, spares, grow):
     see_what_it_was(kind, lost, optimizer, ahead, where, spares, grow)
 
@@ -139,9 +152,9 @@ def see_what_it_was(kind, lost, optimizer, ahead, where, spares, grow):
     mail, ranks, said = {}, [], []
     for rank, origin in enumerate(new.origin):
         here = layout(kind, masters, new.roles, tuple(nodes[old] for old in new.origin), rank, mail, before)
-        maps = NodeMemory({
-            old: one.ledger.region for old, one in servers.items() if nodes[old] == nodes[origin] and old != origin
-        })  # fmt: skip
+        maps = NodeMemory(
+            {old: one.ledger.region for old, one in servers.items() if nodes[old] == nodes[origin] and old != origin}
+        )
         mine = Inventory(maps.shelves(here, 1), maps.ranks)
         if origin in servers:
             units = [holding_of_unit(unit, False) for unit in servers[origin].units]

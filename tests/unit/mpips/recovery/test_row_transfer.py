@@ -86,9 +86,13 @@ def plans_of(cards: list[frames.MakeTable], round_: int, sources: dict[int, Any]
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
-    st.data(), st.integers(1, 3), st.integers(1, 3), st.sampled_from(sorted(ROW_OPTIMIZERS)), LIVES,
+    st.data(),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.sampled_from(sorted(ROW_OPTIMIZERS)),
+    LIVES,
     st.lists(st.lists(IDS, unique=True, max_size=12), min_size=2, max_size=9),
-)  # fmt: skip
+)
 def test_rows_are_the_same_on_other_servers(
     data: st.DataObject, old: int, new: int, optimizer: str, life: dict[str, Any], rounds: list[list[int]]
 ) -> None:
@@ -119,11 +123,13 @@ def test_rows_are_the_same_on_other_servers(
         worlds = [World(rank, mail) for rank in range(new + 1)]
         moves = [
             RowTransfer(
-                plans, world, lambda source, name: before[source.owner - OLD].tables.journal(name),  # type: ignore[arg-type]
+                plans,
+                world,
+                lambda source, name: before[source.owner - OLD].tables.journal(name),  # type: ignore[arg-type]
                 after[world.rank].tables if world.rank < new else None,
             )
             for world in worlds
-        ]  # fmt: skip
+        ]
         for _ in range(500):
             if sum(move.is_over() for move in moves) == len(moves):
                 break
@@ -149,11 +155,14 @@ def broken(rows: RowsSent, how: str) -> RowsSent:
     return msgspec.structs.replace(rows, number=rows.number + 1)
 
 
-@pytest.mark.parametrize("how, why", [
-    ("bit", r"rows of table 't', which server rank 100 had, came from rank 1 as piece 0, broken"),
-    ("turn", r"came from rank 1 as piece 1, broken or where piece 0 was due: call recover\(\) again"),
-    ("place", "table 't': rows of another server have come"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "how, why",
+    [
+        ("bit", r"rows of table 't', which server rank 100 had, came from rank 1 as piece 0, broken"),
+        ("turn", r"came from rank 1 as piece 1, broken or where piece 0 was due: call recover\(\) again"),
+        ("place", "table 't': rows of another server have come"),
+    ],
+)
 def test_what_comes_wrong_is_refused(how: str, why: str) -> None:
     cards = cards_of("t", key_of(5, "t"), "adam", {"admit": None, "evict": 0, "limit": 0})
     before = Workers(1, cards=cards, file=SparseFile())

@@ -100,9 +100,10 @@ def test_only_the_first_on_all_its_names_is_ready(rows: list, random: random.Ran
     place = {id(handle): number for number, (handle, _) in enumerate(coming)}
     while coming or alive:
         first = [
-            (handle, priority) for at, (handle, priority) in enumerate(alive)
+            (handle, priority)
+            for at, (handle, priority) in enumerate(alive)
             if not any(set(handle.orders) & set(earlier.orders) for earlier, _ in alive[:at])
-        ]  # fmt: skip
+        ]
         expected = sorted(first, key=lambda each: (-each[1], place[id(each[0])]))
         assert turns.ready() == [handle for handle, _ in expected]
         assert list(turns.under_way.values()) == [handle for handle, _ in alive]

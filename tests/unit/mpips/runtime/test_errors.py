@@ -11,11 +11,14 @@ import mpips
 from mpips.store.runtime import errors
 
 
-@pytest.mark.parametrize("kind, others", [
-    (mpips.StoreError, (mpips.CollectiveError, RuntimeError)),
-    (mpips.StoreMismatchError, (mpips.StoreError, mpips.MismatchError, ValueError)),
-    (mpips.StoreStallError, (mpips.StoreError, mpips.StallError, TimeoutError)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, others",
+    [
+        (mpips.StoreError, (mpips.CollectiveError, RuntimeError)),
+        (mpips.StoreMismatchError, (mpips.StoreError, mpips.MismatchError, ValueError)),
+        (mpips.StoreStallError, (mpips.StoreError, mpips.StallError, TimeoutError)),
+    ],
+)
 def test_store_errors_are_errors_of_python_too(kind, others):
     assert all(issubclass(kind, other) for other in others)
 

@@ -35,19 +35,28 @@ A, B = [("a", "float32(3,)")], [("b", "float32(3,)")]
     "ranks, error, sentence",
     [
         ([("init", A, None), ("init", B, None)], ValueError, "init: rank 0 gives key 'a', rank 1 key 'b' in its place"),
-        ([("init", A, None), ("init", [("a", "int8(3,)")], None)], ValueError,
-         "init: key 'a' is float32(3,) on rank 0 and int8(3,) on rank 1"),
+        (
+            [("init", A, None), ("init", [("a", "int8(3,)")], None)],
+            ValueError,
+            "init: key 'a' is float32(3,) on rank 0 and int8(3,) on rank 1",
+        ),
         ([("init", A, None), ("init", A + B, None)], ValueError, "init: rank 0 gives 1 keys, rank 1 gives 2"),
-        ([("init", [], None), ("barrier", [], None)], ValueError,
-         "rank 0 calls init, rank 1 calls barrier: all make this call together"),
+        (
+            [("init", [], None), ("barrier", [], None)],
+            ValueError,
+            "rank 0 calls init, rank 1 calls barrier: all make this call together",
+        ),
         ([("init", A, None), ("init", [], ValueError("no"))], ValueError, "rank 1: no"),
         ([("init", A, None), ("init", [], ValueError())], ValueError, "rank 1: ValueError"),
         ([("init", [], TypeError("no"))] * 2, TypeError, "no"),
         ([("init", [], TypeError("no")), ("init", [], ValueError("nor this"))], ValueError, "rank 0: no"),
-        ([("init", [(1, "x")], None), ("init", [("1", "x")], None)], ValueError,
-         "init: rank 0 gives key 1, rank 1 key '1' in its place"),
+        (
+            [("init", [(1, "x")], None), ("init", [("1", "x")], None)],
+            ValueError,
+            "init: rank 0 gives key 1, rank 1 key '1' in its place",
+        ),
     ],
-)  # fmt: skip
+)
 def test_all_raise_one_sentence_where_ranks_differ(ranks, error, sentence):
     with pytest.raises(error) as caught:
         agree(Table(*ranks), "anything")

@@ -93,11 +93,12 @@ BUILT_IN, OWN = "mpips.optimizers.sgd", "train"
 @pytest.mark.parametrize(
     "block, error, module, torn",
     [
-        (0, ValueError("no"), BUILT_IN, False), (0, KeyError("no"), BUILT_IN, True),
+        (0, ValueError("no"), BUILT_IN, False),
+        (0, KeyError("no"), BUILT_IN, True),
         (1, ValueError("no"), BUILT_IN, True),
         (0, ValueError("no"), OWN, True),  # nobody knows what it has changed before
     ],
-)  # fmt: skip
+)
 def test_a_failed_update_tears_what_it_changed(monkeypatch, block, error, module, torn):
     monkeypatch.setattr(Failing, "error", error)
     monkeypatch.setattr(Failing, "__module__", module)

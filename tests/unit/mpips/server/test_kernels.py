@@ -28,9 +28,14 @@ if engine.status().engine != "numba":
 DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in ("float32", "float64", "float16", "bfloat16")}
 MOMENTUM, ADAM, ADD = SGD(0.1, momentum=0.9, weight_decay=0.01), Adam(0.1, rescale=0.5), Add()
 CASES = [
-    *[(MOMENTUM, "float32", count) for count in (1, 2, 3, 8, 9, 19)], (ADAM, "float32", 3), (ADAM, "float64", 2),
-    (ADAM, "float16", 3), (ADAM, "bfloat16", 19), (ADD, "float16", 2), (ADD, "bfloat16", 1),
-]  # fmt: skip
+    *[(MOMENTUM, "float32", count) for count in (1, 2, 3, 8, 9, 19)],
+    (ADAM, "float32", 3),
+    (ADAM, "float64", 2),
+    (ADAM, "float16", 3),
+    (ADAM, "bfloat16", 19),
+    (ADD, "float16", 2),
+    (ADD, "bfloat16", 1),
+]
 COLUMNS = 3
 
 
@@ -86,9 +91,14 @@ WAYS = st.sampled_from([*[(kind,) for kind in KINDS], KINDS[:2], KINDS])
 
 @pytest.mark.slow
 @given(
-    st.sampled_from(CASES), WAYS, st.integers(1, 40), st.integers(2, 50), st.integers(1, 3), st.booleans(),
+    st.sampled_from(CASES),
+    WAYS,
+    st.integers(1, 40),
+    st.integers(2, 50),
+    st.integers(1, 3),
+    st.booleans(),
     st.integers(0, 999),
-)  # fmt: skip
+)
 def test_rounds_have_the_same_bits(case, ways, rows, block, threads, asynchronous, seed):
     optimizer, name, count = case
     kinds = np.random.default_rng(seed).choice(ways, count)

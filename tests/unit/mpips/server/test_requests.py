@@ -197,24 +197,28 @@ def test_a_part_of_a_frozen_array_can_be_read():
     assert server.ask(frames.ReadSnapshot(1, 3, -1, 2, 5)).data == np.zeros(3, np.float32).tobytes()
 
 
-@pytest.mark.parametrize("request_, said", [
-    (frames.GetState(9), "there is no unit 9 in this store, which has 3, 7"),
-    (frames.GetVersions([3, 9]), "no unit 9"),
-    (frames.PutState([3, 9], [frames.StatePart(0, [], [])] * 2), "no unit 9"),
-    (frames.SetTorn([3, 9], True), "no unit 9"),
-    (frames.TakeSnapshot(1, [3, 9]), "no unit 9"),
-    (frames.ReadSnapshot(4, 3, -1, 0, 1), "no snapshot 4 in this store, which has none"),
-    (frames.PushRows("items", 1), "no table 'items' in this store, which has none"),
-    (frames.PullRows("items", 1, 1, False), "no table 'items'"),
-    (frames.GetTableStats("items"), "no table 'items'"),
-    (frames.UpdateTable("items", b""), "no table 'items'"),
-    (frames.PutRows("items", {}), "no table 'items'"),
-    (frames.EndLoad("items"), "no table 'items'"),
-    (frames.FreezeTables(1, ["items"]), "no table 'items'"),
-    (frames.ReadTable(3, "items", 0, 1), "no frozen state 3"),
-    (frames.ReadDropped(3, "items"), "no frozen state 3"),
-    (frames.ThawTables(3), "no frozen state 3"),
-], ids=lambda value: type(value).__name__)  # fmt: skip
+@pytest.mark.parametrize(
+    "request_, said",
+    [
+        (frames.GetState(9), "there is no unit 9 in this store, which has 3, 7"),
+        (frames.GetVersions([3, 9]), "no unit 9"),
+        (frames.PutState([3, 9], [frames.StatePart(0, [], [])] * 2), "no unit 9"),
+        (frames.SetTorn([3, 9], True), "no unit 9"),
+        (frames.TakeSnapshot(1, [3, 9]), "no unit 9"),
+        (frames.ReadSnapshot(4, 3, -1, 0, 1), "no snapshot 4 in this store, which has none"),
+        (frames.PushRows("items", 1), "no table 'items' in this store, which has none"),
+        (frames.PullRows("items", 1, 1, False), "no table 'items'"),
+        (frames.GetTableStats("items"), "no table 'items'"),
+        (frames.UpdateTable("items", b""), "no table 'items'"),
+        (frames.PutRows("items", {}), "no table 'items'"),
+        (frames.EndLoad("items"), "no table 'items'"),
+        (frames.FreezeTables(1, ["items"]), "no table 'items'"),
+        (frames.ReadTable(3, "items", 0, 1), "no frozen state 3"),
+        (frames.ReadDropped(3, "items"), "no frozen state 3"),
+        (frames.ThawTables(3), "no frozen state 3"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
 def test_who_names_what_is_unknown_hears_a_sentence(request_, said):
     server = Server()
     answer = server.ask(request_)

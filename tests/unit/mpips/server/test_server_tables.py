@@ -35,9 +35,14 @@ class Workers:
     """Requests of workers to one server; each asker is (worker, its count of requests)."""
 
     def __init__(
-        self, count: int, staleness: int | None = None, server: tuple[int, int] = (0, 1),
-        cards: Sequence[frames.MakeTable] = (CARD,), file: SparseFile | None = None, mirror: RowMirror | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        count: int,
+        staleness: int | None = None,
+        server: tuple[int, int] = (0, 1),
+        cards: Sequence[frames.MakeTable] = (CARD,),
+        file: SparseFile | None = None,
+        mirror: RowMirror | None = None,
+    ) -> None:
         self.tables = ServerTables(count, staleness, *server, file, file is not None, mirror)
         self.asked = [0] * count
         self.said: dict[Any, Any] = {}
@@ -67,10 +72,13 @@ class Workers:
         return float(np.frombuffer(self.said[asker].data, np.float32)[0])
 
 
-LIVES = st.fixed_dictionaries({
-    "admit": st.sampled_from([None, seen(2, 12), seen(3), chance(0.5)]), "evict": st.sampled_from([0, 1, 3]),
-    "limit": st.sampled_from([0, 3, 10]),
-})  # fmt: skip
+LIVES = st.fixed_dictionaries(
+    {
+        "admit": st.sampled_from([None, seen(2, 12), seen(3), chance(0.5)]),
+        "evict": st.sampled_from([0, 1, 3]),
+        "limit": st.sampled_from([0, 3, 10]),
+    }
+)
 IDS = st.integers(-(2**63), 2**63 - 1) | st.integers(-9, 9)
 
 

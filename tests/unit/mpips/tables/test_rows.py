@@ -72,8 +72,11 @@ def merged(ids: np.ndarray, gradients: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.lists(st.lists(IDS, max_size=12), min_size=1, max_size=4), min_size=1, max_size=5),
-       st.sampled_from(sorted(ROW_OPTIMIZERS)), st.integers(1, 9))  # fmt: skip
+@given(
+    st.lists(st.lists(st.lists(IDS, max_size=12), min_size=1, max_size=4), min_size=1, max_size=5),
+    st.sampled_from(sorted(ROW_OPTIMIZERS)),
+    st.integers(1, 9),
+)
 def test_rounds_equal_a_serial_dictionary(rounds: list[list[list[int]]], optimizer: str, dim: int) -> None:
     key, random = key_of(0, "t"), np.random.default_rng(3)
     table = TableRows(dim, np.dtype(np.float32), key, 0.5, create(optimizer, {"learning_rate": 0.1}))
@@ -91,8 +94,14 @@ def test_rounds_equal_a_serial_dictionary(rounds: list[list[list[int]]], optimiz
 
 @pytest.mark.slow
 @settings(max_examples=80, deadline=None)
-@given(st.lists(st.lists(IDS, max_size=12), min_size=1, max_size=25), st.sampled_from([0, 1, 2, 5]),
-       st.sampled_from([0, 1, 4, 9]), st.integers(0, 24), st.integers(0, 24), st.integers(0, 24))  # fmt: skip
+@given(
+    st.lists(st.lists(IDS, max_size=12), min_size=1, max_size=25),
+    st.sampled_from([0, 1, 2, 5]),
+    st.sampled_from([0, 1, 4, 9]),
+    st.integers(0, 24),
+    st.integers(0, 24),
+    st.integers(0, 24),
+)
 def test_rows_are_dropped_as_a_dictionary_drops_them(
     rounds: list[list[int]], evict: int, limit: int, moved_at: int, restored_at: int, frozen_at: int
 ) -> None:
@@ -203,11 +212,16 @@ def test_a_bad_bound_is_refused(bound: Any) -> None:
         uniform(bound)
 
 
-@pytest.mark.parametrize("name, options, sentence", [
-    ("rprop", {}, "the known ones are sgd, adagrad, row_adagrad, adam"), (None, {}, "unknown optimizer None"),
-    ("sgd", {"learning_rate": -1}, "give a number >= 0"), ("adam", {"beta1": 1}, "give a number in"),
-    ("adagrad", {"momentum": 1}, "it takes those of optimizer 'adagrad': learning_rate, epsilon"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, options, sentence",
+    [
+        ("rprop", {}, "the known ones are sgd, adagrad, row_adagrad, adam"),
+        (None, {}, "unknown optimizer None"),
+        ("sgd", {"learning_rate": -1}, "give a number >= 0"),
+        ("adam", {"beta1": 1}, "give a number in"),
+        ("adagrad", {"momentum": 1}, "it takes those of optimizer 'adagrad': learning_rate, epsilon"),
+    ],
+)
 def test_a_bad_optimizer_is_refused(name: Any, options: dict[str, Any], sentence: str) -> None:
     with pytest.raises((ValueError, TypeError), match=sentence):
         create(name, options)

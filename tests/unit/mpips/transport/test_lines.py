@@ -132,10 +132,16 @@ def connected(monkeypatch, ordered, rank=0, nodes=(0, 0)):
     monkeypatch.setattr(lines, "ORDERED_STORES", ordered)
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     layout = SimpleNamespace(
-        rank=rank, nodes=nodes, num_workers=2, num_servers=1, is_server=False, is_worker=True, world=None,
+        rank=rank,
+        nodes=nodes,
+        num_workers=2,
+        num_servers=1,
+        is_server=False,
+        is_worker=True,
+        world=None,
         options=Options(),
         same_node=lambda a, b: nodes[a % 2] == nodes[b % 2],
-    )  # fmt: skip
+    )
     memory = Rings.create(2).memory
     region = lines.msgspec.msgpack.encode(lines._Offer(tuple(lines.arena.locate(memory))))
     said = [[region] * 3, [bytes([1] * 3)] * 3]

@@ -19,9 +19,15 @@ def word(what: str, data: bytes) -> bytes:
     return msgspec.msgpack.encode([what, [], "", False, data])
 
 
-@pytest.mark.parametrize("mine, name", [
-    ({"a": 3, "b": 5}, ""), ({"a": 4, "b": 5}, "a"), ({"a": 3, "b": 7}, "b"), ({"new": 1}, ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "mine, name",
+    [
+        ({"a": 3, "b": 5}, ""),
+        ({"a": 4, "b": 5}, "a"),
+        ({"a": 3, "b": 7}, "b"),
+        ({"new": 1}, ""),
+    ],
+)
 def test_who_needs_another_push_is_told_whose(mine, name):
     words = [b"", word(closing.CLOSE, closing.pushes_of(keys(a=3, b=5, new=1)))]
     why = closing.waits_for_closed(words, keys(**mine))
@@ -29,8 +35,15 @@ def test_who_needs_another_push_is_told_whose(mine, name):
     assert not name or (f"pushes of key {name!r}" in why and why.startswith("rank 1 has closed the store"))
 
 
-@pytest.mark.parametrize("other", [
-    b"", word("barrier", b"x"), msgspec.msgpack.encode(("", [b"", b"1"])), msgspec.msgpack.encode([3]), b"\xc1",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "other",
+    [
+        b"",
+        word("barrier", b"x"),
+        msgspec.msgpack.encode(("", [b"", b"1"])),
+        msgspec.msgpack.encode([3]),
+        b"\xc1",
+    ],
+)
 def test_words_of_other_calls_say_nothing(other):
     assert closing.waits_for_closed([other], keys(a=9)) == ""
