@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from mpips.store.options import OptionError, Options
     from mpips.store.ranks import rank, size
     from mpips.store.runtime.errors import StoreError, StoreMismatchError, StoreStallError
-    from mpips.store.tables.admission import chance, seen
-    from mpips.store.tables.initial import uniform
-    from mpips.store.worker.table import Table
+    from mpips.tables.admission import chance, seen
+    from mpips.tables.initial import uniform
+    from mpips.tables.table import Table
     from mpips.training.local import Elastic
     from mpips.training.model import Model
     from mpips.training.trainer import Trainer
@@ -65,10 +65,10 @@ _HOMES = {
     "StoreError": "mpips.store.runtime.errors",
     "StoreMismatchError": "mpips.store.runtime.errors",
     "StoreStallError": "mpips.store.runtime.errors",
-    "Table": "mpips.store.worker.table",
-    "uniform": "mpips.store.tables.initial",
-    "seen": "mpips.store.tables.admission",
-    "chance": "mpips.store.tables.admission",
+    "Table": "mpips.tables.table",
+    "uniform": "mpips.tables.initial",
+    "seen": "mpips.tables.admission",
+    "chance": "mpips.tables.admission",
     "rank": "mpips.store.ranks",
     "size": "mpips.store.ranks",
 }

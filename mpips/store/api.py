@@ -17,16 +17,16 @@ from mpips.store.recovery.recover import Member, recover
 from mpips.store.runtime.engine import Handle
 from mpips.store.runtime.errors import Step, StoreError, at_exit, in_order, skip_at_exit
 from mpips.store.runtime.generation import NEVER
-from mpips.store.tables.admission import Chance, Seen
-from mpips.store.tables.initial import Uniform, uniform
 from mpips.store.worker import waiting
 from mpips.store.worker.interface import KnownTable, Recovered
 from mpips.store.worker.recut import recut
 from mpips.store.worker.restored import Restored
 from mpips.store.worker.route import Route
 from mpips.store.worker.settings import Settings
-from mpips.store.worker.table import Table
-from mpips.store.worker.table import make as make_table
+from mpips.tables.admission import Chance, Seen
+from mpips.tables.initial import Uniform, uniform
+from mpips.tables.table import Table
+from mpips.tables.table import make as make_table
 
 DEFAULT_INIT = uniform(0.05)
 """First values of a table that asks for no others."""

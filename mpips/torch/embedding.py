@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from mpips.collectives.errors import of_caller, warn
 from mpips.store.runtime.engine import Handle
-from mpips.store.worker.table import Table, by_store, push_together
+from mpips.tables.table import Table, by_store, push_together
 from mpips.torch.tensors import check_on_host, find_overflow, uncompiled
 
 MODES = ("sum", "mean")

@@ -27,9 +27,9 @@ from mpips.collectives.errors import warn
 from mpips.collectives.files import NewFile
 from mpips.store.keys.key import Array
 from mpips.store.options import MOST
-from mpips.store.tables import row_optimizers
-from mpips.store.tables.rows import arrays_of
 from mpips.store.transport.frames import MakeTable
+from mpips.tables import row_optimizers
+from mpips.tables.rows import arrays_of
 
 STORE = "mpips.store"
 """The word of the metadata that has the header."""

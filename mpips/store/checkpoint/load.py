@@ -25,7 +25,7 @@ from mpips.compression.registry import create, options
 from mpips.optimizers.base import Optimizer, initial
 from mpips.optimizers.registry import as_data, from_data
 from mpips.optimizers.schedules import Groups
-from mpips.store.checkpoint import file, table_files
+from mpips.store.checkpoint import file
 from mpips.store.checkpoint.file import (
     Header,
     Reader,
@@ -44,9 +44,10 @@ from mpips.store.keys.key import Array, Key, Name
 from mpips.store.options import MOST
 from mpips.store.roles import Layout
 from mpips.store.runtime.rendezvous import attempt
-from mpips.store.tables.admission import COUNTS
 from mpips.store.worker.interface import KnownTable, States, Stored
 from mpips.store.worker.settings import Settings
+from mpips.tables import files as table_files
+from mpips.tables.admission import COUNTS
 
 LOG = log.get("mpips.store")
 

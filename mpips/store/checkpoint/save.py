@@ -30,7 +30,6 @@ from mpips.collectives.recorder.ring import Ring
 from mpips.compression.registry import options
 from mpips.optimizers.registry import as_data
 from mpips.store.checkpoint import folder as files
-from mpips.store.checkpoint import table_files
 from mpips.store.checkpoint.file import (
     HOLDS,
     NAMES,
@@ -49,7 +48,6 @@ from mpips.store.checkpoint.file import (
     value_name,
     why,
 )
-from mpips.store.checkpoint.table_files import RowsPiece
 from mpips.store.keys.arguments import packed, runs, unpack
 from mpips.store.keys.key import Array, Key, Name, label
 from mpips.store.roles import Layout
@@ -58,6 +56,8 @@ from mpips.store.runtime.errors import StoreError
 from mpips.store.runtime.rendezvous import attempt
 from mpips.store.worker.interface import FrozenRows, Snapshot, Stored
 from mpips.store.worker.settings import Settings
+from mpips.tables import files as table_files
+from mpips.tables.files import RowsPiece
 
 LOG = log.get("mpips.store")
 

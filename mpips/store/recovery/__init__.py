@@ -3,5 +3,4 @@
 `recover` tells the whole story, and moves the bytes. Pure: `membership` (which rank takes which place), `plan` (what
 each rank holds, at which round keys stand, and where each unit comes from). `memory`: units in shared memory that
 outlives their server, with an `undo` copy of the round before. `mirror`: a second copy of each unit on another node.
-`table_plan`: what is left of tables, `row_transfer`: rows go to other servers, `row_mirror`: a second copy of rows.
 """

@@ -26,13 +26,13 @@ from mpips.store.keys.key import Array
 from mpips.store.keys.row_sparse import RowSparse, sum_of
 from mpips.store.recovery import undo
 from mpips.store.recovery.plan import Holding, Shelf, dtype_names
-from mpips.store.recovery.table_plan import TableEntry, attached, holding_of_table
 from mpips.store.recovery.undo import Undo, with_state, words_of
 from mpips.store.roles import Layout
 from mpips.store.server.unit import Unit
-from mpips.store.tables.journal import Journal
 from mpips.store.transport import frames
 from mpips.store.transport.frames import Created, UnitCard, dtype_of
+from mpips.tables.journal import Journal
+from mpips.tables.plan import TableEntry, attached, holding_of_table
 
 SLOT_WORDS = 4
 SEQUENCE, GENERATION, OFFSET, NBYTES = range(SLOT_WORDS)

@@ -2,7 +2,7 @@
 
 A unit that has changed goes to the mirror, whole, and nothing is written to it before it is there. The mirror keeps the
 last two complete versions of each unit. The older one's memory is that of the next one. So what is cut off while it
-comes leaves a whole version. Rows of tables have a way of their own (`row_mirror`).
+comes leaves a whole version. Rows of tables have a way of their own (`tables.mirror`).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from mpips.store.keys.key import Array
 from mpips.store.recovery.membership import Before, mirror_of
 from mpips.store.recovery.memory import arrays_of_unit, holding_of_unit
 from mpips.store.recovery.plan import Holding, Shelf, copies_of, dtype_names
-from mpips.store.recovery.row_mirror import MirroredTables, RowMirror
 from mpips.store.recovery.undo import Version
 from mpips.store.roles import Layout
 from mpips.store.server.unit import Unit, UnitMirror
 from mpips.store.transport.frames import dtype_of
 from mpips.store.transport.pending import cut_bytes
+from mpips.tables.mirror import MirroredTables, RowMirror
 
 VERSIONS = 2
 TAG, DATA_TAG = 2, 3

@@ -30,7 +30,12 @@ from mpips.optimizers.schedules import Groups
 from mpips.store.keys.cutting import Cards, Cutting
 from mpips.store.keys.key import Key, Name, Rounds
 from mpips.store.keys.sharding import Interval
-from mpips.store.recovery.table_plan import (
+from mpips.store.roles import Layout
+from mpips.store.runtime.errors import LostError
+from mpips.store.transport import frames
+from mpips.store.transport.frames import Change, Created, UnitCard, dtype_of
+from mpips.tables.admission import COUNTS
+from mpips.tables.plan import (
     TableHolding,
     TablePlan,
     common_holdings,
@@ -38,11 +43,6 @@ from mpips.store.recovery.table_plan import (
     rounds_of,
     sources_of,
 )
-from mpips.store.roles import Layout
-from mpips.store.runtime.errors import LostError
-from mpips.store.tables.admission import COUNTS
-from mpips.store.transport import frames
-from mpips.store.transport.frames import Change, Created, UnitCard, dtype_of
 
 SHOWN = 4
 

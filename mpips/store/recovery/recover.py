@@ -52,16 +52,16 @@ from mpips.store.recovery.plan import (
     choose_rounds,
     make_plan,
 )
-from mpips.store.recovery.row_transfer import NewRows, RowTransfer
-from mpips.store.recovery.table_plan import RowSource
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import LostError, StoreError, of_kind, uninterrupted
 from mpips.store.runtime.generation import FREEING_SECONDS, NEVER, Generation
 from mpips.store.server.unit import Unit
-from mpips.store.tables.journal import Journal
 from mpips.store.transport.frames import Created, dtype_of
 from mpips.store.transport.lines import Connection, Line, connect
 from mpips.store.transport.pending import cut_bytes
+from mpips.tables.journal import Journal
+from mpips.tables.plan import RowSource
+from mpips.tables.transfer import NewRows, RowTransfer
 
 T = TypeVar("T")
 WHAT = "recover"

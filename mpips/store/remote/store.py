@@ -24,7 +24,6 @@ from mpips.store.remote.link import Link
 from mpips.store.remote.members import Members
 from mpips.store.remote.setup import Setup
 from mpips.store.remote.states import Changes, RemoteStates, ServerSettings
-from mpips.store.remote.tables import RemoteTables
 from mpips.store.remote.transfers import Pull, Push
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import in_order
@@ -32,6 +31,7 @@ from mpips.store.runtime.generation import Generation
 from mpips.store.transport import frames
 from mpips.store.transport.lines import Line
 from mpips.store.worker.interface import KnownTable, Recovered
+from mpips.tables.client import RemoteTables
 
 
 class Kept(NamedTuple):

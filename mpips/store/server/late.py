@@ -19,8 +19,8 @@ from mpips.store.server.unit import Replies, Reply
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from mpips.store.server.table_rounds import ServerTable
     from mpips.store.server.unit import Unit
+    from mpips.tables.rounds import ServerTable
 
     InRounds: TypeAlias = Unit | ServerTable
 

@@ -11,8 +11,8 @@ from collections import Counter
 from mpips.collectives.recorder import own as recorder
 from mpips.store.server.quorum import QuorumState
 from mpips.store.server.state import ServerState
-from mpips.store.server.table_requests import ServerTables
-from mpips.store.tables.places import room
+from mpips.tables.places import room
+from mpips.tables.service import ServerTables
 
 EVERY_SECONDS = 0.2
 """Between two looks, and more where a look takes more than 1 / `SHARE` of that."""

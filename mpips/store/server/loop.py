@@ -26,7 +26,6 @@ from mpips.store.recovery.memory import LastGeneration, Ledger, NodeMemory, Unit
 from mpips.store.recovery.mirror import Mirror, MirroredUnits
 from mpips.store.recovery.plan import Inventory, Placed, RecoveryPlan, Shelf, encode_settings
 from mpips.store.recovery.recover import Member, ReachableMemory, former_rank, make_units, recover
-from mpips.store.recovery.table_plan import RowSource
 from mpips.store.roles import Layout, Seat
 from mpips.store.runtime.generation import Generation
 from mpips.store.server.late import Gossip, Late
@@ -36,11 +35,12 @@ from mpips.store.server.reduce import Reduce
 from mpips.store.server.requests import Requests
 from mpips.store.server.sources import FillingOutbox, Pushes, Receiver
 from mpips.store.server.state import AsynchronousState, ServerState, SynchronousState
-from mpips.store.server.table_requests import ServerTables
 from mpips.store.server.unit import Replies, UnknownError
-from mpips.store.tables.journal import Journal
 from mpips.store.transport.frames import ROUND, ROUND_AT, Frame, Op, OpenStore
 from mpips.store.transport.lines import Line, MessageLine, Rings, any_waiting
+from mpips.tables.journal import Journal
+from mpips.tables.plan import RowSource
+from mpips.tables.service import ServerTables
 
 LOG = log.get("mpips.store")
 PUSH = int(Op.PUSH)

@@ -27,8 +27,8 @@ from mpips.optimizers import Groups
 from mpips.store.server.late import Late
 from mpips.store.server.reduce import Reduce
 from mpips.store.server.state import ServerState
-from mpips.store.server.table_rounds import ServerTable
 from mpips.store.server.unit import Contribution, Replies, Reply, Unit, UnitMirror
+from mpips.tables.rounds import ServerTable
 
 LOG = log.get("mpips.store")
 SAY_SECONDS = 10.0

@@ -18,12 +18,12 @@ from mpips.collectives.errors import CollectiveError
 from mpips.store.recovery.memory import UnitMemory
 from mpips.store.recovery.plan import encode_settings
 from mpips.store.server.state import ServerState
-from mpips.store.server.table_requests import ServerTables
-from mpips.store.server.table_rounds import TableAnswers
 from mpips.store.server.unit import FrozenUnit, Known, Unit, UnknownError
 from mpips.store.transport import frames
 from mpips.store.transport.frames import Answer, Frame, Op, OpenStore, Request
 from mpips.store.transport.lines import Line
+from mpips.tables.rounds import TableAnswers
+from mpips.tables.service import ServerTables
 
 AT_ONCE = (frames.Create, OpenStore, frames.ReadSnapshot, frames.DropSnapshot, frames.GetVersions)
 """What concerns no push, or what has been applied by now."""

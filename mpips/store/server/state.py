@@ -43,8 +43,8 @@ from mpips.optimizers import Groups, Optimizer
 from mpips.optimizers.equation import prepare
 from mpips.store.server.late import BEFORE_LEAVING, Late
 from mpips.store.server.reduce import Reduce
-from mpips.store.server.table_rounds import ServerTable
 from mpips.store.server.unit import Contribution, Known, Replies, Reply, Unit, UnitMirror
+from mpips.tables.rounds import ServerTable
 
 TURNS, SHORT_BYTES = 8, 1 << 14
 """What a server does before it listens again: turns of units of at most so many bytes, or one of a longer one."""

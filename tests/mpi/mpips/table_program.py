@@ -16,7 +16,7 @@ import numpy as np
 
 import mpips
 from mpips.optimizers import Cosine, StepDecay
-from mpips.store.worker.table import push_together
+from mpips.tables.table import push_together
 from tests.mpi.mpips.reference_table import UPDATES, ReferenceTable, ServingCopy
 from tests.mpi.mpips.support import WORLD, failure
 

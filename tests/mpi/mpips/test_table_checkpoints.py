@@ -13,7 +13,7 @@ import pytest
 
 import mpips
 from launch import Job, build, find, this_machine
-from mpips.store.worker.table import push_together
+from mpips.tables.table import push_together
 from tests.child import outside
 from tests.mpi.mpips.reference_table import ReferenceTable
 from tests.mpi.mpips.support import WORLD, failure, need, run

@@ -17,8 +17,8 @@ from unittest.mock import patch
 import pytest
 
 import mpips
-from mpips.store.checkpoint import table_files
-from mpips.store.tables import index, places, rows
+from mpips.tables import files as table_files
+from mpips.tables import index, places, rows
 from tests.choice import first
 from tests.mpi.mpips.support import WORLD, need, run
 from tests.mpi.mpips.table_program import Player, options_of

@@ -16,9 +16,9 @@ import pytest
 import mpips
 from collectives.fabric.tasks import Task
 from collectives.kernels import engine
-from mpips.store.tables import index, places
 from mpips.store.transport import frames
-from mpips.store.worker.table import push_together
+from mpips.tables import index, places
+from mpips.tables.table import push_together
 from tests.mpi.mpips.reference_table import UPDATES, ReferenceTable, ServingCopy
 from tests.mpi.mpips.support import WORLD, failure, meet, need, run
 from tests.mpi.sizes import either_mpi

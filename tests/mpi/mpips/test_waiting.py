@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mpips
-from mpips.store.tables import places
+from mpips.tables import places
 from tests.choice import once
 from tests.mpi.mpips.faults import workers
 from tests.mpi.mpips.support import failure, need, run

@@ -15,12 +15,12 @@ from mpi4py import MPI
 
 from collectives.errors import CollectiveError
 from collectives.fabric.arena import SparseFile
-from mpips.store.recovery import row_mirror
-from mpips.store.recovery.row_mirror import MirroredTables, RowMirror
-from mpips.store.tables import journal
-from mpips.store.tables.initial import key_of
-from mpips.store.tables.row_optimizers import ROW_OPTIMIZERS
 from mpips.store.transport import frames
+from mpips.tables import journal
+from mpips.tables import mirror as row_mirror
+from mpips.tables.initial import key_of
+from mpips.tables.mirror import MirroredTables, RowMirror
+from mpips.tables.row_optimizers import ROW_OPTIMIZERS
 from tests.unit.mpips.server.test_server_tables import IDS, LIVES, Workers, cards_of
 
 

@@ -15,14 +15,14 @@ from mpi4py import MPI
 
 from collectives.errors import CollectiveError
 from collectives.fabric.arena import SparseFile
-from mpips.store.recovery import row_transfer
-from mpips.store.recovery.row_transfer import RowsSent, RowTransfer
-from mpips.store.recovery.table_plan import RowSource, TablePlan
-from mpips.store.tables import journal
-from mpips.store.tables.admission import Seen, seen
-from mpips.store.tables.initial import key_of, owners_of
-from mpips.store.tables.row_optimizers import ROW_OPTIMIZERS
 from mpips.store.transport import frames
+from mpips.tables import journal
+from mpips.tables import transfer as row_transfer
+from mpips.tables.admission import Seen, seen
+from mpips.tables.initial import key_of, owners_of
+from mpips.tables.plan import RowSource, TablePlan
+from mpips.tables.row_optimizers import ROW_OPTIMIZERS
+from mpips.tables.transfer import RowsSent, RowTransfer
 from tests.mpi.mpips.reference_table import ReferenceTable
 from tests.unit.mpips.server.test_server_tables import IDS, LIVES, Workers, cards_of
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from collectives import MismatchError, StallError
 from mpips.store.server.late import CIRCLE_SECONDS, Late, Wait, find_circle
 from mpips.store.server.sources import Elements
-from mpips.store.server.table_requests import ServerTables
 from mpips.store.server.unit import Unit
-from mpips.store.tables import row_optimizers
 from mpips.store.transport import frames
+from mpips.tables import row_optimizers
+from mpips.tables.service import ServerTables
 from tests.unit.mpips.server.machine import WORKERS, Growing, Machine
 
 

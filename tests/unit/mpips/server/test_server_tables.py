@@ -16,16 +16,16 @@ from collectives.errors import MismatchError
 from collectives.fabric.arena import SparseFile
 from mpips.optimizers import encode_numbers
 from mpips.store.checkpoint.file import TableRecord
-from mpips.store.checkpoint.table_files import FilePart, restore
 from mpips.store.recovery.plan import Inventory, RecoveryPlan, Shelf, choose_rounds, owners_of_tables
-from mpips.store.recovery.row_mirror import RowMirror
-from mpips.store.recovery.table_plan import attached, plan_table
-from mpips.store.server.table_requests import ServerTables
-from mpips.store.tables.admission import COUNTS, Chance, Seen, chance, seen
-from mpips.store.tables.initial import key_of, owners_of
-from mpips.store.tables.journal import Journal
-from mpips.store.tables.row_optimizers import ROW_OPTIMIZERS
 from mpips.store.transport import frames
+from mpips.tables.admission import COUNTS, Chance, Seen, chance, seen
+from mpips.tables.files import FilePart, restore
+from mpips.tables.initial import key_of, owners_of
+from mpips.tables.journal import Journal
+from mpips.tables.mirror import RowMirror
+from mpips.tables.plan import attached, plan_table
+from mpips.tables.row_optimizers import ROW_OPTIMIZERS
+from mpips.tables.service import ServerTables
 from tests.mpi.mpips.reference_table import ReferenceTable
 
 CARD = frames.MakeTable("t", 1, "float32", 1, 0.0, "sgd", encode_numbers({"learning_rate": 1.0}))

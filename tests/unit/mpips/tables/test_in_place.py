@@ -14,11 +14,11 @@ import pytest
 from collectives.fabric.arena import Region, SparseFile
 from collectives.kernels import engine
 from mpips.optimizers import encode_numbers
-from mpips.store.server.table_requests import ServerTables
-from mpips.store.tables import index, kernels
-from mpips.store.tables.in_place import RowsInPlace
-from mpips.store.tables.initial import key_of, owners_of
 from mpips.store.transport import frames
+from mpips.tables import index, kernels
+from mpips.tables.in_place import RowsInPlace
+from mpips.tables.initial import key_of, owners_of
+from mpips.tables.service import ServerTables
 
 pytest.importorskip("numba")
 if engine.status().engine != "numba":

@@ -11,16 +11,16 @@ import pytest
 
 from collectives.fabric.arena import SparseFile
 from mpips.optimizers import encode_numbers
-from mpips.store.recovery.table_plan import TableEntry, attached
-from mpips.store.server.table_requests import ServerTables
-from mpips.store.tables.initial import key_of
-from mpips.store.tables.journal import Journal
-from mpips.store.tables.row_optimizers import create
-from mpips.store.tables.rows import TableRows
 from mpips.store.transport import frames
+from mpips.tables.initial import key_of
+from mpips.tables.journal import Journal
+from mpips.tables.plan import TableEntry, attached
+from mpips.tables.row_optimizers import create
+from mpips.tables.rows import TableRows
+from mpips.tables.service import ServerTables
 
 ROUNDS = 5
-KILLED_IN = ("store/tables/rows", "store/tables/journal", "store/tables/places", "store/server/table_requests")
+KILLED_IN = ("tables/rows", "tables/journal", "tables/places", "tables/service")
 LINE: Any = object()
 
 

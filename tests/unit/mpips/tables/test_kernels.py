@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from collectives.kernels import engine
-from mpips.store.tables import merge
-from mpips.store.tables.initial import owners_of
-from mpips.store.tables.row_optimizers import ROW_OPTIMIZERS, create
-from mpips.store.tables.rows import TableRows
+from mpips.tables import merge
+from mpips.tables.initial import owners_of
+from mpips.tables.row_optimizers import ROW_OPTIMIZERS, create
+from mpips.tables.rows import TableRows
 
 pytest.importorskip("numba")
 if engine.status().engine != "numba":

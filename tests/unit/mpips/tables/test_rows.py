@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpips.store.tables import places
-from mpips.store.tables.initial import first_rows, key_of, owners_of, uniform
-from mpips.store.tables.merge import deal, distinct, sum_into, summed
-from mpips.store.tables.row_optimizers import ROW_OPTIMIZERS, create
-from mpips.store.tables.rows import TableRows
+from mpips.tables import places
+from mpips.tables.initial import first_rows, key_of, owners_of, uniform
+from mpips.tables.merge import deal, distinct, sum_into, summed
+from mpips.tables.row_optimizers import ROW_OPTIMIZERS, create
+from mpips.tables.rows import TableRows
 from tests.mpi.mpips.reference_table import ReferenceTable, plainly_mixed
 
 IDS = st.integers(-(2**63), 2**63 - 1) | st.integers(-9, 9)

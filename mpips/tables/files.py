@@ -26,11 +26,11 @@ from mpips.collectives.fabric.tasks import Task
 from mpips.store.checkpoint.file import TableRecord, Tensor, TensorFile, Writer, file_name, open_writer, why
 from mpips.store.keys.key import Array
 from mpips.store.runtime.rendezvous import Items, attempt
-from mpips.store.tables.admission import COUNTS
-from mpips.store.tables.initial import Ids
 from mpips.store.transport.frames import TableStats
 from mpips.store.worker.interface import FrozenRows, KnownTable, Tables
 from mpips.store.worker.settings import Settings
+from mpips.tables.admission import COUNTS
+from mpips.tables.initial import Ids
 
 WORD = "mpips.table"
 """The word of the metadata that says of what table a file is."""

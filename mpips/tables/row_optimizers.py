@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from mpips.collectives.errors import did_you_mean
 from mpips.optimizers.base import Number, at, check
 from mpips.optimizers.registry import decode_numbers, encode_numbers
-from mpips.store.tables import kernels
-from mpips.store.tables.index import Positions
+from mpips.tables import kernels
+from mpips.tables.index import Positions
 
 Array = NDArray[Any]
 MOST_POWERS = 1 << 20

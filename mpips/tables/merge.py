@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from mpips.collectives.kernels.quiet import quiet
 from mpips.store.keys.row_sparse import sums_of_runs
-from mpips.store.tables import kernels
-from mpips.store.tables.initial import Ids, owners_of
+from mpips.tables import kernels
+from mpips.tables.initial import Ids, owners_of
 
 Array = NDArray[Any]
 Places = NDArray[np.int64]

@@ -18,19 +18,19 @@ from mpips.collectives import arrays
 from mpips.collectives.errors import Uncopied, of_caller, warn
 from mpips.collectives.fabric.tasks import Task
 from mpips.collectives.recorder import own as recorder
-from mpips.store.checkpoint import table_files
 from mpips.store.keys import arguments
 from mpips.store.keys.key import Array
 from mpips.store.runtime import rendezvous
 from mpips.store.runtime.engine import Handle
-from mpips.store.tables import row_optimizers
-from mpips.store.tables.admission import COUNTS, Chance, Seen
-from mpips.store.tables.initial import Ids, Uniform, key_of
 from mpips.store.transport import frames
 from mpips.store.worker.interface import KnownTable
 from mpips.store.worker.operations import GIVEN, recorded, step_of_push
 from mpips.store.worker.route import Route
 from mpips.store.worker.settings import Settings
+from mpips.tables import files as table_files
+from mpips.tables import row_optimizers
+from mpips.tables.admission import COUNTS, Chance, Seen
+from mpips.tables.initial import Ids, Uniform, key_of
 
 T = TypeVar("T")
 DTYPES = ("float32", "float64")

@@ -25,12 +25,12 @@ from numpy.typing import NDArray
 
 from mpips.collectives.fabric.arena import SparseFile
 from mpips.collectives.kernels.quiet import quiet
-from mpips.store.tables import index, kernels
-from mpips.store.tables.index import MOST_ROWS, Positions
-from mpips.store.tables.initial import Ids, first_rows
-from mpips.store.tables.journal import HERE, KEPT, ROWS, WORDS, Journal, Standing, kept_arrays
-from mpips.store.tables.places import FREE, Places
-from mpips.store.tables.row_optimizers import RowOptimizer
+from mpips.tables import index, kernels
+from mpips.tables.index import MOST_ROWS, Positions
+from mpips.tables.initial import Ids, first_rows
+from mpips.tables.journal import HERE, KEPT, ROWS, WORDS, Journal, Standing, kept_arrays
+from mpips.tables.places import FREE, Places
+from mpips.tables.row_optimizers import RowOptimizer
 
 Array = NDArray[Any]
 BLOCK_BYTES = 1 << 18

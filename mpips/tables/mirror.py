@@ -24,11 +24,11 @@ from mpips.collectives.fabric import requests
 from mpips.collectives.fabric.arena import SparseFile
 from mpips.collectives.fabric.failure import is_death
 from mpips.collectives.machine import free_memory
-from mpips.store.recovery.table_plan import TableHolding, holding_of_table
-from mpips.store.tables import row_optimizers
-from mpips.store.tables.journal import CLOSED, COUNTS, OPENED, ROWS, TORN, WORDS, Journal, Positions, kept_arrays
-from mpips.store.tables.rows import arrays_of
 from mpips.store.transport.frames import MakeTable
+from mpips.tables import row_optimizers
+from mpips.tables.journal import CLOSED, COUNTS, OPENED, ROWS, TORN, WORDS, Journal, Positions, kept_arrays
+from mpips.tables.plan import TableHolding, holding_of_table
+from mpips.tables.rows import arrays_of
 
 TAG = 4
 """On the servers' communicator."""

@@ -1,7 +1,7 @@
 """Tables on one server: requests of workers in, answers out. No MPI.
 
 Every worker contributes to every round on every server, be it nothing. What one table does with rounds, pushes and
-memory for rows stands in `server.table_rounds`.
+memory for rows stands in `rounds`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import numpy as np
 
 from mpips.collectives.errors import CollectiveError
 from mpips.collectives.fabric.arena import SparseFile
-from mpips.store.recovery.row_mirror import RowMirror
-from mpips.store.recovery.table_plan import TableEntry, TableHolding, TablePlan, holding_of_table
 from mpips.store.server.late import Late
-from mpips.store.server.table_rounds import NO_IDS, NOTHING, Asker, Payload, ServerTable, TableAnswers, TableRead
 from mpips.store.server.unit import Known, UnknownError
-from mpips.store.tables import admission, kernels
-from mpips.store.tables.initial import owners_of
-from mpips.store.tables.journal import HERE, TORN, Journal
-from mpips.store.tables.rows import FrozenRows, TableRows
 from mpips.store.transport import frames
+from mpips.tables import admission, kernels
+from mpips.tables.initial import owners_of
+from mpips.tables.journal import HERE, TORN, Journal
+from mpips.tables.mirror import RowMirror
+from mpips.tables.plan import TableEntry, TableHolding, TablePlan, holding_of_table
+from mpips.tables.rounds import NO_IDS, NOTHING, Asker, Payload, ServerTable, TableAnswers, TableRead
+from mpips.tables.rows import FrozenRows, TableRows
 
 WITHOUT_TABLE = frames.FreezeTables | frames.ThawTables
 """Requests that name no table."""

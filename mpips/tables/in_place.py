@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpips.collectives.fabric.arena import SparseFile
-from mpips.store.tables import index, kernels
-from mpips.store.tables.initial import Ids
-from mpips.store.tables.journal import CLOSED, HERE, OPENED, REFUSALS, WORDS
+from mpips.tables import index, kernels
+from mpips.tables.initial import Ids
+from mpips.tables.journal import CLOSED, HERE, OPENED, REFUSALS, WORDS
 
 Array = NDArray[Any]
 NO_SLOTS = np.zeros(1, np.uint32)

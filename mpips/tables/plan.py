@@ -3,7 +3,7 @@
 A table is whole where the rows of every server are there. Servers differ by one round at most, and each can go back by
 one, so there is a round that all can have. Where as many servers go on as there were, each keeps its rows; who takes a
 dead one's place takes its rows from memory that outlives it (`tables.journal`). Otherwise each takes from all what
-belongs to it (`row_transfer`).
+belongs to it (`transfer`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import numpy as np
 
 from mpips.collectives.fabric.arena import SparseFile
 from mpips.store.roles import Layout
-from mpips.store.tables import row_optimizers
-from mpips.store.tables.journal import Journal, Standing
-from mpips.store.tables.rows import arrays_of
 from mpips.store.transport.frames import MakeTable
+from mpips.tables import row_optimizers
+from mpips.tables.journal import Journal, Standing
+from mpips.tables.rows import arrays_of
 
 
 class TableHolding(msgspec.Struct, array_like=True):

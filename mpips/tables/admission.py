@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpips.store.tables.initial import GOLDEN, Ids, mixed
-from mpips.store.tables.rows import TableRows
+from mpips.tables.initial import GOLDEN, Ids, mixed
+from mpips.tables.rows import TableRows
 
 COUNTS = "/seen"
 """What the name of a table of counts has behind that of its table."""

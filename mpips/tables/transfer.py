@@ -17,9 +17,9 @@ from mpi4py import MPI
 
 from mpips.collectives.errors import CollectiveError
 from mpips.collectives.fabric import requests
-from mpips.store.recovery.table_plan import RowSource, TablePlan
-from mpips.store.tables.initial import owners_of
-from mpips.store.tables.journal import Journal
+from mpips.tables.initial import owners_of
+from mpips.tables.journal import Journal
+from mpips.tables.plan import RowSource, TablePlan
 
 TAG = 7
 """On the store's communicator."""

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from mpips.collectives.fabric.arena import SparseFile
 from mpips.collectives.machine import free_memory
-from mpips.store.tables.index import Hashes, Index, Positions
-from mpips.store.tables.initial import Ids
+from mpips.tables.index import Hashes, Index, Positions
+from mpips.tables.initial import Ids
 
 Touched = NDArray[np.int32]
 FREE = 0

@@ -23,12 +23,12 @@ from mpips.store.remote.link import Link
 from mpips.store.remote.setup import Setup
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import RoomError
-from mpips.store.tables import kernels
-from mpips.store.tables.in_place import RowsInPlace
-from mpips.store.tables.initial import Ids, owners_of
-from mpips.store.tables.merge import Distinct, deal, distinct, sum_into
 from mpips.store.transport import frames
 from mpips.store.worker.interface import KnownTable
+from mpips.tables import kernels
+from mpips.tables.in_place import RowsInPlace
+from mpips.tables.initial import Ids, owners_of
+from mpips.tables.merge import Distinct, deal, distinct, sum_into
 
 Payload = NDArray[np.uint8]
 PUSHED, ASKED, IN_PLACE, REFUSED = map(page.TABLE.index, ("pushed", "asked", "in_place", "refused_pushes"))

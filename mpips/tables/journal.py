@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpips.collectives.fabric.arena import SparseFile
-from mpips.store.tables.places import FREE
+from mpips.tables.places import FREE
 
 Array = NDArray[Any]
 Positions = NDArray[np.int64]

@@ -25,15 +25,15 @@ from mpips.collectives.errors import CollectiveError, MismatchError
 from mpips.collectives.fabric.arena import SparseFile
 from mpips.collectives.recorder import own as recorder
 from mpips.collectives.recorder.ring import Ring, form
-from mpips.store.recovery.row_mirror import RowMirror
 from mpips.store.server.late import BEFORE_LEAVING, Wait
-from mpips.store.tables import admission, row_optimizers
-from mpips.store.tables.initial import Ids
-from mpips.store.tables.journal import HERE, REFUSALS, TORN, Standing
-from mpips.store.tables.merge import summed
-from mpips.store.tables.rows import Array, TableRows, arrays_of
 from mpips.store.transport import frames
 from mpips.store.transport.lines import Line
+from mpips.tables import admission, row_optimizers
+from mpips.tables.initial import Ids
+from mpips.tables.journal import HERE, REFUSALS, TORN, Standing
+from mpips.tables.merge import summed
+from mpips.tables.mirror import RowMirror
+from mpips.tables.rows import Array, TableRows, arrays_of
 
 Asker = tuple[Line, int]
 """Who has asked: the line of a worker, and the token of its request."""
