@@ -26,8 +26,8 @@ from mpips.collectives.fabric.arena import SparseFile
 from mpips.collectives.recorder import own as recorder
 from mpips.collectives.recorder.ring import Ring, form
 from mpips.store.server.late import BEFORE_LEAVING, Wait
+from mpips.store.server.service import Answers, Asker, Payload
 from mpips.store.transport import frames
-from mpips.store.transport.lines import Line
 from mpips.tables import admission, row_optimizers
 from mpips.tables.initial import Ids
 from mpips.tables.journal import HERE, REFUSALS, TORN, Standing
@@ -35,11 +35,7 @@ from mpips.tables.merge import summed
 from mpips.tables.mirror import RowMirror
 from mpips.tables.rows import Array, TableRows, arrays_of
 
-Asker = tuple[Line, int]
-"""Who has asked: the line of a worker, and the token of its request."""
-Payload = NDArray[np.uint8]
 NOTHING, NO_IDS = np.zeros(0, np.uint8), np.zeros(0, np.int64)
-TableAnswers = Sequence[tuple[Asker, frames.Answer]]
 
 
 class TablePush(NamedTuple):
@@ -226,9 +222,7 @@ class ServerTable:
         rows = payload[: count * row_bytes].view(dtype).reshape(count, dim)
         return frames.ids_in(payload, count, row_bytes), rows
 
-    def push(
-        self, worker: int, asker: Asker, request: frames.PushRows, payload: Payload, gone: set[int]
-    ) -> TableAnswers:
+    def push(self, worker: int, asker: Asker, request: frames.PushRows, payload: Payload, gone: set[int]) -> Answers:
         """Take a push; return what is answered by now."""
         if request.refusals < self.refusals:
             return [(asker, self._refusal)]
@@ -237,15 +231,15 @@ class ServerTable:
         queue = self.queues[worker]
         queue.append(TablePush(asker, *self.parts(payload, request.count), rows))
         self._arrivals.append(worker)
-        there: TableAnswers = [self._answer_push(worker)] if len(queue) == 1 else []
+        there: Answers = [self._answer_push(worker)] if len(queue) == 1 else []
         return [*there, *self.go_on(gone)]
 
-    def read(self, read: TableRead, gone: set[int]) -> TableAnswers:
+    def read(self, read: TableRead, gone: set[int]) -> Answers:
         """Take a request that is answered after the worker's own pushes; return what is answered by now."""
         self._reads.append(read)
         return self.go_on(gone)
 
-    def refuse(self, worker: int, refusal: frames.RoundRefused, gone: set[int]) -> TableAnswers:
+    def refuse(self, worker: int, refusal: frames.RoundRefused, gone: set[int]) -> Answers:
         """Drop all pushes that are not applied yet; tell those who wait for one of them. Every worker says it once."""
         if refusal.refusals <= self.refusals:
             if refusal.refusals == self.refusals:
@@ -292,7 +286,7 @@ class ServerTable:
 
     # ---- rounds
 
-    def go_on(self, gone: set[int]) -> TableAnswers:
+    def go_on(self, gone: set[int]) -> Answers:
         """Apply what can be applied, and answer who waited for it. MismatchError where a round can never end."""
         answers: list[tuple[Asker, frames.Answer]] = []
         while workers := self._next(gone):

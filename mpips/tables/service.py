@@ -12,15 +12,17 @@ import numpy as np
 
 from mpips.collectives.errors import CollectiveError
 from mpips.collectives.fabric.arena import SparseFile
-from mpips.store.server.late import Late
+from mpips.store.server.late import Late, Wait
+from mpips.store.server.service import Answers, Asker, Payload, Surroundings
 from mpips.store.server.unit import Known, UnknownError
 from mpips.store.transport import frames
 from mpips.tables import admission, kernels
 from mpips.tables.initial import owners_of
 from mpips.tables.journal import HERE, TORN, Journal
 from mpips.tables.mirror import RowMirror
+from mpips.tables.places import room
 from mpips.tables.plan import TableEntry, TableHolding, TablePlan, holding_of_table
-from mpips.tables.rounds import NO_IDS, NOTHING, Asker, Payload, ServerTable, TableAnswers, TableRead
+from mpips.tables.rounds import NO_IDS, NOTHING, ServerTable, TableRead
 from mpips.tables.rows import FrozenRows, TableRows
 
 WITHOUT_TABLE = frames.FreezeTables | frames.ThawTables
@@ -33,6 +35,8 @@ class ServerTables:
     `server`: which of `servers` it is, from 0; a table's `limit` is spread over them. `file`: where rows lie.
     `survives`: others can have them, and the round before, when this server has died. `mirror`: to which they go.
     `late`: looks at long waits."""
+
+    requests = frames.TableRequest
 
     def __init__(
         self,
@@ -57,13 +61,37 @@ class ServerTables:
         """By number what was frozen of tables."""
         self.lane = 0
         """The store's, of records."""
+        self._changed = False
         self._taken: dict[int, int] = {}
         """Bytes that each worker has pushed since `take_counts`."""
+
+    @classmethod
+    def of(cls, server: Surroundings) -> ServerTables:
+        """Return the tables of a server, none so far."""
+        mirror = None if server.mirror is None else server.mirror.tables
+        place = server.staleness, server.server, server.servers
+        made = cls(server.workers, *place, server.file, server.survives, mirror, server.late)
+        made.lane = server.lane
+        return made
 
     def take_counts(self) -> dict[int, int]:
         """Return how many bytes of rows each worker has pushed since the last such call."""
         taken, self._taken = self._taken, {}
         return taken
+
+    def take_changed(self) -> bool:
+        """Return whether those who outlive this server must be told of other tables, or of rows in other places."""
+        changed, self._changed = self._changed, False
+        return changed
+
+    def figures(self) -> tuple[dict[str, tuple[int, ...]], dict[str, object]]:
+        """Return each table's numbers, and the room that this process has for rows of all stores."""
+        tables = self.known()
+        return {table.key: table.numbers for table in tables}, {"room": room()} if tables else {}
+
+    def waits_to_hear(self) -> list[Wait]:
+        """Return who waits until others have heard that a round was refused."""
+        return [wait for table in self.open for wait in table.waits_to_hear()]
 
     def known(self) -> list[ServerTable]:
         """Return all tables, but for those that count the ids of others."""
@@ -80,15 +108,14 @@ class ServerTables:
         """Return how many pushes and pulls wait."""
         return sum(table.queued for table in self._tables.values())
 
-    def answer(
-        self, worker: int, asker: Asker, request: frames.TableRequest, payload: Payload = NOTHING
-    ) -> TableAnswers:
+    def answer(self, worker: int, asker: Asker, request: frames.TableRequest, payload: Payload = NOTHING) -> Answers:
         """Take a worker's request; return what can be answered by now, to whomever it is. `payload`: rows and ids of a
         push or a pull, which lie where the worker has them.
 
         ValueError or MemoryError where a table cannot be made, or is unknown: nothing has changed. MismatchError where
         a worker that has left is waited for. CollectiveError where rows cannot be updated."""
         answers = self._answers_to(worker, asker, request, payload)
+        self._changed |= isinstance(request, frames.MakeTable | frames.ResetTable)
         if isinstance(request, frames.MakeTable | frames.ResetTable | frames.EndLoad):
             self._mirror_all(self._tables[request.table])
         return answers if isinstance(request, WITHOUT_TABLE) else self._hold(request.table, answers)
@@ -97,13 +124,13 @@ class ServerTables:
         """Return whether a request is to be heard only when the mirror has its table."""
         return self._mirror is not None and not (isinstance(request, WITHOUT_TABLE) or self._mirror.has(request.table))
 
-    def take_mirrored(self) -> TableAnswers:
+    def take_mirrored(self) -> Answers:
         """Return the answers of tables that the mirror has by now; to be called after each look at it."""
         mirror = self._mirror
         ready = [table for table in self._held if mirror is None or mirror.has(table)]
         return [answer for table in ready for answer in self._held.pop(table)]
 
-    def _hold(self, table: str, answers: TableAnswers) -> TableAnswers:
+    def _hold(self, table: str, answers: Answers) -> Answers:
         if self._mirror is None or self._mirror.has(table):
             return answers
         self._held.setdefault(table, []).extend(answers)
@@ -113,7 +140,7 @@ class ServerTables:
         if self._mirror is not None:
             self._mirror.begin(table.card, table.rows.capacity, table.journal)
 
-    def _answers_to(self, worker: int, asker: Asker, request: frames.TableRequest, payload: Payload) -> TableAnswers:
+    def _answers_to(self, worker: int, asker: Asker, request: frames.TableRequest, payload: Payload) -> Answers:
         answer: frames.Answer = frames.RequestDone()
         match request:
             case frames.FreezeTables() | frames.ReadTable() | frames.ReadDropped() | frames.ThawTables():
@@ -242,12 +269,12 @@ class ServerTables:
         table.begin((plan.round, plan.updates, *counts), plan.pushes, plan.torn)
         self._mirror_all(table)
 
-    def left(self, worker: int) -> TableAnswers:
+    def left(self, worker: int) -> Answers:
         """A worker has left: return what can be answered without it. MismatchError where a round waits for it."""
         self._gone.add(worker)
         return self._go_on()
 
-    def meets(self, worker: int) -> TableAnswers:
+    def meets(self, worker: int) -> Answers:
         """A worker waits for all, in an asynchronous store: return what can be answered as it pushes nothing."""
         self._meeting.add(worker)
         return self._go_on()
@@ -258,7 +285,7 @@ class ServerTables:
         for table in self._tables.values():
             table.all_met()
 
-    def _go_on(self) -> TableAnswers:
+    def _go_on(self) -> Answers:
         tables = self._tables.items()
         return [answer for name, table in tables for answer in self._hold(name, table.go_on(self._absent))]
 

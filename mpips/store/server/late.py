@@ -1,14 +1,14 @@
 """Long waits at a server, who for whom: warnings, the end of a wait that is too long, and circles.
 
 A worker whose program has waited long for a round says so (`waits`). It stands still until that round is complete, so
-workers that wait for one another's pushes in a circle can be told: they use keys, or tables, in different orders.
+workers that wait for one another's pushes in a circle can be told: they use keys in different orders.
 `Late` is a machine without MPI; by `Gossip` the first server hears who waits at the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Sized
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -18,11 +18,6 @@ from mpips.store.server.unit import Replies, Reply
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-    from mpips.store.server.unit import Unit
-    from mpips.tables.rounds import ServerTable
-
-    InRounds: TypeAlias = Unit | ServerTable
 
 WAITS_TAG = 1
 """Of what servers tell the first one."""
@@ -34,13 +29,39 @@ BEFORE_LEAVING = "give all workers the same number of batches, and close the sto
 
 
 class Wait(msgspec.Struct, array_like=True, frozen=True):
-    """A worker waits for a round of a key or a table, to which `absent` have not pushed."""
+    """A worker waits for a round of a key (`noun`: of what else), to which `absent` have not pushed."""
 
     worker: int
     key: int | str
     round: int
     absent: tuple[int, ...]
     noun: str = "key"
+
+
+class InRounds(Protocol):
+    """What workers push to in rounds: a unit of a key, or something of a service."""
+
+    warned: bool
+    opened: float | None
+    """When the open round began to wait; None: since the next look at the clock."""
+
+    @property
+    def noun(self) -> str: ...
+    @property
+    def key(self) -> int | str: ...
+    @property
+    def number(self) -> int: ...
+    @property
+    def round(self) -> int: ...
+    @property
+    def contributors(self) -> Sequence[int]: ...
+    @property
+    def queues(self) -> Sequence[Sized]: ...
+    @property
+    def waits(self) -> bool: ...
+    @property
+    def missing(self) -> int: ...
+    def absent(self) -> list[int]: ...
 
 
 class Late:
@@ -150,8 +171,7 @@ def find_circle(waits: dict[int, Wait]) -> list[Wait]:
 
 def _absent(unit: InRounds, round_: int, but: int) -> tuple[int, ...]:
     """Return the workers that have not pushed to a round of the unit, but for one."""
-    queues: Sequence[Sized] = unit.queues
-    behind = (worker for worker, queue in zip(unit.contributors, queues) if unit.round + len(queue) < round_)
+    behind = (worker for worker, queue in zip(unit.contributors, unit.queues) if unit.round + len(queue) < round_)
     return tuple(worker for worker in behind if worker != but)
 
 

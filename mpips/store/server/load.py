@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 
 from mpips.collectives.recorder import own as recorder
 from mpips.store.server.quorum import QuorumState
+from mpips.store.server.service import Service
 from mpips.store.server.state import ServerState
-from mpips.tables.places import room
-from mpips.tables.service import ServerTables
 
 EVERY_SECONDS = 0.2
 """Between two looks, and more where a look takes more than 1 / `SHARE` of that."""
@@ -24,27 +24,29 @@ MOST_LATE = 32
 
 
 class Load:
-    """Look at all stores of this process' server. Bytes are those of keys, and of rows of tables, as pushed."""
+    """Look at all stores of this process' server. Bytes are as pushed."""
 
     def __init__(self) -> None:
         self.due = 0.0
         """When to look again, in seconds of the caller's clock."""
         self._pushed, self._missed, self._rounds = Counter[int](), Counter[int](), 0
 
-    def write(self, now: float, states: list[tuple[ServerState, ServerTables]]) -> None:
+    def write(self, now: float, states: list[tuple[ServerState, Sequence[Service]]]) -> None:
         """Write it down, at `now`."""
         began, queued, found = time.monotonic(), 0, dict[str, Counter[int]]()
         more: dict[str, object] = {}
-        for state, tables in states:
+        for state, services in states:
             for unit in state.units.values():
                 for worker, count in zip(unit.contributors, unit.uncounted(state.asynchronous)):
                     self._pushed[worker] += count * unit.stored.nbytes
                 queued += unit.queued
-            for worker, nbytes in tables.take_counts().items():
-                self._pushed[worker] += nbytes
-            queued += tables.queued
-            for table in tables.known():
-                found.setdefault(table.key, Counter()).update(dict(enumerate(table.numbers)))
+            for service in services:
+                self._pushed.update(service.take_counts())
+                queued += service.queued
+                figures, words = service.figures()
+                for name, numbers in figures.items():
+                    found.setdefault(name, Counter()).update(dict(enumerate(numbers)))
+                more |= words
             if isinstance(state, QuorumState):
                 rounds, missed = state.take_rounds()
                 self._rounds += rounds
@@ -52,11 +54,9 @@ class Load:
                 most = {str(worker): count for worker, count in self._missed.most_common(MOST_LATE)}
                 more |= {"rounds": self._rounds, "missed": most}
         for name, sums in found.items():
-            words = recorder.numbers_of(name)
+            shown = recorder.numbers_of(name)
             for at, number in sums.items():
-                words[at] = number
-        if found:
-            more["room"] = room()
+                shown[at] = number
         pushed = {str(worker): self._pushed[worker] for worker in sorted(self._pushed)[:MOST_WORKERS]}
         recorder.write_load(sum(self._pushed.values()), queued, pushed, **more)
         self.due = now + max(EVERY_SECONDS, SHARE * (time.monotonic() - began))

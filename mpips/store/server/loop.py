@@ -33,6 +33,7 @@ from mpips.store.server.load import Load
 from mpips.store.server.quorum import Quorum, QuorumState
 from mpips.store.server.reduce import Reduce
 from mpips.store.server.requests import Requests
+from mpips.store.server.service import Service, Surroundings
 from mpips.store.server.sources import FillingOutbox, Pushes, Receiver
 from mpips.store.server.state import AsynchronousState, ServerState, SynchronousState
 from mpips.store.server.unit import Replies, UnknownError
@@ -110,6 +111,7 @@ class Serving(NamedTuple):
 
     state: ServerState
     requests: Requests
+    tables: ServerTables
 
 
 class Server(Member[None]):
@@ -154,20 +156,20 @@ class Server(Member[None]):
         else:
             state = QuorumState(Quorum(options.quorum, options.grace_seconds), *rest)
         state.lane = layout.lane
-        staleness = options.staleness if layout.asynchronous else None
-        server = layout.rank - layout.num_workers
-        tables = ServerTables(
+        surroundings = Surroundings(
             layout.num_workers,
-            staleness,
-            server,
+            layout.rank - layout.num_workers,
             layout.num_servers,
+            options.staleness if layout.asynchronous else None,
             self._file,
             layout.survives,
-            None if self._mirror is None else self._mirror.tables,
+            self._mirror,
             late,
+            layout.lane,
         )
-        tables.lane = layout.lane
-        return Serving(state, Requests(state, f"server rank {layout.rank}", self._units, number, tables))
+        name = f"server rank {layout.rank}"
+        tables = ServerTables.of(surroundings)
+        return Serving(state, Requests(state, name, self._units, number, [tables]), tables)
 
     def begin(self) -> None:
         """Begin the store's first generation. Collective over its workers and servers, blocking."""
@@ -194,9 +196,9 @@ class Server(Member[None]):
         return self._closed or self._traffic.over
 
     @property
-    def taken(self) -> tuple[ServerState, ServerTables]:
+    def taken(self) -> tuple[ServerState, Sequence[Service]]:
         """Return what has taken in the pushes of the present generation."""
-        return self._state, self._requests.tables
+        return self._state, self._requests.services
 
     @property
     def is_summing(self) -> bool:
@@ -316,7 +318,7 @@ class Server(Member[None]):
         if (owner := former_rank(layout)) >= 0:
             settings = encode_settings(old.state.optimizers, old.state.compressor)
             units = [holding_of_unit(unit, layout.asynchronous) for unit in old.state.units.values()]
-            mine.shelves.append(Shelf(owner, True, settings, units, tables=old.requests.tables.holdings()))
+            mine.shelves.append(Shelf(owner, True, settings, units, tables=old.tables.holdings()))
             mine.shelves += self._copies.shelves(layout.before, owner)
         return mine
 
@@ -327,12 +329,12 @@ class Server(Member[None]):
         self._next = serving = self._serving(self.connection.lines, groups, compressor)
         old = self._last_serving.before(number, self._now)
         there = [*old.state.units.values()]
-        mine, tables = former_rank(layout), serving.requests.tables
+        mine, tables = former_rank(layout), serving.tables
         reached = ReachableMemory(self.old_memory, number, there, mine, self._copies, self._journal)
         units, where = make_units(plan, layout.rank, self._units, groups, reached)
         for table in plan.tables:
             stays = table.sources[layout.rank] is None
-            tables.restore(table, old.requests.tables if stays else None, mine)
+            tables.restore(table, old.tables if stays else None, mine)
         self.move(plan, reached, units, tables)
         for unit in units:
             serving.state.create(unit)
@@ -348,7 +350,7 @@ class Server(Member[None]):
         before = self.layout.before
         if source.shelf < 0 and before is not None:
             return self._copies.tables.journal(table, source.owner - before.num_workers, before.num_servers)
-        return self._last_serving.before(self.generation.number, self._now).requests.tables.journal(table)
+        return self._last_serving.before(self.generation.number, self._now).tables.journal(table)
 
     def rebuild(self, plan: RecoveryPlan, placed: Sequence[Placed]) -> None:
         """Serve the new units over the new lines."""
@@ -444,13 +446,13 @@ class WorkerTraffic:
                 state.waits(unit, worker, frame.round)
             case Op.MEETS:
                 self.send(state.meets(worker))
-                self._requests.post_answers(self._requests.tables.meets(worker))
+                self._requests.meets(worker)
             case Op.BYE:
                 self._callers = [caller for caller in self._callers if caller[0] != worker]
                 if not line.local:
                     line.post(Op.BYE)
                 self.send(state.left(worker))
-                self._requests.post_answers(self._requests.tables.left(worker))
+                self._requests.left(worker)
             case _:
                 raise UnknownError(f"there is no operation {frame.op} of a server")
 
@@ -501,7 +503,7 @@ class WorkerTraffic:
         """Answer requests that have waited until all that was pushed has been applied, as it has."""
         if len(self._state.meeting | self._state.gone) == len(self._lines):
             self._state.all_met()
-            self._requests.tables.all_met()
+            self._requests.all_met()
         if self._requests.answer_all():
             self._units_changed()
 
@@ -514,7 +516,7 @@ class WorkerTraffic:
         """Look for waits that are too long, here and through other servers. StallError or MismatchError where one will
         not end."""
         self._gossip.tick()
-        self.send(self._state.tick(now, self._requests.tables.open))
+        self.send(self._requests.tick(now))
 
     def _units_changed(self) -> None:
         units = self._state.units

@@ -24,11 +24,10 @@ from mpips.collectives import log
 from mpips.collectives.kernels.quiet import quietly
 from mpips.compression import Compressor
 from mpips.optimizers import Groups
-from mpips.store.server.late import Late
+from mpips.store.server.late import InRounds, Late, Wait
 from mpips.store.server.reduce import Reduce
 from mpips.store.server.state import ServerState
 from mpips.store.server.unit import Contribution, Replies, Reply, Unit, UnitMirror
-from mpips.tables.rounds import ServerTable
 
 LOG = log.get("mpips.store")
 SAY_SECONDS = 10.0
@@ -163,11 +162,11 @@ class QuorumState(ServerState):
             self._wakes = math.inf
             self.ready.update(self.open)
 
-    def tick(self, clock: float, tables: Iterable[ServerTable] = ()) -> Replies:
+    def tick(self, clock: float, others: Iterable[InRounds] = (), waits: Iterable[Wait] = ()) -> Replies:
         """Look for waits that are too long, and log who has come late."""
         if clock >= self._says_at:
             self._say_late()
-        return super().tick(clock, tables)
+        return super().tick(clock, others, waits)
 
     def asks(self, worker: int) -> None:
         super().asks(worker)

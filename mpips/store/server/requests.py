@@ -10,6 +10,8 @@ copies the others. So it needs memory for a copy of what is frozen, until that i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import numpy as np
 
@@ -17,13 +19,12 @@ from mpips import compression, optimizers
 from mpips.collectives.errors import CollectiveError
 from mpips.store.recovery.memory import UnitMemory
 from mpips.store.recovery.plan import encode_settings
+from mpips.store.server.service import Answers, Asker, Payload, Service
 from mpips.store.server.state import ServerState
-from mpips.store.server.unit import FrozenUnit, Known, Unit, UnknownError
+from mpips.store.server.unit import FrozenUnit, Known, Replies, Unit, UnknownError
 from mpips.store.transport import frames
 from mpips.store.transport.frames import Answer, Frame, Op, OpenStore, Request
 from mpips.store.transport.lines import Line
-from mpips.tables.rounds import TableAnswers
-from mpips.tables.service import ServerTables
 
 AT_ONCE = (frames.Create, OpenStore, frames.ReadSnapshot, frames.DropSnapshot, frames.GetVersions)
 """What concerns no push, or what has been applied by now."""
@@ -40,9 +41,9 @@ class Requests:
         name: str,
         memory: UnitMemory,
         generation: int = 0,
-        tables: ServerTables | None = None,
+        services: Sequence[Service] = (),
     ) -> None:
-        self.tables = tables or ServerTables(0)
+        self.services = services
         self._state, self._name, self._memory, self._generation = state, name, memory, generation
         self.snapshots: Known[int, Known[int, tuple[Unit, FrozenUnit]]] = Known("snapshot")
         """Snapshots by number: their units by number, with what is frozen of each."""
@@ -52,8 +53,8 @@ class Requests:
         """(worker, line, token, request) of what waits until all that was pushed has been applied."""
         self._unsaid: list[tuple[Line, int, bytes, list[Unit]]] = []
         """(line, token, answer, units) of what is said once these units are with the mirror."""
-        self._deferred: list[tuple[int, Line, int, frames.TableRequest, np.ndarray]] = []
-        """What is heard once the mirror has its table."""
+        self._deferred: list[tuple[Service, int, Asker, Request, Payload]] = []
+        """(service, worker, asker, request, payload) of what is heard once the mirror has what it needs."""
         self.opening: dict[int, OpenStore] = {}
         """By workers that have asked for one more store: for which."""
 
@@ -68,9 +69,10 @@ class Requests:
             text = f"{self._name}: a request cannot be read: {error}: run the same version of mpips on all ranks"
             line.post_body(text.encode(), Op.ANSWER, token=frame.token, flags=1)
             return False
-        if isinstance(request, frames.TableRequest):
-            self._answer_of_table(worker, line, frame.token, request, body[: frame.aux])
-            return False
+        for service in self.services:
+            if isinstance(request, service.requests):
+                self._ask(service, worker, (line, frame.token), request, body[: frame.aux])
+                return False
         if isinstance(request, frames.Forget | frames.SetTorn):
             at_once = self._state.idle(request.units)
         else:
@@ -81,30 +83,48 @@ class Requests:
         self._state.asks(worker)
         return False
 
-    def _answer_of_table(
-        self, worker: int, line: Line, token: int, request: frames.TableRequest, payload: np.ndarray
-    ) -> None:
-        """Let the tables have a request, and say what they answer by now, to whomever it is."""
-        if self.tables.waits(request):
-            self._deferred.append((worker, line, token, request, payload))
+    def _ask(self, service: Service, worker: int, asker: Asker, request: Request, payload: Payload) -> None:
+        """Let a service have a request, and say what it answers by now, to whomever it is."""
+        if service.waits(request):
+            self._deferred.append((service, worker, asker, request, payload))
             return
         try:
-            answers = self.tables.answer(worker, (line, token), request, payload)
+            answers = service.answer(worker, asker, request, payload)
         except REFUSALS as error:
             if isinstance(error, CollectiveError):
                 raise
-            self._refuse(line, token, error)
+            self._refuse(*asker, error)
             return
-        if isinstance(request, frames.MakeTable | frames.ResetTable):
+        if service.take_changed():
             self.publish()
-        self.post_answers(answers)
+        self._post(answers)
 
     def _refuse(self, line: Line, token: int, error: Exception) -> None:
         flags = frames.NO_MEMORY if isinstance(error, MemoryError) else frames.REFUSED
         line.post_body(f"{self._name}: {error}".encode(), Op.ANSWER, token=token, flags=flags)
 
-    def post_answers(self, answers: TableAnswers) -> None:
-        """Say what tables answer."""
+    def left(self, worker: int) -> None:
+        """Let services know that a worker has left, and say what they answer."""
+        for service in self.services:
+            self._post(service.left(worker))
+
+    def meets(self, worker: int) -> None:
+        """Let services know that a worker waits for all others, and say what they answer."""
+        for service in self.services:
+            self._post(service.meets(worker))
+
+    def all_met(self) -> None:
+        """Let services know that all workers have waited for all."""
+        for service in self.services:
+            service.all_met()
+
+    def tick(self, clock: float) -> Replies:
+        """Look for waits that have become too long, of keys and services; see `ServerState.tick`."""
+        rounds = [one for service in self.services for one in service.open]
+        return self._state.tick(clock, rounds, [wait for service in self.services for wait in service.waits_to_hear()])
+
+    def _post(self, answers: Answers) -> None:
+        """Say what a service answers."""
         for (line, token), answer in answers:
             line.post_body(frames.encode(answer), Op.ANSWER, token=token)
 
@@ -116,11 +136,12 @@ class Requests:
         return any(changed)
 
     def post_mirrored(self) -> None:
-        """Say answers whose units and tables the mirror has by now; to be called after each look at the mirror."""
-        self.post_answers(self.tables.take_mirrored())
+        """Say what the mirror had to have first, and has by now; to be called after each look at the mirror."""
+        for service in self.services:
+            self._post(service.take_mirrored())
         deferred, self._deferred = self._deferred, []
         for request in deferred:
-            self._answer_of_table(*request)
+            self._ask(*request)
         unsaid, self._unsaid = self._unsaid, []
         for line, token, answer, units in unsaid:
             if rest := [unit for unit in units if not unit.mirrored]:
@@ -229,7 +250,8 @@ class Requests:
         """Tell those who outlive this server what it has."""
         if self._memory.ledger is not None:
             settings = encode_settings(self._state.optimizers, self._state.compressor)
-            self._memory.publish(self._state.units.values(), settings, self._generation, self.tables.entries())
+            entries = [entry for service in self.services for entry in service.entries()]
+            self._memory.publish(self._state.units.values(), settings, self._generation, entries)
 
     # ---- snapshots
 

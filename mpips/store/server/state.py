@@ -41,10 +41,9 @@ from mpips.collectives.recorder.ring import Ring, form
 from mpips.compression import Compressor
 from mpips.optimizers import Groups, Optimizer
 from mpips.optimizers.equation import prepare
-from mpips.store.server.late import BEFORE_LEAVING, Late
+from mpips.store.server.late import BEFORE_LEAVING, InRounds, Late, Wait
 from mpips.store.server.reduce import Reduce
 from mpips.store.server.unit import Contribution, Known, Replies, Reply, Unit, UnitMirror
-from mpips.tables.rounds import ServerTable
 
 TURNS, SHORT_BYTES = 8, 1 << 14
 """What a server does before it listens again: turns of units of at most so many bytes, or one of a longer one."""
@@ -166,12 +165,11 @@ class ServerState(ABC):
             replies += self._grant(unit)
         return replies
 
-    def tick(self, clock: float, tables: Iterable[ServerTable] = ()) -> Replies:
-        """Look for waits that have become too long, of tables, too; call now and then while idle. StallError or
-        MismatchError where one will not end."""
-        tables = list(tables)
-        self.late.check_circles(clock, (wait for table in tables for wait in table.waits_to_hear()))
-        return self.late.tick(clock, [*self.open.values(), *tables])
+    def tick(self, clock: float, others: Iterable[InRounds] = (), waits: Iterable[Wait] = ()) -> Replies:
+        """Look for waits that have become too long; call now and then while idle. StallError or MismatchError where one
+        will not end. `others`, `waits`: what services have open, and who waits in them for anything but a push."""
+        self.late.check_circles(clock, waits)
+        return self.late.tick(clock, [*self.open.values(), *others])
 
     def wake(self, clock: float) -> None:
         """Take note of the time; call it often while idle."""

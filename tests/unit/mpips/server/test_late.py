@@ -177,7 +177,7 @@ def test_tables_wait_as_keys_do():
     hear(0, frames.MakeTable("users", 2, "float32", 0, 0.0, *row_optimizers.encode(row_optimizers.RowSGD())))
     assert tables.open == []
     hear(1, frames.PushRows("users", 0))
-    machine.state.tick(10.0, tables.open)
+    machine.state.tick(10.0, tables.open, tables.waits_to_hear())
     said = machine.state.tick(11.5, tables.open)
     assert [(reply.what, reply.worker) for reply in said] == [("WARNING", 1)]
     assert said[0].text == "table 'users': round 1 has waited 1.5 s for ranks [0]; ranks [1] have pushed"
