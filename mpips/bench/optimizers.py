@@ -71,7 +71,7 @@ def label(optimizer: optimizers.Optimizer) -> str:
 
 def theirs(torch: ModuleType, optimizer: Any, weights: np.ndarray, gradient: np.ndarray, **setting: bool) -> Step:
     """Return PyTorch's step for the same update, on the memory of `weights`; RuntimeError or TypeError where it has no
-    implementation of that setting."""
+    such optimizer, or no implementation of that setting."""
     parameter = torch.nn.Parameter(torch.from_numpy(weights))
     parameter.grad = torch.from_numpy(gradient)
     options: dict[str, Any] = {"lr": optimizer.learning_rate, **setting}
@@ -84,6 +84,8 @@ def theirs(torch: ModuleType, optimizer: Any, weights: np.ndarray, gradient: np.
     elif isinstance(optimizer, optimizers.RMSProp):
         kind = torch.optim.RMSprop
         options |= {"alpha": optimizer.decay}
+    elif not isinstance(optimizer, optimizers.SGD):
+        raise TypeError(f"PyTorch has no {type(optimizer).__name__}")
     else:
         kind = torch.optim.SGD
         options |= {"momentum": optimizer.momentum, "nesterov": optimizer.nesterov}
@@ -140,12 +142,16 @@ def repeat(step: Step, calls: int) -> None:
         step()
 
 
-def largest_difference(optimizer: optimizers.Equation, torch: ModuleType) -> float:
-    """Return how far weights are from PyTorch's after three updates of numbers in [0, 1)."""
+def largest_difference(optimizer: optimizers.Equation, torch: ModuleType) -> float | None:
+    """Return how far weights are from PyTorch's after three updates of numbers in [0, 1); None where it has no such
+    optimizer."""
     rng = np.random.default_rng(0)
     weights, gradient = rng.random(10_000, np.float32), rng.random(10_000, np.float32)
     other, state = weights.copy(), optimizer.init(weights)
-    step = theirs(torch, optimizer, other, gradient)
+    try:
+        step = theirs(torch, optimizer, other, gradient)
+    except TypeError:
+        return None
     for number in (1, 2, 3):
         optimizer.update(weights, gradient, state, number)
         step()

@@ -25,14 +25,17 @@ T = TypeVar("T", bound=type)
 class _Record(msgspec.Struct):
     name: str
     options: dict[str, Any]
+    own: bool = False
+    """Whether the class is the program's own. Older files do not say."""
 
 
 def register(kind: T) -> T:
     """Make a frozen dataclass known by its lower-case name: an optimizer (`init`, `update`) or a schedule (`at`).
 
     Use it as a decorator above `@dataclass(frozen=True)`, before `mpips.create`: servers run the script up to there
-    and so know the name. Options may be finite numbers, flags, strings, None, schedules, and tuples of these. Raises
-    TypeError for what is no such class, ValueError for a name that another class has.
+    and so know the name. Options may be finite numbers, flags, strings, None, schedules, and tuples of these. A class
+    that has the name of one of mpips takes its place. Raises TypeError for what is no such class, ValueError for a name
+    that another class of the program has.
     """
     methods = (hasattr(kind, "init") and hasattr(kind, "update")) or hasattr(kind, "at")
     table = OPTIMIZERS if hasattr(kind, "update") else SCHEDULES
@@ -41,7 +44,11 @@ def register(kind: T) -> T:
         "an optimizer needs init(weights) and update(weights, gradient, state, step), "
         "a schedule needs at(step)": methods,
     }
-    add_kind(table, getattr(kind, "__name__", "").lower(), kind, needs, "the name {} is that of {}: choose another")
+    name = getattr(kind, "__name__", "").lower()
+    # A class of mpips gives way: it may have come after the program's, which works on.
+    own = {key: each for key, each in table.items() if not is_built_in(each)}
+    add_kind(own, name, kind, needs, "the name {} is that of {}: choose another")
+    table[name] = kind
     return kind
 
 
@@ -59,6 +66,11 @@ def add_kind(table: dict[str, Any], name: str, kind: Any, needs: Mapping[str, bo
     if held is not None and (held.__module__, held.__qualname__) != (kind.__module__, kind.__qualname__):
         raise ValueError(taken.format(repr(name), f"{held.__module__}.{held.__qualname__}"))
     table[name] = kind
+
+
+def is_built_in(kind: type) -> bool:
+    """Return whether a class is one of mpips."""
+    return kind.__module__.startswith("mpips.")
 
 
 def create(optimizer: str | Optimizer, **options: Any) -> Optimizer:
@@ -116,7 +128,8 @@ def _named(thing: object) -> str:
 def as_data(optimizer: Optimizer) -> dict[str, Any]:
     """Return the optimizer as plain data: its name and its options. `from_data` gives an equal one back."""
     record = create(optimizer)
-    return {"name": type(record).__name__.lower(), "options": _options(record)}
+    own = {} if is_built_in(type(record)) else {"own": True}
+    return {"name": type(record).__name__.lower(), "options": _options(record)} | own
 
 
 def from_data(data: object) -> Optimizer:
@@ -135,7 +148,8 @@ def decode(data: bytes) -> Optimizer:
 
 
 def _created(record: _Record) -> Optimizer:
-    if record.name not in OPTIMIZERS:
+    kind = OPTIMIZERS.get(record.name)
+    if kind is None or (record.own and is_built_in(kind)):
         raise ValueError(
             f"optimizer {record.name!r} is not known here: register it (@mpips.optimizers.register) before "
             "mpips.create in the script that servers run, too"

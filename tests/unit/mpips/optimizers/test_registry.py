@@ -153,8 +153,22 @@ def test_what_cannot_be_registered_is_told_why(kind, words):
 
 def test_a_name_is_one_class():
     assert optimizers.register(Lion) is Lion  # again: nothing new
-    with pytest.raises(ValueError, match=r"'sgd' is that of mpips\.optimizers\.sgd\.SGD"):
-        optimizers.register(dataclass(frozen=True)(type("SGD", (Bare,), {"__module__": "mine"})))
+    with pytest.raises(ValueError, match=r"'lion' is that of .*\.Lion"):
+        optimizers.register(dataclass(frozen=True)(type("Lion", (Bare,), {"__module__": "mine"})))
+
+
+def test_a_programs_own_class_takes_the_place_of_a_built_in(monkeypatch):
+    """And a server that knows the built-in alone does not update by it."""
+    monkeypatch.setitem(optimizers.OPTIMIZERS, "sgd", SGD)
+    own = optimizers.register(dataclass(frozen=True)(type("SGD", (Lion,), {"__module__": "mine"})))
+    assert isinstance(optimizers.create("sgd"), own)
+    encoded = optimizers.encode(optimizers.create("sgd"))
+    assert isinstance(optimizers.decode(encoded), own)
+    with pytest.raises(TypeError, match="SGD is not registered"):
+        optimizers.create(SGD(0.1))
+    monkeypatch.setitem(optimizers.OPTIMIZERS, "sgd", SGD)
+    with pytest.raises(ValueError, match="'sgd' is not known here: register it"):
+        optimizers.decode(encoded)
 
 
 class Torch:
