@@ -60,6 +60,59 @@ def test_the_architecture_names_files_that_are_there() -> None:
     assert [name for name in names if not any((ROOT / place / name).exists() for place in places)] == []
 
 
+def names_in(tree: ast.AST) -> set[str]:
+    """What a piece of code defines, assigns, imports or uses."""
+    words: set[str] = set()
+    for node in ast.walk(tree):
+        for field in ("name", "id", "attr", "arg", "asname"):
+            if isinstance(word := getattr(node, field, None), str):
+                words.add(word.rpartition(".")[2])
+    return words
+
+
+@cache
+def owners() -> tuple[dict[str, set[str]], dict[str, set[str]]]:
+    """By the name of each folder, module and class of the packages what is in it, and the bases of each class."""
+    inside: dict[str, set[str]] = {}
+    bases: dict[str, set[str]] = {}
+    for path in (path for package in PACKAGES for path in tracked(ROOT / package)):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        module = path.parent.name if path.stem == "__init__" else path.stem
+        inside.setdefault(module, set()).update(names_in(tree))
+        inside.setdefault(path.parent.name, set()).add(path.stem)
+        inside.setdefault(path.parent.parent.name, set()).add(path.parent.name)
+        for node in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+            inside.setdefault(node.name, set()).update(names_in(node))
+            bases.setdefault(node.name, set()).update(base.id for base in node.bases if isinstance(base, ast.Name))
+    inside["mpips"] |= {*PACKAGES}  # which installed lie in it
+    return inside, bases
+
+
+def lacks(owner: str, name: str) -> bool:
+    inside, bases = owners()
+    return name not in inside[owner] and all(lacks(base, name) for base in bases.get(owner, ()) if base in inside)
+
+
+@pytest.mark.slow
+def test_names_on_the_pages_of_why_are_in_the_code() -> None:
+    """Each `owner.name`, and the first word of each line of a walk; what is not of the packages is not looked at."""
+    inside, _ = owners()
+    code = "".join(path.read_text(encoding="utf-8") for path in tracked(ROOT))
+    words, wrong = {*re.findall(r"\w+", code)}, []
+    for page in (page for page in tracked(DOCS / "why", "*.md") if page.name != "files.md"):  # made of docstrings
+        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        names = re.findall(r"`([A-Za-z_][\w.]*\w)(?:\(.*?\))?`", text)
+        names += re.findall(r"^    (\w+(?:\.\w+)+) {2,}", text, re.MULTILINE)
+        for name in names:
+            *parents, last = name.split(".")
+            if last in ("py", "md", "json", "toml") or (parents and parents[0] not in inside):
+                continue
+            steps = zip(parents, [*parents[1:], last])
+            if last not in words or any(owner in inside and lacks(owner, part) for owner, part in steps):
+                wrong.append(f"{page.name}: {name}")
+    assert not wrong
+
+
 def test_every_call_is_in_a_table() -> None:
     text = (ROOT / "mpips" / "store" / "api.py").read_text(encoding="utf-8")
     store = re.findall(r"^    def ([a-z]\w+)\(self", text.partition("\nclass Generations")[0], re.MULTILINE)
