@@ -3,7 +3,8 @@
     python -m tests.run [--part quick|core|rest|all] [--stages lint,unit,lab,mpi] [--ranks 1,2,3] [--python PYTHON]...
                         [PYTEST WORDS]
 
-The exit code is 1 if anything failed, 2 if these words mean nothing. `--python` names the interpreters under which the
+PYTEST WORDS go to pytest: files and folders of tests, `-k`, `-x`. Where they name files, each test is printed as it
+ends. The exit code is 1 if anything failed, 2 if these words mean nothing. `--python` names the interpreters under which the
 MPI tests run, one for each MPI. `--beside COMMAND` runs beside the checkers and must have succeeded before MPI tests
 begin (`make test` makes its second environment so).
 
@@ -82,9 +83,9 @@ class Choice(NamedTuple):
         marks = {"quick": CORE, "core": CORE, "rest": REST if new else SLOW, "all": ALL}[self.part]
         return ["-m", marks, *self.words, *(() if self.named else places)]
 
-    def only(self, places: Sequence[str]) -> Choice:
-        """The same tests in these places alone."""
-        return self._replace(words=(*self.words, *places))
+    def only(self, words: Sequence[str]) -> Choice:
+        """The same tests in these places alone, or with these words more."""
+        return self._replace(words=(*self.words, *words))
 
 
 Task = Callable[[IO[bytes] | None], Result]
@@ -119,7 +120,9 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         # What nohup, or a shell without job control, has us ignore is ignored by a handler: tests inherit none.
         signal.signal(number, ignore if signal.getsignal(number) is signal.SIG_IGN else stop)
-    parser = argparse.ArgumentParser(description="Run the tests.")
+    parser = argparse.ArgumentParser(
+        description="Run the tests.", epilog="All other words go to pytest: files and folders of tests, -k, -x."
+    )
     parser.add_argument("--stages", type=names, default="lint,unit,lab,mpi")
     parser.add_argument("--part", choices=["quick", "core", "rest", "all"], default="core", help="which tests")
     parser.add_argument("--ranks", type=numbers, default="1,2,3")
@@ -132,6 +135,8 @@ def main() -> int:
     begun = time.monotonic()
     limits, stages = Limits(arguments.limit, arguments.total), arguments.stages
     choice = Choice(tuple(words), arguments.part)
+    if choice.named:
+        choice = choice.only(["-vv"])  # each test as it ends
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         compile_once(folder)
         results = together(checks(stages, arguments.beside, choice, limits))
