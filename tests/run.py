@@ -4,7 +4,9 @@
                         [PYTEST WORDS]
 
 PYTEST WORDS go to pytest: files and folders of tests, `-k`, `-x`. Where they name files, each test is printed as it
-ends. The exit code is 1 if anything failed, 2 if these words mean nothing. `--python` names the interpreters under which the
+ends.
+
+The exit code is 1 if anything failed, 2 if these words mean nothing. `--python` names the interpreters under which the
 MPI tests run, one for each MPI. `--beside COMMAND` runs beside the checkers and must have succeeded before MPI tests
 begin (`make test` makes its second environment so).
 
