@@ -126,6 +126,7 @@ class Communicator:
         self.caller, self.inside = 0, False
         """The thread that has made the last call, and whether it is in one: see `change_caller`."""
         self.of_threads = False
+        self.of_store = False  # which leaves it when it closes
         """Whether threads of ours take turns here."""
         self._callers: WeakSet[threading.Thread] = WeakSet()
         self._kept: list[Any] = []
@@ -582,7 +583,8 @@ if MPI.Is_initialized() and not MPI.Is_finalized():
 
 
 @atexit.register
-def leave_all() -> None:
-    """Tell others that this rank's program ends."""
+def leave_all(stores: bool = True) -> None:
+    """Tell others that this rank's program ends. `stores`: also where a store is open, which waits for them first."""
     for kept in list(_alive):
-        kept.leave()
+        if stores or not kept.of_store:
+            kept.leave()

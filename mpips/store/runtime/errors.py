@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -109,8 +110,11 @@ def skip_at_exit(close: Step) -> None:
 
 
 def _close_all() -> None:
-    if os.getpid() == _pid:  # a child that was forked has no store
-        in_order(*reversed(_closing))
+    if os.getpid() != _pid:  # a child that was forked has no store
+        return
+    if (there := sys.modules.get("mpips.collectives.communicator")) is not None:
+        there.leave_all(stores=False)  # who waits for this rank elsewhere would not come to close its store
+    in_order(*reversed(_closing))
 
 
 before_mpi_ends(_close_all)

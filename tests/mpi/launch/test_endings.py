@@ -130,3 +130,23 @@ def test_a_rank_that_waits_for_one_whose_program_has_ended_hears_so(tmp_path: Pa
     assert done.stderr.count(": rank 0 is needed, and its program has ended\n") == 1, done.stderr
     if not bare or "collectives" not in call:  # a program of collectives alone keeps Python's own traceback
         assert len(re.findall(r'  File "', done.stderr)) == 1, done.stderr  # the user's line, and none of ours
+
+
+# Rank 0 ends with a store open, whose end waits for rank 1, which waits for rank 0 elsewhere.
+LEAVES_A_STORE = """
+import os
+os.environ["MPIPS_TIMEOUT_SECONDS"] = "0"  # no limit ends it
+import numpy as np
+import collectives, mpips
+kv = mpips.create("mpi_sync")
+kv.init("w", np.zeros(3))
+collectives.allreduce(np.ones(3))
+if kv.rank == 1:
+    collectives.allreduce(np.ones(3))
+"""
+
+
+def test_a_store_that_is_open_holds_nobody_who_waits_elsewhere(tmp_path: Path) -> None:
+    done = run(tmp_path, LEAVES_A_STORE, "-w", "2")
+    assert done.returncode == 1, done.stderr
+    assert "CollectiveError: rank 0 is needed, and its program has ended" in done.stderr
