@@ -25,7 +25,7 @@ from mpips.store.worker.route import Route
 from mpips.store.worker.settings import Settings
 from mpips.tables.admission import Chance, Seen
 from mpips.tables.initial import Uniform, uniform
-from mpips.tables.table import Table
+from mpips.tables.table import Asked, Table
 from mpips.tables.table import make as make_table
 
 DEFAULT_INIT = uniform(0.05)
@@ -166,8 +166,8 @@ class KVStore(Uncopied):
             ValueError: An argument is bad or differs between workers, or the store has no servers. Nothing has changed.
         """
         with self._route.marked("table"):
-            life = admit, evict, limit
-            return make_table(self.settings, self._route, name, dim, dtype, init, optimizer, seed, life, options)
+            asked = Asked(dim, dtype, init, optimizer, seed, admit, evict, limit, options)
+            return make_table(self.settings, self._route, name, asked)
 
     def recut(self, keys: Sequence[Name], new: Mapping[Name, int]) -> None:
         """Cut the elements of `keys`, one behind the other, anew into 1-D keys `new` of so many elements.

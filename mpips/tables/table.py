@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from mpips.store.runtime.engine import Handle
 from mpips.store.transport import frames
 from mpips.store.worker.interface import KnownTable
 from mpips.store.worker.operations import GIVEN, recorded, step_of_push
+from mpips.store.worker.restored import Restored
 from mpips.store.worker.route import Route
 from mpips.store.worker.settings import Settings
 from mpips.tables import files as table_files
@@ -386,71 +387,71 @@ def _push_all(what: str, pushes: Sequence[tuple[Table, Ids, Array]]) -> None:
             ring.end(sequence)
 
 
-def make(
-    settings: Settings,
-    route: Route,
-    name: object,
-    dim: object,
-    dtype: object,
-    init: object,
-    optimizer: object,
-    seed: object,
-    life: tuple[object, object, object],
-    options: dict[str, Any],
-) -> Table:
-    """Make a table. Collective over the workers, but for one that is restored; see `KVStore.table`. `life`: `admit`,
-    `evict` and `limit`."""
+class Asked(NamedTuple):
+    """The arguments of `KVStore.table`, as the program gives them. `options`: the optimizer's numbers."""
+
+    dim: object
+    dtype: object
+    init: object
+    optimizer: object
+    seed: object
+    admit: object
+    evict: object
+    limit: object
+    options: dict[str, Any]
+
+
+def make(settings: Settings, route: Route, name: object, asked: Asked) -> Table:
+    """Make a table. Collective over the workers, but for one that is restored; see `KVStore.table`."""
     if name in settings.restored.names and name in settings.tables:
         with GIVEN:
-            asked = _card(settings, name, dim, dtype, init, optimizer, seed, life, options)
-            known = settings.tables[asked.table]
-            unlike = settings.restored.check_table(known.card, asked)
+            card = _card(settings, name, asked)
+            known = settings.tables[card.table]
+            unlike = _unlike(known.card, card, settings.restored)
         if unlike and settings.layout.rank == 0:
             warn(f"{unlike}: what is restored holds")
         settings.restored.claim([known.name, known.name + COUNTS])
         return Table(settings, route, known)
-    card, refusal = rendezvous.attempt(lambda: _card(settings, name, dim, dtype, init, optimizer, seed, life, options))
-    items = []
-    if card is not None:
-        chosen = row_optimizers.decode(card.optimizer, card.numbers)
-        items = [
-            ("dim", str(card.dim)),
-            ("dtype", card.dtype),
-            ("init", repr(init)),
-            ("seed", repr(seed)),
-            ("optimizer", repr(chosen)),
-            ("evict", str(card.evict or None)),
-            ("limit", str(card.limit or None)),
-            ("admit", repr(life[0])),
-        ]
+    card, refusal = rendezvous.attempt(lambda: _card(settings, name, asked))
     settings.finish()
-    settings.agree(f"table {name!r}", items, refusal, noun="argument")
+    settings.agree(f"table {name!r}", [] if card is None else _told(card, asked), refusal, noun="argument")
     assert card is not None and settings.backend.tables is not None
-    cards = [_card_of_counts(card, life[0]), card] if isinstance(life[0], Seen) else [card]
+    cards = [_card_of_counts(card, asked.admit), card] if isinstance(asked.admit, Seen) else [card]
     for one in cards:
         settings.run(f"table {one.table!r}", settings.backend.tables.make(one))
         settings.tables[one.table] = KnownTable(one)
     return Table(settings, route, settings.tables[card.table])
 
 
-def _card(
-    settings: Settings,
-    name: object,
-    dim: object,
-    dtype: object,
-    init: object,
-    optimizer: object,
-    seed: object,
-    life: tuple[object, object, object],
-    options: dict[str, Any],
-) -> frames.MakeTable:
+def _told(card: frames.MakeTable, asked: Asked) -> list[tuple[str, str]]:
+    """Return all arguments as workers compare them: by the card, where it has one of that name, so that 8 and
+    numpy.int64(8) are alike."""
+    said = asked._asdict() | {"optimizer": row_optimizers.decode(card.optimizer, card.numbers)}
+    del said["options"]  # the optimizer has them
+    plain = {word: getattr(card, word) or None for word in ("dim", "dtype", "evict", "limit")}
+    return [(word, str(plain[word]) if word in plain else repr(given)) for word, given in said.items()]
+
+
+def _unlike(here: frames.MakeTable, asked: frames.MakeTable, restored: Restored) -> str:
+    """Return what the program asks for in vain, as what is restored holds; "" where nothing. ValueError where it asks
+    for another table."""
+    words = {"dim": "dim", "dtype": "dtype", "optimizer": "optimizer", "key": "seed", "bound": "init"}
+    for field, word in words.items():
+        there, wanted = getattr(here, field), getattr(asked, field)
+        if there != wanted:
+            unlike = "another one" if word == "seed" else f"{there}, and this is {wanted}"
+            raise ValueError(f"table: {asked.table!r} has {word} {unlike} in {restored.source}: {restored.cure}")
+    return "" if here == asked else f"table {asked.table!r} has other options in {restored.source} than are asked for"
+
+
+def _card(settings: Settings, name: object, asked: Asked) -> frames.MakeTable:
     """Return a new table as servers are told of it; ValueError or TypeError where it cannot be."""
     if not isinstance(name, str):
         raise TypeError(f"table: the name {name!r} is no str: give one")
     arguments.see_new(name, "table", "name")
     name = str.__str__(name)
     _see_store(settings, name)
-    admit, evict, limit = life
+    dim, dtype, init, optimizer, seed, admit, evict, limit, options = asked
     if not (admit is None or isinstance(admit, (Seen, Chance))):
         raise ValueError(f"table {name!r}: admit={admit!r}: give mpips.seen(times), mpips.chance(probability) or None")
     for one in (name, name + COUNTS) if isinstance(admit, Seen) else (name,):

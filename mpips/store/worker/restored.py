@@ -16,7 +16,6 @@ from mpips.compression.registry import options
 from mpips.optimizers.base import Optimizer, unlike
 from mpips.optimizers.schedules import Groups
 from mpips.store.keys.key import SHOWN, Key, Name
-from mpips.store.transport.frames import MakeTable
 
 
 class Restored:
@@ -40,7 +39,7 @@ class Restored:
         strict: bool = False,
     ) -> None:
         self.source, self.names, self._compressor = source, set(names), compressor
-        self._cure = "give the same, or another folder" if saved else "give the same"
+        self.cure = "give the same, or another folder" if saved else "give the same"
         self._unasked, self._strict = saved, strict
         self._default = None if groups is None else groups.default
         self._own = {} if groups is None else dict(groups.own)
@@ -62,29 +61,11 @@ class Restored:
         self.names |= {*names}
         self._later |= {*names}
 
-    def check_table(self, here: MakeTable, asked: MakeTable) -> str:
-        """Return what the program asks for in vain, as what is restored holds; "" where nothing. ValueError where it
-        asks for another table."""
-        for word, name in (
-            ("dim", "dim"),
-            ("dtype", "dtype"),
-            ("optimizer", "optimizer"),
-            ("key", "seed"),
-            ("bound", "init"),
-        ):
-            there, wanted = getattr(here, word), getattr(asked, word)
-            if there != wanted:
-                unlike = "another one" if name == "seed" else f"{there}, and this is {wanted}"
-                raise ValueError(f"table: {asked.table!r} has {name} {unlike} in {self.source}: {self._cure}")
-        if here == asked:
-            return ""
-        return f"table {asked.table!r} has other options in {self.source} than are asked for"
-
     def check_key(self, here: Key, asked: Key) -> None:
         """ValueError where `init` asks for a key that is held in another shape or dtype."""
         if (here.shape, here.dtype) != (asked.shape, asked.dtype):
             there, wanted = f"{here.dtype.name}{here.shape}", f"{asked.dtype.name}{asked.shape}"
-            raise ValueError(f"init: key {asked.name!r} is {there} in {self.source} and {wanted} here: {self._cure}")
+            raise ValueError(f"init: key {asked.name!r} is {there} in {self.source} and {wanted} here: {self.cure}")
 
     def check_first_init(self, asked: Sequence[Name]) -> None:
         """ValueError where the first `init` asks for keys of which none was saved, though some were."""
@@ -120,7 +101,7 @@ class Restored:
     def _suits(self, there: Optimizer | None, chosen: Optimizer) -> bool:
         if there is not None and type(there) is not type(chosen) and self._strict:
             has, given = type(there).__name__, type(chosen).__name__
-            raise ValueError(f"set_optimizer: {self.source} has {has}, and this is {given}: {self._cure}")
+            raise ValueError(f"set_optimizer: {self.source} has {has}, and this is {given}: {self.cure}")
         return type(there) is type(chosen)
 
     def ignored_numbers(self, chosen: Optimizer, names: Sequence[Name] | None) -> str:
