@@ -19,7 +19,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from mpips import collectives
+import mpips.collectives as collectives
 from mpips.collectives.call import operation, see_root
 from mpips.collectives.communicator import beside, communicator
 from mpips.jax.primitive import JaxCall, Tree, bind, bind_own

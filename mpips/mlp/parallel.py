@@ -16,7 +16,7 @@ from time import perf_counter
 import numpy as np
 from mpi4py import MPI
 
-from mpips import collectives
+import mpips.collectives as collectives
 from mpips.collectives import plan
 from mpips.collectives.kernels.quiet import quiet
 from mpips.mlp.network import Network, interval

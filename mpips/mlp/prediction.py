@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from mpips import collectives
+import mpips.collectives as collectives
 from mpips.collectives.simulator.cost import FREE, LinkCost, fit
 from mpips.mlp.mesh import Mesh, Spans, alike, arguments_of, factorings, spans_nodes
 from mpips.mlp.network import Network, Specification, interval, kinds, largest_slice, working_dtype

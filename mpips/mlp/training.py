@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from mpips import collectives
+import mpips.collectives as collectives
 from mpips.collectives import log
 from mpips.mlp.data.base import DataSource
 from mpips.mlp.data.loading import Data, DealRule, epoch_order, load

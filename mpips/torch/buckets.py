@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from mpips import collectives
+import mpips.collectives as collectives
 from mpips.collectives.simulator.cost import LinkCost, fit
 from mpips.overlap.problem import Problem
 from mpips.overlap.strategies import PARTITIONS

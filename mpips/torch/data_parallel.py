@@ -21,7 +21,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from mpips import collectives
+import mpips.collectives as collectives
 from mpips.collectives import log
 from mpips.collectives.communicator import communicator
 from mpips.store.create import workers_of

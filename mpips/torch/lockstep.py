@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from mpips import collectives
+import mpips.collectives as collectives
 from mpips.collectives.communicator import communicator
 from mpips.collectives.errors import of_caller, warn
 from mpips.torch.tensors import sparse_parameters

@@ -19,7 +19,7 @@ from mpi4py import MPI
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, _allow_inflight_collective_as_graph_input
 
-from mpips import collectives
+import mpips.collectives as collectives
 from mpips.collectives.api import begin
 from mpips.collectives.communicator import communicator
 from mpips.collectives.recorder import own as recorder

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.futures import Future
 
-from mpips import collectives
+import mpips.collectives as collectives
 from mpips.collectives.communicator import communicator
 from mpips.torch.buckets import Bucket, cut_by_type
 from mpips.torch.lockstep import BITS, gather_rows

@@ -17,7 +17,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from mpips import collectives
+import mpips.collectives as collectives
 from mpips.store.create import workers_of
 from mpips.torch.lockstep import agree
 from mpips.torch.tensors import bytes_of

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 
-from mpips import collectives
+import mpips.collectives as collectives
 from mpips.collectives.errors import warn
 from mpips.collectives.files import ABANDONED_SECONDS, remove_abandoned
 from mpips.optimizers.base import unlike

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpips import collectives
+import mpips.collectives as collectives
 from mpips.collectives import log
 from mpips.collectives.errors import CollectiveError, MismatchError
 from mpips.collectives.recorder import own as recorder

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 
-from mpips import collectives
+import mpips.collectives as collectives
 from mpips.collectives.errors import CollectiveError, MismatchError
 from mpips.optimizers.registry import as_data, from_data
 from mpips.store.runtime.errors import LostError, StoreError

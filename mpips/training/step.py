@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mpips import collectives
+import mpips.collectives as collectives
 from mpips.collectives.kernels.quiet import quiet
 from mpips.overlap.exchange import Overlapped, Recorder, Report
 from mpips.training.batches import Source

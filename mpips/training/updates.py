@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from mpips import collectives
+import mpips.collectives as collectives
 from mpips.collectives.kernels.quiet import quiet
 from mpips.optimizers.base import Optimizer, changed
 from mpips.optimizers.elastic import Elastic1

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpips import collectives
+import mpips.collectives as collectives
 from mpips.collectives import log
 from mpips.collectives.errors import CollectiveError, warn
 from mpips.collectives.fabric.tasks import Task, together

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpips import collectives
+import mpips.collectives as collectives
 from mpips.collectives.fabric import arena
 from mpips.collectives.fabric.tasks import Task
 from mpips.store.keys.key import Array, Fast, Key

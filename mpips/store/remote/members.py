@@ -13,7 +13,7 @@ from zlib import crc32
 import numpy as np
 from mpi4py import MPI
 
-from mpips import collectives
+import mpips.collectives as collectives
 from mpips.collectives.communicator import Communicator
 from mpips.collectives.errors import MismatchError
 from mpips.collectives.fabric.requests import send

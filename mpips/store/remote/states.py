@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpips import collectives, compression
+import mpips.collectives as collectives
+from mpips import compression
 from mpips.collectives.errors import CollectiveError, of_caller
 from mpips.collectives.fabric.tasks import Task
 from mpips.compression import Compressor, Residuals

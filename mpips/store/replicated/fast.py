@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 from mpi4py import MPI
 
-from mpips import collectives
+import mpips.collectives as collectives
 from mpips.collectives.api import begin
 from mpips.collectives.communicator import Communicator
 from mpips.collectives.fabric.tasks import Task

@@ -18,7 +18,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mpips import collectives
+import mpips.collectives as collectives
 from mpips.collectives.clock import Clock
 from mpips.collectives.errors import CollectiveError, of_caller
 from mpips.store.runtime.rendezvous import call_of

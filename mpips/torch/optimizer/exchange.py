@@ -17,7 +17,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from mpips import collectives
+import mpips.collectives as collectives
 from mpips.collectives.fabric.wait import Limits
 from mpips.optimizers import SGD, AdaGrad, Adam, AdamW, Optimizer, RMSProp
 from mpips.optimizers.elastic import Elastic1
