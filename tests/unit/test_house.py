@@ -231,11 +231,13 @@ def test_what_files_import_when_they_are_loaded_is_installed_with_the_package() 
                 assert not missing, f"{path}: {missing}"
 
 
-@pytest.mark.parametrize("package", ["mpips", "collectives"])
+@pytest.mark.parametrize("package", ["mpips", "collectives", "mpips.mlp", "mpips.overlap"])
 def test_a_shell_completes_public_names_alone(package: str) -> None:
     module = importlib.import_module(package)
     assert dir(module) == sorted(module.__all__)
     assert all(getattr(module, name) is not None for name in dir(module))
+    with pytest.raises(AttributeError, match="has no attribute 'bucket'"):
+        module.bucket  # noqa: B018
 
 
 def test_every_mutation_has_one_place() -> None:

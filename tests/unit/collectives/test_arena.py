@@ -18,7 +18,7 @@ from collectives import CollectiveError
 from collectives.fabric import arena
 
 
-@pytest.mark.parametrize("shape", [(), 0, 1, (3, 5), (0, 7), 1 << 20])
+@pytest.mark.parametrize("shape", [(), 0, np.int64(1), (3, 5), [0, 7], 1 << 20])
 @pytest.mark.parametrize("dtype", ["float32", "int8", "complex128"])
 def test_empty_gives_an_aligned_writable_array(shape, dtype):
     array = arena.empty(shape, dtype)
@@ -291,19 +291,6 @@ def test_freed_memory_beyond_the_pool_returns_to_the_system(monkeypatch):
     del array
     gc.collect()
     assert (there[arena.HUGE_PAGE : -arena.HUGE_PAGE] == 0).all()  # a punched hole reads as zeros
-
-
-@pytest.mark.parametrize("shape", [-1, (2, -3), 1.5, "x"])
-def test_what_is_no_shape_is_refused_as_numpy_does(shape):
-    with pytest.raises((ValueError, TypeError)) as ours:
-        arena.empty(shape, np.float32)
-    with pytest.raises(type(ours.value)):
-        np.empty(shape, np.float32)
-
-
-@pytest.mark.parametrize("shape", [3, (2, 3), [2, 2], np.int64(4), (0,), ()])
-def test_what_numpy_takes_for_a_shape_is_one(shape):
-    assert arena.empty(shape, np.float32).shape == np.empty(shape, np.float32).shape
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["taking", "giving"])

@@ -1,4 +1,4 @@
-"""Two ranks of a job with pages, as processes that only wait, for tests of what is seen from outside."""
+"""Two ranks of a job with pages, as processes that only wait; and an mpirun that starts nothing."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from collectives.recorder import folders
 from tests.child import outside
 
+HYDRA = "HYDRA build details:\n    Version: 4.2.1"
 RANK = """
 import sys, time
 from pathlib import Path
@@ -58,3 +59,13 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[subpro
     for rank in ranks:
         rank.kill()
         rank.communicate()
+
+
+@pytest.fixture
+def mpirun(tmp_path: Path) -> str:
+    """A stand-in that answers `--version` as MPICH does and prints its arguments otherwise."""
+    file = tmp_path / "mpiexec"
+    answer = f"{HYDRA!r} if sys.argv[1:] == ['--version'] else ' '.join(sys.argv[1:])"
+    file.write_text(f"#!{sys.executable}\nimport sys\nprint({answer})\n")
+    file.chmod(0o755)
+    return str(file)

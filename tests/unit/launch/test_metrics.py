@@ -173,13 +173,6 @@ def test_the_dashboard_groups_by_labels_that_there_are(job: list[subprocess.Pope
         assert shown == one & {"job", "rank", "table", "worker"}, target
 
 
-def test_the_panels_of_the_dashboard_stand_apart() -> None:
-    places = [tuple(panel["gridPos"][word] for word in "xywh") for panel in board()]
-    cells = [(x + right, y + down) for x, y, wide, high in places for right in range(wide) for down in range(high)]
-    assert len(set(cells)) == len(cells) and max(x for x, _ in cells) < 24
-    assert len({panel["id"] for panel in board()}) == len(places)
-
-
 def test_the_page_lists_the_metrics_that_there_are() -> None:
     page = (ROOT / "docs" / "how-to" / "operate.md").read_text()
     assert set(re.findall(r"`(mpips_\w+)`", page)) == set(metrics.names())

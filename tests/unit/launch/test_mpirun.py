@@ -162,11 +162,6 @@ def call(*words: str) -> Result:
     return CliRunner().invoke(run.command, list(words))
 
 
-def test_open_mpi_with_ulfm_survives(tmp_path: Path) -> None:
-    assert find_obstacle_to_survival(open_mpi(tmp_path, "ft_mpi_support:yes")) == ""
-    assert "built without ULFM" in find_obstacle_to_survival(open_mpi(tmp_path, "ft_mpi_support:no"))
-
-
 def test_an_open_mpi_that_cannot_be_asked_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "there is no ompi_info" in find_obstacle_to_survival(Launcher(str(tmp_path / "mpirun"), "openmpi", "4.1"))

@@ -146,18 +146,6 @@ def test_hosts_that_answer(tmp_path: Path) -> None:
 # ---- the command
 
 
-@pytest.fixture
-def mpirun(tmp_path: Path) -> str:
-    """A stand-in for MPICH's: it says its words."""
-    file = tmp_path / "mpiexec"
-    file.write_text(
-        f"#!{sys.executable}\nimport sys\n"
-        "print('HYDRA build details:\\n    Version: 4.2.1' if '--version' in sys.argv else ' '.join(sys.argv))\n"
-    )
-    file.chmod(0o755)
-    return str(file)
-
-
 def call(*words: str) -> Result:
     return CliRunner().invoke(run.command, list(words))
 

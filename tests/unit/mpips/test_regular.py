@@ -141,13 +141,6 @@ def test_what_a_kill_left_goes_and_what_another_job_writes_stays(tmp_path):
     assert list(files.steps_in(str(tmp_path))) == [10]
 
 
-def test_a_folder_that_cannot_be_is_said(tmp_path):
-    (tmp_path / "file").write_text("")
-    files.make(str(tmp_path / "a" / "b"))
-    with pytest.raises(ValueError, match="nothing can be written to that folder"):
-        files.make(str(tmp_path / "file" / "b"))
-
-
 # ---- what is held until the program asks for it
 
 

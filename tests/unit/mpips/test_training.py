@@ -15,14 +15,12 @@ from hypothesis import strategies as st
 from mpips.mlp import MLP
 from mpips.training import Callback, Checkpoint, EarlyStop, Elastic, Epoch, LearningRate
 from mpips.training import callbacks as hooks
-from mpips.training.batches import Arrays, Batches, shares, source_of, test_of
+from mpips.training.batches import shares, source_of
 from mpips.training.checkpoint import STORE, TRAINER, Position, decode, prune, see_folder, steps_in
-from mpips.training.evaluation import check_metrics, means, measured, names_of
+from mpips.training.evaluation import means, measured
 from mpips.training.model import keys_of, see_model
 from mpips.training.step import Accumulated
-from mpips.training.updates import check_clip, clip, global_norm
-
-test_of.__test__ = False
+from mpips.training.updates import clip, global_norm
 
 
 def workers(number):
@@ -54,13 +52,6 @@ X, Y = np.arange(36.0).reshape(9, 4), np.arange(9.0)
 PAIRS = [(X[:3], Y[:3]), (X[3:5], Y[3:5])]
 
 
-def test_a_function_of_the_epoch_is_told_which():
-    source = Batches(lambda epoch: iter([(epoch, None)]))
-    assert [list(source.epoch(number)) for number in (1, 2)] == [[(1, None)], [(2, None)]]
-    with pytest.raises(TypeError, match="function of the epoch returned a int"):
-        list(Batches(lambda epoch: epoch).epoch(1))
-
-
 @pytest.mark.parametrize(
     "given_, words",
     [
@@ -77,15 +68,6 @@ def test_a_function_of_the_epoch_is_told_which():
 def test_what_is_no_source_of_batches_is_said(given_, words):
     with pytest.raises((TypeError, ValueError), match=words):
         source_of(**{"x": X, "y": Y, "batch_size": 3, "seed": 0, **given_})
-
-
-def test_what_is_no_test_data_is_said():
-    with pytest.raises(ValueError, match="test: 9 inputs, but 8 targets"):
-        test_of((X, Y[1:]))
-    assert isinstance(test_of((X, Y)), Arrays) and isinstance(test_of(tuple(PAIRS)), Batches)
-    assert test_of(None) is None
-    with pytest.raises(TypeError, match="a batch is a pair"):
-        list(test_of([X, Y, X]).epoch(1))
 
 
 # ---- gradients
@@ -113,12 +95,6 @@ def test_what_is_within_the_limit_or_not_finite_is_left_alone():
 
 def test_a_norm_is_added_in_float64():
     assert global_norm([np.full(100_000, 1e25, np.float32)]) == pytest.approx(1e25 * math.sqrt(100_000))
-
-
-@pytest.mark.parametrize("limit", [0, -1, math.inf, math.nan, "1", True])
-def test_what_is_no_limit_is_refused(limit):
-    with pytest.raises(ValueError, match="clip_norm="):
-        check_clip(limit)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", ml_dtypes.bfloat16])
@@ -186,45 +162,12 @@ class Line:
         return float(np.abs(x - y).mean())
 
 
-@pytest.mark.parametrize(
-    "metric",
-    [
-        lambda outputs, y: np.abs(outputs - y),
-        lambda outputs, y: np.abs(outputs - y).mean(),
-        lambda outputs, y: np.stack([np.abs(outputs - y)] * 2, axis=1),
-    ],
-)
-def test_a_metric_is_the_mean_over_all_samples_of_uneven_batches(metric):
-    y = np.zeros(7)
-    job = SimpleNamespace(model=Line(), metrics={"far": metric})
-    shares_ = [[(X[:3, 0], y[:3])], [(X[3:4, 0], y[3:4]), (X[4:7, 0], y[4:7])], []]
-    found = means([measured(job, share) for share in shares_])
-    assert found == {"loss": pytest.approx(12.0), "far": pytest.approx(12.0)}
-
-
 def test_a_metric_of_another_length_is_said():
     job = SimpleNamespace(model=Line(), metrics={"far": lambda outputs, y: outputs[1:]})
     with pytest.raises(ValueError, match=r"metrics\['far'\] gave an array \(2,\) for 3 samples"):
         measured(job, [(Y[:3], Y[:3])])
     with pytest.raises(ValueError, match="no worker has a sample"):
         means([measured(job, [])])
-
-
-@pytest.mark.parametrize(
-    "metrics, words", [({"loss": print}, "'loss' is no name"), ({"a": 3}, "a'] is a int"), ([print], "not a list")]
-)
-def test_what_is_no_metric_is_said(metrics, words):
-    with pytest.raises((TypeError, ValueError), match=words):
-        check_metrics(metrics, Line())
-
-
-def test_a_model_without_loss_is_asked_for_that_of_its_gradients():
-    model = SimpleNamespace(loss_and_gradients=lambda x, y: 3.0, accuracy=lambda x, y: 0.5)
-    job = SimpleNamespace(model=model, metrics={})
-    assert means([measured(job, [(X, Y), (X[:1], Y[:1])])]) == {"loss": 3.0}
-    classes = Y.astype(int)
-    assert means([measured(job, [(X, classes)]), measured(job, [])]) == {"loss": 3.0, "accuracy": 0.5}
-    assert [names_of(job, Arrays(X, y, 2)) for y in (Y, classes)] == [[], ["accuracy"]]
 
 
 # ---- positions, files

@@ -47,22 +47,6 @@ def test_a_change_that_cannot_be_is_a_sentence(optimizer, numbers, error, words)
     assert all(word in str(caught.value) for word in words)
 
 
-def test_momentum_survives_a_change_bitwise():
-    rng = np.random.default_rng(0)
-    start, gradients = rng.normal(size=100).astype(np.float32), rng.normal(size=(20, 100)).astype(np.float32)
-    rates = [0.1] * 7 + [0.01] * 6 + [0.003] * 7
-    optimizer, w = SGD(0.1, momentum=0.9), start.copy()
-    state = optimizer.init(w)
-    for step, (rate, gradient) in enumerate(zip(rates, gradients), start=1):
-        optimizer = changed(optimizer, learning_rate=rate)
-        optimizer.update(w, gradient, state, step)
-    serial, velocity = start.copy(), np.zeros(100, np.float32)
-    for rate, gradient in zip(rates, gradients):
-        velocity = np.float32(0.9) * velocity + gradient
-        serial = serial - np.float32(rate) * velocity
-    np.testing.assert_array_equal(w, serial)
-
-
 def test_numbers_travel_as_data():
     numbers = {"learning_rate": Warmup(0.1, 5), "rescale": np.float32(0.5), "nesterov": True}
     assert decode_numbers(encode_numbers(numbers)) == numbers

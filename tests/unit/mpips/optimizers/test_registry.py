@@ -39,19 +39,6 @@ def test_an_optimizer_of_ones_own_is_one_as_any():
     assert groups.of("w") == Lion(Polynomial(0.1, 5))
 
 
-def test_it_updates_by_intervals():
-    rng = np.random.default_rng(0)
-    start, gradient = rng.normal(size=100).astype(np.float32), rng.normal(size=100).astype(np.float32)
-    whole, pieces = start.copy(), start.copy()
-    state, cut = initial(Lion(0.1), whole), initial(Lion(0.1), pieces)
-    for step in (1, 2):
-        Lion(0.1).update(whole, gradient, state, step)
-        for part in (slice(0, 33), slice(33, 100)):
-            Lion(0.1).update(pieces[part], gradient[part], [array[part] for array in cut], step)
-    np.testing.assert_array_equal(whole, pieces)
-    np.testing.assert_allclose(whole, start - 0.2 * np.sign(gradient), rtol=1e-5)
-
-
 def test_one_without_an_equation_learns_as_its_page_says():
     (program,) = [block for block in blocks(ROOT / "docs/how-to/own-optimizer.md") if "class HalfMomentum" in block]
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import numpy as np
@@ -113,17 +112,3 @@ def test_a_schedule_travels_with_its_optimizer(schedule):
     assert optimizers.decode_numbers(optimizers.encode_numbers({"learning_rate": schedule})) == {
         "learning_rate": schedule
     }
-
-
-def test_an_optimizer_by_name_takes_a_schedule():
-    made = optimizers.create("sgd", learning_rate=StepDecay(0.1, every=10))
-    assert made == SGD(StepDecay(0.1, every=10))
-    assert dataclasses.replace(made, rescale=0.5).learning_rate == StepDecay(0.1, every=10)
-
-
-def test_an_updater_follows_a_schedule():
-    weights = np.zeros(3)
-    updater = optimizers.Updater(SGD(StepDecay(1.0, every=1, factor=0.5)), [weights])
-    for _ in range(3):
-        updater.update([np.ones(3)])
-    np.testing.assert_array_equal(weights, -1.75)

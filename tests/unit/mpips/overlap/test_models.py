@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpips import overlap
 from mpips.mlp.perceptron import MLP
 from mpips.overlap import MODELS, Ring, check_model, lay_out
 
@@ -72,13 +71,6 @@ save_profile(profile, sys.argv[1])
 assert load_profile(sys.argv[1]) == profile
 print(len(plans(profile)), plan(profile, "optimal").push, "mpi4py.MPI" in sys.modules)
 """
-
-
-def test_every_public_name_is_there() -> None:
-    assert all(getattr(overlap, name) is not None for name in overlap.__all__)
-    assert dir(overlap) == sorted(overlap.__all__)
-    with pytest.raises(AttributeError, match=r"mpips\.overlap.*has no attribute 'bucket'"):
-        overlap.bucket  # noqa: B018
 
 
 def test_planning_loads_no_mpi(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -81,20 +80,6 @@ def test_a_measured_ring_rescales() -> None:
 
 
 @pytest.mark.parametrize(
-    "measured, words",
-    [
-        (Linear(1.0, 2.0, 1, "ring"), "1 node"),
-        (Linear(1.0, 2.0, 4, "servers"), "push to servers"),
-        (Linear(1.0, 2.0, 4), "an allreduce that need not be a ring"),
-    ],
-)
-def test_what_cannot_be_rescaled_is_refused(measured: Linear, words: str) -> None:
-    assert measured.at(measured.nodes) == measured.at(None) == (1.0, 2.0)
-    with pytest.raises(ValueError, match=words):
-        measured.at(8)
-
-
-@pytest.mark.parametrize(
     "path, value, words",
     [
         (("layers",), KeyError, ["layers is missing"]),
@@ -136,16 +121,6 @@ def test_errors_name_the_value(path: tuple[Any, ...], value: Any, words: list[st
 def test_columns_of_different_lengths_are_named() -> None:
     with pytest.raises(ValueError, match=r"names has 2.*parameters has 2.*forward_s has 1.*backward_s has 2"):
         create_profile(["a", "b"], [1, 2], [0.1], [0.1, 0.2], Linear(0, 0), 0, 1)
-
-
-def test_a_bad_file_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "p.json"
-    path.write_text(json.dumps(changed(("startup_s",), KeyError)))
-    with pytest.raises(ValueError, match=r"p\.json: .*startup_s is missing"):
-        load_profile(path)
-    path.write_text("{")
-    with pytest.raises(ValueError, match=r"p\.json"):
-        load_profile(path)
 
 
 def test_a_ring_needs_a_number_of_nodes() -> None:

@@ -11,8 +11,8 @@ from mpips.store.replicated.replica import Replica
 from mpips.store.replicated.replicas import ReplicaSettings
 
 
-def replica(optimizer: optimizers.Optimizer | None = None, shape: tuple[int, ...] = (4,)) -> Replica:
-    key = Key("w", shape, np.dtype(np.float32))
+def replica(optimizer: optimizers.Optimizer | None = None, size: int = 4) -> Replica:
+    key = Key("w", (size,), np.dtype(np.float32))
     return Replica(key, np.zeros(key.size, np.float32), optimizer, np.empty)
 
 
@@ -27,6 +27,16 @@ def test_an_optimizer_that_does_not_do_is_told_before_anything_changes():
     assert not one.updating and one.key.round == 0
 
 
+def test_state_that_does_not_fit_is_refused_and_nothing_has_changed():
+    one = replica(sgd(momentum=0.9))
+    one.put_state(3, [np.ones(4, np.float32)])
+    with pytest.raises(ValueError, match="does not fit"):
+        one.put_state(4, [])
+    assert one.step == 3 and (one.state[0] == 1).all()
+    one.put_state(0, [])
+    assert one.step == 0 and one.state is None
+
+
 def test_it_becomes_another_workers():
     one, other = replica(sgd(momentum=0.9)), replica(sgd(momentum=0.9))
     other.prepare()
@@ -39,19 +49,9 @@ def test_it_becomes_another_workers():
     assert one.now()[:2] == there[:2] and (one.value == other.value).all() and (one.state[0] == other.state[0]).all()
 
 
-def test_state_that_does_not_fit_is_refused_and_nothing_has_changed():
-    one = replica(sgd(momentum=0.9))
-    one.put_state(3, [np.ones(4, np.float32)])
-    with pytest.raises(ValueError, match="does not fit"):
-        one.put_state(4, [])
-    assert one.step == 3 and (one.state[0] == 1).all()
-    one.put_state(0, [])
-    assert one.step == 0 and one.state is None
-
-
 def spread(workers: int = 2, size: int = 5) -> list[Replica]:
     """The same key on workers that have each other's memory."""
-    made = [replica(shape=(size,)) for _ in range(workers)]
+    made = [replica(size=size) for _ in range(workers)]
     cuts = [size * i // workers for i in range(workers + 1)]
     for mine in made:
         mine.share([(cuts[i], cuts[i + 1], one.arrays()) for i, one in enumerate(made) if one is not mine])
@@ -64,37 +64,6 @@ def give_blocks(workers: list[Replica], total: np.ndarray) -> None:
         one.block_room()[start:stop] = total[start:stop]
     for one in workers:
         one.take_block()
-
-
-def test_a_spread_value_is_whole_for_who_asks():
-    workers = spread()
-    for turn in range(1, 4):
-        total = np.arange(5, dtype=np.float32) * turn
-        give_blocks(workers, total)
-        if turn != 2:
-            assert all((one.value == total).all() and one.key.round == turn for one in workers)
-
-
-def test_who_has_the_whole_serves_who_has_its_block():
-    first, second = spread()
-    give_blocks([first, second], np.ones(5, np.float32))
-    first.room()[...] = 2
-    first.take_sum(first.room())
-    second.block_room()[2:] = 2
-    second.take_block()
-    assert (second.value == 2).all() and (first.value == 2).all()
-
-
-def test_with_an_optimizer_every_worker_keeps_the_whole():
-    workers = spread()
-    give_blocks(workers, np.ones(5, np.float32))
-    for one in workers:
-        one.set_optimizer(sgd())
-        assert one.block_room() is None
-        one.prepare()
-    for one in workers:
-        one.take_sum(np.ones(5, np.float32))
-        assert (one.value == 0.5).all()
 
 
 def test_who_gives_a_spread_value_gives_all_of_it():

@@ -3,9 +3,6 @@
 import contextlib
 
 import numpy as np
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from collectives.fabric import arena
 from mpips.store.server.sources import FillingOutbox
@@ -47,25 +44,6 @@ class Worker:
         return {source._words[outbox.PLACES + block] for block in range(BLOCKS)}
 
 
-@pytest.mark.slow
-@given(st.lists(st.lists(st.integers(0, BLOCKS), min_size=BLOCKS, max_size=BLOCKS), min_size=1, max_size=3))
-def test_a_block_stays_until_it_is_summed(rounds):
-    """`rounds`: how many blocks of it the server has summed, at most, when each block is filled."""
-    worker = Worker()
-    for summed in rounds:
-        source = worker.begin()
-        assert not source.ready(0)
-        done = 0
-        for block, most in enumerate(summed):
-            worker.put_block(block)
-            assert source.ready(block) and not source.ready(block + 1)
-            assert all(worker.reads(source, other) for other in range(done, block + 1))
-            done = max(done, min(most, block + 1))
-            worker.words[0] = (worker.round - 1) * BLOCKS + done
-        assert all(worker.reads(source, other) for other in range(done, BLOCKS))
-        worker.words[0] = worker.round * BLOCKS
-
-
 def test_a_server_that_keeps_up_needs_few_slots():
     worker = Worker()
     source = worker.begin()
@@ -84,16 +62,6 @@ def test_nobody_waits_for_an_idle_server():
             worker.words[0] = (worker.round - 1) * BLOCKS + min(stops, block)
         assert len(worker.slots(source)) == BLOCKS - stops
         worker.words[0] = worker.round * BLOCKS
-
-
-def test_what_was_summed_before_this_round_frees_nothing():
-    worker = Worker()
-    worker.begin()
-    worker.words[0] = BLOCKS - 1  # what came before is summed
-    source = worker.begin()
-    for block in range(BLOCKS):
-        worker.put_block(block)
-    assert len(worker.slots(source)) == BLOCKS
 
 
 def test_a_slot_lost_to_an_interrupt_is_found():

@@ -1,4 +1,4 @@
-"""Numbers of units: never the same twice, and no two in use with the same tags."""
+"""Tags of messages: all are allowed, and those of pieces, calls and units are never the same."""
 
 from __future__ import annotations
 
@@ -6,29 +6,6 @@ import pytest
 
 from mpips.store.transport import pending
 from mpips.store.transport.pending import COMPARE_TAG, UnitNumbers, member_tag, pull_tag, push_tag
-
-
-def test_no_two_units_in_use_share_a_tag(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pending, "most_units", lambda: 5)
-    numbers = UnitNumbers()
-    used = [numbers.assign("a") for _ in range(5)]
-    given = list(used)
-    for turn in range(23):
-        numbers.release([used.pop(turn % 3)])
-        used.append(numbers.assign("a"))
-        given.append(used[-1])
-        assert len({tag(number) for number in used for tag in (push_tag, pull_tag)}) == 10
-    assert len(set(given)) == len(given)
-
-
-def test_a_lack_of_tags_names_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pending, "most_units", lambda: 2)
-    numbers = UnitNumbers()
-    numbers.release([numbers.assign("a")])
-    numbers.assign("b")
-    numbers.assign("b")
-    with pytest.raises(ValueError, match="key 'c': this MPI has tags for 2 units"):
-        numbers.assign("c")
 
 
 def test_tags_are_what_mpi_allows() -> None:
