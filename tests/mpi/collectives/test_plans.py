@@ -32,21 +32,6 @@ def test_a_plan_runs_again_and_again(comm, algorithm, n):
     assert not wrong
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_several_plans_in_flight(comm, algorithm):
-    """And a blocking call, which waits its turn."""
-    xs = [np.full(n, RANK + 1.0) for n in (5, 60_000, 400_000, 1)]
-    plans = [collectives.plan("allreduce", x, comm, algorithm=algorithm) for x in xs[:3]]
-    for plan in plans:
-        plan.start()
-    collectives.allreduce(xs[3], comm)
-    while not plans[-1].test():
-        np.ones(100).sum()  # compute beside
-    for plan in reversed(plans):
-        plan.wait()
-    assert all((x == TOTAL).all() for x in xs)
-
-
 def planned(algorithm, vectors=False):
     def make_ready(x, comm):
         plan = collectives.plan("allreduce", [x] if vectors else x, comm, algorithm=algorithm)

@@ -49,8 +49,3 @@ def test_memory_adds_in_the_order_of_the_ranks():
             x = make(n, np.float32)
             x[:] = everybody[comm.rank][:n]
             assert collectives.allreduce(x, comm).tobytes() == expected[:n].tobytes()
-
-
-def test_it_serves_sums_of_whole_vectors_alone(comm):
-    with pytest.raises(ValueError, match="reproducible serves allreduce, not reduce_scatter"):
-        collectives.reduce_scatter(values(comm, False), comm, algorithm="reproducible")

@@ -20,6 +20,7 @@ from tests.mpi.collectives.support import KINDS, NODES, RANK, TOTAL, WORLD, P, b
 from tests.mpi.sizes import core_on, either_mpi, only_on
 
 ROOT = P // 2
+BETWEEN = ("auto", "native", "hierarchical", "hierarchical(between=halving_doubling)")
 ON_ONE_NODE = (
     "auto",
     "shared_memory",
@@ -29,8 +30,8 @@ ON_ONE_NODE = (
     "bcube(n=2,k=2)",
     f"bcube(n={P},k=1)",
     "hierarchical(local=2,between=halving_doubling)",
+    BETWEEN[-1],
 )
-BETWEEN = ("auto", "native", "hierarchical(between=halving_doubling)")
 
 
 def serves(nodes, kind, algorithm):
@@ -136,13 +137,19 @@ def test_types_and_operations(dtype):
     assert not wrong
 
 
-@pytest.mark.parametrize("algorithm", ["auto", "native", "ring", "recursive_doubling", "hierarchical"])
-def test_every_rank_gets_the_same_bits(algorithm):
+@pytest.mark.parametrize(
+    "nodes, algorithm",
+    [
+        *(("one node", each) for each in ("auto", "native", "ring", "recursive_doubling", "hierarchical")),
+        *[("nodes of two", "hierarchical")] * (P % 2 == 0),
+    ],
+)
+def test_every_rank_gets_the_same_bits(nodes, algorithm):
     wrong = []
     for array, n in product(("ordinary", "shared"), (3, 5003, 300_007)):
         x = make(array, n)
         x[:] = np.random.default_rng(RANK).standard_normal(n)
-        collectives.allreduce(x, WORLD, algorithm=algorithm)
+        collectives.allreduce(x, comm_of(nodes), algorithm=algorithm)
         if len(set(WORLD.allgather(x.tobytes()[:4096] + x.tobytes()[-4096:]))) > 1:
             wrong.append((array, n))
     assert not wrong
@@ -161,6 +168,12 @@ def test_views_shapes_and_odd_places():
         collectives.allreduce(askew, WORLD)
         right.append((askew == P).all())
     assert all(right)
+
+
+@only_on(3)
+def test_nodes_of_unlike_size_are_refused_on_all_ranks():
+    with pytest.raises(ValueError, match="equal numbers of ranks"):
+        collectives.allreduce(np.ones(5), comm_of("nodes of two"), algorithm="hierarchical")
 
 
 @core_on(3)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from mpi4py import MPI
 
-from tests.child import outside
-from tests.mpi.sizes import JOB_LIMIT
+from tests.mpi.jobs import job
 
 pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size != 1, reason="starts jobs of its own; once is enough")
 PROGRAM = """
@@ -29,20 +26,12 @@ for step in range(20):
 """
 
 
-def run(folder: Path, end: str, *words: str) -> subprocess.CompletedProcess[str]:
-    (folder / "program.py").write_text(PROGRAM.format(end=end))
-    command = [sys.executable, "-m", "launch.cli", "run", "-w", "2", "-s", "1", *words, str(folder / "program.py")]
-    return subprocess.run(
-        command, env=outside(), cwd=folder, capture_output=True, text=True, timeout=JOB_LIMIT, check=False
-    )
-
-
 def test_the_life_of_a_job_is_in_one_file(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     others = {name: f"2026-11-27T10:00:00.000001Z {name}\n" for name in ("job.jsonl", "rank-0.jsonl", "web.jsonl")}
     for name, text in others.items():
         (tmp_path / "logs" / name).write_text(text)
-    done = run(tmp_path, "pass", "--log-dir", "logs", "--log-format", "json")
+    done = job(tmp_path, PROGRAM.format(end="pass"), "-w 2 -s 1 --log-dir logs --log-format json")
     assert done.returncode == 0, done.stderr
     assert {name: (tmp_path / "logs" / name).read_text() for name in others} == others
     (logs,) = [path for path in (tmp_path / "logs").iterdir() if path.is_dir()]
@@ -66,7 +55,7 @@ def test_the_life_of_a_job_is_in_one_file(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_death_is_in_the_log(tmp_path: Path) -> None:
-    done = run(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", "--log", "info")
+    done = job(tmp_path, PROGRAM.format(end="os.kill(os.getpid(), signal.SIGKILL)"), "-w 2 -s 1 --log info")
     assert done.returncode != 0
     lines = [line[28:] for line in done.stderr.splitlines() if line[:3] == "202"]
     assert re.match(r"launch \(\d+\.\d{3} s\) mpips.launch: job has ended", lines[-1])
@@ -76,14 +65,12 @@ def test_a_death_is_in_the_log(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_jobs_of_collectives_alone_say_when_ranks_begin_and_end_each_in_its_own_folder(tmp_path: Path) -> None:
-    (tmp_path / "sum.py").write_text("import numpy, collectives\ncollectives.allreduce(numpy.ones(3))\n")
-    command = [sys.executable, "-m", "launch.cli", "run", "-w", "2", "--log-dir", "logs", "sum.py"]
-    for _ in range(2):
-        subprocess.run(command, env=outside(), cwd=tmp_path, check=True, timeout=JOB_LIMIT)
-    jobs = sorted((tmp_path / "logs").iterdir())
-    assert len(jobs) == 2
-    for job in jobs:
-        lines = (job / "job.log").read_text().splitlines()
+    program = "import numpy, collectives\ncollectives.allreduce(numpy.ones(3))\n"
+    assert [job(tmp_path, program, "-w 2 --log-dir logs").returncode for _ in range(2)] == [0, 0]
+    folders = sorted((tmp_path / "logs").iterdir())
+    assert len(folders) == 2
+    for each in folders:
+        lines = (each / "job.log").read_text().splitlines()
         assert sum("job begins" in line for line in lines) == 1
         for rank in range(2):
             said = [line.split(" mpips.rank: ")[1].split(",")[0] for line in lines if f"rank {rank} (" in line]
@@ -92,5 +79,5 @@ def test_jobs_of_collectives_alone_say_when_ranks_begin_and_end_each_in_its_own_
 
 def test_a_bad_folder_is_refused_before_a_rank_starts(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    done = run(tmp_path, "pass", "--log-dir", "file/below")
+    done = job(tmp_path, PROGRAM.format(end="pass"), "-w 2 -s 1 --log-dir file/below")
     assert done.returncode == 2 and "cannot be made" in done.stderr and "Traceback" not in done.stderr

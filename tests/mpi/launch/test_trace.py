@@ -15,6 +15,7 @@ import pytest
 
 from collectives.recorder import folders, tracing
 from tests.child import outside, wait_for
+from tests.mpi.jobs import job
 from tests.mpi.sizes import JOB_LIMIT, only_on
 from tests.perfetto import see_in_perfetto, why_not
 from tests.timeline import WAYS, read_flows
@@ -95,25 +96,7 @@ for step in range({steps}):
 @pytest.mark.slow
 @only_on(1)
 def test_arrows_stay_within_their_store_and_steps_are_no_calls(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(TWO_STORES.format(steps=10))
-    words = [
-        sys.executable,
-        "-m",
-        "launch.cli",
-        "run",
-        "-w",
-        "2",
-        "-s",
-        "1",
-        "--trace",
-        "t.json",
-        "--summary-json",
-        "s.json",
-        "program.py",
-    ]
-    done = subprocess.run(
-        words, cwd=tmp_path, env=outside(), capture_output=True, text=True, timeout=JOB_LIMIT, check=False
-    )
+    done = job(tmp_path, TWO_STORES.format(steps=10), "-w 2 -s 1 --trace t.json --summary-json s.json")
     assert done.returncode == 0, done.stderr
     trace = json.loads((tmp_path / "t.json").read_text())
     begins = [(event["pid"], event["ts"]) for event in trace["traceEvents"] if event["ph"] == "s"]
@@ -143,23 +126,7 @@ kv.pull("w", np.ones(9, np.float32), newer_than=-1)
 @pytest.mark.slow
 @only_on(1)
 def test_calls_of_tables_are_in_the_trace_and_a_line_of_the_summary(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(TABLES)
-    words = [
-        sys.executable,
-        "-m",
-        "launch.cli",
-        "run",
-        "-w",
-        "2",
-        "-s",
-        "1",
-        "--trace",
-        "t.json",
-        "--summary-json",
-        "s.json",
-        "program.py",
-    ]
-    subprocess.run(words, cwd=tmp_path, env=outside(), capture_output=True, timeout=JOB_LIMIT, check=True)
+    assert not job(tmp_path, TABLES, "-w 2 -s 1 --trace t.json --summary-json s.json").returncode
     trace = json.loads((tmp_path / "t.json").read_text())
     joined = read_flows(trace)
     assert len(joined) == 2 * 10 and all(kinds[:2] == ["push", "update"] for kinds in joined)

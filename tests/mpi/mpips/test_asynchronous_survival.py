@@ -1,19 +1,12 @@
 """Asynchronous stores whose processes die: each push counts once, so the total is known to the last unit."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from mpi4py import MPI
 
-from launch import find
-from launch.mpirun import find_obstacle_to_survival
 from tests.choice import first
-from tests.mpi.sizes import JOB_LIMIT
-
-HINDRANCE = find_obstacle_to_survival(find()) if MPI.COMM_WORLD.size == 1 else "starts jobs of its own; once is enough"
-pytestmark = pytest.mark.skipif(bool(HINDRANCE), reason=HINDRANCE)
+from tests.mpi.jobs import job
+from tests.mpi.mpips.test_survival import pytestmark  # noqa: F401  (jobs, where they survive deaths)
 
 STEPS = 12
 PROGRAM = """
@@ -63,12 +56,10 @@ if rank == 0:
 def test_each_push_of_all_workers_counts_once(
     tmp_path: Path, kind: str, roles: str, spares: int, options: dict[str, object], dies_at: int, total: int
 ) -> None:
-    program = tmp_path / "counts.py"
-    program.write_text(PROGRAM.format(kind=kind, options=options, victim=1, steps=STEPS, dies_at=dies_at))
-    words = [sys.executable, "-m", "launch.cli", "run", *roles.split(), "--spares", str(spares), str(program)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=JOB_LIMIT, check=False)
+    program = PROGRAM.format(kind=kind, options=options, victim=1, steps=STEPS, dies_at=dies_at)
+    done = job(tmp_path, program, f"{roles} --spares {spares}")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.replace("\0", "").strip() == f"total {[float(total)] * 5}"
+    assert done.stdout.strip() == f"total {[float(total)] * 5}"
 
 
 JOINS = """
@@ -113,10 +104,7 @@ if rank == 1:
 @pytest.mark.slow
 @first(1, **{"staleness, barrier": [(1, True), (0, False), (0, True)]})
 def test_a_spare_that_pushes_no_more_holds_nobody_back(tmp_path: Path, staleness: int, barrier: bool) -> None:
-    program = tmp_path / "joins.py"
-    program.write_text(JOINS.format(staleness=staleness, barrier=barrier))
-    words = [sys.executable, "-m", "launch.cli", "run", "-w", "3", "-s", "1", "--spares", "1", str(program)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=JOB_LIMIT, check=False)
+    done = job(tmp_path, JOINS.format(staleness=staleness, barrier=barrier), "-w 3 -s 1 --spares 1")
     assert done.returncode == 0, done.stderr
     expected = ["True", *["45.0"] * (8 * barrier)]
-    assert done.stdout.replace("\0", "").split() == expected
+    assert done.stdout.split() == expected

@@ -1,19 +1,12 @@
 """A worker closes the store while others have steps before them, and one of them is killed: it is needed again."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from mpi4py import MPI
 
-from launch import find
-from launch.mpirun import find_obstacle_to_survival
 from tests.choice import first
-from tests.mpi.sizes import JOB_LIMIT
-
-HINDRANCE = find_obstacle_to_survival(find()) if MPI.COMM_WORLD.size == 1 else "starts jobs of its own; once is enough"
-pytestmark = pytest.mark.skipif(bool(HINDRANCE), reason=HINDRANCE)
+from tests.mpi.jobs import job
+from tests.mpi.mpips.test_survival import pytestmark  # noqa: F401  (jobs, where they survive deaths)
 
 PROGRAM = """
 import os, time
@@ -48,15 +41,13 @@ if rank == 0:
 
 @first(1, **{"kind, steps": [("mpi_sync", 5), ("dist_sync", 1), ("dist_sync", 5)]})
 def test_who_closes_makes_an_undone_step_again(tmp_path: Path, kind: str, steps: int) -> None:
-    program = tmp_path / "closes.py"
-    program.write_text(PROGRAM.replace("KIND", repr(kind)).replace("STEPS", str(steps)))
-    words = [sys.executable, "-m", "launch.cli", "run", "-w", "3", "-s", "1", "--spares", "1", str(program)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=JOB_LIMIT, check=False)
+    program = PROGRAM.replace("KIND", repr(kind)).replace("STEPS", str(steps))
+    done = job(tmp_path, program, "-w 3 -s 1 --spares 1")
     assert done.returncode == 0, done.stderr
     value = 0.0
     for _ in range(steps):
         value = 3 * (value + 1)
-    assert done.stdout.replace("\0", "").split() == ["at", "last", str(value)]
+    assert done.stdout.split() == ["at", "last", str(value)]
 
 
 LEAVES = """
@@ -94,9 +85,6 @@ def test_nobody_waits_for_a_worker_that_has_closed(
     tmp_path: Path, kind: str, options: dict[str, object], code: int
 ) -> None:
     """In an asynchronous store it holds nobody back any more."""
-    program = tmp_path / "leaves.py"
-    program.write_text(LEAVES.format(kind=kind, options=options))
-    words = [sys.executable, "-m", "launch.cli", "run", "-w", "3", "-s", "1", "--spares", "0", str(program)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=JOB_LIMIT, check=False)
+    done = job(tmp_path, LEAVES.format(kind=kind, options=options), "-w 3 -s 1 --spares 0")
     assert done.returncode == code, done.stderr
     assert ("rank 1 has closed the store: the store cannot be recovered" in done.stderr) == bool(code), done.stderr

@@ -110,22 +110,6 @@ def test_the_programs_own_collectives_beside_calls_in_flight(servers: int) -> No
     assert all_ranks(run("mpi_sync", body, servers=servers) is not False)
 
 
-@pytest.mark.parametrize("servers", [0, 1])
-def test_a_bad_call_in_flight_raises_at_once_and_changes_nothing(servers: int) -> None:
-    workers = need(servers=servers)
-
-    def body(kv: mpips.KVStore) -> float:
-        kv.init("w", np.zeros(3, np.float32))
-        if kv.rank == 0:
-            with pytest.raises(ValueError, match="'w'"):
-                kv.ipush("w", np.zeros(4, np.float32))
-        out = np.empty(3, np.float32)
-        kv.ipushpull("w", np.ones(3, np.float32), out=out).wait()
-        return float(out[0])
-
-    assert run("mpi_sync", body, servers=servers) in (None, workers)
-
-
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("kind, servers", [("mpi_sync", 0), ("mpi_sync", 1), ("dist_sync", 1)])
 def test_one_worker_started_its_calls_and_another_blocks(kind: str, servers: int) -> None:

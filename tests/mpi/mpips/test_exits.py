@@ -1,15 +1,8 @@
-"""A program that ends in any way with operations under way ends; servers, too.
-
-    python -m tests.mpi.mpips.test_exits TIMES [--floats N] [--python PYTHON]
-
-makes every way to end so many times, in every kind of store.
-"""
+"""A program that ends in any way with operations under way ends; servers, too."""
 
 from __future__ import annotations
 
-import argparse
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -48,50 +41,13 @@ def program(end: str, kind: str, floats: int) -> None:
         kv.close()
 
 
-def ended(place: Place, end: str, kind: str, floats: int) -> tuple[str, float]:
-    """What is wrong with how such a job ended ("" for nothing), and after how many seconds it did."""
-    begun = time.monotonic()
-    code, said = place.run([end, kind, str(floats)], LIMIT)
-    seconds = time.monotonic() - begun
-    if NOT_DONE in said or "left behind" in said:
-        return f"hangs: {said[-800:]}", seconds
-    if code not in ENDS[end]:
-        return f"ended with {code}: {said[-800:]}", seconds
-    return "", seconds
-
-
 @pytest.mark.core(2)
 @only_on(1)
 @once(kind=KINDS, end=ENDS)
 def test_a_program_ends(end, kind):
-    assert not ended(Place(sys.executable, "", MODULE, (3, 4)), end, kind, FLOATS)[0]
-
-
-# ---- as a program
-
-
-def main() -> int:
-    """Command line; the exit code."""
-    if sys.argv[1] in ENDS:
-        program(sys.argv[1], sys.argv[2], int(sys.argv[3]))
-        return 0
-    parser = argparse.ArgumentParser(description="Ways to end with operations under way.")
-    parser.add_argument("times", type=int)
-    parser.add_argument("--floats", type=int, default=50_000_000)
-    parser.add_argument("--python", default=sys.executable)
-    arguments = parser.parse_args()
-    place, bad = Place(arguments.python, "", MODULE, (3, 4)), 0
-    print(f"{place}, {arguments.floats} floats, seconds of the slowest of {arguments.times}")
-    for end in ENDS:
-        for kind in KINDS:
-            found = [ended(place, end, kind, arguments.floats) for _ in range(arguments.times)]
-            wrong = [words for words, _ in found if words]
-            bad += len(wrong)
-            print(f"{end:12} {kind:12} {max(seconds for _, seconds in found):6.1f} {len(wrong)} wrong", flush=True)
-            if wrong:
-                print(wrong[0], flush=True)
-    return 1 if bad else 0
+    code, said = Place(sys.executable, "", MODULE, (3, 4)).run([end, kind, str(FLOATS)], LIMIT)
+    assert NOT_DONE not in said and "left behind" not in said and code in ENDS[end], (code, said[-800:])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program(sys.argv[1], sys.argv[2], int(sys.argv[3]))

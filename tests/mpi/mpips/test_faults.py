@@ -179,28 +179,6 @@ def test_bad_calls_that_all_make_together_change_nothing(servers):
 
 
 @only_on(3)
-def test_the_sentence_names_who_what_and_both_values():
-    """Without servers and in a client, workers that call unlike things see it at once."""
-
-    def body(kv):
-        kv.init(["w", "v"], [np.zeros(3), np.zeros(4)])
-        kv.pushpull("w", np.ones(3))
-        odd = kv.num_workers - 1
-        error, sentence = everywhere(kv, lambda: kv.pushpull("wv"[kv.rank == odd], np.ones(3 + (kv.rank == odd))))
-        assert error == "StoreMismatchError", error
-        for words in (f"rank {odd}", "'w'", "'v'", "push"):
-            assert words in sentence, sentence
-        assert issubclass(mpips.StoreError, mpips.CollectiveError)
-        rounds = kv.recover()
-        assert rounds["v"] == 0 and rounds["w"] == 1 and rounds.torn == ()
-        kv.pushpull("v", x := np.ones(4))
-        assert (x == kv.num_workers).all()
-
-    run("mpi_sync", body, servers=0)
-    run("mpi_sync", body, servers=1, clients=1)
-
-
-@only_on(3)
 def test_a_wait_warns_before_it_raises():
     def body(kv):
         comm = faults.workers(1)

@@ -1,16 +1,12 @@
 """What a store holds stays as it is, however many calls and stores come: memory, threads, files, /dev/shm.
 
-    mpirun -n P python -m tests.mpi.mpips.test_flat CALLS STORES
-
-makes so many pushpulls and stores of every kind, and prints what grew. Communicators are counted by themselves: an MPI
-library that runs out of them ends the program.
+Communicators are counted by themselves: an MPI library that runs out of them ends the program.
 """
 
 from __future__ import annotations
 
 import gc
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -146,11 +142,3 @@ def test_calls_leave_nothing_behind(kind):
 @first(2, kind=[*KINDS][::-1])
 def test_stores_leave_nothing_behind(kind):
     assert not over_stores(kind, 6)
-
-
-if __name__ == "__main__":
-    for each in KINDS:
-        for what, function, count in (("calls", over_calls, sys.argv[1]), ("stores", over_stores, sys.argv[2])):
-            said = WORLD.gather(function(each, int(count)))
-            if said is not None:
-                print(f"{each:12} {count:>8} {what:7} {said if any(said) else 'nothing grew'}", flush=True)

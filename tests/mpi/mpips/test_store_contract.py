@@ -24,15 +24,6 @@ ASYNCHRONOUS = [
 ]
 
 
-def serial(optimizer, gradients, size):
-    """What one process alone would have."""
-    weights = np.ones(size, np.float32)
-    state = optimizer.init(weights)
-    for step, gradient in enumerate(gradients, 1):
-        optimizer.update(weights, gradient, state, step)
-    return weights
-
-
 def gradients_of(rank, size, count=5):
     return [np.random.default_rng(10 * rank + i).normal(size=size).astype(np.float32) for i in range(count)]
 
@@ -57,25 +48,6 @@ def test_an_additive_optimizer_ends_with_the_sum_of_all_pushes(kind, options):
             kv.barrier()
             kv.pull(f"w{size}", out)
             assert (out == 6 * kv.num_workers * (kv.num_workers + 1) / 2).all(), out
-
-    run(kind, body, **options)
-
-
-@pytest.mark.parametrize("optimizer", [SGD(0.1, momentum=0.9), Adam(0.01)])
-@pytest.mark.parametrize("kind", ["dist_async", "dist_sync", "mpi_sync", "local"])
-def test_one_worker_equals_the_serial_run(kind, optimizer):
-    options = {} if kind == "local" else {"servers": 1}
-    if kind != "local" and WORLD.size != 2:
-        pytest.skip("one worker and one server")
-    size = 5000
-
-    def body(kv):
-        kv.init("w", np.ones(size, np.float32))
-        kv.set_optimizer(optimizer)
-        out = np.zeros(size, np.float32)
-        for gradient in gradients_of(0, size):
-            kv.pushpull("w", gradient, out)
-        assert (out == serial(optimizer, gradients_of(0, size), size)).all()
 
     run(kind, body, **options)
 
@@ -207,45 +179,6 @@ def test_a_worker_that_waits_for_all_holds_nobody_back(kind, options, rows, meet
             assert counts.min() >= step - staleness and counts[mine] == step, (step, counts)
         for _ in range(0 if mine == 0 else 5):
             exchange()  # who has closed holds nobody back, either
-
-    run(kind, body, **options)
-
-
-@pytest.mark.parametrize(
-    "kind, options",
-    [
-        ("dist_sync", {"servers": 1}),
-        ("dist_sync", {"servers": 2, "shared_memory": False, "big_array": 100}),
-        ("mpi_sync", {"servers": 1, "clients": 2, "masters": "all"}),
-        ("dist_sync", {"servers": 0}),
-    ],
-)
-def test_handles_and_lists_of_arrays(kind, options):
-    n = need(**options)
-
-    def body(kv):
-        keys = list(range(5))
-        kv.init(keys, [np.zeros(1000, np.float32)] * 5)
-        outs = [np.zeros(1000, np.float32) for _ in keys]
-        handles = []
-        for repeat in (1, 2):
-            for key in keys:
-                handles.append(kv.ipush(key, np.full(1000, repeat * (key + 1), np.float32), priority=-key))
-                handles.append(kv.ipull(key, outs[key]))
-            for handle in handles:
-                handle.wait()
-                assert handle.test()
-            assert all((out == repeat * (key + 1) * n).all() for key, out in zip(keys, outs))
-        two = [np.ones(1000, np.float32), np.full(1000, 2, np.float32)]
-        copies = [np.zeros(1000, np.float32) for _ in range(2)]
-        kv.push(0, two)
-        kv.pull(0, copies)
-        assert all((copy == 3 * n).all() for copy in copies)
-        kv.ipushpull(1, two[1], out=copies[0]).wait()
-        assert (copies[0] == 2 * n).all()
-        kv.broadcast(9, np.full(3, kv.rank + 4, np.float32), out := np.zeros(3, "f4"))
-        assert (out == 4).all()
-        assert kv.is_capable("optimizer") and kv.type == kind and kv.num_workers == n and 0 <= kv.rank < n
 
     run(kind, body, **options)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -12,16 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import collectives
 import mpips
 from collectives.machine import THRESHOLD, TUNABLES
+from tests.child import ROOT, outside
 from tests.choice import pairwise
 from tests.mpi.delays import put_off
 from tests.mpi.mpips.exact import BIG, SMALLER, exact
 from tests.mpi.mpips.support import WORLD, need, run
 from tests.mpi.sizes import JOB_LIMIT, either_mpi, only_on
-
-ROOT = Path(__file__).parents[3]
 
 
 @either_mpi
@@ -45,27 +41,10 @@ def test_clients(servers, clients, masters, shared_memory):
 @pytest.mark.full
 @pytest.mark.skipif(WORLD.size != 1, reason="starts a job of its own; once is enough")
 def test_seven_workers_with_one_to_three_servers():
-    clean = {k: v for k, v in os.environ.items() if not re.match(r"OMPI_|PMIX_|PRTE_|PMI_|HYDRA_|MPI_|MPIPS_", k)}
-    clean["PYTHONPATH"] = str(ROOT)
     command = [sys.executable, "-m", "launch.run", "--workers", "10", str(Path(__file__).with_name("seven.py"))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=JOB_LIMIT, env=clean, cwd=ROOT, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=JOB_LIMIT, env=outside(), cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("exact") == 21, done.stdout
-
-
-def test_collectives_over_the_workers_beside_the_store():
-    need(servers=1)
-
-    def body(kv):
-        kv.init("w", np.zeros(8, np.float32))
-        for _ in range(3):
-            x, out = np.ones(1000, np.float32), np.zeros(8, np.float32)
-            collectives.allreduce(x, kv.layout.workers)
-            kv.pushpull("w", np.ones(8, np.float32), out=out)
-            assert (x == kv.num_workers).all()
-            assert (out == kv.num_workers).all()
-
-    run("dist_sync", body, servers=1)
 
 
 def test_compressed_pushes_keep_what_they_leave_out():
@@ -139,22 +118,6 @@ def test_all_compressions_sum_up_in_the_long_run(options):
         assert np.abs(out - total).max() < 6 * kv.num_workers * (kv.num_workers + 1)
 
     run("dist_sync", body, servers=2, big_array=100)
-
-
-def test_a_hundred_small_and_big_keys_in_one_call():
-    need(servers=2)
-
-    def body(kv):
-        keys = list(range(100))
-        values = [np.full((key + 1,) if key % 10 else (3000,), key, np.float32) for key in keys]
-        kv.init(keys, values)
-        outs = [np.empty_like(value) for value in values]
-        kv.pull(keys, outs)
-        assert all((out == value).all() for out, value in zip(outs, values))
-        kv.pushpull(keys, values, outs)
-        assert all((out == value * kv.num_workers).all() for out, value in zip(outs, values))
-
-    run("dist_sync", body, servers=2, big_array=1000)
 
 
 def places(size):

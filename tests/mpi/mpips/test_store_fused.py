@@ -7,7 +7,6 @@ import time
 import numpy as np
 import pytest
 
-import mpips
 from mpips.store.remote import client as bundle
 from tests.choice import once
 from tests.mpi.mpips.support import failure, need, run
@@ -195,18 +194,3 @@ def test_pushes_ahead_of_another_client_change_no_sum_under_way(shared_memory, n
         return wrong
 
     assert not run("mpi_sync", body, servers=1, clients=2, shared_memory=shared_memory)
-
-
-def test_arrays_of_the_node_go_together_too():
-    workers = need(servers=1)
-
-    def body(kv):
-        kv.init([1, 2], [np.zeros(30, np.float32)] * 2)
-        values = [mpips.empty(30, np.float32) for _ in range(2)]
-        for number, value in enumerate(values):
-            value[:] = number + kv.rank
-        kv.pushpull([1, 2], values)
-        return [set(value.tolist()) for value in values]
-
-    ranks = workers * (workers - 1) / 2
-    assert run("mpi_sync", body, servers=1) in (None, [{ranks}, {ranks + workers}])

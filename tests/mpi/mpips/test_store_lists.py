@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 import mpips
-from tests.choice import first, pairwise
+from tests.choice import pairwise
 from tests.mpi.mpips.support import failure, need, run
-from tests.mpi.sizes import core_on
 
 SIZES = [1, 7, 1000, 5000, 20_000]  # one block and several, copied and read in place
 MAKERS = {
@@ -127,34 +126,3 @@ def test_one_array_for_two_keys_is_read_for_both_before_it_is_written():
         return wrong
 
     assert not run("dist_sync", body, servers=1)
-
-
-@pytest.mark.slow
-@core_on(3)
-@pytest.mark.mpi(min_size=3)
-@first(1, size=[100_000, 10])
-def test_a_list_that_takes_too_long_ends_the_generation_and_the_next_goes_on(size):
-    workers = need(2, servers=1)
-
-    def body(kv):
-        names = ["a", "b", "c"]
-        kv.init(names, [np.zeros(size)] * 3)
-        values, outs = [mpips.empty(size, np.float64) for _ in names], [np.zeros(size) for _ in names]
-        for value in values:
-            value[:] = 1
-        if kv.rank == 0:
-            kv.layout.workers.Barrier()  # the others come here when they have raised
-        said = [failure(lambda: kv.pushpull(names, values, out=outs))]
-        if kv.rank:
-            kv.layout.workers.Barrier()
-        said.append(failure(lambda: kv.push("a", values[0])))
-        kv.recover()
-        kv.pushpull(names, values, out=outs)
-        return said, [float(out[0]) for out in outs]
-
-    found = run("dist_sync", body, servers=1, timeout_seconds=2)
-    if found:
-        said, ends = found
-        assert "has waited" in said[0], found
-        assert said[1] == said[0], found
-        assert ends == [workers] * 3, found

@@ -82,27 +82,6 @@ def test_long_sums_at_default_settings(servers, optimizer):
     assert not run("dist_sync", body, servers=servers)
 
 
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("servers", [1, 2])
-def test_an_asynchronous_store_counts_all_that_was_pushed(servers):
-    workers = need(servers=servers)
-    rounds = 20
-
-    def body(kv):
-        kv.init("w", np.zeros(SIZE))
-        kv.set_optimizer("add")
-        value, out = np.empty(SIZE), np.empty(SIZE)
-        for round_ in range(rounds):
-            value[:] = pushed(round_, kv.rank)
-            kv.push("w", value)
-            value[:] = -1
-        kv.barrier()
-        kv.pull("w", out)
-        return np.array_equal(out, sum(summed(round_, workers) for round_ in range(rounds)))
-
-    assert run("dist_async", body, servers=servers, block_bytes=4096, big_array=1000) is not False
-
-
 @pytest.mark.mpi(min_size=3)
 def test_keys_in_another_order_on_every_worker():
     workers = need(2, servers=1)

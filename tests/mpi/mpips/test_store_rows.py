@@ -234,18 +234,3 @@ def test_rows_without_elements(kind, options, shape):
         assert (out == kv.num_workers).all()
 
     run(kind, body, **options)
-
-
-@pytest.mark.parametrize("options", [{}, {"shared_memory": False}])
-def test_rows_and_dense_pushes_of_a_round_add_up_round_after_round(options):
-    need(2, servers=1)
-
-    def body(kv):
-        kv.init("e", np.zeros(SHAPE, np.float32))
-        for repeat in range(3):
-            rows = gradient(repeat, kv.rank)
-            kv.push("e", rows if kv.rank % 2 == repeat % 2 else rows.to_dense())
-            kv.pull("e", out := np.empty(SHAPE, np.float32))
-            assert (out == sum(gradient(repeat, worker).to_dense() for worker in range(kv.num_workers))).all()
-
-    run("dist_sync", body, servers=1, **options)

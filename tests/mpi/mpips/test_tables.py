@@ -167,32 +167,6 @@ def test_tables_are_pushed_together(kind: str, options: dict[str, Any]) -> None:
     run(kind, body, **options)
 
 
-def test_workers_in_a_stale_store_stay_together() -> None:
-    need(workers=2, servers=1)
-
-    def body(kv: mpips.KVStore) -> None:
-        table = kv.table("t", 1, init=mpips.uniform(0), learning_rate=1.0)
-        counts = np.zeros(kv.num_workers)
-        for _ in range(20):
-            table.push(np.array([kv.rank]), np.full((1, 1), -1, np.float32))
-            counts = table.pull(np.arange(kv.num_workers))[:, 0]
-            assert counts.min() >= counts[kv.rank] - 2
-        meet(kv)
-
-    run("dist_async", body, servers=1, staleness=2)
-
-
-def test_rows_begin_alike_on_any_servers() -> None:
-    ids = np.concatenate([EDGES, np.arange(-1000, 1000)])
-    found = []
-    for servers in range(1, min(4, WORLD.size)):
-        order = np.random.default_rng(servers).permutation(len(ids))
-        undo = np.argsort(order)
-        found.append(run("dist_sync", lambda kv: kv.table("a", 8).pull(ids[order])[undo], servers=servers))  # noqa: B023
-    rows = [one.tobytes() for one in found if one is not None]
-    assert len(set(rows)) <= 1
-
-
 def test_many_rows_are_found_again() -> None:
     need(servers=1)
 
@@ -646,35 +620,6 @@ def test_all_ranks_hear_of_a_gradient_that_is_not_finite() -> None:
         assert "push 1 of rank 0 holds 1 NaN and 0 infinities among 4 elements, the first of id 9" in said
 
 
-@either_mpi
-@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
-def test_a_table_goes_on_after_recover(kind: str) -> None:
-    need(servers=1)
-    ids, more = np.arange(4), {"init": mpips.uniform(0.5), "optimizer": "adam", "learning_rate": 0.1}
-
-    def body(kv: mpips.KVStore) -> None:
-        table, first = kv.table("t", 2, **more), None
-        for step in range(6):
-            gradients = np.full((4, 2), step + 1, np.float32)
-            if step == 3:
-                kv.barrier()
-                rounds = kv.recover()
-                assert rounds["t"] == 3 and not rounds.torn
-                assert rounds.step == 3
-            table.push(ids, gradients if kv.rank == 0 or kind == "dist_sync" else np.zeros_like(gradients))
-            first = table.pull(ids) if first is None else first
-        assert table.pushes == 6
-        kv.barrier()
-        if kind == "dist_sync":
-            expected = ReferenceTable("t", 2, "float32", 0.5, "adam")
-            for step in range(6):
-                expected.push([(ids, np.full((4, 2), step + 1, np.float32))] * kv.num_workers)
-            assert table.pull(ids).tobytes() == expected.pull(ids).tobytes()
-        assert table.stats()["updates"] == 6 * (1 if kind == "dist_sync" else kv.num_workers)
-
-    run(kind, body, servers=1)
-
-
 def test_a_worker_that_leaves_ends_the_wait_for_its_push() -> None:
     need(workers=2, servers=1)
     try:
@@ -712,44 +657,6 @@ def test_tensors_of_pytorch_serve_as_arrays() -> None:
         assert (out == kv.num_workers * torch.tensor([[2.0, 2], [1, 1], [2, 2]])).all()
 
     run("dist_sync", body, servers=1)
-
-
-@either_mpi
-@pytest.mark.parametrize(
-    "optimizer, life",
-    [
-        *((name, {}) for name in sorted(UPDATES)),
-        ("adam", {"admit": mpips.seen(2), "evict": 2}),
-    ],
-)
-def test_a_saved_table_goes_on_with_other_servers(
-    optimizer: str, life: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    need(servers=1)
-    path = WORLD.bcast(str(tmp_path_factory.mktemp("saved") / "users") if WORLD.rank == 0 else "")
-    pushes = [batch(repeat, 1, 5, "float32") for repeat in range(6)]
-    expected = ReferenceTable("users", 5, "float32", 0.5, optimizer, **life)
-    for one in pushes:
-        expected.push([one])
-    nothing = np.zeros(0, np.int64), np.zeros((0, 5), np.float32)
-
-    def body(kv: mpips.KVStore, first: int, stop: int) -> None:
-        table = kv.table("users", 5, init=mpips.uniform(0.5), optimizer=optimizer, **life, **SMALL_RATE)
-        if first:
-            table.push(*pushes[0])  # is forgotten
-            table.load(path)
-        for one in pushes[first:stop]:
-            table.push(*(one if kv.rank == 0 else nothing))
-        if stop < len(pushes):
-            table.save(path)
-            assert life or table.pull(pushes[0][0]).tobytes() != expected.pull(pushes[0][0]).tobytes()
-        else:
-            for ids, _ in pushes:
-                assert table.pull(ids).tobytes() == expected.pull(ids).tobytes()
-            assert table.stats()["updates"] == stop
-
-    run("dist_sync", lambda kv: body(kv, 0, 3), servers=1)
-    run("dist_sync", lambda kv: body(kv, 3, 6), servers=min(2, WORLD.size - 1))
 
 
 def test_a_file_that_does_not_fit_changes_nothing(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -1,4 +1,4 @@
-"""Every way to train on digits: synchronous modes give the serial loss curve, all of them learn."""
+"""Elastic averaging on digits, by a Trainer, step by step."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-import mpips
 from mpips.mlp import MLP
 from mpips.optimizers import SGD, Updater
 from mpips.training import Elastic, Trainer
 from mpips.training.batches import shares
-from tests.choice import once
-from tests.mpi.mpips.support import need, run
-from tests.mpi.sizes import either_mpi, only_on
+from tests.mpi.mpips.support import run
 
 if importlib.util.find_spec("sklearn") is None:
     pytest.skip("the digits come with scikit-learn", allow_module_level=True)
@@ -27,17 +24,7 @@ import task
 
 WORLD = MPI.COMM_WORLD
 STEPS = 25
-TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
-OPTIMIZERS = [SGD(0.1, momentum=0.9), mpips.optimizers.Adam(0.005)]
-SYNCHRONOUS = [
-    ("dist_sync", {"servers": 1}),
-    ("dist_sync", {"servers": 2}),
-    ("mpi_sync", {"servers": 1, "clients": 2}),
-    ("mpi_sync", {"servers": 2, "clients": 2, "masters": "all"}),
-    ("mpi_sync", {"servers": 1, "clients": 1}),
-    ("mpi_sync", {"servers": 0}),
-    ("dist_sync", {"servers": 0}),
-]
+MOMENTUM = SGD(0.1, momentum=0.9)
 
 
 class Alone:
@@ -46,8 +33,8 @@ class Alone:
     rank, num_workers = 0, 1
 
 
-def network(dtype):
-    return MLP((64, 32, 10), loss="softmax", dtype=dtype, seed=1)
+def network():
+    return MLP((64, 32, 10), loss="softmax", dtype="float64", seed=1)
 
 
 def curve(step, data, batch_size, kv):
@@ -57,65 +44,11 @@ def curve(step, data, batch_size, kv):
     return np.array([step(x[rows], y[rows]) for rows in itertools.islice(batches, STEPS)])
 
 
-def serial_curve(data, dtype, optimizer, mini_batch):
-    """The losses of a program that knows nothing of stores."""
-    model = network(dtype)
-    updater = Updater(optimizer, model.parameters)
-
-    def step(x, y):
-        loss = model.loss_and_gradients(x, y)
-        updater.update(model.gradients)
-        return loss
-
-    return curve(step, data, mini_batch, Alone)
-
-
 def mean_over_workers(losses, workers):
     """The mean curve of all workers, on every rank; servers give none."""
     total = np.empty(STEPS)
     WORLD.Allreduce(np.zeros(STEPS) if losses is None else losses, total)
     return total / workers
-
-
-@either_mpi
-@only_on(1, 3, 4, 5)
-@once(optimizer=OPTIMIZERS, dtype=["float64", "float32"], **{"kind, options": SYNCHRONOUS})
-def test_synchronous_modes_give_the_serial_loss_curve(kind, options, dtype, optimizer):
-    workers, batch, data = need(**options), 12, task.digits(dtype)
-
-    def work(kv):
-        trainer = Trainer(network(dtype), kv, optimizer)
-        return curve(trainer.step, data, batch, kv)
-
-    losses = mean_over_workers(run(kind, work, **options), workers)
-    expected = serial_curve(data, dtype, optimizer, batch * workers)
-    np.testing.assert_allclose(losses, expected, rtol=0, atol=TOLERANCE[dtype])
-
-
-@either_mpi
-@pytest.mark.parametrize("kind, options", SYNCHRONOUS[:4], ids=str)
-def test_gradients_that_come_back_and_are_applied_by_workers_give_it_too(kind, options):
-    """Figure 6 of the paper: without an optimizer in the store."""
-    workers, batch, data = need(**options), 12, task.digits("float64")
-    sgd = OPTIMIZERS[0]
-
-    def work(kv):
-        model = network("float64")
-        kv.init(model.names, model.parameters)
-        updater = Updater(SGD(sgd.learning_rate, momentum=sgd.momentum, rescale=1 / kv.num_workers), model.parameters)
-
-        def step(x, y):
-            loss = model.loss_and_gradients(x, y)
-            kv.push(model.names, model.gradients)
-            kv.pull(model.names, model.gradients)
-            updater.update(model.gradients)
-            return loss
-
-        return curve(step, data, batch, kv)
-
-    losses = mean_over_workers(run(kind, work, **options), workers)
-    expected = serial_curve(data, "float64", sgd, batch * workers)
-    np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-9)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -124,8 +57,8 @@ def test_elastic_averaging_follows_equations_2_and_3():
     workers, batch, interval, alpha, data = WORLD.size - 1, 12, 4, 0.3, task.digits("float64")
 
     def work(kv):
-        model = network("float64")
-        trainer = Trainer(model, kv, OPTIMIZERS[0], elastic=Elastic(alpha=alpha, interval=interval))
+        model = network()
+        trainer = Trainer(model, kv, MOMENTUM, elastic=Elastic(alpha=alpha, interval=interval))
         losses = curve(trainer.step, data, batch, kv)
         centers = [np.empty_like(parameter) for parameter in model.parameters]
         kv.pull(model.names, centers)
@@ -134,8 +67,8 @@ def test_elastic_averaging_follows_equations_2_and_3():
     result = run("mpi_async", work, servers=1, clients=1)
     losses = mean_over_workers(result and result[0], workers)
 
-    model = network("float64")
-    updater, count = Updater(OPTIMIZERS[0], model.parameters), iter(range(STEPS))
+    model = network()
+    updater, count = Updater(MOMENTUM, model.parameters), iter(range(STEPS))
     centers = [parameter.copy() for parameter in model.parameters]
 
     def step(x, y):

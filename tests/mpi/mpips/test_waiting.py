@@ -1,8 +1,5 @@
 """Workers that wait for one another in calls that do not fit together hear of it at once; who may wait does not."""
 
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -12,9 +9,10 @@ import pytest
 import mpips
 from mpips.tables import places
 from tests.choice import once
+from tests.mpi.jobs import job
 from tests.mpi.mpips.faults import workers
 from tests.mpi.mpips.support import failure, need, run
-from tests.mpi.sizes import JOB_LIMIT, only_on
+from tests.mpi.sizes import only_on
 
 SECONDS = 20.0
 """In which a very busy machine says what an idle one says in half a second; the limit is 300 s."""
@@ -261,10 +259,6 @@ else:
 @pytest.mark.parametrize("call", ["create", "collective"])
 def test_a_limit_names_who_is_late_and_the_setting(tmp_path: Path, call: str) -> None:
     """Where nothing stands yet, too."""
-    program = tmp_path / "late.py"
-    program.write_text(LATE)
-    words = [sys.executable, "-m", "launch.cli", "run", "-w", "3", str(program), call]
-    setting = os.environ | {"MPIPS_TIMEOUT_SECONDS": "1"}
-    done = subprocess.run(words, capture_output=True, text=True, timeout=JOB_LIMIT, check=False, env=setting)
+    done = job(tmp_path, LATE, "-w 3", call, MPIPS_TIMEOUT_SECONDS="1")
     late = "has waited for 1 s: rank 1 has not come; for longer waits raise the timeout (timeout_seconds, "
     assert done.returncode and late in done.stderr, done.stderr

@@ -1,11 +1,10 @@
-"""The backend of torch.distributed: calls beside gloo's, groups, progress beside compute, DDP and FSDP."""
+"""The backend of torch.distributed: calls beside gloo's, groups, progress beside compute, and what is refused."""
 
 from __future__ import annotations
 
 import random
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -15,13 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp, rendezvous
-from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 import collectives
 from tests.mpi.torch import conformance
-from tests.mpi.torch.support import WORLD, alike, batch, groups, heard, joined_batch, network, several, train
+from tests.mpi.torch.support import WORLD, alike, batch, groups, heard, network, several
 
 CHOSEN = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
 SHAPES = ((7,), (0,), (3, 5), (1025,))
@@ -171,15 +169,6 @@ def test_modes_hear_of_collectives_as_on_gloo() -> None:
         counts = {str(kind): count for kind, count in mode.get_comm_counts().items()}
         found.append((counts, x.tolist(), part.tolist()))
     assert found[0] == found[1] and sum(found[0][0].values()) >= 3
-
-
-def test_a_smaller_group_sums_its_ranks() -> None:
-    members = list(range(1, WORLD.size, 2))
-    odd = dist.new_group(members, backend="mpips") if members else None
-    x = torch.full((3,), float(WORLD.rank))
-    if WORLD.rank % 2:
-        dist.all_reduce(x, group=odd)
-    assert x.tolist() == [float(sum(members) if WORLD.rank % 2 else WORLD.rank)] * 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
@@ -400,50 +389,6 @@ def test_means_of_integers_are_divided_toward_0(dtype: Any) -> None:
     assert {value for tensor in tensors for value in tensor.flatten().tolist()} == {int(whole / WORLD.size)}
 
 
-# ---- PyTorch's own data parallelism
-
-
-def test_ddp_s_losses_are_gloo_s() -> None:
-    losses = []
-    for group in (None, dist.new_group(backend="gloo")):
-        model = DistributedDataParallel(network(torch.float32), process_group=group)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
-        losses.append(train(model, optimizer, 200, lambda step: batch(step, torch.float32)))
-    assert max(abs(a - b) / b for a, b in zip(*losses)) < 1e-6
-
-
-def test_ddp_accumulates_by_no_sync() -> None:
-    model, plain = DistributedDataParallel(network(), find_unused_parameters=True), network()
-    for step in range(3):
-        (x, y), (all_x, all_y) = batch(step), joined_batch(step)
-        with model.no_sync():
-            mse_loss(model(x), y).backward()
-        mse_loss(model(x), y).backward()
-        for _ in range(2):
-            mse_loss(plain(all_x), all_y).backward()
-    assert max(float((a.grad - b.grad).abs().max()) for a, b in zip(model.parameters(), plain.parameters())) < 1e-12
-
-
-def test_fully_sharded_models_train_alike() -> None:
-    fsdp = pytest.importorskip("torch.distributed.fsdp")
-    if not hasattr(fsdp, "fully_shard"):
-        pytest.skip("this PyTorch has no fully_shard")
-    from torch.distributed.device_mesh import DeviceMesh
-
-    model, plain = network(torch.float32), network(torch.float32)
-    fsdp.fully_shard(model, mesh=DeviceMesh.from_group(dist.group.WORLD, "cpu"))
-    train(model, torch.optim.SGD(model.parameters(), 0.1), 4, lambda step: batch(step, torch.float32))
-    train(plain, torch.optim.SGD(plain.parameters(), 0.1), 4, lambda step: joined_batch(step, torch.float32))
-    whole = [p.full_tensor() for p in model.parameters()]
-    assert max(float((a - b).abs().max()) for a, b in zip(whole, plain.parameters())) < 1e-5
-
-
-def test_functional_collectives_sum() -> None:
-    functional = pytest.importorskip("torch.distributed._functional_collectives")
-    x = functional.all_reduce(torch.ones(3) * (WORLD.rank + 1), "sum", dist.group.WORLD)
-    assert (x == sum(range(1, WORLD.size + 1))).all()
-
-
 # ---- what is refused
 
 
@@ -467,18 +412,6 @@ def test_torchrun_s_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("WORLD_SIZE", str(WORLD.size + 1))
     with pytest.raises(RuntimeError, match="instead of torchrun"):
         dist.new_group(backend="mpips")
-
-
-def test_an_argument_error_is_one_rank_s() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with pytest.raises((TypeError, ValueError, RuntimeError)):
-            dist.all_reduce(torch.ones(2).to_sparse(), ReduceOp.MAX)
-        with pytest.raises((TypeError, ValueError, RuntimeError)):
-            dist.all_reduce(torch.ones(2), ReduceOp.BOR)
-    x = torch.ones(2)
-    dist.all_reduce(x)
-    assert (x == WORLD.size).all()
 
 
 @several

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from mpips.torch import DataParallel
-from tests.mpi.torch.support import EARLY, ODD, WORLD, batch, far, groups, heard, network, train
+from tests.mpi.torch.support import EARLY, WORLD, batch, far, groups, heard, network, train
 
 Program = Callable[[nn.Module, nn.Module], None]
 """Gets the wrapped model and its module, and leaves gradients."""
@@ -328,22 +328,3 @@ def test_compiled_autograd_is_refused() -> None:
     with torch._dynamo.config.patch(compiled_autograd=True):
         assert "set torch._dynamo.config.compiled_autograd = False" in heard(step)
     torch._dynamo.reset()
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_all_ranks_see_an_overflow_of_one() -> None:
-    """GradScaler looks at averaged gradients: all leave the same step out, and have the same scale."""
-    torch.manual_seed(0)
-    module = plain()
-    model = DataParallel(module, buckets=EARLY)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
-    for step in range(4):
-        optimizer.zero_grad()
-        loss = model(x(step)).pow(2).mean() * (float("inf") if step == 1 and WORLD.rank == ODD else 1.0)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    parameters = [p.detach() for p in module.parameters()]
-    assert all(torch.isfinite(p).all() for p in parameters) and scaler.get_scale() == 64.0
-    assert apart_on_ranks(parameters) == 0

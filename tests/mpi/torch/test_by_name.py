@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.child import ROOT, outside
 from tests.mpi.sizes import only_on
 
-ROOT = Path(__file__).resolve().parents[3]
 SUM = """
 import torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -41,8 +40,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         timeout=60,
         capture_output=True,
     )
-    clean = {k: v for k, v in os.environ.items() if not re.match(r"OMPI_|PMIX_|PRTE_|PMI_|HYDRA_|MPI_|MPIPS_", k)}
-    return {**clean, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+    return {**outside(), "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
 
 
 def run(arguments: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:

@@ -8,16 +8,13 @@ import time
 from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from mpi4py import MPI
 from torch import nn
 from torch.nn.functional import mse_loss
 
 from collectives import MismatchError
 from mpips.torch import DataParallel, broadcast_optimizer_state
-from mpips.torch.lockstep import difference
 from tests.mpi.torch.support import (
     BATCH,
     WORLD,
@@ -63,14 +60,6 @@ def test_training_equals_that_on_the_joined_batch(options: dict[str, Any]) -> No
     assert sorted(named) == sorted(name for name, _ in model.module.named_parameters())
 
 
-def test_losses_of_200_steps_are_those_of_the_joined_batch() -> None:
-    model, plain = DataParallel(network(torch.float32)), network(torch.float32)
-    ours = np.array(train(model, sgd(model), 200, lambda step: batch(step, torch.float32)))
-    theirs = np.array(train(plain, sgd(plain), 200, lambda step: joined_batch(step, torch.float32)))
-    WORLD.Allreduce(MPI.IN_PLACE, ours)
-    np.testing.assert_allclose(ours / WORLD.size, theirs, rtol=1e-6)
-
-
 def test_rank_0_s_parameters_and_buffers_are_taken() -> None:
     torch.manual_seed(WORLD.rank)
     model = nn.Linear(3, 2)
@@ -100,29 +89,6 @@ def test_gradients_add_up_without_an_exchange(by_attribute: bool) -> None:
         x, y = joined_batch(number)
         mse_loss(plain(x), y).backward()
     assert max(float((a.grad - b.grad).abs().max()) for a, b in zip(model.parameters(), plain.parameters())) < 1e-12
-
-
-class Branches(nn.Module):
-    """Uses one of two layers; a third never."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(3))
-
-    def forward(self, x: Any, which: int) -> Any:
-        return self.layers[which](x)
-
-
-@pytest.mark.parametrize("steps", [1, 6])
-def test_parameters_that_some_ranks_do_not_use_get_the_mean(steps: int) -> None:
-    model = DataParallel(Branches(), buckets="layerwise")
-    for _ in range(steps):
-        model.zero_grad()
-        model(torch.ones(1, 2), WORLD.rank % 2).sum().backward()
-    first, second, third = (layer.weight.grad for layer in model.module.layers)
-    odd = WORLD.size // 2 / WORLD.size
-    assert torch.allclose(first, torch.full((2, 2), 1 - odd)) and third is None
-    assert torch.allclose(second, torch.full((2, 2), odd)) if WORLD.size > 1 else second is None
 
 
 def test_ranks_with_different_numbers_of_batches_join() -> None:
@@ -348,13 +314,6 @@ def test_models_that_differ_are_refused(odd: Any, asked: dict, words: str) -> No
     with pytest.raises(MismatchError) as error:
         DataParallel(model, comm, **options)
     assert words in str(error.value) and time.monotonic() - begin < 10
-
-
-def test_a_sentence_names_the_first_difference() -> None:
-    a, b, c = ("parameter 'a'", "float32(2,)"), ("parameter 'b'", "float32(2,)"), ("parameter 'c'", "float32(2,)")
-    assert difference([[a, b], [a, b]]) == ""
-    assert difference([[a], [a], [a, c]]) == "rank 0 has no parameter 'c', which rank 2 has"
-    assert difference([[a, b], [b, a]]) == "rank 0 has parameter 'a' where rank 1 has parameter 'b'"
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +17,7 @@ from jax.experimental import io_callback  # noqa: E402
 import collectives  # noqa: E402
 import mpips.jax  # noqa: E402
 from collectives import communicator as communicators  # noqa: E402
-from tests.child import outside  # noqa: E402
+from tests.mpi.jobs import job  # noqa: E402
 from tests.mpi.sizes import only_on  # noqa: E402
 from tests.mpi.torch.support import WORLD  # noqa: E402
 
@@ -368,15 +366,6 @@ def test_renew_serves_calls_of_jax_too() -> None:
     assert all(map(all, everybody)), everybody
 
 
-def run_ranks(folder: Path, program: str, ranks: int) -> subprocess.CompletedProcess[str]:
-    file = folder / "program.py"
-    file.write_text(program)
-    command = [sys.executable, "-m", "launch.cli", "run", "-w", str(ranks), str(file)]
-    return subprocess.run(
-        command, env=outside(), capture_output=True, text=True, errors="replace", timeout=LIMIT, check=False
-    )
-
-
 @only_on(1)
 @pytest.mark.parametrize(
     ("end", "words"),
@@ -388,19 +377,19 @@ def run_ranks(folder: Path, program: str, ranks: int) -> subprocess.CompletedPro
     ],
 )
 def test_all_ranks_end_by_a_sentence(end: str, words: str, tmp_path: Path) -> None:
-    done = run_ranks(tmp_path, ENDS.format(end=end), 3)
+    done = job(tmp_path, ENDS.format(end=end), "-w 3")
     assert done.returncode != 0 and words in done.stdout + done.stderr
 
 
 @only_on(1)
 def test_jax_finds_its_processes(tmp_path: Path) -> None:
-    done = run_ranks(tmp_path, PLACE, 2)
+    done = job(tmp_path, PLACE, "-w 2")
     assert done.returncode == 0 and {"process 0 of 2", "process 1 of 2"} <= set(done.stdout.splitlines()), done.stderr
 
 
 @only_on(1)
 def test_a_jax_without_foreign_functions_falls_back_to_callbacks(tmp_path: Path) -> None:
-    done = run_ranks(tmp_path, OLD, 2)
+    done = job(tmp_path, OLD, "-w 2")
     assert done.returncode == 0, done.stderr
     assert "XLA's foreign function interface" in done.stderr and "callbacks" in done.stderr
     assert done.stdout.count("do not support JVP") == 2, done.stdout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import numpy as np
@@ -116,38 +115,6 @@ def test_an_exchange_travels_during_inner_steps(delay: int, keep: float) -> None
     trainer.close()
 
 
-@OPTIONS
-@pytest.mark.mpi(min_size=2)
-def test_every_step_by_plain_sgd_is_data_parallel(options: dict[str, Any]) -> None:
-    done = local(options, inner=lambda ps: torch.optim.SGD(ps, 0.1), every=1, outer="average")
-    if done is not None:
-        trainer, model = done
-        trainer.close()
-        plain = network()
-        inner = torch.optim.SGD(plain.parameters(), 0.1)
-        for step in range(1, STEPS + 1):
-            inner.zero_grad()
-            loss_of(plain, joined_batch(step, ranks=workers_of(options))).backward()
-            inner.step()
-        assert far(model, plain) < 1e-12
-
-
-@pytest.mark.parametrize("more", [{"fragments": 3, "every": 6}, {"fragments": 4, "every": 4}], ids=str)
-@pytest.mark.mpi(min_size=2)
-def test_fragments_are_shared_in_turn(more: dict[str, Any]) -> None:
-    done = local({}, outer="average", **more)
-    assert done is not None
-    trainer, model = done
-    ends = [np.concatenate([p.detach().numpy().ravel() for p in model.parameters()])]
-    others = WORLD.allgather(ends[0])
-    apart = sum(bool((other != others[0]).any()) for other in others[1:])
-    trainer.share()
-    shared = WORLD.allgather(np.concatenate([p.detach().numpy().ravel() for p in model.parameters()]))
-    trainer.close()
-    assert apart == WORLD.size - 1 or more["every"] == 1
-    assert all((one == shared[0]).all() for one in shared)
-
-
 @pytest.mark.mpi(min_size=2)
 def test_compressed_differences_train_nearly_as_well() -> None:
     losses = []
@@ -159,16 +126,6 @@ def test_compressed_differences_train_nearly_as_well() -> None:
         losses.append(loss_of(model, joined_batch(31)).item())
         trainer.close()
     assert all(abs(loss / losses[0] - 1) < bound for loss, bound in zip(losses[1:], [1e-3, 1e-2, 0.1])), losses
-
-
-@pytest.mark.mpi(min_size=2)
-def test_an_asynchronous_store_takes_what_comes() -> None:
-    done = local({"kind": "dist_async", "servers": 1}, steps=20, every=4, outer="average")
-    if done is not None:
-        trainer, model = done
-        trainer.share()
-        assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
-        trainer.close()
 
 
 @pytest.mark.parametrize("options", [{}, {"servers": 1}], ids=str)
@@ -234,33 +191,6 @@ def test_a_state_that_is_none_is_refused() -> None:
 def test_arguments_that_differ_are_named() -> None:
     said = heard(lambda: local({}, every=4 + (WORLD.rank == 0)))
     assert "every" in said and "4" in said and "5" in said, said
-
-
-@pytest.mark.parametrize("options, more", [({"servers": 1}, {}), ({}, {"fragments": 2, "delay": 1})], ids=str)
-@pytest.mark.mpi(min_size=2)
-def test_a_state_goes_on_with_the_same_bits(options: dict[str, Any], more: dict[str, Any]) -> None:
-    done = local(options, steps=STEPS, every=4, **more)
-    if done is not None:
-        trainer, whole = done
-        trainer.close()
-    done = local(options, steps=7, every=4, **more)
-    saved = []
-    if done is not None:
-        trainer, model = done
-        saved = [copy.deepcopy(trainer.state_dict()), copy.deepcopy(model.state_dict())]
-        trainer.close()
-    done = local(options, steps=4, every=4, **more)  # with a delay an exchange is under way
-    if done is not None:
-        trainer, model = done
-        model.load_state_dict(saved[1])
-        trainer.load_state_dict(saved[0])
-        rank = trainer.store.rank
-        for step in range(trainer.steps + 1, STEPS + 1):
-            trainer.zero_grad()
-            loss_of(model, batch(step, rank=rank)).backward()
-            trainer.step()
-        trainer.close()
-        assert far(model, whole) == 0
 
 
 @pytest.mark.parametrize(

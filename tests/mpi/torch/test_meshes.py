@@ -313,11 +313,3 @@ def test_compiled_collectives_give_what_eager_ones_give(line: DeviceMesh) -> Non
     x = torch.arange(6.0).reshape(2, 3) + WORLD.rank
     for eager, compiled in zip(program(x), torch.compile(program, backend="aot_eager", fullgraph=True)(x)):
         assert torch.equal(eager, compiled)
-
-
-def test_compiled_ddp_trains_as_one_process() -> None:
-    model, plain = network(torch.float32), network(torch.float32)
-    compiled: Any = torch.compile(DistributedDataParallel(model), backend="aot_eager")
-    train(compiled, torch.optim.SGD(model.parameters(), 0.1), 4, lambda step: batch(step, torch.float32))
-    train(plain, torch.optim.SGD(plain.parameters(), 0.1), 4, lambda step: joined_batch(step, torch.float32))
-    assert far(model, plain) < 1e-5

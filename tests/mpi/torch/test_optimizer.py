@@ -30,15 +30,6 @@ from tests.mpi.torch.support import (
     wrapped,
 )
 
-OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
-    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
-    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
-    (torch.optim.Adam, {"lr": 0.01}),
-    (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
-    (torch.optim.RMSprop, {"lr": 0.01}),
-    (torch.optim.Adagrad, {"lr": 0.05}),
-    (torch.optim.Adamax, {"lr": 0.01}),  # has no counterpart on servers
-]
 OLD = Path(__file__).parents[2] / "data" / "e292923"
 KINDS = pytest.mark.parametrize("options", [{}, {"servers": 1}, SERVED], ids=str)
 TWO_KINDS = pytest.mark.parametrize("options", [{}, {"servers": 1}], ids=str)
@@ -47,16 +38,6 @@ TWO_KINDS = pytest.mark.parametrize("options", [{}, {"servers": 1}], ids=str)
 def joined(workers: int) -> Any:
     """Return the joined batches of some workers, by step."""
     return lambda step: joined_batch(step, ranks=workers)
-
-
-@pytest.mark.parametrize("kind,numbers", OPTIMIZERS)
-def test_training_equals_that_on_the_joined_batch(kind: Any, numbers: dict[str, Any]) -> None:
-    model, plain = network(), network()
-    optimizer = wrapped(model, kind(model.parameters(), **numbers), {})
-    train(model, optimizer, 6, batch)
-    optimizer.close()
-    train(plain, kind(plain.parameters(), **numbers), 6, joined_batch)
-    assert far(model, plain) < 1e-6
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ STORES: list[dict[str, Any]] = [
     {"kind": "mpi_async", "servers": 1, "shared_memory": False},
 ]
 OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
-    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
     (torch.optim.Adam, {"lr": 0.05, "weight_decay": 0.1}),
     (torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.1}),
     (torch.optim.RMSprop, {"lr": 0.05, "weight_decay": 0.1}),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -14,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.child import ROOT, outside
 from tests.mpi.sizes import only_on
 
-ROOT = Path(__file__).resolve().parents[3]
 PROGRAMS = re.findall(r"^@program\ndef (\w+)", (Path(__file__).parent / "programs.py").read_text(), re.MULTILINE)
 LIMIT = 400  # seconds of a job, which imports PyTorch once and runs all programs
 WAYS = {
@@ -39,7 +38,6 @@ pytestmark = [only_on(1), pytest.mark.timeout(2 * LIMIT)]
 @cache
 def outcomes(way: str, servers: int) -> dict[str, Any]:
     """Return what `programs.py` has found on two workers."""
-    clean = {k: v for k, v in os.environ.items() if not re.match(r"OMPI_|PMIX_|PRTE_|PMI_|HYDRA_|MPI_|MPIPS_", k)}
     with TemporaryDirectory() as folder:
         file = Path(folder) / "found.pt"
         done = subprocess.run(
@@ -57,7 +55,7 @@ def outcomes(way: str, servers: int) -> dict[str, Any]:
                 str(file),
             ],
             cwd=ROOT,
-            env={**clean, "PYTHONPATH": str(ROOT)},
+            env=outside(),
             capture_output=True,
             text=True,
             timeout=LIMIT,

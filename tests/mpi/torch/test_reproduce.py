@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,24 +11,15 @@ from typing import Any
 import pytest
 from mpi4py import MPI
 
-ROOT = Path(__file__).resolve().parents[3]
-OURS = r"OMPI_|PMIX_|PRTE_|PMI_|HYDRA_|MPI_|MPIPS_"
+from tests.child import outside
+
 ALONE = pytest.mark.skipif(MPI.COMM_WORLD.size != 1, reason="starts a job of its own; once is enough")
 
 
 def measured(folder: Path, *words: str) -> list[dict[str, Any]]:
     """Run a program of the examples on two ranks, and return its rows."""
-    clean = {name: value for name, value in os.environ.items() if not re.match(OURS, name)}
     command = [sys.executable, "-m", "launch.run", "-n", "2", "-m", *words, "--json", "rows.json"]
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env={**clean, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    done = subprocess.run(command, cwd=folder, env=outside(), capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"
     rows: list[dict[str, Any]] = json.loads((folder / "rows.json").read_text())
     return rows

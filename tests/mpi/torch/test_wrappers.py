@@ -338,22 +338,3 @@ def test_objects_travel(pair: Pair) -> None:
 
     ours, theirs = (program(group) for group in pair)
     assert ours == theirs and ours[0][-1]["rank"] == last and ours[3] == [f"for {WORLD.rank}"]
-
-
-def test_groups_of_two_backends_overlap(pair: Pair) -> None:
-    """Asynchronous calls of three groups, in an order of each rank; and what they leave is the same on all."""
-    other = dist.new_group(backend="mpips")
-    found = []
-    for step in range(20):
-        calls = [
-            (pair.mpips, torch.full((1000,), 1.0 + WORLD.rank)),
-            (other, torch.full((7,), 2.0 * step)),
-            (pair.gloo, torch.full((9,), 3.0 * WORLD.rank)),
-        ]
-        turn = (WORLD.rank + step) % 3
-        works = [dist.all_reduce(x, group=group, async_op=True) for group, x in calls[turn:] + calls[:turn]]
-        for work in works if step % 2 else works[::-1]:
-            work.wait()
-        found.append([x[0].item() for _, x in calls])
-    assert alike(found)
-    assert found[-1] == [sum(range(1, WORLD.size + 1)), 38.0 * WORLD.size, 3.0 * sum(range(WORLD.size))]

@@ -29,13 +29,6 @@ def refused(call, *words):
     assert len(set(said)) == 1 and all(word in said[0] for word in (*words, f"rank {COMM.size - 1}")), said
 
 
-@pytest.fixture
-def mesh():
-    made = Mesh(COMM.size, 1)
-    yield made
-    made.free()
-
-
 @pytest.mark.parametrize(
     "other, words",
     [

@@ -15,13 +15,6 @@ pytestmark = MESHES
 WAYS = pytest.mark.parametrize("way", ["read", "scatter"])
 
 
-@pytest.fixture
-def mesh():
-    made = Mesh(COMM.size, 1)
-    yield made
-    made.free()
-
-
 def shared_text(tmp_path_factory, lines):
     """The path of a text that all ranks see."""
     path = shared_folder(tmp_path_factory) + "/table.csv"

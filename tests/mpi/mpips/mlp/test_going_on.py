@@ -30,13 +30,6 @@ NETWORK = {"sizes": (5, 8, 3), "dtype": "float64", "seed": 3}
 OPTIMIZER = SGD(learning_rate=0.05, momentum=0.5)
 
 
-@pytest.fixture
-def mesh():
-    made = Mesh(COMM.size, 1)
-    yield made
-    made.free()
-
-
 def fresh(mesh, epochs, worker=None, mode="pairs"):
     data = load(lambda: SyntheticSource(150, 5, 2), mesh, 30, "float64", seed=1)
     return train(MLP(SIZES, dtype="float64", seed=3), data, mesh, epochs, Adam(learning_rate=0.01), mode, worker=worker)

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -24,10 +20,10 @@ from mpips.overlap import JointPlan
 from mpips.overlap.exchange import CHOICES, Execution, Overlapped
 from mpips.overlap.messages import StoreMessages
 from mpips.training import Trainer
+from tests.mpi.jobs import job
 from tests.mpi.mpips.overlap.support import SIZES, STORES, WORLD, all_ranks, exchange_of, worker
-from tests.mpi.sizes import JOB_LIMIT, either_mpi, only_on
+from tests.mpi.sizes import either_mpi, only_on
 
-ROOT = Path(__file__).resolve().parents[4]
 STEPS = 4
 
 
@@ -297,8 +293,7 @@ def test_the_benchmark_measures_every_strategy(servers: int, tmp_path: Path) -> 
 @pytest.mark.parametrize("servers", [0, 1])
 def test_serialized_threads_suffice(tmp_path: Path, servers: int) -> None:
     """Training with overlap, plans looked at again, in a job whose MPI allows one thread at a time."""
-    script = tmp_path / "job.py"
-    script.write_text(f"""
+    script = f"""
 import numpy as np, mpips
 from mpi4py import MPI
 from mpips.overlap import Overlapped
@@ -314,12 +309,7 @@ exchange.finish()
 kv.close()
 if kv.rank == 0:
     print("trained")
-""")
-    clean = {k: v for k, v in os.environ.items() if not re.match(r"OMPI_|PMIX_|PRTE_|PMI_|HYDRA_|MPI_|MPIPS_", k)}
-    clean |= {"PYTHONPATH": str(ROOT), "MPI4PY_RC_THREAD_LEVEL": "serialized"}
-    command = [sys.executable, "-m", "launch.run", "--workers", "2", "--servers", str(servers), str(script)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=JOB_LIMIT, env=clean, cwd=tmp_path, check=False
-    )
+"""
+    done = job(tmp_path, script, f"-w 2 -s {servers}", MPI4PY_RC_THREAD_LEVEL="serialized")
     assert done.returncode == 0, done.stderr
     assert "trained" in done.stdout

@@ -34,6 +34,7 @@ def test_early_blocks_leave_room_for_due_ones():
     assert buffers.borrow(25, True) is not None and buffers.borrow(25, True) is not None
     assert buffers.borrow(25, True) is None
     assert buffers.borrow(1000, True, sent=True) is not None
+    assert Buffers().borrow(25, True) is not None  # there is no room, and nothing else on its way
 
 
 def test_a_window_opens_when_the_server_has_read():
