@@ -23,7 +23,18 @@ from numpy.typing import NDArray
 
 from mpips.collectives.errors import CollectiveError, of_caller, warn
 from mpips.collectives.fabric.tasks import Task
-from mpips.store.checkpoint.file import TableRecord, Tensor, TensorFile, Writer, file_name, open_writer, why
+from mpips.store.checkpoint.file import (
+    Header,
+    Reader,
+    TableRecord,
+    Tensor,
+    TensorFile,
+    Writer,
+    file_name,
+    open_writer,
+    table_prefix,
+    why,
+)
 from mpips.store.keys.key import Array
 from mpips.store.runtime.rendezvous import Items, attempt
 from mpips.store.transport.frames import TableStats
@@ -136,6 +147,78 @@ def see_fit(what: str, path: str, record: TableRecord, table: KnownTable) -> Non
 
 def _row_bytes(record: TableRecord) -> int:
     return sum(tensor.dtype.itemsize * math.prod(tensor.shape[1:]) for _, tensor in record.tensors(""))
+
+
+# ---- in the checkpoints of a store
+
+
+class SavedTables(NamedTuple):
+    """All tables of a store as they were at one moment. `records`: what the file says of them. For worker 0."""
+
+    frozen: FrozenRows
+    records: list[TableRecord]
+
+    def pieces(self) -> Iterator[RowsPiece]:
+        """Return all rows, in the order of the tables."""
+        for record in self.records:
+            yield from pieces(record, table_prefix(record.card.table), self.frozen)
+
+    def read(self, piece: RowsPiece) -> Task[list[tuple[str, Array]]]:
+        """Return what a piece adds to tensors, by their names."""
+        return (yield from read(self.frozen, piece))
+
+    def release(self) -> Task[None]:
+        """Let the servers forget it."""
+        yield from self.frozen.release()
+
+
+def freeze_all(store: Settings) -> Task[SavedTables | None]:
+    """Keep all tables as they are now; on worker 0, where there are any."""
+    tables = store.backend.tables
+    if tables is None or not store.tables or store.layout.rank:
+        return None
+    frozen = yield from tables.freeze(list(store.tables))
+    return SavedTables(frozen, [record_of(table, frozen) for table in store.tables.values()])
+
+
+def see_tables(store: Settings, path: str, header: Header) -> None:
+    """ValueError unless a checkpoint has all tables of the store, of the same kinds."""
+    records = {record.card.table: record for record in header.tables}
+    if records and store.backend.tables is None:
+        raise ValueError(
+            f"{path} has table {next(iter(records))!r}, whose rows are made on servers: load it into a "
+            "store with servers=1 or more"
+        )
+    for table in store.tables.values():
+        if table.name not in records:
+            raise ValueError(f"{path} has no table {table.name!r}, which the store has: save it too, by kv.save")
+        see_fit("load", path, records[table.name], table)
+    names = {record.key for record in header.records}
+    if twice := next((name for name in (*records, *store.tables) if name in names or name in store.keys), None):
+        raise ValueError(f"{path} and the store use the name {twice!r} for a key and for a table: choose another")
+
+
+def load_all(store: Settings, reader: Reader | None, records: Sequence[TableRecord]) -> Task[None]:
+    """Make a checkpoint's tables that are not there, and give all their rows. Collective; `reader`: on worker 0."""
+    tables = store.backend.tables
+    if tables is None or not records:
+        return
+    for record in records:
+        if record.card.table not in store.tables:
+            yield from tables.make(record.card)
+            store.tables[record.card.table] = KnownTable(record.card)
+            store.restored.offer([record.card.table])
+        store.tables[record.card.table].note_load()
+
+    def rows() -> Task[bytes]:
+        assert reader is not None
+        counts = {record.card.table + COUNTS for record in records if record.card.seen}
+        for table in (record.card.table for record in records if record.card.table not in counts):
+            parts = [one for one in records if one.card.table in (table, *({table + COUNTS} & counts))]
+            yield from restore(tables, [FilePart({table_prefix(one.card.table): one for one in parts}, reader)])
+        return b""
+
+    yield from tables.at_rank_0(rows, "load")
 
 
 # ---- one table in a file

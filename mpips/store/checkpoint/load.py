@@ -30,12 +30,10 @@ from mpips.store.checkpoint.file import (
     Header,
     Reader,
     Record,
-    TableRecord,
     file_name,
     residual_dtype,
     residual_name,
     state_name,
-    table_prefix,
     value_name,
 )
 from mpips.store.checkpoint.save import from_worker, senders
@@ -44,10 +42,9 @@ from mpips.store.keys.key import Array, Key, Name
 from mpips.store.options import MOST
 from mpips.store.roles import Layout
 from mpips.store.runtime.rendezvous import attempt
-from mpips.store.worker.interface import KnownTable, States, Stored
+from mpips.store.worker.interface import States, Stored
 from mpips.store.worker.settings import Settings
 from mpips.tables import files as table_files
-from mpips.tables.admission import COUNTS
 
 LOG = log.get("mpips.store")
 
@@ -72,7 +69,7 @@ def _opened(store: Settings, path: str, stack: contextlib.ExitStack) -> Reader |
         return None
     reader = stack.enter_context(Reader(path))
     _see_keys(store, reader.path, reader.header)
-    _see_tables(store, reader.path, reader.header)
+    table_files.see_tables(store, reader.path, reader.header)
     groups = _used(store, _groups(reader.header))  # an optimizer of the user's must be registered
     for record in reader.header.records:
         _see_state(reader.path, record, groups.of(record.key))
@@ -94,23 +91,6 @@ def _see_keys(store: Settings, path: str, header: Header) -> None:
     kinds = {type(name).__name__ for name in (*records, *store.keys)}
     if len(kinds) > 1:
         raise ValueError(f"{path} has keys of type {' and '.join(sorted(kinds))}, beside those of the store")
-
-
-def _see_tables(store: Settings, path: str, header: Header) -> None:
-    """The tables of the store are in the file, and of the same kind; else ValueError."""
-    records = {record.card.table: record for record in header.tables}
-    if records and store.backend.tables is None:
-        raise ValueError(
-            f"{path} has table {next(iter(records))!r}, whose rows are made on servers: load it into a "
-            "store with servers=1 or more"
-        )
-    for table in store.tables.values():
-        if table.name not in records:
-            raise ValueError(f"{path} has no table {table.name!r}, which the store has: save it too, by kv.save")
-        table_files.see_fit("load", path, records[table.name], table)
-    names = {record.key for record in header.records}
-    if twice := next((name for name in (*records, *store.tables) if name in names or name in store.keys), None):
-        raise ValueError(f"{path} and the store use the name {twice!r} for a key and for a table: choose another")
 
 
 def _see_state(path: str, record: Record, optimizer: Optimizer | None) -> None:
@@ -157,32 +137,7 @@ def _loaded(store: Settings, reader: Reader | None, header: Header) -> Task[None
         if header.residuals:
             floats = [record for record in records if record.floats]
             yield from _residuals_loaded(store, reader, header, floats)
-    yield from _tables_loaded(store, reader, header.tables)
-
-
-def _tables_loaded(store: Settings, reader: Reader | None, records: Sequence[TableRecord]) -> Task[None]:
-    """Make tables that are not there, and give all their rows. Collective."""
-    tables = store.backend.tables
-    if tables is None or not records:
-        return
-    for record in records:
-        if record.card.table not in store.tables:
-            yield from tables.make(record.card)
-            store.tables[record.card.table] = KnownTable(record.card)
-            store.restored.offer([record.card.table])
-        store.tables[record.card.table].note_load()
-
-    def rows() -> Task[bytes]:
-        assert reader is not None
-        counts = {record.card.table + COUNTS for record in records if record.card.seen}
-        for table in (record.card.table for record in records if record.card.table not in counts):
-            parts = [one for one in records if one.card.table in (table, *({table + COUNTS} & counts))]
-            yield from table_files.restore(
-                tables, [table_files.FilePart({table_prefix(one.card.table): one for one in parts}, reader)]
-            )
-        return b""
-
-    yield from tables.at_rank_0(rows, "load")
+    yield from table_files.load_all(store, reader, header.tables)
 
 
 def _use(store: Settings, groups: Groups, compressor: Compressor | None) -> Task[None]:

@@ -36,7 +36,6 @@ from mpips.store.checkpoint.file import (
     VERSION,
     Header,
     Record,
-    TableRecord,
     Writer,
     file_name,
     metadata,
@@ -44,7 +43,6 @@ from mpips.store.checkpoint.file import (
     residual_dtype,
     residual_name,
     state_name,
-    table_prefix,
     value_name,
     why,
 )
@@ -54,10 +52,9 @@ from mpips.store.roles import Layout
 from mpips.store.runtime.engine import Handle
 from mpips.store.runtime.errors import StoreError
 from mpips.store.runtime.rendezvous import attempt
-from mpips.store.worker.interface import FrozenRows, Snapshot, Stored
+from mpips.store.worker.interface import Snapshot, Stored
 from mpips.store.worker.settings import Settings
-from mpips.tables import files as table_files
-from mpips.tables.files import RowsPiece
+from mpips.tables.files import RowsPiece, SavedTables, freeze_all
 
 LOG = log.get("mpips.store")
 
@@ -109,27 +106,22 @@ def save_alone(store: Settings, path: str) -> Saving:
 
 
 class Content(NamedTuple):
-    """Keep what a store holds at one moment. `frozen`: its tables, with what the file says of them; on worker 0."""
+    """Keep what a store holds at one moment. `tables`: on worker 0, where there are any."""
 
     keys: Sequence[Key]
     snapshot: Snapshot
-    frozen: FrozenRows | None
-    tables: Sequence[TableRecord]
+    tables: SavedTables | None
 
     def release(self) -> Task[None]:
         """Let the servers forget it."""
         yield from self.snapshot.release()
-        if self.frozen is not None:
-            yield from self.frozen.release()
+        if self.tables is not None:
+            yield from self.tables.release()
 
 
 def _content(store: Settings, keys: Sequence[Key], snapshot: Snapshot) -> Task[Content]:
     """Return keys as they are frozen, with the tables as they are now."""
-    tables = store.backend.tables
-    if tables is None or not store.tables or store.layout.rank:
-        return Content(keys, snapshot, None, [])
-    frozen = yield from tables.freeze(list(store.tables))
-    return Content(keys, snapshot, frozen, [table_files.record_of(table, frozen) for table in store.tables.values()])
+    return Content(keys, snapshot, (yield from freeze_all(store)))
 
 
 def _frozen(store: Settings, keys: Sequence[Key], writer: Writer | None) -> Task[tuple[Content, BaseException | None]]:
@@ -194,14 +186,14 @@ def _header(store: Settings, content: Content, groups: int) -> Header:
         records.append(Record(key.name, key.shape, key.dtype.name, round_, step, list(dtypes), data))
     compressor, default = store.compressor, store.groups.default
     return Header(
-        version=VERSION if content.tables else 1,
+        version=1 if content.tables is None else VERSION,
         kind=store.layout.kind,
         options=asdict(store.layout.options),
         records=records,
         optimizer=None if default is None else as_data(default),
         compression=None if compressor is None else options(compressor),
         residuals=groups,
-        tables=list(content.tables),
+        tables=[] if content.tables is None else content.tables.records,
     )
 
 
@@ -277,16 +269,15 @@ def pieces(content: Content) -> Iterator[Piece | RowsPiece]:
             for start in range(0, key.size, step):
                 stop = min(start + step, key.size)
                 yield Piece(key, slot, start, stop, name, (stop - start) * itemsize)
-    for record in content.tables:
-        assert content.frozen is not None
-        yield from table_files.pieces(record, table_prefix(record.card.table), content.frozen)
+    if content.tables is not None:
+        yield from content.tables.pieces()
 
 
 def copy_piece(content: Content, piece: Piece | RowsPiece, writer: Writer) -> Task[float]:
     """Write a piece; the seconds that this has cost."""
     if isinstance(piece, RowsPiece):
-        assert content.frozen is not None
-        parts = yield from table_files.read(content.frozen, piece)
+        assert content.tables is not None
+        parts = yield from content.tables.read(piece)
         begun = time.perf_counter()
         for name, values in parts:
             writer.append(name, values)
