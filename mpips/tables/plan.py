@@ -8,16 +8,18 @@ belongs to it (`transfer`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
 from mpips.collectives.fabric.arena import SparseFile
+from mpips.store.keys.key import Name
 from mpips.store.roles import Layout
 from mpips.store.transport.frames import MakeTable
 from mpips.tables import row_optimizers
+from mpips.tables.admission import COUNTS
 from mpips.tables.journal import Journal, Standing
 from mpips.tables.rows import arrays_of
 
@@ -28,7 +30,7 @@ class TableHolding(msgspec.Struct, array_like=True):
     table: str
     owner: int
     shelf: int
-    """Whose memory it is: the owner's, or that of its mirror; see `plan.Shelf`."""
+    """Whose memory it is: the owner's, or that of its mirror; see `recovery.plan.Shelf`."""
     standings: list[Standing]
     """The newest round first."""
     torn: bool
@@ -71,6 +73,30 @@ class TablePlan(NamedTuple):
     """Whence each server takes its rows, by its rank; None: it keeps its own."""
 
 
+class TableShelf(Protocol):
+    """What one owner has of tables, as `recovery.plan` knows it."""
+
+    @property
+    def owner(self) -> int: ...
+    @property
+    def live(self) -> bool: ...
+    @property
+    def tables(self) -> Sequence[TableHolding]: ...
+
+
+class TableInventory(Protocol):
+    """What one rank brings, as `recovery.plan` knows it. `keys`: None on a rank that was no worker before."""
+
+    @property
+    def keys(self) -> object: ...
+    @property
+    def tables(self) -> Sequence[MakeTable]: ...
+    @property
+    def mapped(self) -> Sequence[int]: ...
+    @property
+    def shelves(self) -> Sequence[TableShelf]: ...
+
+
 Owners = Mapping[int, TableHolding]
 """What each server of the generation before, by its rank then, has of one table."""
 
@@ -100,6 +126,49 @@ def common_holdings(owners: Owners, counts: Owners) -> dict[int, TableHolding]:
     return found
 
 
+def common_tables(inventories: Sequence[TableInventory]) -> list[MakeTable]:
+    """Return the tables that all workers know which were workers before, as the first of them knows them."""
+    lists = [one.tables for one in inventories if one.keys is not None]
+    known = [{card.table for card in cards} for cards in lists]
+    return [card for card in lists[0] if all(card.table in names for names in known)] if lists else []
+
+
+def owners_of_tables(inventories: Sequence[TableInventory]) -> dict[str, dict[int, TableHolding]]:
+    """Return of each such table what every server of the generation before has, by its rank then.
+
+    A table and its counts of ids close a round one after the other: they are put at rounds that both have."""
+    cards = common_tables(inventories)
+    found: dict[str, dict[int, TableHolding]] = {card.table: {} for card in cards}
+    for holding in (holding for one in inventories for shelf in one.shelves for holding in shelf.tables):
+        if (there := found.get(holding.table)) is None:
+            continue
+        known = there.get(holding.owner, holding)
+        there[holding.owner] = max(known, holding, key=lambda one: (one.shelf == one.owner, one.standings[0]))
+    for table in (card.table for card in cards if card.seen):
+        found[table] = found[table + COUNTS] = common_holdings(found[table], found[table + COUNTS])
+    return found
+
+
+def known_to_users(plans: Sequence[TablePlan]) -> list[TablePlan]:
+    """Return all tables but those that count the ids of others."""
+    counts = _names_of_counts(plan.card for plan in plans)
+    return [plan for plan in plans if plan.card.table not in counts]
+
+
+def _names_of_counts(cards: Iterable[MakeTable]) -> set[str]:
+    return {card.table + COUNTS for card in cards if card.seen}
+
+
+def rounds_of_tables(inventories: Sequence[TableInventory], servers: int) -> tuple[dict[Name, list[int]], list[str]]:
+    """Return the rounds at which each table can be had, and the tables of which one of so many servers' rows are
+    nowhere, as users know them. These have no rounds."""
+    owners = owners_of_tables(inventories)
+    lost = [name for name, theirs in owners.items() if len(theirs) < servers]
+    counts = _names_of_counts(common_tables(inventories))
+    rounds: dict[Name, list[int]] = {name: [] if name in lost else rounds_of(theirs) for name, theirs in owners.items()}
+    return rounds, [name for name in lost if name not in counts]
+
+
 def rounds_of(owners: Owners) -> list[int]:
     """Return the rounds at which all servers can have a table."""
     return sorted(set.intersection(*({round_ for round_, *_ in one.standings} for one in owners.values())))
@@ -121,6 +190,23 @@ def plan_table(layout: Layout, card: MakeTable, owners: Owners, round_: int | No
     rounds = {owner: min(chosen, one.standings[0][0]) for owner, one in owners.items()}
     counts = sum(standing[2] for standing in chosen_by), sum(standing[3] for standing in chosen_by)
     return TablePlan(card, chosen, updates, torn, pushes, rounds, counts)
+
+
+def plan_tables(
+    layout: Layout, inventories: Sequence[TableInventory], rounds: Mapping[Name, int | None], holders: Mapping[int, int]
+) -> list[TablePlan]:
+    """Return all tables at these rounds, and whence each server takes rows. `holders`: see `sources_of`."""
+    owners = owners_of_tables(inventories)
+    live = {shelf.owner for one in inventories for shelf in one.shelves if shelf.live}
+    plans = []
+    for card in common_tables(inventories):
+        theirs = owners[card.table]
+        sources = {
+            rank: sources_of(layout, rank, theirs, live, inventories[rank].mapped, holders)
+            for rank in map(layout.server_rank, range(layout.num_servers))
+        }
+        plans.append(plan_table(layout, card, theirs, rounds[card.table])._replace(sources=sources))
+    return plans
 
 
 def sources_of(

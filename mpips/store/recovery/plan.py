@@ -34,15 +34,7 @@ from mpips.store.roles import Layout
 from mpips.store.runtime.errors import LostError
 from mpips.store.transport import frames
 from mpips.store.transport.frames import Change, Created, UnitCard, dtype_of
-from mpips.tables.admission import COUNTS
-from mpips.tables.plan import (
-    TableHolding,
-    TablePlan,
-    common_holdings,
-    plan_table,
-    rounds_of,
-    sources_of,
-)
+from mpips.tables.plan import TableHolding, TablePlan, known_to_users, plan_tables, rounds_of_tables
 
 SHOWN = 4
 
@@ -135,34 +127,6 @@ def common_keys(inventories: Sequence[Inventory]) -> list[KeyCard]:
     return [card for card in lists[0] if all(card in cards for cards in known)]
 
 
-def common_tables(inventories: Sequence[Inventory]) -> list[frames.MakeTable]:
-    """Return the tables that all workers know which were workers before, as the first of them knows them."""
-    lists = [one.tables for one in inventories if one.keys is not None]
-    known = [{card.table for card in cards} for cards in lists]
-    return [card for card in lists[0] if all(card.table in names for names in known)] if lists else []
-
-
-def names_of_counts(cards: Iterable[frames.MakeTable]) -> set[str]:
-    """Return the names of tables that count ids without a row, which users do not know."""
-    return {card.table + COUNTS for card in cards if card.seen}
-
-
-def owners_of_tables(inventories: Sequence[Inventory]) -> dict[str, dict[int, TableHolding]]:
-    """Return of each such table what every server of the generation before has, by its rank then.
-
-    A table and its counts of ids close a round one after the other: they are put at rounds that both have."""
-    cards = common_tables(inventories)
-    found: dict[str, dict[int, TableHolding]] = {card.table: {} for card in cards}
-    for holding in (holding for one in inventories for shelf in one.shelves for holding in shelf.tables):
-        if (there := found.get(holding.table)) is None:
-            continue
-        known = there.get(holding.owner, holding)
-        there[holding.owner] = max(known, holding, key=lambda one: (one.shelf == one.owner, one.standings[0]))
-    for table in (card.table for card in cards if card.seen):
-        found[table] = found[table + COUNTS] = common_holdings(found[table], found[table + COUNTS])
-    return found
-
-
 def dtype_names(arrays: Sequence[Any]) -> list[str]:
     """Return the dtypes of arrays as messages hold them."""
     return [np.asarray(array).dtype.name for array in arrays]
@@ -220,7 +184,7 @@ class Choice(NamedTuple):
     keys: dict[Name, KeyChoice]
     step: int | None
     lost: list[Name]
-    tables: Mapping[str, int | None]
+    tables: Mapping[Name, int | None]
     """The rounds of tables; None: each server's newest."""
 
 
@@ -290,8 +254,7 @@ class RecoveryPlan:
         """At which round keys stand; in an asynchronous store, how many pushes of this worker are in them."""
         rounds = Rounds({key.name: key.round for key in self.keys})
         torn = [name for name, chosen in self.choice.keys.items() if chosen.torn]
-        counts = names_of_counts(table.card for table in self.tables)
-        for table in (table for table in self.tables if table.card.table not in counts):
+        for table in known_to_users(self.tables):
             rounds[table.card.table] = table.pushes[self.rank] if self.rank < len(table.pushes) else table.round
             torn += [table.card.table] * table.torn
         rounds.torn = tuple(torn)
@@ -372,10 +335,9 @@ def choose_rounds(
         name: [one for one in there if not (replicas and one[2].torn)] for name, there in found.items() if synchronous
     }
     available = {name: _whole_rounds(sizes[name], there) for name, there in whole.items()}
-    tables = owners_of_tables(inventories)
-    lost_tables = [name for name, owners in tables.items() if len(owners) < servers]
+    tables, lost_tables = rounds_of_tables(inventories, servers)
     if synchronous:
-        available |= {name: rounds_of(owners) for name, owners in tables.items() if name not in lost_tables}
+        available |= tables
     rounds, step = common_round({name: rounds for name, rounds in available.items() if rounds}, synchronous)
     keys: dict[Name, KeyChoice] = {}
     for name, there in found.items():
@@ -389,8 +351,7 @@ def choose_rounds(
         if parts is not None:
             keys[name] = KeyChoice(round_, torn, parts)
     together = synchronous and len(rounds) == len(found) + len(tables)
-    counts = names_of_counts(common_tables(inventories))
-    lost = [*(name for name in found if name not in keys), *(name for name in lost_tables if name not in counts)]
+    lost = [*(name for name in found if name not in keys), *lost_tables]
     return Choice(keys, step if together else None, lost, {name: rounds.get(name) for name in tables})
 
 
@@ -529,16 +490,7 @@ def _plan_units(
         for card in cut
     ]
     holdings = {owner: shelf.units for owner, shelf in shelves.items()}
-    owners = owners_of_tables(inventories)
-    live = {shelf.owner for one in inventories for shelf in one.shelves if shelf.live}
-    tables = []
-    for card in common_tables(inventories):
-        theirs = owners[card.table]
-        sources = {
-            rank: sources_of(layout, rank, theirs, live, inventories[rank].mapped, holders)
-            for rank in map(layout.server_rank, range(layout.num_servers))
-        }
-        tables.append(plan_table(layout, card, theirs, choice.tables[card.table])._replace(sources=sources))
+    tables = plan_tables(layout, inventories, choice.tables, holders)
     if layout.asynchronous:
         mine = [key.round for key in keys] + [table.pushes[layout.rank] for table in tables if layout.is_worker]
         choice = choice._replace(step=min(filter(None, mine), default=0))

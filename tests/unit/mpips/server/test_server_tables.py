@@ -16,14 +16,14 @@ from collectives.errors import MismatchError
 from collectives.fabric.arena import SparseFile
 from mpips.optimizers import encode_numbers
 from mpips.store.checkpoint.file import TableRecord
-from mpips.store.recovery.plan import Inventory, RecoveryPlan, Shelf, choose_rounds, owners_of_tables
+from mpips.store.recovery.plan import Inventory, RecoveryPlan, Shelf, choose_rounds
 from mpips.store.transport import frames
 from mpips.tables.admission import COUNTS, Chance, Seen, chance, seen
 from mpips.tables.files import FilePart, restore
 from mpips.tables.initial import key_of, owners_of
 from mpips.tables.journal import Journal
 from mpips.tables.mirror import RowMirror
-from mpips.tables.plan import attached, plan_table
+from mpips.tables.plan import attached, owners_of_tables, plan_table
 from mpips.tables.row_optimizers import ROW_OPTIMIZERS
 from mpips.tables.service import ServerTables
 from tests.mpi.mpips.reference_table import ReferenceTable
