@@ -315,7 +315,7 @@ class SynchronousUpdate:
         """Run a task of the leaders on the states of their servers, when all that was pushed has been applied."""
         found, problem = None, None
         if self._kv is not None:
-            settings = self._kv.settings
+            settings = self._kv.worker
             try:
                 settings.settle()
                 found = settings.run(what, task(settings.backend.stored, [settings.keys[name] for name in self._in]))

@@ -298,7 +298,7 @@ class Overlapped:
         review_every: int = REVIEW,
     ) -> None:
         items, refusal = attempt(lambda: _arguments(model, strategy, review_every))
-        kv.settings.agree("overlap", items or [], refusal, noun="argument")
+        kv.worker.agree("overlap", items or [], refusal, noun="argument")
         self._model, self._kv, self._optimizer, self.strategy = model, kv, optimizer, strategy
         self._elements = list(model.layer_elements)
         self._messages = StoreMessages(kv, model.flat_gradients, model.flat_parameters, self._elements)
@@ -424,7 +424,7 @@ class Overlapped:
 
     def _told(self, what: str, mine: np.ndarray) -> list[np.ndarray]:
         """Return everybody's array of one length and dtype, by the store's own meeting: nobody waits unheard."""
-        told = self._kv.settings.agree(f"overlap: {what}", data=mine.tobytes())
+        told = self._kv.worker.agree(f"overlap: {what}", data=mine.tobytes())
         return [np.frombuffer(data, mine.dtype) for data in told]
 
 

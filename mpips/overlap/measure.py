@@ -44,7 +44,7 @@ def job_profile(model: LayeredModel, kv: KVStore, x: np.ndarray, y: np.ndarray, 
     what they will. Gradients are overwritten; parameters and state stay.
     """
     clocked, refusal = attempt(lambda: layer_seconds(model, x, y))
-    kv.settings.agree("profile", refusal=refusal)
+    kv.worker.agree("profile", refusal=refusal)
     assert clocked is not None
     forward, backward = clocked
     push, (startup, per_byte) = job_costs(model, kv) if costs is None else costs

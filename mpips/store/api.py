@@ -22,7 +22,7 @@ from mpips.store.worker.interface import KnownTable, Recovered
 from mpips.store.worker.recut import recut
 from mpips.store.worker.restored import Restored
 from mpips.store.worker.route import Route
-from mpips.store.worker.settings import Settings
+from mpips.store.worker.store import WorkerStore
 from mpips.tables.admission import Chance, Seen
 from mpips.tables.initial import Uniform, uniform
 from mpips.tables.table import Asked, Table
@@ -48,13 +48,13 @@ class KVStore(Uncopied):
     `recover()`.
     """
 
-    def __init__(self, settings: Settings, route: Route | None = None, generations: Generations | None = None) -> None:
+    def __init__(self, worker: WorkerStore, route: Route | None = None, generations: Generations | None = None) -> None:
         """`route`: how pushes and pulls are made."""
         if route is None or generations is None:
             raise of_caller(TypeError("a store is made by mpips.create, on all ranks: kv = mpips.create('dist_sync')"))
-        self.settings, self.layout = settings, settings.layout
+        self.worker, self.layout = worker, worker.layout
         """What the workers agree on, for other packages of mpips; roles and communicators."""
-        self._route, self._operations, self.generations = route, settings.operations, generations
+        self._route, self._operations, self.generations = route, worker.operations, generations
 
     # ---- who we are
 
@@ -76,7 +76,7 @@ class KVStore(Uncopied):
     @property
     def generation(self) -> int:
         """The number of the present generation: 0, and one more after each `recover`."""
-        return self.settings.generation.number
+        return self.worker.generation.number
 
     @property
     def spares(self) -> int:
@@ -87,7 +87,7 @@ class KVStore(Uncopied):
     def resumed(self) -> int | None:
         """The step to begin with: so many rounds of each key are stored. 0 where a training begins. More where a job
         has started again, or this worker has joined one. None where its keys stand at several rounds."""
-        return self.settings.resumed
+        return self.worker.resumed
 
     @staticmethod
     def is_capable(capability: str) -> bool:
@@ -101,12 +101,12 @@ class KVStore(Uncopied):
     def init(self, key: object, value: object) -> None:
         """Store the first values: rank 0's count. Keys, shapes and dtypes are the same everywhere."""
         with self._route.marked("init"):
-            self.settings.init(key, value)
+            self.worker.init(key, value)
 
     def broadcast(self, key: object, value: object, out: object, priority: int = 0) -> None:
         """`init`, then `pull`; nothing is made where `out` is bad."""
         with self._route.marked("broadcast"):
-            self.settings.init(key, value, lambda keys: self._operations.see_pull(keys, key, out, priority))
+            self.worker.init(key, value, lambda keys: self._operations.see_pull(keys, key, out, priority))
         self.pull(key, out, priority)
 
     def set_optimizer(self, optimizer: str | Optimizer, keys: object = None, **keywords: Any) -> None:
@@ -115,18 +115,18 @@ class KVStore(Uncopied):
         By name and keywords (`"sgd", learning_rate=0.1`) or an `mpips.optimizers` record. State starts anew.
         """
         with self._route.marked("set_optimizer"):
-            self.settings.set_optimizer(optimizer, keys, keywords)
+            self.worker.set_optimizer(optimizer, keys, keywords)
 
     def update_optimizer(self, keys: object = None, **numbers: Any) -> None:
         """Change numbers of the optimizers of these keys, or of all, such as `learning_rate`, from the next round on.
         State stays. A number may be a schedule (`mpips.optimizers.schedules`), counted in updates of the key."""
         with self._route.marked("update_optimizer"):
-            self.settings.update_optimizer(keys, numbers)
+            self.worker.update_optimizer(keys, numbers)
 
     def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
         """Compress pushes of float keys from now on, e.g. `{"type": "2bit", "threshold": 0.5}`."""
         with self._route.marked("set_gradient_compression"):
-            self.settings.set_compression(compression_params)
+            self.worker.set_compression(compression_params)
 
     def table(
         self,
@@ -167,7 +167,7 @@ class KVStore(Uncopied):
         """
         with self._route.marked("table"):
             asked = Asked(dim, dtype, init, optimizer, seed, admit, evict, limit, options)
-            return make_table(self.settings, self._route, name, asked)
+            return make_table(self.worker, self._route, name, asked)
 
     def recut(self, keys: Sequence[Name], new: Mapping[Name, int]) -> None:
         """Cut the elements of `keys`, one behind the other, anew into 1-D keys `new` of so many elements.
@@ -177,17 +177,17 @@ class KVStore(Uncopied):
         optimizer has updated some of `keys` more often than others.
         """
         with self._route.marked("recut"):
-            recut(self.settings, keys, new)
+            recut(self.worker, keys, new)
 
     def forget(self, keys: Sequence[Name]) -> None:
         """Give up keys, one or a list, and their memory on workers and servers."""
         with self._route.marked("forget"):
-            self.settings.forget(keys)
+            self.worker.forget(keys)
 
     def barrier(self) -> None:
         """Wait until all workers have come. A pull after it sees all pushes before it."""
         with self._route.marked("barrier"):
-            self.settings.barrier()
+            self.worker.barrier()
 
     def save(self, path: str | os.PathLike[str], wait: bool = True) -> Saving | None:
         """Write one checkpoint file: keys, tables, optimizers and their state, residuals of compression, after a round.
@@ -196,7 +196,7 @@ class KVStore(Uncopied):
         returned blocks until the file is there. ValueError where it cannot be written.
         """
         with self._route.marked("save"):
-            saving = save(self.settings, path, wait)
+            saving = save(self.worker, path, wait)
         self._route.write(saving)
         return saving
 
@@ -206,17 +206,17 @@ class KVStore(Uncopied):
         Keys and tables that the store does not have are made. ValueError where the file does not fit those that it has.
         """
         with self._route.marked("load"):
-            load(self.settings, path)
+            load(self.worker, path)
 
     def save_optimizer_states(self, fname: str, dump_optimizer: bool = False) -> None:
         """Rank 0 writes the optimizers' state of all keys (safetensors), if `dump_optimizer` with names and options."""
         with self._route.marked("save_optimizer_states"):
-            save_states(self.settings, fname, dump_optimizer)
+            save_states(self.worker, fname, dump_optimizer)
 
     def load_optimizer_states(self, fname: str) -> None:
         """Read back what `save_optimizer_states` wrote, with any number of servers."""
         with self._route.marked("load_optimizer_states"):
-            load_states(self.settings, fname)
+            load_states(self.worker, fname)
 
     def recover(self, grow: bool = False) -> Rounds:
         """Begin the next generation after a StoreError. What was under way is forgotten, values stay.
@@ -229,7 +229,7 @@ class KVStore(Uncopied):
         with self._route.marked("recover"):
             rounds = self.generations.recover(grow)
         if self.layout.survives:
-            self._route.before_a_push(self.settings.pushes)
+            self._route.before_a_push(self.worker.pushes)
         return rounds
 
     # ---- pushes and pulls
@@ -296,7 +296,7 @@ class KVStore(Uncopied):
                 self._check_reads_alone()
             self._route.marks.mark("pull", key)
             begun = self._route.marks.begin_records("pull", key)
-            found = self._operations.pull_newer(key, out, newer_than, priority, self.settings.base)
+            found = self._operations.pull_newer(key, out, newer_than, priority, self.worker.base)
             for ring, sequence, _ in begun:
                 ring.end(sequence)
             return found if isinstance(key, (list, tuple)) else found[0]
@@ -366,7 +366,7 @@ class Generations:
     `member`: this worker's part in a recovery. `closed` is called when the last one has ended.
     """
 
-    def __init__(self, store: Settings, member: Member[Recovered], closed: Step) -> None:
+    def __init__(self, store: WorkerStore, member: Member[Recovered], closed: Step) -> None:
         self._store, self._member, self._closed = store, member, closed
         store.generation.checks.append(self._check_closing)
         at_exit(self._exit)

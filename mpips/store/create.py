@@ -31,7 +31,7 @@ from mpips.store.server.loop import Server, serve
 from mpips.store.transport.frames import OpenStore
 from mpips.store.worker.interface import Recovered
 from mpips.store.worker.route import Route
-from mpips.store.worker.settings import Settings
+from mpips.store.worker.store import WorkerStore
 
 Create = TypeVar("Create", bound=Callable[..., Any])
 
@@ -91,7 +91,7 @@ def create(kind: str, comm: MPI.Intracomm | None = None, **options: Any) -> KVSt
         if chosen is not None and not refusal:
             refusal = _unfit(chosen, before.layout)
         asked = asdict(chosen or Options())
-        before.store.settings.run("create", before.served.open_store(OpenStore(word, asked)))
+        before.store.worker.run("create", before.served.open_store(OpenStore(word, asked)))
     with _all_alive(comm, chosen):
         layout = roles.create(comm, word, chosen, refusal or _unable(chosen))
         keep_layout(layout)
@@ -124,23 +124,23 @@ def _store(
     backend: RemoteStore | ReplicatedStore,
     generation: Generation,
     closed: Step,
-    saves: Callable[[Settings], RegularSaves] | None = None,
+    saves: Callable[[WorkerStore], RegularSaves] | None = None,
     joined: Recovered | None = None,
 ) -> KVStore:
     """Return a worker's store. `saves`: how it saves itself. `joined`: the content of the store in which this worker
     has taken a dead one's place."""
-    settings = Settings(layout, backend, generation)
-    settings.operations.checks_finite = layout.options.check_finite
-    route = Route(settings.keys, settings.engine.under_way, settings.operations, backend, layout.lane)
+    worker = WorkerStore(layout, backend, generation)
+    worker.operations.checks_finite = layout.options.check_finite
+    route = Route(worker.keys, worker.engine.under_way, worker.operations, backend, layout.lane)
     if saves is not None:
-        settings.regular = saves(settings)
-        route.save_regularly(settings.regular)
-    if joined is not None or settings.restored.names:
-        route.before_a_push(settings.pushes)
-    generations = Generations(settings, backend, closed)
+        worker.regular = saves(worker)
+        route.save_regularly(worker.regular)
+    if joined is not None or worker.restored.names:
+        route.before_a_push(worker.pushes)
+    generations = Generations(worker, backend, closed)
     if joined is not None:
         generations.join(joined)
-    return KVStore(settings, route, generations)
+    return KVStore(worker, route, generations)
 
 
 def _begun(layout: Layout, generation: Generation) -> Server | StandBy | RemoteStore | ReplicatedStore:
@@ -176,7 +176,7 @@ def _opened(
     return store
 
 
-def _saves(layout: Layout) -> Callable[[Settings], RegularSaves] | None:
+def _saves(layout: Layout) -> Callable[[WorkerStore], RegularSaves] | None:
     """Return how a store goes on from its folder, and saves itself there; None where it does not.
 
     It does if it is on all ranks of the job, and the first that names this folder."""
@@ -188,21 +188,21 @@ def _saves(layout: Layout) -> Callable[[Settings], RegularSaves] | None:
         return None
     _folders.add(folder)
 
-    def begin(settings: Settings) -> RegularSaves:
-        settings.base, settings.restored = resume.resume(settings)
-        settings.resumed = settings.base
-        resume.tell_spares(layout, settings.base)
-        return RegularSaves(settings, settings.base)
+    def begin(worker: WorkerStore) -> RegularSaves:
+        worker.base, worker.restored = resume.resume(worker)
+        worker.resumed = worker.base
+        resume.tell_spares(layout, worker.base)
+        return RegularSaves(worker, worker.base)
 
     return begin
 
 
-def _saves_from(step: int) -> Callable[[Settings], RegularSaves]:
+def _saves_from(step: int) -> Callable[[WorkerStore], RegularSaves]:
     """Return the saves of a worker that joins a store which has gone on from this step."""
 
-    def begin(settings: Settings) -> RegularSaves:
-        settings.base = step
-        return RegularSaves(settings, step)
+    def begin(worker: WorkerStore) -> RegularSaves:
+        worker.base = step
+        return RegularSaves(worker, step)
 
     return begin
 

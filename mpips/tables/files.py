@@ -39,7 +39,7 @@ from mpips.store.keys.key import Array
 from mpips.store.runtime.rendezvous import Items, attempt
 from mpips.store.transport.frames import TableStats
 from mpips.store.worker.interface import FrozenRows, KnownTable, Tables
-from mpips.store.worker.settings import Settings
+from mpips.store.worker.store import WorkerStore
 from mpips.tables.admission import COUNTS
 from mpips.tables.initial import Ids
 
@@ -172,7 +172,7 @@ class SavedTables(NamedTuple):
         yield from self.frozen.release()
 
 
-def freeze_all(store: Settings) -> Task[SavedTables | None]:
+def freeze_all(store: WorkerStore) -> Task[SavedTables | None]:
     """Keep all tables as they are now; on worker 0, where there are any."""
     tables = store.backend.tables
     if tables is None or not store.tables or store.layout.rank:
@@ -181,7 +181,7 @@ def freeze_all(store: Settings) -> Task[SavedTables | None]:
     return SavedTables(frozen, [record_of(table, frozen) for table in store.tables.values()])
 
 
-def see_tables(store: Settings, path: str, header: Header) -> None:
+def see_tables(store: WorkerStore, path: str, header: Header) -> None:
     """ValueError unless a checkpoint has all tables of the store, of the same kinds."""
     records = {record.card.table: record for record in header.tables}
     if records and store.backend.tables is None:
@@ -198,7 +198,7 @@ def see_tables(store: Settings, path: str, header: Header) -> None:
         raise ValueError(f"{path} and the store use the name {twice!r} for a key and for a table: choose another")
 
 
-def load_all(store: Settings, reader: Reader | None, records: Sequence[TableRecord]) -> Task[None]:
+def load_all(store: WorkerStore, reader: Reader | None, records: Sequence[TableRecord]) -> Task[None]:
     """Make a checkpoint's tables that are not there, and give all their rows. Collective; `reader`: on worker 0."""
     tables = store.backend.tables
     if tables is None or not records:
@@ -233,12 +233,12 @@ class _Part(msgspec.Struct):
     rows: int
 
 
-def save(settings: Settings, table: KnownTable, path: object, given: Callable[[], int]) -> int:
+def save(store: WorkerStore, table: KnownTable, path: object, given: Callable[[], int]) -> int:
     """Write a table into a file. Collective; see `Table.save`. `given`: returns `since`, or refuses it."""
     what = f"save of table {table.name!r}"
-    counts = _counts_of(settings, table)
+    counts = _counts_of(store, table)
     return _with_writer(
-        settings,
+        store,
         what,
         table,
         path,
@@ -247,23 +247,23 @@ def save(settings: Settings, table: KnownTable, path: object, given: Callable[[]
     )
 
 
-def load(settings: Settings, table: KnownTable, paths: Sequence[object]) -> None:
+def load(store: WorkerStore, table: KnownTable, paths: Sequence[object]) -> None:
     """Read a table from a file and the increments to it. Collective; see `Table.load`."""
     what = f"load of table {table.name!r}"
     with contextlib.ExitStack() as stack:
         names, refusal = attempt(lambda: [file_name(what, "path", path) for path in paths])
-        tables, counts = settings.backend.tables, _counts_of(settings, table)
+        tables, counts = store.backend.tables, _counts_of(store, table)
         parts, unfit = attempt(
-            lambda: _fitting(table, counts, what, names, stack) if names and not settings.layout.rank else None
+            lambda: _fitting(table, counts, what, names, stack) if names and not store.layout.rank else None
         )
-        meet(settings, what, [("path", ", ".join(names or []))], table, refusal or unfit)
+        meet(store, what, [("path", ", ".join(names or []))], table, refusal or unfit)
         assert tables is not None
         table.note_load()
-        settings.run(what, tables.at_rank_0(lambda: _loaded(tables, table, parts), what))
+        store.run(what, tables.at_rank_0(lambda: _loaded(tables, table, parts), what))
 
 
 def _with_writer(
-    settings: Settings,
+    store: WorkerStore,
     what: str,
     table: KnownTable,
     path: object,
@@ -274,28 +274,28 @@ def _with_writer(
     with contextlib.ExitStack() as stack:
         name, refusal = attempt(lambda: file_name(what, "path", path))
         since, wrong = attempt(given)
-        opened, unfit = attempt(lambda: open_writer(name) if name and settings.layout.rank == 0 else None)
+        opened, unfit = attempt(lambda: open_writer(name) if name and store.layout.rank == 0 else None)
         if opened is not None:
             stack.callback(opened.abandon)
         items = [("path", name or ""), ("since", str(since or None))]
-        meet(settings, what, items, table, refusal or wrong or unfit)
-        tables = settings.backend.tables
+        meet(store, what, items, table, refusal or wrong or unfit)
+        tables = store.backend.tables
         assert tables is not None and since is not None
 
         def written() -> Task[bytes]:
             assert opened is not None
             return write(tables, opened, since)
 
-        return int(settings.run(what, tables.at_rank_0(written, what)))
+        return int(store.run(what, tables.at_rank_0(written, what)))
 
 
-def meet(settings: Settings, what: str, items: Items, table: KnownTable, refusal: BaseException | None) -> None:
+def meet(store: WorkerStore, what: str, items: Items, table: KnownTable, refusal: BaseException | None) -> None:
     """All workers come with the same arguments; ValueError on all where, in rounds, one has pushed more often."""
-    settings.finish()
-    settings.hear_refusals(what)
-    told = settings.agree(what, items, refusal, noun="argument", data=b"%d" % table.round)
+    store.finish()
+    store.hear_refusals(what)
+    told = store.agree(what, items, refusal, noun="argument", data=b"%d" % table.round)
     for rank, theirs in enumerate(told):
-        if theirs != told[0] and not settings.layout.asynchronous:
+        if theirs != told[0] and not store.layout.asynchronous:
             raise of_caller(
                 ValueError(
                     f"{what}: rank 0 has pushed {int(told[0])} times and rank {rank} {int(theirs)}: call it after the "
@@ -304,9 +304,9 @@ def meet(settings: Settings, what: str, items: Items, table: KnownTable, refusal
             )
 
 
-def _counts_of(settings: Settings, table: KnownTable) -> KnownTable | None:
+def _counts_of(store: WorkerStore, table: KnownTable) -> KnownTable | None:
     """Return the table that counts ids which have no row yet."""
-    return settings.tables[table.name + COUNTS] if table.card.seen else None
+    return store.tables[table.name + COUNTS] if table.card.seen else None
 
 
 def _written(
@@ -447,11 +447,11 @@ class _Export(msgspec.Struct):
     since: int
 
 
-def export(settings: Settings, table: KnownTable, path: object, given: Callable[[], int]) -> int:
+def export(store: WorkerStore, table: KnownTable, path: object, given: Callable[[], int]) -> int:
     """Write rows for programs that serve. Collective; see `Table.export`. `given`: returns `since`, or refuses it."""
     what = f"export of table {table.name!r}"
     return _with_writer(
-        settings, what, table, path, given, lambda tables, writer, since: _exported(tables, table, what, writer, since)
+        store, what, table, path, given, lambda tables, writer, since: _exported(tables, table, what, writer, since)
     )
 
 

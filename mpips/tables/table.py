@@ -27,7 +27,7 @@ from mpips.store.worker.interface import KnownTable
 from mpips.store.worker.operations import GIVEN, recorded, step_of_push
 from mpips.store.worker.restored import Restored
 from mpips.store.worker.route import Route
-from mpips.store.worker.settings import Settings
+from mpips.store.worker.store import WorkerStore
 from mpips.tables import files as table_files
 from mpips.tables import row_optimizers
 from mpips.tables.admission import COUNTS, Chance, Seen
@@ -50,8 +50,8 @@ class Table(Uncopied):
     nothing was sent.
     """
 
-    def __init__(self, settings: Settings, route: Route, known: KnownTable) -> None:
-        self._settings, self._route, self._known = settings, route, known
+    def __init__(self, store: WorkerStore, route: Route, known: KnownTable) -> None:
+        self._store, self._route, self._known = store, route, known
         self.name, self.dim, self.dtype = known.name, known.card.dim, np.dtype(known.card.dtype)
         self._last: tuple[Handle, int] | None = None
         """The last `ipull`, which the next call of its generation waits for, and that generation."""
@@ -105,8 +105,8 @@ class Table(Uncopied):
             begun = self._route.marks.begin_table("pull", self._known, len(where), starts=False)
             task = recorded("pull", task, [begun])
         said = f"{said} after push {self._known.round}"
-        handle = self._settings.start(said, task, detached=False, tables=[self.name])
-        self._last = handle, self._settings.generation.number
+        handle = self._store.start(said, task, detached=False, tables=[self.name])
+        self._last = handle, self._store.generation.number
         return handle
 
     def pushpull(self, ids: object, gradients: object, out: object = None) -> Any:
@@ -126,34 +126,34 @@ class Table(Uncopied):
     @property
     def origin(self) -> tuple[int, int]:
         """Return numbers that change when rows become others than by pushes: by a load, or by a recovery."""
-        return self._settings.generation.number, self._known.loads
+        return self._store.generation.number, self._known.loads
 
     @property
     def contributors(self) -> int:
         """Return how many workers' gradients one update sums: in asynchronous kinds 1."""
-        layout = self._settings.layout
+        layout = self._store.layout
         return 1 if layout.asynchronous else layout.num_workers
 
     @property
     def synchronous(self) -> bool:
         """Return whether an update waits for a push by every worker."""
-        return not self._settings.layout.asynchronous
+        return not self._store.layout.asynchronous
 
     def is_any(self, what: str, mine: bool) -> bool:
         """Return whether a word is true on any worker of a synchronous store. Collective over the workers, blocking.
 
         ValueError in an asynchronous store of several workers, who do not wait for each other.
         """
-        if self._settings.layout.num_workers == 1:
+        if self._store.layout.num_workers == 1:
             return mine
         if not self.synchronous:
             raise of_caller(
                 ValueError(
-                    f"{what}: workers of a {self._settings.layout.kind} store do not hear of each "
+                    f"{what}: workers of a {self._store.layout.kind} store do not hear of each "
                     "other's overflows: take dist_sync, or bfloat16, which needs no scaler"
                 )
             )
-        return any(any(word) for word in self._settings.agree(what, data=bytes([mine])))
+        return any(any(word) for word in self._store.agree(what, data=bytes([mine])))
 
     @property
     def rows(self) -> int:
@@ -168,7 +168,7 @@ class Table(Uncopied):
         `counted`: ids without a row whose updates are counted."""
         self._check_there("stats")
         parts = self._stats(self._known)
-        counts = self._stats(self._settings.tables[self.name + COUNTS]) if self._known.card.seen else []
+        counts = self._stats(self._store.tables[self.name + COUNTS]) if self._known.card.seen else []
         return {
             "rows": sum(part.rows for part in parts),
             "bytes": sum(part.nbytes for part in (*parts, *counts)),
@@ -188,10 +188,10 @@ class Table(Uncopied):
         options, refusal = rendezvous.attempt(
             lambda: _optimizer(self.name, lambda: row_optimizers.changed(card.optimizer, card.numbers, numbers))
         )
-        table_files.meet(self._settings, what, [("numbers", repr(sorted(numbers.items())))], self._known, refusal)
-        tables = self._settings.backend.tables
+        table_files.meet(self._store, what, [("numbers", repr(sorted(numbers.items())))], self._known, refusal)
+        tables = self._store.backend.tables
         assert options is not None and tables is not None
-        self._settings.run(what, tables.update(self.name, options))
+        self._store.run(what, tables.update(self.name, options))
         card.numbers = options
 
     def save(self, path: str | os.PathLike[str], since: int | None = None) -> int:
@@ -209,7 +209,7 @@ class Table(Uncopied):
                 than another; or `since` is refused, as `export` does.
         """
         self._check_there("save")
-        return table_files.save(self._settings, self._known, path, lambda: _since(self.name, "save", since))
+        return table_files.save(self._store, self._known, path, lambda: _since(self.name, "save", since))
 
     def load(self, path: str | os.PathLike[str], *increments: str | os.PathLike[str]) -> None:
         """Let the table be what `save` wrote, with any number of servers and workers. Collective over all workers.
@@ -218,7 +218,7 @@ class Table(Uncopied):
         learning rate and seed stay. ValueError on all where a file does not fit, and nothing has changed.
         """
         self._check_there("load")
-        table_files.load(self._settings, self._known, (path, *increments))
+        table_files.load(self._store, self._known, (path, *increments))
 
     def export(self, path: str | os.PathLike[str], since: int | None = None) -> int:
         """Write rows for programs that serve into one file (safetensors): `ids`, `values`, `dropped`. Collective.
@@ -236,27 +236,27 @@ class Table(Uncopied):
                 before a load are of others); or which rows were dropped after it is no longer known.
         """
         self._check_there("export")
-        return table_files.export(self._settings, self._known, path, lambda: _since(self.name, "export", since))
+        return table_files.export(self._store, self._known, path, lambda: _since(self.name, "export", since))
 
     # ---- calls
 
     def _stats(self, table: KnownTable) -> list[frames.TableStats]:
-        tables = self._settings.backend.tables
+        tables = self._store.backend.tables
         assert tables is not None
-        return self._settings.run(f"stats of table {table.name!r}", tables.stats(table), tables=[self.name])
+        return self._store.run(f"stats of table {table.name!r}", tables.stats(table), tables=[self.name])
 
     def _pull(self, what: str, ids: Ids, out: Array) -> None:
-        tables = self._settings.backend.tables
+        tables = self._store.backend.tables
         assert tables is not None
         self._begin(said := f"{what} of table {self.name!r}")
         begun = [self._route.marks.begin_table("pull", self._known, len(ids))] if recorder.is_traced else ()
-        self._settings.run(said, tables.pull(self._known, ids, out), tables=[self.name])
+        self._store.run(said, tables.pull(self._known, ids, out), tables=[self.name])
         for ring, sequence, _ in begun:
             ring.end(sequence)
 
     def _read(self, what: str, ids: Ids, out: Array, target: object) -> Task[object]:
         """Pull, and return what `out` is the memory of."""
-        tables = self._settings.backend.tables
+        tables = self._store.backend.tables
         assert tables is not None
         yield from tables.pull(self._known, ids, out)
         return target
@@ -266,15 +266,15 @@ class Table(Uncopied):
         self._route.mark(what)
         if self._last is not None:
             (last, generation), self._last = self._last, None
-            if generation == self._settings.generation.number:
+            if generation == self._store.generation.number:
                 last.wait()
 
     # ---- arguments
 
     def _check_there(self, what: str) -> None:
         """StoreError where the generation is over; ValueError where the table was one of an earlier generation."""
-        self._settings.operations.check_open()
-        if self._settings.tables.get(self.name) is not self._known:
+        self._store.operations.check_open()
+        if self._store.tables.get(self.name) is not self._known:
             raise of_caller(
                 ValueError(
                     f"{what} of table {self.name!r}: tables do not outlive recover(), and its rows are gone: make it "
@@ -289,8 +289,8 @@ class Table(Uncopied):
             where, shape = self._ids_of(what, ids)
             found = self._array_of(what, "gradients", gradients, shape)
         flat = found.reshape(-1, self.dim)
-        if self._settings.operations.checks_finite:
-            with self._settings.operations.guard(f"{what} of table {self.name!r}"):
+        if self._store.operations.checks_finite:
+            with self._store.operations.guard(f"{what} of table {self.name!r}"):
                 self._see_finite(what, where, flat)
         return where, flat
 
@@ -341,7 +341,7 @@ class Table(Uncopied):
         row = int(np.argmin(fine.all(axis=1)))
         raise of_caller(
             FloatingPointError(
-                f"{what} of table {self.name!r}: push {self._known.round + 1} of rank {self._settings.layout.rank} "
+                f"{what} of table {self.name!r}: push {self._known.round + 1} of rank {self._store.layout.rank} "
                 f"holds {nans} NaN and {wrong - nans} infinities among {gradients.size} elements, the first of id "
                 f"{ids[row]}"
                 f"{step_of_push()}: look at the loss, the learning rate and the data of that step on that rank"
@@ -363,14 +363,14 @@ def by_store(tables: Iterable[Table]) -> list[list[Table]]:
     """Return tables in lists, one for each store that they are of."""
     found: dict[int, list[Table]] = {}
     for table in tables:
-        found.setdefault(id(table._settings), []).append(table)
+        found.setdefault(id(table._store), []).append(table)
     return list(found.values())
 
 
 def _push_all(what: str, pushes: Sequence[tuple[Table, Ids, Array]]) -> None:
     """Push to tables of one store."""
     first, names = pushes[0][0], [table.name for table, *_ in pushes]
-    settings, tables = first._settings, first._settings.backend.tables
+    store, tables = first._store, first._store.backend.tables
     assert tables is not None
     said = f"{what} of table {names[0]!r}" + (f" and {len(names) - 1} others" if len(names) > 1 else "")
     with first._route.pushing_tables(names):
@@ -382,7 +382,7 @@ def _push_all(what: str, pushes: Sequence[tuple[Table, Ids, Array]]) -> None:
             if recorder.is_traced
         ]
         parts = [(table._known, ids, gradients) for table, ids, gradients in pushes]
-        settings.run(said, tables.push(parts), tables=names)
+        store.run(said, tables.push(parts), tables=names)
         for ring, sequence, _ in begun:
             ring.end(sequence)
 
@@ -401,26 +401,26 @@ class Asked(NamedTuple):
     options: dict[str, Any]
 
 
-def make(settings: Settings, route: Route, name: object, asked: Asked) -> Table:
+def make(store: WorkerStore, route: Route, name: object, asked: Asked) -> Table:
     """Make a table. Collective over the workers, but for one that is restored; see `KVStore.table`."""
-    if name in settings.restored.names and name in settings.tables:
+    if name in store.restored.names and name in store.tables:
         with GIVEN:
-            card = _card(settings, name, asked)
-            known = settings.tables[card.table]
-            unlike = _unlike(known.card, card, settings.restored)
-        if unlike and settings.layout.rank == 0:
+            card = _card(store, name, asked)
+            known = store.tables[card.table]
+            unlike = _unlike(known.card, card, store.restored)
+        if unlike and store.layout.rank == 0:
             warn(f"{unlike}: what is restored holds")
-        settings.restored.claim([known.name, known.name + COUNTS])
-        return Table(settings, route, known)
-    card, refusal = rendezvous.attempt(lambda: _card(settings, name, asked))
-    settings.finish()
-    settings.agree(f"table {name!r}", [] if card is None else _told(card, asked), refusal, noun="argument")
-    assert card is not None and settings.backend.tables is not None
+        store.restored.claim([known.name, known.name + COUNTS])
+        return Table(store, route, known)
+    card, refusal = rendezvous.attempt(lambda: _card(store, name, asked))
+    store.finish()
+    store.agree(f"table {name!r}", [] if card is None else _told(card, asked), refusal, noun="argument")
+    assert card is not None and store.backend.tables is not None
     cards = [_card_of_counts(card, asked.admit), card] if isinstance(asked.admit, Seen) else [card]
     for one in cards:
-        settings.run(f"table {one.table!r}", settings.backend.tables.make(one))
-        settings.tables[one.table] = KnownTable(one)
-    return Table(settings, route, settings.tables[card.table])
+        store.run(f"table {one.table!r}", store.backend.tables.make(one))
+        store.tables[one.table] = KnownTable(one)
+    return Table(store, route, store.tables[card.table])
 
 
 def _told(card: frames.MakeTable, asked: Asked) -> list[tuple[str, str]]:
@@ -444,20 +444,20 @@ def _unlike(here: frames.MakeTable, asked: frames.MakeTable, restored: Restored)
     return "" if here == asked else f"table {asked.table!r} has other options in {restored.source} than are asked for"
 
 
-def _card(settings: Settings, name: object, asked: Asked) -> frames.MakeTable:
+def _card(store: WorkerStore, name: object, asked: Asked) -> frames.MakeTable:
     """Return a new table as servers are told of it; ValueError or TypeError where it cannot be."""
     if not isinstance(name, str):
         raise TypeError(f"table: the name {name!r} is no str: give one")
     arguments.see_new(name, "table", "name")
     name = str.__str__(name)
-    _see_store(settings, name)
+    _see_store(store, name)
     dim, dtype, init, optimizer, seed, admit, evict, limit, options = asked
     if not (admit is None or isinstance(admit, (Seen, Chance))):
         raise ValueError(f"table {name!r}: admit={admit!r}: give mpips.seen(times), mpips.chance(probability) or None")
     for one in (name, name + COUNTS) if isinstance(admit, Seen) else (name,):
-        if one in settings.keys:
+        if one in store.keys:
             raise ValueError(f"table: a key has the name {one!r}: choose another")
-        if one in settings.tables and one not in settings.restored.names:
+        if one in store.tables and one not in store.restored.names:
             raise ValueError(f"table: {one!r} was already made; a table is made once")
     try:
         word = str(dtype) if dtype is None else np.dtype(dtype).name  # type: ignore[call-overload]
@@ -473,7 +473,7 @@ def _card(settings: Settings, name: object, asked: Asked) -> frames.MakeTable:
     if not isinstance(init, Uniform):
         raise ValueError(f"table {name!r}: init={init!r}: give mpips.uniform(bound); uniform(0) are zeros")
     if isinstance(admit, Seen):
-        _at_least(name, "remember", admit.remember, settings.layout.num_servers)
+        _at_least(name, "remember", admit.remember, store.layout.num_servers)
     chosen, numbers = _optimizer(name, lambda: row_optimizers.encode(row_optimizers.create(optimizer, options)))
     return frames.MakeTable(
         name,
@@ -484,7 +484,7 @@ def _card(settings: Settings, name: object, asked: Asked) -> frames.MakeTable:
         chosen,
         numbers,
         _at_least(name, "evict", evict, 1),
-        _at_least(name, "limit", limit, settings.layout.num_servers),
+        _at_least(name, "limit", limit, store.layout.num_servers),
         seen=admit.times if isinstance(admit, Seen) else 0,
         chance=admit.probability if isinstance(admit, Chance) else 1.0,
     )
@@ -507,10 +507,10 @@ def _card_of_counts(card: frames.MakeTable, admit: Seen) -> frames.MakeTable:
     )
 
 
-def _see_store(settings: Settings, name: str) -> None:
+def _see_store(store: WorkerStore, name: str) -> None:
     """ValueError where the store cannot keep a table."""
-    if settings.backend.tables is None:
-        why = f"kind {settings.layout.kind!r} has no servers here, and a table needs one: take dist_sync with servers=1"
+    if store.backend.tables is None:
+        why = f"kind {store.layout.kind!r} has no servers here, and a table needs one: take dist_sync with servers=1"
         raise ValueError(f"table {name!r}: {why}")
 
 

@@ -103,7 +103,7 @@ class LocalSGD:
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._by_tokens = by_tokens
         self.store = store if store is not None else create(kind, **options)
-        self._joins = self.store.layout.survives and self.store.settings.fresh
+        self._joins = self.store.layout.survives and self.store.worker.fresh
         try:
             self._begin(rule, compression)
         except Exception:
@@ -126,7 +126,7 @@ class LocalSGD:
         }
         if not self._joins:
             said = [(name, repr(word)) for name, word in words.items()]
-            kv.settings.agree("LocalSGD", said, refusal, noun="argument")
+            kv.worker.agree("LocalSGD", said, refusal, noun="argument")
         elif refusal is not None:
             raise refusal
         assert outer is not None
@@ -254,7 +254,7 @@ class LocalSGD:
         )
         centers, refusal = attempt(lambda: self._centers_of(state_dict))
         steps = [] if kv.layout.asynchronous else [("steps", str(state_dict.get("steps")))]
-        self._through(lambda: kv.settings.agree("load_state_dict", steps, refusal, noun="argument"), again=died)
+        self._through(lambda: kv.worker.agree("load_state_dict", steps, refusal, noun="argument"), again=died)
         self._through(self._rounds.wait, again=died)
         self.inner.load_state_dict(state_dict["inner"])
         load_bytes(self.store, state_dict["store"].numpy().tobytes())

@@ -113,7 +113,7 @@ def broadcast_bytes(data: bytes, root: int, comm: MPI.Comm | None) -> bytes:
 @contextmanager
 def worker_collectives(store: KVStore, what: str, comm: MPI.Intracomm | None = None) -> Iterator[MPI.Intracomm]:
     """Yield the communicator of the workers, or a smaller one; where a collective within fails, the generation ends."""
-    ranks, generation = comm or store.layout.workers, store.settings.generation
+    ranks, generation = comm or store.layout.workers, store.worker.generation
     assert ranks is not None
     with generation.failing(what):
         generation.within(ranks)
@@ -141,7 +141,7 @@ def load_bytes(store: KVStore, data: bytes) -> None:
 def _shared_file(store: KVStore, what: str) -> Iterator[Path]:
     """Yield the path of a file, the same on all workers; it lies on worker 0's machine, and is gone afterwards."""
     with tempfile.TemporaryDirectory() as folder:
-        yield Path(store.settings.agree(what, data=folder.encode())[0].decode(), "store.safetensors")
+        yield Path(store.worker.agree(what, data=folder.encode())[0].decode(), "store.safetensors")
 
 
 # ---- a state as one message; its tensors follow by themselves

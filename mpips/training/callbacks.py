@@ -102,7 +102,7 @@ class Fitting:
         """Return the mean over the workers, equal on all, of those that bring no NaN. Collective, blocking."""
         if self.alone:
             return value
-        told = self._job.kv.settings.agree("fit: a mean", data=struct.pack("<d", value))
+        told = self._job.kv.worker.agree("fit: a mean", data=struct.pack("<d", value))
         found = [each for data in told for each in struct.unpack("<d", data) if not math.isnan(each)]
         return sum(found) / len(found) if found else math.nan
 
@@ -243,10 +243,10 @@ def of_job(
 ) -> tuple[Sequence[Callback], str | os.PathLike[str] | None]:
     """Return the callbacks of a fit, and from where it goes on. Where `mpips run --checkpoint` asks for it, the first
     fit saves, in place of the store."""
-    if kv.settings.regular is None or isinstance(callbacks, Callback):
+    if kv.worker.regular is None or isinstance(callbacks, Callback):
         return callbacks, resume
-    folder, every = kv.settings.regular.leave()
-    kv.settings.regular = None
+    folder, every = kv.worker.regular.leave()
+    kv.worker.regular = None
     return (*callbacks, Checkpoint(folder, every)), folder if resume is None else resume
 
 

@@ -174,10 +174,10 @@ def save(job: Job, folder: str | os.PathLike[str], position: Position, keep: int
     update = saved_by(job, "save")
     job.exchange.finish()
     name, refusal = attempt(lambda: _made(file.file_name("save", "path", folder), job.kv.rank, position.step))
-    job.kv.settings.agree("save", [("path", str(name)), ("step", str(position.step))], refusal, noun="argument")
+    job.kv.worker.agree("save", [("path", str(name)), ("step", str(position.step))], refusal, noun="argument")
     path = os.path.join(name, f"step-{position.step:08d}")
     job.kv.save(path + STORE)
-    told = job.kv.settings.agree("save", data=position.encode())
+    told = job.kv.worker.agree("save", data=position.encode())
     arrays = _gathered(job.kv, update)
     optimizer = None if update.optimizer is None else as_data(update.optimizer)
     header = Header(VERSION, update.name, len(update.owners()), [json.loads(data) for data in told], optimizer)
@@ -189,7 +189,7 @@ def save(job: Job, folder: str | os.PathLike[str], position: Position, keep: int
             raise ValueError(f"{path + TRAINER} cannot be written: {file.why(error)}") from error
 
     _, refusal = attempt(write) if job.kv.rank == 0 else (None, None)
-    job.kv.settings.agree("save", refusal=refusal)
+    job.kv.worker.agree("save", refusal=refusal)
     if job.kv.rank == 0 and keep is not None:
         prune(name, keep)
     return path
@@ -221,7 +221,7 @@ def find(job: Job, path: str | os.PathLike[str], begin: bool = False) -> Found |
     name, refusal = attempt(lambda: file.file_name("resume", "path", path))
     found, unfit = attempt(lambda: _found(name, begin, update) if kv.rank == 0 and refusal is None else None)
     said = b"" if not found else json.dumps([found[0], msgspec.to_builtins(found[1])]).encode()
-    told = kv.settings.agree("resume", [("path", name or "")], refusal or unfit, noun="argument", data=said)[0]
+    told = kv.worker.agree("resume", [("path", name or "")], refusal or unfit, noun="argument", data=said)[0]
     if not told:
         return None
     prefix, data = json.loads(told)
@@ -413,7 +413,7 @@ def _scattered(kv: KVStore, update: Update, found: Found) -> dict[str, np.ndarra
         arrays = {name: np.empty(array.shape, array.dtype) for name, array in update.arrays().items()}
         read = partial(_read, found.path + TRAINER, number, arrays)
         _, refusal = attempt(read) if kv.rank == 0 else (None, None)
-        kv.settings.agree("resume", refusal=refusal)
+        kv.worker.agree("resume", refusal=refusal)
         for name, array in arrays.items():
             if kv.num_workers > 1:
                 collectives.broadcast(array, kv.layout.workers, root=0, label=f"resume: {name}")

@@ -145,7 +145,7 @@ def evaluate(job: Job, source: Source, number: int = 1) -> Sums:
     if failure is not None and not isinstance(failure, (ValueError, TypeError)):
         refusal = ValueError(f"evaluate: {type(failure).__name__}: {failure}")
     try:
-        told = kv.settings.agree("evaluate", refusal=refusal, data=json.dumps(sums).encode())
+        told = kv.worker.agree("evaluate", refusal=refusal, data=json.dumps(sums).encode())
     except (ValueError, TypeError) as error:
         if failure is None:
             raise

@@ -130,7 +130,7 @@ class Exchange:
 
     def _bytes_of(self, place: int) -> int:
         """Return the bytes of a parameter that go to the store and come back: those to servers may be compressed."""
-        settings, nbytes = self._kv.settings, self.centers[place].nbytes
+        settings, nbytes = self._kv.worker, self.centers[place].nbytes
         key, compressor = settings.keys[self._keys[place]], settings.compressor
         if compressor is not None and self._kv.layout.num_servers and key.floats:
             return nbytes + compressor.max_bytes(key.size)
@@ -235,7 +235,7 @@ class LocalRounds:
         """Let the outer optimizer take the mean over the workers that are here, whatever it took in a checkpoint, or
         before a death. Collective, blocking."""
         outer = averaged(self._rule.optimizer, workers_in_a_sum(self._kv))
-        now = self._kv.settings.groups.of(self._keys[0])
+        now = self._kv.worker.groups.of(self._keys[0])
         if now.rescale != outer.rescale:  # type: ignore[union-attr, attr-defined]
             self._kv.update_optimizer(self._keys, rescale=outer.rescale)  # type: ignore[attr-defined]
 
@@ -271,7 +271,7 @@ class LocalRounds:
                 self.finish(parameters)
             else:
                 self.open = Open(number, self.steps + self._rule.delay, handle)
-        if (saving := self._kv.settings.saving) is not None:
+        if (saving := self._kv.worker.saving) is not None:
             saving.go_on()  # else pushes see to a checkpoint that is being written, and here they are rare
 
     def _measure(self, number: int, parameters: Arrays) -> None:
@@ -287,7 +287,7 @@ class LocalRounds:
     def _send(self, number: int, places: Sequence[int], wait: bool = True) -> Handle | None:
         """Push what is written down of places of a fragment, and ask for the centre; blocking if `wait`."""
         for place in places if self._quorum else ():
-            self._kv.settings.keys[self._keys[place]].weight = self._counts[number]
+            self._kv.worker.keys[self._keys[place]].weight = self._counts[number]
         return self._exchange.send(places, wait)
 
     def _sum_of_tokens(self, number: int) -> int:
@@ -337,7 +337,7 @@ class LocalRounds:
         """
         kv, synchronous = self._kv, not self._kv.layout.asynchronous
         mine = Standing(self.steps, self._goals, self._begun, self._counts, self.since, self._joins)
-        told = kv.settings.agree("local training: all meet anew", data=msgspec.msgpack.encode(mine))
+        told = kv.worker.agree("local training: all meet anew", data=msgspec.msgpack.encode(mine))
         words = [msgspec.msgpack.decode(data, type=Standing) for data in told]
         there = [word for word in words if not word.joins]
         if not there:
@@ -391,7 +391,7 @@ class LocalRounds:
         return [place for place in self.fragments[number] if self._goals[place] > self._round(place)]
 
     def _round(self, place: int) -> int:
-        return self._kv.settings.keys[self._keys[place]].round
+        return self._kv.worker.keys[self._keys[place]].round
 
 
 class Standing(msgspec.Struct, array_like=True, frozen=True):

@@ -118,7 +118,7 @@ class Fit:
                 callback.on_end(self._fit)
             self._mark(ENDED)
         if self._survival is not None:  # who has left cannot help the others
-            self._job.kv.settings.agree("fit: the end")
+            self._job.kv.worker.agree("fit: the end")
 
     def _mark(self, stage: int) -> None:
         """The fit has come to a stage."""
@@ -264,7 +264,7 @@ class Fit:
             return
         if not self._fit.asynchronous:
             ended = ("ended the training", str(self._position.stopped))
-            self._job.kv.settings.agree("fit", [ended], noun="callback")
+            self._job.kv.worker.agree("fit", [ended], noun="callback")
         elif (client := self._job.kv.layout.client) is not None and client.Get_size() > 1:
             collectives.allreduce(np.zeros(1), client, label="fit: the next epoch")
 
@@ -319,10 +319,10 @@ def begin(job: Job, request: Request, resume: str | os.PathLike[str] | None, own
     before anything has changed, where the fit cannot go on from there.
     """
     shown = samples_shown(request.source, request.test)
-    see_same([np.frombuffer(told) for told in job.kv.settings.agree("fit", data=shown.tobytes())])
+    see_same([np.frombuffer(told) for told in job.kv.worker.agree("fit", data=shown.tobytes())])
     found = checkpoint.find(job, resume, begin=True) if resume is not None else None
     position, refusal = attempt(lambda: _start(job, request, own if found is None else found.positions))
-    job.kv.settings.agree("fit", refusal=refusal)
+    job.kv.worker.agree("fit", refusal=refusal)
     if found is not None:
         checkpoint.take(job, found, any(isinstance(each, hooks.LearningRate) for each in request.callbacks))
     if job.blocking is not None and job.blocking.flush():  # what `step` has left

@@ -54,7 +54,7 @@ class SurvivingFit:
     @property
     def fresh(self) -> bool:
         """Return whether this worker was a spare, and has not met the others yet."""
-        return bool(self._kv.settings.fresh)
+        return bool(self._kv.worker.fresh)
 
     @property
     def grows(self) -> bool:
@@ -65,7 +65,7 @@ class SurvivingFit:
 
     def begin(self, position: Position) -> None:
         """Begin on all workers. Collective: each learns the histories of all."""
-        told = self._kv.settings.agree("fit: it survives deaths", data=msgspec.msgpack.encode(position))
+        told = self._kv.worker.agree("fit: it survives deaths", data=msgspec.msgpack.encode(position))
         every = [msgspec.msgpack.decode(data, type=Position) for data in told]
         if self._synchronous:
             self._rows = [(each.loss_sum, each.batches, each.last_loss) for each in every]
@@ -147,7 +147,7 @@ class SurvivingFit:
         kv = self._kv
         self._ranks[kv.generation] = kv.rank
         mine = b"" if self.fresh else msgspec.msgpack.encode(self._word())
-        told = kv.settings.agree("fit: all meet anew", self._words, noun="argument", data=mine)
+        told = kv.worker.agree("fit: all meet anew", self._words, noun="argument", data=mine)
         words = [msgspec.msgpack.decode(data, type=Word) if data else None for data in told]
         group = self._group()
         stored = not self._blocking.update.owners()
@@ -165,7 +165,7 @@ class SurvivingFit:
             raise error
         self._before = at
         back = self._take(words, word, mark)
-        kv.settings.fresh = False
+        kv.worker.fresh = False
         self._restore(words, group, mark)
         return back
 
@@ -174,7 +174,7 @@ class SurvivingFit:
         ahead = self._ahead
         if ahead is not None:
             ahead = msgspec.structs.replace(ahead, optimizer=as_data(ahead.optimizer))
-        keys = self._kv.settings.keys
+        keys = self._kv.worker.keys
         rounds = {keys[key].round for key in self._blocking.update.keys}
         stored = self._offset + rounds.pop() if len(rounds) == 1 else None
         return Word(self._ranks, self._numbered, sent, ahead, stored, self._whole, self._history, self._losses)
@@ -234,19 +234,19 @@ class SurvivingFit:
     def _hear(self) -> None:
         """Let who waits for those workers hear of the generation's end. Collective: only behind a meeting."""
         if len(group := self._group()) > 1:
-            self._kv.settings.generation.within(self._blocking.update.group, list(group))
+            self._kv.worker.generation.within(self._blocking.update.group, list(group))
 
     def _round(self) -> int:
         """Return how often the Trainer's keys were pushed."""
-        key: int = self._kv.settings.keys[self._blocking.update.keys[0]].round
+        key: int = self._kv.worker.keys[self._blocking.update.keys[0]].round
         return key
 
 
 def see_alike(kv: KVStore, what: str, words: Items, refusal: BaseException | None) -> None:
     """See that all workers make this call with equal words, or all raise the same. A spare that has taken a place
     compares nothing here: the others have made the call long ago, and `join` compares."""
-    if not kv.settings.fresh:
-        kv.settings.agree(what, words, refusal, noun="argument")
+    if not kv.worker.fresh:
+        kv.worker.agree(what, words, refusal, noun="argument")
     elif refusal is not None:
         raise refusal
 

@@ -179,7 +179,7 @@ class Trainer(Uncopied):
         )
         words = words_of(request, resume)
         see_alike(self.kv, "fit", words, refusal)
-        if not self.kv.settings.fresh:
+        if not self.kv.worker.fresh:
             own = self._resumed or [Position(step=self._position.step)]
             before, self._resumed = self._position.step, ()
             self._position = begin(self._job, request, resume, own)
@@ -216,7 +216,7 @@ class Trainer(Uncopied):
             return found
 
         source, refusal = attempt(asked)
-        self.kv.settings.agree("evaluate", test_words(source), refusal, noun="argument")
+        self.kv.worker.agree("evaluate", test_words(source), refusal, noun="argument")
         self.exchange.finish()
         return evaluate(self._job, source)
 
@@ -343,7 +343,7 @@ def _see_together(
         )
     if clip_norm is None or elastic is not None:
         return
-    if not kv.layout.asynchronous and kv.settings.groups.default is not None:
+    if not kv.layout.asynchronous and kv.worker.groups.default is not None:
         raise ValueError(
             f"clip_norm={clip_norm}: in a synchronous store the workers update, and this store has an "
             "optimizer for all keys: set it for keys=[...], or not at all"

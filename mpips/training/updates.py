@@ -91,11 +91,11 @@ def begins(kv: KVStore, keys: Sequence[str], parameters: Sequence[np.ndarray]) -
 
     ValueError there where they did not.
     """
-    if not kv.settings.fresh:
+    if not kv.worker.fresh:
         kv.init(list(keys), list(parameters))
         return True
     for key, array in zip(keys, parameters):
-        known = kv.settings.keys.get(key)
+        known = kv.worker.keys.get(key)
         there = "no such key" if known is None else f"{known.dtype}{known.shape}"
         if there != (here := f"{array.dtype}{array.shape}"):
             raise ValueError(
@@ -149,7 +149,7 @@ class Gradients:
     @property
     def numbers(self) -> Optimizer:
         """Return the optimizer with the numbers of now, wherever it is."""
-        found = self._kv.settings.groups.of(self.keys[0])
+        found = self._kv.worker.groups.of(self.keys[0])
         assert found is not None
         return found
 
@@ -226,7 +226,7 @@ class OnWorkers:
     def change(self, numbers: Mapping[str, Any]) -> None:
         made, refusal = attempt(lambda: changed(self._updater.optimizer, **numbers))
         words = [(name, repr(numbers[name])) for name in sorted(numbers)]
-        self._kv.settings.agree("update_optimizer", words, refusal, noun="argument")
+        self._kv.worker.agree("update_optimizer", words, refusal, noun="argument")
         self._updater.optimizer = made
 
     @property
@@ -344,7 +344,7 @@ class LocalTraining(OnWorkers):
     ) -> None:
         self._local = local
         super().__init__(model, kv, optimizer, clip_norm)
-        joins = bool(kv.settings.fresh)
+        joins = bool(kv.worker.fresh)
         self._rounds = LocalRounds(kv, self.keys, model.parameters, local, joins=joins)
         if kv.layout.asynchronous and not joins:
             kv.barrier()  # all have pulled what rank 0 gave before anybody pushes

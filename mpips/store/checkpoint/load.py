@@ -43,13 +43,13 @@ from mpips.store.options import MOST
 from mpips.store.roles import Layout
 from mpips.store.runtime.rendezvous import attempt
 from mpips.store.worker.interface import States, Stored
-from mpips.store.worker.settings import Settings
+from mpips.store.worker.store import WorkerStore
 from mpips.tables import files as table_files
 
 LOG = log.get("mpips.store")
 
 
-def load(store: Settings, path: str | os.PathLike[str]) -> None:
+def load(store: WorkerStore, path: str | os.PathLike[str]) -> None:
     store.finish()
     if store.saving is not None:
         store.saving.finish()  # it may be this file
@@ -63,7 +63,7 @@ def load(store: Settings, path: str | os.PathLike[str]) -> None:
         LOG.info("checkpoint %s is loaded, %d keys, %d tables", name, len(header.records), len(header.tables))
 
 
-def _opened(store: Settings, path: str, stack: contextlib.ExitStack) -> Reader | None:
+def _opened(store: WorkerStore, path: str, stack: contextlib.ExitStack) -> Reader | None:
     """On worker 0 the file; ValueError where it cannot be read, or does not fit the store."""
     if store.layout.rank:
         return None
@@ -78,7 +78,7 @@ def _opened(store: Settings, path: str, stack: contextlib.ExitStack) -> Reader |
     return reader
 
 
-def _see_keys(store: Settings, path: str, header: Header) -> None:
+def _see_keys(store: WorkerStore, path: str, header: Header) -> None:
     """The keys of the store are in the file as they are in the store; else ValueError."""
     records = {record.key: record for record in header.records}
     for key in store.keys.values():
@@ -113,7 +113,7 @@ def _see_state(path: str, record: Record, optimizer: Optimizer | None) -> None:
         )
 
 
-def _used(store: Settings, groups: Groups) -> Groups:
+def _used(store: WorkerStore, groups: Groups) -> Groups:
     """Return the optimizers after the load: those of the file, where it has any."""
     return Groups(groups.default or store.groups.default, groups.own) if groups else store.groups
 
@@ -124,7 +124,7 @@ def _groups(header: Header) -> Groups:
     return Groups(None if header.optimizer is None else from_data(header.optimizer), own)
 
 
-def _loaded(store: Settings, reader: Reader | None, header: Header) -> Task[None]:
+def _loaded(store: WorkerStore, reader: Reader | None, header: Header) -> Task[None]:
     """Everything from the file, which worker 0 reads, into the store, some keys at a time. Collective."""
     parts = [header.records[run] for run in runs(map(_nbytes, header.records))]
     for records in parts:
@@ -140,7 +140,7 @@ def _loaded(store: Settings, reader: Reader | None, header: Header) -> Task[None
     yield from table_files.load_all(store, reader, header.tables)
 
 
-def _use(store: Settings, groups: Groups, compressor: Compressor | None) -> Task[None]:
+def _use(store: WorkerStore, groups: Groups, compressor: Compressor | None) -> Task[None]:
     """Set these optimizers and this compression, which are the same on all workers."""
     if groups.default is not None:
         yield from store.backend.set_optimizer(groups.default, None)
@@ -160,7 +160,7 @@ def _nbytes(record: Record) -> int:
     return record.size * sum(np.dtype(dtype).itemsize for dtype in (record.dtype, *record.state))
 
 
-def _values_loaded(store: Settings, reader: Reader | None, records: Sequence[Record]) -> Task[None]:
+def _values_loaded(store: WorkerStore, reader: Reader | None, records: Sequence[Record]) -> Task[None]:
     there = [record for record in records if record.key in store.keys]
     new = [record for record in records if record.key not in store.keys]
     if there:
@@ -174,7 +174,7 @@ def _values_loaded(store: Settings, reader: Reader | None, records: Sequence[Rec
         store.add(keys)
 
 
-def _states_loaded(store: Settings, reader: Reader | None, records: Sequence[Record]) -> Task[None]:
+def _states_loaded(store: WorkerStore, reader: Reader | None, records: Sequence[Record]) -> Task[None]:
     states = {
         record.key: (
             record.step,
@@ -187,7 +187,9 @@ def _states_loaded(store: Settings, reader: Reader | None, records: Sequence[Rec
     yield from store.backend.stored.put_states([store.keys[name] for name in states], states)
 
 
-def _residuals_loaded(store: Settings, reader: Reader | None, header: Header, records: Sequence[Record]) -> Task[None]:
+def _residuals_loaded(
+    store: WorkerStore, reader: Reader | None, header: Header, records: Sequence[Record]
+) -> Task[None]:
     saved = [
         [_read(reader, residual_name(one.key, group), (one.size,), residual_dtype(one.dtype).name) for one in records]
         for group in range(header.residuals)
@@ -221,7 +223,7 @@ STEPS, OPTIMIZERS = "steps", "optimizers"
 """The words of the metadata."""
 
 
-def save_states(store: Settings, fname: str, dump_optimizer: bool) -> None:
+def save_states(store: WorkerStore, fname: str, dump_optimizer: bool) -> None:
     _all_come(store, "save_optimizer_states", fname)
     found = store.run("save_optimizer_states", store.backend.stored.states(list(store.keys.values())))
 
@@ -240,7 +242,7 @@ def save_states(store: Settings, fname: str, dump_optimizer: bool) -> None:
     store.agree("save_optimizer_states", refusal=refusal)
 
 
-def load_states(store: Settings, fname: str) -> None:
+def load_states(store: WorkerStore, fname: str) -> None:
     keys = [key for key in store.keys.values() if store.groups.of(key.name) is not None]
     _all_come(store, "load_optimizer_states", fname)
     states, refusal = attempt(lambda: _fitting(store, _read_states(fname, keys)) if store.layout.rank == 0 else {})
@@ -257,14 +259,14 @@ def load_states(store: Settings, fname: str) -> None:
     store.run("load_optimizer_states", store.backend.stored.put_states(keys, states))
 
 
-def _all_come(store: Settings, what: str, fname: str) -> None:
+def _all_come(store: WorkerStore, what: str, fname: str) -> None:
     """ValueError unless all workers have called it with one name, after the same rounds, and there is an optimizer."""
     name, unfit = attempt(lambda: file.file_name(what, "fname", fname))
     refusal = None if store.groups else ValueError("it needs an optimizer; call set_optimizer first")
     store.agree_settled(what, [("fname", name or "")], refusal or unfit, noun="argument")
 
 
-def _fitting(store: Settings, states: States) -> States:
+def _fitting(store: WorkerStore, states: States) -> States:
     """Return the states; ValueError where one is not of its key's optimizer."""
     for name, (step, arrays) in states.items():
         optimizer = store.groups.of(name)

@@ -30,13 +30,13 @@ from mpips.store.keys.key import Name
 from mpips.store.roles import Layout
 from mpips.store.runtime.generation import Generation
 from mpips.store.worker.restored import Restored
-from mpips.store.worker.settings import Settings
+from mpips.store.worker.store import WorkerStore
 
 TAG = 6
 """Of `tell`'s message on the store's communicator."""
 
 
-def resume(store: Settings) -> tuple[int, Restored]:
+def resume(store: WorkerStore) -> tuple[int, Restored]:
     """Take the newest checkpoint of the folder that can be read: its step, 0 where there is none, and what the program
     may then ask for. Collective, blocking; ValueError on all workers where there is no folder, and none can be made, or
     nothing in it can be read."""
@@ -99,7 +99,7 @@ LATER = 8
 class RegularSaves:
     """The schedule by which the store of this worker saves itself. `step`: that from which it goes on."""
 
-    def __init__(self, store: Settings, step: int) -> None:
+    def __init__(self, store: WorkerStore, step: int) -> None:
         options = store.layout.options
         self.folder, self.every = options.checkpoint, options.every
         self._store, self._step = store, step

@@ -53,13 +53,13 @@ from mpips.store.runtime.engine import Handle
 from mpips.store.runtime.errors import StoreError
 from mpips.store.runtime.rendezvous import attempt
 from mpips.store.worker.interface import Snapshot, Stored
-from mpips.store.worker.settings import Settings
+from mpips.store.worker.store import WorkerStore
 from mpips.tables.files import RowsPiece, SavedTables, freeze_all
 
 LOG = log.get("mpips.store")
 
 
-def save(store: Settings, path: str | os.PathLike[str], wait: bool) -> Saving | None:
+def save(store: WorkerStore, path: str | os.PathLike[str], wait: bool) -> Saving | None:
     with contextlib.ExitStack() as stack:
         store.finish()
         if store.saving is not None:
@@ -86,7 +86,7 @@ def save(store: Settings, path: str | os.PathLike[str], wait: bool) -> Saving | 
         return saving
 
 
-def save_alone(store: Settings, path: str) -> Saving:
+def save_alone(store: WorkerStore, path: str) -> Saving:
     """Begin it by worker 0 alone, in an asynchronous store: each key as it is at one moment, after the pushes of
     this worker, nothing of what compression kept back. ValueError where it cannot be written."""
     keys, writer = list(store.keys.values()), open_writer(path)
@@ -119,12 +119,14 @@ class Content(NamedTuple):
             yield from self.tables.release()
 
 
-def _content(store: Settings, keys: Sequence[Key], snapshot: Snapshot) -> Task[Content]:
+def _content(store: WorkerStore, keys: Sequence[Key], snapshot: Snapshot) -> Task[Content]:
     """Return keys as they are frozen, with the tables as they are now."""
     return Content(keys, snapshot, (yield from freeze_all(store)))
 
 
-def _frozen(store: Settings, keys: Sequence[Key], writer: Writer | None) -> Task[tuple[Content, BaseException | None]]:
+def _frozen(
+    store: WorkerStore, keys: Sequence[Key], writer: Writer | None
+) -> Task[tuple[Content, BaseException | None]]:
     """Return a snapshot of the store; its header, and what compression kept back, are in the file, or why they cannot
     be."""
     snapshot = yield from store.backend.stored.snapshot(keys)
@@ -176,7 +178,7 @@ def _begun(header: Header, writer: Writer) -> None:
     writer.begin(dict(header.tensors()), metadata(header))
 
 
-def _header(store: Settings, content: Content, groups: int) -> Header:
+def _header(store: WorkerStore, content: Content, groups: int) -> Header:
     """`groups`: of so many workers or clients the file has what compression kept back."""
     records = []
     for key in content.keys:
@@ -324,7 +326,7 @@ class Disk:
 class Saving:
     """A checkpoint that is being written. On all workers but 0 it is over at once."""
 
-    def __init__(self, store: Settings, content: Content, writer: Writer | None) -> None:
+    def __init__(self, store: WorkerStore, content: Content, writer: Writer | None) -> None:
         self._store, self._content, self._writer = store, content, writer
         self._generation, self._rest, self._due = store.generation.number, REST, 0.0
         self._begun = time.perf_counter()

@@ -11,10 +11,10 @@ from mpips.store.keys import arguments
 from mpips.store.keys.key import Array, Key, Name
 from mpips.store.runtime.rendezvous import attempt
 from mpips.store.worker.interface import States
-from mpips.store.worker.settings import Settings
+from mpips.store.worker.store import WorkerStore
 
 
-def recut(store: Settings, keys: Sequence[Name], new: Mapping[Name, int]) -> None:
+def recut(store: WorkerStore, keys: Sequence[Name], new: Mapping[Name, int]) -> None:
     found, refusal = attempt(lambda: _asked(store, keys, new))
     old, sizes = found or ([], {})
     asked = [*((key.name, "") for key in old), *((name, str(size)) for name, size in sizes.items())]
@@ -35,7 +35,7 @@ def recut(store: Settings, keys: Sequence[Name], new: Mapping[Name, int]) -> Non
         store.run("recut", store.backend.stored.put_residuals(made, np.split(kept, cuts)))
 
 
-def _asked(store: Settings, keys: Sequence[Name], new: Mapping[Name, int]) -> tuple[list[Key], dict[Name, int]]:
+def _asked(store: WorkerStore, keys: Sequence[Name], new: Mapping[Name, int]) -> tuple[list[Key], dict[Name, int]]:
     """The old keys and the sizes of the new ones; ValueError or TypeError where they do not suit."""
     old = store.known(keys, "recut")
     if not isinstance(new, Mapping):
@@ -75,7 +75,7 @@ def _see_steps(keys: Sequence[Key], states: States) -> None:
         raise ValueError(f"keys {_shown(keys)} were updated {steps} times, not equally often")
 
 
-def _values(store: Settings, keys: Sequence[Key]) -> Array:
+def _values(store: WorkerStore, keys: Sequence[Key]) -> Array:
     """Return what is stored, one key behind the other."""
     values = np.empty(sum(key.size for key in keys), keys[0].dtype)
     start = 0

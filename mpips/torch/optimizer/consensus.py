@@ -89,7 +89,7 @@ class Consensus:
     def see_call(self, call: str, steps: int) -> None:
         """Raise on all workers unless all make this call, in a synchronous store after equally many steps. Collective,
         blocking."""
-        settings, layout = self._store.settings, self._store.layout
+        settings, layout = self._store.worker, self._store.layout
         if layout.asynchronous:
             with warn_soon(settings.generation):
                 settings.agree(call, [*self._items(), self._state_item()] if call == CALLS[1] else (), noun="setting")
@@ -215,7 +215,7 @@ class Consensus:
     @contextmanager
     def _within(self, what: str, comm: MPI.Intracomm) -> Iterator[None]:
         """End collectives within, with the generation, where another worker is in a call of the store."""
-        generation = self._store.settings.generation
+        generation = self._store.worker.generation
         clock: Clock | None = None
 
         def check_elsewhere() -> None:

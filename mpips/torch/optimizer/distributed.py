@@ -227,7 +227,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             elif records:
                 now = store_bytes(self.store)
                 packed, refusal = attempt(lambda: pack(now, self._of_key, records, states))
-                self.store.settings.agree("load_state_dict", [], refusal, noun="argument")
+                self.store.worker.agree("load_state_dict", [], refusal, noun="argument")
                 load_bytes(self.store, packed or b"")
                 self._exchange.renew()
                 self._exchange.is_loaded = True
@@ -306,7 +306,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if compression is not None:
             self.store.set_gradient_compression(compression)
         consensus = Consensus(self.store, optimizer, self._passes, self._parameters, self._keys)
-        is_new = self.store.layout.survives and self.store.settings.fresh
+        is_new = self.store.layout.survives and self.store.worker.fresh
         if is_new:
             self._cleared = UNKNOWN
         else:

@@ -115,7 +115,7 @@ def choose_exchange(
             "which an asynchronous store needs: choose SGD, Adam, AdamW, RMSprop or Adagrad, or a "
             "synchronous kind"
         )
-    if store.resumed and not store.settings.fresh:
+    if store.resumed and not store.worker.fresh:
         raise ValueError(
             f"{type(optimizer).__name__} runs on the workers, and the store's checkpoint has neither "
             "parameters nor state of it: choose an optimizer that runs on servers, or save by "
@@ -189,7 +189,7 @@ class ServerExchange(GradientExchange):
         used = [(key, parameter) for key, parameter, has in each if has]
         rest = [(key, parameter) for key, parameter, has in each if not has]
         if rest:
-            keys = [store.settings.keys[key] for key, _ in rest]
+            keys = [store.worker.keys[key] for key, _ in rest]
             store.push([key.name for key in keys], [EmptyPush(key.shape, key.dtype) for key in keys])
         if used:
             with values_of([parameter for _, parameter in used]) as outs:
@@ -198,7 +198,7 @@ class ServerExchange(GradientExchange):
             with values_of([parameter for _, parameter in rest]) as outs:
                 store.pull([key for key, _ in rest], outs)
         elif rest and store.layout.survives:
-            store.settings.settle()
+            store.worker.settle()
 
     def _find_changed(self) -> str:
         """Return the key of a parameter that is another one on the servers, "" where all were moved back. Blocking.
@@ -227,7 +227,7 @@ class ServerExchange(GradientExchange):
         the groups before the next update. ValueError where they are optimizers of another kind."""
         for at, group in enumerate(self._optimizer.param_groups):
             for name in self._keys(group):
-                found, mine = self._store.settings.groups.of(name), self._records[at]
+                found, mine = self._store.worker.groups.of(name), self._records[at]
                 if found is None or type(found) is not type(mine):
                     kind = type(mine).__name__
                     raise ValueError(
@@ -243,7 +243,7 @@ class ServerExchange(GradientExchange):
 
     def put(self) -> None:
         """Give the servers rank 0's parameters. Collective over the workers, blocking."""
-        settings = self._store.settings
+        settings = self._store.worker
         settings.agree_settled("set_parameters")
         keys = [settings.keys[name] for name in self._all_keys]
         tensors = [parameter.detach().contiguous() for parameter in self._parameters]
@@ -273,7 +273,7 @@ class ServerExchange(GradientExchange):
             before = asdict(self._records[at])
             changed = {name: value for name, value in asdict(record).items() if value != before[name]}
             if changed:
-                patience = warn_soon(self._store.settings.generation) if self._store.layout.asynchronous else None
+                patience = warn_soon(self._store.worker.generation) if self._store.layout.asynchronous else None
                 with patience or nullcontext():
                     self._store.update_optimizer(keys=self._keys(group), **changed)
             self._records[at], self._numbers[at] = record, found

@@ -32,7 +32,7 @@ class SurvivingSteps:
     def __init__(self, store: KVStore, names: Sequence[Name], exchange: GradientExchange, consensus: Consensus) -> None:
         self._store, self._names, self._exchange, self._consensus = store, names, exchange, consensus
         self._agreed: AgreedStep | None = None
-        self.new = store.layout.survives and store.settings.fresh
+        self.new = store.layout.survives and store.worker.fresh
         """True where this worker has taken a dead one's place, and has made no step yet."""
         self.steps = 0 if self.new else store.resumed or 0
         """Steps that have been made."""
@@ -110,7 +110,7 @@ class SurvivingSteps:
 
     def _round(self) -> int:
         """Return the round that the store stands at; in a step, the one that this worker has begun."""
-        return self._store.settings.keys[self._names[0]].round
+        return self._store.worker.keys[self._names[0]].round
 
     def _through(self, call: Callable[[], T]) -> T:
         """Return what `call` returns, which is called again after each death."""
@@ -140,7 +140,7 @@ class SurvivingSteps:
         """Meet the other workers, once after each recovery. Collective then, blocking."""
         if not self._unmet:
             return
-        settings = self._store.settings
+        settings = self._store.worker
         mine = StepPosition(self.steps, self._calls, pushes, self._lacks)
         told = settings.agree("rejoin", data=msgspec.msgpack.encode(mine))
         positions = [msgspec.msgpack.decode(word, type=StepPosition) for word in told]

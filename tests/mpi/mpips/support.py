@@ -50,7 +50,7 @@ def meet(kv: mpips.KVStore) -> None:
         comm.Send(b"", other, MEETING_TAG)
     for other in others:
         while not comm.Iprobe(other, MEETING_TAG):
-            kv.settings.generation.look()
+            kv.worker.generation.look()
             time.sleep(1e-4)
         comm.Recv(bytearray(), other, MEETING_TAG)
 

@@ -83,7 +83,7 @@ def store(kind, options, end):
         with contextlib.suppress(mpips.StoreError, KeyboardInterrupt):
             kv.barrier()
             if kv.rank == 0:
-                kv.settings.run("a mistake", interrupted())
+                kv.worker.run("a mistake", interrupted())
             while True:
                 kv.pushpull("w", x, x)
     if end == "recovered":

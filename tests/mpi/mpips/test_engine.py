@@ -130,7 +130,7 @@ def test_one_worker_started_its_calls_and_another_blocks(kind: str, servers: int
                 for handle in handles:
                     handle.wait()
             found += [float(one[0]) for one in out]
-        assert all(key.fast is not None for key in kv.settings.keys.values())
+        assert all(key.fast is not None for key in kv.worker.keys.values())
         return found
 
     expected = [float(workers * (round_ + 1)) for round_ in range(6) for _ in "ab"]
@@ -184,7 +184,7 @@ def test_a_second_thread_in_a_store_is_told_to_all(servers: int) -> None:
         said: list[str] = []
         thread = threading.Thread(target=lambda: said.append(failure(kv.barrier)), name="loader")
         thread.start()
-        while not kv.settings.generation.undescribed:  # until it is in the barrier
+        while not kv.worker.generation.undescribed:  # until it is in the barrier
             time.sleep(1e-4)
         said.append(failure(lambda: kv.push("w", np.ones(3))))
         thread.join(30)

@@ -158,7 +158,7 @@ def test_an_interrupted_init_ends_the_generation_and_can_be_made_again(who, shar
 
 def _interrupted(kv, values):
     """`init`, and an interrupt when all have agreed on it."""
-    task = kv.settings.backend.init
+    task = kv.worker.backend.init
 
     def broken(*what):
         begun = task(*what)
@@ -167,11 +167,11 @@ def _interrupted(kv, values):
         raise KeyboardInterrupt
         yield
 
-    kv.settings.backend.init = broken
+    kv.worker.backend.init = broken
     try:
         kv.init(["b", "c"], values)
     finally:
-        del kv.settings.backend.init
+        del kv.worker.backend.init
 
 
 def _goes_on(kv, values):

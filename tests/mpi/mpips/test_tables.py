@@ -727,7 +727,7 @@ def test_exports_keep_a_serving_copy_up_to_date(
         assert "since=10: no file of these rows" in failure(lambda: table.export(f"{folder}/all", 10))
         assert "cannot be written" in failure(lambda: table.export(f"{folder}/none/x"))
         is_over = threading.Event()
-        beside = kv.settings.start("as a checkpoint that is being written", until(is_over))
+        beside = kv.worker.start("as a checkpoint that is being written", until(is_over))
         assert "since=1: no file of these rows was written then" in failure(lambda: table.export(f"{folder}/all", 1))
         is_over.set()
         beside.wait()

@@ -221,6 +221,6 @@ def test_a_grad_scaler_takes_it(options: dict[str, Any]) -> None:
     assert (trainer.steps, len(steps)) == (6, 5 if rank == 0 else 6)
     assert scaler.get_scale() == (512 if rank == 0 else 1024)
     assert all(parameter.isfinite().all() for parameter in model.parameters())
-    told = trainer.store.settings.agree("test", data=repr(far(model, network())).encode())
+    told = trainer.store.worker.agree("test", data=repr(far(model, network())).encode())
     trainer.close()
     assert options.get("kind") or len(set(told)) == 1, "all have the centre"

@@ -65,13 +65,13 @@ def trained(made):
 
 def push(store, times, *names):
     for name in names:
-        key = store.settings.keys[name]
+        key = store.worker.keys[name]
         for turn in range(times):
             store.push(name, np.random.default_rng(turn).random(key.shape).astype(key.dtype))
 
 
 def values(store):
-    found = {name: np.empty(key.shape, key.dtype) for name, key in store.settings.keys.items()}
+    found = {name: np.empty(key.shape, key.dtype) for name, key in store.worker.keys.items()}
     for name, array in found.items():
         store.pull(name, array)
     return found
@@ -185,7 +185,7 @@ def test_integer_keys_have_no_optimizer(made, tmp_path):
     new.set_optimizer("sgd")
     with pytest.raises(ValueError, match=r"key 'count' is int64, and an optimizer needs floats"):
         new.load(tmp_path / "x")
-    assert not new.settings.keys
+    assert not new.worker.keys
     new = made(w=np.ones(2))
     new.set_optimizer("sgd", keys=["w"])
     new.load(tmp_path / "x")
@@ -231,7 +231,7 @@ def test_a_file_without_what_its_header_promises_changes_nothing(made, saved, tm
     store = made()
     with pytest.raises(ValueError, match=words):
         store.load(tmp_path / "y")
-    found = store.settings
+    found = store.worker
     assert not found.keys and not found.groups and found.compressor is None
 
 

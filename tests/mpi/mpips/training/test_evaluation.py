@@ -38,7 +38,7 @@ def test_all_workers_measure_the_whole_of_it(kind, elastic):
         together = [np.concatenate(arrays) for arrays in zip(*batches)]
         found.append(trainer.evaluate(uneven(kv.rank)))
         assert found[-1] == pytest.approx(expected(model, *together), rel=1e-12)
-        assert len(set(kv.settings.agree("test", data=json.dumps(found).encode()))) == 1
+        assert len(set(kv.worker.agree("test", data=json.dumps(found).encode()))) == 1
         np.testing.assert_array_equal(trainer.predict(x), model.predict(x))
 
     on_workers(kind, work)

@@ -254,7 +254,7 @@ def test_all_workers_stop_at_the_same_epoch(kind):
         history = Trainer(model, kv, MOMENTUM).fit(
             x, y, batch_size=BATCH, epochs=9, callbacks=[EarlyStop("loss", patience=2)]
         )
-        told = kv.settings.agree("test", data=str(len(history)).encode())
+        told = kv.worker.agree("test", data=str(len(history)).encode())
         assert set(told) == {b"3" if kv.num_workers > 1 else b"9"}
 
     on_workers(kind, work)

@@ -174,7 +174,7 @@ def test_asynchronous_workers_go_on_from_what_the_servers_had(kind, folder):
             assert models[0].bits() != kept
             trainer.resume(place)
             assert models[0].bits() == kept
-            kv.forget(list(kv.settings.keys))
+            kv.forget(list(kv.worker.keys))
 
     on_workers(kind, work)
 

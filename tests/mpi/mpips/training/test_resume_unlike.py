@@ -37,7 +37,7 @@ def refused(trainer, call):
     before = trainer.model.bits()
     said = failure(call)
     assert trainer.model.bits() == before
-    told = trainer.kv.settings.agree("test", data=said.encode())
+    told = trainer.kv.worker.agree("test", data=said.encode())
     assert len(set(told)) == 1, told
     assert trainer.step(X[:2], Y[:2]) > 0
     return said

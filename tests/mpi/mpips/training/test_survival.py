@@ -138,7 +138,7 @@ def ends(kv: Any, place: str) -> None:
     """Fits in which epochs end, each beside one in which none does."""
 
     def give_up() -> None:
-        raise kv.settings.generation.end("a test", CollectiveError("provoked"))
+        raise kv.worker.generation.end("a test", CollectiveError("provoked"))
 
     for what in ("sgd", "adam", "clipped", "accumulated"):
         found = []

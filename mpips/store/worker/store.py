@@ -1,4 +1,4 @@
-"""Make the calls that all workers make together: keys, optimizers, compression, barrier (`Settings`).
+"""Make the calls that all workers make together: keys, optimizers, compression, barrier (`WorkerStore`).
 
 A bad argument is compared in the one rendezvous: all workers raise the same ValueError or TypeError, and nothing has
 changed. Any error after that ends the generation.
@@ -38,7 +38,7 @@ from mpips.store.worker.restored import Restored
 LOG = log.get("mpips.store")
 
 T = TypeVar("T")
-_here: weakref.WeakSet[Settings] = weakref.WeakSet()
+_here: weakref.WeakSet[WorkerStore] = weakref.WeakSet()
 """Of all stores of this process that are in use, for `_end_in_fork`."""
 
 
@@ -54,9 +54,9 @@ def _end_in_fork() -> None:
 os.register_at_fork(after_in_child=_end_in_fork)
 
 
-class Settings:
-    """Hold the state that the workers of a store agree on. Its public attributes are what `mpips.store.checkpoint`
-    reads."""
+class WorkerStore:
+    """A store on one worker: its keys, tables, optimizers and compression, which all workers have alike, and the calls
+    that change them. `KVStore` is its front; checkpoints, tables and trainers work on it."""
 
     def __init__(self, layout: Layout, backend: Backend, generation: Generation) -> None:
         level = MPI.Query_thread()
@@ -374,7 +374,7 @@ def _optimizer(layout: Layout, optimizer: str | Optimizer, keywords: Mapping[str
     return chosen
 
 
-def _names_of_floats(store: Settings, keys: object, what: str) -> list[Name] | None:
+def _names_of_floats(store: WorkerStore, keys: object, what: str) -> list[Name] | None:
     """The names of these keys, None of all; ValueError where an optimizer cannot update one."""
     found = list(store.keys.values()) if keys is None else store.known(keys, what)
     _see_floats(found, what, "give keys=[...] without it")
