@@ -1,4 +1,4 @@
-"""Keep what belongs to a communicator: board, notes, plans, operations that were started, and its one end.
+"""All that belongs to a communicator; when a rank fails, it tells its node by the board and others by notes.
 
 A failure is told by `fabric.board` on a node, by `network.control` between nodes. It is made at the first call and
 lives until it fails: then it is over on all ranks, which raise the same sentence, and `renew` begins another on the

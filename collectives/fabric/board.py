@@ -1,4 +1,4 @@
-"""The board of a node: its ranks meet by words in shared memory, and learn that one failed (else: `network.control`).
+"""The board of a node: ranks on one node meet by words in shared memory, and see there that one has failed.
 
 An operation starts when all ranks have *entered* it. A rank enters by one 8-byte store: the number of the operation
 << 32 | a token for what it brings. It has met the others when all words of the row bear that number; a token that it

@@ -1,4 +1,4 @@
-"""Tell ranks of other nodes that a rank has failed, or that calls differ: short notes, besides all data.
+"""Short notes between nodes: a rank has failed, or calls differ. Within a node the board says so.
 
 Operations are numbered. A rank that has waited `SPEAK_SECONDS` tells all others which operation it is in. Who hears of
 an operation that it knows by another name answers with that name, so every rank gets all names and raises the same

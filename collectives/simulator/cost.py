@@ -1,4 +1,4 @@
-"""The alpha-beta-gamma model: costs of a message, a byte and an addition; their fit; and the formula of each algorithm.
+"""Predict how long each algorithm takes by a formula: the alpha-beta-gamma model, and its fit.
 
 A message of b bytes takes alpha + b beta, adding b bytes takes b gamma. A rank sends and receives at the same time
 (full duplex), starts the messages of a lane one after the other, and has one wire for all lanes, except in `bcube`,

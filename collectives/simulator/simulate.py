@@ -1,4 +1,4 @@
-"""Predict the time of an algorithm on a topology, a ring on a fat-tree for one, by simulation, beside `cost`'s formula.
+"""Predict how long an algorithm takes on a topology by simulating it, a ring on a fat-tree for one.
 
 The simulation keeps the clocks of all ranks, step by step, vectorised. A message starts when both its ends have reached
 the step it belongs to. Every message costs its two ends alpha, one after the other within a lane. The messages of one

@@ -1,4 +1,4 @@
-"""Vectors on GPUs, by CuPy: kernels queued on our streams, streams that wait for the user's, pinned host memory.
+"""GPU vectors by CuPy: who waits for which stream, and pinned host memory. `cuda_kernels` adds them.
 
 One kernel adds an incoming host chunk and all vectors of the worker in one pass, and writes the sum to host memory. The
 host's pages are pinned and mapped, so the kernel reads and writes them over the bus while other chunks are copied (the

@@ -1,4 +1,4 @@
-"""The source of every CUDA kernel: vectors reduced element by element.
+"""The kernels that add GPU vectors, in CUDA.
 
 `source` writes a kernel for an operation, an element type and a number of vectors. It needs no CUDA header. It computes
 what `collectives.kernels.sums` does on the host, so a list of vectors gives one result wherever it lies:

@@ -1,4 +1,4 @@
-"""Horovod's DistributedOptimizer: gradients are reduced by name while backward goes on, and `step` waits for them."""
+"""Horovod's DistributedOptimizer: starts an allreduce of each gradient while backward still runs; `step` waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The device mesh, batch x model: each rank's two indices and communicators; ranks agree before they act.
+"""The device mesh, batch x model: which rank computes which part, by its two indices, and their communicators.
 
 Source: the paper, section 7, which calls it a process grid.
 """

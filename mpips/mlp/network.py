@@ -1,4 +1,4 @@
-"""Compute one rank's slice of a multi-layer perceptron: which columns or rows of a layer it holds, and a step on them.
+"""A rank's slice of a multi-layer perceptron: the columns or rows of each layer in one part, and a step on them.
 
 A layer's kind says which rank of a model (`part`, its model index on the mesh) holds what of it:
 

@@ -315,10 +315,10 @@ class SynchronousUpdate:
         """Run a task of the leaders on the states of their servers, when all that was pushed has been applied."""
         found, problem = None, None
         if self._kv is not None:
-            settings = self._kv.worker
+            worker = self._kv.worker
             try:
-                settings.settle()
-                found = settings.run(what, task(settings.backend.stored, [settings.keys[name] for name in self._in]))
+                worker.settle()
+                found = worker.run(what, task(worker.backend.stored, [worker.keys[name] for name in self._in]))
             except ValueError as error:
                 problem = f"the servers' optimizer states: {error}"
         agree(self._mesh.comm, problem)

@@ -1,4 +1,4 @@
-"""The planner decides which layers travel together: from a profile to plans, and whether a plan still fits. Pure.
+"""Choose a plan from a profile, and see whether it still fits. `strategies` and `joint` group the layers.
 
 The rules are those of `strategies` and `joint`: in one direction or both, on any number of nodes.
 For PyTorch, see `mpips.torch.buckets`.

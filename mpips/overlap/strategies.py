@@ -1,4 +1,4 @@
-"""Group layers into buckets, one direction at a time: pure functions of a `Problem`, by name.
+"""Decide which layers travel together, one direction at a time: a pure function for each strategy.
 
 `optimal` is the exact optimum, `merged` is MG-WFBP's rule. `single` and `layerwise` look at nothing but the number of
 layers: SyncEASGD's one message behind the backward pass (MG-WFBP, section I), also the default of a parameter server,

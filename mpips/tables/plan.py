@@ -1,4 +1,4 @@
-"""Plan what becomes of tables after a death: which server has rows, at which rounds, and who copies them.
+"""Plan whence the rows of a dead server come: which memory has them, at which rounds, and who copies them.
 
 A table is whole where the rows of every server are there. Servers differ by one round at most, and each can go back by
 one, so there is a round that all can have. Where as many servers go on as there were, each keeps its rows; who takes a

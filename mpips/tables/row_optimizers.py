@@ -1,4 +1,4 @@
-"""Optimizers of rows: each updates some rows of a table by their gradients; all other rows stay as they are.
+"""The arithmetic of row optimizers: new rows from rows, gradients and state.
 
 A row's arithmetic is that of the row alone, so its bits do not depend on which rows are updated beside it. Schedules
 count updates of the table; Adam's corrections count updates of the row, so that a rare row is corrected as it must be.

@@ -1,4 +1,4 @@
-"""Rows of one table on one server: made by the update that names them first, with state, and dropped when old.
+"""Rows of one table on one server: made, updated by summed gradients, and dropped when old.
 
 A row is made when it is first updated; until then a pull gives its first values.
 

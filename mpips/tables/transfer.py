@@ -1,4 +1,4 @@
-"""Rows of tables go from the memory where they lie to the servers that have them now, piece by piece.
+"""Send rows of tables to the servers that `plan` names, piece by piece, from the memory where they lie.
 
 A server reads what it reaches itself. All else comes from a rank that reaches it (`RowSource`). A piece is short,
 whatever the table holds, and few are under way. Each says which one it is, and a sum over its bytes: what comes out of

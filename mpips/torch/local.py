@@ -1,4 +1,4 @@
-"""Local SGD and DiLoCo for PyTorch's models: `LocalSGD(model, inner, every=500)`, for workers that slow links join.
+"""`LocalSGD(model, inner, every=500)` for PyTorch's models: a front of `training.local`.
 
 inner = torch.optim.AdamW(model.parameters(), 1e-3)
 trainer = mpips.torch.LocalSGD(model, inner, every=500, kind="dist_sync", servers=1)

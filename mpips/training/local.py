@@ -1,4 +1,4 @@
-"""Train apart and talk rarely (local SGD, DiLoCo, elastic averaging): the optimizer of the store answers outer steps.
+"""What workers that train apart exchange, and when: local SGD, DiLoCo and elastic averaging.
 
 A worker makes inner steps by itself. Now and then it pushes something of its parameters w, the store updates its own
 centre c by an optimizer, and the worker moves towards the c that it pulls:
@@ -130,8 +130,8 @@ class Exchange:
 
     def _bytes_of(self, place: int) -> int:
         """Return the bytes of a parameter that go to the store and come back: those to servers may be compressed."""
-        settings, nbytes = self._kv.worker, self.centers[place].nbytes
-        key, compressor = settings.keys[self._keys[place]], settings.compressor
+        worker, nbytes = self._kv.worker, self.centers[place].nbytes
+        key, compressor = worker.keys[self._keys[place]], worker.compressor
         if compressor is not None and self._kv.layout.num_servers and key.floats:
             return nbytes + compressor.max_bytes(key.size)
         return 2 * nbytes

@@ -1,4 +1,4 @@
-"""Arithmetic of a server: contributions to a unit are summed and written block by block, while a block is in the cache.
+"""Add workers' gradients for a unit, block by block, on the server's threads; `unit` adds and updates one block.
 
 Parts are added in the order of the contributors, so results are the same bit for bit, however many threads share a sum.
 A share of a long sum takes some 50 us, so little may go by around it (`Team`).

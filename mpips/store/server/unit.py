@@ -1,4 +1,4 @@
-"""A unit on its server: its elements and optimizer's state, who has pushed, how far the open round is. No I/O."""
+"""A unit on its server: its values and optimizer's state, the sum and update of a block, who has pushed. No I/O."""
 
 from __future__ import annotations
 

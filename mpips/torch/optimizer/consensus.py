@@ -89,10 +89,10 @@ class Consensus:
     def see_call(self, call: str, steps: int) -> None:
         """Raise on all workers unless all make this call, in a synchronous store after equally many steps. Collective,
         blocking."""
-        settings, layout = self._store.worker, self._store.layout
+        worker, layout = self._store.worker, self._store.layout
         if layout.asynchronous:
-            with warn_soon(settings.generation):
-                settings.agree(call, [*self._items(), self._state_item()] if call == CALLS[1] else (), noun="setting")
+            with warn_soon(worker.generation):
+                worker.agree(call, [*self._items(), self._state_item()] if call == CALLS[1] else (), noun="setting")
         elif layout.num_workers > 1:
             assert layout.workers is not None
             self._compare(layout.workers, call, steps, Brought())

@@ -1,4 +1,4 @@
-"""A parameter server for PyTorch's models: `DistributedOptimizer(optimizer, ...)`, in the manner of Horovod's.
+"""`DistributedOptimizer(optimizer, ...)` over a store: its `step` pushes gradients when backward is over.
 
     optimizer = mpips.torch.DistributedOptimizer(optimizer, model.named_parameters(), kind="dist_sync", servers=2)
     loss.backward(); optimizer.step()           # pushes gradients, pulls parameters

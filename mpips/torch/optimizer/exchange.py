@@ -243,12 +243,12 @@ class ServerExchange(GradientExchange):
 
     def put(self) -> None:
         """Give the servers rank 0's parameters. Collective over the workers, blocking."""
-        settings = self._store.worker
-        settings.agree_settled("set_parameters")
-        keys = [settings.keys[name] for name in self._all_keys]
+        worker = self._store.worker
+        worker.agree_settled("set_parameters")
+        keys = [worker.keys[name] for name in self._all_keys]
         tensors = [parameter.detach().contiguous() for parameter in self._parameters]
         values = [arguments.first_value(key.name, [tensor]) for key, tensor in zip(keys, tensors, strict=True)]
-        settings.run("set_parameters", settings.backend.store_values(keys, values))
+        worker.run("set_parameters", worker.backend.store_values(keys, values))
         self.is_loaded = False
 
     def by_parameter(self) -> dict[Tensor, Optimizer]:

@@ -140,9 +140,9 @@ class SurvivingSteps:
         """Meet the other workers, once after each recovery. Collective then, blocking."""
         if not self._unmet:
             return
-        settings = self._store.worker
+        worker = self._store.worker
         mine = StepPosition(self.steps, self._calls, pushes, self._lacks)
-        told = settings.agree("rejoin", data=msgspec.msgpack.encode(mine))
+        told = worker.agree("rejoin", data=msgspec.msgpack.encode(mine))
         positions = [msgspec.msgpack.decode(word, type=StepPosition) for word in told]
         met = meet(positions, not self._store.layout.asynchronous)
         if met.refusal:
