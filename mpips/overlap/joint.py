@@ -1,4 +1,4 @@
-"""Decide which gradients are sent together and which parameters are fetched when: both directions at once (iBatch).
+"""Decide which gradients are sent together and which parameters are fetched when: both directions at once.
 
 The iteration runs from the start of one backward pass to the end of the next forward pass; then nothing is left on the
 network. A layer may be pulled once its gradients were pushed. If all pulls run in forward order, none can start before
