@@ -1,10 +1,12 @@
-"""Decide which server keeps which elements of a key: pure functions over half-open intervals.
+"""Decide which server keeps which elements of a key. Pure functions over half-open intervals.
 
-An array of `big_array` elements is cut evenly over all servers, and so is one of a quarter of that which no server
-could take without keeping much more than its share; any other lies whole on the server that holds the fewest bytes.
-What a server keeps of an array is cut again into *units*: the atom of the server's state. A unit has a fixed set of
-contributors, the workers that push it: every worker (dist_*), the masters (masters="one"), or one worker of each
-client (masters="all", where member i of a client of p owns the i-th p-th).
+An array of `big_array` elements or more is cut evenly over all servers. Any other array goes as a whole to the server
+that holds the fewest bytes. In between, an array of at least a quarter of `big_array` is cut too if the server that took
+it would then hold much more than its share.
+
+A server's part of an array is cut again into *units*, the atoms of a server's state. A unit always has the same
+contributors, the workers that push to it: every worker in dist_* stores; each client's master with masters="one"; with
+masters="all" one member of each client, where member i of p members pushes the i-th of p slices.
 """
 
 from __future__ import annotations
@@ -13,14 +15,17 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-SHORT = 8  # blocks shorter than the longest by this factor cost more than they hide
+# Blocks are never shorter than the longest block divided by this: shorter ones cost more than their overlap saves.
+SHORT = 8
 CACHE_LINE = 64
-MEDIUM = 4  # arrays smaller than big ones by up to this factor are cut where a server would keep
-ABOVE_SHARE = 4  # more than its share of all bytes by one part of so many
+# An array of at least big_array / MEDIUM elements may be cut, if a server that took it whole would hold more than
+# (1 + 1 / ABOVE_SHARE) times its share of all bytes.
+MEDIUM = 4
+ABOVE_SHARE = 4
 
 
 class Interval(NamedTuple):
-    """Elements start <= i < stop."""
+    """The elements i with start <= i < stop."""
 
     start: int
     stop: int
@@ -45,10 +50,10 @@ class Unit(NamedTuple):
 
 
 def split(interval: Interval, parts: int, grain: int = 1) -> list[Interval]:
-    """`parts` neighbouring intervals that cover `interval`; sizes differ by at most one grain, the larger
-    first; cuts lie on grains.
+    """Cut an interval into `parts` adjacent intervals whose sizes differ by at most one grain, larger ones first.
 
-    Grains are counted from element 0, so that cuts of a matrix with grain = row length fall between rows.
+    Cuts lie on multiples of `grain`, counted from element 0. With the length of a row as grain, a matrix is cut between
+    rows.
     """
     if parts < 1 or grain < 1:
         raise ValueError(f"split into parts={parts} with grain={grain}: both must be at least 1")
@@ -63,7 +68,10 @@ def split(interval: Interval, parts: int, grain: int = 1) -> list[Interval]:
 
 
 def grain_of(shape: Sequence[int], parts: int) -> int:
-    """Elements that stay together: a row of a matrix with enough rows to share evenly, else one element."""
+    """Return how many elements must stay together when an array of this shape is cut into `parts`.
+
+    That is a row, if there are enough rows for even parts, and otherwise a single element.
+    """
     if len(shape) < 2 or shape[0] < 8 * parts:
         return 1
     size = 1
@@ -73,8 +81,13 @@ def grain_of(shape: Sequence[int], parts: int) -> int:
 
 
 def block_bytes(nbytes: int, most: int, side_by_side: bool) -> int:
-    """Bytes of the blocks of a unit of `nbytes` on one node, at most `most`. `side_by_side`: every process has a core,
-    and a server sums one block while workers copy the next, so all but short units have two or more."""
+    """Return the block size for a unit of `nbytes` whose contributors are on the server's node.
+
+    Args:
+        most: The largest block size allowed.
+        side_by_side: Every process has a core of its own. Then the server sums one block while workers copy the next,
+            so every unit that is not short gets at least two blocks.
+    """
     if not side_by_side:
         return most
     half = -(-nbytes // (2 * CACHE_LINE)) * CACHE_LINE
@@ -82,34 +95,40 @@ def block_bytes(nbytes: int, most: int, side_by_side: bool) -> int:
 
 
 def pulled_at_once(nbytes: int, block: int, past_caches: int) -> int:
-    """Blocks of `block` bytes that a pull of a unit of `nbytes` waits for, to copy them at once.
+    """Return how many blocks of `block` bytes a pull waits for before it copies them all with one call.
 
-    A copy of `past_caches` bytes need not fetch what it overwrites, which saves more than to read blocks while the
-    server's cache has them.
+    A copy of at least `past_caches` bytes writes past the caches, and need not fetch the lines that it overwrites. That
+    saves more than reading each block while it is in the server's cache. Smaller pulls copy one block at a time.
     """
     return -(-past_caches // block) if nbytes >= past_caches else 1
 
 
 class Placement:
-    """Bytes that each server holds; the same calls in the same order give the same places on every rank."""
+    """Places arrays on servers by how many bytes each server holds.
+
+    Deterministic: the same calls in the same order give the same places on every rank.
+    """
 
     def __init__(self, servers: int, big_array: int) -> None:
         self.loads = [0] * servers
         self._big_array = big_array
 
     def copy(self) -> Placement:
-        """Return the same loads, to place arrays on trial."""
+        """Return a copy on which arrays can be placed on trial."""
         placement = Placement(0, self._big_array)
         placement.loads = self.loads.copy()
         return placement
 
     def remove_load(self, parts: Sequence[tuple[int, int]], itemsize: int) -> None:
-        """(server, elements) of an array that is no longer kept."""
+        """Subtract an array that was given up. `parts`: (server, number of elements)."""
         for server, elements in parts:
             self.loads[server] -= elements * itemsize
 
     def place(self, shape: Sequence[int], itemsize: int) -> list[tuple[int, Interval]]:
-        """(server, interval) pairs that cover an array; empty intervals are left out (an empty array has one)."""
+        """Place an array and add it to the loads. Return (server, interval) pairs that cover it.
+
+        Empty intervals are left out, except that an empty array has one.
+        """
         size = 1
         for extent in shape:
             size *= extent
@@ -124,18 +143,21 @@ class Placement:
         return pieces
 
     def add_load(self, parts: Sequence[tuple[int, Interval]], itemsize: int) -> None:
-        """(server, interval) pairs of an array that is kept there."""
+        """Add an array that is placed already. `parts`: (server, interval)."""
         for server, part in parts:
             self.loads[server] += part.size * itemsize
 
     def _tips(self, server: int, nbytes: int) -> bool:
-        """Return whether so many bytes more would make a server's load much larger than the servers' mean."""
+        """True if `nbytes` more would make this server's load much larger than the mean of all servers."""
         servers, after = len(self.loads), self.loads[server] + nbytes
         return ABOVE_SHARE * servers * after > (ABOVE_SHARE + 1) * (sum(self.loads) + nbytes)
 
 
 def owners(clients: Sequence[Interval], kind: str, masters: str) -> list[list[int]]:
-    """The groups that contribute once, as their owners of slices: each worker alone, each master, or whole clients."""
+    """Return the groups of workers that contribute to a key. Each group contributes the whole key once.
+
+    A group is a single worker, a client's master, or all members of a client, who push a slice each.
+    """
     if kind.startswith("dist_"):
         return [[worker] for client in clients for worker in range(*client)]
     if masters == "one":
@@ -144,7 +166,7 @@ def owners(clients: Sequence[Interval], kind: str, masters: str) -> list[list[in
 
 
 def units(key: int, server: int, part: Interval, groups: Sequence[Sequence[int]], grain: int = 1) -> list[Unit]:
-    """The units of a server's part of a key: cut wherever any group passes from one owner to the next."""
+    """Cut a server's part of a key into units, wherever a group's slices pass from one worker to the next."""
     slices = [split(part, len(group), grain) for group in groups]
     cuts = sorted({part.start, part.stop, *(piece.start for pieces in slices for piece in pieces)})
     result = []
@@ -154,6 +176,7 @@ def units(key: int, server: int, part: Interval, groups: Sequence[Sequence[int]]
             for group, pieces in zip(groups, slices, strict=True)
         )
         result.append(Unit(key, server, start, stop, contributors))
-    if not result:  # an empty array still has one unit, so that a round of it can be counted
+    # An empty array still has a unit, because its rounds are counted too.
+    if not result:
         result.append(Unit(key, server, part.start, part.stop, tuple(group[0] for group in groups)))
     return result

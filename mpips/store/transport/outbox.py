@@ -1,13 +1,18 @@
-"""Payloads on a node, on the worker's side: an array that lies in node-shared memory, or a worker's copy of one.
+"""How a worker gives a server on its node the values of a push without sending them.
 
-Servers read an array of `mpips.empty` where it lies (`InPlacePushes`). Any other is copied into an `Outbox`, and the
-server sums it while it is still being filled. A copy of many blocks would leave the cache before it is written the next
-time, and every line of it would be fetched only to be overwritten. So a block goes where one has lain that the server
-has summed: a few slots serve, as long as all workers push side by side and the server keeps up. Where it does not, the
-next block takes a slot more, and a push never waits for a worker that comes late.
+An array made by `mpips.empty` lies in memory that the node shares, and the server reads it there (`InPlacePushes`). Any
+other array is copied into an `Outbox`, which the server can read, and the server sums each block while the worker copies
+the next one.
 
-In memory: word 0 counts blocks filled over all rounds, the words from `PLACES` on hold the slot of each block, and then
-come the slots. Works where the processor keeps the order of stores (`lines.connect`).
+An outbox holds fewer blocks than the array. If every block had a place of its own, its cache lines would be evicted
+before the next round and fetched again only to be overwritten. So blocks go into slots, and a slot is used again once
+the server has summed the block in it. A few slots are enough as long as all workers push at the same time and the server
+keeps up. If it does not, the outbox takes another slot, up to one for each block: a push never waits for a worker that
+comes late.
+
+Layout of the memory: word 0 counts the blocks filled since the first round. The words from `PLACES` on say which slot
+each block of this round is in. The slots follow. This needs a processor that keeps stores in order (see
+`lines.connect`).
 """
 
 from __future__ import annotations
@@ -25,39 +30,56 @@ from mpips.store.keys.key import Array, Shard
 from mpips.store.transport.frames import FRAME, NOWHERE, Op
 
 PUSH = int(Op.PUSH)
+# index of the first word that names a slot
 PLACES = 8
+# slots to take before waiting for the server to free one: about this many blocks are being copied or summed at a time
 WARM = 3
-"""Slots that are taken before a server is waited for: as many blocks are filled and summed at a time."""
+# how long to wait for a slot: this many times the time that filling took so far, but at most PATIENCE_SECONDS
 PATIENCE = 8
 PATIENCE_SECONDS = 1e-2
-"""A server that sums is waited for so many times as long as it took to fill what is there, at most so long."""
 
 
 def header_bytes(blocks: int) -> int:
-    """Return the bytes of the words before the slots, in whole cache lines."""
+    """Size of the words before the slots, rounded up to whole cache lines."""
     return -(-(PLACES + blocks) * 8 // 64) * 64
 
 
 class Outbox:
-    """One shard's, of `size` elements in `blocks` blocks of `block_elements`; `words[0]` is the server's progress."""
+    """The memory into which a worker copies its pushes of one shard, block by block.
+
+    Args:
+        words: The progress words of the shard's unit. The server counts in `words[0]` the blocks it has summed.
+        size: Elements of the shard.
+        blocks: Into how many blocks it is cut.
+        block_elements: Elements of a block; the last one may be shorter.
+    """
 
     def __init__(self, words: memoryview, size: int, blocks: int, block_elements: int, dtype: np.dtype) -> None:
-        self._words, self._blocks, self._step = words, blocks, block_elements
+        self._words = words
+        self._blocks = blocks
+        self._step = block_elements
         header = header_bytes(blocks)
         elements = size if blocks == 1 else blocks * block_elements
         memory = arena.empty(header + elements * dtype.itemsize, np.uint8)
         self._mine = memoryview(memory[:header].view(np.uint64))  # type: ignore[arg-type]
+        # 1-D; for a shard of one block this is the whole shard
         self.slots: Array = memory[header:].view(dtype)
-        """1-D; of a shard of one block: all of it."""
+        # where the server finds the outbox while it is being filled, and where it finds the values alone
         self.growing: Region = arena.locate(memory) or NOWHERE
         self.plain: Region = arena.locate(self.slots) or NOWHERE
-        self._before = self._used = self._summed = 0
+        # blocks filled in all earlier rounds
+        self._before = 0
+        # slots taken in this round
+        self._used = 0
+        # blocks of this round that the server has summed, as far as this worker has looked
+        self._summed = 0
         self._free: list[int] = []
         self._began = 0.0
+        # False once a wait for a slot was in vain: then the rest of the round takes new slots at once
         self._patient = False
 
     def begin(self, round_: int) -> None:
-        """Begin a round; the server has read all that was there before."""
+        """Begin a round. The server must have read everything of the round before."""
         self._before = self._mine[0] = (round_ - 1) * self._blocks
         self._used = self._summed = 0
         self._free.clear()
@@ -65,16 +87,16 @@ class Outbox:
 
     @property
     def filled(self) -> int:
-        """Return how many blocks of the round are there."""
+        """Number of blocks of this round that have been copied in."""
         return int(self._mine[0] - self._before)
 
     @property
     def full(self) -> bool:
-        """Return whether all blocks of the round are there."""
+        """True once every block of this round has been copied in."""
         return self.filled >= self._blocks
 
     def put_block(self, values: Array) -> None:
-        """Copy the next block of the shard's values in and count it."""
+        """Copy the next block of the shard's values in, and let the server see it."""
         mine, step = self._mine, self._step
         slot = self._free.pop() if self._free else self._slot()
         block = mine[0] - self._before
@@ -84,10 +106,12 @@ class Outbox:
         mine[0] += 1
 
     def _slot(self) -> int:
-        """Return a slot that the server has summed, if it sums; else another."""
+        """Return a slot whose block the server has summed, or a new slot if there is none soon."""
         if not self._look() and self._used >= WARM and self._summed and self._patient:
             self._patient = self._wait()
-        if self._used == self._blocks and not self._free:  # an interrupt has lost one between here and `put_block`
+        # An interrupt between this function and put_block() loses a slot. When no slot is left, find the lost one:
+        # it is one that no filled block names.
+        if self._used == self._blocks and not self._free:
             kept = {self._mine[PLACES + block] for block in range(self._summed, self.filled)}
             self._free = [slot for slot in range(self._blocks) if slot not in kept]
         if self._free:
@@ -96,8 +120,9 @@ class Outbox:
         return self._used - 1
 
     def _look(self) -> bool:
-        """Note what the server has summed; whether there is a free slot."""
-        summed = min(self._words[0] - self._before, self.filled)  # of a round that has failed, all at once
+        """Collect the slots of blocks that the server has summed. Return True if any slot is free."""
+        # When a round has failed, the server counts all of its blocks at once, also those not filled yet.
+        summed = min(self._words[0] - self._before, self.filled)
         while self._summed < summed:
             slot = self._mine[PLACES + self._summed]
             self._summed += 1
@@ -105,7 +130,7 @@ class Outbox:
         return bool(self._free)
 
     def _wait(self) -> bool:
-        """Wait for a slot a little; whether there is one."""
+        """Wait a little for the server to free a slot. Return True if it has."""
         now = time.perf_counter()
         until = now + min(PATIENCE * (now - self._began), PATIENCE_SECONDS)
         while not self._look():
@@ -115,14 +140,16 @@ class Outbox:
         return True
 
 
+# outboxes, each with the values to fill it with
 Grows = list[tuple[Outbox, Array]]
-"""Outboxes with what they are filled with."""
 
 
 def fill(grows: Grows) -> None:
-    """Copy what is not there yet into outboxes, block by block in turns over the servers.
+    """Fill outboxes to the end, one block of each in turn.
 
-    Workers that share a core take turns, too, so that a server finds every worker's block in the cache."""
+    After each block the worker yields its core, so that workers on the same core advance together and the server finds
+    the blocks of all of them in the cache.
+    """
     while left := [item for item in grows if not item[0].full]:
         for outbox, values in left:
             outbox.put_block(values)
@@ -130,17 +157,21 @@ def fill(grows: Grows) -> None:
 
 
 class RepeatedPush:
-    """The push of one region, round after round: its frame is packed once for a priority."""
+    """Pushes the same region of memory every round. The frame is packed again only when the priority changes."""
 
     __slots__ = ("_coding", "_frame", "_priority", "_region", "_repost", "_unit")
 
     def __init__(self, repost: Callable[[bytes, int], None], unit: int, region: Region, coding: int = 0) -> None:
-        """`repost`: that of the line to the unit's server."""
-        self._repost, self._unit, self._region, self._coding = repost, unit, region, coding
-        self._priority, self._frame = 0, b""
+        """`repost` posts a packed frame for a round to the server of the unit."""
+        self._repost = repost
+        self._unit = unit
+        self._region = region
+        self._coding = coding
+        self._priority = 0
+        self._frame = b""
 
     def post(self, round_: int, priority: int) -> None:
-        """Push the region to this round."""
+        """Push the region as this worker's contribution to a round."""
         if priority != self._priority or not self._frame:
             frame = FRAME.pack(PUSH, 0, self._coding, priority, self._unit, 0, *self._region, 0, 0)
             self._frame, self._priority = frame, priority
@@ -148,7 +179,10 @@ class RepeatedPush:
 
 
 class InPlacePushes:
-    """The pushes of one array to these shards; kept, as a training loop pushes the same again."""
+    """Pushes of an array that servers read in place, one for each shard of a key.
+
+    Remembers the pushes of the last array, because a training loop pushes the same array at every step.
+    """
 
     __slots__ = ("_last", "_pushes", "_shards")
 
@@ -158,9 +192,10 @@ class InPlacePushes:
         self._pushes: list[RepeatedPush] = []
 
     def of(self, array: Array) -> list[RepeatedPush]:
-        """Return the push of every shard's part of the array; none where the array lies in other memory.
+        """Return a push for each shard, or an empty list if the array is not in memory that the node shares.
 
-        It holds the whole key, C-contiguous."""
+        The array holds the whole key and is C-contiguous.
+        """
         if self._last() is not array:
             region = arena.locate(array)
             size = array.itemsize
@@ -179,5 +214,6 @@ class InPlacePushes:
                 ]
             )
             last = weakref.ref(array)
-            self._last, self._pushes = last, pushes  # at once, whenever an interrupt comes
+            # In one statement: an interrupt between two would leave the pushes of another array.
+            self._last, self._pushes = last, pushes
         return self._pushes
