@@ -1,12 +1,12 @@
 """Decide which server keeps which elements of a key. Pure functions over half-open intervals.
 
 An array of `big_array` elements or more is cut evenly over all servers. Any other array goes as a whole to the server
-that holds the fewest bytes. In between, an array of at least a quarter of `big_array` is cut too if the server that took
-it would then hold much more than its share.
+that holds the fewest bytes. In between, an array of at least a quarter of `big_array` is cut too if the server that
+took it would then hold much more than its share.
 
 A server's part of an array is cut again into *units*, the atoms of a server's state. A unit always has the same
-contributors, the workers that push to it: every worker in dist_* stores; each client's master with masters="one"; with
-masters="all" one member of each client, where member i of p members pushes the i-th of p slices.
+contributors, the workers that push to it: every worker in dist_* stores; each client's master with masters="one";
+with masters="all" one member of each client, where member i of p members pushes the i-th of p slices.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """How a worker gives a server on its node the values of a push without sending them.
 
-An array made by `mpips.empty` lies in memory that the node shares, and the server reads it there (`InPlacePushes`). Any
-other array is copied into an `Outbox`, which the server can read, and the server sums each block while the worker copies
-the next one.
+An array made by `mpips.empty` lies in memory that the node shares, and the server reads it there (`InPlacePushes`).
+Any other array is copied into an `Outbox`, which the server can read, and the server sums each block while the worker
+copies the next one.
 
 An outbox holds fewer blocks than the array. If every block had a place of its own, its cache lines would be evicted
 before the next round and fetched again only to be overwritten. So blocks go into slots, and a slot is used again once
-the server has summed the block in it. A few slots are enough as long as all workers push at the same time and the server
-keeps up. If it does not, the outbox takes another slot, up to one for each block: a push never waits for a worker that
-comes late.
+the server has summed the block in it. A few slots are enough as long as all workers push at the same time and the
+server keeps up. If it does not, the outbox takes another slot, up to one for each block: a push never waits for a
+worker that comes late.
 
 Layout of the memory: word 0 counts the blocks filled since the first round. The words from `PLACES` on say which slot
 each block of this round is in. The slots follow. This needs a processor that keeps stores in order (see
