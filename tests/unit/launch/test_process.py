@@ -22,20 +22,18 @@ process.tell(ended.sentence)
 sys.exit(ended.code)
 """
 WAITS = "import os, signal\nprint(os.getpid(), flush=True)\nsignal.pause()"
+# It waits for the signal itself: a handler of Python's is not called if the signal comes just before a read blocks.
 COUNTS = """
 import signal, sys
-count = 0
-def heard(*_):
-    global count
-    count += 1
-    print("heard", flush=True)
-signal.signal(signal.SIGINT, heard)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
 print("up", flush=True)
-for line in sys.stdin:
-    sys.exit(count)
+signal.sigwait([signal.SIGINT])
+print("heard", flush=True)
+sys.stdin.readline()
+if signal.sigtimedwait([signal.SIGINT], 0):
+    print("heard", flush=True)
+sys.exit(1)
 """
-
-
 STUBBORN = """
 import os, signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -81,7 +79,9 @@ UP = "import os, signal, time; os.write(1, b'up\\n'); "
 
 
 FAILS = "import signal, sys\nfor n in (2, 15): signal.signal(n, lambda *_: sys.exit(1))\n"
-HEEDS = "import signal\ntry:\n    print(flush=True); signal.pause()\nexcept KeyboardInterrupt:\n    pass"
+HEEDS = (
+    "import time\ntry:\n    print(flush=True)\n    while True: time.sleep(0.05)\nexcept KeyboardInterrupt:\n    pass"
+)
 
 
 def heed() -> None:
