@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
@@ -126,7 +126,6 @@ class Communicator:
         self.caller, self.inside = 0, False
         """The thread that has made the last call, and whether it is in one: see `change_caller`."""
         self.of_threads = False
-        self.of_store = False  # which leaves it when it closes
         """Whether threads of ours take turns here."""
         self._callers: WeakSet[threading.Thread] = WeakSet()
         self._kept: list[Any] = []
@@ -583,8 +582,9 @@ if MPI.Is_initialized() and not MPI.Is_finalized():
 
 
 @atexit.register
-def leave_all(stores: bool = True) -> None:
-    """Tell others that this rank's program ends. `stores`: also where a store is open, which waits for them first."""
+def leave_all(but: Collection[MPI.Comm] = ()) -> None:
+    """Tell others that this rank's program ends; not those of the communicators `but`, which are needed yet."""
+    needed = [comm.Get_attr(_key()) for comm in but if comm != MPI.COMM_NULL]
     for kept in list(_alive):
-        if stores or not kept.of_store:
+        if kept not in needed:
             kept.leave()

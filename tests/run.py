@@ -3,8 +3,8 @@
     python -m tests.run [--part quick|core|rest|all] [--stages lint,unit,lab,mpi] [--ranks 1,2,3] [--python PYTHON]...
                         [PYTEST WORDS]
 
-PYTEST WORDS go to pytest: files and folders of tests, `-k`, `-x`. Where they name files, each test is printed as it
-ends.
+PYTEST WORDS go to pytest: files and folders of tests, `-k`, `-x`. Where they name files, a line is printed for each
+test: as it ends if there is one run, such as `--stages unit` or `--stages mpi --ranks 2`.
 
 The exit code is 1 if anything failed, 2 if these words mean nothing. `--python` names the interpreters under which the
 MPI tests run, one for each MPI. `--beside COMMAND` runs beside the checkers and must have succeeded before MPI tests
@@ -138,7 +138,7 @@ def main() -> int:
     limits, stages = Limits(arguments.limit, arguments.total), arguments.stages
     choice = Choice(tuple(words), arguments.part)
     if choice.named:
-        choice = choice.only(["-vv"])  # each test as it ends
+        choice = choice.only(["-vv"])  # a line for each test
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         compile_once(folder)
         results = together(checks(stages, arguments.beside, choice, limits))

@@ -16,6 +16,9 @@ from mpips.optimizers.base import LEAST, MOST, Optimizer, initial, known
 OPTIMIZERS: dict[str, type] = {}
 """Every optimizer by its lower-case name: the built-in ones and those that `register` added."""
 
+_BUILT_IN: dict[str, type] = {}
+"""Those of mpips by their names, also where a program's own class has taken the name."""
+
 SCHEDULES: dict[str, type] = {}
 """Every schedule by its lower-case name."""
 
@@ -25,17 +28,17 @@ T = TypeVar("T", bound=type)
 class _Record(msgspec.Struct):
     name: str
     options: dict[str, Any]
-    own: bool = False
-    """Whether the class is the program's own. Older files do not say."""
+    own: bool | None = None
+    """True if the class is the program's own and not one of mpips. None in older files, which do not say."""
 
 
 def register(kind: T) -> T:
     """Make a frozen dataclass known by its lower-case name: an optimizer (`init`, `update`) or a schedule (`at`).
 
     Use it as a decorator above `@dataclass(frozen=True)`, before `mpips.create`: servers run the script up to there
-    and so know the name. Options may be finite numbers, flags, strings, None, schedules, and tuples of these. A class
-    that has the name of one of mpips takes its place. Raises TypeError for what is no such class, ValueError for a name
-    that another class of the program has.
+    and so know the name. Options may be finite numbers, flags, strings, None, schedules, and tuples of these. An
+    optimizer with the name of one of mpips gets that name, so a program works on when mpips adds an optimizer. Raises
+    TypeError for what is no such class, ValueError for a name that another class has.
     """
     methods = (hasattr(kind, "init") and hasattr(kind, "update")) or hasattr(kind, "at")
     table = OPTIMIZERS if hasattr(kind, "update") else SCHEDULES
@@ -45,10 +48,11 @@ def register(kind: T) -> T:
         "a schedule needs at(step)": methods,
     }
     name = getattr(kind, "__name__", "").lower()
-    # A class of mpips gives way: it may have come after the program's, which works on.
-    own = {key: each for key, each in table.items() if not is_built_in(each)}
-    add_kind(own, name, kind, needs, "the name {} is that of {}: choose another")
+    taken = {key: each for key, each in table.items() if _BUILT_IN.get(key) is not each}
+    add_kind(taken, name, kind, needs, "the name {} is that of {}: choose another")
     table[name] = kind
+    if table is OPTIMIZERS and kind.__module__.startswith("mpips."):
+        _BUILT_IN[name] = kind
     return kind
 
 
@@ -68,11 +72,6 @@ def add_kind(table: dict[str, Any], name: str, kind: Any, needs: Mapping[str, bo
     table[name] = kind
 
 
-def is_built_in(kind: type) -> bool:
-    """Return whether a class is one of mpips."""
-    return kind.__module__.startswith("mpips.")
-
-
 def create(optimizer: str | Optimizer, **options: Any) -> Optimizer:
     """Return the optimizer of that name (any case) with these options; an optimizer is given back as it is.
 
@@ -90,8 +89,7 @@ def create(optimizer: str | Optimizer, **options: Any) -> Optimizer:
                 f"{', '.join(OPTIMIZERS)}; register your own "
                 "(@mpips.optimizers.register) before mpips.create"
             )
-        known(kind, options)
-        return _tried(kind(**options))
+        return _make(kind, options)
     if not isinstance(optimizer, Optimizer):
         raise ValueError(
             f"{_named(optimizer)} is no optimizer of mpips: give a name and numbers, as 'sgd', learning_rate=0.1; "
@@ -100,9 +98,14 @@ def create(optimizer: str | Optimizer, **options: Any) -> Optimizer:
     if options:
         words = ", ".join(sorted(options))
         raise TypeError(f"options ({words}) go with an optimizer's name, not with a {_named(optimizer)} made already")
-    if OPTIMIZERS.get(type(optimizer).__name__.lower()) is not type(optimizer):
+    if type(optimizer) not in (*OPTIMIZERS.values(), *_BUILT_IN.values()):
         raise TypeError(f"{_named(optimizer)} is not registered: put @mpips.optimizers.register above its class")
     return _tried(optimizer)
+
+
+def _make(kind: type, options: dict[str, Any]) -> Optimizer:
+    known(kind, options)
+    return _tried(kind(**options))
 
 
 def _tried(optimizer: Optimizer) -> Optimizer:
@@ -128,8 +131,18 @@ def _named(thing: object) -> str:
 def as_data(optimizer: Optimizer) -> dict[str, Any]:
     """Return the optimizer as plain data: its name and its options. `from_data` gives an equal one back."""
     record = create(optimizer)
-    own = {} if is_built_in(type(record)) else {"own": True}
-    return {"name": type(record).__name__.lower(), "options": _options(record)} | own
+    return {"name": type(record).__name__.lower(), "options": _options(record), "own": _is_own(record)}
+
+
+def describe(optimizer: Optimizer | None) -> str:
+    """Return an optimizer in words that are equal on two ranks only if the classes are, too."""
+    own = optimizer is not None and _is_own(optimizer)
+    return f"{type(optimizer).__module__}.{optimizer!r}" if own else repr(optimizer)
+
+
+def _is_own(optimizer: Optimizer) -> bool:
+    """True if the class is the program's own."""
+    return type(optimizer) not in _BUILT_IN.values()
 
 
 def from_data(data: object) -> Optimizer:
@@ -148,15 +161,15 @@ def decode(data: bytes) -> Optimizer:
 
 
 def _created(record: _Record) -> Optimizer:
-    kind = OPTIMIZERS.get(record.name)
-    if kind is None or (record.own and is_built_in(kind)):
+    kind = (_BUILT_IN if record.own is False else OPTIMIZERS).get(record.name)
+    if kind is None or (record.own and kind is _BUILT_IN.get(record.name)):
         raise ValueError(
             f"optimizer {record.name!r} is not known here: register it (@mpips.optimizers.register) before "
             "mpips.create in the script that servers run, too"
         )
     options = {name: _made(value) for name, value in record.options.items()}
     try:
-        return create(record.name, **options)
+        return _make(kind, options)
     except (TypeError, ValueError) as error:
         raise ValueError(f"the optimizer that is registered here as {record.name!r} is another one: {error}") from None
 

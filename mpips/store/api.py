@@ -369,7 +369,7 @@ class Generations:
     def __init__(self, store: WorkerStore, member: Member[Recovered], closed: Step) -> None:
         self._store, self._member, self._closed = store, member, closed
         store.generation.checks.append(self._check_closing)
-        at_exit(self._exit)
+        at_exit(self._exit, store.layout.communicators)
 
     def recover(self, grow: bool = False) -> Rounds:
         store = self._store

@@ -182,18 +182,18 @@ class Layout:
 
     def free(self) -> None:
         """Give the communicators back, as all ranks do, each when it likes. Does not block."""
-        for comm in self._communicators():
+        for comm in self.communicators():
             leave(comm)
 
     def part(self) -> None:
         """Free the communicators, with all that was sent on them. Collective over `world`, blocking until all ranks
         have come."""
-        for comm in self._communicators():
+        for comm in self.communicators():
             part(comm)
 
     def abandon(self) -> None:
         """Free the communicators where ranks have died, and none of the others uses them any more. Does not block."""
-        for comm in self._communicators():
+        for comm in self.communicators():
             abandon(comm)
 
     def begin(self) -> None:
@@ -207,7 +207,8 @@ class Layout:
             if not self.num_servers or self.kind.startswith("mpi_"):
                 self.sums = made((self.client if self.num_servers else group).Dup())
 
-    def _communicators(self) -> list[MPI.Intracomm]:
+    def communicators(self) -> list[MPI.Intracomm]:
+        """Return all that this rank is in, those of fewer ranks first."""
         return [comm for comm in (self.sums, self.client, self.workers, self.servers, self.world) if comm is not None]
 
 

@@ -424,12 +424,12 @@ def make(store: WorkerStore, route: Route, name: object, asked: Asked) -> Table:
 
 
 def _told(card: frames.MakeTable, asked: Asked) -> list[tuple[str, str]]:
-    """Return all arguments as workers compare them: by the card, where it has one of that name, so that 8 and
-    numpy.int64(8) are alike."""
-    said = asked._asdict() | {"optimizer": row_optimizers.decode(card.optimizer, card.numbers)}
+    """Return all arguments as workers compare them, such that 8 and numpy.int64(8) are alike."""
+    said = asked._asdict() | {word: getattr(card, word) or None for word in ("dim", "dtype", "evict", "limit")}
+    said["seed"] = operator.index(asked.seed)  # type: ignore[arg-type]
+    said["optimizer"] = row_optimizers.decode(card.optimizer, card.numbers)
     del said["options"]  # the optimizer has them
-    plain = {word: getattr(card, word) or None for word in ("dim", "dtype", "evict", "limit")}
-    return [(word, str(plain[word]) if word in plain else repr(given)) for word, given in said.items()]
+    return [(word, given if word == "dtype" else repr(given)) for word, given in said.items()]
 
 
 def _unlike(here: frames.MakeTable, asked: frames.MakeTable, restored: Restored) -> str:

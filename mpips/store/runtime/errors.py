@@ -10,9 +10,10 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from mpips.collectives.errors import KINDS, CollectiveError, MismatchError, StallError, kind_of
 from mpips.ending.process import before_mpi_ends
@@ -62,7 +63,8 @@ def of_kind(error: BaseException, text: str = "") -> StoreError:
 
 
 Step = Callable[[], None]
-_closing: list[Step] = []
+_closing: dict[Step, Callable[[], Sequence[Any]]] = {}
+"""What is to be closed, with the communicators that it needs until then."""
 _pid = os.getpid()
 
 
@@ -98,22 +100,22 @@ def in_order(*steps: Step) -> None:
         raise first
 
 
-def at_exit(close: Step) -> None:
-    """Call `close` when this process ends, before MPI does; the last one first."""
-    _closing.append(close)
+def at_exit(close: Step, needs: Callable[[], Sequence[Any]]) -> None:
+    """Call `close` when this process ends, before MPI does; the last one first. `needs()`: the communicators that it
+    needs until then."""
+    _closing[close] = needs
 
 
 def skip_at_exit(close: Step) -> None:
     """Do not call `close` at exit: it has been called."""
-    if close in _closing:
-        _closing.remove(close)
+    _closing.pop(close, None)
 
 
 def _close_all() -> None:
-    if os.getpid() != _pid:  # a child that was forked has no store
+    if os.getpid() != _pid or not _closing:  # a child that was forked has no store
         return
-    if (there := sys.modules.get("mpips.collectives.communicator")) is not None:
-        there.leave_all(stores=False)  # who waits for this rank elsewhere would not come to close its store
+    # A rank that waits for this one elsewhere, as in a process group, would never come to close its store.
+    sys.modules["mpips.collectives.communicator"].leave_all([comm for needs in _closing.values() for comm in needs()])
     in_order(*reversed(_closing))
 
 

@@ -82,7 +82,6 @@ class Generation:
         """Whether all ranks of the store share memory."""
         self._nap_after = NAP_AFTER_ON_NODE if self.one_node else NAP_AFTER_BETWEEN_NODES
         self._home = communicator(layout.world)
-        self._home.of_store = True
         self._home.patient(*self.limits)
         self._inner: list[Communicator] = []
         self.flag: memoryview = self._home.board.poison.flag
@@ -188,7 +187,6 @@ class Generation:
         if home not in self._inner:
             home.patient(*self.limits)
             home.lies_within(self._look_inside)
-            home.of_store = True
             self._inner.append(home)
         return home
 

@@ -218,6 +218,10 @@ class Requests:
                 self._drop_snapshot(request.number)
             case OpenStore():
                 self.opening[worker] = request
+            case frames.Flush():  # it was due when all before it was applied
+                pass
+            case _:
+                raise UnknownError(f"nothing here answers {type(request).__name__}")
         return frames.RequestDone()
 
     # ---- settings

@@ -166,7 +166,7 @@ class WorkerStore:
                 if (said := self.restored.ignored_numbers(chosen, asked)) and self.layout.rank == 0:
                     warn(f"{what}: {said}: the checkpoint's holds; change it by update_optimizer")
         if names is None or names or names is asked:
-            items = [("optimizer", repr(chosen)), ("keys", repr(names))]
+            items = [("optimizer", optimizers.describe(chosen)), ("keys", repr(names))]
             self.agree_settled(what, items, refusal or other, noun="argument")
             self.run(what, self.backend.set_optimizer(chosen, names))
             self.groups.set(chosen, names)

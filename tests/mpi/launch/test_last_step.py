@@ -28,19 +28,21 @@ from mpi4py import MPI
 
 kind, steps, pause, last = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
 kv = mpips.create(kind)
-w = np.zeros(10, np.float32)
+w = np.zeros(2_000_000 if last == "compressed" else 10, np.float32)
 kv.init("v" if last == "another key" else "w", w)
+if last == "compressed":
+    kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
 kv.set_optimizer("sgd", learning_rate=0.1, momentum=0.9)
 rest = 20  # steps after the folder has gone
 for step in range(kv.resumed, steps):
-    kv.pushpull("w", np.ones(10, np.float32), out=w)
+    kv.pushpull("w", np.ones(w.size, np.float32), out=w)
     time.sleep(pause)
     rest -= last == "gone" and MPI.COMM_WORLD.allreduce(os.path.exists(last)) > 0
     if not rest:
         break
 if kv.rank == 1 and last == "one more":
     kv.pushpull("w", w, out=w)
-if last == "exit":
+if last in ("exit", "compressed"):
     sys.exit(0)
 if kv.rank == 0:
     print("at last", kv.resumed, w[0], flush=True)
@@ -77,6 +79,14 @@ def done(job: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 def saved(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "saved").iterdir())
+
+
+@first(1, kind=["dist_sync", "mpi_sync"])
+def test_what_compression_kept_back_is_saved_at_exit_too(tmp_path: Path, kind: str) -> None:
+    """Worker 0 writes it, and hears it from the others while they end."""
+    code, _, said = done(start(tmp_path, kind, 7, last="compressed"))
+    assert code == 0, said
+    assert saved(tmp_path) == ["store-00000005.safetensors", "store-00000007.safetensors"]
 
 
 @pytest.mark.slow

@@ -144,18 +144,24 @@ def test_a_name_is_one_class():
         optimizers.register(dataclass(frozen=True)(type("Lion", (Bare,), {"__module__": "mine"})))
 
 
-def test_a_programs_own_class_takes_the_place_of_a_built_in(monkeypatch):
-    """And a server that knows the built-in alone does not update by it."""
+def test_a_programs_own_class_takes_the_name_of_a_built_in(monkeypatch):
+    """And neither is taken for the other: on servers, from checkpoints, or on another worker."""
+    built_in = SGD(0.1)
+    before = optimizers.encode(built_in)
     monkeypatch.setitem(optimizers.OPTIMIZERS, "sgd", SGD)
     own = optimizers.register(dataclass(frozen=True)(type("SGD", (Lion,), {"__module__": "mine"})))
-    assert isinstance(optimizers.create("sgd"), own)
-    encoded = optimizers.encode(optimizers.create("sgd"))
-    assert isinstance(optimizers.decode(encoded), own)
-    with pytest.raises(TypeError, match="SGD is not registered"):
-        optimizers.create(SGD(0.1))
+    mine = optimizers.create("sgd")
+    assert type(mine) is own and type(optimizers.decode(optimizers.encode(mine))) is own
+    assert optimizers.decode(optimizers.encode(built_in)) == optimizers.decode(before) == built_in
+    assert optimizers.describe(mine) != optimizers.describe(built_in)
     monkeypatch.setitem(optimizers.OPTIMIZERS, "sgd", SGD)
     with pytest.raises(ValueError, match="'sgd' is not known here: register it"):
-        optimizers.decode(encoded)
+        optimizers.decode(msgspec.msgpack.encode({"name": "sgd", "options": {}, "own": True}))
+
+
+def test_a_schedule_keeps_its_name():
+    with pytest.raises(ValueError, match=r"'warmup' is that of mpips\.optimizers"):
+        optimizers.register(dataclass(frozen=True)(type("Warmup", (Polynomial,), {"__module__": "mine"})))
 
 
 class Torch:

@@ -70,11 +70,11 @@ def test_other_threads_leave_interrupts_as_they_are():
 
 
 def test_stores_close_at_exit_in_reverse_order(monkeypatch):
-    monkeypatch.setattr(errors, "_closing", [])
+    monkeypatch.setattr(errors, "_closing", {})
     taken = []
     steps = [note(taken, number) for number in range(3)]
     for step in steps:
-        errors.at_exit(step)
+        errors.at_exit(step, list)
     errors.skip_at_exit(steps[1])
     errors.skip_at_exit(steps[1])
     errors._close_all()
