@@ -222,7 +222,6 @@ class RemoteTables:
         for name, *_ in step if self._layout.asynchronous else ():
             self.known[name].room = {}
             self.known[name].numbers[REFUSED] += 1
-        # The first server's refusal stands for all.
         raise of_caller(RoomError(refusals[0].why))
 
     def _drop(self, step: list[frames.TableRound], why: str) -> Task[None]:
@@ -317,8 +316,8 @@ class RemoteTables:
                         (server, self._servers),
                     )
                 )
-            # no address space left, or the server is in another container
             except (CollectiveError, OSError):
+                # no address space left, or the server is in another container
                 return []
         self._in_place[table.name] = parts
         return parts

@@ -469,8 +469,8 @@ def _loaded(tables: Tables, table: KnownTable, parts: Sequence[FilePart] | None)
     assert parts is not None
     try:
         yield from restore(tables, parts)
-    # Some rows are gone by now, so this ends the generation.
     except ValueError as error:
+        # Some rows are gone by now, so this must end the generation. A ValueError would not.
         if isinstance(error, CollectiveError):
             raise
         raise CollectiveError(f"table {table.name!r} is loaded in part: {error}") from error
