@@ -1,4 +1,4 @@
-"""The index of a table's rows: finds the position of an id's row. Open addressing, 4 bytes a slot, at most half full.
+"""The index of a table's rows: where the row of each id lies. Open addressing, 4 bytes a slot, at most half full.
 
 A slot is 0 if it is empty. Otherwise its low bits hold 1 + the position, and the bits above them hold the same bits of
 the id's hash. (The low bits of the hash choose the slot, so they need not be stored.) Rows of other ids are mostly

@@ -1,4 +1,4 @@
-"""`Table`: an embedding table whose servers make a row when it is first pushed to. Checks the arguments of its calls.
+"""`Table`: an embedding table whose servers make a row when it is first pushed to. Checks arguments of its calls.
 
 table = kv.table("users", dim=32, init=mpips.uniform(0.05), optimizer="row_adagrad", learning_rate=0.05)
 rows = table.pull(ids)
