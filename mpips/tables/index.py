@@ -34,7 +34,7 @@ LOW = np.uint64((1 << 32) - 1)
 
 
 class Index:
-    """Finds positions of rows by id.
+    """The index of one table: finds the position of an id's row.
 
     Args:
         ids: The id of each position. The owner writes it before it inserts the row.

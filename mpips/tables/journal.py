@@ -45,7 +45,7 @@ Standing = tuple[int, int, int, int]
 
 
 class Journal:
-    """Keeps what a round overwrites in the rows of one table.
+    """The copies of what a round overwrites in the rows of one table, and the words that say which of them count.
 
     Args:
         arrays: The table's arrays by name.
@@ -139,6 +139,7 @@ class Journal:
             array[before : int(words[ROWS])] = 0
         words[ROWS], words[COUNTS] = before, words[COUNTS_BEFORE]
         words[WHOLE] = 0
+        # Last: if this process is killed before, all of the above can be done again.
         words[OPENED] = words[CLOSED]
         return True
 

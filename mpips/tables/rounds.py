@@ -377,6 +377,8 @@ class ServerTable:
         ids, gradients = summed([(push.ids, push.gradients) for push in pushes])
         self.opened, self.warned = None, False
         self.updates += 1
+        # Counts and rows complete the round one after the other. If this server dies in between, a recovery takes a
+        # round that both have.
         tables = [self] if self.counts is None else [self.counts, self]
         for table in tables:
             table.updates = self.updates

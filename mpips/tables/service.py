@@ -185,6 +185,7 @@ class ServerTables:
             case frames.UpdateTable():
                 table.set_numbers(request.numbers)
             case frames.LocateTable():
+                # From here on this worker reads rows in place, unless a load is replacing them.
                 table.journal.words[HERE] = not table.journal.words[TORN]
                 answer = frames.TablePlaces(tuple(self._file.region), dict(table.rows.places), table.rows.capacity)
             case frames.ResetTable():

@@ -92,6 +92,9 @@ class Table(Uncopied):
             ids: int64, any shape.
             out: Array to write the rows into and to return: in the table's dtype, with shape ids.shape + (dim,). None
                 makes a new array.
+
+        Raises:
+            MemoryError: One of this worker's pushes was refused; see `push`.
         """
         self._check_there("pull")
         with GIVEN:
@@ -131,7 +134,10 @@ class Table(Uncopied):
 
     @property
     def pushes(self) -> int:
-        """The number of pushes that this worker has made. A push that was refused does not count."""
+        """The number of this worker's pushes that count.
+
+        Pushes that were refused, or that a recovery has undone, do not.
+        """
         return self._known.round
 
     @property

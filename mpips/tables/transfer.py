@@ -111,6 +111,7 @@ class RowTransfer:
         Raises CollectiveError if a piece comes damaged or out of turn.
         """
         until = time.monotonic() + LOOK_SECONDS
+        # `|` and not `or`: both must be called each time.
         while (self._take_in() | self._give()) and time.monotonic() < until:
             pass
         return self._gone and not self.under_way and not self._due

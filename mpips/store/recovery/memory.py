@@ -105,6 +105,7 @@ class Ledger:
         # The slot is invalid while it is being written.
         words[at + SEQUENCE] = 0
         words[at + GENERATION], words[at + OFFSET], words[at + NBYTES] = generation, self.offset(memory), len(text)
+        # The text counts from here on. Until then the other slot does.
         words[at + SEQUENCE] = self._written
         self._texts[slot] = memory
 
@@ -210,6 +211,7 @@ class NodeMemory:
             return []
         found = []
         for rank in self._mapped:
+            # the lowest rank that is left on the node of the server
             here = min(old for old in before.origin if before.nodes[old] == before.nodes[rank])
             if rank in before.lost and here == before.origin[layout.rank]:
                 book = self._book(rank, generation)

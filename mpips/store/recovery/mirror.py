@@ -250,6 +250,7 @@ class Mirror(UnitMirror):
     def turn(self) -> bool:
         """Take in what has come, and send what there is room for. Return True if anything was done."""
         worked = self._hear() | self.tables.turn()
+        # With nothing under way a unit is sent whatever its size.
         while self._due and (not self._nbytes or self._nbytes < UNDER_WAY_BYTES):
             self._send(self._due.popleft())
             worked = True

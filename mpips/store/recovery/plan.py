@@ -412,9 +412,9 @@ def choose_rounds(
 def common_round(available: Mapping[Name, Collection[int]], synchronous: bool) -> tuple[dict[Name, int], int | None]:
     """Choose the round of each key. Also return the round of all keys together, or None if they differ.
 
-    In a synchronous store all keys stand at one round if they can: the lowest of their newest rounds. Keys that were
-    never pushed need not be able to. If that fails, and in an asynchronous store, each key stands at its own newest
-    round.
+    In a synchronous store all keys stand at one round if they can: the lowest of their newest rounds. If keys that were
+    never pushed prevent that, they are left out and stay at round 0. If it is still not possible, and in an
+    asynchronous store, each key stands at its own newest round.
 
     Args:
         available: For each key the rounds at which it can be restored whole, at least one.

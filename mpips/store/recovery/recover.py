@@ -337,6 +337,7 @@ class Member(Generic[T]):
         moved = UnitTransfer(plan, layout, reached, units)
         rows = RowTransfer(plan.tables, layout.world, reached.journal, tables)
         try:
+            # `&` and not `and`: both must be called for both to advance.
             self.generation.wait(lambda: rows.is_over() & moved.is_over(), WHAT)
         finally:
             keep(rows.under_way)

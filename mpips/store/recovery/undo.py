@@ -140,6 +140,7 @@ class Undo:
         words = self.words
         words[STEP] = 0 if step is None else 1 + step
         words[WHOLE] = 1
+        # Last: with this store the round is complete.
         words[CLOSED] = words[OPENED]
 
     def undo(self) -> Standing:
@@ -150,6 +151,7 @@ class Undo:
             words[WHOLE] = 0
             words[MARK] = 0
             words[STEP] = words[STEP_BEFORE]
+            # Last: if this process is killed before, all of the above can be done again.
             words[OPENED] = words[CLOSED]
         return _standing(words[CLOSED], words[STEP])
 
