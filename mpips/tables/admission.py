@@ -101,7 +101,7 @@ def often_named(counts: TableRows, ids: Ids, update: int, times: int) -> NDArray
 
     These are about to get a row, so their counts are removed first. Then old counts are dropped (`evict`, `remember`).
     """
-    # -1 times the learning rate 1 of the counts' SGD adds 1
+    # The counts' optimizer is SGD with learning rate 1, so a gradient of -1 adds 1.
     counts.change_rows(ids, np.full((len(ids), 1), -1, np.float32), update)
     reached: NDArray[Any] = counts.pull(ids)[:, 0] >= times
     counts.remove(ids[reached])

@@ -342,7 +342,7 @@ class RemoteTables:
         return found
 
     def freeze(self, tables: Sequence[str], since: int = 0, export: int = -1) -> Task[FrozenOnServers]:
-        """Have the servers keep the rows of tables as they are now, to be read piece by piece. For one worker.
+        """Have the servers keep the rows of tables as they are now, to be read piece by piece. Called by one worker.
 
         For `since` and `export` see `FreezeTables`.
         """
@@ -356,17 +356,20 @@ class RemoteTables:
         return FrozenOnServers(self._link, self._freezes, parts)
 
     def reset(self, table: str, updates: int) -> Task[None]:
-        """Have all servers forget the rows of a table, and count `updates` updates from now on. For one worker."""
+        """Have all servers forget the rows of a table, and count `updates` updates from now on.
+
+        Called by one worker.
+        """
         for server in range(self._servers):
             yield from self._link.request(server, frames.ResetTable(table, updates))
 
     def end_load(self, table: str) -> Task[None]:
-        """Tell all servers that all rows of a load have come. For one worker."""
+        """Tell all servers that all rows of a load have come. Called by one worker."""
         for server in range(self._servers):
             yield from self._link.request(server, frames.EndLoad(table))
 
     def put_rows(self, table: str, arrays: Mapping[str, Array]) -> Task[None]:
-        """Give rows to the servers that they belong to. For one worker.
+        """Give rows to the servers that they belong to. Called by one worker.
 
         `arrays` has all arrays of the table by name.
         """

@@ -47,11 +47,11 @@ from mpips.store.worker.store import WorkerStore
 from mpips.tables.admission import COUNTS
 from mpips.tables.initial import Ids
 
-# key of the file's metadata for the record of the table
+# metadata key of the record that describes the table
 WORD = "mpips.table"
-# key of the record of its counts of ids without a row, and the prefix of their tensors
+# metadata key of the record of its counts of ids without a row, and the prefix of their tensors
 COUNTS_WORD, COUNTS_PREFIX = "mpips.table.seen", "seen_"
-# key that says which part of the table's rows the file has
+# metadata key of a `_Part`: which part of the table's rows the file has
 PART_WORD = "mpips.table.part"
 EXPORT_WORD = "mpips.export"
 PIECE_BYTES = 1 << 20
@@ -68,7 +68,7 @@ class Readable(Protocol):
         """Return a tensor, or some of its rows."""
 
 
-# ---- what both kinds of files share
+# ---- shared by both kinds of files
 
 
 class RowsPiece(NamedTuple):
@@ -122,7 +122,7 @@ class FilePart(NamedTuple):
 
 
 def restore(tables: Tables, parts: Sequence[FilePart]) -> Task[None]:
-    """Replace the rows of a table and its counts by the rows of files. For rank 0.
+    """Replace the rows of a table and its counts by the rows of files. Called on rank 0.
 
     The last file names all the tables. They are torn until all rows have come, so that a recovery meanwhile does not go
     on with a part of them.
@@ -323,8 +323,8 @@ def _with_writer(
 def meet(store: WorkerStore, what: str, items: Items, table: KnownTable, refusal: BaseException | None) -> None:
     """Wait for all workers and check that their arguments agree.
 
-    Raises ValueError on all if, in a synchronous store, one has pushed more often than another, or the error of any
-    worker (`refusal`).
+    Raises on all workers the error of any of them (`refusal`), or ValueError if, in a synchronous store, one has pushed
+    more often than another.
     """
     store.finish()
     store.hear_refusals(what)

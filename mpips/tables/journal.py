@@ -75,7 +75,7 @@ class Journal:
         words = file.view(places["words"], (WORDS,), np.uint64)
         return cls(kinds, words, file.view(places["done"], (2, workers), np.uint64), kept)
 
-    # ---- a round is written
+    # ---- writing a round
 
     def open(self) -> None:
         """Begin a round. Rows may be changed from here on."""
@@ -149,7 +149,7 @@ class Journal:
         self.words[CLOSED] -= 1
         return self.put_back()
 
-    # ---- what there is
+    # ---- reading
 
     @property
     def torn(self) -> bool:

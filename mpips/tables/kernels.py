@@ -114,7 +114,8 @@ def find(ids: Array, slots: Array, held: Array, found: Array) -> int:
     """
     mask, missing = np.uint64(slots.size - 1), 0
     above = np.uint64(0xFFFFFFFF) & ~mask
-    # Three passes over 64 ids: prefetch slots, prefetch the held ids, compare. So many cache misses overlap.
+    # Three passes over 64 ids: prefetch slots, prefetch the ids at the positions found, compare. In this way many cache
+    # misses overlap.
     for start in range(0, ids.size, 64):
         stop = min(start + 64, ids.size)
         for i in range(start, stop):

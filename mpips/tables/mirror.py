@@ -49,7 +49,12 @@ class TableBegins(msgspec.Struct, array_like=True, tag=0):
 
 
 class RoundEnd(msgspec.Struct, array_like=True):
-    """The round, counts and applied pushes of each worker that a table has reached with a message."""
+    """What the journal of a table says at the end of a round.
+
+    Attributes:
+        counts: As in `Standing`.
+        done: Number of pushes of each worker that are applied.
+    """
 
     round: int
     counts: tuple[int, int, int]
@@ -211,7 +216,10 @@ class MirroredTables:
         self._copies = {place: copy for place, copy in self._copies.items() if copy.generation >= generation}
 
     def holdings(self, first: int, servers: int, shelf: int) -> list[TableHolding]:
-        """Return what is kept here of servers that were one of `servers`. `first` is the rank of the first of these."""
+        """Return the holdings of the copies here that come from a generation with this many servers.
+
+        `first` is the rank of its first server, and `shelf` the number under which the copies are listed.
+        """
         return [
             holding_of_table(copy.name, copy.journal, first + server, shelf)
             for (_, server, of), copy in self._copies.items()
@@ -223,7 +231,7 @@ class MirroredTables:
         return self._copies[table, server, servers].journal
 
 
-# ---- to the mirror, and from the servers of which this one is the mirror
+# ---- messages to the mirror, and from the servers that this one mirrors
 
 
 class RowMirror:

@@ -4,8 +4,8 @@ Rows never move. When a row is dropped, its position goes to a new one. Which ro
 of each update:
 
 - with `evict`, rows that no update has named for `evict` updates;
-- with `limit`, beyond so many rows those whose last update is the oldest, and among rows with the same last update
-  those with smaller ids first.
+- with `limit`, if there are more rows than that, those whose last update is the oldest, and among rows with the same
+  last update those with smaller ids first.
 
 To know them without a scan, `Order` keeps the positions that each update has named, oldest update first. A row that is
 named again appears in a later list too, and its earlier entry no longer counts. So a call does work in proportion to
@@ -27,7 +27,7 @@ from mpips.tables.initial import Ids
 Touched = NDArray[np.int32]
 # `touched` of a position without a row; updates count from 1
 FREE = 0
-# entries that each update looks through at least, while too many of them no longer count
+# While too many entries no longer count, each update looks through at least this many.
 CLEARED_AT_ONCE = 1 << 12
 # rows that `restore` inserts into the index at a time
 RESTORED_AT_ONCE = 1 << 20
@@ -172,7 +172,7 @@ class Places:
         self.see_touched()
 
     def see_touched(self) -> None:
-        """Rebuild the order after rows were put together with their last updates."""
+        """Rebuild the order after rows were put together with their last updates, by a load or a recovery."""
         if self._order is not None:
             self._order.rebuild(self.top)
 

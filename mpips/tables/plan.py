@@ -168,7 +168,7 @@ def common_tables(inventories: Sequence[TableInventory]) -> list[MakeTable]:
 
 
 def owners_of_tables(inventories: Sequence[TableInventory]) -> dict[str, dict[int, TableHolding]]:
-    """Choose for each of these tables and each server of the last generation the holding to use.
+    """For each of the common tables and each server of the last generation, choose the holding to use.
 
     A table and its counts of ids complete a round one after the other, so only rounds that both have are kept.
     """

@@ -237,8 +237,8 @@ ROW_OPTIMIZERS: dict[str, type] = {"sgd": RowSGD, "adagrad": Adagrad, "row_adagr
 def create(name: object, options: dict[str, Any]) -> RowOptimizer:
     """Make the optimizer with this name and these options.
 
-    Raises ValueError for an unknown name or a bad value, and TypeError for an unknown option. The sentence lists what
-    is known.
+    Raises ValueError for an unknown name or a bad value, and TypeError for an unknown option. The error lists what is
+    known.
     """
     kind = ROW_OPTIMIZERS.get(name) if isinstance(name, str) else None
     if kind is None:

@@ -37,7 +37,7 @@ Array = NDArray[Any]
 BLOCK_BYTES = 1 << 18
 # ids of this many dropped rows may be kept, even if the table has fewer rows
 FEW = 1 << 16
-# number of exports and increments from which the next one may go on
+# most files (exports and increments) that are remembered, so that an increment may continue from them
 LAST = 1000
 
 
@@ -187,7 +187,7 @@ class TableRows:
         self._remove(self.positions.find(ids))
 
     def _remove(self, at: Positions) -> None:
-        # What this update has named is kept already.
+        # Rows that the last update has named were copied before it changed them.
         self._keep_old(at[self._arrays["touched"][at] != self._step])
         self.positions.remove(at)
 

@@ -299,7 +299,7 @@ class ServerTables:
             raise CollectiveError(f"table {table!r}: rows cannot be taken from other memory: {error}") from error
 
     def begin(self, plan: TablePlan) -> None:
-        """Let a table stand at the round of the plan. All of its rows have come."""
+        """Begin the generation of a table, at the round of its plan. All of its rows must have come."""
         table = self._tables[plan.card.table]
         counts = plan.counts if not self._server else (0, 0)
         table.begin((plan.round, plan.updates, *counts), plan.pushes, plan.torn)

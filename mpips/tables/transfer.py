@@ -126,7 +126,7 @@ class RowTransfer:
         return not self._gone
 
     def _go(self) -> Iterator[bool]:
-        """Read what this rank can map and others or itself need, one piece at a step."""
+        """Read the rows that this rank must read, for itself or for others, one piece at each step."""
         for table in self._plans:
             name, every = table.card.table, sorted(table.sources)
             for source, takers in takers_from(table, self._rank).items():

@@ -285,7 +285,7 @@ class Tensor(NamedTuple):
 
 
 class Writer:
-    """A file that is being written beside `path`. `finish` puts it in place.
+    """A file that is being written next to `path`. `finish` puts it in place.
 
     The constructor raises OSError if the file cannot be made: `path` is a folder, a device or a pipe, or its folder
     does not exist. Later errors are kept, and raised by `finish`.

@@ -209,7 +209,7 @@ def _header(store: WorkerStore, content: Content, groups: int) -> Header:
     )
 
 
-# ---- what compression has kept back
+# ---- residuals of compression
 
 
 def senders(layout: Layout) -> list[range]:
@@ -250,7 +250,7 @@ def from_worker(layout: Layout, root: int, names: Sequence[Name], arrays: Sequen
             unpack(vector, arrays[run])
 
 
-# ---- beside the training
+# ---- writing while training goes on
 
 # size of the pieces that are read and written
 PIECE_BYTES = 1 << 20

@@ -249,7 +249,7 @@ class NodeMemory:
             standings = undo.standings()
             counts = undo.pushes(told_pushes(segment, entry)) if asynchronous else []
             if asynchronous:
-                # In an asynchronous store rounds are the pushes of the contributor that has made most.
+                # In an asynchronous store the round of a unit is the largest number of pushes of any contributor.
                 standings = [(max(counts, default=0), standings[0][1])]
             states = [dtype for dtype, _, _ in entry.arrays[1:]]
             pushes = list(zip(entry.contributors, counts))
@@ -424,12 +424,12 @@ class SurvivingUnit(Unit):
         self.undo.note_state(None if state is None else step)
 
     def note_overwrite(self, torn: bool) -> None:
-        """Also note it in memory that outlives the process."""
+        """Note an overwrite from outside, also in memory that outlives the process."""
         super().note_overwrite(torn)
         self.undo.note_overwrite(torn)
 
     def begin_at(self, round_: int, pushes: Sequence[int] | None, state: State | None, step: int, torn: bool) -> None:
-        """Also note it in memory that outlives the process."""
+        """Begin a generation at this round, and note it in memory that outlives the process."""
         super().begin_at(round_, pushes, state, step, torn)
         self.undo.begin_at(round_ if pushes is None else 0, self.stands_at, torn)
 

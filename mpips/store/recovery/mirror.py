@@ -140,7 +140,8 @@ class MirroredUnits:
     def begin(self, rounds: Mapping[int | str, int] | None) -> None:
         """Begin a generation in which keys stand at these rounds; None in an asynchronous store.
 
-        Versions of other rounds are dropped, because the store has gone back behind them.
+        Versions of other rounds are dropped: the store may have gone back, and then they have pushes that no longer
+        count.
         """
         for place, copy in list(self._copies.items()):
             if rounds is not None:
@@ -173,7 +174,7 @@ class MirroredUnits:
         return [(place, copy) for place, copy in self._copies.items() if copy.versions]
 
 
-# ---- to the mirror, and from the servers of which this one is the mirror
+# ---- messages to the mirror, and from the servers that this one mirrors
 
 
 class UnderWay(NamedTuple):
@@ -295,7 +296,7 @@ class Mirror(UnitMirror):
                 self._note_filled(server)
         return self._keep_whole() or worked
 
-    # ---- out
+    # ---- to the mirror
 
     def _send(self, unit: Unit) -> None:
         assert self._mirror is not None
@@ -336,7 +337,7 @@ class Mirror(UnitMirror):
         if not self._unfilled:
             self._copies.drop_before(self._generation)
 
-    # ---- in
+    # ---- from servers that this one mirrors
 
     def _receive(self, server: int, sent: VersionSent) -> None:
         """Begin to receive a version."""

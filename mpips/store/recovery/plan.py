@@ -447,7 +447,8 @@ def _whole_rounds(size: int, candidates: Sequence[Candidate]) -> list[int]:
     return [round_ for round_ in rounds if _cover(size, candidates, round_) is not None]
 
 
-# how good a unit is to take: its owner lives, it is no copy, the owner's changes of settings, its round
+# Units with a larger value are preferred: its owner lives, it is not a mirror's copy, number of the owner's changes of
+# settings, its round.
 Goodness = tuple[bool, bool, int, int]
 
 

@@ -145,7 +145,7 @@ def former_rank(layout: Layout) -> int:
     return rank if rank < before.num_workers + before.num_servers else -1
 
 
-# ---- 1 and 7: a generation begins with all ranks that are left, or with none
+# ---- 1 and 7: a generation begins with all ranks that are left, or not at all
 
 
 def renew(generation: Generation, rebuild: Callable[[], T], grow: bool = False) -> T | None:

@@ -101,7 +101,7 @@ class Undo:
         """Memory for the optimizer's state."""
         return self.arrays[1:]
 
-    # ---- a round is written
+    # ---- writing a round
 
     def open(self) -> None:
         """Begin a round. The unit may be changed from here on."""
@@ -180,7 +180,7 @@ class Undo:
         words[STEP] = 0 if step is None else 1 + step
         words[TORN] = torn
 
-    # ---- what there is
+    # ---- reading
 
     def standings(self) -> list[Standing]:
         """Return the rounds that can be restored, newest first."""
@@ -252,7 +252,7 @@ def new(stored: Array, row_elements: int, states: Sequence[np.dtype], words: Wor
 
 
 def with_state(undo: Undo, states: Sequence[np.dtype]) -> Undo:
-    """Return the same unit with new, empty memory for an optimizer's state of these dtypes."""
+    """Return the undo copy of the same unit with new, empty memory for an optimizer's state of these dtypes."""
     undo.note_state(None)
     values = undo.arrays[0]
     state, copies = ([arena.empty(values.shape, dtype) for dtype in states] for _ in range(2))
