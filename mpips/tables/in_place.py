@@ -75,10 +75,10 @@ class RowsInPlace:
         return int(self._words[REFUSALS])
 
     def round_with(self, worker: int, pushes: int) -> int:
-        """Return the last round, or -1.
+        """Return the last round, or -1 if it cannot be read now.
 
-        -1: it has fewer than `pushes` pushes of this worker, a round is being written, or these are not the table's
-        rows any more.
+        That is so if it lacks some of this worker's `pushes` pushes, if a round is being written, or if these are no
+        longer the table's rows.
         """
         words = self._words
         closed = words[CLOSED]
