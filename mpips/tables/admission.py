@@ -2,8 +2,8 @@
 
     admitted by chance  <=>  mix(mix(id ^ key) + update * golden ratio) < chance * 2^64
 
-Both depend on the ids of each update alone. Counts of ids are rows of a table of their own, with one value, the count:
-so they are bounded, saved and restored as rows are.
+Both rules depend only on the ids of each update. Counts of ids without a row are a second table, with one value a row,
+the count. So they are bounded, saved and restored in the same way as rows.
 """
 
 from __future__ import annotations
@@ -19,17 +19,22 @@ from numpy.typing import NDArray
 from mpips.tables.initial import GOLDEN, Ids, mixed
 from mpips.tables.rows import TableRows
 
+# suffix of the name of a table of counts
 COUNTS = "/seen"
-"""What the name of a table of counts has behind that of its table."""
+# makes the random numbers for admission differ from those for first values
 OTHER = 0x5851F42D4C957F2D
-"""What sets apart the chances of ids from their first values."""
+# limit of `times`: counts are float32, which holds whole numbers up to this one
 MOST = 1 << 24
-"""Whole numbers that a count may take: it is a float32."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Ids that so many updates have named get a row; at most `remember` other ids are counted. Made by `mpips.seen`."""
+    """The rule that `mpips.seen` makes: an id gets a row with the `times`-th update that names it.
+
+    Attributes:
+        times: Number of updates.
+        remember: Most ids without a row that are counted.
+    """
 
     times: int
     remember: int
@@ -37,17 +42,21 @@ class Seen:
 
 @dataclass(frozen=True)
 class Chance:
-    """Each update that names an id gives it a row with this probability. Made by `mpips.chance`."""
+    """The rule that `mpips.chance` makes: each update that names an id gives it a row with this probability."""
 
     probability: float
 
 
 def seen(times: int, remember: int = 1 << 20) -> Seen:
-    """Return the rule of `admit` that an id gets a row with the update that is the `times`-th to name it.
+    """Return a rule for `admit`: an id gets a row with the `times`-th update that names it.
 
     Args:
-        times: From 1 on.
-        remember: At most so many ids without a row are counted on all servers; those longest not named are forgotten.
+        times: At least 1, and less than 2**24.
+        remember: Most ids without a row that all servers count together, less than 2**31. Beyond that, ids that no
+            update has named for longest are forgotten.
+
+    Raises:
+        ValueError: A number is no whole number or out of range.
     """
     numbers = []
     for word, given in (("times", times), ("remember", remember)):
@@ -62,7 +71,14 @@ def seen(times: int, remember: int = 1 << 20) -> Seen:
 
 
 def chance(probability: float) -> Chance:
-    """Return the rule of `admit` that each update which names an id gives it a row with this probability, in (0, 1]."""
+    """Return a rule for `admit`: each update that names an id gives it a row with this probability.
+
+    Args:
+        probability: In (0, 1].
+
+    Raises:
+        ValueError: It is not.
+    """
     try:
         number = float(probability)
     except (TypeError, ValueError):
@@ -73,17 +89,19 @@ def chance(probability: float) -> Chance:
 
 
 def lucky(key: int, ids: Ids, update: int, probability: float) -> NDArray[np.bool_]:
-    """Return which ids this update admits by chance. `key`: of the table's first values."""
+    """Return a mask of the ids that this update admits by chance. `key` is that of the table's first values."""
     streams = mixed(ids.view(np.uint64) ^ np.uint64(key ^ OTHER))
     words = mixed(streams + np.uint64(update * GOLDEN % (1 << 64)))
-    # 53 bits, of which float64 holds all.
+    # float64 holds 53 bits exactly.
     return (words >> np.uint64(11)) < np.uint64(math.ceil(probability * (1 << 53)))
 
 
 def often_named(counts: TableRows, ids: Ids, update: int, times: int) -> NDArray[np.bool_]:
-    """Count that this update names ids without a row; return which reach `times`, and forget those.
+    """Count an update for ids without a row. Return a mask of those that have now been named `times` times.
 
-    They get a row, so they take no place of the others, of which those longest not named are forgotten, too."""
+    These are about to get a row, so their counts are removed first. Then old counts are dropped (`evict`, `remember`).
+    """
+    # The counts' optimizer is SGD with learning rate 1, so a gradient of -1 adds 1.
     counts.change_rows(ids, np.full((len(ids), 1), -1, np.float32), update)
     reached: NDArray[Any] = counts.pull(ids)[:, 0] >= times
     counts.remove(ids[reached])

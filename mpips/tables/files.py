@@ -1,13 +1,17 @@
 """Tables in files: in the checkpoints of a store, and one in a file of its own (`Table.save`, `Table.load`).
 
-Rank 0 reads rows that the servers keep as they were at one moment, piece by piece, or gives them rows anew. A table
-has a tensor for each of its arrays: `ids`, `values`, `touched` (the update that has named the row last), and what the
-optimizer keeps: `state0`, `state1`, `counts`. Rows stand in any order, and belong to servers by their ids, so any
-number of servers may read them. Counts of ids without a row are a table of their own; in the file of one table the
-names of its tensors begin with `seen_`. The file of an increment holds the rows that were changed since the file
-before, and as `dropped` the ids of those that are no more; all counts stand in each.
+Rank 0 reads the rows, which servers keep frozen as they were at one moment, piece by piece. To load, it sends rows to
+the servers.
 
-`export` writes `ids` and `values` for programs that serve, and the ids of rows that were dropped.
+A table has a tensor for each of its arrays: `ids`, `values`, `touched` (the last update that has named the row), and
+the optimizer's state: `state0`, `state1`, `counts`. Rows are in any order. The id decides which server a row belongs
+to, so any number of servers can read a file.
+
+Counts of ids without a row are a table of their own. In the file of a single table their tensors have the prefix
+`seen_`. An increment has the rows that were changed since the file before, in `dropped` the ids of rows that were
+dropped since, and all counts.
+
+`export` writes `ids`, `values` and `dropped` only, for programs that serve.
 """
 
 from __future__ import annotations
@@ -43,12 +47,12 @@ from mpips.store.worker.store import WorkerStore
 from mpips.tables.admission import COUNTS
 from mpips.tables.initial import Ids
 
+# metadata key of the record that describes the table
 WORD = "mpips.table"
-"""The word of the metadata that says of what table a file is."""
+# metadata key of the record of its counts of ids without a row, and the prefix of their tensors
 COUNTS_WORD, COUNTS_PREFIX = "mpips.table.seen", "seen_"
-"""Those of its counts of ids without a row."""
+# metadata key of a `_Part`: which part of the table's rows the file has
 PART_WORD = "mpips.table.part"
-"""The word that says what part of a table's rows a file has."""
 EXPORT_WORD = "mpips.export"
 PIECE_BYTES = 1 << 20
 LOADED_BYTES = 1 << 22
@@ -56,19 +60,19 @@ NO_IDS: Ids = np.zeros(0, np.int64)
 
 
 class Readable(Protocol):
-    """An open file."""
+    """An open file of tensors."""
 
     path: str
 
     def get(self, name: str, rows: slice | None = None) -> Array:
-        """Return rows of a tensor."""
+        """Return a tensor, or some of its rows."""
 
 
-# ---- what both kinds of files share
+# ---- shared by both kinds of files
 
 
 class RowsPiece(NamedTuple):
-    """Rows that lie at [start, stop) on a server."""
+    """The rows at positions [start, stop) of one server's part of a table."""
 
     record: TableRecord
     prefix: str
@@ -79,13 +83,16 @@ class RowsPiece(NamedTuple):
 
 
 def record_of(table: KnownTable, frozen: FrozenRows) -> TableRecord:
-    """Return what a file says of a frozen table."""
+    """Return the record of a frozen table for a file."""
     parts = frozen.parts[table.name]
     return TableRecord(table.card, sum(part.rows for part in parts), max(part.updates for part in parts))
 
 
 def pieces(record: TableRecord, prefix: str, frozen: FrozenRows) -> Iterator[RowsPiece]:
-    """Return all of a frozen table, the tensors of which have names with this prefix."""
+    """Yield all rows of a frozen table, server by server, in pieces of about PIECE_BYTES.
+
+    `prefix` begins the names of the table's tensors.
+    """
     row_bytes = _row_bytes(record)
     step = max(1, PIECE_BYTES // row_bytes)
     for server, part in enumerate(frozen.parts[record.card.table]):
@@ -95,16 +102,19 @@ def pieces(record: TableRecord, prefix: str, frozen: FrozenRows) -> Iterator[Row
 
 
 def read(frozen: FrozenRows, piece: RowsPiece) -> Task[list[tuple[str, Array]]]:
-    """Return what a piece adds to tensors, by their names."""
+    """Read a piece from its server. Return (name of a tensor, values to append to it)."""
     arrays = yield from frozen.read(piece.record.card.table, piece.server, piece.start, piece.stop)
     kinds = piece.record.tensors("")
     return [(piece.prefix + name, np.frombuffer(arrays[name], tensor.dtype)) for name, tensor in kinds]
 
 
 class FilePart(NamedTuple):
-    """Tables that are to be read from a file. `records`: by the prefix of their tensors.
+    """Tables to read from one file.
 
-    `later`: sorted ids of which later files know better."""
+    Attributes:
+        records: Prefix of the tensors -> table.
+        later: Sorted ids that later files hold or have dropped; they are not read from this one.
+    """
 
     records: Mapping[str, TableRecord]
     file: Readable
@@ -112,9 +122,10 @@ class FilePart(NamedTuple):
 
 
 def restore(tables: Tables, parts: Sequence[FilePart]) -> Task[None]:
-    """Give the servers the rows of files in the place of those that a table and its counts have. For rank 0.
+    """Replace the rows of a table and its counts by the rows of files. Called on rank 0.
 
-    The last file names all tables. Until all rows have come they are torn: none goes on without the others.
+    The last file names all the tables. They are torn until all rows have come, so that a recovery meanwhile does not go
+    on with a part of them.
     """
     for record in parts[-1].records.values():
         yield from tables.reset(record.card.table, record.updates)
@@ -131,14 +142,14 @@ def restore(tables: Tables, parts: Sequence[FilePart]) -> Task[None]:
 
 
 def _are_among(ids: Ids, others: Ids) -> NDArray[np.bool_]:
-    """Return which of the ids are among sorted ones."""
+    """Return a mask of the ids that are among sorted `others`."""
     if not len(others):
         return np.zeros(len(ids), bool)
     return others[np.minimum(np.searchsorted(others, ids), len(others) - 1)] == ids
 
 
 def see_fit(what: str, path: str, record: TableRecord, table: KnownTable) -> None:
-    """ValueError where rows of a file are not of the kind that the table has."""
+    """Raise ValueError if the rows of a file do not fit a table: other dim, dtype or optimizer."""
     for word in ("dim", "dtype", "optimizer"):
         theirs, ours = getattr(record.card, word), getattr(table.card, word)
         if theirs != ours:
@@ -153,27 +164,31 @@ def _row_bytes(record: TableRecord) -> int:
 
 
 class SavedTables(NamedTuple):
-    """All tables of a store as they were at one moment. `records`: what the file says of them. For worker 0."""
+    """All tables of a store as they were at one moment. Only on worker 0.
+
+    Attributes:
+        records: The tables' records for the file.
+    """
 
     frozen: FrozenRows
     records: list[TableRecord]
 
     def pieces(self) -> Iterator[RowsPiece]:
-        """Return all rows, in the order of the tables."""
+        """Yield all rows, table by table."""
         for record in self.records:
             yield from pieces(record, table_prefix(record.card.table), self.frozen)
 
     def read(self, piece: RowsPiece) -> Task[list[tuple[str, Array]]]:
-        """Return what a piece adds to tensors, by their names."""
+        """Read a piece from its server. Return (name of a tensor, values to append to it)."""
         return (yield from read(self.frozen, piece))
 
     def release(self) -> Task[None]:
-        """Let the servers forget it."""
+        """Have the servers forget the frozen rows."""
         yield from self.frozen.release()
 
 
 def freeze_all(store: WorkerStore) -> Task[SavedTables | None]:
-    """Keep all tables as they are now; on worker 0, where there are any."""
+    """Freeze all tables as they are now. Return None if there are none, and on all workers but worker 0."""
     tables = store.backend.tables
     if tables is None or not store.tables or store.layout.rank:
         return None
@@ -182,7 +197,10 @@ def freeze_all(store: WorkerStore) -> Task[SavedTables | None]:
 
 
 def see_tables(store: WorkerStore, path: str, header: Header) -> None:
-    """ValueError unless a checkpoint has all tables of the store, of the same kinds."""
+    """Raise ValueError unless a checkpoint has all tables of the store, of the same kinds.
+
+    A name must not stand for a key in one and for a table in the other.
+    """
     records = {record.card.table: record for record in header.tables}
     if records and store.backend.tables is None:
         raise ValueError(
@@ -199,7 +217,10 @@ def see_tables(store: WorkerStore, path: str, header: Header) -> None:
 
 
 def load_all(store: WorkerStore, reader: Reader | None, records: Sequence[TableRecord]) -> Task[None]:
-    """Make a checkpoint's tables that are not there, and give all their rows. Collective; `reader`: on worker 0."""
+    """Make the tables of a checkpoint that the store does not have, and load the rows of all. Collective.
+
+    `reader` is the open checkpoint on worker 0.
+    """
     tables = store.backend.tables
     if tables is None or not records:
         return
@@ -225,8 +246,13 @@ def load_all(store: WorkerStore, reader: Reader | None, records: Sequence[TableR
 
 
 class _Part(msgspec.Struct):
-    """Say what part of a table's rows a file has: those changed by updates after `since`, all where it is 0, up to
-    `updates`; `rows` were there then in all."""
+    """The part of a table's rows that a file has.
+
+    Attributes:
+        since: Only rows changed by later updates are in the file; 0: all rows.
+        updates: Number of updates of the table when it was written.
+        rows: Number of rows of the table at that time.
+    """
 
     since: int
     updates: int
@@ -234,7 +260,7 @@ class _Part(msgspec.Struct):
 
 
 def save(store: WorkerStore, table: KnownTable, path: object, given: Callable[[], int]) -> int:
-    """Write a table into a file. Collective; see `Table.save`. `given`: returns `since`, or refuses it."""
+    """Write a table to a file. Collective; see `Table.save`. `given` returns the checked `since`, or raises."""
     what = f"save of table {table.name!r}"
     counts = _counts_of(store, table)
     return _with_writer(
@@ -248,7 +274,7 @@ def save(store: WorkerStore, table: KnownTable, path: object, given: Callable[[]
 
 
 def load(store: WorkerStore, table: KnownTable, paths: Sequence[object]) -> None:
-    """Read a table from a file and the increments to it. Collective; see `Table.load`."""
+    """Read a table from a file and its increments. Collective; see `Table.load`."""
     what = f"load of table {table.name!r}"
     with contextlib.ExitStack() as stack:
         names, refusal = attempt(lambda: [file_name(what, "path", path) for path in paths])
@@ -270,7 +296,12 @@ def _with_writer(
     given: Callable[[], int],
     write: Callable[[Tables, Writer, int], Task[bytes]],
 ) -> int:
-    """Let rank 0 write a file of rows after `since`, which `given` returns; return what it says. Collective."""
+    """Let rank 0 write a file of rows. Collective. Return the number of updates that `write` returns.
+
+    Args:
+        given: Returns the checked `since`, or raises. All workers raise if any of them does.
+        write: Called on rank 0 with the tables, the open file and `since`.
+    """
     with contextlib.ExitStack() as stack:
         name, refusal = attempt(lambda: file_name(what, "path", path))
         since, wrong = attempt(given)
@@ -290,7 +321,11 @@ def _with_writer(
 
 
 def meet(store: WorkerStore, what: str, items: Items, table: KnownTable, refusal: BaseException | None) -> None:
-    """All workers come with the same arguments; ValueError on all where, in rounds, one has pushed more often."""
+    """Wait for all workers and check that their arguments agree.
+
+    Raises on all workers the error of any of them (`refusal`), or ValueError if, in a synchronous store, one has pushed
+    more often than another.
+    """
     store.finish()
     store.hear_refusals(what)
     told = store.agree(what, items, refusal, noun="argument", data=b"%d" % table.round)
@@ -305,7 +340,7 @@ def meet(store: WorkerStore, what: str, items: Items, table: KnownTable, refusal
 
 
 def _counts_of(store: WorkerStore, table: KnownTable) -> KnownTable | None:
-    """Return the table that counts ids which have no row yet."""
+    """Return the table that counts ids without a row, if there is one."""
     return store.tables[table.name + COUNTS] if table.card.seen else None
 
 
@@ -337,7 +372,7 @@ def _written(
 
 
 def _see_since(what: str, stats: Sequence[TableStats], since: int) -> int:
-    """Return the updates of a table; ValueError where rows that were changed after `since` are not known."""
+    """Return the number of updates. Raise ValueError if it is not known which rows were changed after `since`."""
     if since and not all(since in part.exports for part in stats):
         raise ValueError(
             f"{what}: since={since}: no file of these rows was written then, or more were dropped since than are kept: "
@@ -364,7 +399,10 @@ def _finish(writer: Writer) -> None:
 def _fitting(
     table: KnownTable, counts: KnownTable | None, what: str, paths: Sequence[str], stack: contextlib.ExitStack
 ) -> list[FilePart]:
-    """Return what is to be read from the files; ValueError where one is damaged, of another table, or not the next."""
+    """Open the files of a table. Return what to read from each.
+
+    Raises ValueError if one is damaged, of another table, or not the continuation of the one before.
+    """
     found = [_opened(table, what, path, stack) for path in paths]
     before: _Part | None = None
     for _, file, part in found:
@@ -378,6 +416,7 @@ def _fitting(
         before = part
     parts: list[FilePart] = []
     later, rows = NO_IDS, 0
+    # From the last file to the first, to know which ids later files have.
     for records, file, part in reversed(found):
         chosen = {"": msgspec.structs.replace(records[""], card=table.card)}
         if counts is not None and not parts:
@@ -397,7 +436,10 @@ def _fitting(
 def _opened(
     table: KnownTable, what: str, path: str, stack: contextlib.ExitStack
 ) -> tuple[dict[str, TableRecord], TensorFile, _Part]:
-    """Return the tables of a file by the prefix of their tensors, the file, and what part of the rows it has."""
+    """Open one file of a table and check its header.
+
+    Return its tables by the prefix of their tensors, the file, and which part of the rows it has.
+    """
     file = stack.enter_context(TensorFile(path))
     if WORD not in file.metadata:
         raise ValueError(f"{what}: {path} was not written by save of a table")
@@ -427,7 +469,8 @@ def _loaded(tables: Tables, table: KnownTable, parts: Sequence[FilePart] | None)
     assert parts is not None
     try:
         yield from restore(tables, parts)
-    except ValueError as error:  # some rows are gone by now
+    except ValueError as error:
+        # Some rows are gone by now, so this must end the generation. A ValueError would not.
         if isinstance(error, CollectiveError):
             raise
         raise CollectiveError(f"table {table.name!r} is loaded in part: {error}") from error
@@ -438,7 +481,7 @@ def _loaded(tables: Tables, table: KnownTable, parts: Sequence[FilePart] | None)
 
 
 class _Export(msgspec.Struct):
-    """Say of what an export is: rows changed by updates after `since`, all where it is 0, up to `updates`."""
+    """Header of an export: rows changed by updates after `since` (0: all rows), up to `updates`."""
 
     table: str
     dim: int
@@ -448,7 +491,10 @@ class _Export(msgspec.Struct):
 
 
 def export(store: WorkerStore, table: KnownTable, path: object, given: Callable[[], int]) -> int:
-    """Write rows for programs that serve. Collective; see `Table.export`. `given`: returns `since`, or refuses it."""
+    """Write rows for programs that serve. Collective; see `Table.export`.
+
+    `given` returns the checked `since`, or raises.
+    """
     what = f"export of table {table.name!r}"
     return _with_writer(
         store, what, table, path, given, lambda tables, writer, since: _exported(tables, table, what, writer, since)

@@ -1,11 +1,13 @@
 """Read rows in the memory of a server of this node while it goes on; the journal tells torn reads. Kernels only.
 
-A server opens a round in its journal, changes rows, and closes it. Who reads notes the last round, which is closed, and
-looks again when it is through: what it has read is that round if no other was opened meanwhile. In a synchronous store
-none is, as the next round needs a push by the worker that reads. The server's stores are seen in their order (x86).
+A server opens a round in its journal, changes rows, and closes the round. A reader notes the last round, checks that
+none is open, reads, and looks again: if no other round was opened meanwhile, it has read that round. In a synchronous
+store no round can open while a worker reads, because the next round needs a push by that worker. The reader sees the
+server's stores in the order in which they were made (x86).
 
-Rows, slots and words stay mapped when the server has died. A word of the journal says that it is the table's: it is
-taken back before rows go elsewhere (a load, the next generation), and memory that was given back holds zeros.
+Rows, slots and words stay mapped after the server has died. The journal's word HERE says that the rows are the table's.
+The server clears it before rows go elsewhere (a load, the next generation), and memory that was given back holds zeros,
+so HERE is 0 there too.
 """
 
 from __future__ import annotations
@@ -26,8 +28,15 @@ NO_SLOTS = np.zeros(1, np.uint32)
 
 
 class RowsInPlace:
-    """Rows of a table on one server. `places`, `capacity`: of `TableRows`. `key`, `bound`: of first values. `server`:
-    which it is, of how many."""
+    """The rows of a table on one server, seen by a worker of the same node.
+
+    Args:
+        file: The server's sparse file.
+        places, capacity: Those of the server's `TableRows`.
+        workers: Number of workers of the store.
+        key, bound: Of the first values.
+        server: Number of the server, and number of servers.
+    """
 
     def __init__(
         self,
@@ -41,7 +50,8 @@ class RowsInPlace:
         bound: float,
         server: tuple[int, int],
     ) -> None:
-        self._file, self._dim = file, dim
+        self._file = file
+        self._dim = dim
         self._words: Any = memoryview(file.view(places["words"], (WORDS,), np.uint64))  # type: ignore[arg-type]
         self._done: Any = memoryview(file.view(places["done"], (2, workers), np.uint64))  # type: ignore[arg-type]
         self._index = file.view(places["index"], (index.WORDS,), np.uint64)
@@ -49,31 +59,40 @@ class RowsInPlace:
         self._values = file.view(places["values"], (capacity * dim,), dtype)
         self._numbers = np.array([key, *server], np.uint64)
         self._spread = np.array([2 * bound / (1 << 53), bound])
+        # The contents of `_index` when the slots below were mapped.
         self._where: list[int] = []
-        self._slots = self._growing = NO_SLOTS
+        self._slots = NO_SLOTS
+        self._growing = NO_SLOTS
 
     @property
     def valid(self) -> bool:
-        """Return whether the table's rows are still these."""
+        """True as long as these are the table's rows."""
         return bool(self._words[HERE])
 
     @property
     def refusals(self) -> int:
-        """Return how many rounds were refused."""
+        """The number of rounds refused."""
         return int(self._words[REFUSALS])
 
     def round_with(self, worker: int, pushes: int) -> int:
-        """Return the last round, where it has so many pushes of a worker and no other is being written; else -1."""
+        """Return the last round, or -1 if it cannot be read now.
+
+        That is so if it lacks some of this worker's `pushes` pushes, if a round is being written, or if these are no
+        longer the table's rows.
+        """
         words = self._words
         closed = words[CLOSED]
         there = words[OPENED] == closed and self._done[closed % 2, worker] >= pushes and words[HERE]
         return int(closed) if there else -1
 
     def read(self, round_: int, ids: Ids, out: Array) -> bool:
-        """Write the rows of those ids that belong to this server into their places in `out`, (k, dim), as they are in
-        this round. False: it is over, or no kernel is there, and what `out` holds means nothing."""
+        """Write the rows of those ids that belong to this server, as of a round, into their places in `out`, (k, dim).
+
+        Return False if the round is over or there is no kernel. The contents of `out` are then undefined.
+        """
         where = self._index.tolist()
-        if not self._unchanged(round_):  # offsets and sizes belong together
+        # Only if the round is unchanged do the offsets and sizes belong together.
+        if not self._unchanged(round_):
             return False
         if where != self._where:
             self._slots = self._view(where[index.SLOTS_AT], where[index.SLOTS])

@@ -1,11 +1,13 @@
 """The index of a table's rows: where the row of each id lies. Open addressing, 4 bytes a slot, at most half full.
 
-    slot = 0, or bits of the id's hash above those that say where to look, and in the place of these 1 + the position
+A slot is 0 if it is empty. Otherwise its low bits hold 1 + the position, and the bits above them hold the same bits of
+the id's hash. (The low bits of the hash choose the slot, so they need not be stored.) Rows of other ids are mostly
+passed by without a look at their ids.
 
-So a row of another id is mostly passed by without a look at its id. The index grows into one of twice the size a piece
-at a time, so nothing stops for that: meanwhile an id is looked for in both. Slots lie in the server's sparse file, and
-`words` say where, for those who read rows in place. Without a compiled loop a step of a call probes one slot of all
-ids.
+The index grows into one of twice the size, a piece with each insertion, so that no call takes long. Meanwhile ids are
+looked up in both. Slots lie in the server's sparse file, and `words` say where, for processes that read rows in place.
+
+Without compiled loops, each step of a lookup probes one slot for all ids at once.
 """
 
 from __future__ import annotations
@@ -21,37 +23,50 @@ Positions = NDArray[np.int64]
 Hashes = NDArray[np.uint64]
 Slots = NDArray[np.uint32]
 FIRST_SLOTS = 1 << 10
+# Slots that an insertion moves at least, while the index grows.
 MOVED_AT_ONCE = 1 << 15
-"""Slots of an index that is growing which each insertion moves, at least."""
 MOST_ROWS = (1 << 32) - 2
 WORDS = 4
+# Offset in the file and number of slots: of the index, and of the smaller one that is being moved into it (0: there is
+# none).
 SLOTS_AT, SLOTS, GROWING_AT, GROWING = range(WORDS)
-"""Offset in the file and number of slots, and of those of the smaller index that is being moved; 0: there is none."""
 LOW = np.uint64((1 << 32) - 1)
 
 
 class Index:
-    """Positions of rows by id. `ids`: the id of each position, which the owner writes before it inserts the row.
-    `file`: where slots lie; `words`: who reads rows in place finds them by."""
+    """The index of one table: finds the position of an id's row.
+
+    Args:
+        ids: The id of each position. The owner writes it before it inserts the row.
+        file: Where slots are allocated.
+        words: Where the slots lie, for processes that read rows in place.
+    """
 
     def __init__(self, ids: Ids, file: SparseFile, words: Hashes) -> None:
-        self._ids, self._file, self._words = ids, file, words
-        self._count = self._top = 0
-        """Rows, and the first position behind all of them."""
+        self._ids = ids
+        self._file = file
+        self._words = words
+        # number of rows
+        self._count = 0
+        # first position after all of them
+        self._top = 0
         self._slots, at = file.zeros((FIRST_SLOTS,), np.uint32)
-        self._growing, self._moved = np.zeros(0, np.uint32), 0
-        """The slots before these, of which so many are moved."""
-        self._next, self._next_at, self._written = np.zeros(0, np.uint32), 0, 0
-        """The slots for the next growth and their offset, of which so many are written with zeros."""
+        # slots of the smaller index that is being moved
+        self._growing = np.zeros(0, np.uint32)
+        # how many of them are moved already
+        self._moved = 0
+        # slots for the next growth, their offset, and how many of them are written with zeros already
+        self._next = np.zeros(0, np.uint32)
+        self._next_at = 0
+        self._written = 0
         words[:] = at, FIRST_SLOTS, 0, 0
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all slots."""
         return self._slots.nbytes + self._growing.nbytes + 4 * self._written
 
     def find(self, ids: Ids) -> Positions:
-        """Return the position of each id's row, -1 where there is none."""
+        """Return the position of each id's row, or -1 if it has none."""
         found = self._found(self._slots, ids)
         if len(self._growing):
             left = np.flatnonzero(found < 0)
@@ -59,18 +74,19 @@ class Index:
         return found
 
     def insert(self, ids: Ids, positions: Positions) -> None:
-        """Add rows that are not there, each once."""
+        """Add rows that are not in the index. No id may repeat."""
         self._count += len(ids)
         self._top = max(self._top, int(positions.max(initial=-1)) + 1)
         self._grow(len(ids))
         _insert(self._slots, ids, positions)
 
     def remove(self, ids: Ids, positions: Positions) -> None:
-        """Remove rows that are there, each once. Their ids still stand at their positions."""
+        """Remove rows that are in the index. No id may repeat. Their ids must still stand at their positions."""
         self._count -= len(ids)
         hashes = hashes_of(ids)
         if len(self._growing):
-            # What stood behind them moves at once, so that no gap parts it from where it is looked for.
+            # An empty slot would cut off the rows behind it, whose lookups pass it. So these are taken out too, and
+            # those that are not moved yet go into the new index at once.
             where, left = _cut(self._growing, _slots_of(self._growing, hashes, positions))
             self._put_back(_positions_in(self._growing, left[where >= self._moved]))
         left = _cut(self._slots, _slots_of(self._slots, hashes, positions))[1]
@@ -81,28 +97,33 @@ class Index:
         _insert(self._slots, self._ids[positions], positions)
 
     def _grow(self, added: int) -> None:
-        """See that there is room for all rows, of which so many come now, and go on with a move that is under way."""
-        needed = max(2 * self._count, self._top + 1)  # each position has to fit into a slot
+        """Make room for `added` more rows, and continue a move that is under way."""
+        # at most half full, and every position must fit into a slot
+        needed = max(2 * self._count, self._top + 1)
         if needed > len(self._slots):
             self._move(len(self._growing))
             size = len(self._slots)
             while size < needed:
                 size *= 2
             self._begin_move(size)
-        # Twice the rows that are new would suffice to be through before the next growth.
+        # Moving twice the rows that are added would be enough to finish before the next growth.
         self._move(self._moved + max(MOVED_AT_ONCE, 8 * added))
         if 16 * self._count > 7 * len(self._slots):
             self._write_zeros(2 * len(self._slots), max(MOVED_AT_ONCE, 64 * added))
 
     def _begin_move(self, size: int) -> None:
-        """Let that many empty slots be the index, into which the others are moved."""
+        """Make `size` empty slots the index, into which the present slots are then moved."""
         self._write_zeros(size, size)
         self._growing, self._slots, self._moved = self._slots, self._next, 0
         self._words[:] = self._next_at, size, self._words[SLOTS_AT], len(self._growing)
         self._next, self._written = np.zeros(0, np.uint32), 0
 
     def _write_zeros(self, size: int, count: int) -> None:
-        """Prepare that many more of the next slots: rows come all over them, and the machine gives memory slowly."""
+        """Write zeros into `count` more of the slots for the next growth.
+
+        Rows will be inserted all over them, and the kernel is slow to give memory page by page. So this is done before
+        the growth, a piece with each insertion.
+        """
         if len(self._next) != size:
             (self._next, self._next_at), self._written = self._file.zeros((size,), np.uint32), 0
         stop = min(size, self._written + count)
@@ -110,7 +131,7 @@ class Index:
         self._written = stop
 
     def _move(self, until: int) -> None:
-        """Move the slots of an index that grows, up to this one."""
+        """Move the slots before `until` of the smaller index."""
         if not len(self._growing):
             return
         marks = self._growing[self._moved : until]
@@ -121,7 +142,7 @@ class Index:
             self._words[GROWING_AT:] = 0
 
     def _found(self, slots: Slots, ids: Ids) -> Positions:
-        """Return the position of each id in some slots, -1 where it is not there."""
+        """Return the position of each id according to `slots`, or -1."""
         found = np.empty(len(ids), np.int64)
         if kernels.find(ids, slots, self._ids, found):
             return found
@@ -141,23 +162,27 @@ class Index:
 
 
 def _bits(slots: Slots) -> tuple[np.uint64, np.uint64]:
-    """Return the bits of a hash that say where to look, and those that stand in a slot beside the position."""
+    """Return two masks for a hash: its bits that choose a slot, and its bits that are stored in the slot."""
     mask = np.uint64(len(slots) - 1)
     return mask, LOW & ~mask
 
 
 def _marks(slots: Slots, hashes: Hashes, positions: Positions) -> Slots:
-    """Return what stands in the slots of rows."""
+    """Return the contents of the slots of these rows."""
     return ((hashes & _bits(slots)[1]) | (positions + 1).astype(np.uint64)).astype(np.uint32)
 
 
 def _positions_in(slots: Slots, marks: Slots) -> Positions:
-    """Return the positions that marks of these slots, none of them empty, say."""
+    """Return the positions that slot contents name. None of them may be empty."""
     return (marks & np.uint32(len(slots) - 1)).astype(np.int64) - 1
 
 
 def _insert(slots: Slots, ids: Ids, positions: Positions) -> None:
-    """Put rows that are not there into slots. Of those that try one slot the last gets it; others go on."""
+    """Insert rows into slots.
+
+    Without a compiled loop all rows try their slots at once. If several try the same slot, the last one gets it, and
+    the others go on to the next slot.
+    """
     if kernels.insert(ids, slots, positions):
         return
     hashes, mask = hashes_of(ids), len(slots) - 1
@@ -170,7 +195,7 @@ def _insert(slots: Slots, ids: Ids, positions: Positions) -> None:
 
 
 def _slots_of(slots: Slots, hashes: Hashes, positions: Positions) -> Positions:
-    """Return the slots where rows stand; those that stand nowhere are left out."""
+    """Return the slots in which these rows are. Rows that are not there are left out."""
     mask, marks = len(slots) - 1, _marks(slots, hashes, positions)
     at, found = (hashes & np.uint64(mask)).astype(np.int64), []
     while len(at):
@@ -182,8 +207,9 @@ def _slots_of(slots: Slots, hashes: Hashes, positions: Positions) -> Positions:
 
 
 def _cut(slots: Slots, at: Positions) -> tuple[Positions, Slots]:
-    """Empty these slots, and those behind them up to an empty one. Return the latter, and what stood there."""
-    slots[at] = 0  # so what stands behind each ends at the next
+    """Empty these slots and all slots after them up to an empty one. Return the latter and their contents."""
+    # Emptied first, so that the run after each of them ends at the next one.
+    slots[at] = 0
     mask, runs = len(slots) - 1, [at[:0]]
     while len(at):
         at = (at + 1) & mask

@@ -2,8 +2,9 @@
 
     value(seed, table, id, column) = a + (b - a) * mix(mix(id ^ key) + (column + 1) * golden ratio) / 2^64
 
-The key is a hash of seed and table name. So a row begins alike whenever, in whatever order, on whatever server it is
-first needed. All is exact: integers modulo 2^64, then one conversion to float64.
+Here [a, b] is [-bound, bound], and the key is a hash of seed and table name. So a row has the same first values
+whenever, in whatever order and on whichever server it is first needed. The arithmetic is exact up to one conversion to
+float64: integers modulo 2^64.
 """
 
 from __future__ import annotations
@@ -20,19 +21,25 @@ from numpy.typing import NDArray
 Ids = NDArray[np.int64]
 GOLDEN = 0x9E3779B97F4A7C15
 MULTIPLIERS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+# values computed at a time; at 8 bytes each they stay in the cache
 MADE_AT_ONCE = 1 << 14
-"""Values that are computed at a time: 64 bits each, which stay in the cache."""
 
 
 @dataclass(frozen=True)
 class Uniform:
-    """First values that are spread evenly over [-bound, bound]. Made by `mpips.uniform`."""
+    """First values spread evenly over [-bound, bound]. Made by `mpips.uniform`."""
 
     bound: float
 
 
 def uniform(bound: float) -> Uniform:
-    """Return the rule of a table's first values: spread evenly over [-bound, bound]. ValueError unless finite, >= 0."""
+    """Return a rule for a table's first values: spread evenly over [-bound, bound].
+
+    `uniform(0)` gives zeros.
+
+    Raises:
+        ValueError: `bound` is not a finite number >= 0.
+    """
     try:
         number = float(bound)
     except (TypeError, ValueError):
@@ -43,30 +50,30 @@ def uniform(bound: float) -> Uniform:
 
 
 def mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return a hash of each 64-bit word, one to one (SplitMix64's finalizer)."""
+    """Return a hash of each 64-bit word, one to one (the finalizer of SplitMix64)."""
     words = (words ^ (words >> np.uint64(30))) * MULTIPLIERS[0]
     words = (words ^ (words >> np.uint64(27))) * MULTIPLIERS[1]
     return words ^ (words >> np.uint64(31))
 
 
 def hashes_of(ids: Ids) -> NDArray[np.uint64]:
-    """Return a hash of each id. Its upper half says which server has the row, its lower half where in the index."""
+    """Return a hash of each id. Its upper half chooses the server, its lower half the slot in the index."""
     return mixed(ids.view(np.uint64) + np.uint64(GOLDEN))
 
 
 def owners_of(ids: Ids, servers: int) -> NDArray[np.int64]:
-    """Return the server of each id's row, counted from 0."""
+    """Return the server of each id's row, from 0 on."""
     upper = hashes_of(ids) >> np.uint64(32)
     return ((upper * np.uint64(servers)) >> np.uint64(32)).astype(np.int64)
 
 
 def key_of(seed: int, table: str) -> int:
-    """Return the 64 bits that set apart the first values of this table."""
+    """Return 64 bits by which the first values of this table differ from those of others."""
     return int.from_bytes(hashlib.blake2b(f"{seed} {table}".encode(), digest_size=8).digest(), "little")
 
 
 def first_rows(key: int, bound: float, ids: Ids, dim: int, dtype: np.dtype) -> Iterator[tuple[slice, NDArray[Any]]]:
-    """Yield which of the ids, and the first values of their rows, (k, dim), piece by piece."""
+    """Yield first values of rows piece by piece: a slice of the ids, and their values (k, dim)."""
     columns = np.arange(1, dim + 1, dtype=np.uint64) * np.uint64(GOLDEN)
     step = max(1, MADE_AT_ONCE // dim)
     for start in range(0, len(ids), step):

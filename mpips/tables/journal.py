@@ -1,8 +1,10 @@
-"""The journal of a table's rows: one whole round of them can be had wherever their server is killed.
+"""The journal of a table's rows: one whole round of them can be restored whenever their server is killed.
 
-Rows are changed in place. Before a round changes what lies at a position, it is copied, and the mark moves on; then it
-changes. So the round before is what lies there, with the copies up to the mark in their places. Once a round is
-complete, both can be had. All lies in the server's sparse file; stores of one process are seen in their order.
+Rows are changed in place. Before a round changes a position for the first time, the journal copies what lies there and
+advances its mark. So the round before consists of the rows as they lie, with the copies before the mark put in their
+places. Once a round is complete, both it and the round before can be restored, until the next round opens. Everything
+lies in the server's sparse file. A process that reads it later sees the stores in their order, because one process has
+made them all.
 """
 
 from __future__ import annotations
@@ -20,39 +22,51 @@ Array = NDArray[Any]
 Positions = NDArray[np.int64]
 Arrays = dict[str, tuple[np.dtype, tuple[int, ...]]]
 WORDS = 16
+# Words of the journal:
+# ROWS: number of positions given out.
+# CLOSED: the last complete round.
+# OPENED: the round being written; equal to CLOSED if there is none.
+# WHOLE: the copies are complete, so that the round before CLOSED can be restored.
+# MARK: number of positions copied in this round.
+# ROWS_BEFORE: ROWS at the round before.
+# TORN: rows are being put by a load or a recovery; no round is whole.
+# HERE: for processes that read in place: the table's rows are still the ones of this journal.
+# REFUSALS: for the same: number of rounds refused.
 ROWS, CLOSED, OPENED, WHOLE, MARK, ROWS_BEFORE, TORN, HERE, REFUSALS = range(9)
-"""How many positions were given out; the last complete round; the one that is being written, else the same; whether the
-copies are whole, of the round before the last; how many positions are copied; positions at the round before; whether
-rows are being put from outside; for those who read in place, whether this is the table's journal, and how many rounds
-were refused."""
+# counts at the last round and at the one before, in the order of `Standing`
 COUNTS, COUNTS_BEFORE = slice(9, 12), slice(12, 15)
-"""At the last round, and at the one before, what was counted: see `Standing`."""
+# prefix of the names of copies
 KEPT = "kept "
-"""What the names of copies begin with."""
+# size of the pieces in which rows are read
 PIECE_BYTES = 4 << 20
-"""Of rows that are read at a time."""
 
+# A round that can be restored, with the table's counts at that time: updates, dropped rows, refused gradients.
 Standing = tuple[int, int, int, int]
-"""A round that can be had, and what the table has counted by then: updates, dropped rows, and refused gradients."""
 
 
 class Journal:
-    """Keep what a round changes in the rows of one table. `arrays`: the table's, by name.
+    """The copies of what a round overwrites in the rows of one table, and the words that say which of them count.
 
-    `done`: how many pushes of each worker are applied, in turn for even and odd rounds. `kept`: positions, "at", and a
-    copy of each array; nothing where no round before is kept."""
+    Args:
+        arrays: The table's arrays by name.
+        words: See ROWS and the others above.
+        done: Number of pushes of each worker that are applied, (2, workers): even rounds in row 0, odd rounds in row 1.
+        kept: A copy of each array, and "at", the positions they are from. Empty if the round before need not be kept.
+    """
 
     def __init__(self, arrays: Mapping[str, Array], words: Array, done: Array, kept: Mapping[str, Array]) -> None:
-        self._arrays, self._done, self._kept = arrays, done, kept
+        self._arrays = arrays
+        self._done = done
+        self._kept = kept
         self.words: Any = memoryview(words)  # type: ignore[arg-type]
+        # rows that make about PIECE_BYTES
         self.rows_at_once = max(1, PIECE_BYTES // sum(array[:1].nbytes for array in arrays.values()))
-        """Rows that are read at a time."""
 
     @classmethod
     def attached(
         cls, file: SparseFile, places: Mapping[str, int], arrays: Arrays, capacity: int, workers: int
     ) -> Journal:
-        """Return the journal of another process's table, by offsets in its file."""
+        """Open the journal of another process's table by the offsets in its file."""
         kinds = {name: file.view(places[name], (capacity, *shape), dtype) for name, (dtype, shape) in arrays.items()}
         kept = {
             name: file.view(places[KEPT + name], (capacity, *shape), dtype)
@@ -61,18 +75,19 @@ class Journal:
         words = file.view(places["words"], (WORDS,), np.uint64)
         return cls(kinds, words, file.view(places["done"], (2, workers), np.uint64), kept)
 
-    # ---- a round is written
+    # ---- writing a round
 
     def open(self) -> None:
-        """Begin a round: what follows changes rows."""
+        """Begin a round. Rows may be changed from here on."""
         words = self.words
         words[WHOLE] = 0
         words[MARK] = 0
         words[ROWS_BEFORE], words[COUNTS_BEFORE] = words[ROWS], words[COUNTS]
+        # Last, so that whoever sees an open round finds the mark at 0 and the counts of the round before.
         words[OPENED] = words[CLOSED] + 1
 
     def keep_old(self, at: Positions) -> None:
-        """Copy what lies at positions that are about to change, each for the first time in this round."""
+        """Copy what lies at these positions. Each of them is about to change for the first time in this round."""
         if not self._kept:
             return
         at = at[at < self.words[ROWS_BEFORE]]
@@ -81,25 +96,30 @@ class Journal:
         for name, array in self._arrays.items():
             np.take(array, at, axis=0, out=self._kept[name][mark:stop], mode="clip")
         self._kept["at"][mark:stop] = at
+        # Only now: a copy counts once it is complete, and rows change after that.
         self.words[MARK] = stop
 
     def write(self, at: Positions, arrays: Mapping[str, Array], rows: int) -> None:
-        """Let this lie at positions, each for the first time in this round; so many are given out by now."""
+        """Write rows, each position for the first time in this round.
+
+        `rows` is the number of positions given out by now.
+        """
         self.keep_old(at)
         for name, values in arrays.items():
             self._arrays[name][at] = values
         self.words[ROWS] = rows
 
     def close(self, counts: Sequence[int], done: Sequence[int]) -> None:
-        """Complete the round. `counts`: as in `Standing`."""
+        """Complete the round. `counts` are those of a `Standing`, `done` the pushes of each worker that are applied."""
         words = self.words
         self._done[words[OPENED] % 2] = done
         words[COUNTS] = _words(counts)
         words[WHOLE] = bool(self._kept)
+        # Last: with this store the round is complete.
         words[CLOSED] = words[OPENED]
 
     def begin(self, rows: int, standing: Standing, done: Sequence[int], torn: bool = False) -> None:
-        """Begin at a round, with so many positions given out."""
+        """Begin a generation at a round, with `rows` positions given out."""
         words, (round_, *counts) = self.words, standing
         words[TORN] = torn
         self._done[round_ % 2] = done
@@ -107,7 +127,7 @@ class Journal:
         words[OPENED] = words[CLOSED] = round_
 
     def put_back(self) -> bool:
-        """Give up a round that is not complete; return whether there was one."""
+        """Undo a round that is not complete. Return True if there was one."""
         words = self.words
         if words[OPENED] == words[CLOSED] or not self._kept:
             return False
@@ -115,27 +135,30 @@ class Journal:
         at = self._kept["at"][:mark]
         for name, array in self._arrays.items():
             array[at] = self._kept[name][:mark]
-            array[before : int(words[ROWS])] = 0  # as where no row has lain
+            # as if no row had ever been there
+            array[before : int(words[ROWS])] = 0
         words[ROWS], words[COUNTS] = before, words[COUNTS_BEFORE]
         words[WHOLE] = 0
+        # Last: if this process is killed before, all of the above can be done again.
         words[OPENED] = words[CLOSED]
         return True
 
     def go_back(self) -> bool:
-        """Go back to the round before the last, which can be had."""
+        """Go back to the round before the last, which must be restorable. Return True if that was done."""
+        # Now the last round looks as if it were not complete, and is undone as such a round.
         self.words[CLOSED] -= 1
         return self.put_back()
 
-    # ---- what there is
+    # ---- reading
 
     @property
     def torn(self) -> bool:
-        """Return whether no whole round can be had."""
+        """True if no whole round can be restored."""
         words = self.words
         return bool(words[TORN]) or (words[OPENED] != words[CLOSED] and not self._kept)
 
     def standings(self) -> list[Standing]:
-        """Return the rounds that can be had, the newest first."""
+        """Return the rounds that can be restored, newest first."""
         words = self.words
         if words[OPENED] != words[CLOSED]:
             return [(int(words[CLOSED]), *words[COUNTS_BEFORE])]
@@ -143,26 +166,32 @@ class Journal:
         return [(int(words[CLOSED]), *words[COUNTS]), *before]
 
     def pushes_in(self, round_: int) -> list[int]:
-        """Return how many pushes of each worker are in a round that can be had."""
+        """Return the number of each worker's pushes in a round that can be restored."""
         return [int(count) for count in self._done[round_ % 2]]
 
     @property
     def workers(self) -> int:
-        """Return whose pushes are counted."""
+        """The number of workers whose pushes are counted."""
         return int(self._done.shape[1])
 
     def changed(self) -> Positions:
-        """Return the positions that the last round has written, where copies are kept: those of dropped rows, too."""
+        """Return the positions that the last round has changed, also those of dropped rows.
+
+        Only for a journal that keeps copies.
+        """
         words = self.words
         fresh = np.arange(int(words[ROWS_BEFORE]), int(words[ROWS]))
         return np.concatenate([self._kept["at"][: int(words[MARK])], fresh])
 
     def read(self, at: Positions) -> dict[str, Array]:
-        """Return what lies at positions, of all arrays by name."""
+        """Return the rows at these positions, from all arrays by name."""
         return {name: array[at] for name, array in self._arrays.items()}
 
     def pieces(self, round_: int) -> Iterable[dict[str, Array]]:
-        """Yield the rows at a round that can be had, or the newest before it, piece by piece, of all arrays by name."""
+        """Yield the rows of a round piece by piece, all arrays by name.
+
+        A round that is newer than the last complete one gives the last complete one.
+        """
         words, at = self.words, np.zeros(0, np.int64)
         rows = int(words[ROWS])
         if words[OPENED] != words[CLOSED] or round_ < words[CLOSED]:
@@ -182,5 +211,5 @@ def _words(counts: Sequence[int]) -> memoryview:
 
 
 def kept_arrays(arrays: Arrays) -> Arrays:
-    """Return what a journal keeps beside the arrays of a table: for each position that changes."""
+    """Return the arrays that a journal keeps beside those of a table. Each entry is for one changed position."""
     return {"at": (np.dtype(np.int64), ()), **arrays}

@@ -1,6 +1,8 @@
 """Compiled loops of tables: merge ids, find and make rows, add gradients. NumPy gives the same bits without them.
 
-Rows are given flat: row p of an array `values` is values[p * dim : (p + 1) * dim].
+Arrays of rows are passed flat: row p of `values` is values[p * dim : (p + 1) * dim].
+
+Loops over rows in random places prefetch the memory of a row AHEAD iterations before they use it.
 """
 
 from __future__ import annotations
@@ -20,18 +22,19 @@ Array = np.ndarray
 FLOATS = ("float32", "float64")
 IDS = ("int64",)
 CONSTANTS = {"GOLDEN": 0x9E3779B97F4A7C15, "AHEAD": 12}
+# NumPy sums rows longer than this pairwise, in parts; `row_adagrad` does not reproduce that.
 PAIRWISE = 128
-"""NumPy sums longer rows in parts."""
+# GOLDEN is the constant of `initial`. AHEAD is how many rows ahead memory is prefetched.
 GOLDEN, AHEAD = CONSTANTS["GOLDEN"], CONSTANTS["AHEAD"]
-"""That of `initial`; how many rows ahead memory is asked for."""
+# A worker that makes a table waits at most this long until loops are loaded.
 LOADED_SECONDS = 3.0
-"""A worker waits so long at most, when it makes a table, until loops are there."""
 
 
 def load(dtype: np.dtype, loops: Sequence[Compiled], seconds: float = 0.0) -> None:
-    """Load these loops beside what this process does, and wait so long at most.
+    """Load loops in the background, and wait at most `seconds` for them.
 
-    A push takes up to 0.1 s longer while Numba is loaded, as both share the interpreter."""
+    While Numba is being loaded a push can take up to 0.1 s longer, because both need the interpreter.
+    """
     for loop in loops:
         if loop.prepare(dtype) is None:
             loop.prepare(np.dtype(np.int64))
@@ -40,9 +43,14 @@ def load(dtype: np.dtype, loops: Sequence[Compiled], seconds: float = 0.0) -> No
 
 @compiled("const int64[], int32[], int64[], int64[], int32[], int64[]", IDS, CONSTANTS)
 def merge(ids: Array, slots: Array, distinct: Array, places: Array, owners: Array, counts: Array) -> int:
-    """Write each id once, as they come, and its server; of each given id the place there; how many each server has.
+    """Find the distinct ids. Return their number.
 
-    `slots`: scratch, a power of two, more than there are ids. Return how many ids are distinct.
+    Args:
+        slots: Scratch; its size is a power of two greater than the number of ids.
+        distinct: Gets each id once, in order of first appearance.
+        places: Gets for each given id its index in `distinct`.
+        owners: Gets the server of each distinct id.
+        counts: Gets the number of distinct ids for each server.
     """
     mask, servers, count = np.uint64(slots.size - 1), np.uint64(counts.size), 0
     slots[:] = 0
@@ -70,7 +78,7 @@ def merge(ids: Array, slots: Array, distinct: Array, places: Array, owners: Arra
 
 @compiled("const int64[], const int32[], int64[], int64[], int64[], int64[]", IDS, CONSTANTS)
 def deal(distinct: Array, owners: Array, next_row: Array, next_word: Array, words: Array, rows: Array) -> int:
-    """Give each id the next row of its server, and write it into the next of that server's words."""
+    """Give each id the next row of its server, and write the id to the next of that server's words."""
     for i in range(distinct.size):
         owner = owners[i]
         rows[i] = next_row[owner]
@@ -82,7 +90,7 @@ def deal(distinct: Array, owners: Array, next_row: Array, next_word: Array, word
 
 @compiled("stored[], const stored[], const int64[], uint8[], int64", FLOATS, CONSTANTS)
 def add_rows(total: Array, gradients: Array, rows: Array, begun: Array, dim: int) -> int:
-    """Add gradients to rows of `total`, in the order they stand; the first of a row not `begun` yet becomes it."""
+    """Add gradients to rows of `total` in order. The first gradient of a row that has not `begun` replaces the row."""
     for i in range(rows.size):
         ahead = rows[min(i + AHEAD, rows.size - 1)] * dim
         prefetch(total, ahead)
@@ -100,10 +108,14 @@ def add_rows(total: Array, gradients: Array, rows: Array, begun: Array, dim: int
 
 @compiled("const int64[], const uint32[], const int64[], int64[]", IDS, CONSTANTS)
 def find(ids: Array, slots: Array, held: Array, found: Array) -> int:
-    """Write the position of each id, -1 where it is not there; `held`: the id of each position. Return 1 + how many
-    are not there."""
+    """Write the position of each id to `found`, or -1. `held` is the id at each position.
+
+    Return 1 + the number of ids that are not in the index (0 means that there is no compiled loop).
+    """
     mask, missing = np.uint64(slots.size - 1), 0
     above = np.uint64(0xFFFFFFFF) & ~mask
+    # Three passes over 64 ids: prefetch slots, prefetch the ids at the positions found, compare. In this way many cache
+    # misses overlap.
     for start in range(0, ids.size, 64):
         stop = min(start + 64, ids.size)
         for i in range(start, stop):
@@ -132,7 +144,7 @@ def find(ids: Array, slots: Array, held: Array, found: Array) -> int:
 
 @compiled("const int64[], uint32[], const int64[]", IDS, CONSTANTS)
 def insert(ids: Array, slots: Array, positions: Array) -> int:
-    """Add positions of ids that are not there."""
+    """Add positions of ids that are not in the index."""
     mask = np.uint64(slots.size - 1)
     above = np.uint64(0xFFFFFFFF) & ~mask
     for i in range(ids.size):
@@ -146,7 +158,10 @@ def insert(ids: Array, slots: Array, positions: Array) -> int:
 
 @compiled("stored[], const int64[], const int64[], const uint64[], const float64[], int64", FLOATS, CONSTANTS)
 def first_values(values: Array, ids: Array, rows: Array, key: Array, spread: Array, dim: int) -> int:
-    """Write the first values of these ids into their rows. `key`: one number; `spread`: a step, and the bound."""
+    """Write the first values of these ids into their rows. `spread` is the step between values, and the bound.
+
+    `key` is an array with one number.
+    """
     for i in range(ids.size):
         stream = mixed64(np.uint64(ids[i]) ^ key[0])
         v_ = values[rows[i] * dim : (rows[i] + 1) * dim]
@@ -175,8 +190,14 @@ def read_rows(
 ) -> int:
     """Write the rows of those ids that belong to one server, or their first values, into their places in `out`.
 
-    `slots`, `growing`: of the index and the one that is being moved. `numbers`: the key of first values, the server,
-    and how many there are. Memory is asked for in two steps ahead of the copy: slots, then ids and values."""
+    Args:
+        slots, growing: Those of the index, and of the smaller one that is being moved.
+        held: The id at each position.
+        numbers: The key of first values, the server, and the number of servers.
+        spread: The step between first values, and the bound.
+
+    Memory is prefetched in two stages ahead of the copy: first the slot, then the id and the values.
+    """
     mask, below, server, servers = np.uint64(slots.size - 1), np.uint64(growing.size - 1), numbers[1], numbers[2]
     above, at_of = np.uint64(0xFFFFFFFF) & ~mask, np.empty(32, np.int64)
     for step in range(ids.size + 2 * AHEAD):
@@ -230,7 +251,7 @@ def read_rows(
 
 @compiled("stored[], const stored[], const int64[], const stored[], int64", FLOATS, CONSTANTS)
 def sgd(values: Array, gradients: Array, rows: Array, numbers: Array, dim: int) -> int:
-    """Update rows by `RowSGD`. `numbers`: the learning rate."""
+    """Update rows as `RowSGD`. `numbers`: the learning rate."""
     rate = numbers[0]
     for i in range(rows.size):
         ahead = rows[min(i + AHEAD, rows.size - 1)] * dim
@@ -244,7 +265,7 @@ def sgd(values: Array, gradients: Array, rows: Array, numbers: Array, dim: int) 
 
 @compiled("stored[], stored[], const stored[], const int64[], const stored[], int64", FLOATS, CONSTANTS)
 def adagrad(values: Array, sums: Array, gradients: Array, rows: Array, numbers: Array, dim: int) -> int:
-    """Update rows by `Adagrad`. `numbers`: learning rate and epsilon."""
+    """Update rows as `Adagrad`. `numbers`: learning rate and epsilon."""
     rate, epsilon = numbers[0], numbers[1]
     for i in range(rows.size):
         ahead = rows[min(i + AHEAD, rows.size - 1)] * dim
@@ -263,9 +284,10 @@ def adagrad(values: Array, sums: Array, gradients: Array, rows: Array, numbers: 
 
 @compiled("stored[], stored[], const stored[], const int64[], const stored[], int64", FLOATS, CONSTANTS)
 def row_adagrad(values: Array, sums: Array, gradients: Array, rows: Array, numbers: Array, dim: int) -> int:
-    """Update rows of at most 128 values by `RowAdagrad`. `numbers`: learning rate and epsilon.
+    """Update rows of at most 128 values as `RowAdagrad`. `numbers`: learning rate and epsilon.
 
-    Squares are summed in NumPy's order: eight columns, then of neighbours, then the rest one by one.
+    Squares are summed in the order of NumPy, for the same bits: eight running sums over the columns, then these in
+    pairs, then the remaining columns one by one.
     """
     rate, epsilon = numbers[0], numbers[1]
     squares, eight = np.empty(dim, values.dtype), np.empty(8, values.dtype)
@@ -315,7 +337,7 @@ def adam(
     numbers: Array,
     dim: int,
 ) -> int:
-    """Update rows by `RowAdam`. `numbers`: beta1, 1 - beta1, beta2, 1 - beta2, learning rate and epsilon."""
+    """Update rows as `RowAdam`. `numbers`: beta1, 1 - beta1, beta2, 1 - beta2, learning rate and epsilon."""
     beta1, share1, beta2, share2 = numbers[0], numbers[1], numbers[2], numbers[3]
     rate, epsilon = numbers[4], numbers[5]
     for i in range(rows.size):

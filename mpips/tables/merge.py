@@ -1,7 +1,8 @@
 """Merge repeated ids of a push and sum their gradients, deal ids out to servers, and sum the pushes of workers.
 
-Sums are exact in their order: the first gradient of a row, and the others added as they stand. Compiled loops find
-repeated ids by a hash table; without them NumPy sorts. The bits of a row are the same, the order of ids is not.
+The order of additions is fixed: the first gradient of a row is copied, and the others are added in the order in which
+they stand. Compiled loops find repeated ids with a hash table, and without them NumPy sorts. Both give rows with the
+same bits; only the order of ids differs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,14 @@ _SCRATCH = threading.local()
 
 
 class Distinct(NamedTuple):
-    """Hold ids each once, with their servers, of each given id the place among them, and how many each server has."""
+    """The distinct ids of a push or a pull.
+
+    Attributes:
+        ids: Each id once.
+        owners: The server of each of them.
+        places: For each given id its index in `ids`.
+        counts: Number of distinct ids for each server.
+    """
 
     ids: Ids
     owners: NDArray[np.int32]
@@ -34,7 +42,7 @@ class Distinct(NamedTuple):
 
 
 def _slots(size: int) -> NDArray[np.int32]:
-    """Return scratch memory of this thread."""
+    """Return scratch memory that this thread keeps."""
     have: NDArray[np.int32] = getattr(_SCRATCH, "slots", NO_SLOTS)
     if len(have) < size:
         have = _SCRATCH.slots = np.empty(size, np.int32)
@@ -42,8 +50,9 @@ def _slots(size: int) -> NDArray[np.int32]:
 
 
 def distinct(ids: Ids, servers: int = 1) -> Distinct:
-    """Return what ids there are."""
+    """Find the distinct ids, and the server that each belongs to."""
     count = len(ids)
+    # a power of two, at least twice the number of ids
     slots = _slots(1 << (2 * count - 1).bit_length()) if count else NO_SLOTS
     once, places, owners = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.int32)
     counts = np.empty(servers, np.int64)
@@ -55,8 +64,14 @@ def distinct(ids: Ids, servers: int = 1) -> Distinct:
 
 
 def deal(found: Distinct, first_rows: Sequence[int], first_words: Sequence[int], words: Ids) -> Places:
-    """Give ids rows, those of a server behind each other from its first row on, and write them into `words`, from its
-    first word on. Return the row of each id that was given."""
+    """Lay ids out for the servers. Return for each given id the row that it got.
+
+    Args:
+        found: The ids.
+        first_rows: For each server the first of its rows. Its ids get consecutive rows.
+        first_words: For each server the index in `words` from which its ids are written.
+        words: Where ids are written.
+    """
     if len(found.counts) == 1:
         words[first_words[0] :][: len(found.ids)] = found.ids
         return found.places + first_rows[0] if first_rows[0] else found.places
@@ -72,7 +87,7 @@ def deal(found: Distinct, first_rows: Sequence[int], first_words: Sequence[int],
 
 @quiet
 def sum_into(total: Array, gradients: Array, rows: Places) -> None:
-    """Set rows of `total` to the sums of gradients (k, dim), each added in the order they stand; `rows`: of each."""
+    """Set rows of `total` to sums of gradients (k, dim), added in order. `rows` says which row each belongs to."""
     begun = np.zeros(len(total), np.uint8)
     if not len(rows) or kernels.add_rows(total.reshape(-1), gradients.reshape(-1), rows, begun, total.shape[1]):
         return
@@ -84,9 +99,9 @@ def sum_into(total: Array, gradients: Array, rows: Places) -> None:
 
 @quiet
 def summed(parts: Sequence[tuple[Ids, Array]]) -> tuple[Ids, Array]:
-    """Return the sum of gradients of rows: (ids, each once; gradients). They are added from first to last.
+    """Sum pushes of a table, given as (ids, gradients), from first to last. Return distinct ids and their gradients.
 
-    In each part an id stands once.
+    No id repeats within a push.
     """
     parts = [part for part in parts if len(part[0])] or parts[:1]
     if len(parts) == 1:

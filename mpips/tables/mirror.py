@@ -1,10 +1,10 @@
 """A second copy of each server's rows of tables, on its mirror (`mirror`): after each round the rows that have changed.
 
-When a generation begins, and when a table is made or loaded, all of its rows go to the mirror. From then on only what a
-round has changed goes, of which the journal knows the positions. The copy has its rows at the same positions, and a
-journal of its own. So what is cut off while it comes leaves a whole round.
+When a generation begins, and when a table is made or loaded, the server sends all rows to its mirror. After that it
+sends only what each round has changed, at positions that the journal knows. The copy has its rows at the same positions
+and a journal of its own, so a round of which only a part arrives can be undone.
 
-Nobody is told of a round before the mirror has it, and requests of the table wait until then (`server.requests`).
+Nobody is told of a round before the mirror has it, and requests for the table wait until then (see `server.requests`).
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from mpips.tables.journal import CLOSED, COUNTS, OPENED, ROWS, TORN, WORDS, Jour
 from mpips.tables.plan import TableHolding, holding_of_table
 from mpips.tables.rows import arrays_of
 
+# on the servers' communicator
 TAG = 4
-"""On the servers' communicator."""
+# Nothing more is sent while this many bytes are under way.
 UNDER_WAY_BYTES = 32 << 20
-"""At this many bytes under way nothing else goes."""
+# Free memory is checked for this many bytes of rows at a time.
 SEEN_BYTES = 1 << 26
-"""Of rows, for which the machine is asked at a time."""
+# (table, number of the server that has these rows, number of servers)
 Place = tuple[str, int, int]
-"""A table, the server that has these rows, and of how many servers."""
 
 
 class TableBegins(msgspec.Struct, array_like=True, tag=0):
-    """All rows of a table come next, in a copy of its own."""
+    """Message: all rows of a table follow, for a new copy."""
 
     card: MakeTable
     capacity: int
@@ -49,7 +49,12 @@ class TableBegins(msgspec.Struct, array_like=True, tag=0):
 
 
 class RoundEnd(msgspec.Struct, array_like=True):
-    """Say where the table stands with this, and how many pushes of each worker count by then."""
+    """What the journal of a table says at the end of a round.
+
+    Attributes:
+        counts: As in `Standing`.
+        done: Number of pushes of each worker that are applied.
+    """
 
     round: int
     counts: tuple[int, int, int]
@@ -58,18 +63,24 @@ class RoundEnd(msgspec.Struct, array_like=True):
 
 
 class RowsChanged(msgspec.Struct, array_like=True, tag=1):
-    """Say what lies at some positions now, of all arrays by name; `rows` positions are given out."""
+    """Message: what now lies at some positions.
+
+    Attributes:
+        rows: Number of positions given out.
+        at: The positions (int64).
+        arrays: Name of an array -> its values there.
+        end: Where the table stands with this message. None: more messages of the same round follow.
+    """
 
     table: str
     rows: int
     at: bytes
     arrays: dict[str, bytes]
     end: RoundEnd | None
-    """None: more comes."""
 
 
 class RowsKept(msgspec.Struct, array_like=True, tag=2):
-    """The mirror has so many more messages."""
+    """Message: the mirror has taken in this many messages."""
 
     count: int
 
@@ -79,7 +90,10 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)  #
 
 
 def _changes(table: str, journal: Journal, count: int, at: Positions | None = None) -> Iterator[RowsChanged]:
-    """Yield the first `count` positions (None: all), some at a time, and at last where the table stands."""
+    """Yield messages with the rows at positions `at`, some at a time. The last message has the round.
+
+    `at` None: the first `count` positions.
+    """
     words, at_once = journal.words, journal.rows_at_once
     for start in range(0, max(count, 1), at_once):
         stop = min(start + at_once, count)
@@ -94,7 +108,7 @@ def _changes(table: str, journal: Journal, count: int, at: Positions | None = No
 
 
 class MirroredTable:
-    """The rows that one server has of a table, at the last two rounds."""
+    """One server's rows of a table, kept by its mirror at the last two rounds."""
 
     def __init__(self, file: SparseFile, begins: TableBegins, generation: int) -> None:
         card, capacity, self._file = begins.card, begins.capacity, file
@@ -105,14 +119,15 @@ class MirroredTable:
         }
         words = file.zeros((WORDS,), np.uint64)[0]
         self.journal = Journal(arrays, words, file.zeros((2, begins.workers), np.uint64)[0], kept)
-        self.name, self.generation = card.table, generation
+        self.name = card.table
+        self.generation = generation
+        # True once all rows have come
         self.whole = False
-        """All rows have come."""
+        # free memory was checked for the positions before this one
         self._sure = 0
-        """The machine had memory for the positions before."""
 
     def apply(self, rows: RowsChanged) -> None:
-        """Take in a part of a round, or of all rows. CollectiveError where it does not go on from what is here."""
+        """Take in a message with rows. Raises CollectiveError if it does not continue what is here."""
         self._see_memory(rows.rows)
         journal, words, end = self.journal, self.journal.words, rows.end
         if self.whole and words[OPENED] == words[CLOSED]:
@@ -136,7 +151,10 @@ class MirroredTable:
             self.whole = True
 
     def go_to(self, round_: int | None) -> bool:
-        """Go back to this round, None: the newest, as a generation begins at it; return whether it can be had."""
+        """Go back to the round at which a generation begins. Return False if that cannot be restored.
+
+        None: stay at the newest whole round.
+        """
         self.journal.put_back()
         rounds = [number for number, *_ in self.journal.standings()]
         if round_ is None or rounds[0] == round_:
@@ -144,7 +162,7 @@ class MirroredTable:
         return round_ in rounds and self.journal.go_back()
 
     def _see_memory(self, rows: int) -> None:
-        """CollectiveError where the machine has no memory for so many rows."""
+        """Raise CollectiveError if the machine has no memory for this many rows."""
         if rows <= self._sure:
             return
         row_bytes = sum(kind.itemsize * int(np.prod(shape)) for kind, shape in self._arrays.values())
@@ -158,16 +176,16 @@ class MirroredTable:
 
 
 class MirroredTables:
-    """All rows that one server keeps for others, from generation to generation, in its sparse file."""
+    """All rows that one server keeps as the mirror of others, in its sparse file, from generation to generation."""
 
     def __init__(self, file: SparseFile) -> None:
         self._file = file
         self._copies: dict[Place, MirroredTable] = {}
+        # new copies whose rows have not all come; the older copy stays in `_copies` meanwhile
         self._coming: dict[Place, MirroredTable] = {}
-        """Of which all rows have not come."""
 
     def apply_message(self, server: int, servers: int, message: TableBegins | RowsChanged, generation: int) -> None:
-        """Take in what a server has sent."""
+        """Take in a message of a server, which is one of `servers`."""
         if isinstance(message, TableBegins):
             table = message.card.table
             try:
@@ -182,7 +200,10 @@ class MirroredTables:
             self._copies[place] = self._coming.pop(place)
 
     def begin(self, rounds: Mapping[str, int] | None) -> None:
-        """Begin a generation in which tables stand at these rounds, where rounds count (not None)."""
+        """Begin a generation in which tables stand at these rounds, and drop copies that cannot go there.
+
+        `rounds` is None in an asynchronous store: every copy stays at its newest round.
+        """
         self._coming.clear()
         stay = {}
         for place, copy in self._copies.items():
@@ -191,11 +212,14 @@ class MirroredTables:
         self._copies = stay
 
     def drop_before(self, generation: int) -> None:
-        """Drop what is older, as all servers have sent their rows in this generation."""
+        """Drop the copies of earlier generations, once all servers have sent their rows in this one."""
         self._copies = {place: copy for place, copy in self._copies.items() if copy.generation >= generation}
 
     def holdings(self, first: int, servers: int, shelf: int) -> list[TableHolding]:
-        """Return what is here of tables of so many servers, of which `first` is the rank of the first one."""
+        """Return the holdings of the copies here that come from a generation with this many servers.
+
+        `first` is the rank of its first server, and `shelf` the number under which the copies are listed.
+        """
         return [
             holding_of_table(copy.name, copy.journal, first + server, shelf)
             for (_, server, of), copy in self._copies.items()
@@ -203,48 +227,60 @@ class MirroredTables:
         ]
 
     def journal(self, table: str, server: int, servers: int) -> Journal:
-        """Return the copy of a table of one of so many servers."""
+        """Return the journal of the copy of one server's rows."""
         return self._copies[table, server, servers].journal
 
 
-# ---- to the mirror, and from the servers of which this one is the mirror
+# ---- messages to the mirror, and from the servers that this one mirrors
 
 
 class RowMirror:
-    """The way of one server's rows to its mirror, and of others' to this one, in one generation. `to`: the mirror."""
+    """The connection of one server to its mirror, and to the servers whose mirror it is, in one generation.
+
+    Args:
+        to: The rank of the mirror; None if this server has none.
+        copies: The rows that this server keeps for others.
+    """
 
     def __init__(self, comm: MPI.Intracomm, to: int | None, copies: MirroredTables, generation: int) -> None:
-        self._comm, self._to, self._copies, self._generation = comm, to, copies, generation
+        self._comm = comm
+        self._to = to
+        self._copies = copies
+        self._generation = generation
+        # (table, its messages that are still to be sent)
         self._due: deque[tuple[str, Iterator[TableBegins | RowsChanged]]] = deque()
-        """What is to go of tables, piece by piece."""
+        # (bytes, send request, table) of each message that the mirror has not acknowledged. The table is given only for
+        # the last message of a round, else "".
         self._under_way: deque[tuple[int, MPI.Request, str]] = deque()
-        """Of each message that the mirror has not said to have its bytes, and the table of which it is the last."""
-        self._nbytes, self._broken = 0, False
+        self._nbytes = 0
+        # True while a message is taken in, and for ever if that failed
+        self._broken = False
+        # table -> number of its rounds that are due or under way
         self._open: Counter[str] = Counter()
-        """Of each table how much of it is due or under way."""
 
     @property
     def quiet(self) -> bool:
-        """Return whether the mirror has everything."""
+        """True if the mirror has everything."""
         return not self._due and not self._under_way
 
     def has(self, table: str) -> bool:
-        """Return whether the mirror has all that there is of a table."""
+        """True if the mirror has everything of this table."""
         return not self._open[table]
 
     def begin(self, card: MakeTable, capacity: int, journal: Journal) -> None:
-        """Send all rows of a table, which stays as it is until the mirror has them."""
+        """Send all rows of a table. They must not change until the mirror has them."""
         begins: list[TableBegins | RowsChanged] = [TableBegins(card, capacity, journal.workers)]
         self._queue(card.table, chain(begins, _changes(card.table, journal, int(journal.words[ROWS]))))
 
     def round_over(self, table: str, journal: Journal) -> None:
-        """Send what the last round has changed, as it is now."""
+        """Send what the last round has changed."""
         if self._to is not None:
             at = journal.changed()
+            # A list, so that the rows are copied now, as they are after this round.
             self._queue(table, iter(list(_changes(table, journal, len(at), at))))
 
     def turn(self) -> bool:
-        """Take in what has come, and send what there is room for; return whether anything was done."""
+        """Take in what has come, and send what there is room for. Return True if anything was done."""
         worked = self._receive()
         while self._due and self._nbytes < UNDER_WAY_BYTES:
             table, pieces = self._due[0]
@@ -257,7 +293,7 @@ class RowMirror:
         return worked
 
     def stop(self) -> None:
-        """End with the generation: nobody waits for the mirror any more."""
+        """End with the generation. Nothing waits for the mirror any more."""
         with suppress(CollectiveError):
             self._receive()
         requests.keep(request for _, request, _ in self._under_way)
@@ -281,7 +317,10 @@ class RowMirror:
         self._nbytes += len(data)
 
     def _receive(self) -> bool:
-        """Take in what has come; return whether anything has. Nothing more after an error: a part would be missing."""
+        """Take in what has come. Return True if there was anything.
+
+        After an error nothing more is taken in, because a part would be missing.
+        """
         taken: Counter[int] = Counter()
         worked = False
         while not self._broken and (received := requests.received(self._comm, TAG)) is not None:

@@ -1,12 +1,15 @@
 """Positions of rows, given to ids and found again; and which old rows give theirs back (`evict`, `limit`).
 
-Rows never move, and the position of one that is dropped goes to a new one. Which rows are dropped depends on the ids of
-each update alone: those that no update has named for `evict` updates, and, beyond `limit`, those longest not named; of
-those that the same update has named last, the smaller ids first.
+Rows never move. When a row is dropped, its position goes to a new one. Which rows are dropped depends only on the ids
+of each update:
 
-The order of the rows is a list of positions for each update, the oldest first. A row that is named again stands in a
-later list, too, and the earlier entry no longer counts. So a call does work for what it names and for what it drops,
-and a little to clear lists of entries that do not count.
+- with `evict`, rows that no update has named for `evict` updates;
+- with `limit`, if there are more rows than that, those whose last update is the oldest, and among rows with the same
+  last update those with smaller ids first.
+
+To know them without a scan, `Order` keeps the positions that each update has named, oldest update first. A row that is
+named again appears in a later list too, and its earlier entry no longer counts. So a call does work in proportion to
+what it names and drops, and a little to clear lists of entries that no longer count.
 """
 
 from __future__ import annotations
@@ -22,27 +25,37 @@ from mpips.tables.index import Hashes, Index, Positions
 from mpips.tables.initial import Ids
 
 Touched = NDArray[np.int32]
+# `touched` of a position without a row; updates count from 1
 FREE = 0
-"""In place of an update, where no row lies; updates count from 1."""
+# While too many entries no longer count, each update looks through at least this many.
 CLEARED_AT_ONCE = 1 << 12
-"""Entries of the order that each update looks through, at least, while there are too many."""
+# rows that `restore` inserts into the index at a time
 RESTORED_AT_ONCE = 1 << 20
+# most bytes of the index for one row, while it grows
 INDEX_BYTES = 24
-"""At most, of a row."""
+# Free memory is checked for this many bytes of rows at a time, and as much is left to other processes.
 SEEN_BYTES = 1 << 26
-"""Of rows, for which the machine is asked at a time; so many are left to others."""
 
 
 def room() -> int:
-    """Return the bytes that new rows may take before one more is refused: some `SEEN_BYTES` more where memory was seen
-    for them."""
+    """Return the bytes of memory that new rows may take before the next row is refused.
+
+    Tables for which memory was checked already may take up to `SEEN_BYTES` more.
+    """
     return max(0, free_memory() - 2 * SEEN_BYTES)
 
 
 class Places:
-    """Positions of rows by id. `ids`, `touched`: of each position, room for as many as there can be: the id of its row,
-    and the update that has named it last, `FREE` where none lies. `row_bytes`: what a row takes. `file`, `words`: of
-    the index."""
+    """The positions of a table's rows by id, and the rows to drop.
+
+    Args:
+        ids: The id of the row at each position, with space for as many rows as there can be.
+        touched: The last update that has named the row at each position; `FREE` if there is no row.
+        row_bytes: Memory of a row without the index.
+        file: Where the index allocates slots.
+        words: Where processes that read in place find the index.
+        evict, limit: Which rows are dropped; 0: none.
+    """
 
     def __init__(
         self,
@@ -54,14 +67,20 @@ class Places:
         evict: int = 0,
         limit: int = 0,
     ) -> None:
-        self._ids, self._touched, self._evict, self._limit = ids, touched, evict, limit
-        self._file, self._words = file, words
-        self._row_bytes, self._sure = row_bytes + INDEX_BYTES, 0
-        """The machine had memory for the positions before `_sure`."""
+        self._ids = ids
+        self._touched = touched
+        self._evict = evict
+        self._limit = limit
+        self._file = file
+        self._words = words
+        self._row_bytes = row_bytes + INDEX_BYTES
+        # free memory was checked for the positions before this one
+        self._sure = 0
+        # number of rows
         self.count = 0
-        """How many rows there are."""
+        # first position that was never given out
         self.top = 0
-        """The positions that were ever given out are those before it."""
+        # Positions of dropped rows; `_free_count` of them are valid.
         self._free = np.zeros(0, np.uint32)
         self._free_count = 0
         self._index = Index(ids, file, words)
@@ -69,16 +88,16 @@ class Places:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of index, order, and of the list of free positions."""
+        """Bytes of the index, the order and the list of free positions."""
         order = self._order.nbytes if self._order else 0
         return self._index.nbytes + self._free.nbytes + order
 
     def find(self, ids: Ids) -> Positions:
-        """Return the position of each id's row, -1 where there is none."""
+        """Return the position of each id's row, or -1 if it has none."""
         return self._index.find(ids)
 
     def has_room(self, count: int) -> bool:
-        """Return whether the machine has memory for so many more rows."""
+        """True if the machine has memory for `count` more rows."""
         top = self.top + max(0, count - self._free_count)
         if top <= self._sure:
             return True
@@ -90,21 +109,22 @@ class Places:
         return True
 
     def see_room(self, count: int) -> None:
-        """MemoryError where the machine has no memory for so many more rows; nothing has changed."""
+        """Raise MemoryError if the machine has no memory for `count` more rows. Nothing has changed then."""
         if not self.has_room(count):
             raise MemoryError(self.no_room(count))
 
     def no_room(self, count: int) -> str:
-        """Return the sentence of a machine that has no memory for so many more rows."""
+        """Return the text of that error."""
         return (
             f"no memory for {count:,} rows ({count * self._row_bytes:,} bytes) beside the {self.count:,} that are "
             "there: give the table limit= or evict=, or the store more servers"
         )
 
     def add(self, ids: Ids) -> tuple[Positions, Positions]:
-        """Give positions to rows that are not there, each once: return all, and those where rows have lain before.
+        """Give positions to ids without rows. No id may repeat.
 
-        They have to be touched next. `see_room` comes before."""
+        Call `see_room` before, and `touch` afterwards. Return all positions, and those of them where a row was before.
+        """
         old = min(len(ids), self._free_count)
         again = self._free[self._free_count - old : self._free_count].astype(np.int64)
         fresh = np.arange(self.top, self.top + len(ids) - old)
@@ -115,13 +135,13 @@ class Places:
         return positions, again
 
     def touch(self, positions: Positions, update: int) -> None:
-        """Note that an update, a later one than before, names these rows."""
+        """Note that `update`, which is later than all before, names these rows."""
         self._touched[positions] = update
         if self._order is not None:
             self._order.append(positions, update, self.count)
 
     def due(self, update: int) -> Positions:
-        """Return the rows that are to be dropped after this update, which has been noted; `remove` comes next."""
+        """Return the rows to drop after `update`, which has been noted. They leave the order: call `remove` next."""
         if self._order is None:
             return np.zeros(0, np.int64)
         due = self._order.older_than(update - self._evict + 1) if self._evict else []
@@ -131,7 +151,6 @@ class Places:
         return np.concatenate(due) if due else np.zeros(0, np.int64)
 
     def remove(self, positions: Positions) -> None:
-        """Drop rows."""
         if not len(positions):
             return
         self._index.remove(self._ids[positions], positions)
@@ -143,7 +162,7 @@ class Places:
         self._free_count, self.count = count, self.count - len(positions)
 
     def restore(self, top: int) -> None:
-        """Find the rows before this position anew, by their ids and the updates that have named them."""
+        """Rebuild everything from `ids` and `touched` of the positions before `top`."""
         lying, self._index = self.lying(0, top), Index(self._ids, self._file, self._words)
         for start in range(0, len(lying), RESTORED_AT_ONCE):
             piece = lying[start : start + RESTORED_AT_ONCE]
@@ -153,7 +172,7 @@ class Places:
         self.see_touched()
 
     def see_touched(self) -> None:
-        """Rows have been set with the updates that named them last: put them in order."""
+        """Rebuild the order after rows were put together with their last updates, by a load or a recovery."""
         if self._order is not None:
             self._order.rebuild(self.top)
 
@@ -163,27 +182,29 @@ class Places:
 
 
 class Order:
-    """Rows by the update that has named them last, the oldest first."""
+    """Rows ordered by the last update that has named them, oldest first."""
 
     def __init__(self, ids: Ids, touched: Touched) -> None:
-        self._ids, self._touched = ids, touched
+        self._ids = ids
+        self._touched = touched
+        # update -> positions that it has named; those that a later update has named do not count
         self._named: OrderedDict[int, NDArray[np.uint32]] = OrderedDict()
-        """Positions by the update that has named them. Those count that no later one has named."""
+        # the update whose positions are sorted by id
         self._sorted = FREE
-        """The update whose positions stand in the order of their ids."""
+        # number of positions in all lists
         self._entries = 0
+        # updates whose lists are still to be cleared, the next one last
         self._uncleared: list[int] = []
-        """Updates whose entries are still to be looked through, the next one last."""
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all entries."""
         return 4 * self._entries
 
     def append(self, positions: Positions, update: int, count: int) -> None:
-        """An update has named these rows. `count`: of all rows."""
+        """Note that `update` has named these rows. `count` is the number of all rows."""
         if len(positions):
             self._put(update, positions.astype(np.uint32))
+        # When more than half of the entries no longer count, begin to clear all lists, some with each update.
         if not self._uncleared and self._entries > 2 * count + CLEARED_AT_ONCE:
             self._uncleared = list(reversed(self._named))
         work = 4 * len(positions) + CLEARED_AT_ONCE
@@ -194,7 +215,7 @@ class Order:
                 self._put(update, self._counting(update))
 
     def older_than(self, update: int) -> list[Positions]:
-        """Take out the rows that were named last before this update."""
+        """Take out the rows whose last update is before this one."""
         found = []
         while self._named and (first := next(iter(self._named))) < update:
             found.append(self._counting(first).astype(np.int64))
@@ -202,7 +223,10 @@ class Order:
         return found
 
     def first(self, count: int) -> list[Positions]:
-        """Take out so many rows, those longest not named."""
+        """Take out `count` rows: those that no update has named for longest.
+
+        Of rows with the same last update, those with smaller ids come first.
+        """
         found = []
         while count > 0:
             first = next(iter(self._named))
@@ -215,7 +239,7 @@ class Order:
         return found
 
     def rebuild(self, top: int) -> None:
-        """Begin anew with the rows before this position."""
+        """Order the rows before position `top` anew."""
         positions = np.flatnonzero(self._touched[:top] != FREE)
         touched = self._touched[positions]
         order = np.argsort(touched, kind="stable")
@@ -226,12 +250,12 @@ class Order:
         self._entries, self._uncleared, self._sorted = len(positions), [], FREE
 
     def _counting(self, update: int) -> NDArray[np.uint32]:
-        """Return the rows that this update has named, and no later one."""
+        """Return the rows that this update has named and no later one."""
         named = self._named[update]
         return named[self._touched[named] == update]
 
     def _put(self, update: int, positions: NDArray[np.uint32]) -> None:
-        """Let these be the entries of an update."""
+        """Set the list of an update."""
         self._entries += len(positions) - len(self._named.get(update, ()))
         if len(positions):
             self._named[update] = positions

@@ -1,9 +1,14 @@
-"""Plan whence the rows of a dead server come: which memory has them, at which rounds, and who copies them.
+"""Plan where rows come from after a death: which memory has them, at which rounds, and who copies them.
 
-A table is whole where the rows of every server are there. Servers differ by one round at most, and each can go back by
-one, so there is a round that all can have. Where as many servers go on as there were, each keeps its rows; who takes a
-dead one's place takes its rows from memory that outlives it (`tables.journal`). Otherwise each takes from all what
-belongs to it (`transfer`).
+A table is whole if the rows of every server can be found. Servers differ by one round at most, and each can go back by
+one round, so there is a round that all of them can restore.
+
+If as many servers go on as there were before, each keeps its rows, and a new server takes those of the dead one from
+memory that outlives it (see `journal`). Otherwise each server takes the rows that now belong to it from all servers'
+memory (see `transfer`).
+
+A *shelf* is the memory that has rows: a server's own, numbered by its rank in the last generation, or what a rank keeps
+as a mirror, numbered by `recovery.plan.copies_of(rank)`.
 """
 
 from __future__ import annotations
@@ -25,21 +30,31 @@ from mpips.tables.rows import arrays_of
 
 
 class TableHolding(msgspec.Struct, array_like=True):
-    """A table on one server, the `owner` by its rank, and the rounds at which its rows can be had."""
+    """One server's rows of a table as they are on one shelf, and the rounds that can be restored from there.
+
+    Attributes:
+        owner: The server that the rows belong to, by its rank in the last generation.
+        shelf: The owner's own memory, or its mirror's.
+        standings: Newest round first.
+        torn: No whole round can be restored.
+        pushes: Number of pushes of each worker in the newest round.
+    """
 
     table: str
     owner: int
     shelf: int
-    """Whose memory it is: the owner's, or that of its mirror; see `recovery.plan.Shelf`."""
     standings: list[Standing]
-    """The newest round first."""
     torn: bool
     pushes: list[int]
-    """Of each worker how many pushes are in the newest."""
 
 
 class TableEntry(msgspec.Struct, array_like=True):
-    """Say where a table of a server lies that may have died: offsets of arrays in its sparse file."""
+    """Where a table lies in the sparse file of a server, for processes that read it after the server's death.
+
+    Attributes:
+        places: Name of an array -> its offset in the file.
+        capacity: Number of rows that there are addresses for.
+    """
 
     card: MakeTable
     places: dict[str, int]
@@ -48,8 +63,14 @@ class TableEntry(msgspec.Struct, array_like=True):
 
 
 class RowSource(NamedTuple):
-    """Whence a server takes rows that the server `owner` had before, by its rank then: from a shelf that the rank
-    `holder` reaches. `sent`: they come as messages."""
+    """A place from which a server takes rows.
+
+    Attributes:
+        owner: The server that had the rows, by its rank in the last generation.
+        shelf: The memory they are in.
+        holder: A rank that can map this memory.
+        sent: The holder sends them in messages. False: the server reads them itself.
+    """
 
     owner: int
     shelf: int
@@ -58,7 +79,16 @@ class RowSource(NamedTuple):
 
 
 class TablePlan(NamedTuple):
-    """A table in the next generation. `pushes`: of each worker how many are in it."""
+    """A table in the next generation.
+
+    Attributes:
+        torn: No whole round of it can be restored.
+        pushes: Number of pushes of each worker that are in it.
+        rounds: Round of the rows of each server, by its rank in the last generation. They differ only in an
+            asynchronous store.
+        counts: Dropped rows and refused gradients, summed over all servers. Only the first server gets them.
+        sources: Rank of a server -> where it takes its rows from; None: it keeps its own.
+    """
 
     card: MakeTable
     round: int
@@ -66,15 +96,12 @@ class TablePlan(NamedTuple):
     torn: bool
     pushes: list[int]
     rounds: Mapping[int, int]
-    """Of each server before, by its rank then, the round of its rows: in an asynchronous store each its own."""
     counts: tuple[int, int]
-    """Of all servers: dropped rows, and refused gradients. The first server has them from now on."""
     sources: Mapping[int, list[RowSource] | None] = {}
-    """Whence each server takes its rows, by its rank; None: it keeps its own."""
 
 
 class TableShelf(Protocol):
-    """What one owner has of tables, as `recovery.plan` knows it."""
+    """One shelf, as far as tables need it; see `recovery.plan.Shelf`."""
 
     @property
     def owner(self) -> int: ...
@@ -85,7 +112,10 @@ class TableShelf(Protocol):
 
 
 class TableInventory(Protocol):
-    """What one rank brings, as `recovery.plan` knows it. `keys`: None on a rank that was no worker before."""
+    """What one rank brings into a recovery, as far as tables need it; see `recovery.plan`.
+
+    `keys` is None on a rank that was not a worker before.
+    """
 
     @property
     def keys(self) -> object: ...
@@ -97,25 +127,26 @@ class TableInventory(Protocol):
     def shelves(self) -> Sequence[TableShelf]: ...
 
 
+# the copy of one table that each server of the last generation has, by the server's rank then
+# server of the last generation, by its rank then -> the holding of one table that is used for it
 Owners = Mapping[int, TableHolding]
-"""What each server of the generation before, by its rank then, has of one table."""
 
 
 def holding_of_table(name: str, journal: Journal, owner: int, shelf: int) -> TableHolding:
-    """Return what a journal says of a table."""
+    """Describe a table on a shelf from its journal."""
     standings = journal.standings()
     return TableHolding(name, owner, shelf, standings, journal.torn, journal.pushes_in(standings[0][0]))
 
 
 def attached(file: SparseFile, entry: TableEntry) -> Journal:
-    """Return the journal of a table whose server has died."""
+    """Open the journal of a table whose server has died."""
     card = entry.card
     arrays = arrays_of(card.dim, np.dtype(card.dtype), row_optimizers.decode(card.optimizer, card.numbers))
     return Journal.attached(file, entry.places, arrays, entry.capacity, entry.workers)
 
 
 def common_holdings(owners: Owners, counts: Owners) -> dict[int, TableHolding]:
-    """Return what servers have of a table and its counts of ids at the same rounds; torn where either is."""
+    """Restrict the holdings of a table to rounds that its counts of ids have too. They are torn if either is."""
     found = {}
     for owner in owners.keys() & counts.keys():
         one, other = owners[owner], counts[owner]
@@ -127,22 +158,27 @@ def common_holdings(owners: Owners, counts: Owners) -> dict[int, TableHolding]:
 
 
 def common_tables(inventories: Sequence[TableInventory]) -> list[MakeTable]:
-    """Return the tables that all workers know which were workers before, as the first of them knows them."""
+    """Return the tables that all former workers know.
+
+    Their cards are taken from the first of these workers.
+    """
     lists = [one.tables for one in inventories if one.keys is not None]
     known = [{card.table for card in cards} for cards in lists]
     return [card for card in lists[0] if all(card.table in names for names in known)] if lists else []
 
 
 def owners_of_tables(inventories: Sequence[TableInventory]) -> dict[str, dict[int, TableHolding]]:
-    """Return of each such table what every server of the generation before has, by its rank then.
+    """For each of the common tables and each server of the last generation, choose the holding to use.
 
-    A table and its counts of ids close a round one after the other: they are put at rounds that both have."""
+    A table and its counts of ids complete a round one after the other, so only rounds that both have are kept.
+    """
     cards = common_tables(inventories)
     found: dict[str, dict[int, TableHolding]] = {card.table: {} for card in cards}
     for holding in (holding for one in inventories for shelf in one.shelves for holding in shelf.tables):
         if (there := found.get(holding.table)) is None:
             continue
         known = there.get(holding.owner, holding)
+        # A server's own memory is better than a mirror's, then a newer round than an older one.
         there[holding.owner] = max(known, holding, key=lambda one: (one.shelf == one.owner, one.standings[0]))
     for table in (card.table for card in cards if card.seen):
         found[table] = found[table + COUNTS] = common_holdings(found[table], found[table + COUNTS])
@@ -150,7 +186,7 @@ def owners_of_tables(inventories: Sequence[TableInventory]) -> dict[str, dict[in
 
 
 def known_to_users(plans: Sequence[TablePlan]) -> list[TablePlan]:
-    """Return all tables but those that count the ids of others."""
+    """Leave out the tables that count ids of others."""
     counts = _names_of_counts(plan.card for plan in plans)
     return [plan for plan in plans if plan.card.table not in counts]
 
@@ -160,8 +196,11 @@ def _names_of_counts(cards: Iterable[MakeTable]) -> set[str]:
 
 
 def rounds_of_tables(inventories: Sequence[TableInventory], servers: int) -> tuple[dict[Name, list[int]], list[str]]:
-    """Return the rounds at which each table can be had, and the tables of which one of so many servers' rows are
-    nowhere, as users know them. These have no rounds."""
+    """Return the rounds at which each table can be restored, and the names of lost tables.
+
+    A table is lost if any of the `servers` servers' rows are nowhere. It has no rounds. Tables of counts are not among
+    the names.
+    """
     owners = owners_of_tables(inventories)
     lost = [name for name, theirs in owners.items() if len(theirs) < servers]
     counts = _names_of_counts(common_tables(inventories))
@@ -170,12 +209,12 @@ def rounds_of_tables(inventories: Sequence[TableInventory], servers: int) -> tup
 
 
 def rounds_of(owners: Owners) -> list[int]:
-    """Return the rounds at which all servers can have a table."""
+    """Return the rounds at which all servers can restore a table, oldest first."""
     return sorted(set.intersection(*({round_ for round_, *_ in one.standings} for one in owners.values())))
 
 
 def plan_table(layout: Layout, card: MakeTable, owners: Owners, round_: int | None) -> TablePlan:
-    """Return a table at a round that all can have, where None at each server's newest."""
+    """Plan a table at a round that all servers can restore. `round_` None: at each server's newest round."""
     newest = max(one.standings[0][0] for one in owners.values())
     chosen = newest if round_ is None else round_
     chosen_by = [next(it for it in one.standings if it[0] <= chosen) for one in owners.values()]
@@ -195,7 +234,7 @@ def plan_table(layout: Layout, card: MakeTable, owners: Owners, round_: int | No
 def plan_tables(
     layout: Layout, inventories: Sequence[TableInventory], rounds: Mapping[Name, int | None], holders: Mapping[int, int]
 ) -> list[TablePlan]:
-    """Return all tables at these rounds, and whence each server takes rows. `holders`: see `sources_of`."""
+    """Plan all tables at these rounds, and where each server takes rows from. For `holders` see `sources_of`."""
     owners = owners_of_tables(inventories)
     live = {shelf.owner for one in inventories for shelf in one.shelves if shelf.live}
     plans = []
@@ -217,10 +256,14 @@ def sources_of(
     mapped: Collection[int],
     holders: Mapping[int, int],
 ) -> list[RowSource] | None:
-    """Return whence the server `rank` takes the rows that belong to it now; None where it keeps its own.
+    """Return where the server `rank` takes the rows from that belong to it now. None: it keeps its own.
 
-    `live`: those servers before that live, by their ranks then. `mapped`: those whose memory it reaches. `holders`: of
-    each shelf the rank that reaches it, and says what is there."""
+    Args:
+        owners: The holding of the table to use for each former server.
+        live: The former servers that live, by their ranks then.
+        mapped: The shelves that this server can map.
+        holders: Shelf -> the rank that can map it and has listed its contents.
+    """
     before = layout.before
     if before is None:
         return None

@@ -1,15 +1,20 @@
 """One table on one server: rounds of pushes, or pushes as they come within `staleness`. No MPI.
 
-Every worker contributes to every round on every server, be it nothing. A round is applied at once when the last worker
-has pushed it: gradients of a row are summed in the order of the workers. In an asynchronous store every push is an
-update of its own; one of a worker too far ahead waits, as do its pulls, but not for workers that wait for all.
+Every worker contributes to every round on every server, if only with no ids. As soon as the last worker has pushed, the
+round is applied: the gradients of a row are summed in the order of the workers. In an asynchronous store every push is
+an update of its own. A push or pull of a worker that is too far ahead waits; workers that wait for all others do not
+count as behind.
 
-A push is answered when none of that worker's waits before it, so a server holds at most two of each worker.
+A push is answered once no earlier push of that worker is waiting, so a server holds at most two pushes of a worker.
 
-A push needs memory for rows that are new, and no server may apply a round that another cannot. So a server answers with
-room for the worker's next push, or with none where memory is short. A push that exceeds its room on any server is asked
-for on all of them first; where one says no, the worker has all drop the round (`RefuseRound`). All rounds before it are
-applied by then, as a question waits for them. Each worker hears of it in its next call that the round concerns.
+New rows need memory, and no server may apply a round that another server cannot apply:
+
+1. With its answer to a push a server grants room: a number of ids that the worker may push next without asking. It
+   grants none if memory is short.
+2. If the next push exceeds its room on any server, the worker first asks all servers (`AskForRoom`). A server answers
+   once all earlier pushes of that worker are applied.
+3. If a server refuses, the worker has all servers drop the round (`RefuseRound`).
+4. Each other worker gets the refusal as the answer to its next request that concerns the round.
 """
 
 from __future__ import annotations
@@ -39,13 +44,13 @@ NOTHING, NO_IDS = np.zeros(0, np.uint8), np.zeros(0, np.int64)
 
 
 class TablePush(NamedTuple):
-    """Keep a push that is not applied yet: who waits for room behind it, its ids and gradients.
+    """A push that is not applied yet."""
 
-    `rows`: that it makes at most."""
-
+    # the request to answer when this push is the worker's oldest
     asker: Asker
     ids: Ids
     gradients: Array
+    # number of new rows that were promised to it
     rows: int
 
 
@@ -53,30 +58,40 @@ Read = frames.PullRows | frames.GetTableStats | frames.AskForRoom
 
 
 class TableRead(NamedTuple):
-    """Keep a request that is answered after some of the worker's own pushes."""
+    """A request that is answered once some of the worker's own pushes are applied."""
 
     worker: int
     asker: Asker
     request: Read
     ids: Ids
+    # where to write the rows of a pull; None: into the answer
     out: Array | None
-    """Where the rows of a pull go; None: into the answer."""
 
 
 class PushRoom(NamedTuple):
-    """Say of a worker's next push how many ids it may have without a question, and how many rows it makes at most."""
+    """Room granted to a worker for its next push: how many ids it may have, and how many new rows it makes at most."""
 
     ids: int
     rows: int
 
 
 NO_ROOM = PushRoom(0, 0)
+# room, in ids, that a worker gets at least while memory is not short
 LEAST_ROOM = 1 << 10
-"""Ids for which a worker has room, where there is memory."""
 
 
 class ServerTable:
-    """One table on one server, of this rank: its rows, and what waits. `counts`: of ids that have no row yet."""
+    """One table on one server: its rows, and the requests that wait.
+
+    Args:
+        staleness: None in a synchronous store; -1 for any number of pushes ahead.
+        limit: This server's share of the table's limit.
+        counts: The table that counts ids without a row, if `admit` needs one.
+        file: Where rows lie.
+        survives: Keep the round before, for a recovery.
+        rank: The rank of this server.
+        mirror: Sends rounds to this server's mirror.
+    """
 
     noun, number = "table", 0
 
@@ -92,56 +107,64 @@ class ServerTable:
         rank: int,
         mirror: RowMirror | None,
     ) -> None:
-        self._rank, self._mirror = rank, mirror
-        self.card, self._staleness, self._limit, self.counts, self._file = card, staleness, limit, counts, file
+        self._rank = rank
+        self._mirror = mirror
+        self.card = card
+        self._staleness = staleness
+        self._limit = limit
+        self.counts = counts
+        self._file = file
         self._survives = survives
+        # number of gradients dropped because their id got no row
         self.refused = 0
-        """How many gradients were of ids that got no row."""
         self._optimizer = row_optimizers.decode(card.optimizer, card.numbers)
+        # for each worker the number of its pushes that are applied
         self._done = [0] * workers
-        """Of each worker how many pushes are applied,"""
+        # the same when all workers last waited for all
         self._met = [0] * workers
-        """and were when all workers met last."""
-        self.rows, self.updates = self._new_rows(), 0
+        self.rows = self._new_rows()
+        self.updates = 0
+        # The journal of this generation. `rows` may already have the one of the next generation.
         self.journal = self.rows.journal
-        """That of this generation, also where the next one has rows by now."""
+        # The rows that a load has replaced. They stay as long as processes that outlive this server may read them.
         self._before_load: TableRows | None = None
-        """The rows that a load has replaced, as long as those who outlive this server may look there."""
-        self.key, self.contributors, self.lane = card.table, range(workers), 0
+        self.key = card.table
+        self.contributors = range(workers)
+        self.lane = 0
         self.queues: list[deque[TablePush]] = [deque() for _ in range(workers)]
+        # when the open round began to wait; None: set at the next look at the clock
         self.opened: float | None = None
-        """When the open round began to wait; None: since the next look at the clock."""
         self.warned = False
+        # in an asynchronous store the workers whose pushes wait, in order of arrival
         self._arrivals: deque[int] = deque()
-        """In an asynchronous store: whose pushes wait, as they came."""
         self._reads: list[TableRead] = []
+        # for each worker the room that it was granted for its next push
         self._rooms = [NO_ROOM] * workers
-        """Of each worker what it was given for its next push."""
+        # number of ids in the largest push
         self._largest = 0
-        """The ids of the largest push."""
+        # the last refusal
         self._refusal = frames.RoundRefused(0, 0, "")
-        """The last round that was refused,"""
+        # workers that have not been told of the last refusal
         self._to_hear: set[int] = set()
-        """and the workers that have not heard of it."""
 
     @property
     def round(self) -> int:
-        """Return the last round that is complete, in a synchronous store."""
+        """The last complete round, in a synchronous store."""
         return min(self._done)
 
     @property
     def refusals(self) -> int:
-        """Return how many rounds were refused."""
+        """The number of rounds refused."""
         return self._refusal.refusals
 
     @property
     def waits(self) -> bool:
-        """Return whether anybody's push is here."""
+        """True if a push is waiting."""
         return any(self.queues)
 
     @property
     def missing(self) -> int:
-        """Return how many workers have not pushed to the open round."""
+        """The number of workers that have not pushed to the open round."""
         return len(self.absent())
 
     def absent(self) -> list[int]:
@@ -149,25 +172,25 @@ class ServerTable:
         return [worker for worker, queue in enumerate(self.queues) if not queue]
 
     def waits_to_hear(self) -> list[Wait]:
-        """Return who waits to push anew, until others have heard that a round of theirs was refused."""
+        """Return the workers that ask for room, and must wait until others have heard of the last refusal."""
         asks = [read for read in self._reads if isinstance(read.request, frames.AskForRoom)] if self._to_hear else []
         behind = tuple(sorted(self._to_hear))
         return [Wait(read.worker, self.key, read.request.round + 1, behind, self.noun) for read in asks]
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Return what it has and has counted, in the order in which pages of ranks name it."""
+        """The table's figures, in the order in which the pages of ranks list them."""
         rows, counts = self.rows, self.counts
         nbytes = rows.nbytes + (counts.rows.nbytes if counts else 0)
         return rows.count, nbytes, self.updates, rows.evicted, self.refused, counts.rows.count if counts else 0
 
     @property
     def queued(self) -> int:
-        """Return how many pushes and pulls wait."""
+        """The number of pushes and reads that wait."""
         return len(self._reads) + sum(map(len, self.queues))
 
     def reset(self, updates: int) -> None:
-        """Begin without rows, after so many updates; until `end_load` the table is torn."""
+        """Drop all rows for a load, and count `updates` from now on. The table is torn until `end_load`."""
         self.journal.words[HERE] = 0
         self._before_load, self.rows = self.rows, self._new_rows()
         self._rooms = [NO_ROOM] * len(self._rooms)
@@ -176,24 +199,26 @@ class ServerTable:
         self.updates, self.journal = updates, self.rows.journal
 
     def end_load(self) -> None:
-        """All rows of a load have come."""
         self._before_load = None
         self.journal.words[TORN] = 0
 
     def set_numbers(self, numbers: bytes) -> None:
-        """Update rows with other numbers of the optimizer from now on."""
+        """Use other numbers of the optimizer from now on."""
         self.card.numbers = numbers
         self.rows.optimizer = self._optimizer = row_optimizers.decode(self.card.optimizer, numbers)
 
     def begin(self, standing: Standing, done: Sequence[int], torn: bool) -> None:
-        """Begin a generation with the rows that are there."""
+        """Begin a generation with the rows that are here.
+
+        `done` is the number of pushes of each worker that are in the rows. `torn`: no whole round is here.
+        """
         self._done, (_, self.updates, _, self.refused) = list(done), standing
         self.rows.begin(standing, done, torn)
         self.rows.optimizer = self._optimizer
         self.journal = self.rows.journal
 
     def all_met(self) -> None:
-        """Count from here how far workers are ahead."""
+        """Count from here how far workers are ahead, because all have waited for all."""
         self._met = list(self._done)
 
     def _new_rows(self) -> TableRows:
@@ -205,7 +230,7 @@ class ServerTable:
 
     @property
     def array_names(self) -> list[str]:
-        """The arrays that its rows have."""
+        """The names of the arrays of its rows."""
         return list(arrays_of(self.card.dim, np.dtype(self.card.dtype), self._optimizer))
 
     def put_rows(self, arrays: Mapping[str, bytes]) -> None:
@@ -216,14 +241,14 @@ class ServerTable:
         )
 
     def parts(self, payload: Payload, count: int) -> tuple[Ids, Array]:
-        """Return so many ids, and their rows, (count, dim), as they lie in a payload."""
+        """Split a payload into `count` ids and their rows (count, dim), without a copy."""
         dtype, dim = np.dtype(self.card.dtype), self.card.dim
         row_bytes = dtype.itemsize * dim
         rows = payload[: count * row_bytes].view(dtype).reshape(count, dim)
         return frames.ids_in(payload, count, row_bytes), rows
 
     def push(self, worker: int, asker: Asker, request: frames.PushRows, payload: Payload, gone: set[int]) -> Answers:
-        """Take a push; return what is answered by now."""
+        """Take a push. Return the answers that are due now. `gone` are workers that no longer push."""
         if request.refusals < self.refusals:
             return [(asker, self._refusal)]
         rows = min(request.count, self._rooms[worker].rows)
@@ -235,12 +260,15 @@ class ServerTable:
         return [*there, *self.go_on(gone)]
 
     def read(self, read: TableRead, gone: set[int]) -> Answers:
-        """Take a request that is answered after the worker's own pushes; return what is answered by now."""
+        """Take a request that may have to wait for the worker's own pushes. Return the answers that are due now."""
         self._reads.append(read)
         return self.go_on(gone)
 
     def refuse(self, worker: int, refusal: frames.RoundRefused, gone: set[int]) -> Answers:
-        """Drop all pushes that are not applied yet; tell those who wait for one of them. Every worker says it once."""
+        """Drop all pushes that are not applied yet, and answer requests that wait for one of them with the refusal.
+
+        Every worker sends each refusal once; only the first of them drops anything.
+        """
         if refusal.refusals <= self.refusals:
             if refusal.refusals == self.refusals:
                 self._to_hear.discard(worker)
@@ -260,21 +288,24 @@ class ServerTable:
     # ---- memory for rows
 
     def _answer_push(self, worker: int) -> tuple[Asker, frames.Answer]:
-        """Answer the worker's first push that waits, with room for the next one where there is memory."""
+        """Answer the worker's oldest waiting push, with room for the next one if there is memory."""
         wanted = max(LEAST_ROOM, 2 * self._largest)
         if self._has_room(worker, wanted):
             self._rooms[worker] = PushRoom(wanted, wanted)
         return self.queues[worker][0].asker, frames.RoomGranted(self._rooms[worker].ids)
 
     def _has_room(self, worker: int, rows: int) -> bool:
-        """Return whether there is memory for so many rows of a worker's next push, and all that was promised."""
+        """True if there is memory for `rows` new rows of a worker's next push.
+
+        What other pushes were promised is left to them.
+        """
         promised = sum(push.rows for queue in self.queues for push in queue)
         promised += sum(room.rows for other, room in enumerate(self._rooms) if other != worker)
         tables = [self] if self.counts is None else [self.counts, self]
         return all(table.rows.positions.has_room(promised + rows) for table in tables)
 
     def _room_for(self, read: TableRead) -> frames.Answer:
-        """Give a worker room for a push of ids, or say why there is none."""
+        """Grant a worker room for these ids, or refuse the round."""
         new = int(np.count_nonzero(self.rows.positions.find(read.ids) < 0))
         if not self._has_room(read.worker, new):
             round_ = read.request.round + 1
@@ -287,7 +318,10 @@ class ServerTable:
     # ---- rounds
 
     def go_on(self, gone: set[int]) -> Answers:
-        """Apply what can be applied, and answer who waited for it. MismatchError where a round can never end."""
+        """Apply all pushes that can be applied, and answer the requests that waited for them.
+
+        Raises MismatchError if a round can never end, because a worker has left.
+        """
         answers: list[tuple[Asker, frames.Answer]] = []
         while workers := self._next(gone):
             self._apply(workers, [self.queues[worker].popleft() for worker in workers])
@@ -311,14 +345,16 @@ class ServerTable:
         match read.request:
             case frames.PullRows():
                 waits = self._too_far(read.worker, round_, gone)
-            case frames.AskForRoom():  # the next refusal is of another round: all hear as often
+            # A worker may push anew only when all have heard of the last refusal. Otherwise a second one could come
+            # before, and workers would have heard of different numbers of refusals.
+            case frames.AskForRoom():
                 waits = not self._to_hear <= set(gone)
             case _:
                 waits = False
         return self._done[read.worker] >= round_ and not waits
 
     def _next(self, gone: set[int]) -> Sequence[int]:
-        """Return the workers whose next pushes are applied now, together; nobody where that has to wait."""
+        """Return the workers whose oldest pushes are applied together now. Empty if that has to wait."""
         if self._staleness is None:
             return range(len(self.queues)) if all(self.queues) else ()
         for worker in self._arrivals:
@@ -328,7 +364,7 @@ class ServerTable:
         return ()
 
     def _too_far(self, worker: int, steps: int, gone: Collection[int]) -> bool:
-        """Return whether a worker after so many pushes is more than `staleness` ahead of the slowest."""
+        """True if a worker would be more than `staleness` pushes ahead of the slowest after `steps` pushes."""
         if self._staleness is None or self._staleness < 0:
             return False
         steps -= self._met[worker]
@@ -336,11 +372,13 @@ class ServerTable:
         return steps - min(present, default=steps) > self._staleness
 
     def _apply(self, workers: Sequence[int], pushes: Sequence[TablePush]) -> None:
-        """Apply a push of each of these workers, together, as one round of the journal."""
+        """Apply one push of each of these workers together, as one round of the journal."""
         begun = self._begin_record(self._done[workers[0]] + 1, pushes) if recorder.is_traced else None
         ids, gradients = summed([(push.ids, push.gradients) for push in pushes])
         self.opened, self.warned = None, False
         self.updates += 1
+        # Counts and rows complete the round one after the other. If this server dies in between, a recovery takes a
+        # round that both have.
         tables = [self] if self.counts is None else [self.counts, self]
         for table in tables:
             table.updates = self.updates
@@ -363,13 +401,13 @@ class ServerTable:
             begun[0].end(begun[1])
 
     def _begin_record(self, round_: int, pushes: Sequence[TablePush]) -> tuple[Ring, int]:
-        """Begin the record of an update; return its ring, and what `end` takes."""
+        """Begin the record of an update. Return its ring, and the argument for the ring's `end`."""
         nbytes, size = (sum(getattr(push.gradients, word) for push in pushes) for word in ("nbytes", "size"))
         into, made = recorder.ring, form(self.lane, "update", f"table {self.key!r}", nbytes, size, self.card.dtype)
         return into, into.begin(made, 0, round_)
 
     def _admitted(self, ids: Ids) -> NDArray[np.int64]:
-        """Return the places of ids that have a row, or get one now."""
+        """Return the indices of ids that have a row or get one now."""
         there = self.rows.positions.find(ids) >= 0
         new = np.flatnonzero(~there)
         if self.counts is not None:

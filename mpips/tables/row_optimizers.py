@@ -1,7 +1,8 @@
 """The arithmetic of row optimizers: new rows from rows, gradients and state.
 
-A row's arithmetic is that of the row alone, so its bits do not depend on which rows are updated beside it. Schedules
-count updates of the table; Adam's corrections count updates of the row, so that a rare row is corrected as it must be.
+The bits of a row depend only on the row, its state and its gradient, and not on which other rows are updated in the
+same call. Schedules count updates of the table. Adam's corrections count updates of the row, so that a row that is
+rarely updated is corrected properly.
 """
 
 from __future__ import annotations
@@ -21,23 +22,28 @@ from mpips.tables import kernels
 from mpips.tables.index import Positions
 
 Array = NDArray[Any]
+# powers of a beta that are kept at most
 MOST_POWERS = 1 << 20
+# beta -> 1 - beta^t for t from 0 on
 _POWERS: dict[float, Array] = {}
-"""Of each beta 1 - beta^t, for t from 0 on; fewer than MOST_POWERS."""
 
 
 class RowOptimizer(Protocol):
-    """A frozen dataclass of numbers, which says what it keeps of a row, and updates rows."""
+    """An update rule of rows: a frozen dataclass of its numbers."""
 
+    # True if it needs to know how often each row was updated
     counts_rows: bool
-    """Whether it needs to know how often each row was updated."""
 
     def widths(self, dim: int) -> Sequence[int]:
-        """Return the length of each array of state that a row of `dim` values has. State begins at zero."""
+        """Return the length of each array of state for a row of `dim` values. State begins at zero."""
 
     def update(self, rows: Array, gradients: Array, state: Sequence[Array], counts: Array | None, step: int) -> None:
-        """Update rows (k, dim) and their state (k, width) in place. `counts`: of each row the number of this update,
-        counted from 1, int32 (k,). `step`: that of the table."""
+        """Update rows (k, dim) and their state (k, width) in place.
+
+        Args:
+            counts: int32 (k,): for each row the number of its updates, this one included. None unless `counts_rows`.
+            step: The number of this update of the table, from 1 on.
+        """
 
     def update_at(
         self,
@@ -48,9 +54,10 @@ class RowOptimizer(Protocol):
         counts: Array | None,
         step: int,
     ) -> bool:
-        """Update rows that lie at these positions of a table's arrays, by a compiled loop, to the bits of `update`.
+        """Update the rows at these positions of a table's arrays with a compiled loop, to the bits of `update`.
 
-        False: there is no such loop now, and nothing has changed."""
+        Return False if there is no such loop now. Nothing has changed then.
+        """
 
 
 @dataclass(frozen=True)
@@ -103,7 +110,7 @@ class Adagrad:
         state[0][...] += self._squares(gradients)
         number = rows.dtype.type
         below = np.sqrt(state[0]) + number(self.epsilon)
-        # Where nothing was ever pushed but zeros, and epsilon is 0, the row stays.
+        # If epsilon is 0 and only zeros were ever pushed, the row does not change.
         rows -= gradients * number(at(self.learning_rate, step)) / np.where(below == 0, number(1), below)
 
     def update_at(
@@ -119,7 +126,6 @@ class Adagrad:
         return bool(kernels.adagrad(*_flat(values, state[0], gradients), places, numbers, dim))
 
     def _squares(self, gradients: Array) -> Array:
-        """Return what is added to the accumulator."""
         return gradients * gradients
 
 
@@ -151,7 +157,7 @@ class RowAdagrad(Adagrad):
 
 @dataclass(frozen=True)
 class RowAdam:
-    """Adam (Kingma, Ba 2015) of rows. Each is corrected by its own number of updates t:
+    """Adam (Kingma, Ba 2015) for rows. Each row is corrected by the number t of its own updates:
 
     m = beta1 * m + (1 - beta1) * gradient;  v = beta2 * v + (1 - beta2) * gradient^2;
     w = w - learning_rate * (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + epsilon).
@@ -200,12 +206,15 @@ class RowAdam:
         return bool(kernels.adam(*flat, places, *corrections, numbers, values.shape[1]))
 
     def _corrections(self, counts: Array, dtype: np.dtype) -> list[Array]:
-        """Return 1 - beta1^t and 1 - beta2^t of each count t."""
+        """Return 1 - beta1^t and 1 - beta2^t for each count t."""
         return [_one_minus_powers(beta, counts).astype(dtype) for beta in (self.beta1, self.beta2)]
 
 
 def _one_minus_powers(beta: float, counts: Array) -> Array:
-    """Return 1 - beta^t of each count t, by Python's own powers: NumPy's vectors need not agree in the last bit."""
+    """Return 1 - beta^t for each count t.
+
+    Powers are computed by Python, because NumPy's vectorised ones may differ in the last bit.
+    """
     most = int(counts.max(initial=0))
     if most >= MOST_POWERS:
         some, which = np.unique(counts, return_inverse=True)
@@ -221,13 +230,16 @@ def _flat(*arrays: Array) -> list[Array]:
     return [array.reshape(-1) for array in arrays]
 
 
+# every row optimizer by the name that users give
 ROW_OPTIMIZERS: dict[str, type] = {"sgd": RowSGD, "adagrad": Adagrad, "row_adagrad": RowAdagrad, "adam": RowAdam}
-"""Every optimizer of rows by its name."""
 
 
 def create(name: object, options: dict[str, Any]) -> RowOptimizer:
-    """Return the optimizer of that name with these options. ValueError for an unknown name or a bad value, TypeError
-    for an unknown option: what is known is listed."""
+    """Make the optimizer with this name and these options.
+
+    Raises ValueError for an unknown name or a bad value, and TypeError for an unknown option. The error lists what is
+    known.
+    """
     kind = ROW_OPTIMIZERS.get(name) if isinstance(name, str) else None
     if kind is None:
         perhaps = did_you_mean(name, ROW_OPTIMIZERS)
@@ -240,22 +252,23 @@ def create(name: object, options: dict[str, Any]) -> RowOptimizer:
             f"evict, limit) it takes those of optimizer {name!r}: {have}"
         )
     made: RowOptimizer = kind(**options)
-    encode_numbers(options)  # they have to travel
+    # The numbers are sent to servers, so they must be encodable.
+    encode_numbers(options)
     return made
 
 
 def encode(optimizer: RowOptimizer) -> tuple[str, bytes]:
-    """Return the optimizer as its name and its options, for messages."""
+    """Return the name and the encoded options of an optimizer, for messages."""
     name = next(name for name, kind in ROW_OPTIMIZERS.items() if kind is type(optimizer))
     fields = [field.name for field in dataclasses.fields(optimizer)]  # type: ignore[arg-type]
     return name, encode_numbers({field: getattr(optimizer, field) for field in fields})
 
 
 def changed(name: str, options: bytes, numbers: dict[str, Any]) -> bytes:
-    """Return the options that `encode` wrote with other numbers. ValueError or TypeError as `create`."""
+    """Return encoded options in which some numbers are changed. Raises ValueError or TypeError like `create`."""
     return encode(create(name, decode_numbers(options) | numbers))[1]
 
 
 def decode(name: str, options: bytes) -> RowOptimizer:
-    """Return the optimizer that `encode` wrote."""
+    """Make the optimizer that `encode` wrote."""
     return create(name, decode_numbers(options))

@@ -1,15 +1,15 @@
 """Rows of one table on one server: made, updated by summed gradients, and dropped when old.
 
-A row is made when it is first updated; until then a pull gives its first values.
+A row is made when it is first updated. Until then a pull gives its first values.
 
-Nothing stops for growth. Rows lie in a sparse file of the server's memory (`arena.SparseFile`), each array in addresses
-that are reserved at once and take memory only as rows are written. They never move. Rows that nobody has named for long
-may be dropped, and others take their positions (`places`).
+The table grows without stopping. Rows lie in a sparse file of the server's memory (`arena.SparseFile`): addresses for
+each array are reserved once, and take memory only as rows are written. Rows never move. Rows that no update has named
+for long may be dropped, and new rows take their positions (see `places`).
 
-Another process of the node reads rows where they lie (`in_place`), also when the server has ended: it opens the file by
-its region while the server lives, and views arrays by their offsets in `TableRows.places`. Of `words` there,
-`words[ROWS]` says how many positions were given out; it is written behind the rows. No row lies where `touched` is
-`places.FREE`.
+Another process of the node can read rows in place (`in_place`), even after the server has died: it opens the file by
+its region while the server lives, and views arrays by their offsets in `TableRows.places`. There `words[ROWS]` is the
+number of positions given out, which is stored after the rows are written. A position whose `touched` is `places.FREE`
+has no row.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from mpips.tables.places import FREE, Places
 from mpips.tables.row_optimizers import RowOptimizer
 
 Array = NDArray[Any]
+# size of the blocks in which rows with their state are updated
 BLOCK_BYTES = 1 << 18
-"""Of rows with their state, which are updated at a time."""
+# ids of this many dropped rows may be kept, even if the table has fewer rows
 FEW = 1 << 16
-"""Ids of dropped rows that are kept though there are fewer rows."""
+# most files (exports and increments) that are remembered, so that an increment may continue from them
 LAST = 1000
-"""From so many exports and increments the next may go on."""
 
 
 def arrays_of(dim: int, dtype: np.dtype, optimizer: RowOptimizer) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-    """Return the arrays of a table by name: of each the dtype, and the shape of what it holds of one row."""
+    """Return the arrays of a table by name: the dtype, and the shape of one row's part."""
     state = {f"state{number}": (dtype, (width,)) for number, width in enumerate(optimizer.widths(dim))}
     counts = {"counts": (np.dtype(np.int32), ())} if optimizer.counts_rows else {}
     ages = {"touched": (np.dtype(np.int32), ())}
@@ -50,9 +50,17 @@ def arrays_of(dim: int, dtype: np.dtype, optimizer: RowOptimizer) -> dict[str, t
 
 
 class TableRows:
-    """Rows of `dim` values of a dtype. `key`, `bound`: of their first values. `evict`, `limit`: which rows are dropped
-    (`places`); 0: none. `file`: where they lie; None: in one of their own. `survives`: the round before can be had
-    (`journal`), which counts pushes of `workers`."""
+    """The rows of one table on one server.
+
+    Args:
+        dim: Values in a row.
+        key, bound: Of the first values (see `initial.first_rows`).
+        evict, limit: Which rows are dropped (see `places`). 0 drops none.
+        file: Where rows lie. None makes a file of its own.
+        survives: Keep what the last round has overwritten (see `journal`), so that the round before can be restored
+            after a death.
+        workers: Number of workers whose pushes the journal counts.
+    """
 
     def __init__(
         self,
@@ -67,13 +75,18 @@ class TableRows:
         survives: bool = False,
         workers: int = 0,
     ) -> None:
-        self._dim, self._dtype, self._key, self._bound, self.optimizer = dim, dtype, key, bound, optimizer
+        self._dim = dim
+        self._dtype = dtype
+        self._key = key
+        self._bound = bound
+        self.optimizer = optimizer
         self._file = SparseFile() if file is None else file
+        # offset in the file of each array, and of `words`, `done` and `index`
         self.places: dict[str, int] = {}
-        """Offsets in the file: of each array, and of `words`."""
         arrays = arrays_of(dim, dtype, optimizer)
+        # Bytes of a row with its id and state. Its share of the index, 8 to 16 bytes (24 while that grows), is not
+        # included.
         self.row_bytes = sum(kind.itemsize * math.prod(shape) for kind, shape in arrays.values())
-        """Bytes of a row with its id and state, without its share of the index: 8 to 16, 24 while that grows."""
         self._capacity = min(MOST_ROWS, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // self.row_bytes)
         self._arrays = {
             name: self._reserved(name, (self._capacity, *shape), dtype) for name, (dtype, shape) in arrays.items()
@@ -88,49 +101,53 @@ class TableRows:
         words = self._reserved("index", (index.WORDS,), np.dtype(np.uint64))
         ids, touched = self._arrays["ids"], self._arrays["touched"]
         self.positions = Places(ids, touched, self.row_bytes, self._file, words, evict, limit)
+        # number of rows dropped
         self.evicted = 0
-        """How many rows were dropped."""
         self.drops = Drops()
+        # True if rows were put (by a load or a recovery) since the last update
         self._put = False
-        """Rows were put since the last update."""
         self._frozen: list[FrozenRows] = []
+        # number of the last update
         self._step = 0
-        """The update that was made last."""
 
     @property
     def capacity(self) -> int:
-        """Return for how many rows there is room."""
+        """The number of positions for which addresses are reserved."""
         return self._capacity
 
     @property
     def count(self) -> int:
-        """Return how many rows there are."""
         return self.positions.count
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all rows that there were at a time, their state and the index."""
+        """Bytes of all positions ever given out, with state and index."""
         return self.positions.top * self.row_bytes + self.positions.nbytes
 
     def pull(self, ids: Ids, out: Array | None = None) -> Array:
-        """Return the rows of these ids, each once, (k, dim), in `out` if given; of those that are not there the first
-        values."""
+        """Return the rows of distinct ids, (k, dim). An id without a row gets its first values.
+
+        If `out` is given, the rows are written there.
+        """
         found = self.positions.find(ids)
         missing = np.flatnonzero(found < 0)
         found[missing] = 0
-        rows = np.take(self._values, found, axis=0, out=out, mode="clip")  # NumPy would copy `out` to raise in time
+        # mode="clip": otherwise NumPy would write a copy of `out` first, to leave it unchanged if an index is wrong.
+        rows = np.take(self._values, found, axis=0, out=out, mode="clip")
         self._write_first_values(rows, missing, ids[missing])
         return rows
 
     def update(self, ids: Ids, gradients: Array, step: int) -> None:
-        """Update the rows of these ids, each once, by gradients (k, dim); make those that are not there.
+        """Update the rows of distinct ids by gradients (k, dim). Rows that do not exist are made.
 
-        `step`: the update of the table, counted from 1, for schedules and ages. MemoryError: nothing has changed."""
+        `step` is the number of this update of the table, from 1 on, for schedules and ages. On MemoryError nothing has
+        changed.
+        """
         self.change_rows(ids, gradients, step)
         self.drop_due_rows()
 
     def change_rows(self, ids: Ids, gradients: Array, step: int) -> None:
-        """Do what `update` does before rows are dropped; `drop_due_rows` comes next."""
+        """Do the first half of `update`, without dropping rows. Call `drop_due_rows` afterwards."""
         if self._put:
             self.positions.see_touched()
             self._put = False
@@ -146,7 +163,6 @@ class TableRows:
         self.positions.touch(at, step)
 
     def drop_due_rows(self) -> None:
-        """Drop the rows that are due after the last update."""
         due = self.positions.due(self._step)
         dropped = self._arrays["ids"][due]
         self._remove(due)
@@ -155,7 +171,7 @@ class TableRows:
 
     @quiet
     def _update_blocks(self, at: Positions, gradients: Array, counts: Array | None, step: int) -> None:
-        """Update rows that lie at these positions, so few at a time that what is made on the way stays in the cache."""
+        """Update the rows at these positions in blocks, small enough that temporaries stay in the cache."""
         step_rows = max(1, BLOCK_BYTES // self.row_bytes)
         for start in range(0, len(at), step_rows):
             block = slice(start, start + step_rows)
@@ -167,17 +183,23 @@ class TableRows:
                 array[some] = new
 
     def remove(self, ids: Ids) -> None:
-        """Drop the rows of these ids, each once, which are there."""
+        """Drop the rows of these ids. All must exist, and no id may repeat."""
         self._remove(self.positions.find(ids))
 
     def _remove(self, at: Positions) -> None:
-        self._keep_old(at[self._arrays["touched"][at] != self._step])  # what this update has named is kept already
+        # Rows that the last update has named were copied before it changed them.
+        self._keep_old(at[self._arrays["touched"][at] != self._step])
         self.positions.remove(at)
 
     def freeze(self, since: int = FREE, export: int = -1) -> FrozenRows:
-        """Return the rows that an update after `since` has named, as they are now, whatever is updated later.
+        """Freeze the rows that an update after `since` has named, as they are now.
 
-        Until `thaw`, rows that change are copied. `export`: of so many updates, with ids dropped after `since`.
+        Until `thaw`, rows are copied before they change.
+
+        Args:
+            since: Number of an update; FREE (0) freezes all rows.
+            export: For an export or an increment the number of updates so far. The ids dropped after `since` are then
+                included.
         """
         top = self.positions.top
         dropped = self.drops.after(since, export) if export >= 0 else np.zeros(0, np.int64)
@@ -185,11 +207,10 @@ class TableRows:
         return self._frozen[-1]
 
     def thaw(self, frozen: FrozenRows) -> None:
-        """Let what was frozen go."""
         self._frozen = [one for one in self._frozen if one is not frozen]
 
     def _keep_old(self, at: Positions) -> None:
-        """Keep what lies at positions and is about to change, for those who need it as it is."""
+        """Copy what is about to change at these positions, for the journal and for frozen rows."""
         self.journal.keep_old(at)
         self._keep_frozen(at)
 
@@ -198,7 +219,7 @@ class TableRows:
             frozen.keep_old(at)
 
     def go_to(self, journal: Journal, round_: int) -> None:
-        """Put back what is beyond a round that can be had, by the journal of the generation that is over."""
+        """Put the rows back to `round_` if they are beyond it, from the journal of the generation that is over."""
         self.journal = journal
         changed = self.journal.put_back()
         if self.journal.standings()[0][0] > round_:
@@ -207,7 +228,11 @@ class TableRows:
             self.positions.restore(int(self.journal.words[ROWS]))
 
     def begin(self, standing: Standing, done: Sequence[int], torn: bool) -> None:
-        """Begin a generation at a round. What the last one has written of rounds stays until this one has begun."""
+        """Begin a generation at a round.
+
+        The journal of the last generation stays as it is until the new one stands, so that it can still be read if this
+        server dies meanwhile.
+        """
         self.evicted = standing[2]
         self._frozen, self.drops = [], Drops()
         self.journal.words[HERE] = 0
@@ -220,7 +245,7 @@ class TableRows:
         return Journal(self._arrays, words, done, self._kept)
 
     def put_rows(self, arrays: Mapping[str, Array]) -> None:
-        """Set rows, of all arrays by name; ids are each there once."""
+        """Set whole rows. `arrays` has all arrays by name, and no id repeats."""
         self._put = True
         at = self._positions(arrays["ids"])
         self._keep_frozen(at)
@@ -228,7 +253,7 @@ class TableRows:
             self._arrays[name][at] = values
 
     def _positions(self, ids: Ids) -> Positions:
-        """Return where rows lie; those that are not there are made."""
+        """Return the positions of these ids' rows. Rows that do not exist are made."""
         found = self.positions.find(ids)
         missing = np.flatnonzero(found < 0)
         if len(missing):
@@ -237,8 +262,9 @@ class TableRows:
         return found
 
     def _add(self, ids: Ids) -> Positions:
-        """Make rows that are not there; where they lie."""
+        """Make rows, and return their positions."""
         positions, again = self.positions.add(ids)
+        # A position that had a row before still has its state.
         for array in self._state if self._counts is None else (*self._state, self._counts):
             array[again] = 0
         self._write_first_values(self._values, positions, ids)
@@ -246,7 +272,7 @@ class TableRows:
         return positions
 
     def _write_first_values(self, rows: Array, at: Positions, ids: Ids) -> None:
-        """Write the first values of these ids' rows into some rows."""
+        """Write the first values of these ids into the rows of an array at positions `at`."""
         spread = np.array([2 * self._bound / (1 << 53), self._bound])
         if not len(ids) or kernels.first_values(
             rows.reshape(-1), ids, at, np.array([self._key], np.uint64), spread, self._dim
@@ -256,7 +282,7 @@ class TableRows:
             rows[at[piece]] = values
 
     def _reserved(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-        """Return zeros in the file, which take memory where they are written."""
+        """Reserve an array of zeros in the file. It takes memory only where it is written."""
         array, self.places[name] = self._file.zeros(shape, dtype)
         return array
 
@@ -264,17 +290,23 @@ class TableRows:
 class FrozenRows:
     """Rows of a table as they were at one moment: those before position `top` that an update after `since` had named.
 
-    `arrays`: the table's. `dropped`: ids that an export names."""
+    Args:
+        arrays: The table's arrays.
+        dropped: The ids that an export or an increment names as dropped.
+    """
 
     def __init__(self, arrays: Mapping[str, Array], since: int, top: int, dropped: Ids, file: SparseFile) -> None:
-        self.count, self.top, self.dropped = int(np.count_nonzero(arrays["touched"][:top] > since)), top, dropped
-        self._arrays, self._since = arrays, since
+        self.count = int(np.count_nonzero(arrays["touched"][:top] > since))
+        self.top = top
+        self.dropped = dropped
+        self._arrays = arrays
+        self._since = since
         self._copies = {name: file.zeros((top, *array.shape[1:]), array.dtype)[0] for name, array in arrays.items()}
         self._copied = np.zeros(top, bool)
         self._read = 0
 
     def keep_old(self, at: Positions) -> None:
-        """Copy what lies at positions and is about to change, unless it was copied or read."""
+        """Copy what is about to change at these positions, unless it was copied or read before."""
         at = at[(at >= self._read) & (at < self.top)]
         at = at[~self._copied[at]]
         for name, copy in self._copies.items():
@@ -283,11 +315,14 @@ class FrozenRows:
 
     @property
     def names(self) -> list[str]:
-        """The arrays that rows have."""
+        """The names of the table's arrays."""
         return list(self._arrays)
 
     def read(self, start: int, stop: int, names: Sequence[str] = ()) -> dict[str, Array]:
-        """Return rows that lay at positions [start, stop), of these arrays or of all; later reads begin at `stop`."""
+        """Return the rows at positions [start, stop). `names` are the arrays to read; empty means all.
+
+        Reads go from front to back: later ones must begin at `stop`.
+        """
         stop = min(stop, self.top)
         copied, found = np.flatnonzero(self._copied[start:stop]), {}
         for name in {"touched", *(names or self._arrays)}:
@@ -299,18 +334,21 @@ class FrozenRows:
 
 
 class Drops:
-    """Ids of rows that were dropped since files of the table: no more of them than there are rows, or `FEW`."""
+    """Ids of dropped rows, for the next exports and increments.
+
+    At most as many are kept as the table has rows, but at least `FEW`. When older ones are forgotten, files from before
+    can no longer be continued.
+    """
 
     def __init__(self) -> None:
+        # numbers of updates at which exports and increments were written that the next may continue
         self.exports: list[int] = []
-        """The exports and increments from which the next may go on, by the updates of the table that they have
-        written."""
         self._count = 0
+        # (update, ids that it dropped), oldest first
         self._ids: deque[tuple[int, Ids]] = deque()
-        """By the update."""
 
     def note(self, ids: Ids, update: int, rows: int) -> None:
-        """Note the ids that an update has dropped."""
+        """Note the ids that an update has dropped. `rows` is the number of rows left."""
         if not self.exports or not len(ids):
             return
         self._ids.append((update, ids))
@@ -321,7 +359,7 @@ class Drops:
             self.exports = [one for one in self.exports if one >= lost]
 
     def after(self, since: int, updates: int) -> Ids:
-        """Return the ids that updates after `since` have dropped, for a file of rows; the next may go on from it."""
+        """Return the ids dropped after update `since`, and note that a file was written at `updates`."""
         self.exports = [*(one for one in self.exports if one < updates), updates][-LAST:]
         while self._ids and self._ids[0][0] <= self.exports[0]:
             self._count -= len(self._ids.popleft()[1])

@@ -1,7 +1,7 @@
 """Tables on one server: requests of workers in, answers out. No MPI.
 
-Every worker contributes to every round on every server, be it nothing. What one table does with rounds, pushes and
-memory for rows stands in `rounds`.
+Every worker contributes to every round on every server, if only with no ids. The module `rounds` has what a single
+table does with rounds, pushes and memory for rows.
 """
 
 from __future__ import annotations
@@ -25,16 +25,23 @@ from mpips.tables.plan import TableEntry, TableHolding, TablePlan, holding_of_ta
 from mpips.tables.rounds import NO_IDS, NOTHING, ServerTable, TableRead
 from mpips.tables.rows import FrozenRows, TableRows
 
+# requests that do not name a table
 WITHOUT_TABLE = frames.FreezeTables | frames.ThawTables
-"""Requests that name no table."""
 
 
 class ServerTables:
-    """All tables of one server in one generation. `staleness`: None where rounds are synchronous; -1: any.
+    """All tables of one server in one generation.
 
-    `server`: which of `servers` it is, from 0; a table's `limit` is spread over them. `file`: where rows lie.
-    `survives`: others can have them, and the round before, when this server has died. `mirror`: to which they go.
-    `late`: looks at long waits."""
+    Args:
+        workers: Number of workers.
+        staleness: None if rounds are synchronous; -1 if a worker may be ahead by any number of pushes.
+        server: Number of this server, from 0.
+        servers: Number of servers; a table's `limit` is divided among them.
+        file: Where rows lie. None makes a file.
+        survives: The store survives deaths: others can read the rows, and the round before, after this server has died.
+        mirror: Sends rows to this server's mirror.
+        late: Watches long waits.
+    """
 
     requests = frames.TableRequest
 
@@ -49,25 +56,34 @@ class ServerTables:
         mirror: RowMirror | None = None,
         late: Late | None = None,
     ) -> None:
-        self._mirror, self._rank, self._late = mirror, workers + server, late or Late()
+        self._mirror = mirror
+        self._rank = workers + server
+        self._late = late or Late()
+        # table -> answers that are given once the mirror has the rows
         self._held: dict[str, list[tuple[Asker, frames.Answer]]] = {}
-        """By tables what is answered once the mirror has them."""
-        self._workers, self._staleness, self._server, self._servers = workers, staleness, server, servers
-        self._file, self._survives = SparseFile() if file is None else file, survives
+        self._workers = workers
+        self._staleness = staleness
+        self._server = server
+        self._servers = servers
+        self._file = SparseFile() if file is None else file
+        self._survives = survives
         self._tables: Known[str, ServerTable] = Known("table")
+        # workers that have left
         self._gone: set[int] = set()
+        # workers that wait for all others, in an asynchronous store
         self._meeting: set[int] = set()
+        # number -> table -> its frozen rows
         self._frozen: Known[int, Known[str, tuple[TableRows, FrozenRows]]] = Known("frozen state")
-        """By number what was frozen of tables."""
+        # the store's lane, for records
         self.lane = 0
-        """The store's, of records."""
+        # True if other processes must be told of tables that are new or lie elsewhere
         self._changed = False
+        # worker -> bytes pushed since `take_counts`
         self._taken: dict[int, int] = {}
-        """Bytes that each worker has pushed since `take_counts`."""
 
     @classmethod
     def of(cls, server: Surroundings) -> ServerTables:
-        """Return the tables of a server, none so far."""
+        """Make the service of a server, without tables."""
         mirror = None if server.mirror is None else server.mirror.tables
         place = server.staleness, server.server, server.servers
         made = cls(server.workers, *place, server.file, server.survives, mirror, server.late)
@@ -75,45 +91,56 @@ class ServerTables:
         return made
 
     def take_counts(self) -> dict[int, int]:
-        """Return how many bytes of rows each worker has pushed since the last such call."""
+        """Return the bytes of rows that each worker has pushed since the last call."""
         taken, self._taken = self._taken, {}
         return taken
 
     def take_changed(self) -> bool:
-        """Return whether those who outlive this server must be told of other tables, or of rows in other places."""
+        """True if, since the last call, there are new tables, or rows lie elsewhere.
+
+        Processes that outlive this server must then be told.
+        """
         changed, self._changed = self._changed, False
         return changed
 
     def figures(self) -> tuple[dict[str, tuple[int, ...]], dict[str, object]]:
-        """Return each table's numbers, and the room that this process has for rows of all stores."""
+        """Return the figures of each table, and the memory that this process has left for rows of all stores."""
         tables = self.known()
         return {table.key: table.numbers for table in tables}, {"room": room()} if tables else {}
 
     def waits_to_hear(self) -> list[Wait]:
-        """Return who waits until others have heard that a round was refused."""
+        """Return the workers that wait until others have heard that a round was refused."""
         return [wait for table in self.open for wait in table.waits_to_hear()]
 
     def known(self) -> list[ServerTable]:
-        """Return all tables, but for those that count the ids of others."""
+        """Return all tables except those that count ids of others."""
         counting = [table.counts for table in self._tables.values()]
         return [table for table in self._tables.values() if table not in counting]
 
     @property
     def open(self) -> list[ServerTable]:
-        """Return the tables that anybody has pushed to, or waits to; none where nobody waits for another's push."""
+        """The tables with waiting pushes or reads.
+
+        Empty in an asynchronous store, where no worker waits for another's push.
+        """
         return [table for table in self._tables.values() if table.queued] if self._staleness is None else []
 
     @property
     def queued(self) -> int:
-        """Return how many pushes and pulls wait."""
+        """The number of pushes and reads that wait."""
         return sum(table.queued for table in self._tables.values())
 
     def answer(self, worker: int, asker: Asker, request: frames.TableRequest, payload: Payload = NOTHING) -> Answers:
-        """Take a worker's request; return what can be answered by now, to whomever it is. `payload`: rows and ids of a
-        push or a pull, which lie where the worker has them.
+        """Take a worker's request. Return the answers that are due now, to this worker or to others.
 
-        ValueError or MemoryError where a table cannot be made, or is unknown: nothing has changed. MismatchError where
-        a worker that has left is waited for. CollectiveError where rows cannot be updated."""
+        Args:
+            payload: Rows and ids of a push or pull, as they lie in the worker's memory or came with the message.
+
+        Raises:
+            ValueError, MemoryError: A table is unknown or cannot be made. Nothing has changed.
+            MismatchError: A round waits for a worker that has left.
+            CollectiveError: Rows cannot be updated.
+        """
         answers = self._answers_to(worker, asker, request, payload)
         self._changed |= isinstance(request, frames.MakeTable | frames.ResetTable)
         if isinstance(request, frames.MakeTable | frames.ResetTable | frames.EndLoad):
@@ -121,16 +148,17 @@ class ServerTables:
         return answers if isinstance(request, WITHOUT_TABLE) else self._hold(request.table, answers)
 
     def waits(self, request: frames.TableRequest) -> bool:
-        """Return whether a request is to be heard only when the mirror has its table."""
+        """True if a request must wait until the mirror has all rows of its table."""
         return self._mirror is not None and not (isinstance(request, WITHOUT_TABLE) or self._mirror.has(request.table))
 
     def take_mirrored(self) -> Answers:
-        """Return the answers of tables that the mirror has by now; to be called after each look at it."""
+        """Return the answers of tables whose rows the mirror has by now. To be called after each look at the mirror."""
         mirror = self._mirror
         ready = [table for table in self._held if mirror is None or mirror.has(table)]
         return [answer for table in ready for answer in self._held.pop(table)]
 
     def _hold(self, table: str, answers: Answers) -> Answers:
+        """Return the answers, or keep them until the mirror has the table's rows."""
         if self._mirror is None or self._mirror.has(table):
             return answers
         self._held.setdefault(table, []).extend(answers)
@@ -150,12 +178,14 @@ class ServerTables:
                 kernels.load(np.dtype(request.dtype), [*kernels.OF_SERVERS, kernels.OF_OPTIMIZERS[request.optimizer]])
                 return [(asker, answer)]
             case frames.WaitForTable() if request.table not in self._tables:
-                return []  # as nothing is answered
+                # WaitForTable has no answer.
+                return []
         table = self._tables[request.table]
         match request:
             case frames.UpdateTable():
                 table.set_numbers(request.numbers)
             case frames.LocateTable():
+                # From here on this worker reads rows in place, unless a load is replacing them.
                 table.journal.words[HERE] = not table.journal.words[TORN]
                 answer = frames.TablePlaces(tuple(self._file.region), dict(table.rows.places), table.rows.capacity)
             case frames.ResetTable():
@@ -179,7 +209,8 @@ class ServerTables:
                 return table.read(TableRead(worker, asker, request, ids, None), self._absent)
             case frames.RefuseRound():
                 if request.refusals > table.refusals:
-                    self._late.forget([table])  # who waits hears of this
+                    # Workers that waited for this table hear of the refusal instead.
+                    self._late.forget([table])
                 refused = frames.RoundRefused(request.round, request.refusals, request.why, request.step)
                 return [*table.refuse(worker, refused, self._absent), (asker, answer)]
             case frames.WaitForTable():
@@ -228,32 +259,37 @@ class ServerTables:
     # ---- the end of a generation, and the beginning of the next one
 
     def holdings(self) -> list[TableHolding]:
-        """Return what this server has of each table."""
+        """Return the rounds that this server has of each table."""
         return [holding_of_table(name, one.journal, self._rank, self._rank) for name, one in self._tables.items()]
 
     def entries(self) -> list[TableEntry]:
-        """Return where others find the tables when this server has died."""
+        """Return where other processes find the tables if this server dies."""
         return [
             TableEntry(table.card, dict(table.rows.places), table.rows.capacity, self._workers)
             for table in self._tables.values()
         ]
 
     def journal(self, name: str) -> Journal:
-        """Return what a table has at rounds that can be had."""
+        """Return the journal of a table."""
         return self._tables[name].journal
 
     def restore(self, plan: TablePlan, old: ServerTables | None, mine: int) -> None:
-        """Have a table from the last generation on, until `begin` without a round.
+        """Take a table over from the last generation. It has no round until `begin`.
 
-        Its rows are those that this server, as rank `mine`, has in `old`; None: those that `put_rows` brings next."""
+        Args:
+            old: This server's tables of the last generation, if it keeps its rows. None if `put_rows` brings them next.
+            mine: The rank of this server in the last generation.
+        """
         table = self._make(plan.card)
         if old is not None:
             table.rows = old._tables[plan.card.table].rows
             table.rows.go_to(old.journal(plan.card.table), plan.rounds[mine])
 
     def put_rows(self, table: str, arrays: Mapping[str, bytes]) -> None:
-        """Set rows that belong to this server, of all arrays by name. CollectiveError where they do not, or where the
-        machine has no memory for them."""
+        """Set rows that belong to this server. `arrays` has all arrays by name.
+
+        Raises CollectiveError if they belong to another server, or the machine has no memory for them.
+        """
         ids = np.frombuffer(arrays["ids"], np.int64)
         if (owners_of(ids, self._servers) != self._server).any():
             raise CollectiveError(f"table {table!r}: rows of another server have come: call recover() again")
@@ -263,24 +299,30 @@ class ServerTables:
             raise CollectiveError(f"table {table!r}: rows cannot be taken from other memory: {error}") from error
 
     def begin(self, plan: TablePlan) -> None:
-        """Let a table stand at its round, as all of its rows are there."""
+        """Begin the generation of a table, at the round of its plan. All of its rows must have come."""
         table = self._tables[plan.card.table]
         counts = plan.counts if not self._server else (0, 0)
         table.begin((plan.round, plan.updates, *counts), plan.pushes, plan.torn)
         self._mirror_all(table)
 
     def left(self, worker: int) -> Answers:
-        """A worker has left: return what can be answered without it. MismatchError where a round waits for it."""
+        """Note that a worker has left. Return the answers that are due without it.
+
+        Raises MismatchError if a round waits for it.
+        """
         self._gone.add(worker)
         return self._go_on()
 
     def meets(self, worker: int) -> Answers:
-        """A worker waits for all, in an asynchronous store: return what can be answered as it pushes nothing."""
+        """Note that a worker waits for all others, in an asynchronous store. Return the answers that are due.
+
+        It pushes nothing meanwhile, so workers ahead of it need not wait for it.
+        """
         self._meeting.add(worker)
         return self._go_on()
 
     def all_met(self) -> None:
-        """Count anew how far workers are ahead, as all have waited for all."""
+        """Count from here how far workers are ahead, because all have waited for all."""
         self._meeting.clear()
         for table in self._tables.values():
             table.all_met()

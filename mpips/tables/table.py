@@ -1,4 +1,4 @@
-"""`Table`: rows of an embedding table, which servers make when they are first pushed to. Checks of its arguments.
+"""`Table`: an embedding table whose servers make a row when it is first pushed to. Checks arguments of its calls.
 
 table = kv.table("users", dim=32, init=mpips.uniform(0.05), optimizer="row_adagrad", learning_rate=0.05)
 rows = table.pull(ids)
@@ -35,53 +35,66 @@ from mpips.tables.initial import Ids, Uniform, key_of
 
 T = TypeVar("T")
 DTYPES = ("float32", "float64")
+# Limit on the rows of one call, in bytes. The rows for a server travel in one message.
 MOST_BYTES = 1 << 30
-"""Of the rows of one call: they travel to a server as one message."""
+# `evict`, `limit` and the number of updates of a table are below this: ages of rows are int32.
 MOST_COUNT = 1 << 31
-"""Updates that a table counts, and rows that `limit` may allow."""
 
 
 class Table(Uncopied):
-    """One table, on one worker; made by `KVStore.table`. Its calls block, but for `ipull`.
+    """An embedding table on one worker, made by `KVStore.table`. All calls but `ipull` block.
 
-    Ids are int64 of any values and any shape, repeats allowed. Gradients and rows have the shape of the ids, and `dim`
-    behind it, and are C-contiguous. In a synchronous store every worker pushes equally often; of what one pushes, other
-    workers' pulls see nothing before all have. A bad argument raises ValueError or TypeError on this worker alone, and
-    nothing was sent.
+    Ids are int64 with any values and any shape, and may repeat. Rows and gradients have the shape of the ids with `dim`
+    appended, and are C-contiguous.
+
+    In a synchronous store every worker must push equally often. Pulls of the others see nothing of a worker's push
+    until all workers have pushed that round.
+
+    A bad argument raises ValueError or TypeError on this worker only, before anything is sent.
     """
 
     def __init__(self, store: WorkerStore, route: Route, known: KnownTable) -> None:
-        self._store, self._route, self._known = store, route, known
-        self.name, self.dim, self.dtype = known.name, known.card.dim, np.dtype(known.card.dtype)
+        self._store = store
+        self._route = route
+        self._known = known
+        self.name = known.name
+        self.dim = known.card.dim
+        self.dtype = np.dtype(known.card.dtype)
+        # the last `ipull` and the generation it belongs to; the next call in that generation waits for it
         self._last: tuple[Handle, int] | None = None
-        """The last `ipull`, which the next call of its generation waits for, and that generation."""
 
     def __repr__(self) -> str:
         return f"<table {self.name!r}, dim={self.dim}, {self.dtype.name}, {self._known.card.optimizer}>"
 
     def push(self, ids: object, gradients: object) -> None:
-        """Contribute to the table's next update; return when the arrays may be overwritten.
+        """Contribute gradients to the table's next update. Returns when the arrays may be overwritten.
 
-        Gradients of an id that stands several times are summed in the order they stand. The servers sum those of all
-        workers, in their order, and update each row that anybody named.
+        The gradients of an id that occurs several times are summed in the order in which they occur. The servers then
+        sum over all workers, in rank order, and update every row that any worker has named.
 
         Args:
-            ids: int64, any shape.
-            gradients: Of the table's dtype, shape ids.shape + (dim,).
+            ids: int64, any shape. In a synchronous store a worker without ids pushes an empty array.
+            gradients: In the table's dtype, with shape ids.shape + (dim,).
 
         Raises:
-            MemoryError: A server has no memory for new rows. Nothing of this round counts, on no server, and the store
-                goes on. Other workers hear of it here or in a later call.
+            MemoryError: A server has no memory for new rows. In a synchronous store the round then counts on no server,
+                the rows are as before, and the store can be used further. The other workers get the error in this call
+                or in a later one. In an asynchronous store only this worker's push is refused.
         """
         push_together([(self, ids, gradients)])
 
     def pull(self, ids: object, out: object = None) -> Any:
-        """Return the rows of these ids after this worker's pushes; of ids that no row has, the first values.
+        """Return the rows of these ids as they are after this worker's pushes.
+
+        An id without a row gets its first values. A pull makes no rows.
 
         Args:
             ids: int64, any shape.
-            out: Where the rows go, of the table's dtype, shape ids.shape + (dim,), and which is returned. None: a new
-                array.
+            out: Array to write the rows into and to return: in the table's dtype, with shape ids.shape + (dim,). None
+                makes a new array.
+
+        Raises:
+            MemoryError: One of this worker's pushes was refused; see `push`.
         """
         self._check_there("pull")
         with GIVEN:
@@ -91,9 +104,10 @@ class Table(Uncopied):
         return target
 
     def ipull(self, ids: object, out: object = None) -> Handle:
-        """`pull` that returns a handle at once; its `wait()` returns the rows.
+        """Begin a `pull` and return a handle at once. The handle's `wait()` returns the rows.
 
-        `ids` and `out` stay as they are until then. Calls of one table run in program order: the next one waits for it.
+        Leave `ids` and `out` unchanged until then. Calls of one table run in program order: the next call waits for
+        this one.
         """
         self._check_there("ipull")
         with GIVEN:
@@ -110,7 +124,7 @@ class Table(Uncopied):
         return handle
 
     def pushpull(self, ids: object, gradients: object, out: object = None) -> Any:
-        """Push gradients of these ids, and return their rows after that, as `pull` does."""
+        """Push gradients of these ids, then return their rows after that push, as `pull` does."""
         where, flat = self._see_push("pushpull", ids, gradients)
         with GIVEN:
             target, rows = self._target_of("pushpull", out, self._ids_of("pushpull", ids)[1])
@@ -120,29 +134,36 @@ class Table(Uncopied):
 
     @property
     def pushes(self) -> int:
-        """Return how often this worker has pushed."""
+        """The number of this worker's pushes that count.
+
+        Pushes that were refused, or that a recovery has undone, do not.
+        """
         return self._known.round
 
     @property
     def origin(self) -> tuple[int, int]:
-        """Return numbers that change when rows become others than by pushes: by a load, or by a recovery."""
+        """Changes whenever rows change other than by a push (a load, a recovery).
+
+        Rows that were prefetched before are then stale.
+        """
         return self._store.generation.number, self._known.loads
 
     @property
     def contributors(self) -> int:
-        """Return how many workers' gradients one update sums: in asynchronous kinds 1."""
+        """The number of workers whose gradients are summed in one update; 1 in an asynchronous store."""
         layout = self._store.layout
         return 1 if layout.asynchronous else layout.num_workers
 
     @property
     def synchronous(self) -> bool:
-        """Return whether an update waits for a push by every worker."""
+        """True if an update waits for a push by every worker."""
         return not self._store.layout.asynchronous
 
     def is_any(self, what: str, mine: bool) -> bool:
-        """Return whether a word is true on any worker of a synchronous store. Collective over the workers, blocking.
+        """Return True if `mine` is true on any worker of a synchronous store. Collective over the workers, blocking.
 
-        ValueError in an asynchronous store of several workers, who do not wait for each other.
+        Raises ValueError in an asynchronous store with several workers, because those do not wait for each other.
+        `what` begins the sentence of that error.
         """
         if self._store.layout.num_workers == 1:
             return mine
@@ -157,15 +178,17 @@ class Table(Uncopied):
 
     @property
     def rows(self) -> int:
-        """Return how many rows the servers hold now; other workers may make more meanwhile."""
+        """The number of rows on all servers now. Asks the servers; other workers may be adding rows meanwhile."""
         return self.stats()["rows"]
 
     def stats(self) -> dict[str, int]:
-        """Return numbers of all servers after this worker's pushes: `rows`, `updates`, and the `bytes` of rows with
-        optimizer state, index and counts.
+        """Return figures of this table, summed over all servers, after this worker's pushes.
 
-        `evicted`: rows that were dropped. `refused`: gradients of ids that `admit` gave no row, and which were dropped.
-        `counted`: ids without a row whose updates are counted."""
+        Returns:
+            A dict with `rows`; `bytes`, the memory of the rows with optimizer state, index and counts; `updates`;
+            `evicted`, the number of rows dropped; `refused`, the number of gradients dropped because `admit` gave their
+            id no row; and `counted`, the number of ids without a row whose updates are being counted.
+        """
         self._check_there("stats")
         parts = self._stats(self._known)
         counts = self._stats(self._store.tables[self.name + COUNTS]) if self._known.card.seen else []
@@ -179,9 +202,13 @@ class Table(Uncopied):
         }
 
     def update_optimizer(self, **numbers: Any) -> None:
-        """Change numbers of the optimizer, such as `learning_rate`, from the next update on. Collective over workers.
+        """Change numbers of the optimizer, such as `learning_rate`, from the next update on.
 
-        State stays. ValueError or TypeError on all for a bad or unknown number, or where one has pushed more often.
+        Collective over the workers. The optimizer's state is kept.
+
+        Raises:
+            ValueError, TypeError: On all workers. A number is bad or unknown, or in a synchronous store one worker has
+                pushed more often than another. Nothing has changed.
         """
         self._check_there("update_optimizer")
         card, what = self._known.card, f"update_optimizer of table {self.name!r}"
@@ -195,45 +222,58 @@ class Table(Uncopied):
         card.numbers = options
 
     def save(self, path: str | os.PathLike[str], since: int | None = None) -> int:
-        """Write rows with their state into one file (safetensors), after one round. Collective over all workers.
+        """Write all rows with their optimizer state to a file (safetensors), after the same round on all servers.
 
-        Return the number of the table's updates, which the next call takes as `since`: then only rows that updates
-        after it have changed are written, and the ids of rows that are no more. `load` takes all of the files.
+        Collective over all workers. With `since`, the file is an increment: it has only the rows that later updates
+        have changed, and the ids of rows dropped since. Give `load` all the files.
 
         Args:
-            path: A kill at any moment leaves the old file or the new one.
-            since: What `save` has returned; None: all rows.
+            path: If the job is killed meanwhile, the old file or the whole new one is there.
+            since: The value that an earlier `save` returned. None writes all rows.
+
+        Returns:
+            The number of updates of the table, to be passed as `since` to the next `save`.
 
         Raises:
-            ValueError: On all workers. The file cannot be written; in a synchronous store, one has pushed more often
-                than another; or `since` is refused, as `export` does.
+            ValueError: On all workers. The file cannot be written; in a synchronous store one worker has pushed more
+                often than another; or no increment can be written from `since`, as in `export`.
         """
         self._check_there("save")
         return table_files.save(self._store, self._known, path, lambda: _since(self.name, "save", since))
 
     def load(self, path: str | os.PathLike[str], *increments: str | os.PathLike[str]) -> None:
-        """Let the table be what `save` wrote, with any number of servers and workers. Collective over all workers.
+        """Replace the table by what `save` wrote, on any number of servers and workers. Collective over all workers.
 
-        `increments` are the files that `save` wrote with `since`, each from where the one before ends. The table's own
-        learning rate and seed stay. ValueError on all where a file does not fit, and nothing has changed.
+        The table keeps its own learning rate and seed.
+
+        Args:
+            path: A file with all rows.
+            increments: Files that `save` wrote with `since`, in order. Each begins where the file before it ends.
+
+        Raises:
+            ValueError: On all workers. A file is damaged, or does not fit this table or the file before it. Nothing has
+                changed.
         """
         self._check_there("load")
         table_files.load(self._store, self._known, (path, *increments))
 
     def export(self, path: str | os.PathLike[str], since: int | None = None) -> int:
-        """Write rows for programs that serve into one file (safetensors): `ids`, `values`, `dropped`. Collective.
+        """Write rows to a file (safetensors) for programs that serve. Collective over all workers.
 
-        Return the number of the table's updates, which the next call takes as `since`: then only rows that updates
-        after it have changed are written, and `dropped` names rows that are no more. A reader forgets the dropped ones,
-        then sets the others; file after file.
+        The file has the tensors `ids`, `values` and `dropped`. With `since` it has only rows that later updates have
+        changed, and `dropped` names the rows that were dropped after it. To follow a table, a reader takes file after
+        file: it forgets the ids in `dropped`, then sets the others.
 
         Args:
-            path: A kill at any moment leaves the old file or the new one.
-            since: What an export has returned; None: all rows.
+            path: If the job is killed meanwhile, the old file or the whole new one is there.
+            since: The value that an earlier export returned. None writes all rows.
+
+        Returns:
+            The number of updates of the table, to be passed as `since` to the next export.
 
         Raises:
-            ValueError: On all workers. The file cannot be written; no file of these rows was written at `since` (those
-                before a load are of others); or which rows were dropped after it is no longer known.
+            ValueError: On all workers. The file cannot be written; no file of these rows was written at `since` (a file
+                written before a load is of other rows); or the servers no longer know which rows were dropped after it.
         """
         self._check_there("export")
         return table_files.export(self._store, self._known, path, lambda: _since(self.name, "export", since))
@@ -255,14 +295,14 @@ class Table(Uncopied):
             ring.end(sequence)
 
     def _read(self, what: str, ids: Ids, out: Array, target: object) -> Task[object]:
-        """Pull, and return what `out` is the memory of."""
+        """Pull into `out`, and return `target`, the array or tensor whose memory `out` is."""
         tables = self._store.backend.tables
         assert tables is not None
         yield from tables.pull(self._known, ids, out)
         return target
 
     def _begin(self, what: str) -> None:
-        """Let others see this call, and wait for the last `ipull`."""
+        """Show this call on the rank's page, and wait for the last `ipull`."""
         self._route.mark(what)
         if self._last is not None:
             (last, generation), self._last = self._last, None
@@ -272,7 +312,7 @@ class Table(Uncopied):
     # ---- arguments
 
     def _check_there(self, what: str) -> None:
-        """StoreError where the generation is over; ValueError where the table was one of an earlier generation."""
+        """Raise StoreError if the generation is over, ValueError if the table was lost with an earlier generation."""
         self._store.operations.check_open()
         if self._store.tables.get(self.name) is not self._known:
             raise of_caller(
@@ -283,7 +323,7 @@ class Table(Uncopied):
             )
 
     def _see_push(self, what: str, ids: object, gradients: object) -> tuple[Ids, Array]:
-        """Return the ids and gradients of a push, (k,) and (k, dim)."""
+        """Check the arguments of a push. Return its ids and gradients as (k,) and (k, dim)."""
         self._check_there(what)
         with GIVEN:
             where, shape = self._ids_of(what, ids)
@@ -295,7 +335,7 @@ class Table(Uncopied):
         return where, flat
 
     def _ids_of(self, what: str, ids: object) -> tuple[Ids, tuple[int, ...]]:
-        """Return ids as (k,), and their shape."""
+        """Check ids. Return them as (k,), and the shape that the caller gave them."""
         name = f"{what} of table {self.name!r}: ids"
         if isinstance(ids, (list, tuple, int, np.integer)):
             raise TypeError(f"{name} are of type {type(ids).__name__}: pass numpy.array(ids, numpy.int64)")
@@ -311,7 +351,7 @@ class Table(Uncopied):
         return np.ascontiguousarray(found).reshape(-1), found.shape
 
     def _array_of(self, what: str, word: str, given: object, shape: tuple[int, ...]) -> Array:
-        """Return an array of rows for ids of this shape; TypeError or ValueError where it is another one."""
+        """Check that an array holds rows for ids of this shape. `word` is the name of the argument, for errors."""
         name = f"{what} of table {self.name!r}: {word}"
         found = arrays.host(given, name)  # type: ignore[arg-type]
         if found.dtype != self.dtype:
@@ -323,7 +363,7 @@ class Table(Uncopied):
         return found
 
     def _target_of(self, what: str, out: object, shape: tuple[int, ...]) -> tuple[Any, Array]:
-        """Return what a pull returns, and its memory as (k, dim)."""
+        """Return the array that a pull returns, and its memory as (k, dim)."""
         if out is None:
             made = np.empty((*shape, self.dim), self.dtype)
             return made, made.reshape(-1, self.dim)
@@ -333,7 +373,7 @@ class Table(Uncopied):
         return out, found.reshape(-1, self.dim)
 
     def _see_finite(self, what: str, ids: Ids, gradients: Array) -> None:
-        """FloatingPointError where a push holds NaN or infinity: which rank, table and push, and of which id."""
+        """Raise FloatingPointError if a push holds NaN or infinity, with its rank, table, number and first bad id."""
         fine = np.isfinite(gradients)
         if fine.all():
             return
@@ -350,9 +390,13 @@ class Table(Uncopied):
 
 
 def push_together(pushes: Sequence[tuple[Table, object, object]]) -> None:
-    """Push to tables, each once, and wait once for all of a store: (table, ids, gradients), as `Table.push` has them.
+    """Push to several tables at once, each at most once, and wait only once for each store.
 
-    Tables of several stores go to their own ones, store after store. Nothing is sent where an argument of any is bad.
+    Args:
+        pushes: (table, ids, gradients), as `Table.push` takes them. The tables may belong to several stores, which are
+            served one after the other.
+
+    Nothing is sent if any argument is bad.
     """
     seen = [(table, *table._see_push("push", ids, gradients)) for table, ids, gradients in pushes]
     for tables in by_store(table for table, *_ in seen):
@@ -360,7 +404,7 @@ def push_together(pushes: Sequence[tuple[Table, object, object]]) -> None:
 
 
 def by_store(tables: Iterable[Table]) -> list[list[Table]]:
-    """Return tables in lists, one for each store that they are of."""
+    """Group tables by the store that they belong to."""
     found: dict[int, list[Table]] = {}
     for table in tables:
         found.setdefault(id(table._store), []).append(table)
@@ -368,7 +412,7 @@ def by_store(tables: Iterable[Table]) -> list[list[Table]]:
 
 
 def _push_all(what: str, pushes: Sequence[tuple[Table, Ids, Array]]) -> None:
-    """Push to tables of one store."""
+    """Push to several tables of one store."""
     first, names = pushes[0][0], [table.name for table, *_ in pushes]
     store, tables = first._store, first._store.backend.tables
     assert tables is not None
@@ -388,7 +432,7 @@ def _push_all(what: str, pushes: Sequence[tuple[Table, Ids, Array]]) -> None:
 
 
 class Asked(NamedTuple):
-    """The arguments of `KVStore.table`, as the program gives them. `options`: the optimizer's numbers."""
+    """The arguments of `KVStore.table` as the program gave them. `options` are the numbers of the optimizer."""
 
     dim: object
     dtype: object
@@ -402,7 +446,12 @@ class Asked(NamedTuple):
 
 
 def make(store: WorkerStore, route: Route, name: object, asked: Asked) -> Table:
-    """Make a table. Collective over the workers, but for one that is restored; see `KVStore.table`."""
+    """Make a table; see `KVStore.table`. Collective over the workers.
+
+    A table that was restored (from a checkpoint or by a recovery) exists already. Then the call is local, and returns
+    it.
+    """
+    # Restored tables: compare what the program asks for with what is there.
     if name in store.restored.names and name in store.tables:
         with GIVEN:
             card = _card(store, name, asked)
@@ -416,6 +465,7 @@ def make(store: WorkerStore, route: Route, name: object, asked: Asked) -> Table:
     store.finish()
     store.agree(f"table {name!r}", [] if card is None else _told(card, asked), refusal, noun="argument")
     assert card is not None and store.backend.tables is not None
+    # Servers look the table of counts up by name when they make the table, so it comes first.
     cards = [_card_of_counts(card, asked.admit), card] if isinstance(asked.admit, Seen) else [card]
     for one in cards:
         store.run(f"table {one.table!r}", store.backend.tables.make(one))
@@ -424,17 +474,24 @@ def make(store: WorkerStore, route: Route, name: object, asked: Asked) -> Table:
 
 
 def _told(card: frames.MakeTable, asked: Asked) -> list[tuple[str, str]]:
-    """Return all arguments as workers compare them, such that 8 and numpy.int64(8) are alike."""
+    """Return all arguments as text, for the comparison between workers.
+
+    Arguments that the card holds in a plain form are taken from it, so that 8 and numpy.int64(8) compare equal.
+    """
     said = asked._asdict() | {word: getattr(card, word) or None for word in ("dim", "dtype", "evict", "limit")}
     said["seed"] = operator.index(asked.seed)  # type: ignore[arg-type]
     said["optimizer"] = row_optimizers.decode(card.optimizer, card.numbers)
-    del said["options"]  # the optimizer has them
+    # they are part of the optimizer above
+    del said["options"]
     return [(word, given if word == "dtype" else repr(given)) for word, given in said.items()]
 
 
 def _unlike(here: frames.MakeTable, asked: frames.MakeTable, restored: Restored) -> str:
-    """Return what the program asks for in vain, as what is restored holds; "" where nothing. ValueError where it asks
-    for another table."""
+    """Compare a restored table with what the program asks for.
+
+    Return a sentence if options differ that the restored table overrides, else "". Raise ValueError if it is a
+    different table: in dim, dtype, optimizer, seed or first values.
+    """
     words = {"dim": "dim", "dtype": "dtype", "optimizer": "optimizer", "key": "seed", "bound": "init"}
     for field, word in words.items():
         there, wanted = getattr(here, field), getattr(asked, field)
@@ -445,7 +502,7 @@ def _unlike(here: frames.MakeTable, asked: frames.MakeTable, restored: Restored)
 
 
 def _card(store: WorkerStore, name: object, asked: Asked) -> frames.MakeTable:
-    """Return a new table as servers are told of it; ValueError or TypeError where it cannot be."""
+    """Check the arguments of a new table. Return the message by which servers make it."""
     if not isinstance(name, str):
         raise TypeError(f"table: the name {name!r} is no str: give one")
     arguments.see_new(name, "table", "name")
@@ -491,7 +548,7 @@ def _card(store: WorkerStore, name: object, asked: Asked) -> frames.MakeTable:
 
 
 def _optimizer(name: str, make: Callable[[], T]) -> T:
-    """Return what `make` makes of an optimizer's name and numbers; its error names the table."""
+    """Call `make`, and name the table in errors that it raises."""
     try:
         return make()
     except (ValueError, TypeError) as error:
@@ -500,7 +557,11 @@ def _optimizer(name: str, make: Callable[[], T]) -> T:
 
 
 def _card_of_counts(card: frames.MakeTable, admit: Seen) -> frames.MakeTable:
-    """Return the table that counts how many updates have named ids which have no row yet."""
+    """Return the card of the table that counts updates of ids without a row.
+
+    It has one value a row, the count. Each update that names an id pushes -1 with learning rate 1, so the value grows
+    by 1.
+    """
     chosen, numbers = row_optimizers.encode(row_optimizers.create("sgd", {"learning_rate": 1.0}))
     return frames.MakeTable(
         card.table + COUNTS, 1, "float32", card.key, 0.0, chosen, numbers, card.evict, admit.remember
@@ -508,7 +569,7 @@ def _card_of_counts(card: frames.MakeTable, admit: Seen) -> frames.MakeTable:
 
 
 def _see_store(store: WorkerStore, name: str) -> None:
-    """ValueError where the store cannot keep a table."""
+    """Raise ValueError if the store has no servers, and so can have no tables."""
     if store.backend.tables is None:
         why = f"kind {store.layout.kind!r} has no servers here, and a table needs one: take dist_sync with servers=1"
         raise ValueError(f"table {name!r}: {why}")
@@ -522,7 +583,7 @@ def _whole(name: str, word: str, given: Any) -> int:
 
 
 def _since(name: str, call: str, given: object) -> int:
-    """Return the updates after which rows are written, 0 for None."""
+    """Check an argument `since`. Return it as a number of updates; None is 0, which means all rows."""
     since = 0 if given is None else _whole(name, "since", given)
     if since < 0:
         raise ValueError(f"table {name!r}: since={since}: give what {call} has returned, or None")
@@ -530,7 +591,7 @@ def _since(name: str, call: str, given: object) -> int:
 
 
 def _at_least(name: str, word: str, given: object, least: int) -> int:
-    """Return a whole number, 0 for None."""
+    """Check an optional whole number. Return 0 for None."""
     if given is None:
         return 0
     number = _whole(name, word, given)

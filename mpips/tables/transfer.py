@@ -1,8 +1,8 @@
 """Send rows of tables to the servers that `plan` names, piece by piece, from the memory where they lie.
 
-A server reads what it reaches itself. All else comes from a rank that reaches it (`RowSource`). A piece is short,
-whatever the table holds, and few are under way. Each says which one it is, and a sum over its bytes: what comes out of
-turn or broken is refused.
+A server reads itself what it can map. Everything else comes in messages from a rank that can map it (`RowSource`).
+Pieces are short, however large the table is, and only some are under way at a time. Each has a number and a checksum,
+so that a piece that is damaged or out of turn is refused.
 """
 
 from __future__ import annotations
@@ -21,37 +21,40 @@ from mpips.tables.initial import owners_of
 from mpips.tables.journal import Journal
 from mpips.tables.plan import RowSource, TablePlan
 
+# on the store's communicator
 TAG = 7
-"""On the store's communicator."""
+# No further piece is sent while more bytes than this are under way.
 UNDER_WAY_BYTES = 32 << 20
-"""At this many bytes under way no other piece goes."""
+# A rank works for this long before it looks again whether the generation has ended.
 LOOK_SECONDS = 0.02
-"""After which a rank looks again whether the generation has ended."""
 
 
 class RowsSent(msgspec.Struct, array_like=True):
-    """Some rows of a table, of all arrays by name, which the server `owner` had; by its rank then."""
+    """A message with some rows of a table that the server `owner` had. `owner` is its rank in the last generation."""
 
     table: str
     owner: int
+    # number of this piece, from 0
     number: int
-    """Of this piece, from 0."""
+    # True for the message after the last piece; it has no rows
     last: bool
-    """Nothing comes behind this one, which has no rows."""
     arrays: dict[str, bytes]
+    # checksum of `arrays`
     check: int
-    """A sum over their bytes."""
 
 
 class NewRows(Protocol):
-    """Tables that rows are put into."""
+    """The tables that received rows are put into."""
 
     def put_rows(self, table: str, arrays: Mapping[str, bytes]) -> None:
         """Set rows that were sent."""
 
 
 def takers_from(table: TablePlan, rank: int) -> dict[RowSource, list[int]]:
-    """Return which servers have rows by this rank: others by its messages, itself from memory that it reaches."""
+    """Return the sources from which this rank must read rows, each with the servers that it reads them for.
+
+    A source whose rows are sent is read by its holder. Any other is read by the server itself.
+    """
     takers: dict[RowSource, list[int]] = {}
     for server, sources in table.sources.items():
         for source in sources or ():
@@ -61,7 +64,7 @@ def takers_from(table: TablePlan, rank: int) -> dict[RowSource, list[int]]:
 
 
 def check_of(arrays: Mapping[str, bytes]) -> int:
-    """Return a sum over the bytes of arrays."""
+    """Return a checksum of arrays."""
     total = 0
     for name in sorted(arrays):
         total = zlib.crc32(arrays[name], zlib.crc32(name.encode(), total))
@@ -69,7 +72,12 @@ def check_of(arrays: Mapping[str, bytes]) -> int:
 
 
 class RowTransfer:
-    """The rows that one rank sends, puts into its own new tables, and takes in."""
+    """The rows that one rank sends, reads into its own new tables, and receives, in one recovery.
+
+    Args:
+        journal: Returns the journal of a table at a source that this rank can map.
+        tables: The new tables of this server, already made; None on other ranks.
+    """
 
     def __init__(
         self,
@@ -78,33 +86,38 @@ class RowTransfer:
         journal: Callable[[RowSource, str], Journal],
         tables: NewRows | None,
     ) -> None:
-        """`journal`: of a source that this rank reaches, and a table. `tables`: this server's, which are made already;
-        None on other ranks."""
-        self._plans, self._comm, self._rank, self._tables = plans, comm, comm.Get_rank(), tables
+        self._plans = plans
+        self._comm = comm
+        self._rank = comm.Get_rank()
+        self._tables = tables
         self._journal = journal
+        # (table, owner, holder) of what comes in messages -> number of the next piece
         self._due = {
             (table.card.table, source.owner, source.holder): 0
             for table in plans
             for source in table.sources.get(self._rank) or ()
             if source.sent
         }
-        """Of what comes from others the number of the next piece."""
         self._going = self._go()
         self._gone = False
         self.under_way: list[MPI.Request] = []
         self._sizes: list[int] = []
+        # bytes that this rank has sent and received
         self.nbytes = 0
-        """Bytes that this rank has sent and received."""
 
     def is_over(self) -> bool:
-        """Go on for a moment; return whether all rows have come and gone. CollectiveError where they come wrong."""
+        """Work for a moment. Return True when all rows have been sent and received.
+
+        Raises CollectiveError if a piece comes damaged or out of turn.
+        """
         until = time.monotonic() + LOOK_SECONDS
+        # `|` and not `or`: both must be called each time.
         while (self._take_in() | self._give()) and time.monotonic() < until:
             pass
         return self._gone and not self.under_way and not self._due
 
     def _give(self) -> bool:
-        """Read one more piece, if there is room; return whether it was so."""
+        """Read and pass on one more piece if there is room for it. Return True if that was done."""
         left = [(one, size) for one, size in zip(self.under_way, self._sizes) if not one.Test()]
         self.under_way, self._sizes = [one for one, _ in left], [size for _, size in left]
         if self._gone or sum(self._sizes) > UNDER_WAY_BYTES:
@@ -113,7 +126,7 @@ class RowTransfer:
         return not self._gone
 
     def _go(self) -> Iterator[bool]:
-        """Read what this rank reaches and others or it need, a piece at each step."""
+        """Read the rows that this rank must read, for itself or for others, one piece at each step."""
         for table in self._plans:
             name, every = table.card.table, sorted(table.sources)
             for source, takers in takers_from(table, self._rank).items():
@@ -143,7 +156,7 @@ class RowTransfer:
         self.nbytes += len(data)
 
     def _take_in(self) -> bool:
-        """Put one piece that has come into this server's tables; return whether one has."""
+        """Put one piece that has arrived into this server's tables. Return True if there was one."""
         if not self._due or (received := requests.received(self._comm, TAG)) is None:
             return False
         rank, data = received

@@ -1,5 +1,5 @@
 """Checkpoints: what a store holds, to a file and back.
 
-`save`, `load`: values, optimizers and their states, compression and what it kept back. `resume`: a store that saves
-itself in a `folder`, and goes on from there. `file`: the file, there whole or not at all.
+`save` and `load` handle values, optimizers and their states, compression and its residuals. `resume` has a store save
+itself in a `folder` and go on from there. `file` writes a file that is there whole or not at all.
 """

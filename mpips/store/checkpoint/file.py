@@ -1,11 +1,11 @@
 """Write and read a checkpoint's file, piece by piece (safetensors, checksums); `finish` makes all valid at once.
 
-`Reader` opens what a store has saved, and sees that it holds what its header promises. `Writer` and `TensorFile` write
-and read arrays, piece by piece.
+`Reader` opens what a store has saved, and checks that it holds what its header promises. `Writer` and `TensorFile`
+write and read any arrays piece by piece.
 
-The checksums are CRC-32 and stand in the metadata, under `mpips.crc32`: that of the header, then one of each tensor in
-the order in which they lie. The header's own is that of the file up to the first tensor, with zeros in its own place.
-To other programs it is a word like others. A flipped bit is always noticed, and a file cut short, too.
+Checksums are CRC-32. They are in the metadata under `mpips.crc32`: first that of the header, then one for each tensor
+in the order of the file. The header's checksum covers the file up to the first tensor, with zeros in its own place.
+Other programs see it as one more entry. Any flipped bit is noticed, and so is a file that was cut short.
 """
 
 from __future__ import annotations
@@ -31,26 +31,29 @@ from mpips.store.transport.frames import MakeTable
 from mpips.tables import row_optimizers
 from mpips.tables.rows import arrays_of
 
+# key of the metadata that has the header
 STORE = "mpips.store"
-"""The word of the metadata that has the header."""
+# Version 2 came with tables. A file without tables is written as version 1.
 VERSION = 2
-"""Since there are tables; a file without any has version 1."""
 
 
 class Record(msgspec.Struct):
-    """One key, as the header tells of it."""
+    """A key in the header.
+
+    Attributes:
+        round: The round after which it was saved.
+        step: How often the optimizer had updated it.
+        state: Dtypes of the optimizer's arrays; each has as many elements as the key.
+        optimizer: The key's own optimizer, as data; None: the default one.
+    """
 
     key: int | str
     shape: tuple[int, ...]
     dtype: str
     round: int
-    """The round after which it was saved."""
     step: int
-    """How often the optimizer had updated it."""
     state: list[str]
-    """Dtypes of the optimizer's arrays of it, each of as many elements as the key."""
     optimizer: dict[str, Any] | None = None
-    """The key's own optimizer, as data; None: the default."""
 
     @property
     def size(self) -> int:
@@ -58,42 +61,44 @@ class Record(msgspec.Struct):
 
     @property
     def floats(self) -> bool:
-        """Return whether an optimizer can update it, and pushes of it are compressed."""
+        """True if an optimizer can update it, and pushes of it are compressed."""
         return np.dtype(self.dtype).kind not in "iub"
 
 
 class TableRecord(msgspec.Struct):
-    """One table, as the header tells of it: how servers are told of it, its rows, and the updates made."""
+    """A table in the header: the message that makes it, its number of rows, and the updates made."""
 
     card: MakeTable
     rows: int
     updates: int
 
     def tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
-        """Return what the file holds of it, with its names. ValueError where its optimizer is unknown here."""
+        """Yield the names and types of its tensors. Raises ValueError if its optimizer is unknown here."""
         optimizer = row_optimizers.decode(self.card.optimizer, self.card.numbers)
         for name, (dtype, shape) in arrays_of(self.card.dim, np.dtype(self.card.dtype), optimizer).items():
             yield prefix + name, Tensor(dtype, (self.rows, *shape))
 
 
 class Header(msgspec.Struct):
-    """The header of a file, beside its tensors."""
+    """The header of a store's file.
+
+    Attributes:
+        kind, options: Of the store that was saved. For human readers.
+        optimizer: The default optimizer, as data; None: there is none.
+        residuals: Number of workers or clients that compressed their pushes; 0: none.
+    """
 
     version: int
     kind: str
-    """Of the store that was saved; for readers."""
     options: dict[str, Any]
-    """Of the store that was saved; for readers."""
     records: list[Record]
     optimizer: dict[str, Any] | None
-    """The default optimizer, as data; None: there is none."""
     compression: dict[str, Any] | None
     residuals: int
-    """How many workers or clients compressed their pushes; 0: none."""
     tables: list[TableRecord] = []
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Return all that the file holds, with its names."""
+        """Yield the names and types of all tensors in the file."""
         for record in self.records:
             yield value_name(record.key), Tensor(np.dtype(record.dtype), record.shape)
             for slot, dtype in enumerate(record.state):
@@ -105,33 +110,35 @@ class Header(msgspec.Struct):
 
 
 def value_name(key: int | str) -> str:
-    """Return the tensor of a key's values."""
+    """Return the name of the tensor with a key's values."""
     return f"value/{key}"
 
 
 def state_name(key: int | str, slot: int) -> str:
-    """Return the tensor of one array of the optimizer's state of a key."""
+    """Return the name of the tensor with one array of the optimizer's state of a key."""
     return f"state{slot}/{key}"
 
 
 def residual_name(key: int | str, group: int) -> str:
-    """Return the tensor of what one worker's or client's compression kept back of a key."""
+    """Return the name of the tensor with one worker's or client's residual of a key."""
     return f"residual{group}/{key}"
 
 
 def table_prefix(table: str) -> str:
-    """Return how the names of a table's tensors begin."""
+    """Return the prefix of the names of a table's tensors."""
     return f"table/{table}/"
 
 
 def residual_dtype(dtype: str) -> np.dtype:
-    """In what compression keeps the rest of a key of this dtype: float32 for 16-bit floats."""
+    """Return the dtype of residuals of a key of this dtype: float64 for float64, else float32."""
     return np.dtype(np.float64 if dtype == "float64" else np.float32)
 
 
 def file_name(what: str, argument: str, path: object) -> str:
-    """Return the path as a str; TypeError or ValueError, which name call and argument, where no file can have that
-    name."""
+    """Check an argument that names a file, and return it as a str.
+
+    Raises TypeError or ValueError, with the names of call and argument, if it cannot be a file's name.
+    """
     name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(name, str):
         raise TypeError(f"{what}: {argument} {path!r} is of type {type(path).__name__}: give a str or a Path")
@@ -143,14 +150,15 @@ def file_name(what: str, argument: str, path: object) -> str:
 
 
 def why(error: Exception) -> str:
-    """Return what went wrong with a file, without its name."""
+    """Return what went wrong with a file, without the file's name."""
     return getattr(error, "strerror", None) or str(error)
 
 
 class Reader:
-    """A checkpoint of a store that is open; whatever is put in its place meanwhile, this one is read.
+    """An open checkpoint of a store. It reads this file even if another one is put in its place.
 
-    ValueError where it is none, cannot be read, is damaged, or lacks something that its header promises.
+    Raises ValueError if the file is not a checkpoint of a store, cannot be read, is damaged, or lacks something that
+    its header promises.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -162,8 +170,8 @@ class Reader:
                 raise ValueError(f"{self.path} was not written by save: it has no header of a store")
             try:
                 self.header = msgspec.json.decode(text, type=Header)
+                # the header, encoded for messages
                 self.encoded = msgspec.msgpack.encode(self.header)
-                """The header for messages."""
             except (msgspec.MsgspecError, OverflowError, RecursionError) as error:
                 raise ValueError(f"{self.path} cannot be read: {error}") from error
             self._see_header()
@@ -178,7 +186,7 @@ class Reader:
         self._file.close()
 
     def get(self, name: str, rows: slice | None = None) -> Array:
-        """Return a tensor, writable, or these rows of it. ValueError where the disk does not give it."""
+        """Return a tensor, or some of its rows, as a writable array. Raises ValueError if the disk fails."""
         return self._file.get(name, rows)
 
     def _see_header(self) -> None:
@@ -228,10 +236,11 @@ class Reader:
 
 
 def metadata(header: Header) -> dict[str, str]:
-    """Return the header as safetensors' metadata."""
+    """Return the header as metadata of safetensors."""
     return {STORE: msgspec.json.encode(header).decode()}
 
 
+# every dtype that a file can hold, and its name in safetensors
 NAMES = {
     "float64": "F64",
     "float32": "F32",
@@ -247,18 +256,17 @@ NAMES = {
     "uint16": "U16",
     "uint8": "U8",
 }
-"""Every dtype that a file can hold, and what safetensors calls it."""
 DTYPES = {theirs: np.dtype(name) for name, theirs in NAMES.items()}
 
 HOLDS = f"a checkpoint holds {', '.join(NAMES)}"
 
 SUMS = "mpips.crc32"
+# A header with checksums begins with this, followed by their digits.
 START = b'{"__metadata__": {"' + SUMS.encode() + b'": "'
-"""How a header begins that has checksums; they follow."""
 DIGITS = 8
 LENGTH_BYTES = 8
+# limit on the size of a header, the same as in other programs
 MOST_HEADER = 100_000_000
-"""Bytes of a header, as other programs bound it, too."""
 PIECE_BYTES = 1 << 20
 
 
@@ -277,30 +285,34 @@ class Tensor(NamedTuple):
 
 
 class Writer:
-    """A file that is being written beside `path`; `finish` puts it in place.
+    """A file that is being written next to `path`. `finish` puts it in place.
 
-    Raises OSError where it cannot be made: `path` is a folder, a device or a pipe, or its folder is not there. What
-    makes a later step fail, `finish` raises.
+    The constructor raises OSError if the file cannot be made: `path` is a folder, a device or a pipe, or its folder
+    does not exist. Later errors are kept, and raised by `finish`.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._file = NewFile(path)
         self.path = self._file.path
+        # the header with its length before it, and zeros in place of the checksums
         self._header = bytearray()
-        """With its length before it, and zeros in place of the checksums."""
         self._places: dict[str, tuple[int, Tensor]] = {}
+        # checksum of what has been written of each tensor, in the order of the file
         self._sums: dict[str, int] = {}
-        """Of what has been written of each tensor, in the order of the file."""
+        # number of elements written of each tensor
         self._written: dict[str, int] = {}
-        """Elements of each tensor."""
         self._failure: OSError | None = None
 
     def begin(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Write the header; once, before `write`. ValueError where a dtype is none that the format knows."""
+        """Write the header. To be called once, before `write`.
+
+        Raises ValueError for a dtype that the format does not have.
+        """
         words = {name: text for name, text in metadata.items() if name != SUMS}
         header: dict[str, Any] = {"__metadata__": {SUMS: "0" * DIGITS * (1 + len(tensors)), **words}}
         offset, offsets = 0, {}
-        for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):  # aligned, then
+        # Larger elements first, so that every tensor is aligned.
+        for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
             if tensor.dtype.name not in NAMES:
                 raise ValueError(f"{name} is of {tensor.dtype.name}: {HOLDS}")
             offsets[name], end = offset, offset + tensor.nbytes
@@ -321,7 +333,7 @@ class Writer:
         self._places = {name: (base + offsets[name], tensor) for name, tensor in tensors.items()}
 
     def write(self, name: str, start: int, values: Array) -> None:
-        """Elements from `start` on of a tensor, flat, of its dtype; those of a tensor one after the other."""
+        """Write elements of a tensor, flat and in its dtype. `start` must be the number of elements written before."""
         place, tensor = self._places[name]
         assert values.dtype == tensor.dtype and start + values.size <= math.prod(tensor.shape), name
         assert start == self._written[name], name
@@ -336,7 +348,7 @@ class Writer:
         self.write(name, self._written[name], values)
 
     def finish(self) -> None:
-        """Put the file in place, where it stays whatever happens to the machine. Blocks until the disk has it."""
+        """Put the file in place. Blocks until the disk has it: then it survives a crash of the machine."""
         first = LENGTH_BYTES + len(START)
         sums = "".join(f"{value:0{DIGITS}x}" for value in self._sums.values()).encode()
         self._header[first + DIGITS : first + DIGITS + len(sums)] = sums
@@ -350,11 +362,11 @@ class Writer:
             self._file.abandon()
 
     def abandon(self) -> None:
-        """Leave what was at `path` as it was. Once `finish` has begun: nothing."""
+        """Give the file up, and leave what was at `path`. Does nothing once `finish` has begun."""
         self._file.abandon()
 
     def _put(self, data: bytes | bytearray | memoryview, offset: int) -> None:
-        """Write at a place; nothing: let the file be so long."""
+        """Write at an offset. With no data, set the length of the file to `offset`."""
         left = memoryview(data)
         try:
             if not len(left):
@@ -367,7 +379,7 @@ class Writer:
 
 
 def open_writer(path: str) -> Writer:
-    """Return the writer; ValueError where there cannot be a file."""
+    """Open a writer. Raises ValueError if the file cannot be made."""
     try:
         return Writer(path)
     except OSError as error:
@@ -375,7 +387,7 @@ def open_writer(path: str) -> Writer:
 
 
 def write(path: str | os.PathLike[str], arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> None:
-    """Write arrays of any shapes and a few words into one file. Blocking; OSError where it cannot be written."""
+    """Write arrays of any shapes and some metadata to a file. Blocking. Raises OSError if it cannot be written."""
     with contextlib.ExitStack() as stack:
         writer = Writer(path)
         stack.callback(writer.abandon)
@@ -386,7 +398,7 @@ def write(path: str | os.PathLike[str], arrays: Mapping[str, Array], metadata: M
 
 
 class _Entry(msgspec.Struct, forbid_unknown_fields=True):
-    """A tensor, as the header tells of it."""
+    """A tensor in the header of safetensors."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -394,18 +406,21 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TensorFile:
-    """A file of safetensors that is open; whatever is put in its place meanwhile, this one is read.
+    """An open file of safetensors. It reads this file even if another one is put in its place.
 
-    `tensors`: what it holds, in the order in which it lies there. `metadata`: its words. ValueError where it is none,
-    cannot be read, or is damaged.
+    Raises ValueError if it is not one, cannot be read, or is damaged.
+
+    Attributes:
+        tensors: Its tensors, in the order of the file.
+        metadata: Its metadata.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
         self.tensors: dict[str, Tensor] = {}
         self.metadata: dict[str, str] = {}
+        # checksums of the tensors; None if another program or an older mpips wrote the file
         self._sums: list[str] | None = None
-        """Of the tensors; None: an older program wrote the file."""
         self._offsets: dict[str, int] = {}
         with contextlib.ExitStack() as stack:
             self._fd = self._opened()
@@ -420,14 +435,18 @@ class TensorFile:
         self.close()
 
     def close(self) -> None:
-        """Read no more of it."""
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
 
     def see_sums(self, known: Collection[str], warns: bool = True) -> None:
-        """ValueError where a tensor does not fit its checksum. A file whose words are `known` ones alone, as before
-        there were checksums, is taken with a warning, which one rank gives."""
+        """Check the tensors against their checksums. Raises ValueError if one does not match.
+
+        A file without checksums is accepted if its metadata has only `known` keys, as an older mpips wrote it.
+
+        Args:
+            warns: Warn of such a file. Give True on one rank only.
+        """
         if self._sums is None and set(self.metadata) <= set(known):
             if warns:
                 older = "has no checksums, as an older mpips wrote it"
@@ -446,8 +465,10 @@ class TensorFile:
                 raise self._damaged(f"tensor {name!r} does not fit its checksum")
 
     def get(self, name: str, rows: slice | None = None) -> Array:
-        """Return a tensor, writable, or these rows of it. ValueError where it is not there, or the disk does not give
-        it."""
+        """Return a tensor, or some of its rows, as a writable array.
+
+        Raises ValueError if there is no such tensor, or the disk fails.
+        """
         if name not in self.tensors:
             raise ValueError(f"{self.path} has no tensor {name!r}: save it anew")
         dtype, shape = self.tensors[name]
@@ -480,7 +501,7 @@ class TensorFile:
         return ValueError(f"{self.path} is damaged: {why}; take another checkpoint")
 
     def _header(self) -> tuple[bytes, int]:
-        """Return the header, and how many bytes follow it."""
+        """Read the header. Return it, and the number of bytes after it."""
         size = os.fstat(self._fd).st_size
         length = bytearray(LENGTH_BYTES)
         if size >= LENGTH_BYTES:
@@ -498,7 +519,7 @@ class TensorFile:
         return bytes(text), size - LENGTH_BYTES - count
 
     def _see_header(self, text: bytes, size: int) -> None:
-        """Take tensors and words out of a header; ValueError where they do not fit `size` bytes of data."""
+        """Parse a header. Raises ValueError if it does not fit `size` bytes of data."""
         try:
             raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
             self.metadata = msgspec.json.decode(raw.pop("__metadata__", b"{}"), type=dict[str, str])
@@ -523,7 +544,7 @@ class TensorFile:
                 raise self._damaged("it has not as many checksums as tensors")
 
     def _read(self, buffer: memoryview, offset: int) -> None:
-        """Fill a buffer from a place of the file; ValueError where the disk does not give it."""
+        """Fill a buffer from an offset. Raises ValueError if the disk fails."""
         left = buffer
         try:
             while len(left):

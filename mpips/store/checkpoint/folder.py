@@ -1,9 +1,10 @@
-"""The folder in which a store saves itself: a file a step, there whole or not at all, of which the newest two stay.
+"""The folder in which a store saves itself: one file for each save, whole or absent. The newest two stay.
 
     FOLDER/store-00000100.safetensors
 
-A file that is being written is named `store-*.part`. A Trainer's files have other names (`mpips.training.checkpoint`),
-and count only where it is asked for the step that a job goes on from. Nothing here needs more than Python.
+While a file is being written it is named `store-*.part`. The files of a Trainer have other names
+(`mpips.training.checkpoint`), and count only for `newest_step`. This module needs nothing but Python, because the
+launcher uses it too.
 """
 
 from __future__ import annotations
@@ -22,28 +23,31 @@ TRAINERS = re.compile(r"step-(\d{8,})\.trainer\.safetensors")
 
 
 def path_of(folder: str, step: int) -> str:
-    """Return where a store is saved after a step."""
+    """Return the path of the checkpoint after a step."""
     return os.path.join(folder, f"store-{step:08d}.safetensors")
 
 
 def steps_in(folder: str) -> dict[int, str]:
-    """The paths of what stores have saved, by step, oldest first; nothing where there is no such folder."""
+    """Return step -> path of the stores' checkpoints in a folder, oldest first. Empty if the folder does not exist."""
     return {step: path_of(folder, step) for step in _steps(folder, OURS)}
 
 
 def newest_step(folder: str) -> int | None:
-    """The step that a job goes on from, be it a store's or a Trainer's; None: it begins."""
+    """Return the step from which a job goes on, from a checkpoint of a store or of a Trainer; None if there is none."""
     return max([*_steps(folder, OURS), *_steps(folder, TRAINERS)], default=None)
 
 
 def prune(folder: str) -> None:
-    """Remove all but the newest."""
+    """Remove all checkpoints of stores but the newest ones."""
     for path in list(steps_in(folder).values())[:-KEPT]:
         _remove(path)
 
 
 def clear_parts(folder: str) -> None:
-    """Remove what a kill has left unfinished, of older versions, too; not what another job is writing."""
+    """Remove unfinished files that a killed job has left, also those of older versions.
+
+    Files that another job is writing stay.
+    """
     remove_abandoned(folder, OURS.pattern)
     with contextlib.suppress(OSError):
         for path in Path(folder).glob("store-*.safetensors.part"):
@@ -51,7 +55,7 @@ def clear_parts(folder: str) -> None:
 
 
 def make(folder: str) -> None:
-    """Make the folder; ValueError where there cannot be one, or nothing can be written to it."""
+    """Make the folder. Raises ValueError if it cannot be made or written to."""
     try:
         os.makedirs(folder, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()

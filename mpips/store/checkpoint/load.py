@@ -1,12 +1,13 @@
 """`kv.load` and the optimizers' states alone: read a checkpoint into a store of any number of servers and workers.
 
-Worker 0 reads; the others need not see the file. What does not fit is found before anything changes: then all raise the
-same ValueError. Keys that the store does not have are made; keys that the file does not have are an error.
+Worker 0 reads; other nodes need not see the file. Whether it fits is checked before anything changes. If it does not,
+all workers raise the same ValueError. Keys that the store does not have are made. It is an error if the file lacks a
+key of the store.
 
-Where as many workers (or clients) load as have saved, each gets back what its own compression has kept back. Otherwise
-worker i of n gets the sum of those numbered i, i + n, i + 2n, ...: nothing is lost, and nothing is sent twice.
+If as many workers (or clients) load as have saved, each gets its own residuals of compression back. Otherwise worker i
+of n gets the sum of residuals i, i + n, i + 2n, ... So nothing is lost, and nothing is sent twice.
 
-`save_states` and `load_states` are `save_optimizer_states` and its pair, as MXNet has them.
+`save_states` and `load_states` are behind `save_optimizer_states` and `load_optimizer_states`, which MXNet has too.
 """
 
 from __future__ import annotations
@@ -50,9 +51,11 @@ LOG = log.get("mpips.store")
 
 
 def load(store: WorkerStore, path: str | os.PathLike[str]) -> None:
+    """Load a checkpoint; see `KVStore.load`. Collective."""
     store.finish()
     if store.saving is not None:
-        store.saving.finish()  # it may be this file
+        # The save before may be writing this very file.
+        store.saving.finish()
     with contextlib.ExitStack() as stack:
         name, refusal = attempt(lambda: file_name("load", "path", path))
         reader, unfit = attempt(lambda: _opened(store, name, stack) if refusal is None else None)
@@ -64,13 +67,17 @@ def load(store: WorkerStore, path: str | os.PathLike[str]) -> None:
 
 
 def _opened(store: WorkerStore, path: str, stack: contextlib.ExitStack) -> Reader | None:
-    """On worker 0 the file; ValueError where it cannot be read, or does not fit the store."""
+    """Open the file on worker 0. On other workers return None.
+
+    Raises ValueError if it cannot be read or does not fit the store.
+    """
     if store.layout.rank:
         return None
     reader = stack.enter_context(Reader(path))
     _see_keys(store, reader.path, reader.header)
     table_files.see_tables(store, reader.path, reader.header)
-    groups = _used(store, _groups(reader.header))  # an optimizer of the user's must be registered
+    # Raises if the user has not registered an optimizer that the file names.
+    groups = _used(store, _groups(reader.header))
     for record in reader.header.records:
         _see_state(reader.path, record, groups.of(record.key))
     if reader.header.compression is not None:
@@ -79,7 +86,7 @@ def _opened(store: WorkerStore, path: str, stack: contextlib.ExitStack) -> Reade
 
 
 def _see_keys(store: WorkerStore, path: str, header: Header) -> None:
-    """The keys of the store are in the file as they are in the store; else ValueError."""
+    """Raise ValueError unless the file has every key of the store, with the same shape and dtype."""
     records = {record.key: record for record in header.records}
     for key in store.keys.values():
         if key.name not in records:
@@ -94,7 +101,7 @@ def _see_keys(store: WorkerStore, path: str, header: Header) -> None:
 
 
 def _see_state(path: str, record: Record, optimizer: Optimizer | None) -> None:
-    """ValueError where the optimizer cannot update the key, or the state in the file is not one of this optimizer's."""
+    """Raise ValueError if the optimizer cannot update the key, or the state in the file is of another optimizer."""
     if optimizer is None:
         return
     if not record.floats:
@@ -114,18 +121,18 @@ def _see_state(path: str, record: Record, optimizer: Optimizer | None) -> None:
 
 
 def _used(store: WorkerStore, groups: Groups) -> Groups:
-    """Return the optimizers after the load: those of the file, where it has any."""
+    """Return the optimizers after the load: those of the file if it has any."""
     return Groups(groups.default or store.groups.default, groups.own) if groups else store.groups
 
 
 def _groups(header: Header) -> Groups:
-    """Return the optimizers; ValueError or TypeError where one is unknown here."""
+    """Return the file's optimizers. Raises ValueError or TypeError if one is unknown here."""
     own = {record.key: from_data(record.optimizer) for record in header.records if record.optimizer is not None}
     return Groups(None if header.optimizer is None else from_data(header.optimizer), own)
 
 
 def _loaded(store: WorkerStore, reader: Reader | None, header: Header) -> Task[None]:
-    """Everything from the file, which worker 0 reads, into the store, some keys at a time. Collective."""
+    """Load everything into the store, some keys at a time. Worker 0 reads the file. Collective."""
     parts = [header.records[run] for run in runs(map(_nbytes, header.records))]
     for records in parts:
         yield from _values_loaded(store, reader, records)
@@ -144,6 +151,7 @@ def _use(store: WorkerStore, groups: Groups, compressor: Compressor | None) -> T
     """Set these optimizers and this compression, which are the same on all workers."""
     if groups.default is not None:
         yield from store.backend.set_optimizer(groups.default, None)
+    # Keys with equal optimizers are set with one request.
     alike: dict[str, list[Name]] = {}
     for name, optimizer in groups.own.items():
         alike.setdefault(repr(optimizer), []).append(name)
@@ -156,7 +164,7 @@ def _use(store: WorkerStore, groups: Groups, compressor: Compressor | None) -> T
 
 
 def _nbytes(record: Record) -> int:
-    """Return the bytes of a key's value and of its optimizer's state."""
+    """Return the bytes of a key's values and of its optimizer's state."""
     return record.size * sum(np.dtype(dtype).itemsize for dtype in (record.dtype, *record.state))
 
 
@@ -201,8 +209,11 @@ def _residuals_loaded(
 def give_back_residuals(
     layout: Layout, stored: Stored, keys: Sequence[Key], saved: Sequence[Sequence[Array]], groups: int
 ) -> Task[None]:
-    """Give each sender what is its own of `saved` (worker 0's count; an array a key), which `groups` senders had.
-    Collective."""
+    """Give each sender its share of the residuals that `groups` senders have saved. Collective.
+
+    Args:
+        saved: For each of these senders an array for each key. Only worker 0's are used.
+    """
     group = next(number for number, ranks in enumerate(senders(layout)) if layout.rank in ranks)
     mine = [np.zeros(key.size) for key in keys]
     for number in range(groups):
@@ -215,15 +226,16 @@ def give_back_residuals(
 
 
 def _read(reader: Reader | None, name: str, shape: tuple[int, ...], dtype: str) -> Array:
-    """Return a tensor of the file; for those who do not read, an array that holds nothing of use."""
+    """Return a tensor of the file. Without a reader return an uninitialised array of its size."""
     return np.empty(shape, np.dtype(dtype)) if reader is None else reader.get(name)
 
 
+# keys of the metadata
 STEPS, OPTIMIZERS = "steps", "optimizers"
-"""The words of the metadata."""
 
 
 def save_states(store: WorkerStore, fname: str, dump_optimizer: bool) -> None:
+    """Save the optimizers' states; see `KVStore.save_optimizer_states`. Collective."""
     _all_come(store, "save_optimizer_states", fname)
     found = store.run("save_optimizer_states", store.backend.stored.states(list(store.keys.values())))
 
@@ -243,6 +255,7 @@ def save_states(store: WorkerStore, fname: str, dump_optimizer: bool) -> None:
 
 
 def load_states(store: WorkerStore, fname: str) -> None:
+    """Load the optimizers' states; see `KVStore.load_optimizer_states`. Collective."""
     keys = [key for key in store.keys.values() if store.groups.of(key.name) is not None]
     _all_come(store, "load_optimizer_states", fname)
     states, refusal = attempt(lambda: _fitting(store, _read_states(fname, keys)) if store.layout.rank == 0 else {})
@@ -260,14 +273,17 @@ def load_states(store: WorkerStore, fname: str) -> None:
 
 
 def _all_come(store: WorkerStore, what: str, fname: str) -> None:
-    """ValueError unless all workers have called it with one name, after the same rounds, and there is an optimizer."""
+    """Check that all workers make this call with the same name after the same rounds, and that an optimizer is set.
+
+    Raises ValueError on all workers if not.
+    """
     name, unfit = attempt(lambda: file.file_name(what, "fname", fname))
     refusal = None if store.groups else ValueError("it needs an optimizer; call set_optimizer first")
     store.agree_settled(what, [("fname", name or "")], refusal or unfit, noun="argument")
 
 
 def _fitting(store: WorkerStore, states: States) -> States:
-    """Return the states; ValueError where one is not of its key's optimizer."""
+    """Return the states. Raises ValueError if one does not fit its key's optimizer."""
     for name, (step, arrays) in states.items():
         optimizer = store.groups.of(name)
         if not (step or arrays) or optimizer is None:
@@ -286,8 +302,10 @@ def _text(data: object) -> str:
 
 
 def _read_states(fname: str | os.PathLike[str], keys: Sequence[Key]) -> States:
-    """Return the states of `keys`; ValueError naming the file, and the key that is missing, or whose step or state
-    cannot be."""
+    """Read the states of `keys`.
+
+    Raises ValueError, with the file and the key, if one is missing or its step or state cannot be right.
+    """
     result: dict[Name, tuple[int, list[str]]] = {}
     with file.TensorFile(fname) as found:
         try:

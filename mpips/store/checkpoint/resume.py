@@ -1,15 +1,16 @@
 """A store that goes on from a folder and saves itself there (options `checkpoint` and `every`).
 
-`resume` loads the newest checkpoint that can be read. A job that goes on makes the same calls as one that begins, and
-so does a worker that has joined a store which others train; after a recovery a program may repeat them
-(`worker.restored`).
+`resume` loads the newest checkpoint that can be read. A job that goes on makes the same calls as a job that begins. So
+does a worker that joins a store which others train, and after a recovery a program may repeat them (`worker.restored`).
 
-`RegularSaves` is the schedule. A *step* of a program pushes each key once. It ends on a worker when that begins to push
-a key once more than it has pushed any: so all workers of a synchronous store come to the same end, each in its own
-time, and save together there. Nothing is saved after a step at whose end keys have been pushed unequally often. In an
-asynchronous store worker 0 saves alone, after steps of its own: each key as it is then, with whatever others have
-pushed; what compression has kept back is not saved. Where the last save is still being written, the next one waits for
-a later step, and nobody waits for it. What the store holds when all workers close it is saved, too.
+`RegularSaves` is the schedule. A *step* of a program pushes each key once. On a worker a step ends when it begins to
+push some key more often than it has pushed any key before. So all workers of a synchronous store come to the same end
+of a step, each in its own time, and save together there. After a step at whose end some keys have been pushed more
+often than others, nothing is saved.
+
+In an asynchronous store worker 0 saves alone, after steps of its own: each key as it is then, with what others have
+pushed, and without residuals of compression. If the last save is still being written, the next one comes after a later
+step, and nobody waits for it. When all workers close the store, what it then holds is saved too.
 """
 
 from __future__ import annotations
@@ -32,14 +33,19 @@ from mpips.store.runtime.generation import Generation
 from mpips.store.worker.restored import Restored
 from mpips.store.worker.store import WorkerStore
 
+# of the message of `tell_spares`, on the store's communicator
 TAG = 6
-"""Of `tell`'s message on the store's communicator."""
 
 
 def resume(store: WorkerStore) -> tuple[int, Restored]:
-    """Take the newest checkpoint of the folder that can be read: its step, 0 where there is none, and what the program
-    may then ask for. Collective, blocking; ValueError on all workers where there is no folder, and none can be made, or
-    nothing in it can be read."""
+    """Load the newest checkpoint of the folder that can be read. Collective, blocking.
+
+    Returns:
+        Its step (0 if there is none), and what the program may then ask for.
+
+    Raises:
+        ValueError: On all workers. There is no folder and none can be made, or none of its files can be read.
+    """
     folder = store.layout.options.checkpoint
     steps: dict[int, str] = {}
     refusal: BaseException | None = None
@@ -58,7 +64,8 @@ def resume(store: WorkerStore) -> tuple[int, Restored]:
             load(store, path)
         except CollectiveError:
             raise
-        except ValueError as error:  # the same on all workers, and nothing has changed
+        except ValueError as error:
+            # All workers raise the same error, and nothing has changed.
             failure = failure or error
             if store.layout.rank == 0:
                 warn(f"the checkpoint of step {step} is left out: {error}")
@@ -72,14 +79,17 @@ def resume(store: WorkerStore) -> tuple[int, Restored]:
 
 
 def tell_spares(layout: Layout, step: int | None) -> None:
-    """On worker 0: the store goes on from this step and saves itself; None: it does not. Does not block."""
+    """Tell the spares from which step the store goes on, to save itself from there. Called on all; worker 0 tells.
+
+    `step` None: the store does not save itself. Does not block.
+    """
     if layout.spares and layout.rank == 0:
         size = layout.world.Get_size()
         requests.tell(layout.world, msgspec.msgpack.encode(step), range(size - layout.spares, size), TAG)
 
 
 def hear_step(layout: Layout, generation: Generation) -> int | None:
-    """On a spare: what worker 0 has told; blocking."""
+    """Wait on a spare for what worker 0 tells. Blocking."""
     said: list[bytes] = []
 
     def heard() -> bool:
@@ -92,25 +102,31 @@ def hear_step(layout: Layout, generation: Generation) -> int | None:
 
 
 LISTS = (list, tuple)
+# While a save is under way, and after a recovery, the next save is tried after 1 / LATER of the steps between two.
 LATER = 8
-"""While a save is under way, and after a recovery, the next one is tried after 1 / 8 of the steps between two."""
 
 
 class RegularSaves:
-    """The schedule by which the store of this worker saves itself. `step`: that from which it goes on."""
+    """The schedule by which the store of this worker saves itself.
+
+    Args:
+        step: The step from which the store goes on.
+    """
 
     def __init__(self, store: WorkerStore, step: int) -> None:
         options = store.layout.options
-        self.folder, self.every = options.checkpoint, options.every
-        self._store, self._step = store, step
+        self.folder = options.checkpoint
+        self.every = options.every
+        self._store = store
+        self._step = step
         self.pushing: object = ()
+        # number of this worker's pushes of each key and table
         self._counts: dict[Name, int] = {}
-        """How often this worker has pushed each key and table."""
+        # steps that this worker has begun since `step`
         self._most = 0
-        """The steps that this worker has begun."""
         self._next: float = self._after(step)
+        # the last step that was saved, or that the store goes on from
         self._saved = step
-        """The last step that was saved, or that it goes on from."""
         self._warned = False
 
     def _after(self, step: int) -> int:
@@ -120,9 +136,10 @@ class RegularSaves:
         return min(self._after(step), step + max(1, self.every // LATER))
 
     def is_due(self, key: Any) -> bool:
-        """Return whether a push of this key, or list of keys, begins a step before which the store has to be saved."""
+        """True if a push of this key, or list of keys, begins a step before which the store must be saved."""
         for name, table in self._store.tables.items():
-            if table.round != self._counts.get(name, 0):  # a round was refused
+            # The numbers differ after a round was refused.
+            if table.round != self._counts.get(name, 0):
                 self._counts[name] = table.round
                 self._most = max(self._counts.values())
         if self._step + self._most < self._next:
@@ -132,30 +149,35 @@ class RegularSaves:
         counts = self._counts
         try:
             pushed = max([counts.get(name, 0) for name in (key if type(key) in LISTS else (key,))], default=0)
-        except TypeError:  # such keys cannot be; the push says so
+        # Keys of such types do not exist. The push raises the error.
+        except TypeError:
             return False
         return pushed == self._most and (self._store.layout.asynchronous or self._are_equal())
 
     def count(self, key: Any) -> None:
-        """Such a push has been made."""
+        """Note that a key, or a list of keys, was pushed."""
         for name in key if type(key) in LISTS else (key,):
             self._counts[name] = count = self._counts.get(name, 0) + 1
             if count > self._most:
                 self._most = count
 
     def leave(self) -> tuple[str, int]:
-        """Save no more, as the caller will: to which folder, and after how many rounds each."""
+        """Stop saving, because the caller does it. Return the folder, and the number of steps between two saves."""
         self._next = math.inf
         return self.folder, self.every
 
     def set_rounds(self, rounds: Mapping[Name, int]) -> None:
-        """The store stands at these rounds, after `recover`."""
+        """Count from these rounds, at which the store stands after `recover`."""
         self._counts, self._most = dict(rounds), max(rounds.values(), default=0)
-        self._next = self._soon(self._step + self._most)  # the last save may have been lost
+        # Soon, because the last save may have been lost.
+        self._next = self._soon(self._step + self._most)
 
     def save(self) -> Saving | None:
-        """Save what is stored, beside the training. None where that is left to a later step, or was not possible,
-        which is warned of. Collective in a synchronous store."""
+        """Begin to save the store. It is written while training goes on. Collective in a synchronous store.
+
+        Return None if that is left to a later step because a save is under way, or was not possible, of which worker 0
+        warns.
+        """
         store, step, alone = self._store, self._step + self._most, self._store.layout.asynchronous
         store.finish()
         store.hear_refusals("save")
@@ -169,7 +191,8 @@ class RegularSaves:
             saving = save_alone(store, path) if alone else save(store, path, wait=False)
         except CollectiveError:
             raise
-        except ValueError as error:  # the same on all workers, and nothing has changed
+        except ValueError as error:
+            # All workers raise the same error, and nothing has changed.
             if store.layout.rank == 0:
                 warn(f"the store was not saved after step {step}: {error}")
             return None
@@ -178,8 +201,10 @@ class RegularSaves:
         return saving
 
     def save_last(self, alike: bool) -> None:
-        """Begin to save what is stored at the end, unless it has been, or the caller saves. `alike`: all workers have
-        pushed each key equally often. Collective in a synchronous store."""
+        """Begin to save what is stored at the end, unless it is saved already or the caller saves.
+
+        Collective in a synchronous store. `alike`: all workers have pushed each key equally often.
+        """
         store, step, alone = self._store, self._step + self._most, self._store.layout.asynchronous
         if self._next == math.inf or step == self._saved or (alone and store.layout.rank):
             return
@@ -191,7 +216,7 @@ class RegularSaves:
             warn(f"the store is not saved after step {step}: workers close it after unequal numbers of pushes")
 
     def _are_equal(self) -> bool:
-        """Return whether all keys that have been pushed were pushed equally often."""
+        """True if all keys that were pushed at all were pushed equally often. Worker 0 warns once if not."""
         pushed = {name: count for name in self._store.pushed if (count := self._counts.get(name, 0))}
         few = min(pushed, key=pushed.__getitem__, default=None)
         if few is None or pushed[few] == self._most:

@@ -1,11 +1,11 @@
 """`kv.save`: freeze what a store holds after one round, then write it while training goes on.
 
-All workers see that they are after the same round, and wait until the servers have applied it. Then the backend makes a
-*snapshot*, which later rounds do not change, and everybody may push again. Worker 0 reads the snapshot, a piece at a
-time, and writes the file. What compression kept back is written before training goes on.
+All workers check that they are after the same round, and wait until the servers have applied it. Then the backend makes
+a *snapshot*, which later rounds do not change, and all may push again. Worker 0 reads the snapshot piece by piece and
+writes the file. Residuals of compression are written before training goes on.
 
-`Saving` writes during the training. Some pieces go at the end of a call of the store, as many as the time since the
-last ones allows. Then comes a rest in which nothing of it is under way, so that calls take their fast paths.
+`Saving` writes during the training. At the end of a call of the store it begins some pieces, as many as the time since
+the last ones allows. Then it rests, and has nothing under way, so that calls take their fast paths.
 """
 
 from __future__ import annotations
@@ -60,10 +60,12 @@ LOG = log.get("mpips.store")
 
 
 def save(store: WorkerStore, path: str | os.PathLike[str], wait: bool) -> Saving | None:
+    """Save the store; see `KVStore.save`. Collective. With `wait` False, return what goes on writing."""
     with contextlib.ExitStack() as stack:
         store.finish()
         if store.saving is not None:
-            store.saving.finish()  # it may write to the same place
+            # The save before may be writing to the same place.
+            store.saving.finish()
         name, refusal = attempt(lambda: file_name("save", "path", path))
         writer, unfit = attempt(lambda: open_writer(name) if name and store.layout.rank == 0 else None)
         if writer is not None:
@@ -78,7 +80,8 @@ def save(store: WorkerStore, path: str | os.PathLike[str], wait: bool) -> Saving
             failure = store.run("save", write_content(content, writer))
             _log_end(name, begun, failure)
             refusal = ValueError(f"{name} cannot be written: {failure}") if failure else None
-        store.agree("save", refusal=refusal)  # until now nobody has pushed: it is one round everywhere
+        # Until all have met here nobody has pushed, so the file has the same round of every key.
+        store.agree("save", refusal=refusal)
         if wait:
             return None
         store.saving = saving = Saving(store, content, writer)
@@ -87,8 +90,13 @@ def save(store: WorkerStore, path: str | os.PathLike[str], wait: bool) -> Saving
 
 
 def save_alone(store: WorkerStore, path: str) -> Saving:
-    """Begin it by worker 0 alone, in an asynchronous store: each key as it is at one moment, after the pushes of
-    this worker, nothing of what compression kept back. ValueError where it cannot be written."""
+    """Begin a save by worker 0 alone, in an asynchronous store.
+
+    The file has each key as it is at one moment after this worker's pushes, and no residuals of compression.
+
+    Raises:
+        ValueError: The file cannot be written.
+    """
     keys, writer = list(store.keys.values()), open_writer(path)
     with contextlib.ExitStack() as stack:
         stack.callback(writer.abandon)
@@ -106,29 +114,31 @@ def save_alone(store: WorkerStore, path: str) -> Saving:
 
 
 class Content(NamedTuple):
-    """Keep what a store holds at one moment. `tables`: on worker 0, where there are any."""
+    """What a store holds at one moment. `tables` is None if there are none, and on workers other than worker 0."""
 
     keys: Sequence[Key]
     snapshot: Snapshot
     tables: SavedTables | None
 
     def release(self) -> Task[None]:
-        """Let the servers forget it."""
+        """Have the servers forget it."""
         yield from self.snapshot.release()
         if self.tables is not None:
             yield from self.tables.release()
 
 
 def _content(store: WorkerStore, keys: Sequence[Key], snapshot: Snapshot) -> Task[Content]:
-    """Return keys as they are frozen, with the tables as they are now."""
+    """Freeze the tables too, as they are now."""
     return Content(keys, snapshot, (yield from freeze_all(store)))
 
 
 def _frozen(
     store: WorkerStore, keys: Sequence[Key], writer: Writer | None
 ) -> Task[tuple[Content, BaseException | None]]:
-    """Return a snapshot of the store; its header, and what compression kept back, are in the file, or why they cannot
-    be."""
+    """Make a snapshot of the store, and write the header and the residuals of compression.
+
+    The error, if any, says why that cannot be written.
+    """
     snapshot = yield from store.backend.stored.snapshot(keys)
     content = yield from _content(store, keys, snapshot)
     groups = 0 if store.compressor is None else len(senders(store.layout))
@@ -145,7 +155,7 @@ def _frozen(
 
 
 class Begun(NamedTuple):
-    """A checkpoint that has begun then, and its record."""
+    """When a save began, and its record."""
 
     at: float
     ring: Ring
@@ -153,7 +163,7 @@ class Begun(NamedTuple):
 
 
 def _log_begun(path: str, keys: Sequence[Key]) -> Begun:
-    """Log and record that a checkpoint is begun."""
+    """Log and record that a save begins."""
     LOG.info("checkpoint %s: %d keys, %d bytes of values", path, len(keys), sum(key.nbytes for key in keys))
     return Begun(time.perf_counter(), *recorder.begin_rare("checkpoint", path))
 
@@ -168,7 +178,7 @@ def _log_end(path: str, begun: Begun | None, failure: object) -> None:
 
 
 def _begun(header: Header, writer: Writer) -> None:
-    """Write the header; ValueError where a file cannot hold a key's state."""
+    """Write the header. Raises ValueError if the file format cannot hold an optimizer's state."""
     for record in header.records:
         for dtype in record.state:
             if dtype not in NAMES:
@@ -179,7 +189,7 @@ def _begun(header: Header, writer: Writer) -> None:
 
 
 def _header(store: WorkerStore, content: Content, groups: int) -> Header:
-    """`groups`: of so many workers or clients the file has what compression kept back."""
+    """Return the header. `groups` is the number of workers or clients whose residuals are in the file."""
     records = []
     for key in content.keys:
         round_, step, dtypes = content.snapshot.records[key.name]
@@ -199,20 +209,24 @@ def _header(store: WorkerStore, content: Content, groups: int) -> Header:
     )
 
 
-# ---- what compression has kept back
+# ---- residuals of compression
 
 
 def senders(layout: Layout) -> list[range]:
-    """Return the workers that compress as one, by ranks: clients where servers sum over clients, else each worker
-    alone."""
+    """Return the groups of workers, by rank, that compress as one.
+
+    Those are whole clients if servers sum over clients, and otherwise single workers.
+    """
     if layout.num_servers and layout.kind.startswith("mpi_"):
         return [range(*client) for client in layout.clients]
     return [range(worker, worker + 1) for worker in range(layout.num_workers)]
 
 
 def gathered(layout: Layout, stored: Stored, keys: Sequence[Key]) -> Task[list[list[Array]]]:
-    """Return the residuals of float keys, an array a key, of each sender; on worker 0 only (elsewhere: nothing).
-    Collective."""
+    """Gather the residuals of float keys: for each sender an array for each key. Collective.
+
+    Only worker 0 gets them; the others get an empty list.
+    """
     mine = yield from stored.residuals(keys)
     ends = np.cumsum([key.size for key in keys])[:-1]
     parts = [np.zeros(key.size) for key in keys] if mine is None else np.split(mine, ends)
@@ -227,7 +241,7 @@ def gathered(layout: Layout, stored: Stored, keys: Sequence[Key]) -> Task[list[l
 
 
 def from_worker(layout: Layout, root: int, names: Sequence[Name], arrays: Sequence[Array], what: str = "load") -> None:
-    """Copy the root's arrays, of keys of these names, to all workers. Collective over them, blocking."""
+    """Copy the root's arrays to all workers. Collective over them, blocking. `names` are the keys, for errors."""
     if layout.num_workers > 1:
         text = label(what, names)
         for run in runs(array.nbytes for array in arrays):
@@ -236,22 +250,22 @@ def from_worker(layout: Layout, root: int, names: Sequence[Name], arrays: Sequen
             unpack(vector, arrays[run])
 
 
-# ---- beside the training
+# ---- writing while training goes on
 
+# size of the pieces that are read and written
 PIECE_BYTES = 1 << 20
-"""What is read and written at a time."""
+# small pieces that servers are asked for before the first has come
 AT_ONCE = 64
-"""Small pieces that servers are asked for before the first has come."""
+# A piece costs this worker and its server together about this many times as long as writing it takes.
 COST = 3
-"""What a piece costs this worker and its server, in times of what it takes to write it."""
+# After pieces comes a rest of this many times their cost, so that saving takes 1/30 of the time.
 REST = 29
-"""Pieces are followed by a rest of so many times what they cost: they take 1 / 30 of the time."""
+# pause between two looks of a worker that waits for the file
 LOOK_SECONDS = 5e-5
-"""Between two looks of a worker that waits for the file."""
 
 
 class Piece(NamedTuple):
-    """Elements [start, stop) of a tensor of the file; `slot` as in `Snapshot.read`."""
+    """Elements [start, stop) of a tensor in the file. For `slot` see `Snapshot.read`."""
 
     key: Key
     slot: int
@@ -262,7 +276,7 @@ class Piece(NamedTuple):
 
 
 def pieces(content: Content) -> Iterator[Piece | RowsPiece]:
-    """Return all of a store, in the order of its keys, then of its tables."""
+    """Yield all that a store holds: its keys in order, then its tables."""
     for key in content.keys:
         for slot, dtype in enumerate((key.dtype.name, *content.snapshot.records[key.name].dtypes), -1):
             name = value_name(key.name) if slot < 0 else state_name(key.name, slot)
@@ -276,7 +290,7 @@ def pieces(content: Content) -> Iterator[Piece | RowsPiece]:
 
 
 def copy_piece(content: Content, piece: Piece | RowsPiece, writer: Writer) -> Task[float]:
-    """Write a piece; the seconds that this has cost."""
+    """Read a piece and write it to the file. Return the seconds that this has cost."""
     if isinstance(piece, RowsPiece):
         assert content.tables is not None
         parts = yield from content.tables.read(piece)
@@ -291,9 +305,11 @@ def copy_piece(content: Content, piece: Piece | RowsPiece, writer: Writer) -> Ta
 
 
 def write_content(content: Content, writer: Writer) -> Task[str]:
-    """Write all of it and put the file in place; why that cannot be, or ""."""
+    """Write everything, and put the file in place. Return the reason if that failed, or ""."""
     every = [*pieces(content)]
-    for run in runs((piece.nbytes for piece in every), PIECE_BYTES):  # of one tensor never two pieces
+    # A run never has two pieces of one tensor, because a piece is as long as a run may be. Pieces of a run are written
+    # as they come, and those of one tensor must be written in order.
+    for run in runs((piece.nbytes for piece in every), PIECE_BYTES):
         yield from together([copy_piece(content, piece, writer) for piece in every[run]], AT_ONCE)
         yield True
     yield from content.release()
@@ -304,10 +320,11 @@ def write_content(content: Content, writer: Writer) -> Task[str]:
 
 
 class Disk:
-    """A thread that waits until the disk has a file that is complete, and puts it in place."""
+    """A thread that waits until a complete file is on disk, and then puts it in place."""
 
     def __init__(self, writer: Writer) -> None:
-        self._writer, self.failure = writer, ""
+        self._writer = writer
+        self.failure = ""
         self._thread = threading.Thread(target=self._finish, name="mpips checkpoint")
         self._thread.start()
 
@@ -319,30 +336,46 @@ class Disk:
 
     @property
     def done(self) -> bool:
-        """Return whether it is over; `failure` then says why the file is not in place."""
+        """True when that is over. `failure` then says why the file is not in place, or is ""."""
         return not self._thread.is_alive()
 
 
 class Saving:
-    """A checkpoint that is being written. On all workers but 0 it is over at once."""
+    """A checkpoint that is being written, as `KVStore.save` returns it with `wait=False`.
+
+    On workers other than worker 0 it is over at once.
+    """
 
     def __init__(self, store: WorkerStore, content: Content, writer: Writer | None) -> None:
-        self._store, self._content, self._writer = store, content, writer
-        self._generation, self._rest, self._due = store.generation.number, REST, 0.0
+        self._store = store
+        self._content = content
+        self._writer = writer
+        self._generation = store.generation.number
+        # rest after pieces, in multiples of their cost; 0 once somebody waits for the file
+        self._rest = REST
+        # no piece is begun before this time
+        self._due = 0.0
+        # when the last pieces were begun
         self._begun = time.perf_counter()
-        """When the last pieces were begun."""
+        # pieces that are still to be written
         self._left = pieces(content) if writer is not None else iter(())
+        # the pieces that are under way
         self._step: Handle | None = None
-        """What is under way."""
+        # set when all is written, and the file is on its way to the disk
         self._disk: Disk | None = None
-        self._over, self._told = writer is None, False
+        self._over = writer is None
+        # True once the error was raised or warned of
+        self._told = False
         self._started = None if writer is None else _log_begun(writer.path, content.keys)
         self._error: BaseException | None = None
+        # folder from which older checkpoints are removed when this one is over; "": none
         self.pruned = ""
-        """The folder of which older checkpoints are removed once this one is over; "": none."""
 
     def test(self) -> bool:
-        """Return whether the file is there. Does not block, and moves the save on a little. Raises as `wait` does."""
+        """Return True if the file is in place. Does not block, and advances the save a little.
+
+        Raises the errors of `wait`.
+        """
         if self._step is not None:
             with contextlib.suppress(CollectiveError, RuntimeError):
                 self._step.test()
@@ -352,22 +385,29 @@ class Saving:
         return True
 
     def wait(self) -> None:
-        """Block until the file is there, which is now written without rest. ValueError where it cannot be written: what
-        was at its place still is. StoreError where the generation has ended before all was written."""
+        """Block until the file is in place. From now on it is written without rests.
+
+        Raises:
+            ValueError: The file cannot be written. What was in its place is still there.
+            StoreError: The generation has ended before everything was written.
+        """
         self._finish()
         self._told = True
         if self._error is not None:
             raise self._error
 
     def finish(self) -> None:
-        """Wait as `wait` does, with a warning in place of the error, unless somebody has heard of it."""
+        """Wait as `wait` does, but warn instead of raising an error, and only if nobody has heard of it."""
         self._finish()
         if self._error is not None and not self._told:
             warn(str(self._error))
         self._told = True
 
     def go_on(self) -> bool:
-        """Begin the next piece, if the last one is over and the rest after it; whether all is over. Does not block."""
+        """Begin the next pieces if the last ones and the rest after them are over. Return True if the save is over.
+
+        Does not block.
+        """
         if not self._over and self._lost():
             self._end(StoreError(f"{self._path} was not written: the generation has ended"))
         if self._over or (self._step is not None and not self._step.done) or time.perf_counter() < self._due:
@@ -388,7 +428,7 @@ class Saving:
         return "" if self._writer is None else self._writer.path
 
     def _lost(self) -> bool:
-        """Return whether the servers have forgotten the snapshot, before all of it was written."""
+        """True if the servers have forgotten the snapshot before everything was written."""
         at = self._store.generation
         return self._disk is None and (at.over is not None or at.number != self._generation)
 
@@ -404,7 +444,7 @@ class Saving:
             self._disk = Disk(self._writer)
 
     def _some(self, piece: Piece | RowsPiece | None, writer: Writer, allowed: float) -> Task[None]:
-        """Write pieces, the given one first, that cost about so many seconds."""
+        """Write pieces that together cost about `allowed` seconds, `piece` first."""
         cost = 0.0
         while piece is not None:
             cost += yield from copy_piece(self._content, piece, writer)
@@ -417,7 +457,8 @@ class Saving:
             if self._step is None or self._step.done:
                 time.sleep(LOOK_SECONDS)
             else:
-                with contextlib.suppress(CollectiveError, RuntimeError):  # `go_on` sees why
+                # go_on() looks at the error.
+                with contextlib.suppress(CollectiveError, RuntimeError):
                     self._step.wait()
 
     def _end(self, error: BaseException | None) -> None:

@@ -1,6 +1,7 @@
 """A store goes on after a failure or a death: what is left of a generation becomes the next one.
 
-`recover` tells the whole story, and moves the bytes. Pure: `membership` (which rank takes which place), `plan` (what
-each rank holds, at which round keys stand, and where each unit comes from). `memory`: units in shared memory that
-outlives their server, with an `undo` copy of the round before. `mirror`: a second copy of each unit on another node.
+`recover` has the steps in order, and moves the bytes. `membership` (which rank takes which place) and `plan` (what each
+rank holds, the round of each key, where each unit comes from) are pure. `memory` keeps units in shared memory that
+outlives their server, with an `undo` copy of the round before. `mirror` keeps a second copy of each unit on another
+node.
 """

@@ -1,9 +1,11 @@
 """Decide which rank takes the place of a dead or new one, and which server mirrors which. Pure.
 
-Ranks of a store are workers, then servers, then spares. A dead server's place is taken by a spare, if there is one,
-then a dead worker's; but first, where no server is left or no worker, one of these. A place that nobody takes vanishes:
-clients keep the members that are left, and clients without any vanish, too. Where the store grows, the spares that are
-left become workers. A server's mirror is the next one in a ring that is on another node.
+Ranks of a store are workers, then servers, then spares. Spares take the places of dead servers first, then those of
+dead workers. But if no server or no worker is left at all, one place of that role comes before all others. A place that
+nobody takes vanishes: clients keep the members that are left, and clients without members vanish too. If the store
+grows, the spares that are left become workers.
+
+Servers form a ring for mirrors: the mirror of a server is the next server that is on another node.
 """
 
 from __future__ import annotations
@@ -12,29 +14,35 @@ from collections.abc import Collection, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
+# in `places`: the store has grown by this worker
 NEW = -1
-"""The place of a worker by which the store has grown."""
 
 
 class Before(NamedTuple):
-    """The ranks of a generation as they were in the one before."""
+    """The last generation, and how its ranks became those of this one.
+
+    Attributes:
+        origin: For each rank now the rank that it had.
+        lost: The ranks that have died since, by their old numbers.
+        nodes: For each old rank its node, named by the lowest rank on it.
+        clients: The workers of each client.
+        places: For each worker now the old worker whose place it has: itself, or a dead one. NEW if the store has grown
+            by it.
+    """
 
     origin: tuple[int, ...]
-    """Of each rank the one that it had."""
     lost: tuple[int, ...]
-    """The ranks that have died since, as they were numbered."""
     num_workers: int
     num_servers: int
     nodes: tuple[int, ...]
-    """The node of every rank, by the lowest rank on it."""
     clients: tuple[tuple[int, int], ...]
-    """The workers of each client."""
     places: tuple[int, ...]
-    """Of each worker now the one whose place it has: itself, or a dead one; NEW where the store has grown by it."""
 
     def in_whose_place(self, worker: int, kind: str) -> range:
-        """Return the workers whose pushes a worker of now goes on with; none where the store has grown by it. They are
-        itself, in stores where each pushes alone, else its client."""
+        """Return the old workers whose pushes a worker continues. Empty if the store has grown by it.
+
+        In `dist_*` stores that is the worker whose place it has, and otherwise all members of that worker's client.
+        """
         place = self.places[worker]
         if place == NEW:
             return range(0)
@@ -44,7 +52,7 @@ class Before(NamedTuple):
 
 
 class Roles(NamedTuple):
-    """Numbers of workers, servers and spares, and the workers of each client."""
+    """The numbers of workers, servers and spares, and the workers of each client."""
 
     num_workers: int
     num_servers: int
@@ -53,32 +61,39 @@ class Roles(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Ranks in all."""
         return self.num_workers + self.num_servers + self.spares
 
 
 class Succession(NamedTuple):
-    """The ranks that go on: of each new rank the old one, and what they are now."""
+    """The ranks that go on, and their new roles.
+
+    Attributes:
+        origin: For each new rank its old one.
+        places: See `Before.places`.
+    """
 
     origin: tuple[int, ...]
     roles: Roles
     places: tuple[int, ...]
-    """See `Before.places`."""
 
 
 def succession(
     old: Roles, lost: Collection[int], nodes: Sequence[int], grow: bool = False, alone: bool = False
 ) -> Succession:
-    """Return the ranks that take each place after the ranks of `lost` have died. `nodes`: of every old rank.
+    """Decide which ranks take each place after the ranks `lost` have died.
 
-    A spare of the node is preferred. `refusal` tells whether the store can go on so.
+    A spare on the same node as the place is preferred. `refusal` says whether the store can go on with the result.
 
-    `grow`: each spare that is left becomes a worker, the last one of the smallest client (of several, of the last);
-    where every worker is `alone` in its client, a client of its own.
+    Args:
+        nodes: The node of each old rank.
+        grow: Each spare that is left becomes a worker: the last one of the smallest client, and among several smallest
+            clients of the last.
+        alone: Every worker is a client of its own; so are the workers by which the store grows.
     """
     spares = [rank for rank in range(old.num_workers + old.num_servers, old.size) if rank not in lost]
     holders = {place: place for place in range(old.num_workers + old.num_servers) if place not in lost}
     workers, servers = range(old.num_workers), range(old.num_workers, old.num_workers + old.num_servers)
+    # A role that has lost all its ranks comes first.
     needed = [places[0] for places in (servers, workers) if places and not holders.keys() & set(places)]
     for place in (*needed, *servers, *workers):
         if place not in holders and spares:
@@ -98,7 +113,7 @@ def succession(
 
 
 def refusal(old: Roles, new: Succession) -> str:
-    """Return why the store cannot go on with those who are left; "" where it can."""
+    """Return the reason why the store cannot go on with these ranks, or ""."""
     roles = new.roles
     if not roles.num_workers:
         return f"all {old.num_workers} workers have died, and no spare is left"
@@ -110,14 +125,17 @@ def refusal(old: Roles, new: Succession) -> str:
 
 
 def mirror_of(server: int, nodes: Sequence[int]) -> int | None:
-    """Return the server that keeps the copies of this one; None where all share a node. `nodes`: of each server."""
+    """Return the server that keeps the copies of this one, or None if all servers share a node.
+
+    `nodes` is the node of each server.
+    """
     count = len(nodes)
     following = ((server + step) % count for step in range(1, count))
     return next((other for other in following if nodes[other] != nodes[server]), None)
 
 
 def refuse_mirrors(mirrors: int, spares: int, nodes: Sequence[int]) -> str:
-    """Return why servers on these nodes can have no mirrors, where they are asked for; "" where they can."""
+    """Return the reason why servers on these nodes cannot have the mirrors that were asked for, or ""."""
     if mirrors and spares < 0:
         return f"mirrors={mirrors} and spares={spares}: a death ends the store all the same; ask for spares=0 or more"
     if not mirrors or len(set(nodes)) > 1:

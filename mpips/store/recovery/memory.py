@@ -1,11 +1,11 @@
 """The memory of a server's units, which outlives the server, and the ledger by which others find it.
 
-A server writes a ledger of its units into its own memory, and the other ranks of its node map that while it lives.
-There are two slots, so that an end in the middle of writing leaves the older text. Each text says of which generation
-it is. That of a generation which never began, because somebody died before, does not count.
+A server writes a ledger of its units into its own memory, which the other ranks of its node map while it lives. The
+ledger has two slots for its text, so that a server killed while it writes one leaves the other. Each text says which
+generation it is of. A text of a generation that never began, because somebody died before, does not count.
 
-`UnitMemory` makes units, with undo copies where the store survives deaths (`SurvivingUnit`); `Ledger` tells where they
-lie; `NodeMemory` is what every rank of a node keeps of them.
+`UnitMemory` makes units, with undo copies if the store survives deaths (`SurvivingUnit`). `Ledger` says where they lie.
+`NodeMemory` is what every rank of a node keeps mapped of them.
 """
 
 from __future__ import annotations
@@ -35,16 +35,24 @@ from mpips.tables.journal import Journal
 from mpips.tables.plan import TableEntry, attached, holding_of_table
 
 SLOT_WORDS = 4
+# Words of a slot: the number of the text (0 while it is being written), its generation, and its offset and size in the
+# segment.
 SEQUENCE, GENERATION, OFFSET, NBYTES = range(SLOT_WORDS)
-"""Of a slot: the number of the text, 0 while it changes; its generation; where it lies in the segment."""
 SLOTS = 2
 HEADER_WORDS = SLOTS * SLOT_WORDS + 2
+# After the slots: descriptor and inode of the sparse file with the rows of tables; zeros if there is none.
 FILE_WORDS = slice(SLOTS * SLOT_WORDS, HEADER_WORDS)
-"""Behind the slots: descriptor and inode of the sparse file with the rows of tables; zeros: none."""
 
 
 class LedgerEntry(msgspec.Struct, array_like=True):
-    """One unit: what it is, and where its memory begins in the server's segment."""
+    """One unit: what it is, and where its memory lies. Places are offsets in the server's segment.
+
+    Attributes:
+        words: The unit's progress words. Word 1 + i counts pushes of contributor i.
+        journal: The words of its undo copy.
+        rows: Room for row numbers: its place and how many fit.
+        arrays: For the values and each array of state: dtype, place, place of its copy.
+    """
 
     key: int | str
     dtype: str
@@ -53,26 +61,21 @@ class LedgerEntry(msgspec.Struct, array_like=True):
     row_elements: int
     contributors: tuple[int, ...]
     words: int
-    """What its workers look at: word 1 + i counts pushes of contributor i."""
     journal: int
-    """The words of its undo copy."""
     rows: tuple[int, int]
-    """Room for numbers of rows: where, and how many."""
     arrays: list[tuple[str, int, int]]
-    """Dtype of the values and of each array of state, where it is, and where its copy is."""
 
 
 class LedgerText(msgspec.Struct, array_like=True):
-    """All that a server has."""
+    """All that a server has. For `settings` see `encode_settings`."""
 
     units: list[LedgerEntry]
     settings: bytes
-    """Its optimizers and its compression, see `encode_settings`."""
     tables: list[TableEntry] = []
 
 
 class Ledger:
-    """A server's own ledger. `file`: where rows of its tables lie."""
+    """A server's own ledger. `file` is where rows of its tables lie."""
 
     def __init__(self, file: SparseFile | None = None) -> None:
         self._memory = arena.empty(HEADER_WORDS, np.uint64)
@@ -85,35 +88,39 @@ class Ledger:
         self.region = arena.region_of(self._memory)
 
     def offset(self, array: Array) -> int:
-        """Return where an array begins in the segment. CollectiveError where it lies in another one."""
+        """Return the offset of an array in the segment. Raises CollectiveError if it lies in another segment."""
         region = arena.locate(array)
         if region is None or region[:3] != self.region[:3]:
             raise CollectiveError("a server's arrays lie in more than one segment: give the node fewer ranks")
         return region.offset
 
     def publish(self, book: LedgerText, generation: int) -> None:
-        """Write what the server has from now on, once that generation has begun."""
+        """Write what the server has. It counts once `generation` has begun."""
         text = msgspec.msgpack.encode(book)
         memory = arena.empty(len(text), np.uint8)
         memory[...] = np.frombuffer(text, np.uint8)
         slot = min(range(SLOTS), key=lambda slot: self._slots[slot * SLOT_WORDS + SEQUENCE])
         at, self._written = slot * SLOT_WORDS, self._written + 1
         words = self._slots
+        # The slot is invalid while it is being written.
         words[at + SEQUENCE] = 0
         words[at + GENERATION], words[at + OFFSET], words[at + NBYTES] = generation, self.offset(memory), len(text)
+        # The text counts from here on. Until then the other slot does.
         words[at + SEQUENCE] = self._written
         self._texts[slot] = memory
 
     def attempt(self, generation: int) -> None:
-        """Drop what an earlier attempt to begin that generation has published for it."""
+        """Drop what an earlier attempt to begin this generation has published."""
         for at in range(0, SLOTS * SLOT_WORDS, SLOT_WORDS):
             if self._slots[at + GENERATION] >= generation:
                 self._slots[at + SEQUENCE] = 0
 
 
 def read_ledger(segment: NDArray[np.uint8], region: Region, generation: int) -> LedgerText | None:
-    """Return what the owner of a segment had when the last generation before `generation` was over; its header lies in
-    `region`."""
+    """Return what the owner of a segment had at the end of the last generation before `generation`, or None.
+
+    The ledger's header lies in `region`.
+    """
     header = segment[region.offset : region.offset + 8 * SLOTS * SLOT_WORDS].view(np.uint64).reshape(SLOTS, SLOT_WORDS)
     texts = [slot for slot in header.tolist() if slot[SEQUENCE] and slot[GENERATION] < generation]
     if not texts:
@@ -124,7 +131,7 @@ def read_ledger(segment: NDArray[np.uint8], region: Region, generation: int) -> 
 
 
 def undo_of(segment: NDArray[np.uint8], entry: LedgerEntry) -> Undo:
-    """Return the memory of a unit, in a segment that is mapped here."""
+    """Return the undo copy of a unit in a mapped segment."""
     size = entry.stop - entry.start
 
     def view(offset: int, count: int, dtype: np.dtype) -> Array:
@@ -138,7 +145,7 @@ def undo_of(segment: NDArray[np.uint8], entry: LedgerEntry) -> Undo:
 
 
 def told_pushes(segment: NDArray[np.uint8], entry: LedgerEntry) -> Sequence[int]:
-    """Return how many pushes of each contributor the server has told of."""
+    """Return the number of each contributor's pushes that the server has announced in the unit's words."""
     words = segment[entry.words : entry.words + 8 * (1 + len(entry.contributors))].view(np.uint64)
     return [int(word) for word in words[1:]]
 
@@ -147,32 +154,38 @@ T = TypeVar("T")
 
 
 class LastGeneration(Generic[T]):
-    """A value as it was when the last generation was over, while attempts are made to begin the next one."""
+    """A value as it was at the end of the last generation, for all attempts to begin the next one."""
 
     def __init__(self) -> None:
         self._value: T | None = None
         self._generation = -1
 
     def before(self, generation: int, now: T) -> T:
-        """Return what this rank had before the first attempt to begin that generation, which is what it has `now` if
-        this is it."""
+        """Return the value from before the first attempt to begin this generation.
+
+        In the first attempt that is `now`.
+        """
         if generation > self._generation or self._value is None:
             self._value, self._generation = now, generation
         return self._value
 
     def forget(self) -> None:
-        """Let go what was before, as the next generation has begun."""
+        """Drop the value, because the next generation has begun."""
         self._value = None
 
 
 class NodeMemory:
-    """The memory of the servers of one generation, by their ranks; of those that share this node and keep a ledger."""
+    """The mapped memory of those servers of one generation that share this node and keep a ledger.
+
+    Args:
+        regions: Rank of a server -> where its ledger lies.
+    """
 
     def __init__(self, regions: Mapping[int, Region] | None = None) -> None:
+        # rank of a server -> its segment, and where its ledger lies in it
         self._mapped: dict[int, tuple[NDArray[np.uint8], Region]] = {}
-        """Of each server its segment, and where its ledger lies."""
+        # rank of a server -> the file with the rows of its tables
         self._files: dict[int, SparseFile] = {}
-        """Of each server the file with the rows of its tables."""
         for rank, region in (regions or {}).items():
             try:
                 segment = arena.segment(region)
@@ -181,22 +194,24 @@ class NodeMemory:
                 if inode:
                     self._files[rank] = SparseFile.opened(Region(region.pid, fd, inode, 0, 0))
                 self._mapped[rank] = segment, region
-            except CollectiveError:  # another container: MPI shares memory there, we cannot
+            except CollectiveError:
+                # The server is in another container: MPI can share memory with it, but we cannot map it.
                 continue
         self._books: dict[tuple[int, int], LedgerText | None] = {}
 
     @property
     def ranks(self) -> list[int]:
-        """Return the servers whose memory is here."""
+        """The servers whose memory is mapped."""
         return list(self._mapped)
 
     def shelves(self, layout: Layout, generation: int) -> list[Shelf]:
-        """Return what dead servers of this node had when `generation` is to begin, on the lowest rank left there."""
+        """Return what dead servers of this node had, if this is the lowest rank left on the node."""
         before = layout.before
         if before is None:
             return []
         found = []
         for rank in self._mapped:
+            # the lowest rank that is left on the node of the server
             here = min(old for old in before.origin if before.nodes[old] == before.nodes[rank])
             if rank in before.lost and here == before.origin[layout.rank]:
                 book = self._book(rank, generation)
@@ -210,13 +225,13 @@ class NodeMemory:
         return found
 
     def journal(self, owner: int, table: str, generation: int) -> Journal:
-        """Return what a table of a server has whose memory is here."""
+        """Return the journal of a table of a server whose memory is mapped."""
         book = self._book(owner, generation)
         assert book is not None
         return attached(self._files[owner], next(entry for entry in book.tables if entry.card.table == table))
 
     def arrays_of(self, owner: int, index: int, before: bool, generation: int) -> list[Array]:
-        """Return values and state of a unit of a server whose memory is here; `before`: as they were a round before."""
+        """Return values and state of a unit of a mapped server. `before`: as of the round before the newest."""
         book = self._book(owner, generation)
         assert book is not None
         return undo_of(self._mapped[owner][0], book.units[index]).arrays_at(before)
@@ -234,6 +249,7 @@ class NodeMemory:
             standings = undo.standings()
             counts = undo.pushes(told_pushes(segment, entry)) if asynchronous else []
             if asynchronous:
+                # In an asynchronous store the round of a unit is the largest number of pushes of any contributor.
                 standings = [(max(counts, default=0), standings[0][1])]
             states = [dtype for dtype, _, _ in entry.arrays[1:]]
             pushes = list(zip(entry.contributors, counts))
@@ -242,7 +258,10 @@ class NodeMemory:
 
 
 class UnitMemory:
-    """The memory of a server's units. With a `ledger` the store survives deaths: each unit has an undo copy."""
+    """The memory of a server's units.
+
+    If there is a `ledger`, the store survives deaths, and each unit has an undo copy.
+    """
 
     def __init__(self, ledger: Ledger | None) -> None:
         self.ledger = ledger
@@ -250,8 +269,11 @@ class UnitMemory:
     def make(
         self, cards: Sequence[UnitCard], groups: Groups, adopted: Mapping[int, Unit] | None = None
     ) -> tuple[list[Unit], Created]:
-        """Return units for these cards, at round 0, in their order, and where workers find them. `adopted`: old units,
-        by new numbers, of which values and state stay where they are."""
+        """Make units at round 0 for these cards, in their order. Also return where workers find them.
+
+        Args:
+            adopted: New number of a unit -> an old unit, whose values and state stay where they are.
+        """
         adopted = adopted or {}
         fresh = [card for card in cards if card.number not in adopted]
         itemsizes = [frames.dtype_of(card.dtype).itemsize for card in fresh]
@@ -276,7 +298,8 @@ class UnitMemory:
                     kept = undo.new(stored, card.row_elements, states, journal)
             else:
                 stored, was = old.stored, old.undo
-                if was is not None:  # with words of its own: the old ones stay true until the next generation begins
+                # It gets words of its own, because the old ones must stay true until the next generation begins.
+                if was is not None:
                     kept = Undo(was.arrays, was.copies, journal, was.rows, was.row_elements)
             unit = (Unit if kept is None else SurvivingUnit)(
                 card.number,
@@ -296,7 +319,7 @@ class UnitMemory:
     def publish(
         self, units: Iterable[Unit], settings: bytes, generation: int, tables: Sequence[TableEntry] = ()
     ) -> None:
-        """Tell those who outlive this server what it has, from that generation on."""
+        """Write into the ledger what this server has from `generation` on."""
         if self.ledger is None:
             return
         offset = self.ledger.offset
@@ -326,7 +349,7 @@ class UnitMemory:
 
 
 def holding_of_unit(unit: Unit, asynchronous: bool) -> Holding:
-    """Return what a living server has of a unit."""
+    """Describe a unit of a living server."""
     stop = unit.start + unit.stored.size
     if unit.undo is not None and not asynchronous:
         standings = unit.undo.standings()
@@ -339,7 +362,7 @@ def holding_of_unit(unit: Unit, asynchronous: bool) -> Holding:
 
 
 def arrays_of_unit(unit: Unit, before: bool) -> list[Array]:
-    """Return values and state of a living server's unit; `before`: as they were a round before."""
+    """Return values and state of a living server's unit. `before`: as of the round before the newest."""
     if unit.undo is not None:
         return unit.undo.arrays_at(before)
     return [unit.stored, *(unit.state or ())]
@@ -352,19 +375,19 @@ def _zeros(count: int) -> Array:
 
 
 class SurvivingUnit(Unit):
-    """A unit with an undo copy. Its values and state lie in the memory of that, which outlives the process."""
+    """A unit with an undo copy. Its values and state lie in memory that outlives the process."""
 
     undo: Undo
 
     def open_write(self, start: int = 0, stop: int = 0) -> None:
-        """Also keep the round before, from here on."""
+        """Begin to write a round, and keep the round before. Elements [start, stop) are written first."""
         super().open_write()
         self.undo.open()
         if start < stop:
             self.undo.keep_old(start, stop)
 
     def pass_round(self) -> None:
-        """The round before is what is stored."""
+        """Begin a round that changes no values."""
         self.undo.open()
 
     def keep_old(self, start: int, stop: int) -> None:
@@ -372,7 +395,7 @@ class SurvivingUnit(Unit):
         self.undo.keep_old(start, stop)
 
     def keep_old_rows(self, parts: Sequence[RowSparse]) -> Sequence[RowSparse]:
-        """Copy rows that are about to be written; return the sum, in which each comes once."""
+        """Copy rows that are about to be written. Return the sum of `parts`, in which no row repeats."""
         total = sum_of(parts)
         self.undo.keep_old_rows(total.rows)
         return [total]
@@ -382,31 +405,31 @@ class SurvivingUnit(Unit):
         self.go_back_to(self.undo.undo()[1])
 
     def go_back_to(self, step: int | None) -> None:
-        """Stand at this step of the optimizer, as what is stored does; None: it has no state yet."""
+        """Set the optimizer's step to that of the stored values. None: there is no state yet."""
         self.state, self.step = (None, 0) if step is None else (self.undo.state, step)
 
     def set_optimizer(self, optimizer: Optimizer | None) -> None:
-        """Also take memory for its state."""
+        """Set the optimizer, with memory for its state that outlives the process."""
         super().set_optimizer(optimizer)
         self.undo = with_state(self.undo, state_dtypes(optimizer, self.stored.dtype))
 
     def begin_state(self, state: State) -> None:
-        """Put it into the memory that outlives the process."""
+        """Begin with this state, in memory that outlives the process."""
         super().begin_state(self._in_its_memory(state))
 
     def put_state(self, state: State | None, step: int) -> None:
-        """Take another state; a server that is killed meanwhile has none."""
+        """Replace the state. If the server is killed meanwhile, the unit has none."""
         self.undo.note_state(None)
         super().put_state(None if state is None else self._in_its_memory(state), step)
         self.undo.note_state(None if state is None else step)
 
     def note_overwrite(self, torn: bool) -> None:
-        """Also say so to those who outlive this server."""
+        """Note an overwrite from outside, also in memory that outlives the process."""
         super().note_overwrite(torn)
         self.undo.note_overwrite(torn)
 
     def begin_at(self, round_: int, pushes: Sequence[int] | None, state: State | None, step: int, torn: bool) -> None:
-        """Also say so to those who outlive this server."""
+        """Begin a generation at this round, and note it in memory that outlives the process."""
         super().begin_at(round_, pushes, state, step, torn)
         self.undo.begin_at(round_ if pushes is None else 0, self.stands_at, torn)
 

@@ -1,8 +1,8 @@
 """A server's mirror: a second copy of each of its units, on a server of another node.
 
-A unit that has changed goes to the mirror, whole, and nothing is written to it before it is there. The mirror keeps the
-last two complete versions of each unit. The older one's memory is that of the next one. So what is cut off while it
-comes leaves a whole version. Rows of tables have a way of their own (`tables.mirror`).
+A unit that has changed is sent to the mirror as a whole, and is not written again before it has arrived there. The
+mirror keeps the last two complete versions of each unit, and receives the next one into the memory of the older. So if
+a version arrives only in part, a complete one is left. Rows of tables have a mirror of their own (`tables.mirror`).
 """
 
 from __future__ import annotations
@@ -31,47 +31,51 @@ from mpips.store.transport.pending import cut_bytes
 from mpips.tables.mirror import MirroredTables, RowMirror
 
 VERSIONS = 2
+# on the servers' communicator: of messages between mirrors, and of the arrays of units
 TAG, DATA_TAG = 2, 3
-"""On the servers' communicator: of messages between mirrors, and of what units hold."""
 MESSAGE_BYTES = 4 << 20
+# A unit of at most this size is sent within the message that announces it.
 SMALL_BYTES = 1 << 14
-"""Of a unit that goes in the message that announces it."""
+# No further unit is sent while this many bytes are under way.
 UNDER_WAY_BYTES = 64 << 20
-"""At this many bytes under way no other unit goes."""
+# elements [start, stop) of a key
 UnitPlace = tuple[int | str, int, int]
-"""A unit: elements [start, stop) of a key."""
 
 
 # ---- messages between mirrors
 
 
 class VersionSent(msgspec.Struct, array_like=True, tag=0):
-    """A version of a unit, which comes with this, or in messages behind it."""
+    """Message: a version of a unit follows, or is in here.
+
+    Attributes:
+        number: The number of this version, by which the mirror acknowledges it.
+        unit: Its newest standing is this version's. If it has another standing, the version of the round before can
+            still be used.
+        dtypes: Dtypes of values and state.
+        data: Values and state if they are small, else empty.
+    """
 
     number: int
-    """Of this version; the mirror names it when it has all."""
     unit: Holding
-    """Its newest standing is this version's. Where it has another, the version of the round before may still be had."""
     dtypes: list[str]
-    """Of values and state."""
     data: list[bytes]
-    """Values and state, where they are small; else nothing."""
 
 
 class VersionsKept(msgspec.Struct, array_like=True, tag=1):
-    """The versions that the mirror has."""
+    """Message: the mirror has these versions."""
 
     numbers: list[int]
 
 
 class UnitsGone(msgspec.Struct, array_like=True, tag=2):
-    """Units that nobody will use again."""
+    """Message: nobody will use these units again."""
 
     places: list[UnitPlace]
 
 
 class MirrorFilled(msgspec.Struct, array_like=True, tag=3):
-    """The mirror of the sender has all its units, if it needs one."""
+    """Message: the mirror of the sender has all its units, or the sender needs no mirror."""
 
 
 Message = Union[VersionSent, VersionsKept, UnitsGone, MirrorFilled]  # noqa: UP007 (msgspec reads it)
@@ -85,22 +89,23 @@ class MirroredUnit:
     """The last two versions of one unit."""
 
     def __init__(self) -> None:
+        # newest first
         self.versions: list[Version] = []
-        """The newest first."""
         self.torn = False
+        # the last generation in which a version has come
         self.generation = -1
-        """The last one in which a version has come."""
+        # memory of a version that was dropped, for the next one
         self._spare: list[Array] = []
 
     def allocate(self, sent: VersionSent) -> list[Array]:
-        """Return memory for a version that is about to come."""
+        """Return memory for a version that is about to come: that of the older one if it fits."""
         old, self._spare = self.versions.pop().arrays if len(self.versions) == VERSIONS else self._spare, []
         size = sent.unit.stop - sent.unit.start
         fits = [array.dtype.name for array in old] == sent.dtypes
         return old if fits else [np.empty(size, dtype_of(name)) for name in sent.dtypes]
 
     def add_version(self, sent: VersionSent, arrays: list[Array], generation: int) -> None:
-        """Keep a version, as all of it has come."""
+        """Keep a version that has arrived completely."""
         (round_, step), *before = sent.unit.standings
         old = self.versions[:1]
         if old and not (before and old[0].round == round_ - 1):
@@ -110,10 +115,13 @@ class MirroredUnit:
 
 
 class MirroredUnits:
-    """All that one server keeps for others, from generation to generation.
+    """All units that one server keeps as the mirror of others, from generation to generation.
 
-    When a generation begins, the copies of the one before stay until all servers have sent their units anew: nothing
-    that they stand for is changed before. `file`: where copies of tables lie.
+    When a generation begins, the copies of the last one stay until all servers have sent their units again. Until then
+    nothing is changed that they stand for.
+
+    Args:
+        file: Where copies of tables lie. None makes a file.
     """
 
     def __init__(self, file: SparseFile | None = None) -> None:
@@ -121,7 +129,7 @@ class MirroredUnits:
         self.tables = MirroredTables(SparseFile() if file is None else file)
 
     def of(self, place: UnitPlace) -> MirroredUnit:
-        """Return the copy of a unit."""
+        """Return the copy of a unit, an empty one if it is new."""
         return self._copies.setdefault(place, MirroredUnit())
 
     def forget(self, places: Iterable[UnitPlace]) -> None:
@@ -130,8 +138,11 @@ class MirroredUnits:
             self._copies.pop(place, None)
 
     def begin(self, rounds: Mapping[int | str, int] | None) -> None:
-        """Begin a generation in which keys stand at these rounds, where rounds count (not None): what is of another
-        one is not of its history."""
+        """Begin a generation in which keys stand at these rounds; None in an asynchronous store.
+
+        Versions of other rounds are dropped: the store may have gone back, and then they have pushes that no longer
+        count.
+        """
         for place, copy in list(self._copies.items()):
             if rounds is not None:
                 copy.versions = [one for one in copy.versions if one.round == rounds.get(place[0])]
@@ -139,12 +150,12 @@ class MirroredUnits:
                 del self._copies[place]
 
     def drop_before(self, generation: int) -> None:
-        """Drop what is older, as all servers have sent their units in this generation."""
+        """Drop copies of earlier generations, once all servers have sent their units in this one."""
         self._copies = {place: copy for place, copy in self._copies.items() if copy.generation >= generation}
         self.tables.drop_before(generation)
 
     def shelves(self, before: Before | None, rank: int) -> list[Shelf]:
-        """Return what is whole here, on the rank that this server had, where a server has died."""
+        """Return the complete copies, if a server has died. `rank` is the rank that this server had."""
         if before is None or not any(0 <= lost - before.num_workers < before.num_servers for lost in before.lost):
             return []
         units = []
@@ -156,18 +167,18 @@ class MirroredUnits:
         return [Shelf(copies_of(rank), False, b"", units, tables=tables)] if units or tables else []
 
     def arrays_of(self, index: int, before: bool) -> list[Array]:
-        """Return values and state of a unit on the shelf; `before`: as they were a round before."""
+        """Return values and state of a unit on the shelf. `before`: as of the round before the newest."""
         return self._whole()[index][1].versions[int(before)].arrays
 
     def _whole(self) -> list[tuple[UnitPlace, MirroredUnit]]:
         return [(place, copy) for place, copy in self._copies.items() if copy.versions]
 
 
-# ---- to the mirror, and from the servers of which this one is the mirror
+# ---- messages to the mirror, and from the servers that this one mirrors
 
 
 class UnderWay(NamedTuple):
-    """A version that the mirror has not said to have."""
+    """A version that the mirror has not acknowledged."""
 
     unit: Unit
     nbytes: int
@@ -175,7 +186,7 @@ class UnderWay(NamedTuple):
 
 
 class Coming(NamedTuple):
-    """A version that is not whole yet."""
+    """A version that has not arrived completely."""
 
     server: int
     sent: VersionSent
@@ -185,25 +196,29 @@ class Coming(NamedTuple):
 
 
 class Mirror(UnitMirror):
-    """The copies that one server sends to its mirror, and keeps as a mirror of others, in one generation."""
+    """The copies that one server sends to its mirror, and those that it keeps for others, in one generation."""
 
     def __init__(self, layout: Layout, copies: MirroredUnits, generation: int) -> None:
         assert layout.servers is not None
-        self._comm, self._copies, self._generation = layout.servers, copies, generation
+        self._comm = layout.servers
+        self._copies = copies
+        self._generation = generation
         self._asynchronous = layout.asynchronous
         nodes = [layout.nodes[layout.server_rank(server)] for server in range(layout.num_servers)]
         self._mine = layout.rank - layout.num_workers
+        # the server that mirrors this one; None if all share a node
         self._mirror = mirror_of(self._mine, nodes)
-        """The server that mirrors this one; None where all share a node."""
+        # servers whose units are not all with their mirror yet
         self._unfilled = set(range(layout.num_servers))
-        """Servers whose units are not all with their mirror yet."""
-        self._told = self._over = False
+        self._told = False
+        self._over = False
         self._due: deque[Unit] = deque()
+        # number of a version -> what was sent, in order
         self._under_way: dict[int, UnderWay] = {}
-        """By numbers of versions, in order."""
+        # number of a unit -> the version that the mirror must acknowledge; 0 if it is not sent yet
         self._latest: dict[int, int] = {}
-        """By numbers of units, the version that is to come; 0 where it is not sent yet."""
-        self._number = self._nbytes = 0
+        self._number = 0
+        self._nbytes = 0
         self._coming: list[Coming] = []
         self.tables = RowMirror(layout.servers, self._mirror, copies.tables, generation)
         if self._mirror is None and self._mine == 0:
@@ -211,18 +226,18 @@ class Mirror(UnitMirror):
 
     @property
     def quiet(self) -> bool:
-        """Return whether the mirror has everything."""
+        """True if the mirror has everything."""
         return not self._due and not self._under_way
 
     def changed(self, unit: Unit) -> None:
-        """Send what the unit holds, as it has changed. Nothing more is written to it until it is `mirrored`."""
+        """Send a unit that has changed. It must not be written again until it is `mirrored`."""
         if self._mirror is not None and not self._over and self._latest.get(unit.number) != 0:
             unit.mirrored = False
             self._latest[unit.number] = 0
             self._due.append(unit)
 
     def forget(self, units: Iterable[Unit]) -> None:
-        """Drop units that nobody will use again."""
+        """Drop units that nobody will use again, here and on the mirror."""
         if self._mirror is None:
             return
         gone = list(units)
@@ -234,8 +249,9 @@ class Mirror(UnitMirror):
         self._post(UnitsGone(places), self._mirror)
 
     def turn(self) -> bool:
-        """Take in what has come, and send what there is room for; return whether anything was done."""
+        """Take in what has come, and send what there is room for. Return True if anything was done."""
         worked = self._hear() | self.tables.turn()
+        # With nothing under way a unit is sent whatever its size.
         while self._due and (not self._nbytes or self._nbytes < UNDER_WAY_BYTES):
             self._send(self._due.popleft())
             worked = True
@@ -246,7 +262,10 @@ class Mirror(UnitMirror):
         return worked
 
     def stop(self) -> None:
-        """End with the generation: nobody waits for the mirror any more, and what is not whole here does not count."""
+        """End with the generation. Nothing waits for the mirror any more.
+
+        Versions that have arrived only in part do not count.
+        """
         self._hear()
         self.tables.stop()
         self._over = True
@@ -259,7 +278,7 @@ class Mirror(UnitMirror):
         self._coming.clear()
 
     def _post(self, message: Message, *servers: int) -> None:
-        """Send a message to servers, but to the dead. Does not block."""
+        """Send a message to servers, without blocking. Dead ones are skipped."""
         requests.tell(self._comm, msgspec.msgpack.encode(message), servers, TAG)
 
     def _hear(self) -> bool:
@@ -277,7 +296,7 @@ class Mirror(UnitMirror):
                 self._note_filled(server)
         return self._keep_whole() or worked
 
-    # ---- out
+    # ---- to the mirror
 
     def _send(self, unit: Unit) -> None:
         assert self._mirror is not None
@@ -307,6 +326,7 @@ class Mirror(UnitMirror):
                 continue
             self._nbytes -= sent.nbytes
             requests.keep(sent.requests)
+            # If not, the unit has changed again, and waits for a later version.
             if self._latest.get(sent.unit.number) == number:
                 del self._latest[sent.unit.number]
                 sent.unit.mirrored = True
@@ -317,10 +337,10 @@ class Mirror(UnitMirror):
         if not self._unfilled:
             self._copies.drop_before(self._generation)
 
-    # ---- in
+    # ---- from servers that this one mirrors
 
     def _receive(self, server: int, sent: VersionSent) -> None:
-        """Begin to take in a version."""
+        """Begin to receive a version."""
         copy = self._copies.of((sent.unit.key, sent.unit.start, sent.unit.stop))
         arrays = copy.allocate(sent)
         coming: list[MPI.Request] = []
@@ -340,13 +360,14 @@ class Mirror(UnitMirror):
         self._coming.append(Coming(server, sent, copy, arrays, coming))
 
     def _keep_whole(self) -> bool:
-        """Keep what is whole by now, and tell its servers; return whether anything is."""
+        """Keep the versions that are complete by now, and acknowledge them. Return True if there were any."""
         whole: dict[int, list[int]] = {}
         rest = []
         for coming in self._coming:
             try:
                 there = MPI.Request.Testall(coming.requests)
-            except MPI.Exception:  # the sender has died before
+            except MPI.Exception:
+                # the sender has died
                 requests.keep(coming.requests)
                 continue
             if not there:

@@ -1,14 +1,14 @@
 """Plan a recovery from what each rank holds: which pushes count, each key's round, who gives a unit to whom.
 
 Pure data and arithmetic. The last push of a killed worker counts if its round was complete when the generation ended
-(`server.loop` finishes such rounds), and that round is chosen.
+(`server.loop` finishes such rounds): then that round is chosen.
 
-Every rank brings an `Inventory`, and the same plan follows on every rank: `choose_rounds`, then `make_plan`. A round
-may have ended for some keys and not for others. Where all can be put back to one, none is lost and none counts twice:
-the training loop makes the others again.
+Every rank brings an `Inventory`. From all inventories every rank makes the same plan: `choose_rounds`, then
+`make_plan`. A round may have ended for some keys and not for others. If all can be put back to one round, none is lost
+and none counts twice: the training loop makes the pushes again.
 
-Without servers all workers have the same sums. So a worker that has completed a round has the right value and state:
-the lowest rank of those that have it gives them to those that have not. A worker that has just begun takes all.
+Without servers all workers have the same sums. So a worker that has completed a round has the right values and state:
+the lowest rank that has it gives them to the workers that do not. A worker that has just begun takes everything.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from mpips.store.transport import frames
 from mpips.store.transport.frames import Change, Created, UnitCard, dtype_of
 from mpips.tables.plan import TableHolding, TablePlan, known_to_users, plan_tables, rounds_of_tables
 
+# lost keys named in an error
 SHOWN = 4
 
 
@@ -43,47 +44,54 @@ SHOWN = 4
 
 
 class Holding(msgspec.Struct, array_like=True):
-    """One unit, a copy of it, or a replica: elements [start, stop) of a key, and the rounds at which they can be had.
+    """What one rank has of a unit: elements [start, stop) of a key, and the rounds at which they can be restored.
 
-    It is the one record of a unit: servers' own memory, that of dead servers, mirrors and replicas bring it alike.
+    The same record describes a server's own unit, that of a dead server, a mirror's copy, and a replica.
+
+    Attributes:
+        standings: The restorable rounds, newest first, each with the optimizer's step; None if there is no state yet.
+        torn: A change of the values has broken off. A torn replica cannot be restored whole; its one standing is what
+            is there.
+        states: Dtypes of the optimizer's state.
+        pushes: In an asynchronous store (contributor, number of its pushes in the unit).
     """
 
     key: int | str
     start: int
     stop: int
     standings: list[tuple[int, int | None]]
-    """The rounds at which it can be had, the newest first, each with the optimizer's step; None: no state yet."""
     torn: bool
-    """Whether a change of it has broken off. A torn replica cannot be had whole; its one standing is what is there."""
     states: list[str]
-    """Dtypes of the optimizer's state."""
     pushes: list[tuple[int, int]] = []
-    """In an asynchronous store, of each contributor how many of its pushes are in it."""
 
 
 class Shelf(msgspec.Struct, array_like=True):
-    """All units of one owner: a server, by its rank in the generation before, or a worker with replicas, by its rank.
+    """All units of one owner.
 
-    The copies that a server keeps of others' units as their mirror are another shelf.
+    An owner is a server, by its rank in the last generation, or in a store without servers a worker, by its rank. The
+    copies that a rank keeps as a mirror are a shelf of their own, with the owner `copies_of(rank)`.
+
+    Attributes:
+        live: The owner itself reports the shelf. False: it is dead, and another rank reads its memory.
+        settings: See `encode_settings`.
+        changes: Without servers the number of changes of settings that the owner has made.
     """
 
     owner: int
     live: bool
-    """Whether the owner itself says so."""
     settings: bytes
     units: list[Holding]
     changes: int = 0
-    """Without servers: how many changes of settings the owner has made."""
     tables: list[TableHolding] = []
 
     @property
     def is_copy(self) -> bool:
-        """Return whether these are copies."""
+        """True if a mirror keeps these units for others."""
         return self.owner < 0
 
 
 def copies_of(rank: int) -> int:
-    """Return the owner of the shelf with the copies that this rank keeps."""
+    """Return the owner number of the shelf with the copies that this rank keeps as a mirror."""
     return -1 - rank
 
 
@@ -96,30 +104,34 @@ class KeyCard(msgspec.Struct, array_like=True, frozen=True):
 
     @classmethod
     def of(cls, key: Key) -> KeyCard:
-        """Return the card of a key."""
         return cls(key.name, tuple(key.shape), key.dtype.name)
 
 
 class Inventory(msgspec.Struct, array_like=True):
-    """All that one rank brings to the beginning of a generation."""
+    """All that one rank brings into a recovery.
+
+    Attributes:
+        shelves: What it has, and what it can read of dead servers.
+        mapped: Servers of the last generation whose memory it has mapped.
+        keys: The keys it knows; None unless it was a worker before.
+        local: On a worker: all servers are on its node.
+        shared_cores: Processes of its node share cores.
+        tables: On a rank that was a worker before: the tables it knows.
+        changes: On a worker of a store with servers: how many changes of settings it has begun, how many it has made,
+            and the last one.
+    """
 
     shelves: list[Shelf] = []
     mapped: list[int] = []
-    """Servers of the generation before whose memory it has mapped."""
     keys: list[KeyCard] | None = None
-    """On a worker that was one before."""
     local: bool = True
-    """On a worker: whether all servers share its node."""
     shared_cores: bool = False
-    """Whether processes of its node share cores."""
     tables: list[frames.MakeTable] = []
-    """On such a worker: those that it knows."""
     changes: tuple[int, int, bytes] = (0, 0, b"")
-    """On a worker of servers: how many changes of settings it has begun, how many it has made, and the last one."""
 
 
 def common_keys(inventories: Sequence[Inventory]) -> list[KeyCard]:
-    """Return the keys that all workers know alike which were workers before, in the order of the first of them."""
+    """Return the keys that all former workers know alike, in the order of the first of these workers."""
     lists = [one.keys for one in inventories if one.keys is not None]
     if not lists:
         return []
@@ -128,7 +140,7 @@ def common_keys(inventories: Sequence[Inventory]) -> list[KeyCard]:
 
 
 def dtype_names(arrays: Sequence[Any]) -> list[str]:
-    """Return the dtypes of arrays as messages hold them."""
+    """Return the names of arrays' dtypes, for messages."""
     return [np.asarray(array).dtype.name for array in arrays]
 
 
@@ -139,7 +151,7 @@ class _Settings(msgspec.Struct, array_like=True):
 
 
 def encode_settings(groups: Groups, compressor: Compressor | None) -> bytes:
-    """Return optimizers and compression as bytes, for a ledger and for other ranks."""
+    """Encode optimizers and compression, for a ledger and for other ranks."""
     own = [(name, encode(one)) for name, one in groups.own.items()]
     default = None if groups.default is None else encode(groups.default)
     chosen = None if compressor is None else compression.options(compressor)
@@ -147,7 +159,7 @@ def encode_settings(groups: Groups, compressor: Compressor | None) -> bytes:
 
 
 def decode_settings(data: bytes) -> tuple[Groups, Compressor | None]:
-    """Return what `encode_settings` was given."""
+    """Decode what `encode_settings` wrote."""
     found = msgspec.msgpack.decode(data, type=_Settings)
     default = None if found.default is None else decode(found.default)
     groups = Groups(default, {name: decode(one) for name, one in found.own})
@@ -158,9 +170,13 @@ def decode_settings(data: bytes) -> tuple[Groups, Compressor | None]:
 
 
 class Part(NamedTuple):
-    """Say which elements [start, stop) of a key come from one unit, or from a copy of it.
+    """Elements [start, stop) of a key that are taken from one unit.
 
-    `unit`: its place on the shelf of the `owner`. `before`: as it was a round before."""
+    Attributes:
+        owner: The owner of the unit's shelf.
+        unit: Its index on the shelf.
+        before: Take it as of the round before its newest.
+    """
 
     owner: int
     unit: int
@@ -178,19 +194,28 @@ class KeyChoice(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """All keys in the next generation: at one step of training where they could be put there. `lost`: keys of which
-    something is nowhere."""
+    """The rounds of all keys and tables in the next generation.
+
+    Attributes:
+        step: The round at which all of them stand; None if they differ.
+        lost: Keys and tables of which a part is nowhere.
+        tables: The rounds of tables; None: each server's newest.
+    """
 
     keys: dict[Name, KeyChoice]
     step: int | None
     lost: list[Name]
     tables: Mapping[Name, int | None]
-    """The rounds of tables; None: each server's newest."""
 
 
 class Transfer(NamedTuple):
-    """Elements [start, stop) of a key become part of a new unit: those of `part`, which the rank `holder` has.
-    `sent`: they go as messages, as the server cannot map them."""
+    """Elements [start, stop) of a key that become part of a new unit.
+
+    Attributes:
+        part: Where they come from.
+        holder: The rank that can read them.
+        sent: The holder sends them in messages. False: the new server reads them itself.
+    """
 
     part: Part
     start: int
@@ -200,7 +225,12 @@ class Transfer(NamedTuple):
 
 
 class UnitPlan(NamedTuple):
-    """A new unit: on which rank, and from what. `adopted`: the whole unit is one that the server has already."""
+    """A new unit, its server's rank, and where its values come from.
+
+    Attributes:
+        adopted: The server has the whole unit already, and keeps its memory.
+        pushes: In an asynchronous store the number of each contributor's pushes in it.
+    """
 
     server: int
     card: UnitCard
@@ -209,41 +239,48 @@ class UnitPlan(NamedTuple):
     adopted: bool
     transfers: list[Transfer]
     pushes: list[int] | None
-    """In an asynchronous store, of each contributor how many of its pushes are in it."""
 
 
 class ReplicaPlan(NamedTuple):
-    """A key of a store without servers: at which round and step it stands, and the worker `root` that gives it."""
+    """A key in a store without servers.
+
+    Attributes:
+        root: The worker that gives it to the others.
+        step: The optimizer's step; None if there is no state yet.
+        states: Dtypes of the optimizer's state.
+        holders: The workers that have it at this round already.
+        everybody: All workers have it, and nothing has to travel.
+    """
 
     root: int
     round: int
     step: int | None
-    """The optimizer's; None: it has no state yet."""
     states: list[str]
     holders: list[int]
-    """Workers that have it so; the others take it."""
     everybody: bool
-    """Whether all workers are holders, and nothing has to travel."""
 
 
 @dataclass
 class RecoveryPlan:
-    """The next generation, as it follows from what all ranks have said. The same on every rank."""
+    """The next generation, as computed from the inventories of all ranks. It is the same on every rank, but for `rank`.
+
+    Attributes:
+        cards: The units of each server; `units` lists them in the same order.
+        replicas: In a store without servers what `units` is in others.
+        rank: The rank that has made this plan.
+        holdings: Owner of a shelf -> its units.
+    """
 
     inventories: Sequence[Inventory]
     choice: Choice
     keys: list[Key] = field(default_factory=list)
     cutting: Cutting | None = None
     cards: Cards = field(default_factory=dict)
-    """The units of each server; `units` has them in the same order."""
     units: list[UnitPlan] = field(default_factory=list)
     replicas: dict[Name, ReplicaPlan] = field(default_factory=dict)
-    """In the place of units where no servers are."""
     tables: list[TablePlan] = field(default_factory=list)
     rank: int = 0
-    """Of the one that has made this plan; all else is the same on all."""
     holdings: dict[int, list[Holding]] = field(default_factory=dict)
-    """By the ranks that old servers had; copies of a server, by -1 - its rank."""
 
     def holding(self, transfer: Transfer) -> Holding:
         """Return the old unit that a transfer takes from."""
@@ -251,7 +288,10 @@ class RecoveryPlan:
 
     @property
     def rounds(self) -> Rounds:
-        """At which round keys stand; in an asynchronous store, how many pushes of this worker are in them."""
+        """The rounds at which keys and tables stand.
+
+        In an asynchronous store, the number of this worker's pushes that are in them.
+        """
         rounds = Rounds({key.name: key.round for key in self.keys})
         torn = [name for name, chosen in self.choice.keys.items() if chosen.torn]
         for table in known_to_users(self.tables):
@@ -265,26 +305,33 @@ class RecoveryPlan:
 
     @property
     def best_settings(self) -> Shelf | None:
-        """The shelf whose settings count: of the owner that has made most changes, the lowest of these."""
+        """The shelf whose settings count: that of the owner with the most changes, and of these the lowest."""
         own = [shelf for one in self.inventories for shelf in one.shelves if not shelf.is_copy]
         return max(own, key=lambda shelf: (shelf.changes, -shelf.owner), default=None)
 
     def settings(self) -> tuple[Groups, Compressor | None]:
-        """Return optimizers and compression, before `change`."""
+        """Return optimizers and compression as they were before `change`."""
         shelf = self.best_settings
         return (Groups(), None) if shelf is None else decode_settings(shelf.settings)
 
     @property
     def change(self) -> Change | None:
-        """A change of settings that no worker knows to be made everywhere: servers make it once more."""
+        """The last change of settings that was begun, if no worker knows that it is complete, else None.
+
+        Servers make it again.
+        """
         begun, _, last = self._last_change()
         if not last or max(one.changes[1] for one in self.inventories) >= begun:
             return None
         return frames.decode_request(last)  # type: ignore[return-value]
 
     def settings_after(self, refusals: Sequence[str]) -> tuple[Groups, Compressor | None, tuple[int, int, bytes]]:
-        """Return settings with that change, if the servers have not refused it; and how many changes workers have begun
-        and made, with the last one."""
+        """Return optimizers and compression after `change`, unless the servers have refused it.
+
+        Also return the numbers of changes begun and made, and the last one, as in `Inventory.changes`.
+
+        Raises CollectiveError if some servers have refused it and others have not.
+        """
         groups, compressor = self.settings()
         begun, made, last = self._last_change()
         change = self.change
@@ -308,8 +355,12 @@ class RecoveryPlan:
 
 
 class Placed(msgspec.Struct, array_like=True):
-    """A server's word to all when it is filled; of other ranks nothing. It says where its units lie, and why it refuses
-    the change of settings that the end of the generation interrupted."""
+    """A server's message to all once its units are filled. Other ranks send an empty one.
+
+    Attributes:
+        where: Where its units lie.
+        refusal: Why it refuses the change of settings that was interrupted by the end of the generation, or "".
+    """
 
     where: Created | None = None
     refusal: str = ""
@@ -317,17 +368,20 @@ class Placed(msgspec.Struct, array_like=True):
 
 # ---- the choice of rounds
 
+# a shelf, the index of a unit of a key on it, and this unit
 Candidate = tuple[Shelf, int, Holding]
-"""A unit of a key, and its place on a shelf."""
 
 
 def choose_rounds(
     inventories: Sequence[Inventory], synchronous: bool, replicas: bool = False, servers: int = 0
 ) -> Choice:
-    """Return the round of each key and table that all workers know, and from whose memory a key comes. `servers`: of
-    the generation before, each of which has rows of every table.
+    """Choose the round of each key and table that all workers know, and from whose memory each key comes.
 
-    A torn key is one of which no whole round is there. `replicas`: without servers, where a torn one is not whole.
+    A key is torn if no whole round of it can be restored.
+
+    Args:
+        replicas: The store has no servers. A torn replica is then not whole.
+        servers: Number of servers in the last generation. Each of them has rows of every table.
     """
     sizes = {card.name: prod(card.shape) for card in common_keys(inventories)}
     found = _candidates(sizes, [shelf for one in inventories for shelf in one.shelves])
@@ -356,11 +410,14 @@ def choose_rounds(
 
 
 def common_round(available: Mapping[Name, Collection[int]], synchronous: bool) -> tuple[dict[Name, int], int | None]:
-    """Return the round of each key, and that of all of them together, if there is one. `available`: the rounds at which
-    each key can be had whole, one at least.
+    """Choose the round of each key. Also return the round of all keys together, or None if they differ.
 
-    In a synchronous store all keys stand at one round where they can: the lowest of their newest ones. Keys that were
-    never pushed do not hinder that. Else each stands at its own newest.
+    In a synchronous store all keys stand at one round if they can: the lowest of their newest rounds. If keys that were
+    never pushed prevent that, they are left out and stay at round 0. If it is still not possible, and in an
+    asynchronous store, each key stands at its own newest round.
+
+    Args:
+        available: For each key the rounds at which it can be restored whole, at least one.
     """
     newest = {name: max(rounds) for name, rounds in available.items()}
     for names in (list(newest), [name for name, round_ in newest.items() if round_]):
@@ -371,7 +428,7 @@ def common_round(available: Mapping[Name, Collection[int]], synchronous: bool) -
 
 
 def _candidates(sizes: Mapping[Name, int], shelves: Sequence[Shelf]) -> dict[Name, list[Candidate]]:
-    """Return the units of each key: copies of mirrors only where servers' own memory is not all there."""
+    """Return the units of each key. Copies of mirrors are among them only if servers' own memory does not suffice."""
     own: dict[Name, list[Candidate]] = {name: [] for name in sizes}
     copies: dict[Name, list[Candidate]] = {name: [] for name in sizes}
     for shelf in shelves:
@@ -385,18 +442,21 @@ def _candidates(sizes: Mapping[Name, int], shelves: Sequence[Shelf]) -> dict[Nam
 
 
 def _whole_rounds(size: int, candidates: Sequence[Candidate]) -> list[int]:
-    """Return the rounds at which a key can be had whole."""
+    """Return the rounds at which a key can be restored whole."""
     rounds = {round_ for _, _, holding in candidates for round_, _ in holding.standings}
     return [round_ for round_ in rounds if _cover(size, candidates, round_) is not None]
 
 
+# Units with a larger value are preferred: its owner lives, it is not a mirror's copy, number of the owner's changes of
+# settings, its round.
 Goodness = tuple[bool, bool, int, int]
-"""Of a unit that may be taken: its owner lives, it is not a copy, its owner's changes of settings, it is new."""
 
 
 def _cover(size: int, candidates: Sequence[Candidate], round_: int | None) -> list[Part] | None:
-    """Return units that make up a whole key at this round, or, where None, each at its newest; None where they do
-    not."""
+    """Choose units that make up a whole key at this round. Return None if they do not.
+
+    `round_` None takes each unit at its newest round.
+    """
     fit = sorted(_at_round(candidates, round_), key=lambda each: (each[0].start, each[0].stop))
     if not size:
         return [max(fit, key=lambda each: each[1])[0]] if fit else None
@@ -413,7 +473,7 @@ def _cover(size: int, candidates: Sequence[Candidate], round_: int | None) -> li
 
 
 def _at_round(candidates: Sequence[Candidate], round_: int | None) -> Iterable[tuple[Part, Goodness]]:
-    """Yield each unit that can stand at this round, and how good it is."""
+    """Yield each unit that can be restored at this round, with its goodness."""
     for shelf, index, holding in candidates:
         for number, (standing, _) in enumerate(holding.standings[: 1 if round_ is None else None]):
             if round_ is None or standing == round_:
@@ -427,8 +487,12 @@ def _at_round(candidates: Sequence[Candidate], round_: int | None) -> Iterable[t
 def make_plan(
     layout: Layout, inventories: Sequence[Inventory], choice: Choice, lines: Sequence[Any] = ()
 ) -> RecoveryPlan:
-    """Return the plan. `inventories`: by rank. `lines`: to the servers; on a server None. LostError where a key is
-    lost."""
+    """Make the plan. Raises LostError if a part of any key or table is lost.
+
+    Args:
+        inventories: One for each rank, in order.
+        lines: A worker's lines to the servers. On other ranks None for each server.
+    """
     if choice.lost:
         names = ", ".join(map(repr, choice.lost[:SHOWN])) + ", ..." * (len(choice.lost) > SHOWN)
         raise LostError(
@@ -459,8 +523,10 @@ def _plan_replicas(layout: Layout, inventories: Sequence[Inventory], choice: Cho
 
 
 def _replica_stand(shelf: Shelf, name: Name, chosen: KeyChoice) -> tuple[int, int | None, list[str]] | None:
-    """Return changes of settings, optimizer's step and state with which an owner has a key at the chosen round; None
-    where it has not."""
+    """Return (changes of settings, optimizer's step, dtypes of state) that an owner has of a key at the chosen round.
+
+    None if the owner does not have the key at this round.
+    """
     for holding in shelf.units:
         for round_, step in holding.standings if holding.key == name else ():
             if round_ == chosen.round and holding.torn == chosen.torn:
@@ -524,7 +590,7 @@ def _plan_unit(
 
 
 def _parts_by_server(layout: Layout, chosen: KeyChoice) -> list[tuple[int, Interval]]:
-    """Return where a key lay before, by servers; what lies side by side on a server as one."""
+    """Return which part of a key each server had before. Adjacent parts on a server are joined."""
     first = layout.num_workers if layout.before is None else layout.before.num_workers
     found: list[tuple[int, Interval]] = []
     for part in chosen.parts:
@@ -536,9 +602,10 @@ def _parts_by_server(layout: Layout, chosen: KeyChoice) -> list[tuple[int, Inter
 
 
 def _keys_stay(layout: Layout, chosen: Mapping[Name, KeyChoice]) -> bool:
-    """Return whether each key stays on the servers, by their number, that it was on.
+    """True if each key stays on the servers that had it, by their numbers.
 
-    It does not where a server has gone, or a mirror's copy is used."""
+    False if the number of servers has changed, or a mirror's copy is used.
+    """
     before = layout.before
     if before is None:
         return True
@@ -551,10 +618,10 @@ def _keys_stay(layout: Layout, chosen: Mapping[Name, KeyChoice]) -> bool:
 def _count_pushes(
     layout: Layout, chosen: Mapping[Name, KeyChoice], shelves: Mapping[int, Shelf]
 ) -> dict[Name, list[int]]:
-    """Return for each key how many pushes count of each worker, or of its client, in an asynchronous store.
+    """Return for each key the number of pushes that count of each worker, or of its client, in an asynchronous store.
 
-    Of a push that was under way some shards may have it: it counts. A worker by which the store has grown begins with
-    the slowest.
+    A push that was under way may have reached only some shards. It counts. A worker by which the store has grown begins
+    with the count of the slowest.
     """
     before, found = layout.before, {}
     assert before is not None

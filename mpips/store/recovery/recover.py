@@ -1,23 +1,26 @@
 """`recover()`: how a store goes on after a failure or a death, and how a dead server's shard comes back.
 
-The next generation begins with all ranks that are left, or with none:
+The next generation begins with all ranks that are left, or not at all:
 
-    1 agree who is left         `renew`: all that live say that they go on, and take roles (`membership`)
-    2 gather what each holds    `Member.take_inventory`, and one exchange of what `plan` calls an inventory
-    3 choose the round          `plan.choose_rounds`: one for all keys, if it can be had
+    1 agree who is left         `renew`: all ranks that live say that they go on, and get roles (`membership`)
+    2 gather what each holds    `Member.take_inventory`, then all ranks exchange their inventories
+    3 choose the round          `plan.choose_rounds`: one for all keys, if it can be restored
     4 plan                      `plan.make_plan`: pure data, the same on every rank
     5 transfer                  `Member.transfer`: bytes go where the plan says (`UnitTransfer`)
     6 rebuild                   `Member.rebuild`: lines, keys and units of the new generation
-    7 begin the generation      all agree that all have come through; else all is put back, and tried again
+    7 begin the generation      all agree that all have finished; if not, all put everything back and try again
 
-A dead server's shard comes back like this. All ranks of its node have its memory mapped, and a ledger in it says what
-lies where (`memory`). In step 2 the lowest rank that is left on the node says what the dead server had, and at which
-rounds. In step 4 the plan names that rank as the holder of these units, and cuts them for the servers of now. In step 5
-a server that has the memory mapped copies them; to another one the holder sends them. Where the whole node is lost, the
-copies of its mirror take their place (`mirror`). Without servers each worker has all, and gives it (`ReplicaPlan`).
+How a dead server's shard comes back: all ranks of its node have its memory mapped, and a ledger in that memory says
+what lies where (`memory`). In step 2 the lowest rank left on the node reports what the dead server had and at which
+rounds. In step 4 the plan names that rank as the holder of these units, and cuts them for the present servers. In step
+5 a server that has the memory mapped copies them itself; to other servers the holder sends them.
+
+If the whole node is lost, the copies of its mirror are used instead (`mirror`). In a store without servers every worker
+has everything, and one of them gives it to the others (`ReplicaPlan`).
 
 A process may die at any moment, also while the others make new communicators, which blocks in MPI. So a thread watches
-(`collectives.fabric.failure.Making`), and at the end all agree, uniformly, whether everybody has come through.
+for deaths meanwhile (`collectives.fabric.failure.Making`), and at the end MPI's uniform agreement tells all ranks alike
+whether everybody has finished.
 """
 
 from __future__ import annotations
@@ -66,22 +69,32 @@ from mpips.tables.transfer import NewRows, RowTransfer
 T = TypeVar("T")
 WHAT = "recover"
 SLEEP_SECONDS = 0.01
+# of messages with old values, on the store's communicator
 TAG = 5
-"""Of messages with old values, on the store's communicator."""
 MESSAGE_BYTES = 64 << 20
 LOG = log.get("mpips.store")
+# The outcome of an attempt. MPI_Comm_agree takes the AND of all ranks' outcomes, so the worst wins: FAILED (raise),
+# then DIED (try again), then DONE.
 DONE, DIED, FAILED = 0b11, 0b10, 0b00
-"""How an attempt has ended. Of all ranks' words the bits that all have count."""
 
 
 def recover(
     generation: Generation, join: Callable[[], Member[T]], known: Container[Name] = (), grow: bool = False
 ) -> tuple[Member[T], T] | None:
-    """Begin the next generation of a store with what is left; return this rank's member, and what it is then.
+    """Begin the next generation of a store with what is left.
 
-    `join` returns the member, when this rank knows its role. `known`: this worker's keys whose `init` is over. `grow`:
-    spares that are left become workers. Collective over all ranks of the store that live, blocking. Raises and returns
-    None as `renew` does.
+    Collective over all ranks of the store that live, blocking.
+
+    Args:
+        join: Returns this rank's member of the recovery. Called once the rank has its role.
+        known: This worker's keys whose `init` is over.
+        grow: Spares that are left become workers.
+
+    Returns:
+        This rank's member, and what its `rebuild` returned. None as in `renew`.
+
+    Raises:
+        StoreError, StoreStallError: As in `renew`.
     """
     begun_at = time.monotonic()
     LOG.info("recovery of generation %d is asked for", generation.number)
@@ -118,13 +131,13 @@ def recover(
 
 
 def _gather(generation: Generation, mine: T, kind: type[T]) -> list[T]:
-    """Return what each rank says, in rank order. Collective, blocking."""
+    """Exchange a value between all ranks. Return them in rank order. Collective, blocking."""
     told = generation.meet(msgspec.msgpack.encode(mine), WHAT, True)
     return [msgspec.msgpack.decode(data, type=kind) for data in told]
 
 
 def former_rank(layout: Layout) -> int:
-    """Return the rank that this one had in the generation before; -1 where it was neither worker nor server."""
+    """Return the rank that this one had in the last generation, or -1 if it was neither worker nor server."""
     before = layout.before
     if before is None:
         return layout.rank
@@ -132,18 +145,27 @@ def former_rank(layout: Layout) -> int:
     return rank if rank < before.num_workers + before.num_servers else -1
 
 
-# ---- 1 and 7: a generation begins with all ranks that are left, or with none
+# ---- 1 and 7: a generation begins with all ranks that are left, or not at all
 
 
 def renew(generation: Generation, rebuild: Callable[[], T], grow: bool = False) -> T | None:
-    """Begin the next generation, and return what `rebuild` does in it. Collective over all ranks of the store,
-    blocking: the layout's communicators are new ones (`Layout.again`), and what was sent on the old ones is dropped.
+    """Begin the next generation, and return what `rebuild` returns in it.
 
-    Where the store survives deaths, `rebuild` may be called in several attempts. Nothing that it needs may go before
-    this returns. If a worker asks for it by `grow`, spares that are left become workers.
+    Collective over all ranks of the store, blocking. The layout gets new communicators (`Layout.again`); what was sent
+    on the old ones is dropped.
 
-    StoreError on a worker where another closes the store instead, or what is left does not suffice; elsewhere None.
-    StoreStallError where one has not come within the limits; a later call waits on for it.
+    If the store survives deaths, `rebuild` may be called several times, once in each attempt. What it needs must stay
+    until this function returns.
+
+    Args:
+        grow: On any worker: spares that are left become workers.
+
+    Returns:
+        None on a server or spare if the store ends instead.
+
+    Raises:
+        StoreError: On a worker, if another one closes the store, or too few ranks are left.
+        StoreStallError: A rank has not called this within the limits. Calling again waits on for it.
     """
     if generation.over is None:
         generation.end("recover", CollectiveError(f"rank {generation.rank} calls recover"))
@@ -168,7 +190,7 @@ def renew(generation: Generation, rebuild: Callable[[], T], grow: bool = False) 
 
 
 def _begin_with_all(generation: Generation, rebuild: Callable[[], T]) -> list[T]:
-    """Begin the generation on the same ranks; return what `rebuild` does."""
+    """Begin the generation with the same ranks. Return the result of `rebuild` in a list."""
     old = copy.copy(generation.layout)
     generation.layout.again(old.world)
     old.part()
@@ -178,17 +200,20 @@ def _begin_with_all(generation: Generation, rebuild: Callable[[], T]) -> list[T]
 
 
 def _begin_with_survivors(generation: Generation, rebuild: Callable[[], T], grow: bool) -> list[T]:
-    """Begin the generation on the ranks that live; return [] where one has died meanwhile.
+    """Begin the generation with the ranks that live. Return the result of `rebuild` in a list; [] to try again.
 
-    Where a process dies, the others raise sooner or later, and it is to be tried again. Where one raises though all
-    live, all raise. What was before stays until all have come through, and is put back where not.
+    If a process dies meanwhile, every other rank raises sooner or later, and the attempt is to be repeated. If a rank
+    raises although all live, all raise. What was there before stays until all ranks have finished, and is put back if
+    they have not.
     """
     layout, old, put_back = generation.layout, copy.copy(generation.layout), generation.put_back()
     succession = generation.succession
     left = old.world.Shrink()
     assert isinstance(left, MPI.Intracomm)
     with suppress(MPI.Exception):
-        old.world.Agree(DONE)  # all have it: nobody may revoke it before
+        # When this returns, all ranks have made `left`. Before that `Making` must not revoke it: Open MPI crashes if a
+        # communicator is revoked while others are still making it.
+        old.world.Agree(DONE)
     results: list[T] = []
     verdict, raised = DONE, None
     try:
@@ -197,15 +222,20 @@ def _begin_with_survivors(generation: Generation, rebuild: Callable[[], T], grow
             generation.advance()
             with generation.failing(WHAT):
                 results.append(rebuild())
-        if making.broken:  # after the last step here, but perhaps within another rank's: nothing of it can be used
+        # Somebody died after this rank's last step, but perhaps within the last step of another rank. So nothing of
+        # this attempt can be used.
+        if making.broken:
             verdict = DIED
     except Exception as error:
         raised = error
         verdict = DIED if not isinstance(error, LostError) and deaths(left) else FAILED
-    succession.wait_until_all_have_tried()  # in a long wait within MPI's agreement a death may leave others there
+    # Ranks wait for each other outside of MPI first. If they waited long in the agreement, and a rank died there, Open
+    # MPI 5.0.11 might leave another rank in it for ever.
+    succession.wait_until_all_have_tried()
     try:
         verdict = left.Agree(verdict)
-    except MPI.Exception:  # uniformly, too: somebody has died
+    except MPI.Exception:
+        # raised on all ranks alike: somebody has died
         verdict = DIED
     if verdict == DONE:
         old.abandon() if layout.lost else old.free()
@@ -222,9 +252,10 @@ def _begin_with_survivors(generation: Generation, rebuild: Callable[[], T], grow
 
 
 def wait_for_role(generation: Generation, join: Callable[[], Member[T]]) -> tuple[Member[T], T] | None:
-    """Wait as a spare until this rank has a role; return its member, and what it is then; None where the store ends.
+    """Wait as a spare until this rank gets a role. Blocking.
 
-    It sleeps, looks now and then, and takes part in every recovery. Blocking.
+    The rank sleeps, looks now and then, and takes part in every recovery. Return its member and what it is then, or
+    None if the store ends.
     """
     while not generation.succession.is_closing():
         try:
@@ -244,28 +275,34 @@ def wait_for_role(generation: Generation, join: Callable[[], Member[T]]) -> tupl
 
 
 class Member(Generic[T]):
-    """One rank in a recovery: a server, a worker or a spare. All of it may be asked for again, in another attempt.
+    """One rank's part in a recovery: that of a server, a worker or a spare.
 
-    `memory`: that of the servers on this node, which outlives them. What a rank does beside is its own.
+    Its methods may be called again in another attempt, so they must leave the old state in place until `commit`.
+    Subclasses add what their role has.
+
+    Args:
+        memory: The memory of the servers on this node, which outlives them.
     """
 
+    # where this rank's own ledger lies, if it is a server that keeps one
     ledger: Region | None = None
-    """Where this rank's own ledger lies, if it is a server that keeps one."""
 
     def __init__(self, layout: Layout, generation: Generation, memory: NodeMemory | None = None) -> None:
-        self.layout, self.generation, self.memory = layout, generation, memory or NodeMemory()
+        self.layout = layout
+        self.generation = generation
+        self.memory = memory or NodeMemory()
         self._last: LastGeneration[NodeMemory] = LastGeneration()
+        # bytes that this rank sent and received in the last attempt
         self.nbytes = 0
-        """Bytes that this rank has sent and received in the last attempt."""
 
     @property
     def lines(self) -> Sequence[Line | None]:
-        """Return a worker's lines to the servers; on other ranks as many None."""
+        """A worker's lines to the servers. On other ranks a None for each server."""
         return [None] * self.layout.num_servers
 
     @property
     def old_memory(self) -> NodeMemory:
-        """Return the memory of the last generation's servers, in every attempt to begin the next one."""
+        """The memory of the last generation's servers. It is the same in every attempt to begin the next one."""
         return self._last.before(self.generation.number, self.memory)
 
     def connect(self) -> Connection:
@@ -275,27 +312,32 @@ class Member(Generic[T]):
         return connection
 
     def take_inventory(self, known: Container[Name]) -> Inventory:
-        """Connect anew, and return what this rank holds. A worker's keys count if they are `known`. Collective."""
+        """Connect anew, and return what this rank holds. Collective.
+
+        A worker reports those of its keys that are in `known`.
+        """
         old = self.old_memory
         if self.layout.num_servers:
             self.connection = self.connect()
         return Inventory(old.shelves(self.layout, self.generation.number), old.ranks)
 
     def transfer(self, plan: RecoveryPlan) -> Placed:
-        """Send what others need, and take in what this rank needs. Collective, blocking."""
+        """Send what others need, and receive what this rank needs. Collective, blocking."""
         self.move(plan, ReachableMemory(self.old_memory, self.generation.number))
         return Placed()
 
     def move(
         self, plan: RecoveryPlan, reached: ReachableMemory, units: Sequence[Unit] = (), tables: NewRows | None = None
     ) -> None:
-        """Send what others need of the memory that this rank reaches, and fill its new `units` and `tables`.
+        """Send what others need from memory that this rank reaches, and fill its own new `units` and `tables`.
 
-        Collective, blocking."""
+        Collective, blocking.
+        """
         layout = self.layout
         moved = UnitTransfer(plan, layout, reached, units)
         rows = RowTransfer(plan.tables, layout.world, reached.journal, tables)
         try:
+            # `&` and not `and`: both must be called for both to advance.
             self.generation.wait(lambda: rows.is_over() & moved.is_over(), WHAT)
         finally:
             keep(rows.under_way)
@@ -303,20 +345,20 @@ class Member(Generic[T]):
         self.nbytes = moved.nbytes + rows.nbytes
 
     def rebuild(self, plan: RecoveryPlan, placed: Sequence[Placed]) -> T:
-        """Be what the plan says; return what this rank is then. `placed`: of each server. Local."""
+        """Become what the plan says, and return that. `placed` has an entry for each server. Local."""
         raise NotImplementedError
 
     def commit(self) -> None:
-        """Drop what was kept for another attempt: the generation has begun. Local."""
+        """Drop what was kept for another attempt, because the generation has begun. Local."""
         if self.layout.num_servers:
             self.memory = self.new_memory
         self._last.forget()
 
 
 class StandBy(Member[None]):
-    """A spare while it is one: it keeps the memory of servers for the others.
+    """A spare, as long as it is one. It keeps the memory of servers mapped for the others.
 
-    Made while workers and servers begin: collective with them, blocking.
+    It is made while workers and servers are made: collective with them, blocking.
     """
 
     def __init__(self, layout: Layout, generation: Generation) -> None:
@@ -333,8 +375,19 @@ class StandBy(Member[None]):
 
 
 class ReachableMemory:
-    """The memory that this rank reaches: its own units, those of servers that are mapped here, and copies that
-    it keeps of others."""
+    """The memory that this rank can read in a recovery.
+
+    It consists of its own units, those of servers whose memory is mapped here, and the copies that it keeps as a
+    mirror.
+
+    Args:
+        node: The mapped memory of servers.
+        generation: The generation that is to begin.
+        units: This rank's units, if it was a server.
+        owner: The rank that it had as a server; -1 if it was none.
+        copies: The copies that it keeps as a mirror.
+        tables: Returns the journal of a table that this rank had or keeps as a mirror.
+    """
 
     def __init__(
         self,
@@ -345,13 +398,18 @@ class ReachableMemory:
         copies: MirroredUnits | None = None,
         tables: Callable[[RowSource, str], Journal] | None = None,
     ) -> None:
-        """`generation`: the one that is to begin. `owner`: the rank that this one had as a server. `tables`: what this
-        one had of a table, or keeps as a copy."""
-        self.units, self._owner, self._node, self._generation, self._copies = units, owner, node, generation, copies
+        self.units = units
+        self._owner = owner
+        self._node = node
+        self._generation = generation
+        self._copies = copies
         self._tables = tables
 
     def arrays_of(self, owner: int, index: int, before: bool) -> list[Array]:
-        """Return values and state of a unit; `before`: as they were a round before. Not to be changed."""
+        """Return values and state of a unit. The caller must not change them.
+
+        `before`: as of the round before the newest.
+        """
         if owner >= 0 and owner == self._owner:
             return arrays_of_unit(self.units[index], before)
         if owner < 0:
@@ -360,7 +418,7 @@ class ReachableMemory:
         return self._node.arrays_of(owner, index, before, self._generation)
 
     def journal(self, source: RowSource, table: str) -> Journal:
-        """Return what a server had of a table. Not to be changed."""
+        """Return the journal of a server's rows of a table. The caller must not change it."""
         if source.shelf < 0 or source.shelf == self._owner:
             assert self._tables is not None
             return self._tables(source, table)
@@ -370,26 +428,31 @@ class ReachableMemory:
 def make_units(
     plan: RecoveryPlan, rank: int, memory: UnitMemory, groups: Groups, reached: ReachableMemory
 ) -> tuple[list[Unit], Created]:
-    """Return the units that the server `rank` is to have, yet to be filled, and where workers find them."""
+    """Make the units that the server `rank` will have, still to be filled. Also return where workers find them."""
     mine = [one for one in plan.units if one.server == rank]
     adopted = {one.card.number: reached.units[one.transfers[0].part.unit] for one in mine if one.adopted}
     return memory.make([one.card for one in mine], groups, adopted)
 
 
 class UnitTransfer:
-    """The transfers of one rank: it sends what others need, and fills its own new units.
+    """The unit transfers of one rank: it sends what others need, and fills its own new units.
 
-    Making it posts all messages, and copies what this rank reaches; `is_over` tells when `finish` may be called.
+    The constructor posts all messages, and copies what this rank can read itself. When `is_over` returns True, call
+    `finish`.
+
+    Args:
+        units: The new units of this server, in the order of the plan.
     """
 
     def __init__(
         self, plan: RecoveryPlan, layout: Layout, reached: ReachableMemory, units: Sequence[Unit] = ()
     ) -> None:
-        """`units`: this server's new ones, in the order of the plan."""
-        self._plan, self._comm, self._reached = plan, layout.world, reached
+        self._plan = plan
+        self._comm = layout.world
+        self._reached = reached
         self._requests: list[MPI.Request] = []
+        # bytes that this rank sends and receives
         self.nbytes = 0
-        """Bytes that this rank sends and receives."""
         self._left: list[tuple[UnitPlan, Unit, list[list[Array]]]] = []
         self._send(layout.rank)
         mine = [one for one in plan.units if one.server == layout.rank]
@@ -400,18 +463,18 @@ class UnitTransfer:
                 self._left.append((one, unit, [self._take(unit, transfer) for transfer in one.transfers]))
 
     def is_over(self) -> bool:
-        """Return whether all messages have come and gone."""
+        """True once all messages have been sent and received."""
         return MPI.Request.Testall(self._requests)
 
     def finish(self) -> None:
-        """Let the new units stand at their rounds, as all messages are there."""
+        """Put the new units at their rounds. All messages must have come."""
         for one, unit, states in self._left:
             steps = [_step(self._plan, transfer) for transfer in one.transfers]
             state, step = _join_states(unit, one.transfers, states, steps)
             unit.begin_at(one.round, one.pushes, state, step, one.torn)
 
     def _send(self, rank: int) -> None:
-        """Begin to send what other ranks need of this one's memory. Messages keep the arrays that they are made of."""
+        """Begin to send what other ranks need of this rank's memory. The messages keep their arrays alive."""
         for one in self._plan.units:
             for transfer in one.transfers:
                 if transfer.sent and transfer.holder == rank:
@@ -422,8 +485,10 @@ class UnitTransfer:
                             self._requests.append(send(self._comm, data, one.server, TAG))
 
     def _take(self, unit: Unit, transfer: Transfer) -> list[Array]:
-        """Copy values to the unit, or begin to receive them; return the arrays of state, none where there is no
-        state."""
+        """Copy values into the unit, or begin to receive them.
+
+        Return the arrays of state; [] if there is no state yet.
+        """
         holding, part = self._plan.holding(transfer), transfer.part
         values = unit.stored[transfer.start - unit.start : transfer.stop - unit.start]
         if not transfer.sent:
@@ -441,7 +506,10 @@ class UnitTransfer:
 
 
 def _adopt(plan: UnitPlan, old: Unit, unit: Unit) -> None:
-    """Let the new unit have the old one's arrays: it stands where the old one does, or is put back to."""
+    """Let a new unit take over the arrays of this server's old one.
+
+    If the plan takes the old one as of the round before, it is put back first.
+    """
     if plan.transfers[0].part.before:
         assert isinstance(old, SurvivingUnit)
         old.undo.go_back()
@@ -455,8 +523,10 @@ def _adopt(plan: UnitPlan, old: Unit, unit: Unit) -> None:
 def _join_states(
     unit: Unit, transfers: Sequence[Transfer], states: Sequence[list[Array]], steps: Sequence[int | None]
 ) -> tuple[list[Array] | None, int]:
-    """Return the optimizer's state, put together, and its step. What has none yet begins with one where others have
-    it."""
+    """Put the optimizer's state together from all transfers. Return it and its step; (None, 0) if there is none.
+
+    Parts that have no state yet begin with a fresh one if others have state.
+    """
     known = [step for step in steps if step is not None]
     if not known or unit.optimizer is None:
         return None, 0
@@ -466,7 +536,8 @@ def _join_states(
         first, last = transfer.start - unit.start, transfer.stop - unit.start
         given = initial(unit.optimizer, unit.stored[first:last]) if step is None else state
         if [array.dtype for array in given] != [array.dtype for array in mine]:
-            return None, 0  # of another optimizer, which this server has not heard of
+            # The state belongs to another optimizer, because this server has not heard of the last change.
+            return None, 0
         for array, part in zip(mine, given, strict=True):
             array[first:last] = part
     return mine, max(known)

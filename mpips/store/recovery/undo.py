@@ -1,9 +1,17 @@
-"""The undo copy of a unit: one whole round of it can be had wherever its server is killed.
+"""The undo copy of a unit: one whole round of it can be restored whenever its server is killed.
 
-Before a block is written its old bytes are copied, then the mark moves on, then the block changes. So while a round is
-being written the one before is the copy up to the mark, and the values behind it. Once the round is complete, both can
-be had. A round that changes some rows keeps those rows and their numbers. All lies in memory that outlives the process;
-stores of one process are seen in their order.
+A server that writes a block does it in three steps:
+
+1. It copies the old bytes of the block.
+2. It advances the mark.
+3. It changes the block.
+
+So while a round is being written, the round before consists of the copy before the mark and of the values after it.
+Once the round is complete, both rounds can be restored. A round that changes only some rows keeps copies of those rows
+and their numbers.
+
+Everything lies in memory that outlives the process. A process that reads it later sees the stores in their order,
+because one process has made them all.
 """
 
 from __future__ import annotations
@@ -19,34 +27,53 @@ from mpips.collectives.fabric import arena
 from mpips.store.keys.key import Array
 
 Words = MutableSequence[int] | memoryview
+# Words of an undo copy:
+# CLOSED: the last complete round.
+# OPENED: the round being written; equal to CLOSED if there is none.
+# WHOLE: the copy is complete, so that the round before CLOSED can be restored.
+# MARK: number of elements (or rows) copied.
+# BY_ROWS: the copy is of single rows.
+# STEP: 1 + the optimizer's step at the last round; 0 if there is no state.
+# STEP_BEFORE: the same at the round before.
+# TORN: values are being overwritten from outside.
+# PUSHES: the first of the words that count each contributor's pushes in that round (asynchronous stores only).
+# There are two sets of these, used by even and odd rounds in turn.
 CLOSED, OPENED, WHOLE, MARK, BY_ROWS, STEP, STEP_BEFORE, TORN, PUSHES = range(9)
-"""The last complete round; the one that is being written, else the same; whether the copy is whole, of the round before
-the last; how many elements (or rows) are copied; whether these are rows; the optimizer's step at the last round and at
-the one before, 0 where there is no state, else 1 more; whether values are being overwritten from outside; twice, in
-turn (asynchronous): how many pushes of each contributor count with that round."""
+# Row numbers are kept only for rows of at least this many elements. For shorter ones they take as long to copy as the
+# values.
 SPARSE_ROW = 4
-"""Least elements of a row for which numbers of rows are kept: else they take as long to copy as the values."""
 ROWS_AT_A_TIME = 4096
 
 
+# A round that can be restored, and the optimizer's step there; None if there is no state.
 Standing = tuple[int, int | None]
-"""A round that can be had: its number, and the optimizer's step, None where there is no state."""
 
 
 class Version(NamedTuple):
-    """A unit or a replica at one round: its values, then the optimizer's state."""
+    """A unit or a replica at one round.
+
+    Attributes:
+        step: The optimizer's step; None if there is no state yet.
+        arrays: The values, then the optimizer's state.
+        pushes: See `Holding.pushes`.
+    """
 
     round: int
     step: int | None
-    """The optimizer's; None: there is no state yet."""
     arrays: list[Array]
     pushes: Sequence[tuple[int, int]] = ()
-    """See `Holding.pushes`."""
 
 
 class Undo:
-    """The memory of one unit. `arrays`: its values and the optimizer's state, all 1-D of one length. `copies`: one of
-    each. `rows`: room for numbers of rows, or None. `words`: as above."""
+    """The memory of one unit, with the copies that bring a round back.
+
+    Args:
+        arrays: Its values and the optimizer's state; all 1-D and of the same length.
+        copies: A copy of each.
+        words: See CLOSED and the others above.
+        rows: Room for row numbers, or None if they are not kept.
+        row_elements: Elements of a row.
+    """
 
     __slots__ = ("arrays", "copies", "row_elements", "rows", "words")
 
@@ -58,43 +85,48 @@ class Undo:
         rows: NDArray[np.int64] | None,
         row_elements: int,
     ) -> None:
-        self.arrays, self.copies, self.words = list(arrays), list(copies), words
-        self.rows, self.row_elements = rows, row_elements
+        self.arrays = list(arrays)
+        self.copies = list(copies)
+        self.words = words
+        self.rows = rows
+        self.row_elements = row_elements
 
     @property
     def torn(self) -> bool:
-        """Return whether values were being overwritten from outside."""
+        """True if values were being overwritten from outside."""
         return bool(self.words[TORN])
 
     @property
     def state(self) -> list[Array]:
-        """Memory of the optimizer's state."""
+        """Memory for the optimizer's state."""
         return self.arrays[1:]
 
-    # ---- a round is written
+    # ---- writing a round
 
     def open(self) -> None:
-        """Begin a round: what follows changes the unit."""
+        """Begin a round. The unit may be changed from here on."""
         words = self.words
         words[WHOLE] = 0
         words[MARK] = 0
         words[BY_ROWS] = 0
         words[STEP_BEFORE] = words[STEP]
+        # Last, so that whoever sees an open round finds the mark at 0 and the step of the round before.
         words[OPENED] = words[CLOSED] + 1
 
     def note_pushes(self, counts: Sequence[int]) -> None:
-        """Note how many pushes of each contributor count with the update that is about to be opened."""
+        """Note the number of each contributor's pushes that are in the update about to be opened."""
         first = PUSHES + (self.words[CLOSED] + 1) % 2 * len(counts)
         self.words[first : first + len(counts)] = words_in.array("L", counts)  # type: ignore[assignment, index]
 
     def keep_old(self, start: int, stop: int) -> None:
-        """Copy elements [start, stop), which are about to be written, and before which all are copied."""
+        """Copy elements [start, stop), which are about to be written. Elements before them must have been copied."""
         for array, copy in self._pairs():
             copy[start:stop] = array[start:stop]
         self.words[MARK] = stop
 
     def keep_old_rows(self, rows: NDArray[np.int64]) -> None:
-        """Copy rows, of which each comes once and which alone are about to be written."""
+        """Copy rows that are about to be written. No row repeats, and nothing else may change in this round."""
+        # Where no row numbers are kept, or many rows change, copy everything.
         if self.rows is None or len(rows) > len(self.rows) // 2:
             self.keep_old(0, len(self.arrays[0]))
             return
@@ -104,37 +136,40 @@ class Undo:
         self.words[MARK] = len(rows)
 
     def close(self, step: int | None) -> None:
-        """Complete the round; `step`: the optimizer's, None where there is no state."""
+        """Complete the round. `step` is the optimizer's, None if there is no state."""
         words = self.words
         words[STEP] = 0 if step is None else 1 + step
         words[WHOLE] = 1
+        # Last: with this store the round is complete.
         words[CLOSED] = words[OPENED]
 
     def undo(self) -> Standing:
-        """Give up a round that is not complete; return what the unit holds then."""
+        """Give up a round that is not complete. Return the round and step that the unit has then."""
         words = self.words
         if words[OPENED] != words[CLOSED]:
             self._patch(self.arrays)
             words[WHOLE] = 0
             words[MARK] = 0
             words[STEP] = words[STEP_BEFORE]
+            # Last: if this process is killed before, all of the above can be done again.
             words[OPENED] = words[CLOSED]
         return _standing(words[CLOSED], words[STEP])
 
     def go_back(self) -> None:
-        """Go back to the round before the last, which can be had."""
+        """Go back to the round before the last, which must be restorable."""
+        # Now the last round looks as if it were not complete, and is undone as such a round.
         self.words[CLOSED] -= 1
         self.undo()
 
     # ---- other changes
 
     def note_overwrite(self, torn: bool) -> None:
-        """Note that values are being overwritten from outside, or (not `torn`) have been: there is no going back."""
+        """Note that values are being overwritten from outside (`torn`), or have been. The round before is lost."""
         self.words[WHOLE] = 0
         self.words[TORN] = torn
 
     def note_state(self, step: int | None) -> None:
-        """Note another state of the optimizer, from outside; None: there is none, or it is about to change."""
+        """Note that the optimizer's state was replaced from outside. None: there is none, or it is about to change."""
         self.words[WHOLE] = 0
         self.words[STEP] = 0 if step is None else 1 + step
 
@@ -145,10 +180,10 @@ class Undo:
         words[STEP] = 0 if step is None else 1 + step
         words[TORN] = torn
 
-    # ---- what there is
+    # ---- reading
 
     def standings(self) -> list[Standing]:
-        """Return the rounds that can be had, the newest first."""
+        """Return the rounds that can be restored, newest first."""
         words = self.words
         if words[OPENED] != words[CLOSED]:
             return [_standing(words[CLOSED], words[STEP_BEFORE])]
@@ -156,14 +191,17 @@ class Undo:
         return [_standing(words[CLOSED], words[STEP]), *before]
 
     def arrays_at(self, before: bool) -> list[Array]:
-        """Return values and state (where there is one) at the newest round that can be had, or at the one before; not
-        to be changed."""
+        """Return values and state (if there is any) at the newest restorable round or the one before.
+
+        The caller must not change them.
+        """
         words = self.words
         opened = words[OPENED] != words[CLOSED]
         stated = words[STEP_BEFORE if opened or before else STEP]
         arrays = self.arrays if stated else self.arrays[:1]
         if not (opened or before):
             return arrays
+        # The copies are complete, so they need not be put together with the values.
         if not words[BY_ROWS] and words[MARK] == len(self.arrays[0]):
             return self.copies[: len(arrays)]
         made = [array.copy() for array in arrays]
@@ -171,10 +209,14 @@ class Undo:
         return made
 
     def pushes(self, done: Sequence[int]) -> list[int]:
-        """Asynchronous: how many pushes of each contributor count; `done`: those of which the server has told."""
+        """Return the number of each contributor's pushes that are in the unit. For asynchronous stores.
+
+        `done` are the numbers that the server has announced.
+        """
         first = PUSHES + self.words[CLOSED] % 2 * len(done)
         counts = list(self.words[first : first + len(done)])
-        return counts if any(counts) else list(done)  # no update yet
+        # Before the first update the words hold no counts.
+        return counts if any(counts) else list(done)
 
     # ---- inside
 
@@ -183,7 +225,7 @@ class Undo:
         return list(zip(self.arrays, self.copies)) if stated else [(self.arrays[0], self.copies[0])]
 
     def _patch(self, arrays: Sequence[Array]) -> None:
-        """Put what is copied back into `arrays`."""
+        """Put the copied elements or rows back into `arrays`."""
         mark = self.words[MARK]
         if self.words[BY_ROWS]:
             assert self.rows is not None
@@ -194,13 +236,15 @@ class Undo:
 
 
 def words_of(contributors: int) -> int:
-    """Return how many words a unit of so many contributors has: whole cache lines."""
+    """Return the number of words for a unit with this many contributors, in whole cache lines."""
     return -(-(PUSHES + 2 * contributors) // 8) * 8
 
 
 def new(stored: Array, row_elements: int, states: Sequence[np.dtype], words: Words) -> Undo:
-    """Return an undo copy of a unit with these values, at round 0. It has memory for a state of these dtypes, but no
-    state yet; `words` are zeros."""
+    """Make an undo copy of a unit with these values, at round 0.
+
+    It has memory for a state of these dtypes, but no state yet. `words` must be zeros.
+    """
     count = stored.size // row_elements if row_elements >= SPARSE_ROW else 0
     rows = arena.empty(count, np.int64) if count else None
     first = Undo([stored], [arena.empty(stored.shape, stored.dtype)], words, rows, row_elements)
@@ -208,7 +252,7 @@ def new(stored: Array, row_elements: int, states: Sequence[np.dtype], words: Wor
 
 
 def with_state(undo: Undo, states: Sequence[np.dtype]) -> Undo:
-    """Return the same unit with new memory for an optimizer's state of these dtypes, which does not hold any yet."""
+    """Return the undo copy of the same unit with new, empty memory for an optimizer's state of these dtypes."""
     undo.note_state(None)
     values = undo.arrays[0]
     state, copies = ([arena.empty(values.shape, dtype) for dtype in states] for _ in range(2))
@@ -220,7 +264,7 @@ def _standing(round_: int, step: int) -> Standing:
 
 
 def _move(pairs: Sequence[tuple[Array, Array]], rows: NDArray[np.int64], row_elements: int) -> None:
-    """Copy rows of each first array to the second."""
+    """Copy rows from the first array of each pair to the second."""
     for source, target in pairs:
         theirs, mine = source.reshape(-1, row_elements), target.reshape(-1, row_elements)
         for at in range(0, len(rows), ROWS_AT_A_TIME):
