@@ -46,6 +46,8 @@ MIDDLE = (
 """Modules that a call is in once it has begun,"""
 EDGES = "mpips.collectives.arrays", "mpips.collectives.recorder."
 """but for these, which look at arguments and note the call before it has."""
+ARGUMENTS = "mpips.store.keys.arguments"
+"""Where a call looks at its arguments, before it begins."""
 
 
 _WORKERS = [WORLD.Split(int(WORLD.rank >= WORLD.size - servers), WORLD.rank) for servers in range(4)]
@@ -333,12 +335,13 @@ FAULTS: dict[str, Callable[[Worker], tuple[Callable[[], Any], Callable[[], float
 
 def in_the_middle(frame: FrameType | None) -> bool:
     """Whether a frame belongs to a call of the store that has begun; at its edges an interrupt is the caller's own."""
+    modules = []
     while frame is not None:
-        module = str(frame.f_globals.get("__name__", ""))
-        if module.startswith(MIDDLE) and not module.startswith(EDGES):
-            return True
+        modules.append(str(frame.f_globals.get("__name__", "")))
         frame = frame.f_back
-    return False
+    if ARGUMENTS in modules:  # which sums arrays by functions of collectives
+        return False
+    return any(module.startswith(MIDDLE) and not module.startswith(EDGES) for module in modules)
 
 
 # ---- as a program
