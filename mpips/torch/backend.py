@@ -36,8 +36,9 @@ TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
 def register() -> None:
-    """Make `init_process_group("mpips")` find this backend, and its rendezvous ask MPI. Local. A second call does
-    nothing.
+    """Make `init_process_group("mpips")` find this backend, and its rendezvous ask MPI.
+
+    Local. A second call does nothing.
     """
     if NAME.upper() in dist.Backend._plugins:
         return
@@ -50,8 +51,9 @@ def register() -> None:
 
 
 def check_joined() -> None:
-    """Raise RuntimeError if a launcher started more processes than MPI has ranks: each would train a model of its
-    own.
+    """Raise RuntimeError if a launcher started more processes than MPI has ranks.
+
+    Each process would train a model of its own.
     """
     size = MPI.COMM_WORLD.size
     cause = lost(os.environ, MPI.Get_library_version(), size)

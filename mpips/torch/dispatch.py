@@ -33,8 +33,9 @@ T = TypeVar("T")
 
 
 def listened(*names: str) -> Callable[[type[T]], type[T]]:
-    """Class decorator for a group. Its named methods raise `ArgumentError` for bad arguments, and can be
-    intercepted.
+    """Class decorator for a group.
+
+    Its named methods raise `ArgumentError` for bad arguments, and can be intercepted.
     """
 
     def change(cls: type[T]) -> type[T]:

@@ -269,8 +269,9 @@ class Lockstep:
         _all.add(self)
 
     def count_forward(self) -> Callable[[], None]:
-        """Count a forward pass. Return a function that counts its backward pass when it is called for the first
-        time.
+        """Count a forward pass.
+
+        Return a function that counts its backward pass when it is called for the first time.
         """
         self._forwards += 1
         left = [1]

@@ -265,9 +265,7 @@ class SharedGradients:
                 self._used[index] = 0
 
     def release(self, first: int, last: int) -> None:
-        """Set `grad` of parameters [first, last) to None, so that autograd does not add to memory that is being
-        reduced.
-        """
+        """Set `grad` of parameters [first, last) to None. Autograd must not add to memory that is being reduced."""
         for index in range(first, last):
             if index not in self.sparse:
                 self.parameters[index].grad = None

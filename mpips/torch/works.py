@@ -84,8 +84,9 @@ class Work(torch._C._distributed_c10d.Work):
             torch._C._distributed_c10d._register_work(tensor, self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the operation has ended, and raise its error. Blocking. `timeout` is ignored: the group's limit
-        holds.
+        """Wait until the operation has ended, and raise its error.
+
+        Blocking. `timeout` is ignored: the group's limit holds.
         """
         self._future.wait()
         if self._results:
@@ -414,8 +415,9 @@ def watch(steps: Iterator[None], home: Communicator, what: str) -> Iterator[None
 
 
 def _parts(memory: np.ndarray, sizes: Sequence[int], itemsize: int) -> list[Any]:
-    """Return a buffer as MPI's vector calls take it: [memory, (counts, starts), type]. `sizes`: elements of each
-    rank.
+    """Return a buffer as MPI's vector calls take it: [memory, (counts, starts), type].
+
+    `sizes`: elements of each rank.
     """
     counts = np.array(sizes, np.int64) * itemsize
     starts = np.cumsum(counts) - counts
