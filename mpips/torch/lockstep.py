@@ -262,7 +262,7 @@ class Lockstep:
         self._failed = 0
         # steps since the last exchange: (class of the optimizer, numbers of each of its groups)
         self._steps: list[tuple[str, list[dict[str, Any]]]] = []
-        # steps behind the first MOST_STEPS
+        # number of steps after the first MOST_STEPS
         self._more_steps = 0
         # optimizer -> (number of its groups then, whether it has parameters of this model)
         self._known: WeakKeyDictionary[Optimizer, tuple[int, bool]] = WeakKeyDictionary()
@@ -461,9 +461,9 @@ class WeightWatch:
         absent = [ABSENT] * len(self._parameters)
         mine = np.array([self._after_step or absent, self._before_forward or absent, self._norms()])
         every = gather_rows(mine.ravel(), comm, what).reshape(comm.size, *mine.shape)
-        # known: which of the three moments (after the step, before the forward pass, now) every rank has norms of. far:
-        # (rank, moment, parameter) -> it differs from rank 0's
+        # for each moment (after the step, before the forward pass, now), whether every rank has norms
         known = (every != ABSENT).all(axis=(0, 2))
+        # (rank, moment, parameter) -> whether the norm differs from rank 0's, for the first two moments if known
         far = ~np.isclose(every, every[0], rtol=self._tolerances, atol=1e-30, equal_nan=True)[:, :2][:, known[:2]]
         # A difference at one of the moments only may come from what a rank did between a step and a forward pass. The
         # next pass, which compares again, shows it at both if it stays.
@@ -474,7 +474,8 @@ class WeightWatch:
         every = every[:, known]
         name, one, other = names.get(self._parameters[place], "?"), every[0, 0, place], every[rank, 0, place]
         differ = f"parameter {name!r} has norm {one:.6g} on rank 0 and {other:.6g} on rank {rank}"
-        # The norms of a rank are the same at all moments, so the program does not move weights by itself.
+        # If the norms of each rank are the same at all moments, the program does not move weights itself. Then the
+        # ranks have drifted apart.
         if self.has_stepped and np.allclose(every, every[:, :1], rtol=MOVED, atol=0, equal_nan=True):
             with communicator(comm).failing(what):
                 raise collectives.MismatchError(

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from mpips.collectives.communicator import Communicator
     from mpips.collectives.plan import Plan
 
-# The thread only yields its core for so long after the last event, and then sleeps between two looks at its jobs.
+# For YIELD_SECONDS after the last event the thread only yields its core between two looks at its jobs. From then on it
+# sleeps for NAP_SECONDS.
 YIELD_SECONDS, NAP_SECONDS = 2e-3, 2e-5
 # time between two looks for the end of the generation
 LOOK_SECONDS = 1e-2
@@ -182,7 +183,7 @@ class Communication:
     """
 
     def __init__(self) -> None:
-        # live threads other than the main thread that have run jobs
+        # live threads, other than the main thread, that have called run()
         self._others: set[threading.Thread] = set()
         self._state = threading.Condition()
         # jobs that have not begun
@@ -232,10 +233,15 @@ class Communication:
         return job.future
 
     def _is_main_alone(self) -> bool:
-        """True if the caller is the main thread, and no other thread that has run jobs is alive.
+        """True if the caller is the main thread, and no other thread that has called run() is alive.
 
-        Only then may the caller run a job itself. Two threads that do so could block each other over ranks: each would
-        keep back a collective that another rank awaits. The rule gives the same answer on all ranks.
+        Only then may the caller run a job itself. Otherwise ranks could deadlock:
+
+        1. Threads A and B of the program each start a collective of their own group.
+        2. On rank 0 thread A runs its collective at once, and B's has to wait. On rank 1 it is the other way round.
+        3. Each rank waits in a collective that the other rank does not begin.
+
+        The rule gives the same answer on all ranks.
         """
         me, main = threading.current_thread(), threading.main_thread()
         if self._others or me is not main:
@@ -311,7 +317,7 @@ class Communication:
         return None
 
 
-# the one of this process
+# Each process has one.
 communication = Communication()
 
 

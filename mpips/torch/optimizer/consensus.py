@@ -31,7 +31,7 @@ from mpips.torch.tensors import bytes_of
 if TYPE_CHECKING:
     from mpips.store.api import KVStore
 
-# calls of all workers; the index travels
+# calls that all workers make together; they send each other the index
 CALLS = ("step", "DistributedOptimizer", "set_parameters", "state_dict", "load_state_dict", "save", "load")
 # Positions of the numbers that stand before the masks of a row: index in CALLS, steps made, `Brought.cleared`, changes
 # of parameters since the last step, `Brought.overflow`, digest of the hyperparameters. HEAD is their count.
@@ -44,7 +44,7 @@ ALL = "all workers make each call of a DistributedOptimizer together"
 
 
 class Brought(NamedTuple):
-    """What one worker brings to a step."""
+    """What one worker tells the others before a step."""
 
     # GradScaler has found an infinity or a NaN in the gradients.
     overflow: bool = False

@@ -44,8 +44,10 @@ class SurvivingSteps:
         self.new = store.layout.survives and store.worker.fresh
         # steps that have been made
         self.steps = 0 if self.new else store.resumed or 0
-        # collective calls begun since the last step, and how many of them are over
-        self._calls, self._done = 0, 0
+        # collective calls that this worker has begun since the last step
+        self._calls = 0
+        # how many of them are over for some worker, and so are not made again
+        self._done = 0
         # The workers have to meet, because of a recovery.
         self._unmet = self.new
         # This worker is new and has not received anything from the others.
@@ -69,6 +71,7 @@ class SurvivingSteps:
     def step(self, brought: Brought) -> bool:
         """Make one step. Blocking. Return True if it was skipped, because a gradient has overflowed on some worker."""
         self.new = False
+        # The others have made this step already, and their result came with the meeting.
         if self._has_made:
             self._has_made = False
             self.steps += 1
@@ -76,7 +79,8 @@ class SurvivingSteps:
         goal = self._round() + 1
 
         def exchange() -> None:
-            # True only after a death: the step's push counts already, so only its result is missing.
+            # True only after a death: the step's push counts already (in an asynchronous store it may count), so it is
+            # not repeated, and only the result is taken.
             if self._exchange.sent if self._store.layout.asynchronous else self._round() >= goal:
                 self._exchange.take()
                 return
@@ -91,7 +95,7 @@ class SurvivingSteps:
         self.steps += 1
         log.place.step = self.steps
         self._calls = self._done = 0
-        # A worker that died at the end of the step may have to be met.
+        # If the store has recovered and only the result was taken, the workers have not met since.
         self._through(lambda: self._see_others(False))
         return self._agreed.skipped
 
