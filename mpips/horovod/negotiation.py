@@ -240,7 +240,7 @@ class Negotiator:
         self._handles: dict[str, Handle[Any]] = {}
         # requests that the other ranks have not heard of
         self._new: list[Request] = []
-        # The communication thread makes rounds.
+        # True while the communication thread makes rounds
         self._runs = False
         # threads of the program that wait for an operation
         self._waiting = 0

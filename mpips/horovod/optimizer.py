@@ -48,7 +48,7 @@ def DistributedOptimizer(
         named_parameters: As from `model.named_parameters()`. The names match gradients between ranks.
         compression: `hvd.Compression.none` or `fp16`, or a compressor of the program.
         backward_passes_per_step: Backward passes before each step.
-        op: `hvd.Average` or `hvd.Sum`.
+        op: `hvd.Average`, or another reduction of `hvd.allreduce`.
         gradient_predivide_factor: Gradients are divided by it before the average, which is multiplied by it again.
         num_groups: Horovod's old argument. Pass `groups`.
         groups: A number of groups, or lists of parameters. Gradients of a group are reduced as one operation.

@@ -30,7 +30,7 @@ Arrays: TypeAlias = Sequence[jax.Array]
 class JaxCall(ABC):
     """An operation of all ranks on some arrays. Equal calls are the same to `jit`."""
 
-    # XLA may put output n into the memory of input n, if nothing else reads the input.
+    # True if XLA may put output n into the memory of input n, when nothing else reads the input
     in_place = False
 
     @property
@@ -54,7 +54,7 @@ class JaxCall(ABC):
         raise NotImplementedError(f"jax.vmap: {self} has no batched form: call it outside")
 
     def own(self, x: jax.Array) -> jax.Array:
-        """Return this rank's share of the result for an input `x`. See `bind_own`."""
+        """Return what this rank's input `x` contributes to the result: `x`, or its share in a mean. See `bind_own`."""
         return x
 
     def tangent(self) -> JaxCall:

@@ -231,7 +231,7 @@ class DataParallel(torch.nn.Module):
     def _before_forward(self) -> None:
         if torch.is_grad_enabled():
             self._lockstep.weights.note_forward()
-            # Outside of any backward pass, but the last one has not ended: it has raised.
+            # No backward pass is running, and the last one has not ended: it has raised.
             if self._in_backward and torch._C._current_graph_task_id() < 0:
                 self._end_raised()
             unfrozen = any(parameter.requires_grad for parameter in self._frozen)

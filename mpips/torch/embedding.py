@@ -72,9 +72,9 @@ class TableModule(nn.Module):
         self.embedding_dim = table.dim
         # dtype of what a forward pass returns; it may differ from that of the table (half(), to())
         self._dtype: torch.dtype = getattr(torch, table.dtype.name)
-        # Forward passes leave gradients, if autograd is on.
+        # False if the rows are frozen (requires_grad_)
         self._learns = True
-        # A TableOptimizer pushes the gradients.
+        # True if a TableOptimizer pushes the gradients
         self.is_trained = False
         # id() of the rows of a forward pass -> (ids, rows); the gradients of these leaves wait to be pushed
         self._leaves: dict[int, tuple[Tensor, Tensor]] = {}

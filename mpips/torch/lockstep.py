@@ -252,7 +252,7 @@ class Lockstep:
         if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(_begin_step))
             _hooks.append(register_optimizer_step_post_hook(_end_step))
-        # A backward pass is under way, so gradients are this rank's alone.
+        # True during a backward pass, when gradients are this rank's alone
         self.in_backward = False
         self.weights = WeightWatch(parameters)
         self._parameters = frozenset(map(id, parameters))
@@ -422,9 +422,9 @@ class WeightWatch:
         self._parameters = list(parameters)
         eps = np.array([torch.finfo(parameter.dtype).eps for parameter in self._parameters])
         self._tolerances = np.maximum(NORM_TOLERANCE, 4 * eps)
-        # The next backward pass compares, if a step was made before it.
+        # True if the next backward pass that follows a step compares
         self.due = False
-        # this comparison repeats one that found a difference
+        # True if the comparison that is due repeats one that found a difference
         self._repeats = False
         self._has_warned = False
         # True once an optimizer of PyTorch's has made a step. A program that updates weights by hand never sets it, and
@@ -463,10 +463,10 @@ class WeightWatch:
         every = gather_rows(mine.ravel(), comm, what).reshape(comm.size, *mine.shape)
         # for each moment (after the step, before the forward pass, now), whether every rank has norms
         known = (every != ABSENT).all(axis=(0, 2))
-        # (rank, moment, parameter) -> whether the norm differs from rank 0's, for the first two moments if known
+        # (rank, moment, parameter) -> whether the norm differs from rank 0's; only known ones of the first two moments
         far = ~np.isclose(every, every[0], rtol=self._tolerances, atol=1e-30, equal_nan=True)[:, :2][:, known[:2]]
-        # A difference at one of the moments only may come from what a rank did between a step and a forward pass. The
-        # next pass, which compares again, shows it at both if it stays.
+        # A rank that has changed its weights between the step and the forward pass differs at the second moment only.
+        # If it keeps them, it differs at both in the next pass. So that pass compares again.
         self.due = self._repeats = not self._repeats and bool(far.any())
         if not known[:2].any() or not far.all(axis=1).any():
             return

@@ -361,8 +361,9 @@ class RowGradients:
             rows = (rows if rows.is_sparse else rows.to_sparse(1)).coalesce()
             parts += [bytes_of(rows.indices().contiguous()), bytes_of((rows.values() / self._comm.size).contiguous())]
             heads.append(rows.indices().shape[1])
-        # 1. All ranks learn each other's kinds and numbers of rows. 2. They gather the rows, padded to the most bytes
-        #    of any rank. 3. Each rank adds up what it got: for each parameter first all indices, then all values.
+        # 1. All ranks learn each other's kinds and numbers of rows.
+        # 2. They gather the rows, padded to the largest number of bytes that any rank brings.
+        # 3. Each rank adds up the rows: for each parameter it finds all ranks' indices, and then all values.
         every = gather_rows(np.array(heads), self._comm, LABEL).reshape(self._comm.size, len(self._parameters), 2)
         self._gather(parts, int((every[:, :, 1] * self._widths).sum(1).max()))
         starts = [0] * self._comm.size

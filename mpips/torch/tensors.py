@@ -161,7 +161,7 @@ def sparse_parameters(module: torch.nn.Module) -> set[Tensor]:
     return {each.weight for each in module.modules() if isinstance(each, kinds) and each.sparse}
 
 
-# Numbers that describe a sparse tensor: entries, sparse dimensions, all dimensions, dtype, and up to 64 extents.
+# How many numbers describe a sparse tensor: entries, sparse dimensions, all dimensions, dtype, and up to 64 extents.
 WORDS = 68
 
 
@@ -220,7 +220,7 @@ class Reduction(NamedTuple):
     bitwise: MPI.Op | None = None
     # Every rank's tensor is multiplied by this first, unless it is None.
     factor: Any = None
-    # Divide a sum of integers by the number of ranks, and round toward 0, as NCCL's AVG does.
+    # True to divide a sum of integers by the number of ranks, rounding toward 0, as NCCL's AVG does
     divided: bool = False
 
 

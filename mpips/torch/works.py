@@ -190,7 +190,7 @@ class Communication:
         self._jobs: deque[GroupJob] = deque()
         # jobs that have begun, each with its iterator
         self._under_way: list[tuple[GroupJob, Iterator[None]]] = []
-        # Jobs are being run, by the thread or by the main thread.
+        # True while the communication thread or the main thread runs jobs
         self._busy = False
         self._closing = False
         self._thread: threading.Thread | None = None

@@ -46,7 +46,7 @@ ALL = "all workers make each call of a DistributedOptimizer together"
 class Brought(NamedTuple):
     """What one worker tells the others before a step."""
 
-    # GradScaler has found an infinity or a NaN in the gradients.
+    # True if GradScaler has found an infinity or a NaN in the gradients
     overflow: bool = False
     # the scale of GradScaler, if there is one
     scale: float | None = None

@@ -362,7 +362,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.param_groups = optimizer.param_groups
         self._resumed = self._survival.steps
         if self._resumed:
-            # Schedulers of torch now catch up, and would warn that this optimizer has made no step.
+            # A scheduler of torch now catches up. It would warn that this optimizer has made no step.
             self._opt_called = True
         LOG.info(
             "DistributedOptimizer: %s by %s on a %s store of %d parameters, from step %d",

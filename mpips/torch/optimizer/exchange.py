@@ -44,7 +44,7 @@ class AgreedStep(NamedTuple):
     used: Sequence[bool]
     # for each parameter, whether any worker has a sparse gradient
     sparse: Sequence[bool]
-    # A gradient has overflowed on some worker (GradScaler), so no parameter changes.
+    # True if a gradient has overflowed on some worker (GradScaler): no parameter changes then
     skipped: bool
     # key of a parameter that the program has changed since the last step, or "" unless every worker has changed one
     changed: str
@@ -53,13 +53,16 @@ class AgreedStep(NamedTuple):
 class GradientExchange:
     """One way to turn gradients into new parameters. A step calls `push` (or `take` after a death), and then `end`."""
 
-    # Gradients of this step may have been pushed.
+    # True if gradients of this step may have been pushed
     sent = False
-    # The program has loaded parameters together with a state, and the servers do not have them yet.
+    # True if the program has loaded parameters together with a state, and the servers do not have them yet
     is_loaded = False
 
     def begin(self, new: bool) -> None:
-        """Take the parameters that the others have. Blocking. `new`: `give` has given them to this worker."""
+        """Take the parameters that the others have. Blocking.
+
+        `new`: this worker is new, and has them from `give`.
+        """
         raise NotImplementedError
 
     def push(self, step: AgreedStep) -> None:
@@ -248,8 +251,8 @@ class ServerExchange(GradientExchange):
     def renew(self) -> None:
         """Take over the store's optimizers, after it was loaded or has recovered.
 
-        Numbers in which the groups differ from them are sent to the servers before the next update. Raises ValueError
-        if an optimizer of the store is of another kind.
+        If numbers of the groups differ from theirs, the servers get those before the next update. Raises ValueError if
+        an optimizer of the store is of another kind.
         """
         for at, group in enumerate(self._optimizer.param_groups):
             for name in self._keys(group):

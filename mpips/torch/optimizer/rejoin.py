@@ -40,7 +40,7 @@ class SurvivingSteps:
         self._consensus = consensus
         # the agreement of the step under way: after a death the step ends by it
         self._agreed: AgreedStep | None = None
-        # This worker has taken a dead one's place, and has made no step yet.
+        # True while this worker has taken a dead one's place and has made no step
         self.new = store.layout.survives and store.worker.fresh
         # steps that have been made
         self.steps = 0 if self.new else store.resumed or 0
@@ -48,11 +48,11 @@ class SurvivingSteps:
         self._calls = 0
         # how many of them are over for some worker, and so are not made again
         self._done = 0
-        # The workers have to meet, because of a recovery.
+        # True if the workers have to meet, after a recovery
         self._unmet = self.new
-        # This worker is new and has not received anything from the others.
+        # True while this worker is new and has received nothing from the others
         self._lacks = self.new
-        # The next step was made by the others before this worker came. It has their result already.
+        # True if the others made this worker's next step before it came, so that it has the result already
         self._has_made = False
 
     def begin(self) -> None:
@@ -196,9 +196,9 @@ class StepPosition(msgspec.Struct, array_like=True, frozen=True):
     steps: int
     # collective calls that it has begun since the last step
     calls: int
-    # It is inside of the next step.
+    # True if it is inside of the next step
     pushes: bool
-    # It has just taken a dead worker's place, and has received nothing.
+    # True if it has just taken a dead worker's place, and has received nothing
     new: bool
 
 
@@ -209,7 +209,7 @@ class Meeting(NamedTuple):
     giver: int
     # the step at which new workers go on
     resumed: int
-    # The others have made that step already, and a new worker begins with its result.
+    # True if the others have made that step already, so that a new worker begins with its result
     has_made: bool
     # calls since the last step that are over for some worker, and so are not made again
     done: int

@@ -207,7 +207,7 @@ def pack(
 
 
 def states_by_key(state_dict: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Mapping[str, Any]]:
-    """Return the states in an optimizer's `state_dict` by key. Its ids are numbers, or names of parameters."""
+    """Return the states in an optimizer's `state_dict` by key. `keys` has those of its parameters, in their order."""
     ids = [each for group in state_dict["param_groups"] for each in group["params"]]
     return {key: state_dict["state"][each] for each, key in zip(ids, keys) if each in state_dict["state"]}
 
