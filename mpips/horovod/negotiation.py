@@ -1,9 +1,13 @@
 """Negotiation: operations of a process set are matched by name, whatever the order in which ranks begin them.
 
-Each operation is a `Request`. While a rank has one under way, its communication thread makes rounds with the others: in
-one allgather all bring their new requests. What all ranks have brought runs then, on all in the same order: allreduces
-that follow each other as one. Where requests do not fit together, each rank's handle gets the same sentence, and the
-process set goes on.
+Each operation is a `Request`. While a rank has one under way, its communication thread makes rounds with the others:
+
+1. In an allgather every rank brings its new requests, and whether its program waits.
+2. Operations that all ranks have brought run, in the same order on all of them. Consecutive allreduces of the same kind
+   run as one.
+
+If the requests of an operation do not fit together, its handles on all ranks get the same error, and the process set
+goes on. Any other failure ends all operations that are under way.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ class HorovodInternalError(CollectiveError):
 
 
 class Request(msgspec.Struct, array_like=True):
-    """One rank's part in an operation, as the others learn of it."""
+    """One rank's part in an operation, as it is sent to the others."""
 
     kind: str
     name: str
@@ -56,7 +60,14 @@ T = TypeVar("T")
 
 
 class Handle(Generic[T]):
-    """An operation under way on this rank: the tensors it takes, and what has come of it."""
+    """An operation under way on this rank.
+
+    Args:
+        request: What the other ranks learn.
+        tensors: The tensors that it reads, or changes in place.
+        deliver: Turns the list of results into what the program gets.
+        waiting: A context in which the other ranks know that this rank's program waits.
+    """
 
     def __init__(
         self,
@@ -65,26 +76,29 @@ class Handle(Generic[T]):
         deliver: Callable[..., T],
         waiting: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self.request, self.tensors, self._deliver, self._waiting = request, list(tensors), deliver, waiting
+        self.request = request
+        self.tensors = list(tensors)
+        self._deliver = deliver
+        self._waiting = waiting
+        # rows that an alltoall has brought from each rank
         self.received: list[int] = []
-        """Rows that an alltoall has brought from each rank."""
         self._done = threading.Event()
         self._result: T
         self._error: BaseException | None = None
 
     def poll(self) -> bool:
-        """Return whether it has ended."""
+        """Return True if the operation has ended."""
         return self._done.is_set()
 
     def end(self, results: list[Tensor] | T, error: BaseException | None = None) -> None:
-        """Note what has come of it."""
+        """Set the result or the error, and wake the program."""
         if error is None and isinstance(results, list):
             results = self._deliver(results)
         self._result, self._error = results, error  # type: ignore[assignment]
         self._done.set()
 
     def wait(self) -> T:
-        """Wait until it has ended; return its result, or raise its error. Blocking."""
+        """Wait until the operation has ended. Return its result, or raise its error. Blocking."""
         if not self._done.is_set():
             with self._waiting():
                 self._done.wait()
@@ -112,16 +126,25 @@ class Executor:
     """Runs operations on which all ranks agree, on one communicator."""
 
     def __init__(self, jobs: Jobs, rank: int, names: Sequence[int]) -> None:
-        self._jobs, self._rank, self._names, self._size = jobs, rank, names, len(names)
+        self._jobs = jobs
+        self._rank = rank
+        self._names = names
+        self._size = len(names)
 
     def allreduce(self, first: Request, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Reduce tensors in place, together, as a request says."""
+        """Reduce tensors in place as one operation, with the reduction and factors of `first`."""
         _scale(tensors, first.prescale)
         yield from self._jobs.allreduce_together(tensors, REDUCTIONS[Op(first.op)]).steps()
         _scale(tensors, first.postscale)
 
     def run(self, first: Request, every: Sequence[Request], handle: Handle[Any]) -> Generator[None, None, list[Tensor]]:
-        """Run any other operation, from all ranks' requests. Return its results."""
+        """Run an operation of another kind, and return its results.
+
+        Args:
+            first: The request of the lowest rank.
+            every: The requests of all ranks.
+            handle: This rank's operation.
+        """
         if first.kind == "broadcast":
             root = self._names.index(first.root)
             for tensor in handle.tensors:
@@ -145,6 +168,7 @@ class Executor:
     def _alltoall(self, every: Sequence[Request], place: int, tensor: Tensor) -> Generator[None, None, Tensor]:
         received = [request.splits[self._rank] for request in every]
         result = torch.empty((sum(received), *tensor.shape[1:]), dtype=tensor.dtype)
+        # elements of a row; a rank without rows to send takes it from what it receives
         row = tensor[0].numel() if tensor.shape[0] else result[0].numel() if result.shape[0] else 0
         parts = [[rows * row for rows in each] for each in (received, every[self._rank].splits)]
         steps = self._jobs.messages.alltoall(result.view(-1), parts[0], flatten(tensor), parts[1])
@@ -165,7 +189,10 @@ class Executor:
 
 
 def _scale(tensors: Sequence[Tensor], factor: float) -> None:
-    """Multiply tensors in place: integers in float64 and cut, float16 in float32, as Horovod does."""
+    """Multiply tensors in place, as Horovod does.
+
+    Integers are multiplied in float64 and truncated, float16 and bfloat16 in float32.
+    """
     if factor == 1.0:
         return
     for tensor in map(Tensor.detach, tensors):
@@ -177,41 +204,57 @@ def _scale(tensors: Sequence[Tensor], factor: float) -> None:
             tensor.copy_(tensor.double() * factor)
 
 
+# Size of a rank's row in the first allgather of a round. If any rank's requests need more, a second one follows.
 ROW_BYTES = 1024
-"""Of a rank's requests in the first allgather of a round; what is longer follows in a second one."""
+# pause between two rounds in which no rank brings anything new
 PAUSE_SECONDS = 1e-3
-"""Between two rounds in which nobody brings anything new."""
+# Wait before a round while the program computes and may begin more operations, as in a backward pass. The second is for
+# ranks that have one core each: there a round takes the core from the program.
 CYCLE_SECONDS, CROWDED_CYCLE_SECONDS = 5e-3, 5e-2
-"""Wait before a round, while the program goes on and may bring more, as in a backward pass. It is longer where ranks
-have one core each: a round then takes turns with the program."""
+# If nothing new comes in this many rounds, while the programs of all ranks wait, the operations fail.
 IDLE_ROUNDS = 1000
-"""Rounds without anything new, in which the programs of all ranks wait, before that is an error."""
+# kind and name of the request of a rank that calls join()
 NOTHING_LEFT = "join"
 
 
 class Negotiator:
-    """Operations of the ranks of one communicator, which nobody else may use. Making it is collective."""
+    """Matches and runs the operations of one process set. Making it is collective.
+
+    Args:
+        comm: A communicator that is used for nothing else.
+        names: The rank in the world of each rank of `comm`, for errors.
+        timeout_seconds: The limit on waits.
+    """
 
     def __init__(self, comm: MPI.Intracomm, names: Sequence[int], timeout_seconds: float) -> None:
-        self.comm, self.names = comm, names
+        self.comm = comm
+        self.names = names
         self.jobs = Jobs(comm, timeout_seconds)
         self._home = home = communicator(comm)
         roomy = home.nodes > 1 or home.board.memory.roomy
         self._cycle_seconds = CYCLE_SECONDS if roomy else CROWDED_CYCLE_SECONDS
         self._executor = Executor(self.jobs, comm.rank, names)
+        # guards the fields that both the threads of the program and the communication thread change
         self._state = threading.Lock()
+        # name -> operation under way on this rank
         self._handles: dict[str, Handle[Any]] = {}
+        # requests that the other ranks have not heard of
         self._new: list[Request] = []
+        # True while the communication thread makes rounds
         self._runs = False
+        # threads of the program that wait for an operation
         self._waiting = 0
+        # kind -> operations without a name begun so far
         self._unnamed: dict[str, int] = {}
+        # name -> {rank: request}, for operations that not all ranks have brought
         self._met: dict[str, dict[int, Request]] = {}
+        # ranks that have called join(), in that order
         self._joined: list[int] = []
         self._row = np.zeros(ROW_BYTES, np.uint8)
         self._rows = np.zeros((comm.size, ROW_BYTES), np.uint8)
 
     def begin(self, handle: Handle[T]) -> Handle[T]:
-        """Begin an operation. ValueError where one of that name is under way on this rank."""
+        """Begin an operation. Does not block. Raises ValueError if one with the same name is under way on this rank."""
         request = handle.request
         with self._state:
             if not request.name:
@@ -231,15 +274,16 @@ class Negotiator:
         return handle
 
     def close(self) -> None:
-        """Free its communicators, unless an operation is under way on this rank. Local."""
+        """Free the communicators, unless an operation is under way on this rank. Local."""
+        # The communication thread may be in its last round.
         while self._runs and not self._handles:
-            time.sleep(1e-4)  # its thread is in the last round
+            time.sleep(1e-4)
         if not self._runs and not MPI.Is_finalized():
             self.jobs.free()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Let the others know that this rank's program waits, within, for an operation."""
+        """Within this context the other ranks know that this rank's program waits for an operation."""
         with self._state:
             self._waiting += 1
         try:
@@ -282,7 +326,11 @@ class Negotiator:
                 yield
 
     def _gather(self, word: bytes) -> Generator[None, None, list[bytes]]:
-        """Bring a word; return all ranks', in their order."""
+        """Bring some bytes, and return those of all ranks in their order.
+
+        A row is 8 bytes of length and then the data. Data that does not fit is gathered again, in rows of the largest
+        length.
+        """
         size = len(word)
         self._row[:8].view(np.int64)[0] = size
         if size <= ROW_BYTES - 8:
@@ -298,7 +346,7 @@ class Negotiator:
         return [row[start : start + length].tobytes() for row, length in zip(rows, sizes)]
 
     def _take(self, every: Sequence[tuple[bool, list[Request]]]) -> Iterator[None]:
-        """Take all ranks' new requests, and run what all have brought."""
+        """Take all ranks' new requests, and run the operations that all ranks have brought."""
         for rank, (_, requests) in enumerate(every):
             for request in requests:
                 if request.kind == NOTHING_LEFT:
@@ -306,6 +354,7 @@ class Negotiator:
                 else:
                     self._met.setdefault(request.name, {})[rank] = request
         ready = []
+        # Every rank has received the requests in the same order, so `ready` is the same on all of them.
         for name, requests_of in list(self._met.items()):
             if len(requests_of.keys() | set(self._joined)) == self.comm.size:
                 del self._met[name]
@@ -322,7 +371,7 @@ class Negotiator:
             self._end(NOTHING_LEFT, self.names[last])
 
     def _run(self, operations: Sequence[tuple[Request, dict[int, Request]]]) -> Iterator[None]:
-        """Run one operation, or allreduces that go together. A rank that has joined brings zeros."""
+        """Run one operation, or several allreduces as one. A rank that has joined contributes zeros."""
         first, requests = operations[0]
         if first.kind == "allreduce":
             every = [self._tensors_of(request) for request, _ in operations]
@@ -342,9 +391,10 @@ class Negotiator:
         return [torch.zeros(shape, dtype=getattr(torch, dtype)) for dtype, shape in zip(request.dtypes, request.shapes)]
 
     def _difference(self, first: Request, requests: dict[int, Request]) -> str:
-        """Return how the requests of two ranks differ; "" where they fit together."""
+        """Return a sentence with the first difference between the requests of two ranks, or "" if they fit together."""
         one = min(requests)
         for rank, request in requests.items():
+            # These two may have any number of rows.
             free = 1 if first.kind in ("allgather", "alltoall") else 0
             for what, a, b in (
                 ("the operation", first.kind, request.kind),
@@ -369,7 +419,7 @@ class Negotiator:
         return ""
 
     def _against_joined(self, first: Request) -> str:
-        """Return why an operation cannot run beside ranks that have joined; "" where it can."""
+        """Return why an operation cannot run while some ranks have joined, or "" if it can."""
         if not self._joined or first.kind == "barrier" or (first.kind == "allreduce" and first.op in (0, 1)):
             return ""
         return (
@@ -384,7 +434,7 @@ class Negotiator:
             handle.end(result, error)
 
     def _fail_all(self, error: BaseException) -> None:
-        """End all operations of this rank, as of all others, with one error."""
+        """End all operations of this rank with an error. All other ranks do the same."""
         with self._state:
             handles, self._handles = self._handles, {}
             self._new = []
@@ -409,12 +459,12 @@ class Negotiator:
 
 
 def _fusion(request: Request) -> tuple[object, ...]:
-    """Return what is the same for allreduces that go together, and another for each other operation."""
+    """Return a key that is equal for allreduces that can run as one. Any other operation has a key of its own."""
     if request.kind != "allreduce":
         return (request.name,)
     return (request.op, request.prescale, request.postscale, sorted(set(request.dtypes)))
 
 
 def _said(value: object) -> object:
-    """Return what a sentence says of a list: its one item."""
+    """Return the only item of a list that has one, for a sentence."""
     return _said(value[0]) if isinstance(value, list) and len(value) == 1 else value

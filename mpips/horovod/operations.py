@@ -1,7 +1,13 @@
 """Operations with Horovod's names: allreduce and its family, asynchronous ones, and those that autograd follows.
 
-Each begins by `_begin`, which gives a handle; `synchronize` waits for it. Gradients are Horovod's: that of an allreduce
-is the same allreduce of the gradient.
+Every operation is begun by `_begin`, which returns a handle, and `synchronize` waits for it. A call without `_async`
+blocks. A call without a trailing underscore returns new tensors, through which gradients flow if it blocks.
+
+All ranks of the process set must begin operations of the same names; the order does not matter. Without a `name` an
+operation gets a number, and then the order of operations of its kind matters. A bad argument raises on this rank and
+nothing is sent. If ranks' arguments do not fit together, the operation raises `HorovodInternalError` on all of them.
+
+Gradients are Horovod's: that of an allreduce is the same allreduce of the gradient.
 """
 
 from __future__ import annotations
@@ -26,19 +32,19 @@ WORLD = global_process_set
 
 
 class Compressor(Protocol):
-    """Horovod's interface of what compresses a tensor; a program may bring its own."""
+    """Horovod's interface for compressing tensors. A program may bring its own class."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """Return what travels, and what `decompress` needs to know."""
+        """Return the tensor that is sent, and a context for `decompress`."""
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """Return a tensor as it was."""
+        """Return the tensor in its original form. `ctx` is what `compress` returned."""
 
 
 class Compression:
-    """Compress what travels: `none` leaves tensors as they are, `fp16` sends float16."""
+    """Compressors for what is sent: `none` sends tensors as they are, `fp16` sends floats as float16."""
 
     class none:
         @staticmethod
@@ -60,12 +66,15 @@ class Compression:
 
 
 def poll(handle: Handle[Any]) -> bool:
-    """Return whether an operation has ended."""
+    """Return True if an operation has ended. Local."""
     return handle.poll()
 
 
 def synchronize(handle: Handle[T]) -> T:
-    """Wait for an operation; return its result. HorovodInternalError where it has failed, as it has on all ranks."""
+    """Wait for an operation and return its result. Blocking.
+
+    Raises `HorovodInternalError` if the operation has failed, as it then has on all ranks.
+    """
     return handle.wait()
 
 
@@ -81,7 +90,20 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = WORLD,
 ) -> Handle[Tensor]:
-    """Begin an allreduce into a new tensor. `op` is Average unless given."""
+    """Begin an allreduce into a new tensor.
+
+    Args:
+        tensor: A host tensor, of the same shape and dtype on all ranks.
+        average: Horovod's old argument. Pass `op`.
+        name: The name by which ranks match the operation.
+        op: Average (the default), Sum, Min, Max or Product.
+        prescale_factor: Multiplies the tensor before the reduction.
+        postscale_factor: Multiplies the result.
+        process_set: The ranks that take part.
+
+    Returns:
+        A handle for `synchronize`.
+    """
     return _reduce([_copy(tensor)], name, _op(op, average), prescale_factor, postscale_factor, process_set, _first)
 
 
@@ -94,12 +116,12 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = WORLD,
 ) -> Handle[Tensor]:
-    """Begin an allreduce in place."""
+    """Begin an allreduce in place. Arguments are those of `allreduce_async`."""
     return _reduce([tensor], name, _op(op, average), prescale_factor, postscale_factor, process_set, _first)
 
 
 def allreduce_(tensor: Tensor, *args: Any, **keywords: Any) -> Tensor:
-    """Make an allreduce in place. Blocking. Arguments are those of `allreduce_async_`."""
+    """Reduce in place. Blocking. Arguments are those of `allreduce_async_`."""
     return synchronize(allreduce_async_(tensor, *args, **keywords))
 
 
@@ -113,7 +135,10 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = WORLD,
 ) -> Tensor:
-    """Make an allreduce into a new tensor, through which gradients flow. Blocking."""
+    """Reduce a tensor over all ranks into a new one, through which gradients flow. Blocking.
+
+    Arguments are those of `allreduce_async`, and `compression`, which is applied to what is sent.
+    """
     factors = (prescale_factor, postscale_factor, process_set)
     (result,) = grouped_allreduce([tensor], average, name, compression, op, *factors)
     return result
@@ -128,7 +153,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = WORLD,
 ) -> Handle[list[Tensor]]:
-    """Begin one allreduce of many tensors, into new ones."""
+    """Begin one allreduce of several tensors, into new ones. Arguments are those of `allreduce_async`."""
     copies = [_copy(tensor) for tensor in tensors]
     return _reduce(copies, name, _op(op, average), prescale_factor, postscale_factor, process_set, list)
 
@@ -142,12 +167,12 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = WORLD,
 ) -> Handle[list[Tensor]]:
-    """Begin one allreduce of many tensors, in place."""
+    """Begin one allreduce of several tensors, in place. Arguments are those of `allreduce_async`."""
     return _reduce(list(tensors), name, _op(op, average), prescale_factor, postscale_factor, process_set, list)
 
 
 def grouped_allreduce_(tensors: Tensors, *args: Any, **keywords: Any) -> list[Tensor]:
-    """Make one allreduce of many tensors in place. Blocking. Arguments are those of `grouped_allreduce_async_`."""
+    """Reduce several tensors in place, as one operation. Blocking. Arguments: see `grouped_allreduce_async_`."""
     return synchronize(grouped_allreduce_async_(tensors, *args, **keywords))
 
 
@@ -161,7 +186,10 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = WORLD,
 ) -> list[Tensor]:
-    """Make one allreduce of many tensors, through which gradients flow. Blocking."""
+    """Reduce several tensors into new ones, as one operation, through which gradients flow. Blocking.
+
+    Arguments are those of `allreduce`.
+    """
     arguments = _op(op, average), prescale_factor, postscale_factor, process_set
     packed, contexts = zip(*[compression.compress(tensor) for tensor in tensors])
 
@@ -175,7 +203,12 @@ def grouped_allreduce(
 def sparse_allreduce_async(
     tensor: Tensor, name: str | None, op: Op, process_set: ProcessSet = WORLD
 ) -> Callable[[], Tensor]:
-    """Begin an allreduce of a sparse tensor, by allgathers; call what is returned for its result."""
+    """Begin an allreduce of a sparse tensor, which gathers all ranks' entries.
+
+    Call the returned function for the result.
+
+    The result is not coalesced. `op` is Average or Sum.
+    """
     if op not in (Op.Average, Op.Sum):
         raise of_caller(NotImplementedError(f"sparse_allreduce_async: op is {op!r}: choose Average or Sum"))
     at, values = tensor._indices().t().contiguous(), tensor._values()
@@ -193,24 +226,27 @@ def sparse_allreduce_async(
 
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = WORLD) -> Handle[Tensor]:
-    """Begin to join all ranks' tensors along their first dimension, of which each may have any length."""
+    """Begin to concatenate all ranks' tensors along the first dimension, whose length may differ between ranks."""
     return _begin("allgather", [_copy(tensor)], name, process_set, _first)
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = WORLD) -> Tensor:
-    """Join all ranks' tensors along their first dimension; gradients flow through. Blocking."""
+    """Concatenate all ranks' tensors along the first dimension, whose length may differ between ranks. Blocking.
+
+    Gradients flow through the result.
+    """
     return grouped_allgather([tensor], name, process_set)[0]
 
 
 def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = WORLD
 ) -> Handle[list[Tensor]]:
-    """Begin to join all ranks' tensors, for each of many."""
+    """Begin an `allgather_async` of each of several tensors, as one operation."""
     return _begin("allgather", [_copy(tensor) for tensor in tensors], name, process_set, list)
 
 
 def grouped_allgather(tensors: Tensors, name: str | None = None, process_set: ProcessSet = WORLD) -> list[Tensor]:
-    """Join all ranks' tensors, for each of many; gradients flow through. Blocking."""
+    """Make an `allgather` of each of several tensors, as one operation. Gradients flow through. Blocking."""
     rows = [tensor.shape[0] for tensor in tensors if tensor.dim()]
 
     def forward(given: Tensors) -> list[Tensor]:
@@ -228,7 +264,7 @@ def grouped_allgather(tensors: Tensors, name: str | None = None, process_set: Pr
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = WORLD
 ) -> Handle[Tensor]:
-    """Begin to give all ranks the root's tensor, as a new one."""
+    """Begin to give all ranks the root's tensor, as a new one. `root_rank` is a rank of the world."""
     return broadcast_async_(_copy(tensor), root_rank, name, process_set)
 
 
@@ -262,9 +298,12 @@ def broadcast(tensor: Tensor, root_rank: int, name: str | None = None, process_s
 def alltoall_async(
     tensor: Tensor, splits: Splits | None = None, name: str | None = None, process_set: ProcessSet = WORLD
 ) -> Handle[tuple[Tensor, Tensor]]:
-    """Begin to send `splits[k]` rows to each rank k, in order; an even share where no splits are given.
+    """Begin to send the first `splits[0]` rows of a tensor to rank 0, the next `splits[1]` rows to rank 1, and so on.
 
-    Its result is a pair: the rows that have come, and how many of each rank.
+    Without splits every rank gets an equal share.
+
+    Returns:
+        A handle. Its result is a pair: the rows received, and the number of rows from each rank.
     """
     members, given = process_set.members(), splits
     rows = tensor.shape[0] if tensor.dim() else 0
@@ -297,7 +336,10 @@ def alltoall_async(
 def alltoall(
     tensor: Tensor, splits: Splits | None = None, name: str | None = None, process_set: ProcessSet = WORLD
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Exchange rows as `alltoall_async` does; gradients flow back. Without splits return the rows alone. Blocking."""
+    """Exchange rows as `alltoall_async` does. Gradients flow through. Blocking.
+
+    Return the rows received, and with `splits` also the number of rows from each rank.
+    """
     received: list[Tensor] = []
 
     def forward(given: Tensors) -> list[Tensor]:
@@ -320,7 +362,10 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle[Tensor]:
-    """Begin a reduction of which each rank takes its rows; the first ranks have one more where they do not divide."""
+    """Begin a reduction of which each rank gets a part of the rows.
+
+    If the rows do not divide evenly, the first ranks get one more. Arguments are those of `allreduce_async`.
+    """
     copies = [_copy(tensor)]
     return _begin("reducescatter", copies, name, process_set, _first, _op(op, None), prescale_factor, postscale_factor)
 
@@ -333,7 +378,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle[list[Tensor]]:
-    """Begin a reduction of many tensors, of each of which a rank takes its rows."""
+    """Begin a `reducescatter_async` of each of several tensors, as one operation."""
     copies = [_copy(tensor) for tensor in tensors]
     return _begin("reducescatter", copies, name, process_set, list, _op(op, None), prescale_factor, postscale_factor)
 
@@ -347,7 +392,10 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
-    """Reduce, and take this rank's rows; gradients flow back. Blocking."""
+    """Reduce a tensor over all ranks, and return this rank's part of the rows. Gradients flow through. Blocking.
+
+    If the rows do not divide evenly, the first ranks get one more. Arguments are those of `allreduce`.
+    """
     return grouped_reducescatter([tensor], name, compression, op, process_set, prescale_factor, postscale_factor)[0]
 
 
@@ -360,7 +408,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """Reduce many tensors, and take this rank's rows of each; gradients flow back. Blocking."""
+    """Make a `reducescatter` of each of several tensors, as one operation. Gradients flow through. Blocking."""
     factors = (prescale_factor, postscale_factor)
     packed, contexts = zip(*[compression.compress(tensor) for tensor in tensors])
 
@@ -376,14 +424,14 @@ def grouped_reducescatter(
 
 
 def barrier(process_set: ProcessSet = WORLD) -> None:
-    """Wait until all ranks of the set are here."""
+    """Wait until all ranks of the set have called it. Blocking."""
     synchronize(_begin("barrier", [], None, process_set, list))
 
 
 def join(device: int = -1) -> int:
-    """Tell the others that this rank has no more batches, and bring zeros to their allreduces until all have joined.
+    """Tell the other ranks that this one has no more batches. Return the rank that joined last.
 
-    Return the rank that joined last. Blocking.
+    Blocks until all ranks have joined. Until then this rank takes part in their allreduces with zeros.
     """
     return synchronize(_begin("join", [], "join", WORLD, int))
 
@@ -429,7 +477,7 @@ def _reduce(
 
 
 def _op(op: Op | None, average: bool | None) -> Op:
-    """Return the reduction that is asked for. ValueError where it is asked for twice, or is none."""
+    """Return the reduction that is asked for. Raise an error if it is asked for twice, unknown, or not supported."""
     if average is not None:
         if op is not None:
             raise of_caller(ValueError("op and average are both given: pass op alone"))
@@ -451,7 +499,7 @@ def _first(results: list[Tensor]) -> Tensor:
 
 
 class _Followed(torch.autograd.Function):
-    """Calls an operation on tensors forwards, and another one on their gradients backwards."""
+    """Runs an operation on tensors in the forward pass, and another one on their gradients in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, forward: Step, backward: Step, *tensors: Tensor) -> tuple[Tensor, ...]:

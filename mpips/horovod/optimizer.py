@@ -38,10 +38,26 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return the optimizer, of a subclass of its own class, whose `step` reduces gradients over the ranks first.
+    """Make an optimizer whose `step` first reduces the gradients over all ranks.
 
-    Arguments are Horovod's. Its state and its groups are those of `optimizer`. Gradients of `backward_passes_per_step`
-    passes add up, and are not divided. A parameter without a gradient on this rank counts as zero.
+    The result is of a subclass of the optimizer's own class, and shares its state and its groups. Gradients of several
+    backward passes are summed, not averaged. A parameter without a gradient on this rank counts as zero.
+
+    Args:
+        optimizer: An optimizer of torch.optim.
+        named_parameters: As from `model.named_parameters()`. The names match gradients between ranks.
+        compression: `hvd.Compression.none` or `fp16`, or a compressor of the program.
+        backward_passes_per_step: Backward passes before each step.
+        op: `hvd.Average`, or another reduction of `hvd.allreduce`.
+        gradient_predivide_factor: Gradients are divided by it before the average, which is multiplied by it again.
+        num_groups: Horovod's old argument. Pass `groups`.
+        groups: A number of groups, or lists of parameters. Gradients of a group are reduced as one operation.
+        sparse_as_dense: Reduce sparse gradients as dense ones.
+        process_set: The ranks that take part.
+
+    Raises:
+        ValueError: An argument does not fit.
+        NotImplementedError: `op` is Adasum.
     """
     if gradient_predivide_factor != 1.0 and op != Op.Average:
         raise of_caller(
@@ -62,7 +78,8 @@ def DistributedOptimizer(
     made: Any = type(kind.__name__, (kind,), {**methods, "_wrapped_class": kind})
     distributed = made.__new__(made)
     distributed.__dict__.update(optimizer.__dict__)
-    distributed.__dict__.pop("step", None)  # a scheduler's, of the optimizer alone
+    # A scheduler replaces `step` on the instance. That one is bound to the wrapped optimizer.
+    distributed.__dict__.pop("step", None)
     factors = (1.0 / gradient_predivide_factor, gradient_predivide_factor)
     distributed._begin_reducing(
         named_parameters,
@@ -74,7 +91,7 @@ def DistributedOptimizer(
 
 
 class _Reduction:
-    """Reduces gradients as the arguments say; each call returns what waits for the reduced ones."""
+    """The arguments by which gradients are reduced."""
 
     def __init__(
         self,
@@ -84,11 +101,14 @@ class _Reduction:
         sparse_as_dense: bool,
         process_set: ProcessSet,
     ) -> None:
-        self._compression, self._op, self._factors = compression, op, factors
-        self._sparse_as_dense, self.process_set = sparse_as_dense, process_set
+        self._compression = compression
+        self._op = op
+        self._factors = factors
+        self._sparse_as_dense = sparse_as_dense
+        self.process_set = process_set
 
     def begin(self, names: Sequence[str], gradients: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Begin to reduce gradients, together where they are several."""
+        """Begin to reduce gradients, several as one operation. Return a function that waits for the reduced ones."""
         sparse = [gradient.is_sparse for gradient in gradients]
         if any(sparse) and not self._sparse_as_dense:
             if len(names) > 1:
@@ -116,7 +136,7 @@ class _Reduction:
 
 
 class _Distributed(torch.optim.Optimizer):
-    """Methods of the class that `DistributedOptimizer` makes."""
+    """The methods of the class that `DistributedOptimizer` makes."""
 
     _wrapped_class: type[torch.optim.Optimizer]
 
@@ -127,18 +147,23 @@ class _Distributed(torch.optim.Optimizer):
         passes: int,
         groups: int | Sequence[Sequence[Tensor]] | None,
     ) -> None:
-        self._reduction, self.backward_passes_per_step = reduction, passes
+        self._reduction = reduction
+        self.backward_passes_per_step = passes
         self._parameter_names = _names(self.param_groups, named)
         claim_gradients(self, "hvd.DistributedOptimizer", [(name, p) for p, name in self._parameter_names.items()])
         self._together = _group(list(self._parameter_names), self._parameter_names, groups)
+        # parameter -> backward passes of this step that are still to come
         self._left: dict[Tensor, int] = {}
+        # parameters whose gradients are being reduced; the first of each group has the function that waits for the
+        # group
         self._under_way: dict[Tensor, Callable[[], list[Tensor]] | None] = {}
         self._hooked: set[Tensor] = set()
-        self._synchronized, self._should_synchronize = False, True
+        self._synchronized = False
+        self._should_synchronize = True
         self._hook_parameters()
 
     def _hook_parameters(self) -> None:
-        """Hook the parameters that require a gradient and are not hooked yet."""
+        """Hook the parameters that require a gradient and have no hook yet."""
         if not self._reduction.process_set.included() or len(self._reduction.process_set.ranks) == 1:
             return
         for parameter in self._parameter_names:
@@ -147,7 +172,10 @@ class _Distributed(torch.optim.Optimizer):
                 parameter.register_post_accumulate_grad_hook(self._note_gradient)
 
     def _note_gradient(self, parameter: Tensor) -> None:
-        """Begin to reduce a gradient, and its group, after the last of the step's backward passes."""
+        """The hook that runs when a gradient is accumulated.
+
+        After the last backward pass of the step for all parameters of its group, the reduction of the group begins.
+        """
         left = self._left.get(parameter, self.backward_passes_per_step) - 1
         if left < 0:
             raise AssertionError(
@@ -168,8 +196,9 @@ class _Distributed(torch.optim.Optimizer):
         self._under_way[group[0]] = self._reduction.begin(names, [each.grad for each in group if each.grad is not None])
 
     def synchronize(self) -> None:
-        """Reduce what is left, and wait until parameters have the gradients of all ranks. Blocking."""
+        """Reduce the remaining gradients, and wait until the parameters have the gradients of all ranks. Blocking."""
         self._hook_parameters()
+        # Parameters without a gradient in this step take part too, or other ranks that have one would wait.
         for parameter in self._parameter_names:
             if parameter in self._hooked and parameter.requires_grad and parameter not in self._under_way:
                 self._reduce(self._together[parameter])
@@ -186,7 +215,7 @@ class _Distributed(torch.optim.Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Let `step` within take gradients as they are, after `synchronize`."""
+        """Within this context `step` uses the gradients as they are. For a step after `synchronize`."""
         self._should_synchronize = False
         try:
             yield
@@ -194,7 +223,11 @@ class _Distributed(torch.optim.Optimizer):
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Wait for the gradients of all ranks, and make the step. Return the loss of `closure`. Blocking."""
+        """Wait for the gradients of all ranks, and run the wrapped optimizer's step. Blocking.
+
+        Return the loss of `closure`. The wrapped optimizer calls it as often as it needs, and each time the gradients
+        are reduced.
+        """
 
         def evaluate() -> Any:
             assert closure is not None
@@ -216,7 +249,7 @@ class _Distributed(torch.optim.Optimizer):
         return self._wrapped_class.step(self, evaluate if synchronizes else closure)  # type: ignore[arg-type]
 
     def zero_grad(self, *args: Any, **keywords: Any) -> None:
-        """Forget the gradients. AssertionError where they are being reduced."""
+        """Clear the gradients. Raise AssertionError if they are being reduced."""
         if self._under_way:
             raise AssertionError(
                 "zero_grad() comes after backward() and before step() or synchronize(), while "
@@ -225,7 +258,7 @@ class _Distributed(torch.optim.Optimizer):
         self._wrapped_class.zero_grad(self, *args, **keywords)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, on all ranks; its parameters get names by their place."""
+        """Add a parameter group. All ranks must add it. Its parameters are named by their position."""
         self._wrapped_class.add_param_group(self, param_group)
         at = len(self.param_groups) - 1
         for place, parameter in enumerate(self.param_groups[at]["params"]):
@@ -234,18 +267,19 @@ class _Distributed(torch.optim.Optimizer):
         self._hook_parameters()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Set how many backward passes come before a step."""
+        """Set the number of backward passes before each step."""
         self.backward_passes_per_step = passes
         self._left.clear()
 
 
-# PyTorch wraps a class's step by what calls its hooks, at the latest in load_state_dict, unless it bears this mark. The
-# wrapped class's step, which ours ends in, calls them already: they would run twice where a state was loaded.
+# PyTorch wraps the `step` of an optimizer's class with code that calls hooks, at the latest in load_state_dict. This
+# mark prevents that. The wrapped class's step, which ours ends in, calls the hooks already, and after a load they would
+# run twice.
 _Distributed.step.hooked = True  # type: ignore[attr-defined]
 
 
 def _names(groups: Sequence[dict[str, Any]], named: Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str]:
-    """Return the name of every parameter. ValueError where one has none, or two have the same."""
+    """Return the name of each parameter. Raise ValueError if a parameter has none, or if two have the same."""
     if named is None:
         return {
             p: f"allreduce.noname.{at}.{place}"
@@ -272,7 +306,7 @@ def _names(groups: Sequence[dict[str, Any]], named: Iterable[tuple[str, Tensor]]
 def _group(
     parameters: Sequence[Tensor], names: dict[Tensor, str], groups: int | Sequence[Sequence[Tensor]] | None
 ) -> dict[Tensor, tuple[Tensor, ...]]:
-    """Return, for every parameter, those whose gradients travel together with its own."""
+    """Return, for each parameter, the parameters whose gradients are reduced with its own."""
     cuts: list[tuple[Tensor, ...]] = [(parameter,) for parameter in parameters]
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if isinstance(groups, int):

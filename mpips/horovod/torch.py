@@ -4,7 +4,8 @@
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
-Operations are matched by name, in whatever order ranks begin them. What is not supported raises NotImplementedError.
+Operations are matched by name, so ranks may begin them in any order. A name of Horovod's that is not supported raises
+NotImplementedError when it is used.
 """
 
 from __future__ import annotations
@@ -149,7 +150,12 @@ Average, Sum, Adasum, Min, Max, Product = Op
 
 
 def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: int = 0) -> None:
-    """Give all ranks the root's values of a `state_dict`, or of parameters, in place. Blocking."""
+    """Give all ranks the root's values of a `state_dict`, or of parameters, in place. Collective, blocking.
+
+    Raises:
+        TypeError: A value is not a tensor.
+        HorovodInternalError: Names, dtypes or shapes differ between ranks. All ranks raise it.
+    """
     pairs = params.items() if isinstance(params, Mapping) else params
     named = [pair if isinstance(pair, tuple) else (None, pair) for pair in pairs]
     for name, tensor in named:
@@ -167,7 +173,10 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int = 0, model: torch.nn.Module | None = None
 ) -> None:
-    """Load the root's state of an optimizer on all ranks, whatever they had. Blocking. `model` is not needed."""
+    """Load the root's state of an optimizer on all ranks, in place of their own. Collective, blocking.
+
+    `model` is ignored. Raises ValueError for LBFGS, whose history is that of one rank.
+    """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise of_caller(
             ValueError("broadcast_optimizer_state: LBFGS keeps a history of this rank's own: choose another optimizer")
@@ -178,7 +187,7 @@ def broadcast_optimizer_state(
 def broadcast_object(
     obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Return the root's object, which can be pickled, on all ranks. Blocking."""
+    """Return the root's object on all ranks. It travels pickled. Collective, blocking."""
     name = "broadcast_object" if name is None else name
     is_root = rank() == root_rank
     packed = torch.frombuffer(bytearray(pickle.dumps(obj) if is_root else b"\0"), dtype=torch.uint8)
@@ -189,7 +198,7 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Return all ranks' objects, which can be pickled, in the order of ranks. Blocking."""
+    """Return a list of all ranks' objects, by rank. They travel pickled. Collective, blocking."""
     packed = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
     stream = io.BytesIO(allgather(packed, f"{name or 'allgather_object'}.t", process_set).numpy().tobytes())
     return [pickle.load(stream) for _ in range(process_set.size() or 0)]
@@ -199,7 +208,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 
 
 def mpi_threads_supported() -> bool:
-    """Return whether MPI may be called in several threads."""
+    """True if MPI was initialized with THREAD_MULTIPLE."""
     return MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
 
@@ -215,7 +224,10 @@ gloo_enabled = gloo_built = nccl_built = ddl_built = ccl_built = cuda_built = ro
 
 
 class _Refused:
-    """A name of Horovod's that is not supported: whoever calls it, or asks it for something, is told what to do."""
+    """A name of Horovod's that is not supported.
+
+    To call it, or to read an attribute, raises an error that says what to do.
+    """
 
     def __init__(self, sentence: str) -> None:
         self._sentence = sentence

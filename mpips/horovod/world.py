@@ -15,7 +15,13 @@ from mpips.torch.backend import check_joined
 
 
 class ProcessSet:
-    """Ranks that make operations among themselves. `init(process_sets=...)` or `add_process_set` bring it to life."""
+    """A set of ranks that make operations among themselves.
+
+    It can be used after `init(process_sets=...)` or `add_process_set` has registered it.
+
+    Args:
+        ranks_or_comm: Ranks of the world, or an mpi4py communicator of them.
+    """
 
     def __init__(self, ranks_or_comm: Iterable[int] | MPI.Comm) -> None:
         if isinstance(ranks_or_comm, MPI.Comm):
@@ -25,23 +31,25 @@ class ProcessSet:
         self.ranks = sorted(ranks_or_comm)
         if any(not isinstance(rank, int) for rank in self.ranks):
             raise of_caller(ValueError(f"ProcessSet: {self.ranks}: pass a list of ranks, or an mpi4py communicator"))
+        # None unless the set is registered; 0 is the global one
         self.process_set_id: int | None = None
+        # None unless this process belongs to the set, and the set is registered
         self.negotiator: Negotiator | None = None
 
     def size(self) -> int | None:
-        """Return how many ranks it has; None where it is not alive."""
+        """Return the number of its ranks, or None if it is not registered."""
         return None if self.process_set_id is None else len(self.ranks)
 
     def rank(self) -> int | None:
-        """Return this process' place in it; None where it is not alive."""
+        """Return this process's rank in it, or None if it is not registered or does not have this process."""
         return self.ranks.index(rank()) if self.process_set_id is not None and self.included() else None
 
     def included(self) -> bool:
-        """Return whether this process belongs to it."""
+        """Return True if this process belongs to it."""
         return rank() in self.ranks
 
     def members(self) -> Negotiator:
-        """Return what makes its operations. ValueError where it is not alive, or has not this process."""
+        """Return the negotiator for its operations. Raise ValueError if it is not registered, or lacks this process."""
         _see_initialized()
         if self.process_set_id is None:
             raise of_caller(ValueError(f"{self} is not alive: pass it to hvd.add_process_set() on all ranks first"))
@@ -53,14 +61,26 @@ class ProcessSet:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
 
 
+# Its ranks are set by init().
 global_process_set = ProcessSet([])
+# number -> set that is registered
 _sets: dict[int, ProcessSet] = {}
+# Numbers are not used again.
 _created = 0
 _comm: MPI.Intracomm | None = None
 
 
 def init(comm: MPI.Intracomm | None = None, process_sets: Sequence[ProcessSet] | None = None) -> None:
-    """Begin, on all ranks of a communicator (None: COMM_WORLD). Collective, blocking; does nothing the second time."""
+    """Start Horovod's door on all ranks of a communicator. Collective, blocking. A second call does nothing.
+
+    Args:
+        comm: An mpi4py communicator. None means COMM_WORLD.
+        process_sets: Sets to register. "dynamic" registers none: `add_process_set` works in any case.
+
+    Raises:
+        ValueError: `comm` is not an mpi4py communicator.
+        RuntimeError: A launcher has started processes that MPI has not joined.
+    """
     global _comm
     if _comm is not None:
         return
@@ -83,7 +103,7 @@ def init(comm: MPI.Intracomm | None = None, process_sets: Sequence[ProcessSet] |
 
 
 def shutdown() -> None:
-    """End: operations that are under way are given up. Local; `init` may begin again."""
+    """Give up operations under way, and end all process sets. Local. `init` may be called again."""
     global _comm
     for process_set in list(_sets.values()):
         _end(process_set)
@@ -91,7 +111,10 @@ def shutdown() -> None:
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Bring a set to life. All ranks call; blocking. ValueError where one of the same ranks is alive."""
+    """Register a process set, given as such or as a list of ranks. Collective over all ranks, blocking.
+
+    Raises ValueError if a set of the same ranks is registered, or if a rank is unknown.
+    """
     global _created
     world = _see_initialized()
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
@@ -106,7 +129,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """End a set. All ranks call. Return whether it was alive; the global one stays."""
+    """Remove a process set. All ranks must call it. Return False if it is not registered, or is the global one."""
     if not process_set.process_set_id:
         return False
     _end(process_set)
@@ -114,52 +137,52 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def is_initialized() -> bool:
-    """Return whether `init` has been called."""
+    """Return True if `init` has been called."""
     return _comm is not None
 
 
 def rank() -> int:
-    """Return this process' rank."""
+    """Return this process's rank in the communicator of `init`."""
     return _see_initialized().rank
 
 
 def size() -> int:
-    """Return the number of ranks."""
+    """Return the number of ranks in the communicator of `init`."""
     return _see_initialized().size
 
 
 def local_rank() -> int:
-    """Return this process' place among those of its node."""
+    """Return this process's rank among those on its node."""
     nodes, mine = _nodes()
     return nodes[:mine].count(nodes[mine])
 
 
 def local_size() -> int:
-    """Return how many ranks this node has."""
+    """Return the number of ranks on this node."""
     nodes, mine = _nodes()
     return nodes.count(nodes[mine])
 
 
 def cross_rank() -> int:
-    """Return this node's place among the nodes that have this local rank."""
+    """Return this node's position among the nodes that have a process with this local rank."""
     nodes, mine = _nodes()
     return [node for node in sorted(set(nodes)) if nodes.count(node) > local_rank()].index(nodes[mine])
 
 
 def cross_size() -> int:
-    """Return how many nodes have this local rank."""
+    """Return the number of nodes that have a process with this local rank."""
     nodes, _ = _nodes()
     return sum(nodes.count(node) > local_rank() for node in set(nodes))
 
 
 def is_homogeneous() -> bool:
-    """Return whether all nodes have equally many ranks."""
+    """Return True if all nodes have the same number of ranks."""
     nodes, _ = _nodes()
     return len({nodes.count(node) for node in nodes}) == 1
 
 
 def world_comm() -> MPI.Intracomm:
-    """Return the communicator of all ranks, on which no operation is under way in the background."""
+    """Return the communicator of all ranks. Operations in the background use others."""
     return _see_initialized()
 
 
@@ -170,13 +193,13 @@ def _see_initialized() -> MPI.Intracomm:
 
 
 def _nodes() -> tuple[list[int], int]:
-    """Return the node of every rank, and this rank."""
+    """Return the node of each rank, and this rank."""
     world = _see_initialized()
     return list(communicator(world).node_of), world.rank
 
 
 def _bring_to_life(process_set: ProcessSet, number: int) -> None:
-    """Make what the operations of a set need. Collective over all ranks, blocking."""
+    """Create what the operations of a set need. Collective over all ranks, blocking."""
     world = _see_initialized()
     comm = world.Create(world.group.Incl(process_set.ranks))
     process_set.process_set_id = number

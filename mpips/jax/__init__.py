@@ -1,11 +1,12 @@
 """JAX on mpips: collectives over all ranks, pushes and pulls of a store, inside `jit` and outside; pytrees of arrays.
 
     gradients = mpips.jax.allreduce(gradients)              # the mean over all ranks, leaf by leaf
-    weights = mpips.jax.pushpull(kv, "w", gradients)        # kv.init("w", leaves) before
+    weights = mpips.jax.pushpull(kv, "w", gradients)        # after mpips.jax.init(kv, "w", weights)
 
-Calls run in the order in which the program makes them, on every rank alike. On CPUs, and where JAX has `jax.ffi`, XLA
-calls mpips on its own buffers: nothing is copied, and `jax.grad`, `jax.vmap`, `lax.scan`, `lax.cond` and `jax.remat` go
-through collectives. Elsewhere calls are ordered callbacks, which JAX neither differentiates nor batches.
+Calls run in the order in which the program makes them, and every rank must make the same ones. On CPUs, with a JAX that
+has `jax.ffi`, XLA calls mpips on its own buffers: arrays above 32 KiB are not copied, and collectives can be used
+inside of `jax.grad`, `jax.vmap`, `lax.scan`, `lax.cond` and `jax.remat`. Elsewhere calls are ordered callbacks, which
+JAX can neither differentiate nor batch.
 
 After `import mpips.jax`, `jax.distributed.initialize()` needs no arguments in processes that MPI has joined.
 """

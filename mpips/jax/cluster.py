@@ -1,7 +1,8 @@
 """`jax.distributed.initialize()` without arguments, in the processes that MPI has joined, whichever MPI it is.
 
-JAX knows Open MPI by a variable that Open MPI 5 does not set, and MPICH not at all. So mpips is one more place where
-JAX looks, and the first: below `mpirun` in a job of Slurm's, Slurm's variables tell all ranks that they are the first.
+JAX recognizes Open MPI by a variable that Open MPI 5 does not set, and it does not recognize MPICH. So mpips adds
+itself to the places where JAX looks for a cluster, as the first one. It must be the first: under `mpirun` in a job of
+Slurm's, Slurm's variables say on every rank that it is rank 0.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ WHO = "jax.distributed.initialize"
 
 
 def register() -> None:
-    """Let JAX ask MPI for the processes. Once for each process; sends nothing."""
-    with suppress(ImportError, AttributeError):  # a JAX whose clusters are others wants arguments, as before
+    """Let JAX ask MPI for its processes. Local."""
+    # In a JAX with other internals nothing is registered, and `initialize()` needs arguments as before.
+    with suppress(ImportError, AttributeError):
         from jax._src.clusters import ClusterEnv
 
         class MpipsCluster(ClusterEnv):  # type: ignore[misc]
-            """The processes of MPI's world. Methods that send are called on all ranks."""
+            """The processes of MPI's world. Methods that communicate are called on all ranks."""
 
             name = "mpips"
 
@@ -54,6 +56,7 @@ def register() -> None:
                 node.Free()
                 return rank
 
+        # A subclass of ClusterEnv appends itself to this list. JAX takes the first that is present.
         known = ClusterEnv._cluster_types
         known.insert(0, known.pop())
 

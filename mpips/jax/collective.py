@@ -1,11 +1,14 @@
 """Collectives of JAX arrays: `allreduce` and its family, leaf by leaf of a pytree, with their gradients.
 
-Of p ranks each has a loss of its own. Which gradient is meant of a result that all ranks have is said by `gradient`:
+Every rank differentiates a loss of its own. The argument `gradient` says which gradient is meant, for results that all
+ranks have:
 
-    "sum"       that of the sum of all ranks' losses: cotangents are summed over the ranks, as data parallel wants it
-    "identity"  that of one loss, which every rank computes alike from the result: the rank's own cotangent is taken
+    "sum"       of the sum of all ranks' losses: cotangents are summed over the ranks, as data parallelism needs it
+    "identity"  of a single loss, which every rank computes from the result in the same way: each rank's cotangent is
+                used as it is
 
-Shapes are those of `jax.lax`: `allgather` adds an axis of length p in front, `reduce_scatter` takes it away.
+With p ranks, `allgather` puts an axis of length p in front of a leaf's shape, and `reduce_scatter` removes it, as in
+`jax.lax`.
 """
 
 from __future__ import annotations
@@ -30,10 +33,11 @@ LINEAR = ("sum", "mean")
 
 @dataclass(frozen=True)
 class Collective(JaxCall):
-    """One of the family. `kind` is the name of the function in `collectives` that runs."""
+    """One call of the family. `kind` is the name of the function in `collectives` that runs."""
 
     kind: str
-    comm: MPI.Comm | None = field(hash=False)  # communicators are compared by their handles, and have no hash
+    # Communicators are compared by their handles, and cannot be hashed.
+    comm: MPI.Comm | None = field(hash=False)
     op: str = "sum"
     algorithm: str = "auto"
     root: int = 0
@@ -71,7 +75,9 @@ class Collective(JaxCall):
         return found
 
     def run(self, inputs: list[NDArray[Any]], outputs: list[NDArray[Any]]) -> None:
-        comm = beside(self.comm)  # XLA runs this in a thread of its own, while the program makes calls on `self.comm`
+        # XLA runs this in a thread of its own, while the program may make calls on `self.comm`. So these calls use a
+        # communicator beside it.
+        comm = beside(self.comm)
         if self.kind == "barrier":
             communicator(comm).agree("barrier")
         elif self.kind == "allreduce" and len(inputs) > 1:
@@ -96,7 +102,8 @@ class Collective(JaxCall):
     def batch(self, x: jax.Array, axis: int) -> tuple[jax.Array, int]:
         if self.kind == "allgather":
             return x, axis + 1
-        if self.kind in ("reduce_scatter", "alltoall"):  # the ranks' axis stays in front
+        # The axis of the ranks stays in front, so the batch moves to the second place.
+        if self.kind in ("reduce_scatter", "alltoall"):
             x, axis = (jax.numpy.moveaxis(x, 0, 1), 1) if axis == 0 else (x, axis)
             return x, axis - 1 if self.kind == "reduce_scatter" else axis
         return x, axis
@@ -131,25 +138,26 @@ class Collective(JaxCall):
 def allreduce(
     tree: Tree, op: str = "mean", comm: MPI.Comm | None = None, algorithm: str = "auto", *, gradient: str = "sum"
 ) -> Tree:
-    """Return every leaf of a pytree reduced over all ranks of `comm`: a tree of the same shapes and types. Collective.
+    """Reduce every leaf of a pytree over all ranks. Return a tree of the same shapes and dtypes. Collective.
 
     >>> mpips.jax.allreduce({"w": jnp.ones(3), "b": jnp.zeros(())})
 
-    All leaves go in one call. XLA gives a result the place of its leaf where nobody reads that again, as of gradients,
-    and of arguments that `jit` may overwrite (`donate_argnums`).
+    All leaves are reduced in a single call. XLA puts a result into the memory of its leaf if nothing reads the leaf
+    afterwards. That is often so for gradients, and for arguments that `jit` may overwrite (`donate_argnums`).
 
     Args:
-        tree: arrays or numbers of float16, bfloat16, float32, float64 or integers; complex ones for "sum" and "mean",
-            and bool for "min" (all), "max" (any) and "prod".
+        tree: Arrays or numbers of float16, bfloat16, float32, float64 or integers. Complex numbers are allowed for
+            "sum" and "mean", and bool for "min" (all), "max" (any) and "prod".
         op: "mean", "sum", "min", "max" or "prod".
-        comm: an mpi4py communicator, all of whose ranks call; None: COMM_WORLD.
-        algorithm: as in `collectives.allreduce`.
-        gradient: "sum" or "identity", as this module says. "mean" divides cotangents by the number of ranks, too.
+        comm: An mpi4py communicator, all of whose ranks make the call. None means COMM_WORLD.
+        algorithm: As in `collectives.allreduce`.
+        gradient: "sum" or "identity", as described above. With op "mean" cotangents are also divided by the number of
+            ranks.
 
     Raises:
-        ValueError: `op`, `gradient` or a shape does not fit: when the call is traced.
-        NotImplementedError: the gradient of "min", "max" or "prod" is asked for.
-        jax.errors.JaxRuntimeError: what `collectives.allreduce` raises, with its sentence, when the call runs.
+        ValueError: `op`, `gradient` or a shape does not fit. Raised while the call is traced.
+        NotImplementedError: The gradient of "min", "max" or "prod" is needed.
+        jax.errors.JaxRuntimeError: What `collectives.allreduce` raises, with its message, when the call runs.
     """
     leaves, shape = jax.tree.flatten(tree)
     parts = [_encode(jax.numpy.asarray(leaf), op) for leaf in leaves]
@@ -161,26 +169,26 @@ def allreduce(
 
 
 def broadcast(tree: Tree, root: int = 0, comm: MPI.Comm | None = None, *, gradient: str = "sum") -> Tree:
-    """Return the root's leaves on all ranks, of the same shapes and types everywhere. Collective.
+    """Return the root's leaves on all ranks. Shapes and dtypes must be the same on all ranks. Collective.
 
-    Leaves are of any type. The root alone gets a gradient: see `allreduce`, also for errors.
+    Leaves may be of any dtype. Only the root gets a gradient. For `gradient` and errors see `allreduce`.
     """
     see_root(root, Collective("broadcast", comm).ranks)
     return _map(Collective("broadcast", comm, root=int(root), gradient=_checked(gradient)), tree)
 
 
 def allgather(tree: Tree, comm: MPI.Comm | None = None, *, gradient: str = "sum") -> Tree:
-    """Return all ranks' leaves on all ranks, with the rank as their first axis: shape -> (p, *shape). Collective.
+    """Return all ranks' leaves on all ranks, with the rank as the first axis: shape -> (p, *shape). Collective.
 
-    Leaves are of any type. Errors and gradients: see `allreduce`.
+    Leaves may be of any dtype. For `gradient` and errors see `allreduce`.
     """
     return _map(Collective("allgather", comm, gradient=_checked(gradient)), tree)
 
 
 def reduce_scatter(tree: Tree, op: str = "sum", comm: MPI.Comm | None = None) -> Tree:
-    """Return row r, on rank r, of every leaf reduced over all ranks: (p, *shape) -> shape. Collective.
+    """Reduce every leaf over all ranks, and return row r of the result on rank r: (p, *shape) -> shape. Collective.
 
-    `op` and errors: see `allreduce`. Cotangents are gathered.
+    The gradient is an allgather of the cotangents. For `op` and errors see `allreduce`.
     """
     for leaf in jax.tree.leaves(tree):
         operation(op, jax.numpy.result_type(leaf))
@@ -188,15 +196,18 @@ def reduce_scatter(tree: Tree, op: str = "sum", comm: MPI.Comm | None = None) ->
 
 
 def alltoall(tree: Tree, comm: MPI.Comm | None = None) -> Tree:
-    """Return, on rank r, row r of every rank's leaves: (p, *shape) -> (p, *shape), by rank. Collective.
+    """Return on rank r the rows r of all ranks' leaves, ordered by rank: (p, *shape) -> (p, *shape). Collective.
 
-    Leaves are of any type. Errors: see `allreduce`.
+    Leaves may be of any dtype. For errors see `allreduce`.
     """
     return _map(Collective("alltoall", comm), tree)
 
 
 def barrier(comm: MPI.Comm | None = None) -> None:
-    """Come back, or inside `jit` let later calls run, when all ranks have come. Collective, blocking outside `jit`."""
+    """Wait for all ranks.
+
+    Inside of `jit`, later calls run when all ranks have come. Collective, blocking outside of `jit`.
+    """
     _run(Collective("barrier", comm), [])
     if not isinstance(jax.numpy.zeros(()), jax.core.Tracer):
         jax.effects_barrier()
@@ -218,14 +229,14 @@ def _checked(gradient: str) -> str:
 
 
 def _encode(leaf: jax.Array, op: str) -> list[jax.Array]:
-    """Return the arrays of numbers that are reduced for a leaf."""
+    """Return the arrays of numbers by which a leaf is reduced: `collectives` knows neither bool nor complex numbers."""
     if leaf.dtype.kind == "b" and op in ("min", "max", "prod"):
         return [leaf.astype(np.uint8)]
     return [leaf.real, leaf.imag] if leaf.dtype.kind == "c" and op in LINEAR else [leaf]
 
 
 def _decode(leaf: Any, parts: list[jax.Array]) -> jax.Array:
-    """Return the leaf's result from those of its arrays."""
+    """Return the result for a leaf from the results of its arrays."""
     if len(parts) == 2:
         return jax.lax.complex(*parts)
     return parts[0].astype(bool) if jax.numpy.result_type(leaf).kind == "b" else parts[0]

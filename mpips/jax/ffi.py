@@ -1,8 +1,8 @@
 """XLA calls Python on its own buffers: one handler of its foreign function interface, made with ctypes alone.
 
-The structures are those of the public header `xla/ffi/api/c_api.h`, as far as they are read. XLA asks a handler for its
-version when it is registered: then the sizes that this XLA tells are compared with what is read here. Where they do not
-fit, `is_available` is False, and one line in the log "mpips.jax" says why.
+The structures below are those of XLA's public header `xla/ffi/api/c_api.h`, as far as they are read here. When a
+handler is registered, XLA asks it for its version. The sizes of structures that XLA passes then are compared with ours.
+If they do not fit, `is_available` is False, and a line in the log "mpips.jax" says why.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ from mpips.ending.process import before_mpi_ends
 
 LOG = log.get("mpips.jax")
 TARGET = "mpips_call"
+# The version of the interface for which this is written. What XLA added later is not read.
 MAJOR, MINOR = 0, 1
-"""The version of the interface that is spoken here: what XLA added later is not read."""
+# from the header: types of an extension (metadata) and of a stage (execute), and an error code (aborted)
 METADATA, EXECUTE, ABORTED = 1, 3, 10
+# combinations of addresses for which a site keeps its arrays
 MOST_PLACES = 64
+# Calls whose arrays have at most this many bytes are copied into arrays of our own. XLA moves small buffers at every
+# call, and a plan of `collectives` is found by the addresses of its arrays.
 SMALL = 32 << 10
-"""Bytes of a call's arrays up to which they are copied: XLA moves them at every call, and plans know places."""
+# A call's work on its inputs and outputs. An output that takes the place of an input is the same array.
 Run: TypeAlias = Callable[[list[NDArray[Any]], list[NDArray[Any]]], None]
-"""A call's work on its inputs and outputs; an output in place of an input is the same array."""
 
 
 class Extension(ctypes.Structure):
@@ -46,7 +49,7 @@ Extension._fields_ = [
 
 
 class Version(ctypes.Structure):
-    """Of the interface."""
+    """The version of the interface."""
 
     _fields_ = [
         ("struct_size", ctypes.c_size_t),
@@ -57,19 +60,19 @@ class Version(ctypes.Structure):
 
 
 class Metadata(ctypes.Structure):
-    """A handler's word on itself when it is registered."""
+    """What a handler tells of itself when it is registered."""
 
     _fields_ = [("struct_size", ctypes.c_size_t), ("version", Version), ("traits", ctypes.c_uint32)]
 
 
 class MetadataExtension(ctypes.Structure):
-    """The question for `Metadata`."""
+    """XLA's question for a handler's `Metadata`."""
 
     _fields_ = [("base", Extension), ("metadata", ctypes.POINTER(Metadata))]
 
 
 class Buffer(ctypes.Structure):
-    """One array; its type and shape are known from when the call was traced."""
+    """An array. Its dtype and shape are known since the call was traced."""
 
     _fields_ = [
         ("struct_size", ctypes.c_size_t),
@@ -92,13 +95,13 @@ class Buffers(ctypes.Structure):
 
 
 class Scalar(ctypes.Structure):
-    """An attribute that is one number."""
+    """An attribute that is a single number."""
 
     _fields_ = [("dtype", ctypes.c_int), ("value", ctypes.POINTER(ctypes.c_int64))]
 
 
 class Attributes(ctypes.Structure):
-    """A call's values beside its arrays: here one number, that of its site."""
+    """The values of a call that are not arrays. Here that is one number, the site."""
 
     _fields_ = [
         ("struct_size", ctypes.c_size_t),
@@ -111,7 +114,7 @@ class Attributes(ctypes.Structure):
 
 
 class ErrorArguments(ctypes.Structure):
-    """A sentence that is to become an error of XLA's."""
+    """A message that XLA makes into an error."""
 
     _fields_ = [
         ("struct_size", ctypes.c_size_t),
@@ -149,12 +152,16 @@ class CallFrame(ctypes.Structure):
 
 
 class Site:
-    """One call of the program, with the arrays that it was traced for."""
+    """A call in a program, with the shapes and dtypes for which it was traced."""
 
     def __init__(self, run: Run, turn: threading.Lock, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        self._run, self.turn = run, turn
-        self._inputs, self._outputs = _kinds(inputs), _kinds(outputs)
+        self._run = run
+        self.turn = turn
+        self._inputs = _kinds(inputs)
+        self._outputs = _kinds(outputs)
+        # addresses of all arrays -> the arrays
         self._views: dict[tuple[int, ...], tuple[list[NDArray[Any]], list[NDArray[Any]]]] = {}
+        # Arrays of our own for a call that is copied. If inputs and outputs are alike, it works in place.
         self._small: tuple[list[NDArray[Any]], list[NDArray[Any]]] | None = None
         if sum(kind.nbytes for kind in (*self._inputs, *self._outputs)) <= SMALL:
             own = [np.empty(kind.shape, kind.dtype) for kind in self._inputs]
@@ -163,7 +170,7 @@ class Site:
             self._copies_in, self._copies_out = _bytes(own), _bytes(self._small[1])
 
     def call(self, frame: CallFrame) -> None:
-        """Run it on the arrays of a call. Tokens, which follow the arrays, are left out."""
+        """Run the call on the arrays in a frame. The tokens, which follow the arrays, are ignored."""
         sources, targets = frame.inputs.items, frame.outputs.items
         if self._small is not None:
             for n, own in self._copies_in:
@@ -184,7 +191,7 @@ class Site:
         self._run(*views)
 
     def _view(self, places: tuple[int, ...]) -> tuple[list[NDArray[Any]], list[NDArray[Any]]]:
-        """Return the arrays there, in XLA's own memory; an output that takes an input's place is the same array."""
+        """Return arrays in XLA's own memory. An output that takes the place of an input is the same array."""
         inputs = [kind.view(place) for kind, place in zip(self._inputs, places)]
         outputs = [kind.view(place) for kind, place in zip(self._outputs, places[len(inputs) :])]
         for n, pair in enumerate(zip(self._inputs, self._outputs)):
@@ -194,14 +201,14 @@ class Site:
 
 
 class _Kind(NamedTuple):
-    """An array's shape and type, without its place."""
+    """The shape and dtype of an array."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     nbytes: int
 
     def view(self, place: int) -> NDArray[Any]:
-        """Return the array of this kind in the memory there. It keeps nothing alive."""
+        """Return an array of this kind at an address. It does not keep the memory alive."""
         if not self.nbytes:
             return np.empty(self.shape, self.dtype)
         return Flat(place, self.nbytes // self.dtype.itemsize, self.dtype).vector().reshape(self.shape)
@@ -212,7 +219,7 @@ def _kinds(arrays: Sequence[Any]) -> list[_Kind]:
 
 
 def _bytes(arrays: Sequence[NDArray[Any]]) -> list[tuple[int, Any]]:
-    """Return the bytes of those that have any, with their numbers."""
+    """Return (index, bytes) for each array that is not empty."""
     return [
         (n, (ctypes.c_char * one.nbytes).from_address(one.__array_interface__["data"][0]))
         for n, one in enumerate(arrays)
@@ -221,16 +228,19 @@ def _bytes(arrays: Sequence[NDArray[Any]]) -> list[tuple[int, Any]]:
 
 
 _sites: list[Site] = []
+# (call, shapes and dtypes) -> index in _sites
 _numbers: dict[Any, int] = {}
+# communicator or store -> lock. Its calls run one after another, from whichever of XLA's threads they come.
 _turns: dict[Hashable, threading.Lock] = {}
-"""Calls of one communicator, or of one store, run one after the other, whichever threads of XLA's they come from."""
+# what in this XLA's interface differs from what is expected here
 _misfit: list[str] = []
 
 
 def number_site(call: Hashable, run: Run, order: Hashable, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
-    """Return the number by which the program names this call of arrays of these shapes and types, alike for alike.
+    """Return the number of the site for a call with these shapes and dtypes. Equal calls get the same number.
 
-    Calls of the same `order` run one after the other."""
+    The number is compiled into the program. Calls of the same `order` run one after another.
+    """
     key = (call, *[(one.shape, str(one.dtype)) for one in (*inputs, *outputs)])
     if key not in _numbers:
         _numbers[key] = len(_sites)
@@ -240,7 +250,7 @@ def number_site(call: Hashable, run: Run, order: Hashable, inputs: Sequence[Any]
 
 @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 def _handle(address: int) -> int | None:
-    """Answer XLA: run a call, or tell the version. Returns an error of XLA's, or None."""
+    """Run a call, or answer XLA's question for the version. Return an error of XLA's, or None."""
     frame = CallFrame.from_address(address)
     if frame.extension:
         _tell_version(frame)
@@ -251,7 +261,8 @@ def _handle(address: int) -> int | None:
             site.call(frame)
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
-            _thread.interrupt_main()  # the program sees it when XLA comes back
+            # The program sees it when XLA returns.
+            _thread.interrupt_main()
         sentence = str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
         said = ErrorArguments(ctypes.sizeof(ErrorArguments), None, sentence.encode(), ABORTED)
         made: int | None = frame.api.contents.create_error(ctypes.byref(said))
@@ -260,7 +271,7 @@ def _handle(address: int) -> int | None:
 
 
 def _tell_version(frame: CallFrame) -> None:
-    """Answer the question for the version, and note what does not fit."""
+    """Answer XLA's question for the version, and note what does not fit."""
     base = frame.extension.contents
     if base.type != METADATA:
         _misfit.append(f"an extension of type {base.type}")
@@ -277,13 +288,14 @@ def _tell_version(frame: CallFrame) -> None:
 
 @cache
 def is_available() -> bool:
-    """Return whether calls go through XLA's foreign function interface: on CPUs, where it is as it is known here."""
+    """Return True if calls can go through XLA's foreign function interface: on CPUs, if it is as expected here."""
     if jax.default_backend() != "cpu":
         return False
     try:
         pointer = ctypes.cast(_handle, ctypes.c_void_p).value
         jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(pointer), platform="cpu")
-    except Exception as error:  # whatever an older or a newer JAX makes of it
+    # An older or newer JAX may raise anything.
+    except Exception as error:
         _misfit.append(f"{type(error).__name__}: {error}")
     if _misfit:
         LOG.warning(
@@ -293,5 +305,6 @@ def is_available() -> bool:
             "; ".join(_misfit),
         )
         return False
-    before_mpi_ends(jax.effects_barrier)  # before communicators close
+    # Calls under way must end before communicators are closed.
+    before_mpi_ends(jax.effects_barrier)
     return True

@@ -1,8 +1,9 @@
 """One JAX primitive for every call of mpips: ordered, differentiated and batched as its `JaxCall` says.
 
-XLA starts what does not wait for anything at once, on several threads, and another rank's XLA in another order. So the
-primitive has an ordered effect of JAX: a token goes into each call and comes out of it, through loops and branches and
-from one program to the next. Calls run one after the other, in the order of the program, as on every other rank.
+XLA starts everything that need not wait, on several threads, and the order differs from rank to rank. Collectives would
+then deadlock. So the primitive has an ordered effect of JAX: each call takes a token and returns one, through loops and
+branches and from one program to the next. Calls run one after another in the order of the program, as on every other
+rank.
 """
 
 from __future__ import annotations
@@ -21,49 +22,52 @@ from numpy.typing import NDArray
 
 from mpips.jax import ffi
 
+# a pytree of arrays
 Tree: TypeAlias = Any
-"""A pytree of arrays."""
 Arrays: TypeAlias = Sequence[jax.Array]
 
 
 class JaxCall(ABC):
-    """An operation of all ranks on some arrays. Equal calls are one to `jit`."""
+    """An operation of all ranks on some arrays. Equal calls are the same to `jit`."""
 
+    # True if XLA may put output n into the memory of input n, when nothing else reads the input
     in_place = False
-    """True where XLA may give one place to an input and the output of its number, where nobody else reads the input."""
 
     @property
     @abstractmethod
     def order(self) -> Hashable:
-        """Return the communicator or store by its number: calls of one come one after the other."""
+        """The identity of the communicator or store. Calls with the same one run one after another."""
 
     @abstractmethod
     def shapes(self, inputs: Sequence[Any]) -> list[Any]:
-        """Return what comes out, as `jax.ShapeDtypeStruct`s, of inputs that have a shape and a dtype."""
+        """Return the outputs for these inputs, as `jax.ShapeDtypeStruct`s. Inputs have a shape and a dtype."""
 
     @abstractmethod
     def run(self, inputs: list[NDArray[Any]], outputs: list[NDArray[Any]]) -> None:
-        """Do it: read inputs, write outputs. Blocking."""
+        """Read the inputs and write the outputs. Blocking."""
 
     def batch(self, x: jax.Array, axis: int) -> tuple[jax.Array, int]:
-        """Return an input of a batched call, and the axis of the batch in the output; `axis` is that in `x`."""
+        """Return an input for the call on a whole batch, and the axis of the batch in its output.
+
+        `axis` is that of the batch in `x`.
+        """
         raise NotImplementedError(f"jax.vmap: {self} has no batched form: call it outside")
 
     def own(self, x: jax.Array) -> jax.Array:
-        """Return the rank's share of what it gives to the call: `bind_own`."""
+        """Return what this rank's input `x` contributes to the result: `x`, or its share in a mean. See `bind_own`."""
         return x
 
     def tangent(self) -> JaxCall:
-        """Return the call that takes tangents of the inputs to those of the outputs."""
+        """Return the call that maps tangents of the inputs to tangents of the outputs."""
         raise NotImplementedError(f"{self} has no gradient: call it outside of jax.grad, or on jax.lax.stop_gradient")
 
     def transpose(self, cotangents: list[jax.Array]) -> list[jax.Array]:
-        """Return the cotangents of inputs from those of outputs."""
+        """Return the cotangents of the inputs, given those of the outputs."""
         raise NotImplementedError(f"{self} has no gradient: call it outside of jax.grad, or on jax.lax.stop_gradient")
 
 
 def bind(call: JaxCall, inputs: Arrays) -> list[jax.Array]:
-    """Put a call into the program, or run it where none is traced. Returns its outputs."""
+    """Add a call to the program that is being traced, or run it at once. Return its outputs."""
     arrays = [jax.numpy.asarray(one) for one in inputs]
     if ffi.is_available():
         found: list[jax.Array] = _primitive().bind(*arrays, call=call)
@@ -79,7 +83,7 @@ def bind(call: JaxCall, inputs: Arrays) -> list[jax.Array]:
 
 
 def bind_own(call: JaxCall, x: jax.Array) -> jax.Array:
-    """Put in the rank's share of x, which is linear, and whose transpose is the call itself. No rank waits."""
+    """Apply `call.own` to x. It is linear, and its transpose is the call itself. It is local, so no rank waits."""
     return _own().bind(x, call=call)
 
 
@@ -96,11 +100,14 @@ def _own() -> Primitive:
 
 @cache
 def _primitive() -> Primitive:
-    """Make the primitive. Of JAX's inner names those are used without which no primitive is ordered."""
+    """Create the primitive.
+
+    There is no public way to make a primitive ordered, so this uses some of JAX's internals, and no more than it needs.
+    """
     from jax._src import core, effects
 
     class Ordered(effects.Effect):
-        """One call of mpips after the other."""
+        """The effect that orders the calls of mpips."""
 
     for known in (
         effects.lowerable_effects,
@@ -115,6 +122,7 @@ def _primitive() -> Primitive:
 
     def lower(context: mlir.LoweringRuleContext, *operands: mlir.ir.Value, call: JaxCall) -> list[mlir.ir.Value]:
         number = ffi.number_site(call, call.run, call.order, context.avals_in, context.avals_out)
+        # XLA may reuse the memory of inputs, but the token behind them is not among these.
         aliases = {n: n for n in range(len(operands))} if call.in_place else None
         rule = jax.ffi.ffi_lowering(ffi.TARGET, has_side_effect=True, operand_output_aliases=aliases)
         with_token = context.replace(
@@ -137,6 +145,7 @@ def _primitive() -> Primitive:
 
 def _differentiate(primals: Arrays, tangents: Arrays, *, call: JaxCall) -> tuple[Arrays, Arrays]:
     outputs = _primitive().bind(*primals, call=call)
+    # Only inputs whose tangent is not zero take part in the second call.
     which = [n for n, one in enumerate(tangents) if not isinstance(one, ad.Zero)]
     moved = [one if n in which else ad.Zero(one.aval.update(shape=outputs[n].shape)) for n, one in enumerate(tangents)]
     for n, one in zip(which, _primitive().bind(*[tangents[n] for n in which], call=call.tangent()) if which else ()):
@@ -159,5 +168,5 @@ def _batch(inputs: Arrays, axes: Sequence[int | None], *, call: JaxCall) -> tupl
 
 @cache
 def _compiled(primitive: Primitive, call: JaxCall) -> Callable[..., list[jax.Array]]:
-    """Return the program that is one call alone."""
+    """Return the compiled program that consists of this call alone."""
     return jax.jit(partial(primitive.bind, call=call))

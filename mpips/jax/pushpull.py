@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StoreCall(JaxCall):
-    """A pull, or a push and a pull, of the keys of a tree."""
+    """A pull, or a push followed by a pull, of all keys of a tree."""
 
     kind: str
     kv: KVStore
@@ -43,26 +43,47 @@ class StoreCall(JaxCall):
 
 
 def init(kv: KVStore, name: str, tree: Tree) -> None:
-    """Make a key of a store for every leaf of a pytree, with rank 0's values. Outside `jit`; collective, blocking."""
+    """Create a key of a store for every leaf of a pytree, with rank 0's values.
+
+    Collective over the workers, blocking. Call it outside of `jit`.
+
+    Args:
+        kv: A store of `mpips.create`.
+        name: The keys are "name/0", "name/1", ... in the order of `jax.tree.leaves`.
+        tree: Arrays with the first values.
+    """
     leaves = [np.array(leaf) for leaf in jax.tree.leaves(tree)]
     kv.init(keys(name, len(leaves)), leaves)
 
 
 def pushpull(kv: KVStore, name: str, tree: Tree) -> Tree:
-    """Push every leaf to its key, and return what the keys then hold, as a tree.
+    """Push every leaf of a pytree to its key, and return the values of the keys afterwards, as a tree of the same form.
 
-    `kv` is a store of `mpips.create`, whose keys `init(kv, name, ...)` has made. Blocking; errors as of `kv.pushpull`.
+    Blocking: later calls of the program wait for it. Errors are those of `kv.pushpull`.
+
+    Args:
+        kv: A store of `mpips.create`.
+        name: The name with which `mpips.jax.init` created the keys.
+        tree: Gradients, with the shapes and dtypes of the keys.
     """
     return _called(StoreCall("pushpull", kv, name), tree)
 
 
 def pull(kv: KVStore, name: str, tree: Tree) -> Tree:
-    """Return what the keys hold, as a tree like `tree`, whose values do not count. Blocking."""
+    """Return the values of the keys, as a tree like `tree`.
+
+    Blocking: later calls of the program wait for it. Errors are those of `kv.pull`.
+
+    Args:
+        kv: A store of `mpips.create`.
+        name: The name with which `mpips.jax.init` created the keys.
+        tree: Arrays with the shapes and dtypes of the keys. Their values are ignored.
+    """
     return _called(StoreCall("pull", kv, name), tree)
 
 
 def keys(name: str, leaves: int) -> list[str]:
-    """Return the keys of a tree's leaves."""
+    """Return the keys of a tree with this number of leaves."""
     return [f"{name}/{number}" for number in range(leaves)]
 
 

@@ -1,8 +1,10 @@
 """PyTorch on mpips: `import mpips.torch` makes "mpips" a backend of torch.distributed.
 
-import torch.distributed as dist, mpips.torch
-dist.init_process_group("mpips")            # under mpirun, mpips run or srun: rank and size come from MPI
-model = mpips.torch.DataParallel(model)     # or torch's own DistributedDataParallel(model)
+    import torch.distributed as dist, mpips.torch
+    dist.init_process_group("mpips")            # under mpirun, mpips run or srun: rank and size come from MPI
+    model = mpips.torch.DataParallel(model)     # or torch's own DistributedDataParallel(model)
+
+From this import on, an error that nobody catches ends the whole job.
 """
 
 from importlib.util import find_spec

@@ -29,12 +29,17 @@ from mpips.torch.works import communication
 
 LOG = log.get("mpips.torch")
 NAME = "mpips"
+# of the messages by which MPI creates the communicator of some ranks
 TAG = 7301
+# a variable that only torchrun sets
 TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
 def register() -> None:
-    """Let `init_process_group("mpips")` find this backend. Once for each process; sends nothing."""
+    """Make `init_process_group("mpips")` find this backend, and its rendezvous ask MPI.
+
+    Local. A second call does nothing.
+    """
     if NAME.upper() in dist.Backend._plugins:
         return
     dist.Backend.register_backend(NAME, _create_group, extended_api=True, devices=["cpu"])
@@ -46,7 +51,10 @@ def register() -> None:
 
 
 def check_joined() -> None:
-    """Raise RuntimeError where a launcher started more processes than MPI has ranks: each would train its own model."""
+    """Raise RuntimeError if a launcher started more processes than MPI has ranks.
+
+    Each process would train a model of its own.
+    """
     size = MPI.COMM_WORLD.size
     cause = lost(os.environ, MPI.Get_library_version(), size)
     asked = os.environ.get(SIZE, "") if TORCHRUN in os.environ else ""
@@ -60,9 +68,11 @@ def check_joined() -> None:
 
 
 def _create_group(options: Any, group_options: Any = None) -> ProcessGroup:
-    """Make the group that c10d asks for. Collective over its ranks.
+    """Make the process group that c10d asks for. Collective over its ranks.
 
-    RuntimeError where MPI has not joined all processes, ArgumentError where rank or size are not MPI's.
+    Raises:
+        RuntimeError: MPI has not joined all processes.
+        ArgumentError: The given rank or size differs from MPI's.
     """
     check_joined()
     ranks, world = list(options.global_ranks_in_group), workers_of(MPI.COMM_WORLD)
@@ -78,13 +88,17 @@ def _create_group(options: Any, group_options: Any = None) -> ProcessGroup:
 def _rendezvous_by_mpi(
     given: Any, url: str, timeout: timedelta = dist.default_pg_timeout, **keywords: Any
 ) -> Iterator[Any]:
-    """Yield store, rank and size of the rendezvous `env://`, as MPI knows them where it has joined the processes.
+    """Yield the store, rank and size for the rendezvous `env://`. MPI tells them, if it has joined the processes.
 
-    The variables of another launcher count where it has not, or where the program itself gives rank and size.
+    Otherwise, or if the program itself gives a rank and a size, the variables of the other launcher are used (`given`
+    is PyTorch's handler).
 
-    Variables that were exported before the start are the same on all ranks, as of a template: they say nothing. Those
-    that `mpips run` has set say what MPI says, and in a child of a rank they are its parent's, unless another launcher
-    has set some of them anew there.
+    Which variables count:
+    - Those that were exported before the start have the same values on all ranks, as in the template of a batch script,
+      so they are ignored.
+    - Those that `mpips run` has set agree with MPI.
+    - In a child process of a rank, the variables are those of its parent and are ignored, unless another launcher has
+      set some of them anew.
     """
     world = workers_of(MPI.COMM_WORLD)
     asked = parse_qs(urlsplit(url).query)
@@ -117,7 +131,7 @@ def _rendezvous_by_mpi(
 
 
 def _has_set_place() -> bool:
-    """Return whether the program has set RANK or WORLD_SIZE by itself, since its start."""
+    """True if the program itself has set RANK or WORLD_SIZE since it was started."""
     try:
         words = Path("/proc/self/environ").read_bytes().split(b"\0")
     except OSError:
@@ -128,7 +142,10 @@ def _has_set_place() -> bool:
 
 
 def _check_place(rank: int, size: int) -> None:
-    """Raise ArgumentError on all ranks where one gives a rank or a size that is not MPI's; -1 is none. Collective."""
+    """Raise ArgumentError on all ranks if one of them gives a rank or size that differs from MPI's. Collective.
+
+    -1 means that the program gave none.
+    """
     world = workers_of(MPI.COMM_WORLD)
     given = np.empty((world.size, 2), np.int64)
     world.Allgather(np.array([rank, size], np.int64), given)

@@ -1,8 +1,8 @@
 """Buckets: which gradients travel together, by a strategy of `mpips.overlap`, from the times of backward passes.
 
-A bucket is a run of parameters, in the order in which their gradients become ready; its allreduce starts when the last
-of them is there. Strategies solve the partition problem of MG-WFBP (`mpips.overlap.problem`), whose layers are counted
-from the front of the model: the other way round.
+A bucket is a run of parameters, in the order in which their gradients become ready. Its allreduce starts when the last
+of them is ready. The strategies solve the partition problem of MG-WFBP (`mpips.overlap.problem`), which counts layers
+from the front of the model, so the order is reversed on the way in and out.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from mpips.overlap.problem import Problem
 from mpips.overlap.strategies import PARTITIONS
 
 CHOICES = f"auto, {', '.join(PARTITIONS)}, or a number of MiB"
+# sizes of the allreduces that are timed, and how often each is
 PROBE_BYTES, PROBES = (1 << 12, 1 << 18, 1 << 21), 5
+# If backward becomes this much longer or shorter (a share of its duration), buckets are planned again.
 DRIFT = 0.3
-"""Share by which backward's time may move before buckets are planned again."""
 
 
 class Bucket(NamedTuple):
-    """Parameters [first, last) in the order of readiness."""
+    """The parameters [first, last) in the order in which their gradients become ready."""
 
     first: int
     last: int
 
 
 def check_buckets(asked: object) -> None:
-    """Raise TypeError or ValueError where this is neither a strategy nor a number of MiB above 0."""
+    """Raise TypeError or ValueError unless this is a strategy or a positive number of MiB."""
     if isinstance(asked, str):
         if asked != "auto" and asked not in PARTITIONS:
             raise ValueError(f"buckets={asked!r} is unknown: choose {CHOICES}")
@@ -46,7 +47,14 @@ def check_buckets(asked: object) -> None:
 
 
 def cut_by_strategy(nbytes: Sequence[int], ready: Sequence[float], costs: LinkCost, strategy: str) -> list[Bucket]:
-    """Return buckets by a strategy: `nbytes` of each gradient, and the second at which it is ready, in this order."""
+    """Cut gradients into buckets by a strategy.
+
+    Args:
+        nbytes: The bytes of each gradient, in the order of readiness.
+        ready: When each is ready, in seconds since the start of backward.
+        costs: What an allreduce costs.
+        strategy: A key of `PARTITIONS`.
+    """
     if not nbytes:
         return []
     compute = [max(0.0, after - before) for before, after in pairwise([0.0, *ready])]
@@ -56,7 +64,7 @@ def cut_by_strategy(nbytes: Sequence[int], ready: Sequence[float], costs: LinkCo
 
 
 def cut_by_bytes(nbytes: Sequence[int], most: float) -> list[Bucket]:
-    """Return buckets of at most `most` bytes; a gradient that is longer is one by itself."""
+    """Cut gradients into buckets of at most `most` bytes. A gradient that is larger gets a bucket of its own."""
     found: list[Bucket] = []
     first, size = 0, 0
     for index, n in enumerate(nbytes):
@@ -68,7 +76,7 @@ def cut_by_bytes(nbytes: Sequence[int], most: float) -> list[Bucket]:
 
 
 def cut_by_type(buckets: Sequence[Bucket], dtypes: Sequence[object]) -> list[Bucket]:
-    """Return the buckets, cut again where the type of the parameters changes."""
+    """Cut buckets further, so that each has parameters of one dtype."""
     found = []
     for first, last in buckets:
         inner = [index for index in range(first + 1, last) if dtypes[index] != dtypes[index - 1]]
@@ -77,7 +85,7 @@ def cut_by_type(buckets: Sequence[Bucket], dtypes: Sequence[object]) -> list[Buc
 
 
 def measure_costs(comm: MPI.Intracomm, algorithm: str) -> LinkCost:
-    """Measure what an allreduce costs on this communicator now. Collective, blocking."""
+    """Measure what an allreduce costs on this communicator now: (alpha, beta). Collective, blocking."""
     seconds = np.zeros(len(PROBE_BYTES))
     for index, nbytes in enumerate(PROBE_BYTES):
         array = collectives.empty(nbytes // 4, np.float32, comm)
@@ -95,27 +103,38 @@ def measure_costs(comm: MPI.Intracomm, algorithm: str) -> LinkCost:
 
 
 class BackwardProfile:
-    """Times of one rank's backward passes over `count` gradients, in seconds from the first gradient."""
+    """When the gradients of backward passes become ready on this rank, in seconds since the start of the pass."""
 
     def __init__(self, count: int, comm: MPI.Intracomm) -> None:
         self._comm = comm
-        self._times, self._spans = np.zeros(count), list[float]()
-        self._began = self._usual_span = 0.0
+        # for each gradient, when it was ready in the last pass
+        self._times = np.zeros(count)
+        # duration of each pass since the last average
+        self._spans = list[float]()
+        self._began = 0.0
+        # mean duration over ranks at the last average
+        self._usual_span = 0.0
 
     def begin(self) -> None:
-        """Note that the first gradient of a backward is there."""
+        """Note the start of a backward pass."""
         self._began = time.perf_counter()
 
     def note_ready(self, index: int) -> None:
-        """Note that a gradient is there."""
+        """Note that gradient `index` is ready."""
         self._times[index] = time.perf_counter() - self._began
 
     def end(self) -> None:
-        """Note that backward has ended."""
+        """Note the end of a backward pass."""
         self._spans.append(time.perf_counter() - self._began)
 
     def average(self) -> tuple[list[int], list[float]]:
-        """Return gradients in the order of readiness, and when each is ready, by the mean over ranks. Collective."""
+        """Average the times of the last pass over ranks. Collective.
+
+        Returns:
+            The gradients in the order of readiness (as indices), and the time at which each of them is ready. From now
+                on
+            gradients are counted in this order.
+        """
         collectives.allreduce(self._times, self._comm, op="mean")
         order = sorted(range(len(self._times)), key=lambda index: (self._times[index], index))
         self._usual_span = self._average_span()
@@ -124,12 +143,15 @@ class BackwardProfile:
         return order, ready
 
     def has_drifted(self) -> bool:
-        """Return whether backward takes longer, or shorter, than at the last `average`. Collective."""
+        """True if backward now takes much longer or much less than at the last `average`. Collective."""
         span = self._average_span()
         return bool(self._usual_span) and abs(span - self._usual_span) > DRIFT * self._usual_span
 
     def _average_span(self) -> float:
-        """Return backward's seconds: the median of the last passes but the first, its mean over ranks. Collective."""
+        """Return the median duration of the passes since the last call, averaged over ranks. Collective.
+
+        The first of these passes is left out: it warms up if the buckets have just changed.
+        """
         middle = np.array([float(np.median(self._spans[1:] or self._spans or [0.0]))])
         self._spans = []
         return float(collectives.allreduce(middle, self._comm, op="mean")[0])

@@ -1,10 +1,13 @@
 """Data-parallel training: `DataParallel(model)` averages gradients over all ranks while backward goes on.
 
     model = mpips.torch.DataParallel(model)
-    loss = loss_of(model(x)); loss.backward(); optimizer.step()      # gradients are those of all ranks' batches
+    loss = loss_of(model(x))
+    loss.backward()         # gradients are now the mean over all ranks' batches
+    optimizer.step()
 
-A backward: `_begin_backward`, then `_note_gradient` for each parameter, by which the `Reducer` starts buckets, then
-`_finish_backward`. Buckets are planned again from a profile of the first backwards, `_end_step`.
+A backward pass calls `_begin_backward`, then `_note_gradient` for each parameter, through which the `Reducer` starts
+the allreduce of each bucket, and at last `_finish_backward`. After a few passes `_end_step` cuts the buckets again,
+from the times at which gradients became ready.
 """
 
 from __future__ import annotations
@@ -33,36 +36,42 @@ from mpips.torch.state import broadcast_tensors, broadcast_values
 from mpips.torch.tensors import check_on_host, find_tensors, sparse_parameters, uncompiled
 
 NAME = "DataParallel"
+# Strategies that need no profile: buckets cut by a limit of bytes (""), and one bucket for everything.
 UNPLANNED = ("", "single")
-"""Strategies that need no profile: none, as there is a limit of bytes, or one bucket."""
+# backward passes before buckets are planned from their times; the first ones are slower than those that follow
 PROFILE_STEPS = 3
-"""Steps whose times are taken; the first is not, as it warms up."""
+# backward passes between two comparisons of their duration with the profile's
 REVIEW_STEPS = 200
-"""Steps between two comparisons of backward's time with the profile's."""
 
 LOG = log.get("mpips.torch")
 
 
 @uncompiled("_before_forward", "_after_forward", "_refuse_compiled_backward")
 class DataParallel(torch.nn.Module):
-    """A model whose gradients are the mean over all ranks of `comm` after every backward.
+    """Wraps a model so that each backward pass leaves the mean of all ranks' gradients in the parameters.
 
-    module      a model on the host, the same on every rank; rank 0's parameters and buffers are taken by all. The
-                gradients of embeddings made with sparse=True travel and stay as rows.
-    comm        an mpi4py communicator (None: COMM_WORLD; where a store with servers is open, its workers).
-    buckets     which gradients travel together: a strategy of `mpips.overlap` ("merged" is MG-WFBP's, "optimal" the
-                optimum, "single", "layerwise"), from a profile of the first steps; or most MiB of a bucket. "auto":
-                "optimal" where communication can go on beside compute (between nodes, or where each rank has two
-                cores), else "single".
-    algorithm   of the allreduces, as in `collectives.allreduce`: "bcube(n=2,k=2)", "hierarchical(local=4)", ...
-    broadcast_buffers   take rank 0's buffers at every forward in training, as of BatchNorm.
+    Making a DataParallel is collective and blocking. So is every backward pass outside of `no_sync`. A parameter that
+    got no gradient on some ranks counts as zero there; one that got a gradient on no rank has `grad` None afterwards.
 
-    Making it is collective, blocking; so is every backward outside `no_sync`. Where models or arguments differ, all
-    ranks raise MismatchError. RuntimeError where a launcher, such as torchrun, has started processes that MPI has not
-    joined. Parameters without a gradient on some ranks count as zero there; those without any have none.
+    Every rank must make the same steps. If a rank leaves out a backward pass or an optimizer's step, or if its
+    optimizer has another learning rate, all ranks raise MismatchError.
 
-    All ranks must make the same steps. All raise MismatchError where one leaves a backward pass or an optimizer's step
-    out, or where its optimizer has another learning rate.
+    Args:
+        module: A model on the host, the same on every rank. All ranks take over rank 0's parameters and buffers. The
+            gradients of embeddings made with sparse=True are exchanged as rows, and stay sparse.
+        comm: An mpi4py communicator. None means COMM_WORLD or, if a store with servers is open, its workers.
+        buckets: Which gradients travel together. A strategy of `mpips.overlap` plans buckets from the times of the
+            first steps ("optimal", "merged", which is MG-WFBP's, "layerwise", or "single"); a number is the largest
+            size of a bucket in MiB. "auto" is "optimal" if ranks can communicate while they compute (between nodes, or
+            on a node that has two cores for each rank), and otherwise "single".
+        algorithm: The algorithm of the allreduces, as in `collectives.allreduce`: "bcube(n=2,k=2)",
+            "hierarchical(local=4)", ...
+        broadcast_buffers: Take rank 0's buffers, such as those of BatchNorm, at every forward pass in training mode.
+
+    Raises:
+        MismatchError: Models or arguments differ. All ranks raise it.
+        RuntimeError: A launcher such as torchrun has started processes that MPI has not joined.
+        TypeError, ValueError: An argument does not fit, or the model has no parameter that requires a gradient.
     """
 
     def __init__(
@@ -83,7 +92,8 @@ class DataParallel(torch.nn.Module):
         self._comm = workers_of(MPI.COMM_WORLD) if comm is None else comm
         home = communicator(self._comm)
         self._in_background = home.nodes > 1 or home.board.memory.roomy
-        self._asked, self._algorithm = buckets, algorithm
+        self._asked = buckets
+        self._algorithm = algorithm
         self._strategy = buckets if isinstance(buckets, str) else ""
         if buckets == "auto":
             self._strategy = "optimal" if self._in_background and self._comm.size > 1 else "single"
@@ -92,18 +102,22 @@ class DataParallel(torch.nn.Module):
         agree(model_items(module, buckets, algorithm), self._comm, NAME)
         broadcast_tensors([*module.parameters(), *module.buffers()], 0, self._comm)
         self._sends_buffers = broadcast_buffers and any(True for _ in module.buffers())
+        # Within no_sync() this is False: backward adds to this rank's own gradients and exchanges nothing. DDP has the
+        # same attribute, and programs set it by hand.
         self.require_backward_grad_sync = True
-        """False: backward adds to this rank's gradients and exchanges nothing, as within `no_sync`. As DDP's."""
-        self._joining = self._in_backward = False
+        self._joining = False
+        self._in_backward = False
         self._step = 0
         self._hooks: dict[Tensor, RemovableHandle] = {}
-        with torch.inference_mode(False):  # else no backward pass could write what is made here
+        # What is made in inference mode cannot be written by a backward pass.
+        with torch.inference_mode(False):
             self._active = torch.zeros(1)
             self._lay_out()
 
     def _lay_out(self) -> None:
-        """Lay out the gradients of all parameters that require one now. Collective, blocking."""
+        """Allocate buckets for all parameters that require a gradient now. Collective, blocking."""
         every = list(self.module.parameters())
+        # the reverse of the model's order is a first guess at the order in which gradients become ready
         order = [parameter for parameter in every if parameter.requires_grad][::-1]
         self._frozen = [parameter for parameter in every if not parameter.requires_grad]
         most = float("inf") if isinstance(self._asked, str) else float(self._asked) * (1 << 20)
@@ -114,7 +128,8 @@ class DataParallel(torch.nn.Module):
         self._lockstep = Lockstep(order)
         self._nodes = [(parameter, get_gradient_edge(parameter).node) for parameter in order]
         for parameter in order:
-            if parameter in self._hooks:  # a tensor of another type has lost it
+            # A parameter whose type has changed has lost its hook. The others must not get a second one.
+            if parameter in self._hooks:
                 self._hooks[parameter].remove()
             self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._note_gradient)
 
@@ -123,13 +138,13 @@ class DataParallel(torch.nn.Module):
         self._reducer = Reducer(order, sparse, cuts, self._comm, self._algorithm, self._in_background)
 
     def _sizes(self, order: Sequence[Tensor]) -> list[int]:
-        """Return the bytes of each gradient in the buckets."""
+        """Return the bytes that each gradient takes in the buckets. A sparse one takes none."""
         return [0 if p in self._sparse else p.numel() * p.element_size() for p in order]
 
     # ---- what training calls
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        """Call the module; before it, take rank 0's buffers."""
+        """Call the module. In training, take rank 0's buffers first (see `broadcast_buffers`)."""
         self._before_forward()
         output = self.module(*inputs, **keywords)
         self._after_forward(output)
@@ -137,7 +152,10 @@ class DataParallel(torch.nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let backward within add to this rank's gradients and exchange nothing; the next one outside exchanges all."""
+        """Accumulate gradients without exchanging them: a context for all but the last of several backward passes.
+
+        Within it, backward only adds to this rank's gradients. The first backward pass after it exchanges the sums.
+        """
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
@@ -146,8 +164,12 @@ class DataParallel(torch.nn.Module):
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """Let ranks make different numbers of steps within: one that is done contributes nothing and is not counted.
-        At the end all have the parameters of those that made most. Collective at the end, blocking."""
+        """Let ranks make different numbers of steps within this context.
+
+        A rank that has left its loop contributes nothing to the steps of the others, and the mean is over the ranks
+        that still go on. At the end every rank takes the parameters and buffers of a rank that made the most steps.
+        Collective at the end, blocking.
+        """
         self._joining, before = True, self._step
         try:
             yield
@@ -163,7 +185,11 @@ class DataParallel(torch.nn.Module):
             self._joining = False
 
     def clip_grad_norm_(self, most: float) -> Tensor:
-        """Scale all gradients so that their norm is at most `most`; return the norm before. Alike on all ranks."""
+        """Scale all gradients so that their 2-norm is at most `most`. Return the norm before.
+
+        The gradients are the mean over all ranks, so every rank gets the same norm without communication. Call it
+        between backward and the optimizer's step.
+        """
         norm = self._reducer.gradients.norm()
         if norm > most:
             for parameter in self._reducer.gradients.parameters:
@@ -172,11 +198,15 @@ class DataParallel(torch.nn.Module):
         return norm
 
     def state_dict(self, *args: Any, **keywords: Any) -> dict[str, Any]:
-        """Return the module's, which plain PyTorch loads."""
+        """Return the state of the wrapped module, without a prefix, so that plain PyTorch can load it. Local."""
         return self.module.state_dict(*args, **keywords)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load into the module, on this rank. Values are copied: `assign` would part gradients from parameters."""
+        """Load a state into the wrapped module. Local: every rank must load the same.
+
+        Values are copied into the parameters. `assign=True` raises ValueError: it would replace the parameters, and the
+        new ones would have no place in the buckets.
+        """
         if assign:
             raise ValueError(
                 "load_state_dict: assign=True makes other parameters: load into the module before it is wrapped"
@@ -184,14 +214,14 @@ class DataParallel(torch.nn.Module):
         return self.module.load_state_dict(state_dict, strict)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Raise TypeError: exchanges between ranks are neither copied nor saved."""
+        """Raise TypeError: a DataParallel can neither be copied nor pickled."""
         raise TypeError(
             "a DataParallel is tied to the ranks that made it: copy or save its `module`, or its `state_dict()`"
         )
 
     @property
     def buckets(self) -> list[list[str]]:
-        """The names of the parameters that travel together, in the order in which they do."""
+        """Names of the parameters of each bucket. Buckets are exchanged in this order."""
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         ordered = [names[parameter] for parameter in self._reducer.gradients.parameters]
         return [ordered[first:last] for first, last in self._reducer.buckets]
@@ -201,6 +231,7 @@ class DataParallel(torch.nn.Module):
     def _before_forward(self) -> None:
         if torch.is_grad_enabled():
             self._lockstep.weights.note_forward()
+            # No backward pass is running, and the last one has not ended: it has raised.
             if self._in_backward and torch._C._current_graph_task_id() < 0:
                 self._end_raised()
             unfrozen = any(parameter.requires_grad for parameter in self._frozen)
@@ -213,7 +244,11 @@ class DataParallel(torch.nn.Module):
             self._take_buffers()
 
     def _after_forward(self, output: Any) -> None:
-        """Hook the output: backward comes to it before it comes to any parameter, and outside of all checkpoints."""
+        """Hook the output, so that the start of its backward pass is noticed before any gradient arrives.
+
+        The hook of an output runs before that of any parameter, and outside of the inner backward passes that
+        checkpointing starts.
+        """
         if not torch.is_grad_enabled() or not self.require_backward_grad_sync or not self.training:
             return
         outputs = [tensor for tensor in find_tensors(output) if tensor.grad_fn is not None]
@@ -240,7 +275,10 @@ class DataParallel(torch.nn.Module):
         )
 
     def _take_buffers(self) -> None:
-        """Take rank 0's buffers, as new tensors: a forward pass before this one may still need the old ones."""
+        """Replace this rank's buffers by rank 0's.
+
+        They become new tensors, because the backward pass of an earlier forward may still need the old values.
+        """
         buffers = list(self.module.buffers())
         values = broadcast_values(buffers, 0, self._comm)
         others = {id(buffer): value for buffer, value in zip(buffers, values) if value is not None}
@@ -252,7 +290,7 @@ class DataParallel(torch.nn.Module):
     # ---- one backward
 
     def _accumulates(self) -> bool:
-        """Return whether this backward is for gradients of parameters: that of `torch.autograd.grad` is not."""
+        """True if this backward pass writes gradients into parameters. That of `torch.autograd.grad` does not."""
         engine = torch._C._will_engine_execute_node
         return any(parameter.requires_grad and engine(node) for parameter, node in self._nodes)
 
@@ -264,9 +302,10 @@ class DataParallel(torch.nn.Module):
         self._profile.begin()
 
     def _note_gradient(self, parameter: Tensor) -> None:
-        """Note that a gradient has been accumulated."""
+        """The hook that runs when a parameter's gradient has been accumulated."""
         if not self.require_backward_grad_sync:
             return
+        # No output was hooked: the forward pass was in eval mode, or the program called the inner module itself.
         if not self._in_backward:
             self._begin_backward()
         place = self._reducer.note_arrival(parameter)
@@ -274,7 +313,7 @@ class DataParallel(torch.nn.Module):
             self._profile.note_ready(place)
 
     def _finish_backward(self) -> None:
-        """Reduce what is left, give parameters their gradients, and see that ranks are alike."""
+        """Reduce the remaining buckets, give the parameters their gradients, and check that all ranks did the same."""
         self._in_backward = self._lockstep.in_backward = False
         self._profile.end()
         what = f"{NAME}, backward pass {self._step + 1}"
@@ -291,7 +330,7 @@ class DataParallel(torch.nn.Module):
         self._end_step()
 
     def _compare_parameters(self, number: int, what: str) -> None:
-        """See now and then that parameters are alike on all ranks. Collective, blocking."""
+        """Check, after some of the backward passes, that parameters are alike on all ranks. Collective, blocking."""
         weights = self._lockstep.weights
         if is_due(number):
             check_frozen(self.module.named_parameters(), self._comm, what, self._hooks)
@@ -301,7 +340,12 @@ class DataParallel(torch.nn.Module):
         weights.due |= is_due(number + 1)
 
     def _end_raised(self) -> None:
-        """End a backward that has raised: it counts as none where all ranks' have, and nothing has been exchanged."""
+        """Clean up after a backward pass that raised.
+
+        If nothing was exchanged, all that counts is that every rank's pass raised: the next token compares their
+        number. If buckets were exchanged, other ranks have taken part in a pass that cannot be finished, so all ranks
+        raise.
+        """
         self._in_backward = self._lockstep.in_backward = False
         if self._reducer.has_begun or self._joining:
             what = f"{NAME}, backward pass {self._step + 1}"
@@ -314,7 +358,10 @@ class DataParallel(torch.nn.Module):
         self._lockstep.count_failure()
 
     def _end_step(self) -> None:
-        """Count a step of all ranks, and cut buckets by the times so far where it is time. Collective, blocking."""
+        """Count a backward pass, and plan the buckets if it is time. Collective, blocking.
+
+        That is after the first few passes, and again when the duration of backward passes has changed.
+        """
         self._step += 1
         if self._strategy in UNPLANNED:
             return
@@ -337,14 +384,14 @@ class DataParallel(torch.nn.Module):
         )
 
     def _count_active(self, one: float) -> float:
-        """Return how many ranks still have steps to make: the sum of their `one`. Collective."""
+        """Return the number of ranks that still make steps. They pass 1, and ranks that are done pass 0. Collective."""
         self._active[0] = one
         collectives.allreduce(self._active, self._comm)
         return float(self._active[0])
 
 
 def _check_arguments(module: object, comm: object, others: Mapping[str, object]) -> None:
-    """Raise TypeError or ValueError for what is no model on the host, no communicator, or no argument."""
+    """Raise TypeError or ValueError if an argument is unknown, or no model on the host, or no communicator."""
     for name in others:
         why = ": mpips works on CPU tensors, leave it out" if "device" in name else ": leave it out"
         raise TypeError(f"DataParallel has no argument {name}{why}")

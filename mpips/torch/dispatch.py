@@ -1,9 +1,11 @@
 """Around every call of the process group: the errors that PyTorch's backends raise, and who hears of operators.
 
-c10d's own groups reach their backends by operators. So a subclass with `__torch_dispatch__`, as the result of a
-functional collective or a quantized weight, hears of a collective and hands on the tensors that it is made of; and a
-mode, as `CommDebugMode`, counts it. A group in Python is called directly, with the subclass itself, which has no memory
-of its own. `listened` sends such calls through c10d's operators, too.
+c10d calls its own backends through operators, and so others can intercept a collective. A subclass of Tensor with
+`__torch_dispatch__`, such as the result of a functional collective or a quantized weight, replaces itself by the
+tensors that it is made of. A mode such as `CommDebugMode` counts the call.
+
+A backend in Python is called directly instead, and gets the subclass itself, which has no memory of its own. So the
+decorator `listened` sends such calls through c10d's operators first.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ T = TypeVar("T")
 
 
 def listened(*names: str) -> Callable[[type[T]], type[T]]:
-    """Let these methods of a group refuse by `ArgumentError`, and subclasses of `Tensor` and modes hear of them."""
+    """Class decorator for a group.
+
+    Its named methods raise `ArgumentError` for bad arguments, and can be intercepted.
+    """
 
     def change(cls: type[T]) -> type[T]:
         for name in names:
@@ -61,7 +66,7 @@ def _is_subclass(kind: type) -> bool:
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among these arguments, and in lists among them."""
+    """Yield the tensors among these arguments, and in lists among them."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -70,7 +75,10 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _is_heard(args: Iterable[Any]) -> bool:
-    """True if a subclass among the arguments, or a mode, is to hear of the call. Modes that trace programs are not."""
+    """True if a subclass of Tensor among the arguments, or a mode, must see this call.
+
+    Modes that PyTorch itself uses to trace programs need not.
+    """
     listening = torch._C._len_torch_dispatch_stack() > 0 and not any(
         mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack()
     )
@@ -79,7 +87,7 @@ def _is_heard(args: Iterable[Any]) -> bool:
 
 @contextmanager
 def _below_others(mode: TorchDispatchMode) -> Iterator[None]:
-    """Enter a mode so that those which the program has entered hear of an operator before it."""
+    """Enter a mode below those that the program has entered, so that theirs see an operator first."""
     count = sum(not other.is_infra_mode() for other in _get_current_dispatch_mode_stack())
     others = [_pop_mode() for _ in range(count)][::-1]
     try:
@@ -97,8 +105,11 @@ def _below_others(mode: TorchDispatchMode) -> Iterator[None]:
 
 
 def _run_inside(method: Callable[..., Work], group: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Work:
-    """Let subclasses hand on the tensors in them, and run the method on those. The work ends after all of them."""
-    # c10d makes the operator from a group without methods of ours, as ours would call themselves
+    """Let subclasses replace themselves by the tensors in them, and run the method on those.
+
+    A subclass may be made of several tensors. Then the returned work ends when the operations on all of them have.
+    """
+    # c10d derives the operator from this plain group. From ours it would call our methods, which call this again.
     plain = dist.ProcessGroup(group.rank(), group.size())
     inside = _Inside(lambda tensors: method(group, *tensors, *args[len(tensors) :], **keywords))
     with _below_others(inside):
@@ -107,7 +118,7 @@ def _run_inside(method: Callable[..., Work], group: Any, args: tuple[Any, ...], 
 
 
 class _Inside(TorchDispatchMode):
-    """Runs c10d's operators once they are called on plain tensors."""
+    """A mode that runs c10d's operators, once they are called on plain tensors."""
 
     def __init__(self, run: Callable[[list[Any]], Work]) -> None:
         super().__init__()
@@ -121,7 +132,8 @@ class _Inside(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(_is_subclass(kind) for kind in types):
-            return NotImplemented  # the subclass hears of it next
+            # The subclass's own __torch_dispatch__ comes next.
+            return NotImplemented
         if func.namespace != "c10d":
             return func(*args, **(kwargs or {}))
         given = list(itertools.takewhile(lambda each: not isinstance(each, torch.ScriptObject), args))

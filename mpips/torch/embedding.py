@@ -1,12 +1,15 @@
 """Tables as PyTorch's modules: `Embedding`, `EmbeddingBag`, and `TableOptimizer`, which pushes their gradients.
 
     table = kv.table("users", dim=32, optimizer="row_adagrad", learning_rate=0.05)
-    users = mpips.torch.Embedding(table)                   # in a model, in the place of nn.Embedding
+    users = mpips.torch.Embedding(table)                   # in a model, in place of nn.Embedding
     rows = mpips.torch.TableOptimizer(model)               # beside torch's optimizer of the dense parameters
-    loss_of(model(ids), y).backward(); rows.step(); optimizer.step()
+    loss_of(model(ids), y).backward()
+    rows.step()
+    optimizer.step()
 
-A forward pass pulls each row once, as a leaf of autograd's graph. The gradient that backward leaves there waits in the
-module for `step`. So what PyTorch does with gradients (accumulate, checkpoint, retain) it does with these.
+A forward pass pulls each row once, as a leaf of autograd's graph. The gradient that backward leaves there is kept by
+the module until `step`. So everything that PyTorch does with gradients (accumulate, checkpoint, retain) works for
+these.
 """
 
 from __future__ import annotations
@@ -29,23 +32,30 @@ from mpips.torch.tensors import check_on_host, find_overflow, uncompiled
 
 MODES = ("sum", "mean")
 WHERE = "give numbers such as the rate to kv.table or table.update_optimizer"
+# This many forward passes whose gradients wait for one step look like a step that was forgotten.
 MANY = 1000
-"""Forward passes whose gradients wait for one step: so many look like a step that is forgotten."""
 
 
 class _Next(NamedTuple):
-    """Keep what `prefetch` has asked for: each id once, where each stands in the batch, and the rows under way."""
+    """A batch that `prefetch` has asked for."""
 
+    # the ids of the batch, each once
     ids: Tensor
+    # for each position of the batch, the index of its id in `ids`
     places: Tensor
+    # the rows under way, or None if they are not asked for yet
     rows: Handle | None
+    # `Table.origin` and `Table.pushes` when they were asked for: if these change, the rows are stale
     origin: tuple[int, int]
     pushes: int
 
 
 @uncompiled("_pull")
 class TableModule(nn.Module):
-    """Base of the modules whose rows are a table's: pulls rows, and keeps their gradients until they are pushed."""
+    """Base class of the modules whose rows are a table's.
+
+    Pulls rows, and keeps their gradients until they are pushed.
+    """
 
     def __init__(self, table: Table, *others: object, padding_idx: int | None = None, **options: object) -> None:
         super().__init__()
@@ -57,61 +67,72 @@ class TableModule(nn.Module):
         if options:
             said = f"{self._what} has no argument {next(iter(options))}: leave it out; tables have theirs in kv.table"
             raise of_caller(TypeError(said))
-        self.table, self.padding_idx = table, None if padding_idx is None else self._id_of(padding_idx)
+        self.table = table
+        self.padding_idx = None if padding_idx is None else self._id_of(padding_idx)
         self.embedding_dim = table.dim
+        # dtype of what a forward pass returns; it may differ from that of the table (half(), to())
         self._dtype: torch.dtype = getattr(torch, table.dtype.name)
-        """Of what a forward pass returns."""
+        # False if the rows are frozen (requires_grad_)
         self._learns = True
-        """Whether forward passes leave gradients, where autograd is on."""
+        # True if a TableOptimizer pushes the gradients
         self.is_trained = False
-        """Whether a `TableOptimizer` pushes its gradients."""
+        # id() of the rows of a forward pass -> (ids, rows); the gradients of these leaves wait to be pushed
         self._leaves: dict[int, tuple[Tensor, Tensor]] = {}
-        """Ids and rows (leaves) whose gradients wait, by identity."""
+        # prefetched batches: that of the forward pass that comes now, and the next one
         self._next: deque[_Next] = deque(maxlen=2)
-        """Of the batch that comes now, and of the next one."""
 
     def prefetch(self, ids: Tensor) -> None:
-        """Read the rows of the next batch during compute: the forward pass of these ids then finds them.
+        """Read the rows of the next batch while this one is computed. The forward pass of these ids then uses them.
 
-        In a synchronous store they begin to travel after the next `TableOptimizer.step`, else that step would be
-        missing; in an asynchronous one at once. A forward pass of other ids pulls its own. Does not block.
+        Does not block. In an asynchronous store the rows are read at once. In a synchronous store they are read after
+        the next `TableOptimizer.step`, because otherwise they would lack that step. A forward pass of other ids pulls
+        its own rows.
+
+        Args:
+            ids: int64 ids of any shape, on the host.
         """
         self._check(ids)
-        with torch.inference_mode(False):  # else no backward pass could keep them
+        # What is made in inference mode could not be kept by a backward pass.
+        with torch.inference_mode(False):
             wanted, places = torch.unique(ids, return_inverse=True)
         waits = self.table.synchronous and self._leaves
         self._next.append(_Next(wanted, places, None, (0, 0), 0) if waits else self._ask(wanted, places))
 
     def take_gradients(self) -> list[tuple[Tensor, Tensor]]:
-        """Return ids and gradients since the last call, (k,) and (k, dim) each, and forget them."""
+        """Return the ids and gradients of all backward passes since the last call, and forget them.
+
+        Returns:
+            A pair for each forward pass: ids (k,) and gradients (k, dim).
+        """
         leaves, self._leaves = self._leaves, {}
         taken = []
         for ids, rows in leaves.values():
             if rows.grad is not None:
                 there = slice(None) if self.padding_idx is None else ids != self.padding_idx
                 taken.append((ids[there], rows.grad.detach()[there]))
-            rows.grad = None  # another backward pass over the same graph begins anew
+            # A second backward pass over the same graph begins anew.
+            rows.grad = None
         return taken
 
     def waiting_rows(self) -> list[Tensor]:
-        """Return the rows, (k, dim) each, whose `.grad` waits to be taken."""
+        """Return the rows, (k, dim) for each forward pass, whose `.grad` waits to be taken."""
         return [rows for _, rows in self._leaves.values()]
 
     def note_push(self) -> None:
-        """The table has been pushed to: rows that were asked for before are read anew. Does not block."""
+        """Note that the table was pushed to. Rows that were prefetched before are read again. Does not block."""
         if self.table.synchronous:
             self._next = deque((self._ask(each.ids, each.places) for each in self._next), maxlen=2)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Let rows stay as they are, or learn again, from the next forward pass on.
+        """Freeze the rows (False), or let them learn again, from the next forward pass on.
 
-        That of a module around does not come here, as rows are no parameters.
+        A model's `requires_grad_` does not reach them, because rows are not parameters: call it on this module.
         """
         self._learns = requires_grad
         return self
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Raise TypeError: called by `copy` and `pickle`, also of a model around."""
+        """Raise TypeError. `copy` and `pickle` of the module, or of a model that holds it, call this."""
         raise of_caller(
             TypeError(
                 f"{self._what} cannot be copied or pickled, as its rows are on servers: save the model's state_dict(), "
@@ -120,12 +141,11 @@ class TableModule(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """Describe the table."""
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"{self.table.name!r}, dim={self.table.dim}{padding}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Follow `half`, `to` and their like: what a forward pass returns is converted, the table is not."""
+        """Follow `half`, `to` and similar calls: what a forward pass returns is converted, and the table is not."""
         self._dtype = fn(torch.empty(0, dtype=self._dtype)).dtype
         return super()._apply(fn, recurse)
 
@@ -133,7 +153,10 @@ class TableModule(nn.Module):
         return _Next(ids, places, self.table.ipull(ids.numpy()), self.table.origin, self.table.pushes)
 
     def _id_of(self, given: object) -> int:
-        """Return an id that may be NumPy's or a tensor. TypeError or ValueError where it is none."""
+        """Return an id, which may be given as a NumPy integer or a tensor.
+
+        Raise TypeError or ValueError if it is not an id.
+        """
         try:
             found = operator.index(given)  # type: ignore[arg-type]
         except TypeError:
@@ -143,7 +166,7 @@ class TableModule(nn.Module):
         return found
 
     def _check(self, ids: object) -> None:
-        """Raise TypeError or ValueError where these are no ids."""
+        """Raise TypeError or ValueError unless these are ids."""
         if not isinstance(ids, Tensor):
             raise of_caller(TypeError(f"{self._what}: ids are a {type(ids).__name__}: pass a torch.int64 tensor"))
         if ids.dtype != torch.int64:
@@ -152,7 +175,10 @@ class TableModule(nn.Module):
         check_on_host([ids], self._what)
 
     def _find_prefetched(self, ids: Tensor) -> tuple[Tensor, Tensor, Handle | None]:
-        """Return each id once, where each stands among them, and their rows under way, which are used up by this."""
+        """Return each id once, the index of each position's id among them, and their rows under way or None.
+
+        A prefetched batch is used up by this.
+        """
         self._check(ids)
         for place, found in enumerate(self._next):
             if torch.equal(found.ids[found.places], ids):
@@ -163,8 +189,10 @@ class TableModule(nn.Module):
         return (*torch.unique(ids, return_inverse=True), None)
 
     def _pull(self, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
-        """Return where each id stands among the rows, the rows, of a leaf where gradients are wanted, and the place of
-        the padding, which is zeros."""
+        """Return the index of each id among the rows, the rows, and the index of the padding's row (zeros) or None.
+
+        The rows are derived from a leaf of autograd's graph if gradients are wanted.
+        """
         if torch.jit.is_tracing() or torch.compiler.is_exporting():
             said = "a trace would keep the rows of these ids for all ids: trace the layers behind, and export the table"
             raise of_caller(RuntimeError(f"{self._what}: {said}"))
@@ -178,7 +206,10 @@ class TableModule(nn.Module):
         return places, rows.to(self._dtype), found[0] if found else None
 
     def _keep(self, ids: Tensor, rows: Tensor) -> None:
-        """Let a gradient that backward has left wait for `step`. RuntimeError where nobody would push it."""
+        """Keep a gradient that backward has left until `step`.
+
+        Raise RuntimeError if no TableOptimizer would push it.
+        """
         if not self.is_trained:
             raise of_caller(
                 RuntimeError(
@@ -192,32 +223,33 @@ class TableModule(nn.Module):
 
 
 class Embedding(TableModule):
-    """Rows of a table by ids, in the place of `torch.nn.Embedding`; any int64 is an id.
+    """Looks up rows of a table by id, in place of `torch.nn.Embedding`. Any int64 is an id.
 
-    table       what `kv.table` has returned, on each worker.
-    padding_idx an id whose row is zeros and stays so: it is never pushed.
+    The forward pass takes int64 ids of any shape on the host, and returns their rows, (*ids.shape, dim). It blocks
+    until the rows have come. A module may be used several times before a `TableOptimizer` pushes all gradients. Rows
+    are not parameters: they are not in `state_dict`, and `table.save` writes them.
 
-    The forward pass takes int64 ids of any shape on the host and returns their rows, (*ids.shape, dim); it blocks until
-    they are there. A module may be used several times before a `TableOptimizer` pushes all gradients. Rows are no
-    parameters: `state_dict` lacks them, `table.save` writes them.
+    Args:
+        table: What `kv.table` has returned, on each worker.
+        padding_idx: An id whose row is zeros and stays so, because it is never pushed.
     """
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the rows of ids."""
         places, rows, padding = self._pull(ids)
         return functional.embedding(places, rows, padding)
 
 
 class EmbeddingBag(TableModule):
-    """Sums or means of bags of rows, in the place of `torch.nn.EmbeddingBag`.
+    """Sums or means of bags of rows, in place of `torch.nn.EmbeddingBag`.
 
-    table       what `kv.table` has returned, on each worker.
-    mode        "sum" or "mean".
-    padding_idx an id that counts in no bag: neither in sums nor in means.
-    include_last_offset     the last of `offsets` is where the last bag ends, and begins none.
+    Bags are the rows of 2-D ids, or they are cut from 1-D ids at `offsets`, the positions where they begin.
+    `per_sample_weights` has the shape of the ids, and needs mode "sum". The rest is as in `Embedding`.
 
-    Bags are the rows of 2-D ids, or cut 1-D ids at `offsets`, where each begins. `per_sample_weights` has the shape of
-    the ids, and needs mode "sum". Else as `Embedding`.
+    Args:
+        table: What `kv.table` has returned, on each worker.
+        mode: "sum" or "mean".
+        padding_idx: An id that counts in no bag, neither in sums nor in means.
+        include_last_offset: The last of `offsets` is the end of the last bag, and does not begin another one.
     """
 
     def __init__(
@@ -231,7 +263,8 @@ class EmbeddingBag(TableModule):
         super().__init__(table, padding_idx=padding_idx, **options)
         if mode not in MODES:
             raise of_caller(ValueError(f"{self._what}: mode={mode!r}: give {' or '.join(map(repr, MODES))}"))
-        self.mode, self.include_last_offset = mode, include_last_offset
+        self.mode = mode
+        self.include_last_offset = include_last_offset
 
     def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Return a row for each bag, (bags, dim)."""
@@ -247,12 +280,14 @@ class EmbeddingBag(TableModule):
         )
 
     def extra_repr(self) -> str:
-        """Describe the table and the mode."""
         return f"{super().extra_repr()}, mode={self.mode!r}"
 
 
 class _Group(dict[str, Any]):
-    """Refuse what a group of PyTorch's has beside `params`: numbers of rows are their table's."""
+    """A parameter group that has nothing beside `params`, and raises for other entries.
+
+    Learning rates and the like belong to the tables.
+    """
 
     def __missing__(self, name: str) -> NoReturn:
         raise of_caller(KeyError(f"a group of a TableOptimizer has no {name!r}: {WHERE}"))
@@ -262,19 +297,21 @@ class _Group(dict[str, Any]):
 
 
 class TableOptimizer:
-    """Push the gradients of a model's tables, each once for a step; the servers update rows by each table's optimizer.
-
-    model       a module that holds `Embedding` or `EmbeddingBag` modules, wrapped or not, alike on all workers.
+    """Pushes the gradients of a model's tables. Servers update the rows, by the optimizer of each table.
 
     In a synchronous store gradients are averaged over the workers, as DDP and `DataParallel` average those of dense
-    parameters. All workers call `step` equally often, also without a batch: such a worker counts as zero. In an
-    asynchronous store each worker's gradients count by themselves, when they come. Tables may be of several stores.
+    parameters. All workers must call `step` equally often. A worker without a batch calls it too, and counts as zero.
+    In an asynchronous store each worker's gradients are applied by themselves, when they come. The tables may belong to
+    several stores.
 
-    `GradScaler.step` takes it, in a synchronous store or of one worker.
+    `GradScaler.step` accepts it, if the store is synchronous or has one worker.
+
+    Args:
+        model: A module that holds `Embedding` or `EmbeddingBag` modules at any depth, the same on all workers.
     """
 
+    # Tells GradScaler to call `step` even if a gradient has overflowed on this worker.
     _step_supports_amp_scaling = True
-    """GradScaler calls `step` though a gradient has overflowed here."""
 
     def __init__(self, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
@@ -289,9 +326,13 @@ class TableOptimizer:
             self._of_table.setdefault(module.table, []).append(module)
 
     def step(self, *, grad_scaler: GradScaler | None = None) -> None:
-        """Push what backward passes have left since the last step or `zero_grad`; return when the servers have it.
+        """Push the gradients of all backward passes since the last step or `zero_grad`.
 
-        `grad_scaler` is passed by `GradScaler.step`. Where a gradient has overflowed on one worker, all skip the step.
+        Blocks until the servers have them. Each table is pushed to once. If a gradient has overflowed on one worker,
+        all workers skip the step.
+
+        Args:
+            grad_scaler: Passed by `GradScaler.step`.
         """
         if grad_scaler is not None and self._overflows(grad_scaler):
             self.zero_grad()
@@ -308,26 +349,27 @@ class TableOptimizer:
             module.note_push()
 
     def _overflows(self, scaler: GradScaler) -> bool:
-        """Unscale the gradients; return whether those of any worker have overflowed, which all scalers then hear of."""
+        """Unscale the gradients. Return True if those of any worker have overflowed, and tell this worker's scaler."""
         found, what = find_overflow(scaler, self), "TableOptimizer.step with a GradScaler"
-        words = [tables[0].is_any(what, bool(found)) for tables in by_store(self._of_table)]  # each store is asked
+        # The tables may belong to several stores, and each store has workers of its own to ask.
+        words = [tables[0].is_any(what, bool(found)) for tables in by_store(self._of_table)]
         found.fill_(float(any(words)))
         return bool(found)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Return one group, whose `params` are the rows with gradients that wait: for `GradScaler`, or to clip them."""
+        """A single group whose `params` are the rows with waiting gradients: for `GradScaler`, or to clip gradients."""
         leaves = [leaf for module in self._modules for leaf in module.waiting_rows()]
         return [_Group(params=leaves)]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients that were not pushed."""
+        """Drop the gradients that were not pushed."""
         for module in self._modules:
             module.take_gradients()
 
 
 def _joined(table: Table, parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Return the ids and gradients of all parts, one behind the other."""
+    """Concatenate the ids and the gradients of all parts."""
     if len(parts) == 1:
         return parts[0]
     if not parts:

@@ -1,9 +1,13 @@
 """`LocalSGD(model, inner, every=500)` for PyTorch's models: a front of `training.local`.
 
-inner = torch.optim.AdamW(model.parameters(), 1e-3)
-trainer = mpips.torch.LocalSGD(model, inner, every=500, kind="dist_sync", servers=1)
-while trainer.steps < steps:
-    trainer.zero_grad(); loss.backward(); trainer.step()
+    inner = torch.optim.AdamW(model.parameters(), 1e-3)
+    trainer = mpips.torch.LocalSGD(model, inner, every=500, kind="dist_sync", servers=1)
+    while trainer.steps < steps:
+        trainer.zero_grad()
+        loss_of(model(x), y).backward()
+        trainer.step()
+
+Workers train apart between two exchanges, which suits slow links.
 """
 
 from __future__ import annotations
@@ -30,44 +34,52 @@ from mpips.training.updates import begins
 
 T = TypeVar("T")
 LOG = log.get("mpips.torch")
+# the entries of a state
 STATE = "inner", "steps", "since", "centers", "store"
-"""What a state holds."""
 
 
 class LocalSGD:
-    """Every worker trains `model` by `inner` alone; every `every` steps the store's outer optimizer joins them.
+    """Local SGD and DiLoCo: workers train apart, and every `every` steps the store's outer optimizer joins them.
 
-    model       on the host, with contiguous parameters of float16, bfloat16, float32 or float64. All workers begin with
-                rank 0's. Buffers, and parameters that ask for no gradient, stay each worker's own.
-    inner       any optimizer of torch.optim; its state stays each worker's own.
-    outer       "nesterov" (DiLoCo: SGD of rate 0.7, momentum 0.9), "average" (the mean of all workers' parameters), or
-                an optimizer of `mpips.optimizers`. Its gradient is the mean over workers of what they have changed.
-    fragments   the model in so many parts, each exchanged every `every` steps, in turn.
-    delay       an exchange travels during so many inner steps; 0: `step` waits for it.
-    keep        the share of its own parameters that a worker keeps when an exchange has come (0: none).
-    compression of what is exchanged, as `kv.set_gradient_compression`, with error feedback.
-    by_tokens   each worker counts by its tokens since the last exchange, which it gives: `step(tokens=count)`. For
-                synchronous kinds, and with a quorum.
-    store       a store that is there already, in place of `kind` and options of `mpips.create`. A server serves within
-                this call, and leaves by SystemExit when the workers have closed.
+    Each worker trains `model` by `inner` alone. In an exchange it pushes what has changed since the last one, the outer
+    optimizer updates the common ("outer") parameters by that, and the worker goes on from them. Making a LocalSGD is
+    collective over the workers and blocks.
 
-    Synchronous kinds wait for all workers, which call `step` equally often. In an asynchronous kind the outer optimizer
-    takes what each worker (each client) has changed when it comes. Making it is collective, and blocks.
+    With a synchronous kind an exchange waits for all workers, so all must call `step` equally often. With an
+    asynchronous kind the outer optimizer takes the changes of each worker (or client) when they come.
 
-    With `quorum` and `grace_seconds`, options of an asynchronous store, a round takes what so many clients have
-    changed, by its mean. One that comes late does not wait, and counts by 1 / (1 + rounds late) in the open round
-    (2604.21428, 1903.03934).
+    `quorum` and `grace_seconds` are options of an asynchronous store. A round then takes the mean of the changes of
+    that many clients. A client that comes late does not wait: its changes go into the round that is open then, with
+    weight 1 / (1 + rounds late) (arXiv 2604.21428, 1903.03934).
 
-    Where the store survives deaths (`spares`), `step` goes on after one. A worker that takes a dead one's place begins
+    If the store survives deaths (`spares`), `step` goes on after one. A worker that takes a dead one's place begins
     with the outer parameters, at the step of the others (`steps`), and with a new inner optimizer.
 
-    `torch.amp.GradScaler` takes it as an optimizer: `scaler.unscale_(trainer)`, `scaler.step(trainer)`. Each worker has
-    a scale of its own. Where its gradients have overflowed, `inner` makes no step; the step counts nevertheless, so all
+    `torch.amp.GradScaler` accepts it as an optimizer: `scaler.unscale_(trainer)`, `scaler.step(trainer)`. Each worker
+    has a scale of its own. If its gradients have overflowed, `inner` makes no step, but the step counts, so that all
     workers exchange at the same steps.
+
+    Args:
+        model: A model on the host, whose parameters are contiguous and of float16, bfloat16, float32 or float64. All
+            workers begin with rank 0's parameters. Buffers, and parameters that require no gradient, are not exchanged.
+        inner: Any optimizer of torch.optim. Its state is not exchanged.
+        outer: "nesterov" (DiLoCo: SGD with rate 0.7 and momentum 0.9), "average" (the mean of all workers' parameters),
+            or an optimizer of `mpips.optimizers`. Its gradient is the mean over workers of what they have changed.
+        every: Inner steps between two exchanges of a parameter.
+        fragments: Cut the model into this many parts. Each is exchanged every `every` steps, in turn.
+        delay: Inner steps that a worker makes while an exchange travels. With 0, `step` waits for it.
+        keep: The share of its own parameters that a worker keeps when an exchange has come.
+        compression: Of what is exchanged, with error feedback, as in `kv.set_gradient_compression`.
+        by_tokens: Weight each worker by its tokens since the last exchange, which it passes to `step(tokens=count)`.
+            For synchronous kinds, and with a quorum.
+        kind: The kind of the store, as in `mpips.create`.
+        store: An existing store, used in place of `kind` and `options`.
+        options: Options of the store, as in `mpips.create`. A process that is a server serves inside of this call, and
+            leaves by SystemExit when the workers have closed the store.
     """
 
+    # Tells GradScaler to call `step` even if a gradient has overflowed.
     _step_supports_amp_scaling = True
-    """GradScaler calls `step` though a gradient has overflowed."""
 
     def __init__(
         self,
@@ -99,7 +111,9 @@ class LocalSGD:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         for name, parameter in named:
             _check(name, parameter)
-        self.inner, self._parameters, self._keys = inner, [p for _, p in named], [name for name, _ in named]
+        self.inner = inner
+        self._parameters = [p for _, p in named]
+        self._keys = [name for name, _ in named]
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._by_tokens = by_tokens
         self.store = store if store is not None else create(kind, **options)
@@ -112,7 +126,7 @@ class LocalSGD:
             raise
 
     def _begin(self, rule: Local, compression: dict[str, Any] | None) -> None:
-        """Make the keys and take rank 0's parameters. Collective over the workers, blocking."""
+        """Create the keys and take rank 0's parameters. Collective over the workers, blocking."""
         kv = self.store
         outer, refusal = attempt(lambda: self._outer(rule))
         words = {
@@ -142,7 +156,8 @@ class LocalSGD:
             self._through(lambda: self._rounds.rejoin(self._views()))
             return
         self._rounds.begin_at((kv.resumed or 0) * rule.every)
-        kv.barrier()  # all have pulled what rank 0 gave before anybody pushes
+        # Nobody may push before all have pulled rank 0's parameters.
+        kv.barrier()
 
     def _outer(self, rule: Local) -> Optimizer:
         layout = self.store.layout
@@ -168,12 +183,12 @@ class LocalSGD:
 
     @property
     def steps(self) -> int:
-        """Return how many inner steps have been made. It may leave some out after a death (`step`)."""
+        """Inner steps made. After a death it may skip some (see `step`)."""
         return self._rounds.steps
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's groups: for `GradScaler`."""
+        """The parameter groups of the inner optimizer, for `GradScaler`."""
         groups: list[dict[str, Any]] = self.inner.param_groups
         return groups
 
@@ -184,13 +199,22 @@ class LocalSGD:
         tokens: int | None = None,
         grad_scaler: GradScaler | None = None,
     ) -> Any:
-        """Make an inner step, and exchange what is due. Return the result of `closure`. Blocking where it is due.
+        """Make an inner step, and exchange what is due. Blocks if an exchange is due.
 
-        `tokens`: of this step on this worker, where they count (`by_tokens`). `grad_scaler` is passed by
-        `GradScaler.step`: where gradients have overflowed, the inner step is left out, and its tokens count as none.
+        After a death in a store that survives it, all workers go on from the step of the worker that is furthest. So
+        let a loop count by `steps`.
 
-        After a death, where the store survives it, all go on from the step of the worker that is furthest: let a loop
-        count by `steps`.
+        Args:
+            closure: Passed to the inner optimizer.
+            tokens: The tokens of this step on this worker, with `by_tokens`.
+            grad_scaler: Passed by `GradScaler.step`. If gradients have overflowed, the inner step is left out, and its
+                tokens do not count.
+
+        Returns:
+            What the inner optimizer's `step` returns, or None.
+
+        Raises:
+            ValueError: `tokens` does not fit `by_tokens`, or `inner` trains a parameter that is not exchanged.
         """
         if not self._by_tokens and tokens is not None:
             raise of_caller(ValueError(f"LocalSGD.step: tokens={tokens}: make it with by_tokens=True, or give none"))
@@ -206,14 +230,15 @@ class LocalSGD:
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, as the inner optimizer does."""
+        """Clear the gradients, as the inner optimizer does. Local."""
         self.inner.zero_grad(set_to_none)
 
     def share(self) -> None:
-        """Give the model the outer parameters, which all workers have in common: to measure or to save it. All call.
+        """Give the model the outer parameters, which all workers have in common, to measure or to save it.
 
-        What inner steps have changed since the last exchange is dropped: call it at a multiple of `every`. In an
-        asynchronous store that survives deaths nobody waits: each takes the newest, which others may go on to change.
+        Collective over the workers. What inner steps have changed since the last exchange is lost, so call it at a
+        multiple of `every`. In an asynchronous store that survives deaths it does not wait for the others: each worker
+        takes the newest parameters, which others may go on to change.
         """
         layout = self.store.layout
         self._through(lambda: self._rounds.finish(self._views()))
@@ -224,10 +249,10 @@ class LocalSGD:
             self.store.barrier()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this worker needs to go on, beside the model's own `state_dict()`: `torch.save` writes both.
+        """Return what this worker needs to go on, except the model's own `state_dict()`. `torch.save` writes both.
 
-        It waits for what is under way, and changes no parameter. The outer optimizer's part is the tensor "store",
-        equal on all workers. All call it after the same step; blocking.
+        Collective over the workers, blocking: all call it after the same step. It waits for an exchange that is under
+        way, and changes no parameter. The outer optimizer's part is the tensor "store", the same on all workers.
 
         Raises:
             RuntimeError: A process has died meanwhile. Training goes on: call it again after another step.
@@ -246,8 +271,15 @@ class LocalSGD:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` gave; the model loads its own. With the same number of workers training goes on with
-        the same bits. Any number of servers, and of workers, of which each loads one's state. All call; blocking."""
+        """Load what `state_dict` returned. The model loads its own state. Collective over the workers, blocking.
+
+        With the same number of workers, training goes on with the same bits. There may also be another number of
+        servers, or of workers, each of which loads the state of one of the old ones.
+
+        Raises:
+            ValueError: The state lacks an entry, or does not fit the model or `fragments`.
+            RuntimeError: A process has died meanwhile. Load the model's state and this one again.
+        """
         kv, died = (
             self.store,
             RuntimeError("load_state_dict: a process has died meanwhile: load the model and this again"),
@@ -266,7 +298,7 @@ class LocalSGD:
         self._rounds.begin_at(state_dict["steps"], state_dict["since"], open_)
 
     def _centers_of(self, state: Mapping[str, Any]) -> list[np.ndarray]:
-        """Return the centres in a state; ValueError where it does not fit."""
+        """Return the centres in a state. Raise ValueError if it does not fit."""
         if lacks := [name for name in STATE if name not in state]:
             raise ValueError(
                 f"load_state_dict: there is no {', '.join(map(repr, lacks))}: give what LocalSGD.state_dict() gave"
@@ -286,15 +318,20 @@ class LocalSGD:
         return centers
 
     def close(self) -> None:
-        """Wait for what is under way, and close the store: its servers leave. All call."""
+        """Wait for an exchange that is under way, and close the store, so that its servers leave.
+
+        Collective over the workers.
+        """
         self._through(lambda: self._rounds.finish(self._views()))
         if self.store.layout.survives:
             self._through(self.store.barrier)
         self.store.close()
 
     def _through(self, call: Callable[[], T], again: bool | Exception = True) -> T | None:
-        """Return what `call` returns. Where a death breaks it off, all meet anew; then it is called again, or left, or
-        an error is raised."""
+        """Call `call` and return its result. If a death breaks it off, let the workers meet anew first.
+
+        `again` says what then follows: True calls it again, False returns None, and an exception is raised.
+        """
         while True:
             try:
                 return call()
@@ -306,7 +343,7 @@ class LocalSGD:
                 return None
 
     def _recover(self, error: StoreError) -> None:
-        """Begin the next generation, and exchange what was under way; raise `error` where nobody has died."""
+        """Begin the next generation, and exchange what was under way. Raise `error` if no process has died."""
         while True:
             if not self.store.layout.survives or isinstance(error, (MismatchError, LostError)):
                 raise error
@@ -322,7 +359,7 @@ class LocalSGD:
                 error = other
 
     def _see_inner(self, what: str) -> None:
-        """Raise ValueError where `inner` trains what is not exchanged: workers would drift apart there."""
+        """Raise ValueError if `inner` trains a parameter that is not exchanged: the workers would drift apart in it."""
         exchanged = set(map(id, self._parameters))
         for number, group in enumerate(self.inner.param_groups):
             for place, one in enumerate(group["params"]):
@@ -336,19 +373,22 @@ class LocalSGD:
                     )
 
     def _views(self) -> list[Any]:
-        """The memory of the parameters, as NumPy sees it."""
+        """Return the memory of the parameters as NumPy arrays."""
         return [arrays.host(parameter.detach()) for parameter in self._parameters]
 
 
 def _tensor(array: Any, like: torch.Tensor) -> torch.Tensor:
-    """Return a copy of an array as a tensor; NumPy's bfloat16 is none that PyTorch knows."""
+    """Return a copy of an array as a tensor.
+
+    PyTorch does not know NumPy's bfloat16, so `torch.from_numpy` would not do.
+    """
     tensor = torch.empty_like(like, requires_grad=False)
     arrays.host(tensor)[...] = array
     return tensor
 
 
 def _check(name: str, parameter: torch.Tensor) -> None:
-    """Raise ValueError where a parameter cannot be exchanged in its place."""
+    """Raise ValueError if a parameter cannot be exchanged in its own memory."""
     if parameter.device.type != "cpu":
         raise of_caller(ValueError(f"LocalSGD: parameter {name!r} is on {parameter.device}: move the model to the CPU"))
     if not parameter.is_contiguous() or not parameter.is_floating_point():

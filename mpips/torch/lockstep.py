@@ -1,8 +1,8 @@
 """Ranks of a DataParallel agree before they train; then a token shows who skipped a step or has another learning rate.
 
-`agree` compares once, and says in words what differs first. `Lockstep` counts what a rank's program does between two
-exchanges. Its token travels beside the gradients, so all ranks see a difference before anybody uses them.
-`WeightWatch` compares the parameters now and then, and `check_frozen` which of them require gradients.
+`agree` compares once, and its error names the first difference. `Lockstep` counts what a rank's program does between
+two exchanges. Its token travels with the gradients, so every rank sees a difference before it uses them. Now and then
+`WeightWatch` compares the parameters, and `check_frozen` compares which of them require gradients.
 """
 
 from __future__ import annotations
@@ -32,45 +32,48 @@ from mpips.collectives.communicator import communicator
 from mpips.collectives.errors import of_caller, warn
 from mpips.torch.tensors import sparse_parameters
 
+# bits of a token
 BITS = 24
-"""Of a token."""
+# the hyperparameters of an optimizer's groups that are compared
 NUMBERS = ("lr", "weight_decay", "momentum", "betas", "alpha")
-"""Numbers of an optimizer's groups that are compared."""
+# of the optimizer steps between two exchanges, how many are compared one by one; further ones are only counted
 MOST_STEPS = 16
-"""Optimizer steps between two exchanges that are compared one by one."""
+# Norms of a parameter on two ranks may differ by this, relative to the larger: processors round differently.
 NORM_TOLERANCE = 1e-3
-"""Difference allowed between norms of a parameter, relative to the larger: processors round unlike."""
+# Parameters are compared after backward passes 1, 2, 4, 8, ... and after each multiple of this.
 CHECK_STEPS = 128
-"""Steps between two comparisons of parameters, beside the steps 1, 2, 4, 8, ..."""
+# If a norm on one rank differs by more than this between two moments, the program itself has moved the parameter.
 MOVED = 1e-5
-"""Relative difference of a parameter's norms at two moments of one rank, above which its program has moved it."""
+# After this many backward passes without a step of an optimizer, the program is taken to update weights by hand.
 PASSES_BY_HAND = 32
-"""Backward passes without a step of an optimizer, after which the program is taken to step by hand."""
+# stands for a norm that was not taken
 ABSENT = -1.0
-"""Stands in place of a norm that was not taken."""
+# The error if tokens differ but the items behind them do not. It stops all ranks.
 UNEXPLAINED = "ranks differ in what they have done, and no word of theirs says in what (a fault of mpips: report it)"
-"""Said where what ranks compare differs, and the words for it do not: nobody goes on."""
+# `content` lists the numbers of a tensor or array that has at most this many; of larger ones it takes a digest.
 MOST_NUMBERS = 16
-"""Numbers of a tensor or an array that `content` tells one by one."""
+# class that averages gradients -> how it is used without a second one
 PAIRED = {
     "DataParallel": "DataParallel with an optimizer of PyTorch's",
     "DistributedOptimizer": "mpips.torch.DistributedOptimizer with the model itself",
     "hvd.DistributedOptimizer": "hvd.DistributedOptimizer with the model itself",
 }
-"""What averages gradients, and beside what it is used."""
+# (thing, what it is on this rank), as ("parameter 'weight'", "float32(2, 3)"); no thing occurs twice
 Items = Sequence[tuple[str, str]]
-"""Things, such as "parameter 'weight'", and what they are: "float32(2, 3)". No thing comes twice."""
 
 
 # ---- before training
 
 
+# object that averages gradients -> (name of its class, ids of the parameters)
 _averaging: WeakKeyDictionary[object, tuple[str, frozenset[int]]] = WeakKeyDictionary()
-"""By whom gradients are averaged over ranks, what it is called, and of which parameters."""
 
 
 def claim_gradients(owner: object, what: str, named: Iterable[tuple[str, Tensor]]) -> None:
-    """Note that `owner` averages these parameters' gradients. ValueError where something else than a `what` does."""
+    """Note that `owner` averages these parameters' gradients from now on.
+
+    Raises ValueError if an object of another class than `what` averages one of them already.
+    """
     named = list(named)
     for other, ids in list(_averaging.values()):
         for name, parameter in named:
@@ -85,12 +88,12 @@ def claim_gradients(owner: object, what: str, named: Iterable[tuple[str, Tensor]
 
 
 def release_gradients(owner: object) -> None:
-    """Note that `owner` averages gradients no more."""
+    """Note that `owner` does not average gradients any more."""
     _averaging.pop(owner, None)
 
 
 def model_items(module: torch.nn.Module, buckets: str | float, algorithm: str) -> Items:
-    """Return what all ranks must have alike: names, types, shapes and strides of tensors, and the arguments."""
+    """Return what must be the same on all ranks: names, dtypes, shapes and strides of tensors, and the arguments."""
 
     sparse = sparse_parameters(module)
 
@@ -113,9 +116,14 @@ def model_items(module: torch.nn.Module, buckets: str | float, algorithm: str) -
 def agree(
     items: Items, comm: MPI.Intracomm, what: str, cure: str = "give all ranks the same", unlike: bool = False
 ) -> None:
-    """Raise MismatchError on all ranks, with one sentence, unless all bring the same. Collective, blocking.
+    """Raise the same MismatchError on all ranks unless they all pass the same items. Collective, blocking.
 
-    `unlike`: ranks are known to differ, so they raise even if all bring the same items.
+    Args:
+        items: What this rank has.
+        comm: The ranks that compare.
+        what: The operation, with which the error begins.
+        cure: What to do about it, with which the error ends.
+        unlike: The ranks are known to differ, so they raise even if all items are the same.
     """
     if found := gather_difference(items, comm, what) or (UNEXPLAINED if unlike else ""):
         with communicator(comm).failing(what):
@@ -123,7 +131,7 @@ def agree(
 
 
 def gather_difference(items: Items, comm: MPI.Intracomm, what: str, first: int = 0) -> str:
-    """Return the first difference between all ranks' items, as `difference` does. Collective, blocking."""
+    """Gather all ranks' items and return `difference` of them. Collective, blocking."""
     word = np.frombuffer(msgspec.msgpack.encode(items), np.uint8)
     sizes = gather_rows(np.array([word.size]), comm, what)[:, 0]
     padded = np.zeros(sizes.max(), np.uint8)
@@ -134,7 +142,10 @@ def gather_difference(items: Items, comm: MPI.Intracomm, what: str, first: int =
 
 
 def difference(every: Sequence[Items], first: int = 0) -> str:
-    """Return in words the first difference between rank `first` and those behind it, "" where there is none. Pure."""
+    """Return a sentence with the first difference between rank `first` and those behind it, or "" if there is none.
+
+    `every` has the items of ranks `first`, `first` + 1 and so on. Pure.
+    """
     known = dict(every[0])
     for rank, items in enumerate(every, first):
         theirs = dict(items)
@@ -153,11 +164,11 @@ def difference(every: Sequence[Items], first: int = 0) -> str:
 
 
 def content(value: object) -> Any:
-    """Return the contents of a value as plain data, which is equal on ranks whose values are equal.
+    """Return a value as plain data, such that equal values on different ranks give equal data.
 
-    There is no address and no hash in it, which Python makes anew in each process. 1, 1.0 and a tensor of 1 become the
-    same number; lists and tuples become lists. A value whose contents are unknown, such as a function, becomes its name
-    or that of its type.
+    The result has no address and no hash in it, because Python makes these anew in each process. 1, 1.0 and a tensor of
+    1 become the same number; lists and tuples become lists. A value that cannot be looked into, such as a function,
+    becomes its name or that of its type.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -191,38 +202,41 @@ def content(value: object) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return [content(type(value)), {field.name: content(getattr(value, field.name)) for field in fields(value)}]
     kind: Any = value if hasattr(value, "__qualname__") else type(value)
-    return f"{getattr(kind, '__module__', None)}.{kind.__qualname__}"  # methods of types in C have no module
+    # Methods of types written in C have no __module__.
+    return f"{getattr(kind, '__module__', None)}.{kind.__qualname__}"
 
 
 def _content_of_number(value: Any) -> float | str:
-    """Return a real number as a float, as text where it does not fit into one."""
+    """Return a real number as a float, or as text if a float cannot hold it."""
     try:
         number = float(value)
     except (OverflowError, ValueError):
         return str(value)
     if isinstance(value, int) and int(number) != value:
         return str(int(value))
-    return number + 0.0 if number == number else math.nan  # -0.0 becomes 0.0
+    # Adding 0.0 turns -0.0 into 0.0.
+    return number + 0.0 if number == number else math.nan
 
 
 def _content_of_tensor(tensor: Tensor) -> Any:
-    """Return a tensor's numbers in float64, where they can be read."""
+    """Return a tensor's numbers in float64, or a description of a tensor that cannot be read."""
     try:
         given = tensor.detach()
         given = given if given.layout is torch.strided else given.to_dense()
         given = torch.view_as_real(given.resolve_conj()) if given.is_complex() else given
         return content(given.to("cpu", torch.float64).numpy())
-    except (RuntimeError, TypeError):  # it has none, as a tensor of the device "meta"
+    # A tensor on the device "meta" has no values.
+    except (RuntimeError, TypeError):
         return f"{tensor.dtype}{tuple(tensor.shape)} on {tensor.device}"
 
 
 def digest(data: bytes) -> int:
-    """Return 56 bits that are equal for equal bytes."""
+    """Return 56 bits that are equal for equal bytes, in every process."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest())
 
 
 def gather_rows(row: np.ndarray, comm: MPI.Intracomm, what: str) -> np.ndarray:
-    """Return all ranks' rows, which have one length. Collective, blocking."""
+    """Return all ranks' rows, which must have the same length, as a matrix. Collective, blocking."""
     rows = np.empty((comm.size, row.size), row.dtype)
     collectives.allgather(row, comm, out=rows, label=what)
     return rows
@@ -232,24 +246,33 @@ def gather_rows(row: np.ndarray, comm: MPI.Intracomm, what: str) -> np.ndarray:
 
 
 class Lockstep:
-    """Counts one rank's forward passes and optimizer steps for the model with these parameters."""
+    """Counts the forward passes, backward passes and optimizer steps that this rank makes with one model."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(_begin_step))
             _hooks.append(register_optimizer_step_post_hook(_end_step))
+        # True during a backward pass, when gradients are this rank's alone
         self.in_backward = False
-        """True where a backward pass is under way, whose gradients are not yet those of all ranks."""
         self.weights = WeightWatch(parameters)
         self._parameters = frozenset(map(id, parameters))
-        self._forwards = self._backwards = self._failed = 0
+        self._forwards = 0
+        self._backwards = 0
+        # backward passes that have raised
+        self._failed = 0
+        # steps since the last exchange: (class of the optimizer, numbers of each of its groups)
         self._steps: list[tuple[str, list[dict[str, Any]]]] = []
+        # number of steps after the first MOST_STEPS
         self._more_steps = 0
+        # optimizer -> (number of its groups then, whether it has parameters of this model)
         self._known: WeakKeyDictionary[Optimizer, tuple[int, bool]] = WeakKeyDictionary()
         _all.add(self)
 
     def count_forward(self) -> Callable[[], None]:
-        """Count a forward pass. Return what counts its backward pass, the first time that it is called."""
+        """Count a forward pass.
+
+        Return a function that counts its backward pass when it is called for the first time.
+        """
         self._forwards += 1
         left = [1]
 
@@ -264,7 +287,10 @@ class Lockstep:
         self._failed += 1
 
     def count_step(self, optimizer: Optimizer) -> None:
-        """Count an optimizer's step where it has parameters of the model. RuntimeError within a backward pass."""
+        """Count an optimizer's step, if the optimizer has parameters of this model.
+
+        Raises RuntimeError within a backward pass, whose gradients are not averaged yet.
+        """
         groups = optimizer.param_groups
         count, ours = self._known.get(optimizer, (-1, False))
         if count != len(groups):
@@ -288,24 +314,24 @@ class Lockstep:
         self._steps.append((type(optimizer).__name__, numbers))
 
     def begin_anew(self) -> None:
-        """Forget the steps, after an exchange. Forward passes may still have their backward pass."""
+        """Forget the steps, after an exchange. Forward passes are kept, because their backward pass may still come."""
         self._steps.clear()
         self._more_steps = 0
         self.weights.begin_anew()
 
     def clear(self) -> None:
-        """Forget all: ranks are alike again, which may have made unlike numbers of steps."""
+        """Forget everything, when ranks that may have made different numbers of steps are alike again."""
         self.weights.has_stepped = True
         self._forwards = self._backwards = self._failed = 0
         self.begin_anew()
 
     def token(self) -> int:
-        """Return BITS bits that are equal on ranks whose programs did the same."""
+        """Return BITS bits that are equal on ranks whose programs did the same since the last exchange."""
         done = self._forwards - self._backwards, self._failed, self._more_steps, self._steps
         return digest(msgspec.msgpack.encode(done)) & (1 << BITS) - 1
 
     def items(self) -> Items:
-        """Return in words what the token stands for."""
+        """Return what the token is made from, in words that an error can show."""
         found = [
             ("the number of forward passes without a backward pass", str(self._forwards - self._backwards)),
             ("the number of backward passes that raised", str(self._failed)),
@@ -323,27 +349,28 @@ class Lockstep:
 
 
 _all: WeakSet[Lockstep] = WeakSet()
+# the handles of the hooks by which every optimizer's step in this process is counted
 _hooks: list[Any] = []
-"""By which each optimizer's step in this process is counted."""
+# optimizers whose step is under way; a step may run that of another optimizer
 _stepping: list[Optimizer] = []
-"""Optimizers whose step is under way: one may run another inside."""
 
 
 def _begin_step(optimizer: Optimizer, args: object, keywords: object) -> None:
-    # Others whose step is no caller have raised.
+    # A step that raised is still in the list, but its optimizer is not among the callers any more.
     _stepping[:] = [other for other in _stepping if other is not optimizer and _is_caller(other)]
     _stepping.append(optimizer)
 
 
 def _end_step(optimizer: Optimizer, args: object, keywords: object) -> None:
     _stepping.remove(optimizer)
-    if not _stepping:  # one that ZeroRedundancyOptimizer runs has other parameters on every rank
+    # Only outermost steps count. ZeroRedundancyOptimizer runs one inside whose parameters differ from rank to rank.
+    if not _stepping:
         for lockstep in list(_all):
             lockstep.count_step(optimizer)
 
 
 def _is_caller(optimizer: Optimizer) -> bool:
-    """Return whether a method of the optimizer is among the callers."""
+    """True if a method of the optimizer is on the call stack."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_locals.get("self") is optimizer:
@@ -356,13 +383,15 @@ def _is_caller(optimizer: Optimizer) -> bool:
 
 
 def is_due(number: int) -> bool:
-    """Return whether backward pass `number`, counted from 1, is one after which parameters are compared."""
+    """True if parameters are compared after backward pass `number`, counted from 1."""
     return number & (number - 1) == 0 or number % CHECK_STEPS == 0
 
 
 def check_frozen(named: Iterable[tuple[str, Tensor]], comm: MPI.Intracomm, what: str, known: Container[Tensor]) -> None:
-    """Raise MismatchError on all ranks where a parameter requires a gradient on some of them only, or requires one and
-    is not `known`. Collective, blocking."""
+    """Raise MismatchError on all ranks if they differ in which parameters require a gradient. Collective, blocking.
+
+    So does a parameter that requires a gradient and is not in `known`: it was added after the model was wrapped.
+    """
     named = list(named)
     for name, parameter in named:
         if parameter.requires_grad and parameter not in known:
@@ -381,22 +410,26 @@ def check_frozen(named: Iterable[tuple[str, Tensor]], comm: MPI.Intracomm, what:
 
 
 class WeightWatch:
-    """Compares parameters' norms of all ranks, as they were after an optimizer's step and before the next forward pass.
+    """Compares the norms of the parameters over ranks, at two moments where a correct program has them alike.
 
-    At any other moment each rank may have moved its own, to move them back later, as sharpness-aware minimization,
-    MAML and noise on weights do. Such a program has them alike at one of the two moments, if not at both: so ranks are
-    at fault where they differ at both.
+    The moments are after an optimizer's step and before the next forward pass. At any other time a rank may have moved
+    its weights, to move them back later: sharpness-aware minimization, MAML and noise on weights do that. Such a
+    program has its weights alike on all ranks at one of the two moments at least. So ranks are at fault only if they
+    differ at both.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = list(parameters)
         eps = np.array([torch.finfo(parameter.dtype).eps for parameter in self._parameters])
         self._tolerances = np.maximum(NORM_TOLERANCE, 4 * eps)
+        # True if the next backward pass that follows a step compares
         self.due = False
-        """True where the next backward pass with a step before it compares."""
-        self._repeats = self._has_warned = False
+        # True if the comparison that is due repeats one that found a difference
+        self._repeats = False
+        self._has_warned = False
+        # True once an optimizer of PyTorch's has made a step. A program that updates weights by hand never sets it, and
+        # then the moment after a step is unknown.
         self.has_stepped = False
-        """True once an optimizer of PyTorch's has made a step. A program that steps by hand tells no moment of it."""
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -405,31 +438,35 @@ class WeightWatch:
         self._before_forward: list[float] = []
 
     def note_step(self) -> None:
-        """Take the norms after the first step since the last exchange."""
+        """Take the norms after the first step since the last exchange, if a comparison is due."""
         self.has_stepped = True
         if self.due and not self._after_step:
             self._after_step, self._before_forward = self._norms(), []
 
     def note_forward(self) -> None:
-        """Take the norms before the first forward pass that follows that step."""
+        """Take the norms before the first forward pass after that step, if a comparison is due."""
         if self.due and not self._before_forward and (self._after_step or not self.has_stepped):
             self._before_forward = self._norms()
 
     def compare(self, number: int, names: Mapping[Tensor, str], comm: MPI.Intracomm, what: str) -> None:
-        """Raise MismatchError on all ranks where they differ at both moments in backward pass `number`. Collective,
-        blocking, where it is due and a step was made before; ranks have made as many steps.
+        """Compare the norms, if that is due and a step was made before backward pass `number`. Collective, blocking.
 
-        Rank 0 warns instead, once, where the program moves weights without an optimizer's step, or has made none in
-        PASSES_BY_HAND passes: the ranks may be alike at a moment that nobody sees, or differ by rounding.
+        All ranks must have made the same number of steps. They all raise MismatchError if a parameter differs at both
+        moments. But if the program moves weights without an optimizer's step, or has made no step in PASSES_BY_HAND
+        passes, rank 0 warns once instead: the ranks may be alike at a moment that is not looked at, or differ by
+        rounding.
         """
         if not self.due or (not self._after_step and (self.has_stepped or number < PASSES_BY_HAND)):
             return
         absent = [ABSENT] * len(self._parameters)
         mine = np.array([self._after_step or absent, self._before_forward or absent, self._norms()])
         every = gather_rows(mine.ravel(), comm, what).reshape(comm.size, *mine.shape)
+        # for each moment (after the step, before the forward pass, now), whether every rank has norms
         known = (every != ABSENT).all(axis=(0, 2))
+        # (rank, moment, parameter) -> whether the norm differs from rank 0's; only known ones of the first two moments
         far = ~np.isclose(every, every[0], rtol=self._tolerances, atol=1e-30, equal_nan=True)[:, :2][:, known[:2]]
-        # What one rank has changed between a step and a forward pass is found in the pass after this one.
+        # A rank that has changed its weights between the step and the forward pass differs at the second moment only.
+        # If it keeps them, it differs at both in the next pass. So that pass compares again.
         self.due = self._repeats = not self._repeats and bool(far.any())
         if not known[:2].any() or not far.all(axis=1).any():
             return
@@ -437,6 +474,8 @@ class WeightWatch:
         every = every[:, known]
         name, one, other = names.get(self._parameters[place], "?"), every[0, 0, place], every[rank, 0, place]
         differ = f"parameter {name!r} has norm {one:.6g} on rank 0 and {other:.6g} on rank {rank}"
+        # If the norms of each rank are the same at all moments, the program does not move weights itself. Then the
+        # ranks have drifted apart.
         if self.has_stepped and np.allclose(every, every[:, :1], rtol=MOVED, atol=0, equal_nan=True):
             with communicator(comm).failing(what):
                 raise collectives.MismatchError(

@@ -1,7 +1,8 @@
 """Notice a process group through which no gradients go, while an optimizer of PyTorch makes steps.
 
-As where a wrapper does not know the backend's name and leaves the model as it is: each rank then trains alone. Until
-the first large tensor, or until as many elements as the optimizer has have gone through groups, these are counted.
+Each rank then trains alone. This happens, for example, if a wrapper does not know the backend's name and leaves the
+model as it is. So elements that go through process groups are counted, until a large tensor goes through one or until
+they are as many as the optimizer has. From then on gradients are assumed to be exchanged.
 """
 
 from __future__ import annotations
@@ -15,17 +16,20 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mpips.collectives.recorder import own as recorder
 
-LARGE = 1024  # elements; losses and counts that programs sum for their logs are fewer
+# Elements of a large tensor. Losses and counts that programs sum for their logs have fewer.
+LARGE = 1024
 
 
 class Watch:
-    """Counts what goes through the groups of this process. `active` while that does not suffice for gradients."""
+    """Counts the elements that go through the groups of this process. `active` until they suffice for gradients."""
 
     def __init__(self) -> None:
         self.active = False
         self._groups = 0
-        self._moved = 0  # elements, through all groups
-        self._trained = 0  # elements of the largest optimizer that has made a step
+        # elements that went through all groups
+        self._moved = 0
+        # elements of the largest optimizer that has made a step
+        self._trained = 0
         self._known: set[int] = set()
         self._hook: Any = None
 
@@ -36,16 +40,20 @@ class Watch:
             self._hook = register_optimizer_step_post_hook(self._see_step)
 
     def see(self, tensors: Sequence[Any], between_two: bool) -> None:
-        """See an operation with these tensors; one `between_two` ranks is an exchange of the program's own."""
+        """Count an operation on these tensors.
+
+        One `between_two` ranks shows that the program exchanges gradients itself.
+        """
         sizes = [tensor.numel() for tensor in tensors if isinstance(tensor, Tensor)]
         self._moved += sum(sizes)
         if between_two or max(sizes, default=0) >= LARGE:
             self._stop()
 
     def trained_alone(self) -> bool:
-        """Return whether optimizers have made steps, and nothing has gone by which they could be those of others.
+        """True if optimizers have made steps, and nothing was exchanged that could have been gradients.
 
-        DataParallel, DistributedOptimizer and stores have communicators beside those of groups.
+        DataParallel, DistributedOptimizer and stores exchange through communicators of their own: then this process has
+        more communicators than groups.
         """
         return self.active and self._moved < self._trained and recorder.count_communicators() <= self._groups
 
@@ -55,10 +63,11 @@ class Watch:
         self._known.add(id(optimizer))
         parameters = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         self._trained = max(self._trained, sum(tensor.numel() for tensor in parameters))
-        # tensors of GPUs go by another backend, and a DTensor is a part of a model that ranks share
+        # Tensors on GPUs go through another backend, and a DTensor is a part of a model that ranks share.
         others = any(tensor.device.type != "cpu" or hasattr(tensor, "placements") for tensor in parameters)
         if others or self._moved >= self._trained:
-            self.active = False  # the hook stays: PyTorch is going through the hooks
+            # The hook is not removed: PyTorch is iterating over the hooks now.
+            self.active = False
 
     def _stop(self) -> None:
         self.active = False

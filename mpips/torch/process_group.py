@@ -1,7 +1,8 @@
 """The process group: c10d's collectives on CPU tensors, carried out by `collectives`; sends and receives by MPI.
 
-All methods take the lists of tensors and the options that c10d hands over, and return its `Work`. With `asyncOp` an
-operation goes on beside compute. Tensors may have any shape and any strides.
+Every method takes the lists of tensors and the options that c10d passes, and returns a `Work`. With `asyncOp` the
+operation runs while the program computes. Tensors may have any shape and any strides. Bad arguments raise
+`ArgumentError` before anything is sent.
 """
 
 from __future__ import annotations
@@ -73,41 +74,44 @@ COLLECTIVES = (
     "reduce_scatter_tensor_coalesced",
     "alltoall_base",
 )
+# A limit on waits is at least this, because 0 would mean that there is no limit.
 LEAST_SECONDS = 1e-3
-"""Of a limit on waits, where 0 would be none."""
+# Bit in the recorder's identity of a group: MPI's own calls have a lane beside that of the communicator.
 LANE = 1 << 62
-"""In the recorder: MPI's own calls of a group, beside the lane of its communicator."""
+# copies a result to the tensor in which the caller wants it
 After = Callable[[], None] | None
-"""Brings a result to where the caller wants it."""
 
 
 @uncompiled()
 @listened(*COLLECTIVES)
 class ProcessGroup(dist.ProcessGroup):
-    """Ranks of one MPI communicator as a group of c10d's. Making it is collective over `comm`."""
+    """The ranks of an MPI communicator as a process group of torch.distributed. Making it is collective over `comm`."""
 
+    # PyTorch's split_group reads this, and refuses.
     supports_splitting = False
-    """PyTorch's split_group asks, and refuses."""
 
     def __init__(self, comm: MPI.Intracomm, timeout: timedelta) -> None:
         super().__init__(comm.rank, comm.size)
         self.comm = comm
         self._jobs = Jobs(comm, timeout.total_seconds())
-        self._name, self._sequence = "", 0
+        self._name = ""
+        self._sequence = 0
         home = communicator(comm)
         self._roomy = home.nodes > 1 or home.board.memory.roomy
         gradients.add_group(comm.size)
 
     def _start(self, job: GroupJob, opts: Any, result: Any) -> Work:
-        """Run a job, beside compute where the options say so; its future gives `result`.
+        """Run a job and return its work. The job's future gives `result`.
 
-        DistributedDataParallel's come inside a backward pass: where ranks have one core each they are run at once, as
-        a thread would only take turns with it.
+        The job runs in the background if the options say so. DistributedDataParallel starts its jobs inside of a
+        backward pass. Where ranks have one core each, these run at once instead, because a thread would only compete
+        with backward for the core.
         """
         job.result = result
         if gradients.active:
             gradients.see(result, between_two=job.order is None)
-        self._sequence += job.order is not None  # sends and receives are not made by all ranks
+        # Sends and receives are not made by all ranks, so they are not counted.
+        self._sequence += job.order is not None
         alone = not self._roomy and torch._C._current_graph_task_id() >= 0
         future = communication.run(job, opts is None or (opts.asyncOp and not alone))
         work = Work(future, None, self._sequence)
@@ -120,7 +124,7 @@ class ProcessGroup(dist.ProcessGroup):
             raise ArgumentError(f"{what}: {argument} is {rank}, and the group has ranks 0 to {self.comm.size - 1}")
 
     def _check_parts(self, parts: Tensors, own: Tensor, what: str, argument: str) -> None:
-        """Raise ArgumentError unless a list has a tensor for each rank, and this rank's is as large as `own`."""
+        """Raise ArgumentError unless there is a tensor for each rank, and this rank's has as many elements as `own`."""
         if len(parts) != self.comm.size:
             raise ArgumentError(f"{what}: {len(parts)} {argument} for {self.comm.size} ranks: give one for each")
         _check_alike(parts[self.comm.rank], own, f"{what}: of {argument} that of rank {self.comm.rank}")
@@ -211,7 +215,8 @@ class ProcessGroup(dist.ProcessGroup):
         return self._start(_in_turn(jobs), opts, outputs)
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Allgather = None) -> Work:
-        by_tensor = [[out[number] for out in outputs] for number in range(len(inputs))]  # c10d lists them by rank here
+        # Here c10d gives a list for each rank, and `allgather` takes a list for each tensor.
+        by_tensor = [[out[number] for out in outputs] for number in range(len(inputs))]
         return self.allgather(by_tensor, inputs, opts)
 
     _allgather_base = all_gather_single
@@ -221,9 +226,10 @@ class ProcessGroup(dist.ProcessGroup):
         return self._start(self._jobs.barrier(), opts or dist.BarrierOptions(), [])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks, `timeout` at most. StallError on all names those that have not come, be it one or many.
+        """Wait for all ranks, but for at most `timeout`. Collective, blocking.
 
-        Collective, blocking. The group is over then.
+        If ranks do not come in time, StallError is raised on all ranks. It names every rank that is missing, whatever
+        `wait_all_ranks` is. The group cannot be used afterwards.
         """
         if timeout is None:
             self.barrier().wait()
@@ -329,7 +335,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     @property
     def pg_name(self) -> str:
-        """The name under which c10d knows the group, or has known it."""
+        """The name under which c10d knows the group, or knew it before the group was destroyed."""
         self._name = dist.distributed_c10d._world.pg_names.get(self, self._name)
         return self._name
 
@@ -337,9 +343,9 @@ class ProcessGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """Return where tensors may be, as `monitored_barrier` asks; nowhere until c10d knows the group.
+        """The devices of the tensors, which `monitored_barrier` asks for. Empty until c10d knows the group.
 
-        It would then attach its flight recorder, which records backends in C++ only.
+        If it were not empty then, c10d would attach its flight recorder, which works with backends in C++ only.
         """
         return [torch.device("cpu")] if self.pg_name else []
 
@@ -347,29 +353,38 @@ class ProcessGroup(dist.ProcessGroup):
         return f"<mpips process group, rank {self.comm.rank} of {self.comm.size}>"
 
     def _get_backend(self, device: torch.device) -> ProcessGroup:
-        """Return the backend for tensors of a device. c10d sees that it puts no operations together."""
+        """Return the backend for a device: this group itself.
+
+        c10d also sees by it that operations are not coalesced.
+        """
         return self
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Do nothing: operations run in order in any case."""
+        """Do nothing: operations run in the order in which they are started anyway."""
 
     def _end_coalescing(self, device: torch.device | None = None) -> Work:
-        """Return a work that ends after the operations before it."""
+        """Return a work that ends after all operations started before it."""
         return Work(communication.run(self._jobs.empty(), False))
 
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: every group counts from 0."""
 
     def _get_sequence_number_for_group(self) -> int:
-        """The number of collectives begun in this group, without sends and receives: the same on all ranks."""
+        """Return the number of collectives started in this group.
+
+        It is the same on all ranks: sends and receives do not count.
+        """
         return self._sequence
 
     def shutdown(self) -> None:
-        """Do nothing: the thread that serves all groups goes on."""
+        """Do nothing: the communication thread serves all groups and goes on."""
 
 
 class Jobs:
-    """Makes the jobs of one group, by `collectives` where it can, else by MPI's own calls. Making it is collective."""
+    """Makes the jobs of one group: by `collectives` where it has the operation, else by MPI's own calls.
+
+    Making it is collective.
+    """
 
     def __init__(self, comm: MPI.Intracomm, timeout_seconds: float) -> None:
         self.comm = comm
@@ -378,10 +393,12 @@ class Jobs:
         self._comm_of_messages = comm.Dup()
         self.messages = Messages(self._comm_of_messages)
         self._barrier_token = torch.zeros(1)
-        self._marks, self._tokens = Marks(self._home.board.marks.identity | LANE), dict[str, int]()
+        self._marks = Marks(self._home.board.marks.identity | LANE)
+        # name of an operation -> its token in the recorder
+        self._tokens = dict[str, int]()
 
     def free(self) -> None:
-        """Free the communicators of the group. Local; ranks that still wait for this one in it raise."""
+        """Free the group's communicators. Local. Ranks that still wait for this one in the group raise."""
         self._marks.close()
         self._home.leave()
         self._comm_of_messages.Free()
@@ -390,7 +407,7 @@ class Jobs:
     def reduce(
         self, kind: str, given: Tensor, target: Tensor, how: Reduction, root: int = 0, after: After = None
     ) -> GroupJob:
-        """Make a reduction into `target`, which may be `given` itself; both are contiguous and 1-D."""
+        """Make a reduction of `given` into `target`, which may be the same tensor. Both are contiguous and 1-D."""
         if how.factor is not None:
             given.mul_(how.factor)
         after = self._divide(target, after) if how.divided else after
@@ -401,7 +418,7 @@ class Jobs:
         return self._collective(kind, as_numbers(given), out, how.name, root, after)
 
     def allreduce_together(self, tensors: Tensors, op: dist.ReduceOp) -> GroupJob:
-        """Make an allreduce of each tensor, in one operation where their type allows it."""
+        """Make an allreduce of several tensors, as a single operation if their reductions allow it."""
         hows = [reduction(op, tensor.dtype) for tensor in tensors]
         results = [flatten_result(tensor) for tensor in tensors]
         if len({how.name for how in hows}) > 1 or any(how.bitwise or how.factor is not None for how in hows):
@@ -426,7 +443,10 @@ class Jobs:
         )
 
     def allreduce_sparse(self, tensor: Tensor, op: dist.ReduceOp) -> GroupJob:
-        """Make a sum of sparse tensors into `tensor`, coalesced. Entries are added in the order of the ranks."""
+        """Make a sum of sparse tensors into `tensor`, which becomes coalesced.
+
+        Entries are added in the order of the ranks.
+        """
         how, mine = check_sparse(tensor, op), tensor.detach().coalesce()
         described = describe_sparse(mine)
         every = torch.empty(self.comm.size * described.numel(), dtype=described.dtype)
@@ -446,14 +466,15 @@ class Jobs:
                 total.values().div_(self.comm.size)
             elif how.divided:
                 total.values().div_(self.comm.size, rounding_mode="trunc")
-            with torch.no_grad():  # its detached twin would get the entries alone
+            # A detached tensor has index and value tensors of its own: a copy into it would leave `tensor` unchanged.
+            with torch.no_grad():
                 tensor.copy_(total)
 
         what = "all_reduce of a sparse tensor"
         return _in_turn([self.move("allgather", described, every), self.exchange(gather(), what, finish)])
 
     def move(self, kind: str, given: Tensor, target: Tensor | None, root: int = 0, after: After = None) -> GroupJob:
-        """Make a collective that adds nothing, of any type."""
+        """Make a collective that moves values without adding them, so they may be of any dtype."""
         out = None if target is None else as_movable(target)
         return self._collective(kind, as_movable(given), out, "sum", root, after)
 
@@ -461,7 +482,10 @@ class Jobs:
         return self._collective("allreduce", as_numbers(self._barrier_token), None, "sum", 0, None, "barrier")
 
     def reduce_scatter(self, output: Tensor, given: Tensor, sizes: Sequence[int], op: dist.ReduceOp) -> GroupJob:
-        """Make a reduction of `given`, of which this rank takes its part."""
+        """Make a reduction of `given`, of which this rank gets its part in `output`.
+
+        `sizes`: the elements of each part.
+        """
         how, rank = reduction(op, given.dtype), self.comm.rank
         _check_types(output, given, "reduce_scatter")
         if output.numel() != sizes[rank] or sum(sizes) != given.numel():
@@ -473,6 +497,7 @@ class Jobs:
         if how.bitwise is None and how.factor is None and len(set(sizes)) == 1:
             after = self._divide(target, after) if how.divided else after
             return self._collective("reduce_scatter", as_numbers(given), as_numbers(target), how.name, 0, after)
+        # Bitwise operations, factors and unequal parts: reduce the whole on every rank, and take a part of the result.
         whole, start = given.clone(), sum(sizes[:rank])
 
         def take_part() -> None:
@@ -483,7 +508,7 @@ class Jobs:
         return self.reduce("allreduce", whole, whole, how, 0, take_part)
 
     def allgather(self, outputs: Tensors, given: Tensor) -> GroupJob:
-        """Make an exchange that leaves every rank's tensor in the output of that rank."""
+        """Make an exchange after which outputs[r] is the tensor of rank r. Sizes may differ."""
         check_on_host([*outputs, given], "all_gather")
         if len(outputs) != self.comm.size:
             raise ArgumentError(f"all_gather: {len(outputs)} outputs for {self.comm.size} ranks: give one for each")
@@ -496,9 +521,10 @@ class Jobs:
         return self.exchange(steps, "all_gather", lambda: _deal(target, outputs))
 
     def exchange(self, steps: Iterator[None], what: str, after: After = None, ordered: bool = True) -> GroupJob:
-        """Make a job of MPI's own calls; `steps` begin when they are first taken.
+        """Make a job of MPI's own calls. `steps` start the calls at the first step.
 
-        Where they are `ordered` all ranks meet first: who waits within MPI would not hear of a rank that never comes.
+        If `ordered`, all ranks meet first: a rank that is already inside of an MPI call would not learn that another
+        one never comes.
         """
         steps = listen(steps, self._home)
         if ordered:
@@ -513,7 +539,10 @@ class Jobs:
         return GroupJob(run, lambda: watch(steps, self._home, what), self._home if ordered else None, after)
 
     def _recorded(self, steps: Iterator[None], what: str) -> Iterator[None]:
-        """Let others see what MPI's own calls do, from when they begin; with times while a trace is on."""
+        """Show in the recorder, from its beginning, which of MPI's own calls is under way.
+
+        While a trace is on, record times.
+        """
         self._marks.word[0] = self._tokens.get(what) or self._new_token(what)
         if not recorder.is_traced:
             yield from steps
@@ -528,12 +557,12 @@ class Jobs:
         return token
 
     def empty(self, after: After = None) -> GroupJob:
-        """Make a job that sends nothing, in its turn."""
+        """Make a job that sends nothing. It ends when the jobs before it have ended."""
         return GroupJob(lambda: None, lambda: iter(()), self._home, after)
 
     @contextmanager
     def limited(self, seconds: float) -> Iterator[None]:
-        """Let waits of this group last so long at most within."""
+        """Set another limit on this group's waits, within a `with` block."""
         usual = self._home.limits
         self._home.patient(usual.stall_seconds, max(seconds, LEAST_SECONDS))
         try:
@@ -542,7 +571,7 @@ class Jobs:
             self._home.patient(*usual)
 
     def _divide(self, target: Tensor, after: After) -> Callable[[], None]:
-        """Return what divides a sum of integers by the number of ranks, then does what follows."""
+        """Return a function that divides a sum of integers by the number of ranks, and then calls `after`."""
 
         def divide() -> None:
             target.div_(self.comm.size, rounding_mode="trunc")
@@ -569,7 +598,7 @@ class Jobs:
 
 
 def _in_turn(jobs: Sequence[GroupJob]) -> GroupJob:
-    """Make one job of several of one group."""
+    """Combine several jobs of a group into one, which runs them one after another."""
     if len(jobs) == 1:
         return jobs[0]
 
@@ -589,7 +618,7 @@ def _join(parts: Tensors, dtype: torch.dtype) -> Tensor:
 
 
 def _deal(source: Tensor, outputs: Tensors) -> None:
-    """Copy the parts of a 1-D tensor into tensors, one behind the other."""
+    """Copy a 1-D tensor into several tensors, part by part in their order."""
     start = 0
     for output in outputs:
         output.detach().copy_(source[start : start + output.numel()].view(output.shape))
@@ -613,8 +642,10 @@ def _check_tag(tag: int, what: str) -> None:
 
 
 def _elements(tensor: Tensor, splits: Sequence[int] | None, ranks: int, argument: str) -> list[int]:
-    """Return how many elements go to, or come from, each rank: rows as told, or an even share. ArgumentError where they
-    do not fit."""
+    """Return the number of elements that go to, or come from, each rank.
+
+    They are as many rows as `splits` says, or equal shares. Raises ArgumentError if the splits do not fit the tensor.
+    """
     rows = tensor.shape[0] if tensor.dim() else 1
     if not splits:
         if rows % ranks:

@@ -1,8 +1,9 @@
 """The reducer averages gradients, bucket by bucket, while backward goes on; a parameter nobody used gets none.
 
-`Reducer` starts the allreduces. `SharedGradients` lie in one stretch of memory that the ranks of a node share, in the
-order in which they become ready. Behind them stand words: for each parameter whether anybody used it, then those that
-ranks compare. Gradients of sparse embeddings are no part of it: `RowGradients` gathers their rows after backward.
+The `Reducer` starts an allreduce for each bucket. The gradients lie in `SharedGradients`, memory that the ranks of a
+node share, in the order in which they become ready. Behind them lie numbers that are summed in the same allreduce: one
+for each parameter, which says whether any rank used it, and then those by which ranks compare what they did. Gradients
+of sparse embeddings are not part of that memory: `RowGradients` gathers their rows after backward.
 """
 
 from __future__ import annotations
@@ -28,16 +29,23 @@ if TYPE_CHECKING:
     from mpips.collectives.plan import Plan
 
 NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.float16: np.float16}
+# numbers that ranks compare: two for each bit of the token, and one that says whether gradients came late
 COMPARED = 2 * BITS + 1
-"""Words that ranks compare: those of a token, and whether gradients came late."""
 
 
 class Reducer:
-    """Gradients of `parameters`, in this order, and the allreduces of their buckets. Making it is collective.
+    """The gradients of a model, and the allreduces of their buckets. Making it is collective.
 
-    Buckets start in order, each when the gradient after its last arrives; the last one, which carries the words, when
-    backward has ended. `in_background`: they go on beside backward. `sparse`: places of parameters with sparse
-    gradients, which take no room in the buckets.
+    Buckets start in order, each when the gradient after its last one arrives. The last bucket also carries the numbers
+    that ranks compare, so it starts when backward has ended.
+
+    Args:
+        parameters: The parameters, in the order in which their gradients become ready.
+        sparse: Positions in `parameters` of those with sparse gradients, which take no room in the buckets.
+        cuts: The buckets. One whose parameters have several dtypes is cut further.
+        comm: Gradients are averaged over its ranks.
+        algorithm: The algorithm of the allreduces, as in `collectives.allreduce`.
+        in_background: Run all buckets but the last while backward goes on.
     """
 
     def __init__(
@@ -49,6 +57,7 @@ class Reducer:
         algorithm: str,
         in_background: bool,
     ) -> None:
+        # Gradients that parameters have now (of a pass in no_sync) move into the new memory at the end.
         before = [parameter.grad for parameter in parameters]
         self.gradients = SharedGradients(parameters, sparse, comm)
         self._rows = RowGradients([parameters[index] for index in sparse], comm)
@@ -59,7 +68,8 @@ class Reducer:
             collectives.plan("allreduce", self.gradients.stretch(*bucket), comm, op="mean", algorithm=algorithm)
             for bucket in self.buckets
         ]
-        self._in_background, self._home = in_background, communicator(comm)
+        self._in_background = in_background
+        self._home = communicator(comm)
         self._under_way: list[Future[None]] = []
         for index, gradient in enumerate(before):
             if gradient is not None:
@@ -67,25 +77,41 @@ class Reducer:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew: no gradient has arrived."""
+        """Prepare for the next backward pass, in which no gradient has arrived."""
         self._under_way.clear()
-        self._missing, self._next = set(self._place.values()), 0
+        # positions of parameters whose gradient has not arrived
+        self._missing = set(self._place.values())
+        # the bucket that starts next
+        self._next = 0
+        # for each bucket, how many of its gradients have not arrived
         self._left = [bucket.last - bucket.first for bucket in self.buckets]
+        # gradients that arrived again after their bucket had started
         self._late: set[int] = set()
+        # the gradient that arrived last and is not taken yet, or -1
         self._pending = -1
 
     def note_arrival(self, parameter: Tensor) -> int:
-        """Note that a gradient has been accumulated; return its place in the order.
+        """Note that a parameter's gradient has been accumulated. Return the parameter's position.
 
-        It is taken when the next one arrives: hooks of the user's that follow may still change it.
+        The gradient is taken only when the next one arrives, because the user's own hooks, which may change it, run
+        after ours.
         """
         self._take_pending()
         self._pending = self._place[parameter]
         return self._pending
 
     def finish(self, token: int | None, scale: float = 1.0) -> bool:
-        """Reduce the rest at the end of backward, wait for all, and give parameters their gradients, times `scale`.
-        Return whether all ranks brought the same token; no gradient is given where they did not."""
+        """End a backward pass: reduce the remaining buckets, and give all parameters their gradients.
+
+        Collective, blocking. Every gradient is multiplied by `scale`.
+
+        Args:
+            token: BITS bits that say what this rank's program did (`Lockstep.token`), or None to compare nothing.
+            scale: A factor on the means.
+
+        Returns:
+            True if all ranks brought the same token. If they did not, no parameter gets a gradient.
+        """
         self._take_pending()
         self.gradients.complete(self._missing)
         self._reduce_rest(token, list(self._late))
@@ -95,28 +121,31 @@ class Reducer:
         return alike
 
     def contribute_nothing(self) -> None:
-        """Reduce zeros, as other ranks go on."""
+        """Take part in a backward pass of other ranks with zeros. For a rank that has no more steps to make."""
         self.gradients.zero()
         self._reduce_rest(None, ())
         self._rows.exchange(False, 1.0)
 
     @property
     def has_begun(self) -> bool:
-        """True where a bucket of this backward has started."""
+        """True once a bucket of this backward pass has started."""
         return self._next > 0
 
     def free(self) -> None:
-        """Give back the plans. Collective."""
+        """Free the plans of the allreduces. Collective."""
         for plan in self._plans:
             plan.free()
 
     def _take_pending(self) -> None:
-        """Take the gradient that has arrived last: buckets that are complete start."""
+        """Copy the gradient that arrived last into its bucket, and start the buckets that are complete."""
         index, self._pending = self._pending, -1
-        if index < 0 or (gradient := self.gradients.parameters[index].grad) is None:  # a hook has dropped it
+        # A gradient that is gone was dropped by one of the user's hooks.
+        if index < 0 or (gradient := self.gradients.parameters[index].grad) is None:
             return
         bucket = self._bucket_of[index]
-        if bucket < self._next:  # of a block that reentrant checkpointing runs more than once
+        # Reentrant checkpointing may run a block more than once, and then a gradient arrives after its bucket has
+        # started.
+        if bucket < self._next:
             if index not in self.gradients.sparse:
                 self._late.add(index)
             return
@@ -124,6 +153,7 @@ class Reducer:
         if index in self._missing:
             self._missing.discard(index)
             self._left[bucket] -= 1
+        # Never the last bucket: it carries numbers that are known only when backward ends.
         while self._next < len(self.buckets) - 1 and not self._left[self._next]:
             self.gradients.release(*self.buckets[self._next])
             self._start_next(self._in_background)
@@ -140,15 +170,22 @@ class Reducer:
         return communication.run(GroupJob(plan, steps, self._home), in_background)
 
     def _reduce_rest(self, token: int | None, late: Sequence[int]) -> None:
-        """Start the buckets that are left, and wait for all; then reduce again what came late on any rank."""
+        """Start the buckets that are left and wait for all of them.
+
+        If a gradient came late on any rank, all ranks reduce a second time. A bucket then holds the mean of the first
+        exchange on every rank, and each rank adds its late gradients to that. The mean of these sums is the mean of all
+        gradients.
+        """
         try:
             self.gradients.write_words(token, bool(late))
-            while self._next < len(self.buckets):  # with nothing left beside which they could go on
+            # Not in the background: backward is over, so there is nothing to overlap with.
+            while self._next < len(self.buckets):
                 self._start_next(False)
             for future in self._under_way:
                 future.wait()
             if self.gradients.any_late():
-                for index in late:  # what all ranks share keeps its mean
+                # The first mean is the same on all ranks, so a second mean does not change it.
+                for index in late:
                     self.gradients.add(index)
                 for plan in self._plans[:-1]:
                     self._start(plan, False).wait()
@@ -157,13 +194,15 @@ class Reducer:
 
 
 class SharedGradients:
-    """Flat memory for the gradients of `parameters`, in this order; parameters of one type lie in one tensor.
+    """Flat memory for gradients, which the ranks of a node share.
 
-    Of complex ones it holds both parts. Those at places in `sparse` have no room in it, and keep their gradients.
+    Parameters of the same dtype lie in one tensor, in the order given. A complex gradient is kept as real numbers.
+    Those at positions in `sparse` get no room here; their parameters keep them.
     """
 
     def __init__(self, parameters: Sequence[Tensor], sparse: Collection[int], comm: MPI.Comm) -> None:
-        self.parameters, self.sparse = list(parameters), frozenset(sparse)
+        self.parameters = list(parameters)
+        self.sparse = frozenset(sparse)
         self._flats: dict[torch.dtype, Tensor] = {}
         self._starts: list[int] = []
         self._ends: list[int] = []
@@ -177,8 +216,11 @@ class SharedGradients:
         for dtype, end in ends.items():
             words = len(self.parameters) + COMPARED if dtype is last else 0
             self._flats[dtype] = _allocate(end + words, dtype, comm)
+        # The compared numbers lie behind the gradients that share the last parameter's dtype. They have that dtype,
+        # too.
         self._words = self._flats[last][ends[last] :]
         self._used, self._compared = self._words.split((len(self.parameters), COMPARED))
+        # the numbers written last, and what they stand for: most steps write the same again
         self._written = self._compared.clone()
         self._last: tuple[int | None, bool] = (None, False)
         self._kinds = [(parameter.dtype, parameter.stride()) for parameter in self.parameters]
@@ -189,17 +231,20 @@ class SharedGradients:
         ]
 
     def are_fitting(self) -> bool:
-        """Return whether parameters still have the types and strides that they had."""
+        """True if the parameters still have the dtypes and strides for which the memory was laid out."""
         return all((one.dtype, one.stride()) == kind for one, kind in zip(self.parameters, self._kinds))
 
     def stretch(self, first: int, last: int) -> Tensor:
-        """Return gradients [first, last), 1-D, of one type; with the words behind them if they are the last."""
+        """Return gradients [first, last), which have one dtype, as a 1-D view.
+
+        If they are the last ones, the view goes on over the compared numbers.
+        """
         flat = self._flats[self.parameters[first].dtype]
         words = len(self._words) if last == len(self.parameters) else 0
         return flat[self._starts[first] : self._ends[last - 1] + words]
 
     def take(self, index: int, gradient: Tensor) -> None:
-        """Bring a parameter's gradient to its place, where it stays."""
+        """Copy a parameter's gradient to its place in the memory, and let `parameter.grad` be that place."""
         view = self._views[index]
         if gradient is not view and index not in self.sparse:
             plain = gradient.layout is torch.strided and not gradient.requires_grad
@@ -207,7 +252,10 @@ class SharedGradients:
             self.parameters[index].grad = view
 
     def complete(self, missing: Iterable[int]) -> None:
-        """End a backward in which some parameters got no gradient: they add nothing, or what they had before."""
+        """Fill in the gradients that did not arrive in this backward pass, and mark which parameters were used.
+
+        A missing gradient is what an earlier pass in no_sync left in `parameter.grad`, or zeros.
+        """
         self._used.fill_(1)
         for index in missing:
             if (gradient := self.parameters[index].grad) is not None:
@@ -217,19 +265,21 @@ class SharedGradients:
                 self._used[index] = 0
 
     def release(self, first: int, last: int) -> None:
-        """Take gradients [first, last) from their parameters, so that nothing is added to them while they travel."""
+        """Set `grad` of parameters [first, last) to None. Autograd must not add to memory that is being reduced."""
         for index in range(first, last):
             if index not in self.sparse:
                 self.parameters[index].grad = None
 
     def add(self, index: int) -> None:
-        """Add what the parameter has got since its gradient was released."""
+        """Add the gradient that a parameter got after its bucket had started."""
         self._views[index].add_(_dense(self.parameters[index].grad))
 
     def write_words(self, token: int | None, late: bool) -> None:
-        """Write what ranks compare: a token (None: this rank's does not count), and whether gradients came late.
+        """Write the numbers that ranks compare: the token, and whether gradients of this rank came late.
 
-        Each bit is two words, of which one is 0. Where ranks differ no word is, whatever their type and number.
+        A bit is a pair of numbers, (1, 0) or (0, 1). After a sum over ranks, and also after a mean, both numbers of a
+        pair are above 0 exactly if ranks had different bits. That holds in any dtype and for any number of ranks. A
+        rank whose token is None writes zeros, and so agrees with all.
         """
         if self._last != (token, late):
             bits = [0.0] * BITS if token is None else [float(token >> bit & 1) for bit in range(BITS)]
@@ -239,12 +289,14 @@ class SharedGradients:
         self._compared.copy_(self._written)
 
     def any_late(self) -> bool:
-        """Return whether gradients came late on any rank, once all has been reduced."""
+        """True if gradients came late on any rank. To be asked after the reduction."""
         return bool(self._compared[-1] > 0)
 
     def give(self, scale: float) -> bool:
-        """Give every parameter that anybody used its gradient, times `scale`, and others none, once all has been
-        reduced. Return whether all ranks' tokens are the same; nothing is given where they are not."""
+        """Give every parameter that any rank used its gradient, times `scale`, and set `grad` of the others to None.
+
+        To be called after the reduction. Return True if all ranks' tokens were the same; if not, nothing is changed.
+        """
         words = self._words.tolist()
         tokens = words[len(self.parameters) :]
         if any(bit and other for bit, other in zip(tokens, tokens[BITS : 2 * BITS])):
@@ -258,12 +310,12 @@ class SharedGradients:
         return True
 
     def zero(self) -> None:
-        """Let this rank contribute nothing."""
+        """Let this rank contribute zeros, like a rank that used no parameter."""
         for flat in self._flats.values():
             flat.zero_()
 
     def norm(self) -> Tensor:
-        """Return the 2-norm of all gradients together."""
+        """Return the 2-norm of all gradients together. Local."""
         found = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         if not found:
             return torch.zeros(())
@@ -272,23 +324,33 @@ class SharedGradients:
         return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(each) for each in wide]))
 
 
+# the kind of gradient that a rank has: none, a sparse one, a dense one
 NONE, ROWS, DENSE = range(3)
-"""What a rank has of a gradient."""
 LABEL = "DataParallel, rows of sparse gradients"
 
 
 class RowGradients:
-    """Gradients of `parameters` that come as rows, as those of `Embedding(sparse=True)`, and travel as rows."""
+    """Gradients that are exchanged as rows: those of `torch.nn.Embedding(sparse=True)`."""
 
     def __init__(self, parameters: Sequence[Tensor], comm: MPI.Intracomm) -> None:
-        self._parameters, self._comm = parameters, comm
+        self._parameters = parameters
+        self._comm = comm
+        # bytes of a row and its index, for each parameter
         self._widths = [8 + p[:1].numel() * p.element_size() for p in parameters]
-        """Bytes of one row, with its number."""
-        self._mine, self._every = np.empty(0, np.uint8), np.empty((comm.size, 0), np.uint8)
+        # buffers of the gather: this rank's rows, and those of all ranks
+        self._mine = np.empty(0, np.uint8)
+        self._every = np.empty((comm.size, 0), np.uint8)
 
     def exchange(self, contributes: bool, scale: float) -> None:
-        """Give each parameter that anybody used the mean over all ranks, times `scale`, and others none. Collective,
-        blocking; rows are added in the order of the ranks."""
+        """Give each parameter that any rank used the mean of all ranks' gradients. Collective, blocking.
+
+        Other parameters get None. The mean is sparse, unless a rank had a dense gradient. Rows are added in the order
+        of the ranks, so the result has the same bits everywhere.
+
+        Args:
+            contributes: False if this rank has no gradients to give.
+            scale: A factor on the means.
+        """
         if not self._parameters:
             return
         parts, heads = list[NDArray[np.uint8]](), list[int]()
@@ -299,6 +361,9 @@ class RowGradients:
             rows = (rows if rows.is_sparse else rows.to_sparse(1)).coalesce()
             parts += [bytes_of(rows.indices().contiguous()), bytes_of((rows.values() / self._comm.size).contiguous())]
             heads.append(rows.indices().shape[1])
+        # 1. All ranks learn each other's kinds and numbers of rows.
+        # 2. They gather the rows, padded to the largest number of bytes that any rank brings.
+        # 3. Each rank adds up the rows: for each parameter it finds all ranks' indices, and then all values.
         every = gather_rows(np.array(heads), self._comm, LABEL).reshape(self._comm.size, len(self._parameters), 2)
         self._gather(parts, int((every[:, :, 1] * self._widths).sum(1).max()))
         starts = [0] * self._comm.size
@@ -316,7 +381,7 @@ class RowGradients:
             parameter.grad = None if not any(kinds) else mean.to_dense() if DENSE in kinds else mean
 
     def _gather(self, parts: Sequence[NDArray[np.uint8]], most: int) -> None:
-        """Gather all ranks' parts, of at most so many bytes, in memory that grows."""
+        """Gather the parts of all ranks into `_every`. `most` is the largest sum of bytes that any rank brings."""
         if most > self._mine.size:
             self._mine = np.zeros(2 * most, np.uint8)
             self._every = np.empty((self._comm.size, 2 * most), np.uint8)
@@ -328,12 +393,15 @@ class RowGradients:
 
 
 def _strides(parameter: Tensor) -> tuple[int, ...]:
-    """Return the strides of a gradient: its parameter's where that is dense, as PyTorch's fused optimizers ask for."""
+    """Return the strides for a parameter's gradient: those of the parameter, if it is dense and does not overlap.
+
+    PyTorch's fused optimizers need gradients with the strides of their parameters.
+    """
     return torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format).stride()
 
 
 def _allocate(n: int, dtype: torch.dtype, comm: MPI.Comm) -> Tensor:
-    """Return n zeros in memory that the node shares, real ones where the type is complex."""
+    """Return n zeros in memory that the node shares. For a complex dtype they are of the real dtype."""
     dtype = REALS.get(dtype, dtype)
     if dtype is torch.bfloat16:
         return torch.from_numpy(collectives.empty(n, np.int16, comm)).view(dtype).zero_()
@@ -346,7 +414,10 @@ def _allocate(n: int, dtype: torch.dtype, comm: MPI.Comm) -> Tensor:
 
 
 def _dense(gradient: Tensor) -> Tensor:
-    """Return the gradient's values alone, also of backward(create_graph=True), as under DDP. Rows that a sparse one
-    lacks are zeros, which no optimizer that takes it moves."""
+    """Return the values of a gradient, detached from any graph that backward(create_graph=True) has built, as DDP does.
+
+    A sparse gradient becomes a dense one, with zeros in the rows that it does not have. Optimizers that accept sparse
+    gradients do not move a row whose gradient is zero.
+    """
     gradient = gradient.detach()
     return gradient if gradient.layout is torch.strided else gradient.to_dense()

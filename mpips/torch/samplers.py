@@ -15,7 +15,7 @@ _warned: list[int] = []
 
 
 def watch_samplers() -> None:
-    """Give a warning, once, when a sampler is used whose `num_replicas` counts the servers of the job."""
+    """Warn once on rank 0 when a DistributedSampler is used whose `num_replicas` counts the servers of the job."""
     begin = DistributedSampler.__iter__
 
     def __iter__(self: DistributedSampler[Any]) -> Iterator[Any]:

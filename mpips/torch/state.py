@@ -1,6 +1,6 @@
 """Broadcast parameters, and an optimizer's state, from one rank to all; as Horovod's calls of the same names.
 
-`store_bytes` and `load_bytes` do so with the file of a store.
+`store_bytes` and `load_bytes` give all workers the content of a store's file.
 """
 
 from __future__ import annotations
@@ -33,28 +33,35 @@ def broadcast_parameters(
 ) -> None:
     """Give all ranks the root's values of a `state_dict`, or of named parameters, in place. Collective, blocking.
 
-    MismatchError on all ranks where names, types or shapes differ, or their order.
+    Args:
+        parameters: A `state_dict`, or pairs of names and tensors. Entries that are not tensors are skipped.
+        root_rank: The rank in `comm` whose values are taken.
+        comm: The ranks. None means COMM_WORLD or, if a store with servers is open, its workers.
+
+    Raises:
+        MismatchError: Names, dtypes, shapes or their order differ. All ranks raise it, and nothing has changed.
     """
     comm = workers_of(MPI.COMM_WORLD) if comm is None else comm
     pairs = parameters.items() if isinstance(parameters, Mapping) else parameters
     named = [(name, tensor) for name, tensor in pairs if isinstance(tensor, Tensor)]
     kinds = [f"{name!r}, {tensor.dtype} of shape {tuple(tensor.shape)}" for name, tensor in named]
-    # The values go as bytes: those of other types and shapes may be as many.
+    # Values travel as bytes, so tensors of other dtypes and shapes could fit by chance.
     agree([(f"tensor {place}", kind) for place, kind in enumerate(kinds)], comm, "broadcast_parameters")
     broadcast_tensors([tensor for _, tensor in named], root_rank, comm)
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], root: int = 0, comm: MPI.Comm | None = None) -> None:
-    """Give all ranks the root's values, in place: shapes and types are the same on all. Collective, blocking."""
+    """Give all ranks the root's values, in place. Shapes and dtypes must be the same on all. Collective, blocking."""
     given = list(tensors)
     for tensor, other in zip(given, broadcast_values(given, root, comm)):
-        if other is not None:  # a store takes a write for a change
+        # Equal values are not written: DistributedOptimizer would take the write for a change by the program.
+        if other is not None:
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                 tensor.copy_(other)
 
 
 def broadcast_values(tensors: Sequence[Tensor], root: int = 0, comm: MPI.Comm | None = None) -> list[Tensor | None]:
-    """Return the root's values as new tensors, None for those that are equal here. Collective, blocking."""
+    """Return the root's values as new tensors, or None for those that are equal here. Collective, blocking."""
     packed = np.concatenate([bytes_of(tensor.detach().contiguous()) for tensor in tensors] or [np.empty(0, np.uint8)])
     if not packed.size:
         return [None] * len(tensors)
@@ -67,7 +74,8 @@ def broadcast_values(tensors: Sequence[Tensor], root: int = 0, comm: MPI.Comm | 
         if np.array_equal(packed[stretch], bytes_of(tensor.detach().contiguous())):
             found.append(None)
         else:
-            with torch.inference_mode(False):  # what is made in that mode can never be part of a backward pass
+            # What is made in inference mode can never be part of a backward pass.
+            with torch.inference_mode(False):
                 found.append(torch.from_numpy(packed[stretch].copy()).view(tensor.dtype).view(tensor.shape))
     return found
 
@@ -75,9 +83,17 @@ def broadcast_values(tensors: Sequence[Tensor], root: int = 0, comm: MPI.Comm | 
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int = 0, comm: MPI.Comm | None = None
 ) -> None:
-    """Load the root's `state_dict` of a PyTorch optimizer on all ranks, whatever they had. Collective, blocking.
+    """Load the root's state of a PyTorch optimizer on all ranks. Collective, blocking.
 
-    TypeError on the root where the state holds anything but numbers, texts and tensors.
+    The state that the other ranks had is replaced.
+
+    Args:
+        optimizer: An optimizer of torch.optim.
+        root_rank: The rank in `comm` whose state is taken.
+        comm: The ranks. None means COMM_WORLD or, if a store with servers is open, its workers.
+
+    Raises:
+        TypeError: The state holds something else than numbers, texts and tensors. Only the root raises it.
     """
     comm = workers_of(MPI.COMM_WORLD) if comm is None else comm
     state = broadcast_state(optimizer.state_dict() if comm.rank == root_rank else {}, root_rank, comm)
@@ -112,7 +128,7 @@ def broadcast_bytes(data: bytes, root: int, comm: MPI.Comm | None) -> bytes:
 
 @contextmanager
 def worker_collectives(store: KVStore, what: str, comm: MPI.Intracomm | None = None) -> Iterator[MPI.Intracomm]:
-    """Yield the communicator of the workers, or a smaller one; where a collective within fails, the generation ends."""
+    """Yield the communicator of the workers, or `comm`. If a collective in this context fails, the generation ends."""
     ranks, generation = comm or store.layout.workers, store.worker.generation
     assert ranks is not None
     with generation.failing(what):
@@ -121,7 +137,7 @@ def worker_collectives(store: KVStore, what: str, comm: MPI.Intracomm | None = N
 
 
 def store_bytes(store: KVStore) -> bytes:
-    """Return the file that `store.save` writes, on all workers. Collective over them, blocking."""
+    """Return the content of the file that `store.save` writes, on all workers. Collective over them, blocking."""
     with _shared_file(store, "state_dict") as path:
         store.save(path)
         data = path.read_bytes() if store.rank == 0 else b""
@@ -130,7 +146,10 @@ def store_bytes(store: KVStore) -> bytes:
 
 
 def load_bytes(store: KVStore, data: bytes) -> None:
-    """Let `store.load` read such a file, of rank 0. Collective over the workers, blocking."""
+    """Let `store.load` read the content of such a file.
+
+    Worker 0's `data` counts. Collective over the workers, blocking.
+    """
     with _shared_file(store, "load_state_dict") as path:
         if store.rank == 0:
             path.write_bytes(data)
@@ -139,7 +158,7 @@ def load_bytes(store: KVStore, data: bytes) -> None:
 
 @contextmanager
 def _shared_file(store: KVStore, what: str) -> Iterator[Path]:
-    """Yield the path of a file, the same on all workers; it lies on worker 0's machine, and is gone afterwards."""
+    """Yield the path of a temporary file, the same on all workers. It is on worker 0's machine."""
     with tempfile.TemporaryDirectory() as folder:
         yield Path(store.worker.agree(what, data=folder.encode())[0].decode(), "store.safetensors")
 
@@ -148,14 +167,14 @@ def _shared_file(store: KVStore, what: str) -> Iterator[Path]:
 
 
 class _Tensor(msgspec.Struct, tag="tensor"):
-    """A tensor in a message: its bytes follow by themselves."""
+    """A tensor in a message. Its bytes follow after the message."""
 
     dtype: str
     shape: list[int]
 
 
 class _Tuple(msgspec.Struct, tag="tuple"):
-    """A tuple, which a message would bring back as a list."""
+    """A tuple. Without this a message would bring it back as a list."""
 
     items: list[Any]
 
@@ -188,7 +207,8 @@ def _unpack(value: Any, tensors: list[Tensor]) -> Any:
     if not isinstance(value, dict):
         return value
     if value["type"] == "tensor":
-        with torch.inference_mode(False):  # else no optimizer could change it later
+        # An optimizer could not change a tensor that was made in inference mode.
+        with torch.inference_mode(False):
             tensors.append(torch.empty(value["shape"], dtype=getattr(torch, value["dtype"])))
         return tensors[-1]
     if value["type"] == "tuple":

@@ -20,12 +20,14 @@ from torch.distributed import ReduceOp
 
 from mpips.collectives.errors import MismatchError
 
-warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", FutureWarning)  # to `step`
+# GradScaler warns that it passes itself to `step` of our optimizers. That is not the user's business.
+warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", FutureWarning)
 
 T = TypeVar("T")
 
+# Dtypes that `collectives` can move, as bytes, but does not compute with.
 MOVED_AS_BYTES = (torch.bool, torch.complex64, torch.complex128)
-"""Types that move, but are no numbers to `collectives`."""
+# c10d's reductions -> those of `collectives`
 NAMES = {
     ReduceOp.SUM: "sum",
     ReduceOp.AVG: "mean",
@@ -33,6 +35,7 @@ NAMES = {
     ReduceOp.MIN: "min",
     ReduceOp.MAX: "max",
 }
+# c10d's reductions -> MPI's operations on bytes
 BITWISE = {ReduceOp.BAND: MPI.BAND, ReduceOp.BOR: MPI.BOR, ReduceOp.BXOR: MPI.BXOR}
 REALS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
@@ -41,17 +44,20 @@ REALS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
 class ArgumentError(RuntimeError, ValueError, TypeError):
-    """A call of the backend got arguments that do not fit; nothing was sent, and the group goes on.
+    """Bad arguments of a call of the backend. Nothing was sent, and the group can be used on.
 
-    PyTorch's own backends raise RuntimeError for most of them, ValueError or TypeError for some, and programs ask by
-    `except RuntimeError` what a backend can do. It is caught by each of the three.
+    PyTorch's own backends raise RuntimeError for most bad arguments, and ValueError or TypeError for some. Programs try
+    a call and catch RuntimeError to see whether a backend can do it. So this error is all three.
     """
 
     of_caller = True
 
 
 def as_backend_error(error: Exception) -> Exception:
-    """The RuntimeError for an argument that was refused below the backend, as by mpi4py; other errors as they are."""
+    """Turn a TypeError or ValueError from below the backend (mpi4py, `collectives`) into an ArgumentError.
+
+    Other errors are returned as they are.
+    """
     if isinstance(error, RuntimeError) or not isinstance(error, (TypeError, ValueError)):
         return error
     return ArgumentError(str(error))
@@ -61,7 +67,7 @@ def as_backend_error(error: Exception) -> Exception:
 
 
 def check_on_host(tensors: Sequence[Tensor], what: str) -> None:
-    """Raise ArgumentError where a tensor is sparse or not on the host."""
+    """Raise ArgumentError if a tensor is sparse or not on the host."""
     for tensor in tensors:
         if tensor.layout is not torch.strided:
             raise ArgumentError(
@@ -72,24 +78,30 @@ def check_on_host(tensors: Sequence[Tensor], what: str) -> None:
 
 
 def find_overflow(scaler: GradScaler, optimizer: Any) -> Tensor:
-    """Unscale an optimizer's gradients, where that was not done; return what the scaler keeps of their overflow.
+    """Unscale an optimizer's gradients, unless that was done, and return the scaler's flag of their overflow.
 
-    It is above 0 where one was infinite or NaN here, and `GradScaler.update` reads what stands in it then.
+    The flag is above 0 if a gradient of this rank is infinite or NaN. It may be written: `GradScaler.update` reads it.
     """
     if scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
         scaler.unscale_(optimizer)
     found: dict[Any, Tensor] = scaler._found_inf_per_device(optimizer)
-    return found.setdefault(torch.device("cpu"), torch.zeros(()))  # this worker may have no gradient
+    # The scaler has no flag if this worker has no gradient.
+    return found.setdefault(torch.device("cpu"), torch.zeros(()))
 
 
 def flatten(tensor: Tensor) -> Tensor:
-    """Return the tensor's elements in order, 1-D, detached: its memory where it is contiguous, else a copy."""
+    """Return the tensor's elements in order, 1-D and detached.
+
+    A contiguous tensor shares its memory with the result; any other is copied.
+    """
     return _as_line(tensor.contiguous())
 
 
 def flatten_result(tensor: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
-    """Return where to write the result of an operation, 1-D, and what then copies it back to the tensor. Nothing does
-    where the tensor is contiguous."""
+    """Return a 1-D tensor to write a result into, and a function that then copies it back into `tensor`.
+
+    A contiguous tensor is written in place, and the function is None.
+    """
     if tensor.is_contiguous():
         return _as_line(tensor), None
     result = flatten(tensor)
@@ -101,29 +113,32 @@ def flatten_result(tensor: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
 
 
 def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
-    """Return the memory of a contiguous host tensor as bytes; empty for one without elements."""
+    """Return the memory of a contiguous host tensor as bytes, without a copy."""
     if not tensor.numel():
         return np.empty(0, np.uint8)
     return _as_line(tensor).view(torch.uint8).numpy()
 
 
 def _as_line(tensor: Tensor) -> Tensor:
-    """View a contiguous tensor as 1-D of stride 1: `view` keeps the stride of a single element, whatever it is."""
+    """View a contiguous tensor as 1-D with stride 1.
+
+    `Tensor.view` would keep the stride of a tensor with a single element, which may be any number.
+    """
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def as_movable(tensor: Tensor) -> Tensor:
-    """View a contiguous 1-D tensor as one of a type that `collectives` moves."""
+    """View a contiguous 1-D tensor in a dtype that `collectives` can move."""
     return tensor.view(torch.uint8) if tensor.dtype in MOVED_AS_BYTES else tensor
 
 
 def as_numbers(tensor: Tensor) -> Tensor:
-    """View a contiguous 1-D tensor as one of real numbers: of complex ones both parts."""
+    """View a contiguous 1-D tensor as real numbers. A complex number becomes two."""
     return tensor.view(REALS[tensor.dtype]) if tensor.dtype in REALS else tensor
 
 
 def find_tensors(value: Any) -> Iterator[Tensor]:
-    """Find the tensors in a module's output: in lists, tuples, dicts and dataclasses."""
+    """Yield the tensors in a module's output, also those inside of lists, tuples, dicts and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -141,17 +156,17 @@ def find_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def sparse_parameters(module: torch.nn.Module) -> set[Tensor]:
-    """Return the parameters whose gradients come as rows: weights of embeddings made with sparse=True."""
+    """Return the parameters whose gradients are sparse: the weights of embeddings made with sparse=True."""
     kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     return {each.weight for each in module.modules() if isinstance(each, kinds) and each.sparse}
 
 
+# How many numbers describe a sparse tensor: entries, sparse dimensions, all dimensions, dtype, and up to 64 extents.
 WORDS = 68
-"""Numbers that describe a sparse tensor: entries, sparse and all dimensions, type, and a shape of 64 at most."""
 
 
 def check_sparse(tensor: Tensor, op: Any) -> Reduction:
-    """Return how sparse tensors are added: SUM or AVG. ArgumentError for other reductions, and off the host."""
+    """Return the reduction for a sparse all_reduce. Raise ArgumentError unless it is SUM or AVG, on the host."""
     if tensor.device.type != "cpu":
         raise ArgumentError(f"all_reduce: a tensor is on {tensor.device}: pass CPU tensors, as tensor.cpu()")
     how = reduction(op, tensor.dtype)
@@ -165,14 +180,17 @@ def check_sparse(tensor: Tensor, op: Any) -> Reduction:
 
 
 def describe_sparse(tensor: Tensor) -> Tensor:
-    """Describe a coalesced sparse tensor by WORDS numbers, for the other ranks."""
+    """Return a tensor of WORDS numbers that describes a coalesced sparse tensor to the other ranks."""
     kind = zlib.crc32(str(tensor.dtype).encode())
     numbers = [tensor.indices().shape[1], tensor.sparse_dim(), tensor.dim(), kind, *tensor.shape]
     return torch.tensor(numbers + [0] * (WORDS - len(numbers)))
 
 
 def count_entries(every: Tensor) -> list[int]:
-    """Return each rank's entries, from all ranks' descriptions. MismatchError where the tensors do not fit together."""
+    """Return the number of entries on each rank, from the gathered descriptions.
+
+    Raises MismatchError if the tensors differ in shape, dtype or number of sparse dimensions.
+    """
     for rank, words in enumerate(every.tolist()):
         first = every[0].tolist()
         if words[1:] != first[1:]:
@@ -194,20 +212,20 @@ def _shape_of(words: Sequence[int]) -> str:
 
 
 class Reduction(NamedTuple):
-    """A way to reduce tensors."""
+    """How tensors are reduced."""
 
+    # the operation's name in `collectives`, or "" if `bitwise` is used
     name: str
-    """As `collectives` calls it; "" where it is bitwise."""
+    # an operation of MPI that is run on bytes
     bitwise: MPI.Op | None = None
-    """MPI's operation on bytes."""
+    # Every rank's tensor is multiplied by this first, unless it is None.
     factor: Any = None
-    """Every rank's tensor is multiplied by it first, unless it is None."""
+    # True to divide a sum of integers by the number of ranks, rounding toward 0, as NCCL's AVG does
     divided: bool = False
-    """True where a sum of integers is divided by the number of ranks, toward 0, as NCCL's AVG does."""
 
 
 def reduction(op: Any, dtype: torch.dtype) -> Reduction:
-    """Return how c10d's `op` reduces tensors of a type. Raise ArgumentError where it cannot."""
+    """Return how c10d's reduction `op` is carried out on tensors of a dtype. Raise ArgumentError if it cannot be."""
     kind = op.op if hasattr(op, "op") else op
     name = str(kind).rpartition(".")[2]
     if kind in BITWISE:
@@ -235,9 +253,9 @@ def reduction(op: Any, dtype: torch.dtype) -> Reduction:
 
 
 def uncompiled(*names: str) -> Callable[[type[T]], type[T]]:
-    """Keep `torch.compile` from tracing into methods of a class, which call MPI: these, or all where none is named.
+    """Class decorator: keep `torch.compile` from tracing into methods that call MPI.
 
-    The compiler is not imported for it, which would take seconds.
+    Without names these are all functions of the class whose names do not begin with two underscores.
     """
 
     def change(cls: type[T]) -> type[T]:
@@ -252,6 +270,8 @@ def uncompiled(*names: str) -> Callable[[type[T]], type[T]]:
 def _not_compiled(method: Callable[..., Any]) -> Callable[..., Any]:
     disabled: list[Callable[..., Any]] = []
 
+    # torch.compiler.disable imports the compiler, which takes seconds. So it is called only while something is
+    # compiled.
     @functools.wraps(method)
     def call(*args: Any, **keywords: Any) -> Any:
         if not torch.compiler.is_compiling():

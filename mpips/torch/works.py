@@ -1,9 +1,13 @@
 """Operations under way: run at once in the caller's thread, or by one communication thread, in program order.
 
-A `GroupJob` is one operation, and a `Work` is what c10d hands to its users for it. `communication.run` runs jobs.
-Collectives of one group start one after the other, in the order in which the program made them; what a callback starts
-comes at once, whatever the program has made meanwhile, or ranks would differ. Those of other groups, sends and receives
-go on beside them: groups overlap, and each rank may call them in an order of its own.
+A `GroupJob` is one operation, and a `Work` is the handle for it that c10d gives to programs. `communication.run` runs
+jobs.
+
+Collectives of one group run one after another, in the order in which the program started them. Only what a callback of
+a future starts goes first, whatever the program has started meanwhile. Otherwise that order would depend on timing, and
+ranks would wait in different collectives. (PowerSGD's hook starts operations in callbacks while backward starts
+others.) Collectives of other groups, sends and receives run at the same time, because groups may overlap and each rank
+may call them in its own order.
 """
 
 from __future__ import annotations
@@ -31,29 +35,37 @@ if TYPE_CHECKING:
     from mpips.collectives.communicator import Communicator
     from mpips.collectives.plan import Plan
 
+# For YIELD_SECONDS after the last event the thread only yields its core between two looks at its jobs. From then on it
+# sleeps for NAP_SECONDS.
 YIELD_SECONDS, NAP_SECONDS = 2e-3, 2e-5
-"""Seconds in which the thread only gives way between two looks at the jobs, and of its sleeps afterwards."""
+# time between two looks for the end of the generation
 LOOK_SECONDS = 1e-2
-"""Between two looks for the end of the generation."""
 
 
 class Work(torch._C._distributed_c10d.Work):
-    """The handle that c10d returns. Unlike in PyTorch's own wrapper of a future, `wait` raises the operation's error.
+    """The handle of an operation that c10d gives to programs.
 
-    `status` is that of a receive from any rank, `sequence` the operation's number in its group.
+    PyTorch has a Work of its own around a future. This one differs in that `wait` raises the operation's error.
+
+    Args:
+        future: Completes when the operation ends.
+        status: The status of a receive from any rank.
+        sequence: The number of the operation in its group.
     """
 
-    # works that PyTorch's registry holds, which keeps no object of Python alive
+    # PyTorch's registry of works holds the C++ object only, so these are kept alive here.
     _registered: ClassVar[set[Work]] = set()
 
     def __init__(self, future: Future[Any], status: MPI.Status | None = None, sequence: int = 0) -> None:
         super().__init__()
-        self._future, self._status, self._sequence = future, status, sequence
+        self._future = future
+        self._status = status
+        self._sequence = sequence
         self._results: list[Tensor] = []
 
     @classmethod
     def of_all(cls, works: Sequence[Work], result: Any) -> Work:
-        """A work that ends when all of these have."""
+        """Return a work that ends when all of these have ended."""
 
         def finish(done: Future[list[Future[Any]]]) -> Any:
             for future in done.value():
@@ -63,19 +75,26 @@ class Work(torch._C._distributed_c10d.Work):
         return cls(torch.futures.collect_all([work._future for work in works]).then(finish), None, works[-1]._sequence)
 
     def register(self, results: Sequence[Tensor]) -> None:
-        """Let `wait_tensor` wait for this work, which compiled code calls on its results, until `wait` is called."""
+        """Let `torch.ops._c10d_functional.wait_tensor` of these results wait for this work. Compiled code calls that.
+
+        The registration lasts until `wait` is called.
+        """
         self._results = list(results)
         self._registered.add(self)
         for tensor in results:
             torch._C._distributed_c10d._register_work(tensor, self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the operation has ended. Blocking; `timeout` is that of the group."""
+        """Wait until the operation has ended, and raise its error.
+
+        Blocking. `timeout` is ignored: the group's limit holds.
+        """
         self._future.wait()
         if self._results:
             results, self._results = self._results, []
             self._registered.discard(self)
-            for tensor in results:  # the only call that takes a work out of the registry
+            # wait_tensor is the only call that takes a work out of PyTorch's registry.
+            for tensor in results:
                 torch.ops._c10d_functional.wait_tensor(tensor)
         return True
 
@@ -92,7 +111,7 @@ class Work(torch._C._distributed_c10d.Work):
         return self._future.done() and self.exception() is None
 
     def exception(self) -> Exception | None:
-        """Return the error of the operation, or None."""
+        """Return the error of the operation, or None if it succeeded or has not ended."""
         if self._future.done():
             try:
                 self._future.value()
@@ -104,22 +123,29 @@ class Work(torch._C._distributed_c10d.Work):
         return self._future.wait()
 
     def source_rank(self) -> int:
-        """Return the sender of a message that was received from any rank, else -1."""
+        """Return the sender of a message that was received from any rank, or -1 otherwise."""
         return -1 if self._status is None or not self._future.done() else self._status.Get_source()
 
     _source_rank = source_rank
 
     def get_future(self) -> Future[Any]:
-        """Return a future that fails in C++ too where the operation has: Python's exceptions are mere values there."""
+        """Return a future that has failed in C++ too if the operation has.
+
+        In C++ an exception that Python set on a future is a mere value. Raising it in a callback makes it an error.
+        """
         fine = self._future.done() and self.exception() is None
         return self._future if fine else self._future.then(lambda future: future.wait())
 
 
 class GroupJob:
-    """One operation: `run` makes it, blocking; `steps` makes the same beside others; `after` follows either.
+    """One operation of a group.
 
-    `order`: the communicator on which the job takes turns with others; None for sends and receives. `result`: the
-    value of the future.
+    Args:
+        run: Run the operation to its end, blocking.
+        steps: Do the same as an iterator, which yields wherever it would wait.
+        order: The communicator on which the job takes turns with others. None for sends and receives.
+        after: Called when the operation has ended, in either form.
+        result: The value of the job's future.
     """
 
     def __init__(
@@ -130,8 +156,11 @@ class GroupJob:
         after: Callable[[], None] | None = None,
         result: Any = None,
     ) -> None:
-        self._run, self._steps, self._after = run, steps, after
-        self.order, self.result = order, result
+        self._run = run
+        self._steps = steps
+        self._after = after
+        self.order = order
+        self.result = result
         self.future: Future[Any] = Future()
 
     def run(self) -> None:
@@ -141,30 +170,44 @@ class GroupJob:
             self._after()
 
     def steps(self) -> Iterator[None]:
-        """Run the operation beside others."""
+        """Run the operation as an iterator, beside other jobs."""
         yield from self._steps()
         if self._after is not None:
             self._after()
 
 
 class Communication:
-    """Runs the jobs of this process. Threads of the program may call it, each for groups of its own."""
+    """Runs the jobs of this process: in the caller's thread, or in a thread of its own.
+
+    Several threads of a program may use it, if each uses groups of its own.
+    """
 
     def __init__(self) -> None:
+        # live threads, other than the main thread, that have called run()
         self._others: set[threading.Thread] = set()
         self._state = threading.Condition()
+        # jobs that have not begun
         self._jobs: deque[GroupJob] = deque()
+        # jobs that have begun, each with its iterator
         self._under_way: list[tuple[GroupJob, Iterator[None]]] = []
+        # True while the communication thread or the main thread runs jobs
         self._busy = False
         self._closing = False
         self._thread: threading.Thread | None = None
 
     def run(self, job: GroupJob, in_background: bool) -> Future[Any]:
-        """Run a job now, blocking, or in the thread, and return its future. Errors of a job that runs now are raised.
+        """Run a job, and return its future.
 
-        It runs now where it need not go on `in_background` and no other is under way. In the thread jobs of several
-        threads of the program do not wait for each other."""
-        if threading.current_thread() is self._thread:  # a callback of a future, which may wait for this one
+        The job runs in the caller's thread, blocking, if it need not run in the background and no other job is under
+        way. Its errors are then raised here. Any other job is left to the communication thread, and this call returns
+        at once.
+
+        Args:
+            job: The operation.
+            in_background: Leave it to the thread in any case.
+        """
+        # The caller is a callback of a future, in the communication thread itself, and may wait for this job.
+        if threading.current_thread() is self._thread:
             with self._state:
                 self._jobs.appendleft(job)
             self._run_side_by_side(job.future.done)
@@ -179,7 +222,8 @@ class Communication:
                 return job.future
             self._busy = True
         try:
-            with np.errstate(all="ignore"):  # as PyTorch computes
+            # PyTorch gives no warnings of overflow, so none of NumPy's are shown.
+            with np.errstate(all="ignore"):
                 job.run()
             job.future.set_result(job.result)
         finally:
@@ -189,9 +233,15 @@ class Communication:
         return job.future
 
     def _is_main_alone(self) -> bool:
-        """Return whether the caller is the main thread, and no other that has called is alive.
+        """True if the caller is the main thread, and no other thread that has called run() is alive.
 
-        Only one of them may run jobs itself, and the same on all ranks: each would keep back what another rank awaits.
+        Only then may the caller run a job itself. Otherwise ranks could deadlock:
+
+        1. Threads A and B of the program each start a collective of their own group.
+        2. On rank 0 thread A runs its collective at once, and B's has to wait. On rank 1 it is the other way round.
+        3. Each rank waits in a collective that the other rank does not begin.
+
+        The rule gives the same answer on all ranks.
         """
         me, main = threading.current_thread(), threading.main_thread()
         if self._others or me is not main:
@@ -199,7 +249,7 @@ class Communication:
         return not self._others
 
     def close(self) -> None:
-        """End the thread when the jobs under way have ended or failed. Blocks for 2 seconds at most."""
+        """Stop the thread. Blocks for at most 2 seconds, in which a job under way may end or fail."""
         with self._state:
             self._closing = True
             self._state.notify_all()
@@ -207,7 +257,7 @@ class Communication:
             self._thread.join(2.0)
 
     def _run_thread(self) -> None:
-        """Run jobs while there are any, else sleep, until `close`."""
+        """Run jobs whenever there are any, until `close`."""
         np.seterr(all="ignore")
         while True:
             with self._state:
@@ -223,14 +273,19 @@ class Communication:
                     self._state.notify_all()
 
     def _run_side_by_side(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Run jobs until none is left, or so far. No job is waited for by itself: another rank may wait in another."""
+        """Run jobs until none is left, or until `until()` is true.
+
+        All jobs that have begun advance in turn. To wait for one of them alone could deadlock, because another rank may
+        be waiting in another one.
+        """
         moved = time.monotonic()
         while not until() and ((job := self._next_job()) or self._under_way):
             before = len(self._under_way)
             if job is not None:
                 self._under_way.append((job, job.steps()))
             for each in list(self._under_way):
-                if each in self._under_way:  # a callback may have ended it meanwhile
+                # A callback may have ended this job meanwhile.
+                if each in self._under_way:
                     self._take_step(*each)
             if job is not None or len(self._under_way) < before:
                 moved = time.monotonic()
@@ -240,7 +295,7 @@ class Communication:
                 time.sleep(NAP_SECONDS)
 
     def _take_step(self, job: GroupJob, steps: Iterator[None]) -> None:
-        """Advance a job to its next wait. Where it has ended its future has a result or an error, and callbacks run."""
+        """Advance a job to its next wait. If it has ended, complete its future, which runs callbacks."""
         try:
             next(steps)
         except StopIteration:
@@ -251,7 +306,7 @@ class Communication:
             job.future.set_exception(as_backend_error(error))
 
     def _next_job(self) -> GroupJob | None:
-        """Return the next job that may begin: those of one communicator wait for the one before."""
+        """Take the next job that may begin: none whose communicator has an earlier job that has not ended."""
         taken = {job.order for job, _ in self._under_way} - {None}
         with self._state:
             for place, job in enumerate(self._jobs):
@@ -262,23 +317,26 @@ class Communication:
         return None
 
 
+# Each process has one.
 communication = Communication()
-"""The one of this process."""
 
 
 # ---- operations as steps
 
 
 def wait_for_plan(plan: Plan) -> Iterator[None]:
-    """Wait for a collective that has begun."""
+    """Wait for a collective that has been started."""
     while not plan.test():
         yield
     plan.wait()
 
 
 class Messages:
-    """MPI's own calls on one communicator, used for nothing else: uneven and rooted exchanges, bitwise reductions,
-    sends and receives."""
+    """MPI's own calls on a communicator that is used for nothing else.
+
+    They carry uneven and rooted exchanges, bitwise reductions, sends and receives. Each returns an iterator that starts
+    the call at its first step and ends when MPI has ended it.
+    """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
@@ -301,8 +359,9 @@ class Messages:
         return _wait_for_request(lambda: self._comm.Iscatterv(sent, bytes_of(target), root))
 
     def reduce(self, target: Tensor, source: Tensor, op: MPI.Op, root: int | None) -> Iterator[None]:
-        """Reduce by an operation on bytes; on all ranks where there is no root."""
-        given, result = bytes_of(source).copy(), bytes_of(target)  # which live until MPI is through with them
+        """Reduce by an operation on bytes. With root None all ranks get the result."""
+        # MPI uses both arrays until the call has ended, and this frame holds them until then.
+        given, result = bytes_of(source).copy(), bytes_of(target)
         if root is None:
             yield from _wait_for_request(lambda: self._comm.Iallreduce(given, result, op))
         else:
@@ -317,18 +376,22 @@ class Messages:
 
 
 def _wait_for_request(start: Callable[[], MPI.Request], status: MPI.Status | None = None) -> Iterator[None]:
-    """Start a call of MPI when the first step is taken, and wait for its end."""
+    """Start a call of MPI at the first step, and wait for its end."""
     request = start()
     try:
         while not request.Test(status):
             yield
     finally:
+        # MPI may still write to the arrays, so the request and with it the arrays must live on.
         if request:
-            keep([request])  # which holds the arrays that MPI may still touch
+            keep([request])
 
 
 def listen(steps: Iterator[None], home: Communicator) -> Iterator[None]:
-    """Run steps within MPI's own calls. Raise where the generation of `home` has ended, or a process of the node."""
+    """Run the steps of one blocking call of MPI.
+
+    Raises if the generation of `home` has ended, or if a process of this node has died.
+    """
     due = 0.0
     for _ in steps:
         if (now := time.monotonic()) >= due:
@@ -338,7 +401,11 @@ def listen(steps: Iterator[None], home: Communicator) -> Iterator[None]:
 
 
 def watch(steps: Iterator[None], home: Communicator, what: str) -> Iterator[None]:
-    """Run steps beside others. Raise where the generation of `home` has ended; end it where the steps fail."""
+    """Run the steps of one operation beside others.
+
+    Raises if the generation of `home` has ended, or if the steps take longer than the limit on waits. If the steps
+    fail, the generation ends on all ranks.
+    """
     clock, due = Clock(), 0.0
     try:
         home.check()
@@ -354,7 +421,10 @@ def watch(steps: Iterator[None], home: Communicator, what: str) -> Iterator[None
 
 
 def _parts(memory: np.ndarray, sizes: Sequence[int], itemsize: int) -> list[Any]:
-    """Return a vector of bytes as MPI takes parts of it: [memory, (counts, starts), type]."""
+    """Return a buffer as MPI's vector calls take it: [memory, (counts, starts), type].
+
+    `sizes`: elements of each rank.
+    """
     counts = np.array(sizes, np.int64) * itemsize
     starts = np.cumsum(counts) - counts
     return [memory, (counts.tolist(), starts.tolist()), MPI.BYTE]

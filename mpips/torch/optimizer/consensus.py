@@ -1,8 +1,9 @@
 """Consensus: the workers of a DistributedOptimizer see that all make the same step, with one learning rate.
 
-A few words each, in one allgather: which call, after how many steps, which parameters have a gradient, whether one has
-overflowed, and a digest of the numbers that must be equal. Where they differ, all raise one sentence, nothing has been
-sent, and the store goes on. Workers of an asynchronous store compare those of their own client at a step.
+Each worker brings a few numbers to one allgather: its call, the number of its steps, which parameters have a gradient,
+whether a gradient has overflowed, and a digest of the hyperparameters. If these do not fit together, all workers raise
+the same error. Nothing has been sent to the store then, and it can be used on. At a step of an asynchronous store only
+the workers of one client compare, unless it has one client only.
 """
 
 from __future__ import annotations
@@ -30,29 +31,31 @@ from mpips.torch.tensors import bytes_of
 if TYPE_CHECKING:
     from mpips.store.api import KVStore
 
+# calls that all workers make together; they send each other the index
 CALLS = ("step", "DistributedOptimizer", "set_parameters", "state_dict", "load_state_dict", "save", "load")
+# Positions of the numbers that stand before the masks of a row: index in CALLS, steps made, `Brought.cleared`, changes
+# of parameters since the last step, `Brought.overflow`, digest of the hyperparameters. HEAD is their count.
 CALL, STEPS, CLEARED, CHANGED, OVERFLOW, DIGEST, HEAD = range(7)
-"""Numbers that stand before the masks: which of `CALLS`, after how many steps, `Brought.cleared`, how often parameters
-were changed since the last step, `Brought.overflow`, and a digest of the numbers that must be equal."""
+# a number of zero_grad calls that a worker cannot tell, because it has just joined
 UNKNOWN = -1
+# Another worker that has been in a call of the store for this long is there by mistake.
 ELSEWHERE_SECONDS = 0.2
-"""So long another worker has been in a call of the store before that counts as a fault."""
 ALL = "all workers make each call of a DistributedOptimizer together"
 
 
 class Brought(NamedTuple):
-    """The words of one worker for a step."""
+    """What one worker tells the others before a step."""
 
+    # True if GradScaler has found an infinity or a NaN in the gradients
     overflow: bool = False
-    """True where GradScaler has found an infinity or a NaN in its gradients."""
+    # the scale of GradScaler, if there is one
     scale: float | None = None
-    """Of GradScaler."""
+    # calls of zero_grad since the last step
     cleared: int = UNKNOWN
-    """Calls of `zero_grad` since its last step."""
 
 
 class Consensus:
-    """One worker's part. `passes`: backward passes of a step."""
+    """One worker's side of the comparisons. `passes`: backward passes before each step."""
 
     def __init__(
         self,
@@ -62,22 +65,33 @@ class Consensus:
         parameters: Sequence[Tensor],
         keys: Sequence[str],
     ) -> None:
-        self._store, self._optimizer, self._passes = store, optimizer, passes
-        self._parameters, self._keys = parameters, keys
+        self._store = store
+        self._optimizer = optimizer
+        self._passes = passes
+        self._parameters = parameters
+        self._keys = keys
+        # bytes of a mask with a bit for each parameter
         self._mask = -(-len(parameters) // 8)
+        # The row that this worker brings: the head, then two masks (which parameters are used, and which of them
+        # sparsely), padded to 8 bytes.
         self._row = np.zeros(8 * HEAD + 8 * -(-2 * self._mask // 8), np.uint8)
-        self._head, self._masks = self._row[: 8 * HEAD].view(np.int64), self._row[8 * HEAD :]
+        self._head = self._row[: 8 * HEAD].view(np.int64)
+        self._masks = self._row[8 * HEAD :]
+        # the rows of all workers
         self._rows = self._row[None]
+        # The hyperparameters compared last, as items and as a digest. They seldom change.
         self._numbers: tuple[list[dict[str, Any]], Items] = [], []
         self._digested: tuple[Items, int] = [], 0
+        # calls of note()
         self._notes = 0
         self.note()
 
     def note(self) -> None:
-        """Note that the parameters are now those of the others.
+        """Note that the parameters are now the same as on the other workers.
 
-        Now and then note their bits, too, which tell of changes through `.data`. A store that survives deaths may have
-        written half of them when it makes a step again.
+        PyTorch counts changes of a tensor (`_version`), but not those through `.data`. So now and then a digest of the
+        values is taken, too. A store that survives deaths goes without, because it may write half of the parameters
+        before a death, and then repeat the step.
         """
         self._versions = [parameter._version for parameter in self._parameters]
         self._bits = list[int]()
@@ -87,8 +101,10 @@ class Consensus:
         self._notes += 1
 
     def see_call(self, call: str, steps: int) -> None:
-        """Raise on all workers unless all make this call, in a synchronous store after equally many steps. Collective,
-        blocking."""
+        """Raise on all workers unless all of them make this call. Collective, blocking.
+
+        In a synchronous store they must also have made the same number of steps.
+        """
         worker, layout = self._store.worker, self._store.layout
         if layout.asynchronous:
             with warn_soon(worker.generation):
@@ -98,8 +114,10 @@ class Consensus:
             self._compare(layout.workers, call, steps, Brought())
 
     def agree(self, steps: int, brought: Brought) -> AgreedStep:
-        """Return what the workers of this step have; they raise unless it is the same step, with equal numbers.
-        Collective over them, blocking."""
+        """Compare with the workers that make this step, and return what all of them have together.
+
+        They raise unless all make the same step with the same hyperparameters. Collective over these workers, blocking.
+        """
         grads = [parameter.grad for parameter in self._parameters]
         used = [grad is not None for grad in grads]
         sparse = [grad is not None and grad.is_sparse for grad in grads]
@@ -113,7 +131,9 @@ class Consensus:
             heads = rows[:, : 8 * HEAD].view(np.int64)
             skipped = bool(heads[:, OVERFLOW].any())
             if not layout.asynchronous and not heads[:, CHANGED].all():
-                changed = ""  # they are equal to those of a worker that has not changed any
+                # A worker that has changed nothing has the agreed values, and `_compare` found the others' values equal
+                # to them.
+                changed = ""
             masks = rows[:, 8 * HEAD :]
             if (masks != self._masks).any():
                 either = np.bitwise_or.reduce(masks, axis=0)
@@ -126,12 +146,15 @@ class Consensus:
     def _compare(
         self, comm: MPI.Intracomm, call: str, steps: int, brought: Brought, changes: int = 0
     ) -> NDArray[np.uint8]:
-        """Return everybody's words, in rank order; raise where they do not fit together."""
+        """Gather the rows of all workers of `comm`, in rank order. Raise on all of them if they do not fit together."""
         is_step, counts = call == CALLS[0], not self._store.layout.asynchronous
         items: Items = []
-        if is_step or call == CALLS[1]:  # others may be there to make them equal
+        # At other calls the hyperparameters may differ, because the call may be there to make them equal
+        # (load_state_dict).
+        if is_step or call == CALLS[1]:
             items = self._items() if is_step else [*self._items(), self._state_item()]
-            if brought.scale is not None and not self._store.layout.survives:  # a spare's scaler begins anew
+            # In a store that survives deaths, a spare's scaler begins anew, and so its scale may differ.
+            if brought.scale is not None and not self._store.layout.survives:
                 items = [*items, ("GradScaler's scale", repr(brought.scale))]
         if items and items != self._digested[0]:
             self._digested = items, digest(msgspec.msgpack.encode(items))
@@ -151,6 +174,7 @@ class Consensus:
         heads = self._rows[:, : 8 * HEAD].view(np.int64)
         if (heads == self._head).all():
             return self._rows
+        # rank in the store of the first worker of `comm`, for the errors
         first = self._store.rank - comm.rank
         if sentence := unlike(heads.tolist(), first):
             raise of_caller(RuntimeError(sentence))
@@ -168,7 +192,7 @@ class Consensus:
         return self._rows
 
     def _compare_parameters(self, comm: MPI.Intracomm, what: str) -> None:
-        """Raise ValueError where parameters differ by more than rounding, as some workers have changed theirs."""
+        """Raise ValueError if parameters differ by more than rounding, after some workers have changed theirs."""
         with self._within(what, comm):
             every = gather_rows(np.array(self._digest_each()), comm, what)
             if (every == every[0]).all():
@@ -185,7 +209,7 @@ class Consensus:
                 )
 
     def _items(self) -> Items:
-        """Return the numbers that must be equal on all workers in each step."""
+        """Return the hyperparameters, which must be equal on all workers in each step."""
         numbers = [group_numbers(group) for group in self._optimizer.param_groups]
         if numbers != self._numbers[0]:
             kind = type(self._optimizer).__name__
@@ -196,7 +220,7 @@ class Consensus:
         return self._numbers[1]
 
     def _state_item(self) -> tuple[str, str]:
-        """Return what the wrapped optimizer has of earlier steps, to be compared between workers."""
+        """Return a digest of the state that the wrapped optimizer has from earlier steps, which workers compare."""
         every = [value for p in self._parameters for value in self._optimizer.state.get(p, {}).values()]
         tensors = [bytes_of(value.contiguous()).tobytes() for value in every if isinstance(value, Tensor)]
         return "the optimizer's state", f"{len(tensors)} tensors, digest {digest(b''.join(tensors)):x}"
@@ -205,7 +229,7 @@ class Consensus:
         return [digest(bytes_of(parameter.detach().contiguous()).tobytes()) for parameter in self._parameters]
 
     def _count_changes(self) -> tuple[int, str]:
-        """Return how often the program has changed parameters since they were noted, and the key of one."""
+        """Return how often the program has changed parameters since `note`, and the key of one of them."""
         versions = [parameter._version for parameter in self._parameters]
         changes = [now - before for now, before in zip(versions, self._versions)]
         if self._bits:
@@ -214,7 +238,11 @@ class Consensus:
 
     @contextmanager
     def _within(self, what: str, comm: MPI.Intracomm) -> Iterator[None]:
-        """End collectives within, with the generation, where another worker is in a call of the store."""
+        """Run collectives that must not wait forever for a worker that is in a call of the store instead.
+
+        Such a worker never comes: the program's workers call different things. If one has been there for
+        ELSEWHERE_SECONDS, the generation ends, and all raise an error that names both calls.
+        """
         generation = self._store.worker.generation
         clock: Clock | None = None
 
@@ -236,9 +264,11 @@ class Consensus:
 
 
 def unlike(heads: Sequence[Sequence[int]], first: int = 0) -> str:
-    """Return why workers cannot make a call together, from the words of all; "" where they can. Pure.
+    """Return a sentence that says why workers cannot make a call together, or "" if they can. Pure.
 
-    Their ranks are counted from `first`.
+    Args:
+        heads: The first HEAD numbers of each worker's row.
+        first: The rank of the first worker.
     """
 
     def said(head: Sequence[int]) -> str:

@@ -1,9 +1,11 @@
 """`DistributedOptimizer(optimizer, ...)` over a store: its `step` pushes gradients when backward is over.
 
     optimizer = mpips.torch.DistributedOptimizer(optimizer, model.named_parameters(), kind="dist_sync", servers=2)
-    loss.backward(); optimizer.step()           # pushes gradients, pulls parameters
+    loss.backward()
+    optimizer.step()           # pushes gradients, pulls parameters
 
-A step: the workers agree (`consensus`), exchange gradients (`exchange`), and go on after a death (`survival`).
+In a step the workers agree that they make the same one (`consensus`), exchange gradients (`exchange`), and go on if a
+process dies (`rejoin`).
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from mpips.optimizers.base import Optimizer
     from mpips.store.checkpoint.save import Saving
 
+# attributes of torch's optimizers that hold hooks on state_dict and load_state_dict
 STATE_HOOKS = tuple(
     f"_optimizer_{kind}_hooks"
     for kind in ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
@@ -49,35 +52,41 @@ LOG = log.get("mpips.torch")
 class DistributedOptimizer(torch.optim.Optimizer):
     """Wraps a PyTorch optimizer: `step` exchanges gradients through a store and leaves the new parameters.
 
-    optimizer           of torch.optim. SGD, Adam, AdamW, RMSprop and Adagrad run on the store's servers, where it has
-                        any (without amsgrad, dampening, ...); any other runs here, on gradients averaged over the
-                        workers.
-    named_parameters    as `model.named_parameters()`; parameters that the optimizer has not are left out.
-    kind, **options     of the store, see `mpips.create`: "mpi_sync", "dist_async", ..., servers=2, staleness=4. The
-                        workers of one client wait for each other, also of "mpi_async": choose "dist_async", or clients.
-                        A server serves within this call and leaves by SystemExit when the workers have closed.
-    store               a store that is there already, in place of `kind` and options.
-    backward_passes_per_step    how many backward passes the program makes before each `step`: gradients add up, and
-                        are averaged over the passes.
-    compression         as of `kv.set_gradient_compression`, such as {"type": "2bit", "threshold": 0.5}.
-    elastic             alpha of elastic averaging (an asynchronous store): the optimizer runs here, and every
-                        `interval` steps this worker and the servers' centre attract each other.
+    Every worker starts from rank 0's parameters. Making it is collective over the workers and blocks, and so does
+    `step` with a synchronous store.
 
-    Every worker starts from rank 0's parameters. Numbers of the groups are live: any scheduler of torch may change them
-    between steps, on all workers, which then wait for each other. Making it, and `step` of a synchronous store, are
-    collective over the workers, and block.
+    The numbers of the optimizer's groups may change between steps, on all workers: a scheduler of torch works as usual.
+    If servers update, all workers wait for each other at such a change.
 
-    A parameter that has a gradient on no worker stays as it is, in a step. Where some workers have one, it is the mean
-    over all, those without counting as zero. Workers of one client, and all of a synchronous store, see before each
-    step that they make the same one, with the same numbers in their groups; else all raise one sentence.
+    In a step, a parameter that has a gradient on no worker stays as it is. If some workers have one, the others count
+    as zero in the mean over all. All workers of a synchronous store, or else those of one client, check before each
+    step that they make the same step with the same numbers in their groups. If not, all of them raise an error that
+    names the difference.
 
-    Where the store survives deaths (`mpips run --spares`), `step` goes on after them by itself: a step that has ended
+    If the store survives deaths (`mpips run --spares`), `step` goes on after a death by itself. A step that has ended
     is never undone, and one that has not is made again with the same gradients. A spare that takes a dead worker's
-    place runs the program from its beginning, gets all here, and goes on at step `resumed`.
+    place runs the program from its beginning, gets parameters and state here, and goes on at step `resumed`.
+
+    Args:
+        optimizer: An optimizer of torch.optim. SGD, Adam, AdamW, RMSprop and Adagrad run on the store's servers, if it
+            has any, and if no option stands against it (amsgrad, dampening, ...). Any other runs on every worker, on
+            gradients averaged over the workers.
+        named_parameters: As from `model.named_parameters()`. Parameters that the optimizer does not have are ignored.
+        kind: The kind of the store, as in `mpips.create`: "mpi_sync", "dist_async", ... The workers of one client wait
+            for each other even with "mpi_async". Choose "dist_async", or several clients, if they should not.
+        store: An existing store, used in place of `kind` and `options`.
+        backward_passes_per_step: Backward passes that the program makes before each `step`. Their gradients are
+            averaged.
+        compression: As in `kv.set_gradient_compression`, such as {"type": "2bit", "threshold": 0.5}.
+        elastic: The alpha of elastic averaging, which needs an asynchronous store. The optimizer runs on every worker,
+            and every `interval` steps the worker and the servers' centre move towards each other.
+        interval: Steps between two exchanges of elastic averaging.
+        options: Options of the store, as in `mpips.create`: servers=2, staleness=4. A process that is a server serves
+            inside of this call, and leaves by SystemExit when the workers have closed the store.
     """
 
+    # Tells GradScaler to call `step` even if a gradient has overflowed on this worker.
     _step_supports_amp_scaling = True
-    """GradScaler calls `step` though a gradient has overflowed here."""
 
     def __init__(
         self,
@@ -101,11 +110,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         held = [p for group in optimizer.param_groups for p in group["params"]]
         claim_gradients(self, "DistributedOptimizer", [(self._names[p], p) for p in held])
         self.store = store if store is not None else create(kind, **options)
-        self._passes, self._elastic = backward_passes_per_step, elastic is not None
+        self._passes = backward_passes_per_step
+        self._elastic = elastic is not None
+        # calls of zero_grad since the last step
         self._cleared = 0
-        """Calls of `zero_grad` since the last step."""
         try:
-            with torch.inference_mode(False):  # else no step could change what is made here
+            # What is made in inference mode cannot be changed by a step.
+            with torch.inference_mode(False):
                 self._begin(compression, elastic, interval)
         except Exception:
             release_gradients(self)
@@ -115,33 +126,46 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def resumed(self) -> int:
-        """The step at which the program goes on: 0 in a job that begins, more where others have made steps before this
-        process began. All that the program did before those steps it does itself, such as `scheduler.step()`."""
+        """The step at which the program goes on.
+
+        It is 0 at the start of a job, and more if the others have made steps before this process started. The program
+        itself must repeat what it did beside those steps, such as `scheduler.step()`.
+        """
         return self._resumed
 
     @property
     def on_servers(self) -> bool:
-        """True where the store's servers make the updates."""
+        """True if the store's servers update the parameters."""
         return isinstance(self._exchange, ServerExchange)
 
     @property
     def state(self) -> LiveState:  # type: ignore[override]
-        """The state of the wrapped optimizer. Where servers update, it is theirs: NaN stand in its place, and
-        `state_dict()` has it."""
+        """The state of the wrapped optimizer, by parameter.
+
+        If servers update, the state is theirs, and NaN stand in its place here. `state_dict()` returns the real one.
+        """
         return self._live
 
     @state.setter
     def state(self, state: Any) -> None:
-        """Nothing: `torch.optim.Optimizer` sets it, and it is the wrapped optimizer's."""
+        """Do nothing. `torch.optim.Optimizer` assigns a state, but the state is that of the wrapped optimizer."""
 
     def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: GradScaler | None = None) -> Any:
-        """Exchange gradients and update the parameters. Return the result of `closure`. Blocking.
+        """Exchange gradients and update the parameters. Blocking.
 
-        `grad_scaler` is passed by `GradScaler.step`. Where a gradient has overflowed on one worker, all skip the step.
+        With a GradScaler, all workers skip the step if a gradient has overflowed on one of them.
+
+        Args:
+            closure: As for torch's optimizers: computes the loss. It is called once.
+            grad_scaler: Passed by `GradScaler.step`.
+
+        Returns:
+            The result of `closure`, or None.
         """
         loss = None
         if closure is not None:
-            with torch.enable_grad():  # as PyTorch's optimizers do
+            # as PyTorch's optimizers do
+            with torch.enable_grad():
                 loss = closure()
         self._check_groups()
         if hasattr(self, "found_inf"):
@@ -151,7 +175,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         if grad_scaler is None:
             self._survival.step(Brought(cleared=self._cleared))
-        else:  # all workers have the same overflows then, so their scales stay equal
+        # All workers get the same flag of an overflow, so their scales stay equal.
+        else:
             found = find_overflow(grad_scaler, self)
             skipped = self._survival.step(Brought(bool(found), grad_scaler.get_scale(), self._cleared))
             found.fill_(float(skipped))
@@ -159,9 +184,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return loss
 
     def set_parameters(self) -> None:
-        """Give all workers, and the servers, rank 0's parameters. All workers call; blocking.
+        """Give rank 0's parameters to all workers and to the servers. Collective over the workers, blocking.
 
-        Call it where the program has changed parameters, as by `model.load_state_dict`.
+        Call it after the program itself has changed parameters, for example by `model.load_state_dict`.
         """
 
         def put() -> None:
@@ -175,11 +200,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._change("set_parameters", put)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state; the store's part, if it has one, is the tensor "store".
+        """Return the state of the wrapped optimizer. `torch.save` can write it.
 
-        It is equal on all workers then, which all call; blocking. `torch.save` writes it. The state of an optimizer on
-        servers is in "store" with all its bits, and in "state" as PyTorch has it, for `get_state_dict` of
-        `torch.distributed.checkpoint.state_dict`, and for PyTorch's optimizer alone.
+        If the store holds a part of the state (because servers update, or with `elastic`), the call is collective over
+        the workers and blocking, and all of them get the same dict. Its entry "store" is a tensor with that part in
+        full. If servers update, their optimizers' state is also in "state", in PyTorch's form: for `get_state_dict` of
+        `torch.distributed.checkpoint.state_dict`, and to load it into a plain PyTorch optimizer.
+
+        Raises RuntimeError on a worker for which the others' call is over, because a process has died. Call it again
+        after the next step.
         """
         if not self._in_store():
             with self._live.shown():
@@ -197,11 +226,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return {**state, "store": torch.from_numpy(np.frombuffer(data, np.uint8).copy())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` gave, with any number of servers. All workers call; blocking.
+        """Load what `state_dict` returned, with any number of servers. Collective over the workers, blocking.
 
-        The model then has its parameters, where the servers update them. What the wrapped optimizer's own `state_dict`
-        gave, or PyTorch's `get_state_dict`, is loaded, too. The servers then take the model's parameters, rank 0's, in
-        the next step: load the model before or afterwards.
+        If servers update, the model then also has the parameters that were saved in the store.
+
+        The `state_dict` of a plain PyTorch optimizer, or what PyTorch's `get_state_dict` returns, can be loaded too. It
+        has no parameters, so the servers take those of rank 0's model at the next step. The model may be loaded before
+        or after this call.
+
+        Raises ValueError if the saved optimizer was of another kind, or kept its state elsewhere.
         """
         state = dict(state_dict)
         data = state.pop("store", None)
@@ -234,30 +267,35 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 return
             else:
                 return
-            if self.on_servers:  # else the model has its parameters, and the store the centre
+            # With elastic averaging the store has the centre, and the model keeps its own parameters.
+            if self.on_servers:
                 self._take_over()
 
         self._change("load_state_dict", load)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise RuntimeError: groups are the wrapped optimizer's, as they were when this one was made."""
+        """Raise RuntimeError: the groups are those that the wrapped optimizer had when it was wrapped."""
         if hasattr(self, "_exchange"):
             raise RuntimeError(f"add_param_group: {WRAP_LATER}")
         super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, as the wrapped optimizer does."""
+        """Clear the gradients, as the wrapped optimizer does. Local."""
         self._cleared += self._cleared != UNKNOWN
         self.optimizer.zero_grad(set_to_none)
 
     def save(self, path: str | Path, wait: bool = True) -> Saving | None:
-        """Write parameters and the servers' state into one file, see `kv.save`. All workers call; blocking.
+        """Write the parameters and the servers' state into a file, as `kv.save` does.
 
-        An optimizer that runs here keeps its own state, which `optimizer.state_dict()` gives as ever.
+        Collective over the workers, blocking.
+
+        With `wait=False` the file is written in the background, and the returned `Saving` waits for it. The state of an
+        optimizer that runs on the workers is not in the file: save `optimizer.state_dict()` as usual.
         """
 
         def save() -> Saving | None:
-            if not self._in_store():  # its keys have held gradients
+            # The store's keys have held gradients, so the parameters go there first.
+            if not self._in_store():
                 first = self.store.rank == 0
                 values = [p.detach().clone() if first else torch.zeros_like(p) for p in self._parameters]
                 self.store.pushpull(self._keys, [value.contiguous() for value in values])
@@ -267,7 +305,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return None if self._survival.new else self._survival.call("save", save)
 
     def load(self, path: str | Path) -> None:
-        """Load what `save` wrote, of any number of servers; the model then has it. All workers call; blocking."""
+        """Load a file of `save`, with any number of servers. The model then has its parameters.
+
+        Collective over the workers, blocking.
+        """
 
         def load() -> None:
             self.store.load(path)
@@ -276,13 +317,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._change("load", load)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Raise TypeError: a store is neither copied nor saved with the optimizer."""
+        """Raise TypeError: an optimizer with its store can neither be copied nor pickled."""
         raise TypeError("a DistributedOptimizer is tied to its store: copy or save its `state_dict()`")
 
     def close(self) -> None:
-        """Close the store: its servers leave. A program that ends does so by itself.
+        """Close the store, so that its servers leave. A program that ends does it by itself.
 
-        Where the store survives deaths, call it nevertheless: it lets the others end their last step.
+        If the store survives deaths, call it nevertheless: it waits until the other workers have ended their last step.
         """
         if self.store.layout.survives:
             self._survival.end()
@@ -292,12 +333,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # ---- inside
 
     def _begin(self, compression: dict[str, Any] | None, elastic: float | None, interval: int) -> None:
-        """Make the keys, choose the exchange, and take the parameters of all. Collective over the workers, blocking."""
+        """Create the keys, choose the exchange, and take the common parameters.
+
+        Collective over the workers, blocking.
+        """
         check_elastic(self.store, elastic)
         optimizer = self.optimizer
         self._live = LiveState(optimizer, self._server_records)
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        for name in STATE_HOOKS:  # which are called where the wrapped optimizer gives or loads its state
+        # Hooks on the state belong to the wrapped optimizer, and run when it returns or loads its state.
+        for name in STATE_HOOKS:
             setattr(self, name, getattr(optimizer, name))
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._keys = [self._names[p] for p in self._parameters]
@@ -317,7 +362,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.param_groups = optimizer.param_groups
         self._resumed = self._survival.steps
         if self._resumed:
-            self._opt_called = True  # schedulers of torch, which then catch up, warn where it has made no step
+            # A scheduler of torch now catches up. It would warn that this optimizer has made no step.
+            self._opt_called = True
         LOG.info(
             "DistributedOptimizer: %s by %s on a %s store of %d parameters, from step %d",
             type(optimizer).__name__,
@@ -328,7 +374,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         )
 
     def _check_groups(self) -> None:
-        """Raise RuntimeError where the wrapped optimizer has got or lost parameters: new ones have no key."""
+        """Raise RuntimeError if the wrapped optimizer has gained or lost parameters.
+
+        New ones have no key in the store.
+        """
         held = [p for group in self.optimizer.param_groups for p in group["params"]]
         if len(held) != len(self._parameters) or any(p is not one for p, one in zip(held, self._parameters)):
             raise of_caller(
@@ -339,7 +388,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
 
     def _in_store(self) -> bool:
-        """Return whether the store holds a part of the training's state."""
+        """True if the store holds a part of the state of the training."""
         return self.on_servers or self._elastic
 
     def _store_bytes(self) -> bytes:
@@ -347,31 +396,34 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return store_bytes(self.store)
 
     def _server_records(self) -> dict[Tensor, Optimizer]:
-        """The servers' optimizers by parameter; none where they make no updates."""
+        """Return the servers' optimizers by parameter, or an empty dict if servers do not update."""
         exchange = getattr(self, "_exchange", None)
         return exchange.by_parameter() if isinstance(exchange, ServerExchange) else {}
 
     def _is_stateless(self) -> bool:
-        """True where the optimizer, which runs on servers, has no state: what is saved of it is empty."""
+        """True if the optimizer runs on servers and keeps no state, so that nothing of it is saved."""
         return self.on_servers and not any(map(array_names, self._server_records().values()))
 
     def _change(self, what: str, change: Callable[[], None]) -> None:
-        """Change parameters or state, on all workers. One that has taken a dead worker's place has those of the others
-        already, who were here before it began."""
+        """Change parameters or state on all workers.
+
+        A worker that has just taken a dead one's place takes the parameters of the others instead: they have made this
+        call before it began.
+        """
         if self._survival.new:
             self._survival.begin()
         else:
             self._survival.call(what, change)
 
     def _take_over(self) -> None:
-        """Take over a store that has been loaded, with its parameters."""
+        """Go on with a store that was loaded, and take its parameters."""
         self._exchange.is_loaded = False
         self._exchange.renew()
         self._exchange.begin(False)
 
 
 def _check_optimizer(optimizer: object) -> None:
-    """Raise TypeError or ValueError where it is none that steps once for each call."""
+    """Raise TypeError or ValueError unless this is a torch optimizer that makes one step for each call."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"DistributedOptimizer wraps an optimizer of torch.optim, not a {type(optimizer).__name__}")
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
@@ -383,7 +435,7 @@ def _check_optimizer(optimizer: object) -> None:
 
 
 def _name_keys(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]]) -> dict[Tensor, str]:
-    """Return the key of every parameter. ValueError where one has no name, TypeError where one is complex."""
+    """Return the key of each parameter. Raise ValueError if a parameter has no name, TypeError if one is complex."""
     names = {parameter: name for name, parameter in named}
     missing = sum(p not in names for group in optimizer.param_groups for p in group["params"])
     if missing:

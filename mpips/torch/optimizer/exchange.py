@@ -1,8 +1,10 @@
 """Three ways in which a DistributedOptimizer makes new parameters of gradients: on servers, on workers, elastically.
 
-`ServerExchange` lets the store's servers update, by the optimizer of `mpips.optimizers` that computes the same.
-`WorkerExchange` runs PyTorch's optimizer on every worker, on summed gradients. `ElasticExchange` runs it on every
-worker alone; now and then the worker and the servers' centre attract each other.
+- `ServerExchange`: the store's servers update, by the optimizer of `mpips.optimizers` that computes the same as
+  PyTorch's.
+- `WorkerExchange`: every worker runs PyTorch's optimizer on the summed gradients.
+- `ElasticExchange`: every worker runs PyTorch's optimizer by itself, and now and then the worker and the servers'
+  centre move towards each other.
 """
 
 from __future__ import annotations
@@ -31,54 +33,60 @@ if TYPE_CHECKING:
     from mpips.store.roles import Layout
     from mpips.store.runtime.generation import Generation
 
+# A worker of an asynchronous store warns after this time that others have not come to a call of all workers.
 WARN_SECONDS = 10.0
-"""After so long a worker of an asynchronous store warns that others have not come to a call of all."""
 
 
 class AgreedStep(NamedTuple):
-    """The agreement of the workers of a step."""
+    """What the workers that make a step together have agreed on."""
 
+    # for each parameter, whether any worker has a gradient; all False if the step is skipped
     used: Sequence[bool]
-    """True for parameters with a gradient on any of them; for none where the step is skipped."""
+    # for each parameter, whether any worker has a sparse gradient
     sparse: Sequence[bool]
-    """True for those with a sparse one."""
+    # True if a gradient has overflowed on some worker (GradScaler): no parameter changes then
     skipped: bool
-    """True where a gradient has overflowed on any of them (GradScaler): no parameter changes."""
+    # key of a parameter that the program has changed since the last step, or "" unless every worker has changed one
     changed: str
-    """A parameter that the program has changed since the last step; "" where not all workers have changed any."""
 
 
 class GradientExchange:
-    """One way to make new parameters of gradients. A step calls `push`, or `take` after a death, then `end`."""
+    """One way to turn gradients into new parameters. A step calls `push` (or `take` after a death), and then `end`."""
 
+    # True if gradients of this step may have been pushed
     sent = False
-    """True where gradients of this step may have been pushed."""
+    # True if the program has loaded parameters together with a state, and the servers do not have them yet
     is_loaded = False
-    """True where the parameters that the program has loaded beside a state are not on the servers yet."""
 
     def begin(self, new: bool) -> None:
-        """Take the parameters that the others have. `new`: this worker was given some. Blocking."""
+        """Take the parameters that the others have. Blocking.
+
+        `new`: this worker is new, and has them from `give`.
+        """
         raise NotImplementedError
 
     def push(self, step: AgreedStep) -> None:
-        """Exchange gradients, and take the result. Blocking; may be called again after a StoreError."""
+        """Exchange gradients, and take the result. Blocking. May be called again after a StoreError."""
         raise NotImplementedError
 
     def take(self) -> None:
-        """Take the result of an exchange that the store is done with. Blocking."""
+        """Take the result of an exchange that the store has completed. Blocking."""
 
     def end(self, step: AgreedStep) -> None:
-        """Make what is left of the step on this worker."""
+        """Do what is left of the step on this worker alone."""
         raise NotImplementedError
 
     def put_loaded(self) -> None:
-        """Give the servers the parameters that the program has loaded, if it has. Collective then, blocking."""
+        """Give the servers the parameters that the program has loaded. Collective and blocking if there are any."""
 
     def renew(self) -> None:
-        """Go on with a store that was loaded, or has recovered, perhaps with fewer workers."""
+        """Go on with a store that was loaded or has recovered, possibly with fewer workers."""
 
     def give(self, giver: int, new: bool) -> None:
-        """Give new workers, from worker `giver`, what the store does not have. Collective, blocking."""
+        """Let worker `giver` give new workers what the store does not keep. Collective, blocking.
+
+        `new`: this worker is new.
+        """
 
 
 def choose_exchange(
@@ -91,7 +99,16 @@ def choose_exchange(
 ) -> GradientExchange:
     """Return the exchange for an optimizer and a store. Collective over the workers, blocking.
 
-    ValueError where there is none.
+    Args:
+        store: The store, whose keys exist.
+        optimizer: PyTorch's optimizer.
+        names: The key of each parameter.
+        passes: Backward passes before each step.
+        elastic: The alpha of elastic averaging, or None.
+        interval: Steps between two exchanges of elastic averaging.
+
+    Raises:
+        ValueError: No exchange suits this optimizer and this store.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     keys = [names[p] for p in parameters]
@@ -125,7 +142,7 @@ def choose_exchange(
 
 
 def check_elastic(store: KVStore, elastic: float | None) -> None:
-    """Raise ValueError where a store is not for elastic averaging."""
+    """Raise ValueError if elastic averaging is asked for and the store does not allow it."""
     if elastic is None:
         return
     if not store.layout.asynchronous:
@@ -140,7 +157,7 @@ def check_elastic(store: KVStore, elastic: float | None) -> None:
 
 
 class ServerExchange(GradientExchange):
-    """The optimizer's groups are records of the store, and the parameters are those that were pulled last."""
+    """Servers update. Each group of the optimizer is an optimizer of the store, and a step pulls the new parameters."""
 
     def __init__(
         self,
@@ -150,24 +167,31 @@ class ServerExchange(GradientExchange):
         records: Sequence[Optimizer],
         passes: int,
     ) -> None:
-        """Collective over the workers, blocking."""
-        self._store, self._optimizer, self._names, self._passes = store, optimizer, names, passes
+        """Set the store's optimizers. Collective over the workers, blocking."""
+        self._store = store
+        self._optimizer = optimizer
+        self._names = names
+        self._passes = passes
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._all_keys = [names[parameter] for parameter in self._parameters]
-        self._records, self._numbers = list(records), [group_numbers(group) for group in optimizer.param_groups]
+        # for each group, the store's optimizer, and the numbers from which it was made
+        self._records = list(records)
+        self._numbers = [group_numbers(group) for group in optimizer.param_groups]
         for group, record in zip(optimizer.param_groups, records, strict=True):
             store.set_optimizer(record, keys=self._keys(group))
-        if store.resumed != 0:  # the store goes on with numbers of its own
+        # A store from a checkpoint goes on with the numbers that it was saved with.
+        if store.resumed != 0:
             self.renew()
 
     def begin(self, new: bool) -> None:
-        """Take the servers' parameters."""
         self.take()
 
     def push(self, step: AgreedStep) -> None:
-        """Let the servers update, and take the parameters from them. Those without a gradient stay as they are.
+        """Push gradients, let the servers update, and pull the parameters.
 
-        Where a synchronous store survives deaths, the round is complete then on all servers: none can undo it."""
+        A parameter without a gradient on any worker stays as it is. When this returns in a synchronous store that
+        survives deaths, all servers have completed the round, and no recovery can undo it.
+        """
         if self.is_loaded:
             self.put_loaded()
         elif step.changed and (changed := self._find_changed()):
@@ -188,24 +212,28 @@ class ServerExchange(GradientExchange):
         each = [*zip(self._all_keys, self._parameters, step.used)]
         used = [(key, parameter) for key, parameter, has in each if has]
         rest = [(key, parameter) for key, parameter, has in each if not has]
+        # All keys must stand at the same round, so a parameter without a gradient gets an empty push.
         if rest:
             keys = [store.worker.keys[key] for key, _ in rest]
             store.push([key.name for key in keys], [EmptyPush(key.shape, key.dtype) for key in keys])
         if used:
             with values_of([parameter for _, parameter in used]) as outs:
                 store.pushpull([key for key, _ in used], [gradient(p, True) for _, p in used], out=outs)
-        if rest and store.layout.asynchronous:  # others may have used them
+        # In an asynchronous store other workers may have updated these parameters.
+        if rest and store.layout.asynchronous:
             with values_of([parameter for _, parameter in rest]) as outs:
                 store.pull([key for key, _ in rest], outs)
         elif rest and store.layout.survives:
             store.worker.settle()
 
     def _find_changed(self) -> str:
-        """Return the key of a parameter that is another one on the servers, "" where all were moved back. Blocking.
+        """Return the key of a parameter that differs from the servers' one, or "" if all changes were undone. Blocking.
 
-        Workers of a synchronous store all return one, if any has one."""
+        In a synchronous store all workers find one if any of them does, and raise together.
+        """
         servers = [torch.empty_like(p, memory_format=torch.contiguous_format) for p in self._parameters]
         self._store.pull(self._all_keys, servers)
+        # 4 roundings: what remains when a program has moved weights and moved them back.
         place = find_unlike(self._parameters, servers, 4)
         layout = self._store.layout
         if not layout.asynchronous and layout.num_workers > 1:
@@ -214,17 +242,18 @@ class ServerExchange(GradientExchange):
         return self._all_keys[place] if place >= 0 else ""
 
     def take(self) -> None:
-        """Take the parameters from the servers."""
         with values_of(self._parameters) as outs:
             self._store.pull(self._all_keys, outs)
 
     def end(self, step: AgreedStep) -> None:
-        """End the step."""
         self.sent = False
 
     def renew(self) -> None:
-        """Take over the store's optimizers after it was loaded, or has recovered: the servers hear of other numbers of
-        the groups before the next update. ValueError where they are optimizers of another kind."""
+        """Take over the store's optimizers, after it was loaded or has recovered.
+
+        If numbers of the groups differ from theirs, the servers get those before the next update. Raises ValueError if
+        an optimizer of the store is of another kind.
+        """
         for at, group in enumerate(self._optimizer.param_groups):
             for name in self._keys(group):
                 found, mine = self._store.worker.groups.of(name), self._records[at]
@@ -242,7 +271,7 @@ class ServerExchange(GradientExchange):
             self.take()
 
     def put(self) -> None:
-        """Give the servers rank 0's parameters. Collective over the workers, blocking."""
+        """Give rank 0's parameters to the servers. Collective over the workers, blocking."""
         worker = self._store.worker
         worker.agree_settled("set_parameters")
         keys = [worker.keys[name] for name in self._all_keys]
@@ -252,14 +281,15 @@ class ServerExchange(GradientExchange):
         self.is_loaded = False
 
     def by_parameter(self) -> dict[Tensor, Optimizer]:
-        """The servers' optimizers by parameter."""
+        """Return the servers' optimizers by parameter."""
         groups = zip(self._optimizer.param_groups, self._records)
         return {parameter: record for group, record in groups for parameter in group["params"]}
 
     def _update_numbers(self) -> None:
-        """Tell the servers of numbers of the groups that have changed. All workers then wait for each other.
+        """Send numbers of the groups that have changed, such as a learning rate, to the servers.
 
-        ValueError where the servers cannot go on with such numbers.
+        If any have, the workers wait for each other. Raises ValueError if the servers have no optimizer for the new
+        numbers.
         """
         for at, group in enumerate(self._optimizer.param_groups):
             if (found := group_numbers(group)) == self._numbers[at]:
@@ -279,7 +309,7 @@ class ServerExchange(GradientExchange):
             self._records[at], self._numbers[at] = record, found
 
     def _check_sparse(self, step: AgreedStep) -> None:
-        """Raise TypeError on all workers where PyTorch's optimizer would refuse sparse gradients."""
+        """Raise TypeError on all workers if a gradient is sparse and PyTorch's optimizer would refuse it."""
         kind, groups = type(self._optimizer), self._optimizer.param_groups
         decays = [bool(group["weight_decay"]) for group in groups for _ in group["params"]]
         for name, sparse, decay in zip(self._all_keys, step.sparse, decays):
@@ -298,7 +328,7 @@ class ServerExchange(GradientExchange):
 
 
 class WorkerExchange(GradientExchange):
-    """The store holds sums of gradients, and each worker has parameters and state. For synchronous stores."""
+    """The store sums gradients, and each worker updates its own parameters. For synchronous stores."""
 
     def __init__(
         self,
@@ -308,22 +338,29 @@ class WorkerExchange(GradientExchange):
         keys: Sequence[str],
         passes: int,
     ) -> None:
-        self._store, self._optimizer, self._passes = store, optimizer, passes
-        self._parameters, self._keys = parameters, keys
+        self._store = store
+        self._optimizer = optimizer
+        self._passes = passes
+        self._parameters = parameters
+        self._keys = keys
+        # Room for the sums. Only a store that survives deaths needs it: after a death the same gradients are pushed
+        # again, so they must not be overwritten.
         self._sums: list[Tensor] = []
-        """Room for sums of gradients, where gradients have to stay until the exchange is over."""
         if store.layout.survives:
             self._sums = [torch.empty_like(p, memory_format=torch.contiguous_format) for p in parameters]
+        # the sums of this step, once it has been exchanged
         self._totals: list[Tensor] = []
-        """The sums, once they are there."""
         self._share = 1.0
+        # position of a parameter with a sparse gradient in this step -> the rows that any worker has
         self._rows: dict[int, Tensor] = {}
-        """Of gradients that are sparse in this step, by place: the rows that any worker has."""
+        # parameters that another worker gave to this new one, kept until the first step
         self._given: list[Tensor] = []
-        """Parameters that another worker gave, until the first step."""
 
     def begin(self, new: bool) -> None:
-        """Take rank 0's parameters, which the store holds until the first step, or those that were given."""
+        """Take rank 0's parameters, which the store holds until the first step.
+
+        A new worker takes those it was given.
+        """
         if not new:
             with values_of(self._parameters) as outs:
                 self._store.pull(self._keys, outs)
@@ -331,7 +368,6 @@ class WorkerExchange(GradientExchange):
             parameter.detach().copy_(given)
 
     def push(self, step: AgreedStep) -> None:
-        """Sum gradients."""
         given, self._given = own_gradients(self._parameters, step.used), []
         sparse = [place for place, each in enumerate(step.sparse) if each and step.used[place]]
         self._rows = {}
@@ -343,12 +379,14 @@ class WorkerExchange(GradientExchange):
         self._totals = self._sums or given
 
     def take(self) -> None:
-        """Take the sums."""
         self._store.pull(self._keys, self._sums)
         self._totals = self._sums
 
     def end(self, step: AgreedStep) -> None:
-        """Step, unless it is skipped. A parameter that nobody used has no gradient, so it stays as it is."""
+        """Run the optimizer on the mean gradients, unless the step is skipped.
+
+        A parameter that no worker used has no gradient, so it stays as it is.
+        """
         self.sent = False
         if step.skipped:
             return
@@ -360,8 +398,10 @@ class WorkerExchange(GradientExchange):
         self._totals = []
 
     def give(self, giver: int, new: bool) -> None:
-        """Give new workers parameters and the optimizer's state. Numbers of groups stay a new worker's own, as
-        schedulers begin with them."""
+        """Give new workers the parameters and the optimizer's state.
+
+        A new worker keeps the numbers of its own groups: its schedulers begin with them.
+        """
         with worker_collectives(self._store, "rejoin") as workers:
             broadcast_tensors([parameter.detach() for parameter in self._parameters], giver, workers)
             mine = self._optimizer.state_dict()
@@ -375,8 +415,11 @@ class WorkerExchange(GradientExchange):
 
 
 class ElasticExchange(GradientExchange):
-    """The optimizer runs on every worker; every `interval` steps it and the servers' centre attract each other by
-    `alpha` (MXNET-MPI, equations 2 and 3). For stores that do not survive deaths."""
+    """Elastic averaging (MXNET-MPI, equations 2 and 3). For stores that do not survive deaths.
+
+    Each worker runs the optimizer by itself. Every `interval` steps the worker and the servers' centre move towards
+    each other by the share `alpha` of their difference.
+    """
 
     def __init__(
         self,
@@ -388,21 +431,27 @@ class ElasticExchange(GradientExchange):
         alpha: float,
         interval: int,
     ) -> None:
-        self._store, self._optimizer, self._passes = store, optimizer, passes
-        self._parameters, self._keys = parameters, keys
-        self._alpha, self._interval, self._steps = alpha, interval, 0
+        self._store = store
+        self._optimizer = optimizer
+        self._passes = passes
+        self._parameters = parameters
+        self._keys = keys
+        self._alpha = alpha
+        self._interval = interval
+        self._steps = 0
         self._client = store.layout.client
         self._members = self._client.Get_size() if self._client is not None else 1
 
     def begin(self, new: bool) -> None:
-        """Take rank 0's parameters, which are the centre's."""
+        """Take rank 0's parameters, with which the centre begins."""
         with values_of(self._parameters) as outs:
             self._store.pull(self._keys, outs)
 
     def push(self, step: AgreedStep) -> None:
-        """Move the centre towards this worker, and it towards the centre, where it is time; average gradients."""
+        """Exchange with the centre, if it is time, and then average the gradients over the client."""
         if self._steps % self._interval == 0:
-            share = 1.0 / self._members  # a push adds up the client's
+            # A push sums over the members of the client, so each pushes its share.
+            share = 1.0 / self._members
             centers = [(p.detach() * share).contiguous() for p in self._parameters]
             self._store.push(self._keys, centers)
             self._store.pull(self._keys, centers)
@@ -420,7 +469,6 @@ class ElasticExchange(GradientExchange):
             give_gradient(self._parameters[place], mean, rows.get(place))
 
     def end(self, step: AgreedStep) -> None:
-        """Step, unless it is skipped."""
         if not step.skipped:
             self._optimizer.step()
         self._steps += 1
@@ -430,7 +478,7 @@ class ElasticExchange(GradientExchange):
 
 
 def gradient(parameter: Tensor, used: bool) -> Tensor:
-    """Return this rank's gradient, contiguous and dense; zeros where it has none, or nobody uses it."""
+    """Return this rank's gradient, contiguous and dense, or zeros if it has none or the step does not use it."""
     found = parameter.grad
     if found is None or not used:
         return torch.zeros_like(parameter, memory_format=torch.contiguous_format)
@@ -438,7 +486,7 @@ def gradient(parameter: Tensor, used: bool) -> Tensor:
 
 
 def own_gradients(parameters: Sequence[Tensor], used: Sequence[bool]) -> list[Tensor]:
-    """Return gradients to be summed in place, as those of `gradient`: no two share memory."""
+    """Return the gradients like `gradient`, such that they can be summed in place: no two share memory."""
     found = [gradient(parameter, each) for parameter, each in zip(parameters, used)]
     places = [each.data_ptr() for each in found if each.numel()]
     return found if len(set(places)) == len(places) else [each.clone() for each in found]
@@ -447,7 +495,10 @@ def own_gradients(parameters: Sequence[Tensor], used: Sequence[bool]) -> list[Te
 def gather_used_rows(
     parameters: Sequence[Tensor], places: Sequence[int], comm: MPI.Intracomm | None
 ) -> dict[int, Tensor]:
-    """Return by place the rows of which any rank has a gradient, be it of zeros. Collective, blocking."""
+    """Return the rows for which any rank has a gradient, even if it is zero. Collective, blocking.
+
+    `places` are positions in `parameters`, and the keys of the result.
+    """
     sizes = [len(parameters[place]) for place in places]
     marks = torch.zeros(sum(sizes), dtype=torch.uint8)
     for place, part in zip(places, marks.split(sizes)):
@@ -460,7 +511,10 @@ def gather_used_rows(
 
 
 def give_gradient(parameter: Tensor, mean: Tensor, rows: Tensor | None) -> None:
-    """Give a parameter its gradient: these rows, or all with its own strides, as PyTorch's fused optimizers ask for."""
+    """Set a parameter's gradient to the mean: sparse with these rows, or dense.
+
+    A dense one has the strides of the parameter, as PyTorch's fused optimizers need.
+    """
     if rows is not None:
         parameter.grad = torch.sparse_coo_tensor(rows[None], mean[rows], mean.shape, is_coalesced=True)
     else:
@@ -469,7 +523,10 @@ def give_gradient(parameter: Tensor, mean: Tensor, rows: Tensor | None) -> None:
 
 @contextmanager
 def values_of(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield where to write parameters, contiguous: their memory, or copies that are copied back at the end."""
+    """Yield contiguous tensors into which to write the values of parameters.
+
+    They are the parameters' own memory, or copies that are copied back at the end.
+    """
     values = [parameter.detach().contiguous() for parameter in parameters]
     yield values
     for parameter, value in zip(parameters, values):
@@ -478,10 +535,10 @@ def values_of(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def find_unlike(parameters: Sequence[Tensor], others: Sequence[Tensor | None], roundings: int) -> int:
-    """Return the place of a parameter that is unlike the other one (None: equal), -1 where none is.
+    """Return the position of a parameter that differs from its counterpart, or -1. A counterpart None counts as equal.
 
-    Those of 32 bits and more may differ by so many roundings of the largest value of all, as after a move that was
-    subtracted again. Half precision rounds too much for that.
+    Differences up to `roundings` roundings of the largest value of any parameter are allowed, as they remain when a
+    move is added and subtracted again. Half precision rounds too coarsely for that, and must be equal.
     """
     largest = max((float(p.detach().abs().max()) for p in parameters if p.numel()), default=0.0)
     for place, (parameter, other) in enumerate(zip(parameters, others)):
@@ -493,14 +550,20 @@ def find_unlike(parameters: Sequence[Tensor], others: Sequence[Tensor | None], r
 
 
 def gradient_share(layout: Layout, passes: int) -> float:
-    """Return the factor that makes the mean of one update of a sum of gradients, each of `passes` backward passes."""
+    """Return the factor that turns the sum of gradients of one update into their mean.
+
+    The mean is over the workers whose gradients are in the sum, and over backward passes.
+    """
     workers, clients = layout.num_workers, len(layout.clients)
     return 1.0 / ((workers / clients if layout.asynchronous else workers) * passes)
 
 
 @contextmanager
 def warn_soon(generation: Generation) -> Iterator[None]:
-    """Warn soon in waits within for all workers of an asynchronous store: they may never come."""
+    """Within this context, warn early about workers that have not come to a call of all workers.
+
+    In an asynchronous store workers do not run in step, and some may never come.
+    """
     before = generation.limits
     generation.limits = Limits(min(before.stall_seconds, WARN_SECONDS), before.timeout_seconds)
     try:
@@ -513,20 +576,20 @@ def warn_soon(generation: Generation) -> Iterator[None]:
 
 
 def group_numbers(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a group of parameters, by name, as ranks compare them."""
+    """Return the options of a parameter group by name, as plain data that ranks can compare."""
     found: dict[str, Any] = content({k: v for k, v in group.items() if k not in ("params", "param_names")})
     return found
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the program has registered hooks that run before or after this optimizer's own steps."""
+    """True if the program has registered hooks that run before or after this optimizer's own steps."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 def server_optimizer(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], rescale: float) -> Optimizer | None:
-    """Return the store's optimizer that updates a group as `optimizer` does here; None where there is none.
+    """Return the store's optimizer that updates a group like `optimizer` does, or None if the store has none.
 
-    Gradients arrive as a sum, which `rescale` makes their mean.
+    Servers get the sum of the gradients. `rescale` turns it into their mean.
     """
     if group.get("maximize") or isinstance(group["lr"], Tensor) or has_step_hooks(optimizer):
         return None

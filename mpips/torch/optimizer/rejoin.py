@@ -1,11 +1,12 @@
 """Steps of a DistributedOptimizer that go on after a death: the store recovers, and what is not complete is made again.
 
 In a synchronous store a step that has ended on one worker is never undone. So after a recovery the store stands either
-where this worker's step began, and the same gradients are pushed again, or where it ends. In an asynchronous one they
-are not pushed again, as they may count already.
+where this worker's step began, and the same gradients are pushed again, or where the step ends. In an asynchronous
+store gradients are not pushed a second time, because the first push may count already.
 
-All workers make the same steps, and the same collective calls between two steps, such as `save`. One worker may be done
-with a call in which a death finds another. `meet` says where a new worker goes on.
+All workers make the same steps, and the same collective calls between two steps, such as `save`. When a process dies
+during such a call, it may be over for one worker and not for another. `meet` decides which calls count as made, and
+where a new worker goes on.
 """
 
 from __future__ import annotations
@@ -27,20 +28,38 @@ T = TypeVar("T")
 
 
 class SurvivingSteps:
-    """Makes the steps of one worker. Where the store does not survive deaths, StoreErrors go to the caller."""
+    """The steps of one worker, repeated after deaths.
+
+    If the store does not survive deaths, StoreErrors go to the caller.
+    """
 
     def __init__(self, store: KVStore, names: Sequence[Name], exchange: GradientExchange, consensus: Consensus) -> None:
-        self._store, self._names, self._exchange, self._consensus = store, names, exchange, consensus
+        self._store = store
+        self._names = names
+        self._exchange = exchange
+        self._consensus = consensus
+        # the agreement of the step under way: after a death the step ends by it
         self._agreed: AgreedStep | None = None
+        # True while this worker has taken a dead one's place and has made no step
         self.new = store.layout.survives and store.worker.fresh
-        """True where this worker has taken a dead one's place, and has made no step yet."""
+        # steps that have been made
         self.steps = 0 if self.new else store.resumed or 0
-        """Steps that have been made."""
-        self._calls, self._done = 0, 0
-        self._unmet, self._lacks, self._has_made = self.new, self.new, False
+        # collective calls that this worker has begun since the last step
+        self._calls = 0
+        # how many of them are over for some worker, and so are not made again
+        self._done = 0
+        # True if the workers have to meet, after a recovery
+        self._unmet = self.new
+        # True while this worker is new and has received nothing from the others
+        self._lacks = self.new
+        # True if the others made this worker's next step before it came, so that it has the result already
+        self._has_made = False
 
     def begin(self) -> None:
-        """Begin as the others do; where they have begun already, meet them at first. Collective then, blocking."""
+        """Take the common parameters.
+
+        A new worker meets the others first, which have begun long ago. Collective, blocking.
+        """
 
         def begun() -> None:
             self._see_others(False)
@@ -50,8 +69,9 @@ class SurvivingSteps:
         self._consensus.note()
 
     def step(self, brought: Brought) -> bool:
-        """Make one step; return whether it is skipped, as a gradient has overflowed on some worker. Blocking."""
+        """Make one step. Blocking. Return True if it was skipped, because a gradient has overflowed on some worker."""
         self.new = False
+        # The others have made this step already, and their result came with the meeting.
         if self._has_made:
             self._has_made = False
             self.steps += 1
@@ -59,6 +79,8 @@ class SurvivingSteps:
         goal = self._round() + 1
 
         def exchange() -> None:
+            # True only after a death: the step's push counts already (in an asynchronous store it may count), so it is
+            # not repeated, and only the result is taken.
             if self._exchange.sent if self._store.layout.asynchronous else self._round() >= goal:
                 self._exchange.take()
                 return
@@ -73,12 +95,15 @@ class SurvivingSteps:
         self.steps += 1
         log.place.step = self.steps
         self._calls = self._done = 0
+        # If the store has recovered and only the result was taken, the workers have not met since.
         self._through(lambda: self._see_others(False))
         return self._agreed.skipped
 
     def call(self, what: str, call: Callable[[], T]) -> T | None:
-        """Make a collective call between steps, one of `consensus.CALLS`; return None where the others are done with
-        it. Blocking."""
+        """Make a collective call between two steps, one of `consensus.CALLS`. Blocking.
+
+        Return None if the others are done with it.
+        """
         self._calls += 1
         number = self._calls
 
@@ -94,7 +119,10 @@ class SurvivingSteps:
         return made_of_it
 
     def end(self) -> None:
-        """Wait for the others to end their last step. Blocking; where they have ended already, they need nobody."""
+        """Wait until the others have ended their last step.
+
+        Blocking. If they have closed the store already, return at once.
+        """
         self._calls += 1
         number = self._calls
 
@@ -109,11 +137,11 @@ class SurvivingSteps:
     # ---- inside
 
     def _round(self) -> int:
-        """Return the round that the store stands at; in a step, the one that this worker has begun."""
+        """Return the round at which the store stands. Within a step it is the one that this worker has begun."""
         return self._store.worker.keys[self._names[0]].round
 
     def _through(self, call: Callable[[], T]) -> T:
-        """Return what `call` returns, which is called again after each death."""
+        """Call `call`, again after each death, until it returns."""
         while True:
             try:
                 return call()
@@ -121,7 +149,10 @@ class SurvivingSteps:
                 self._recover(error)
 
     def _recover(self, error: StoreError) -> None:
-        """Begin the next generation; raise `error` where nobody has died, or what is left does not suffice."""
+        """Begin the next generation.
+
+        Raise `error` if no process has died, or if what is left of the store is not whole.
+        """
         store = self._store
         if not store.layout.survives:
             raise error
@@ -137,7 +168,10 @@ class SurvivingSteps:
         self._unmet = True
 
     def _see_others(self, pushes: bool) -> None:
-        """Meet the other workers, once after each recovery. Collective then, blocking."""
+        """Meet the other workers, once after each recovery.
+
+        Collective then, blocking. `pushes`: this worker is in a step.
+        """
         if not self._unmet:
             return
         worker = self._store.worker
@@ -156,35 +190,40 @@ class SurvivingSteps:
 
 
 class StepPosition(msgspec.Struct, array_like=True, frozen=True):
-    """The place of one worker in its program."""
+    """Where one worker is in its program."""
 
+    # steps that it has made
     steps: int
-    """Steps that it has made."""
+    # collective calls that it has begun since the last step
     calls: int
-    """Collective calls that it has begun since."""
+    # True if it is inside of the next step
     pushes: bool
-    """True where it is in the next step."""
+    # True if it has just taken a dead worker's place, and has received nothing
     new: bool
-    """True where it has just taken a dead worker's place, and has nothing yet."""
 
 
 class Meeting(NamedTuple):
-    """The outcome of all workers' positions."""
+    """What follows from the positions of all workers."""
 
+    # the lowest rank that is not new; new workers take what they need from it
     giver: int
-    """The lowest worker that is not new: new ones take what they need from it."""
+    # the step at which new workers go on
     resumed: int
-    """The step at which new workers go on."""
+    # True if the others have made that step already, so that a new worker begins with its result
     has_made: bool
-    """True where the others have made that step already: what came of it is what a new worker begins with."""
+    # calls since the last step that are over for some worker, and so are not made again
     done: int
-    """Calls since the last step that are over, though perhaps not on all workers."""
+    # why the workers cannot go on, or ""
     refusal: str
-    """The reason why they cannot go on; "" where they can."""
 
 
 def meet(positions: Sequence[StepPosition], synchronous: bool) -> Meeting:
-    """Return where workers go on after a death. In a synchronous store all have made equally many steps."""
+    """Decide where the workers go on after a death. Pure.
+
+    In a synchronous store all workers that are not new have made the same number of steps, or one is about to end a
+    step that another has ended. New workers get one step less than these, with its result, unless a step is under way:
+    so after that step they make the same collective calls as the others.
+    """
     there = [position for position in positions if not position.new]
     giver = next((rank for rank, position in enumerate(positions) if not position.new), -1)
     if not there:

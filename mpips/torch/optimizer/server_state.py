@@ -1,7 +1,8 @@
 """The state of optimizers that run on servers, in the form in which PyTorch's optimizers have it.
 
-`LiveState` is what `DistributedOptimizer.state` gives. `unpack` takes PyTorch's state out of a store's file, and `pack`
-puts it back. So PyTorch's `get_state_dict` and `set_state_dict` serve, and checkpoints of DDP can go on with servers.
+`LiveState` is what `DistributedOptimizer.state` returns. `unpack` takes PyTorch's state out of a store's file, and
+`pack` puts it back. With them PyTorch's `get_state_dict` and `set_state_dict` work, and a checkpoint of DDP can be
+trained on with servers.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from mpips.optimizers.sgd import SGD
 from mpips.store.checkpoint import file
 from mpips.store.keys.key import Name
 
+# optimizer of the store -> PyTorch's names for the arrays of its state, in its own order
 ARRAYS: dict[type[Optimizer], tuple[str, ...]] = {
     SGD: ("momentum_buffer",),
     AdaGrad: ("sum",),
@@ -31,37 +33,41 @@ ARRAYS: dict[type[Optimizer], tuple[str, ...]] = {
     Adam: ("exp_avg", "exp_avg_sq"),
     AdamW: ("exp_avg", "exp_avg_sq"),
 }
-"""PyTorch's names of the arrays of a record's state, in the order of the record."""
 STEP = "step"
 
 
 def array_names(record: Optimizer) -> tuple[str, ...]:
-    """PyTorch's names of the arrays that an optimizer has for each parameter."""
+    """Return PyTorch's names of the arrays that an optimizer keeps for each parameter."""
     return () if isinstance(record, SGD) and not record.momentum else ARRAYS[type(record)]
 
 
 def _counts_steps(record: Optimizer) -> bool:
-    """True where PyTorch's state has a "step"."""
+    """True if PyTorch's state of this optimizer has a "step"."""
     return not isinstance(record, SGD)
 
 
 def _scales(record: Optimizer) -> tuple[float, ...]:
-    """The factor of each array that makes it PyTorch's: Adam's records keep the moments without these factors."""
+    """Return the factors that turn the arrays of the store's optimizer into PyTorch's.
+
+    The store's Adam keeps the moments without the factors 1 - beta.
+    """
     return (1 - record.beta1, 1 - record.beta2) if isinstance(record, Adam) else (1.0,) * len(array_names(record))
 
 
 class LiveState(MutableMapping[Tensor, Any]):
-    """The state of the wrapped optimizer, by parameter; that of an optimizer on servers has NaN in place of values.
+    """The state of the wrapped optimizer, by parameter. If the optimizer runs on servers, NaN stand in place of values.
 
-    It is true while nothing is in it. PyTorch's `get_state_dict`, and its like, make a step with rate 0 and gradients
-    of zeros where an optimizer has no state yet, so that it gets one. That step would be one of all workers: momentum
-    on servers would decay, and a step would be counted that the program has not made. So this makes a first state to
-    show, on this worker alone, and the optimizer itself begins without it.
+    It is true even if nothing is in it. PyTorch's `get_state_dict` and similar functions run a step with learning rate
+    0 and zero gradients on an optimizer without a state, to let it make one. Here that would be a step of all workers:
+    momentum on servers would decay, and a step would be counted that the program has not made. So this class makes a
+    first state itself, on this worker alone and only to show it. The optimizer itself begins without it.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, records: Callable[[], Mapping[Tensor, Optimizer]]) -> None:
-        """`records` returns those of the servers by parameter; nothing where the optimizer runs on this worker."""
-        self._optimizer, self._records = optimizer, records
+        """`records` returns the servers' optimizers by parameter, or nothing if the optimizer runs on this worker."""
+        self._optimizer = optimizer
+        self._records = records
+        # the first state, which is shown until the optimizer has one
         self._first: dict[Any, Any] = {}
 
     def _there(self) -> MutableMapping[Any, Any]:
@@ -73,7 +79,10 @@ class LiveState(MutableMapping[Tensor, Any]):
 
     @contextmanager
     def shown(self, state: Mapping[Any, Any] | None = None) -> Iterator[None]:
-        """Let the wrapped optimizer have this state within, of servers; or, where it has none yet, the first one."""
+        """Within this context the wrapped optimizer has `state`, that of servers.
+
+        Without `state` it has the first state, if it has none of its own yet.
+        """
         kept = self._optimizer.state
         extra = state if state is not None else self._first if not kept else {}
         kept.update(extra)
@@ -87,7 +96,8 @@ class LiveState(MutableMapping[Tensor, Any]):
         if not self._records() and not self._optimizer.state:
             from torch.distributed.checkpoint.state_dict import _init_optim_state
 
-            _init_optim_state(self._optimizer)  # as for any other optimizer; nothing where there are gradients
+            # This does nothing if there are gradients, as for any other optimizer.
+            _init_optim_state(self._optimizer)
             self._first = dict(self._optimizer.state)
             self._optimizer.state.clear()
         return True
@@ -96,7 +106,8 @@ class LiveState(MutableMapping[Tensor, Any]):
         return self._there()[parameter]
 
     def __setitem__(self, parameter: Tensor, value: Any) -> None:
-        if not self._records():  # else of no effect: `load_state_dict` gives servers a state
+        # If servers have the state, only `load_state_dict` changes it.
+        if not self._records():
             self._optimizer.state[parameter] = value
 
     def __delitem__(self, parameter: Tensor) -> None:
@@ -113,7 +124,7 @@ class LiveState(MutableMapping[Tensor, Any]):
 
 
 def _blank(parameter: Tensor, record: Optimizer) -> dict[str, Tensor]:
-    """The names and shapes of a state on servers, with NaN: no memory is used for it."""
+    """Return a state with the names and shapes of that on servers, filled with NaN. It takes no memory."""
     blank = torch.full((), float("nan"))
     found = {STEP: blank} if _counts_steps(record) else {}
     dtypes = state_dtypes(record, np.dtype(str(parameter.dtype).removeprefix("torch.")))
@@ -126,9 +137,14 @@ def _blank(parameter: Tensor, record: Optimizer) -> dict[str, Tensor]:
 def unpack(
     data: bytes, parameters: Mapping[Name, Tensor], records: Mapping[Tensor, Optimizer]
 ) -> dict[Tensor, dict[str, Tensor]]:
-    """Return PyTorch's state by parameter, from the file of a store; `parameters` by key, `records` the optimizers.
+    """Return PyTorch's state, by parameter, from the file of a store.
 
-    A parameter that has not been updated has zeros and step 0, unless it is frozen.
+    A parameter that was not updated yet has zeros and step 0, unless it is frozen.
+
+    Args:
+        data: The file.
+        parameters: The parameter of each key.
+        records: The servers' optimizer of each parameter.
     """
     header, arrays = _read(data)
     found: dict[Tensor, dict[str, Tensor]] = {}
@@ -155,9 +171,16 @@ def pack(
     records: Mapping[Tensor, Optimizer],
     states: Mapping[str, Mapping[str, Any]],
 ) -> bytes:
-    """Return the file of a store with PyTorch's states, by key, in place of its own.
+    """Return the file of a store with PyTorch's states in place of its own.
 
-    ValueError where a state lacks an array, or one has another shape.
+    Args:
+        data: The file.
+        parameters: The parameter of each key.
+        records: The servers' optimizer of each parameter.
+        states: PyTorch's state of each key.
+
+    Raises:
+        ValueError: A state lacks an array, or an array has another shape than its parameter.
     """
     header, arrays = _read(data)
     for saved in header.records:
@@ -170,7 +193,8 @@ def pack(
         given = [_array_of(str(saved.key), name, parameter, state) for name in array_names(record)] if state else []
         saved.step = int(state.get(STEP, 1 if state else 0))
         if not saved.step or not (_counts_steps(record) or any(each.any() for each in given)):
-            saved.step, given = 0, []  # as before the first update
+            # The store has no arrays of a parameter before its first update.
+            saved.step, given = 0, []
         dtypes = state_dtypes(record, np.dtype(saved.dtype))[: len(given)]
         saved.state = [dtype.name for dtype in dtypes]
         for slot, (array, scale, dtype) in enumerate(zip(given, _scales(record), dtypes)):
@@ -183,14 +207,15 @@ def pack(
 
 
 def states_by_key(state_dict: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Mapping[str, Any]]:
-    """Return the states in an optimizer's `state_dict` by key; ids there are numbers, or names of parameters."""
+    """Return the states in an optimizer's `state_dict` by key. `keys` has those of its parameters, in their order."""
     ids = [each for group in state_dict["param_groups"] for each in group["params"]]
     return {key: state_dict["state"][each] for each, key in zip(ids, keys) if each in state_dict["state"]}
 
 
 def _array_of(key: str, name: str, parameter: Tensor, state: Mapping[str, Any]) -> Tensor:
     given = state.get(name)
-    if given is None and name == "momentum_buffer":  # PyTorch's SGD has none before its first step
+    # PyTorch's SGD has no momentum before its first step.
+    if given is None and name == "momentum_buffer":
         return torch.zeros_like(parameter)
     if not isinstance(given, Tensor):
         found = ", ".join(map(repr, state))
@@ -207,7 +232,7 @@ def _array_of(key: str, name: str, parameter: Tensor, state: Mapping[str, Any]) 
 
 
 def _read(data: bytes) -> tuple[file.Header, dict[str, np.ndarray]]:
-    """Return the header and the arrays of a store's file, which the store has just written."""
+    """Return the header and the arrays of a store's file. The store has just written it, so nothing is checked."""
     start = file.LENGTH_BYTES + int.from_bytes(data[: file.LENGTH_BYTES], "little")
     entries = json.loads(data[file.LENGTH_BYTES : start])
     header = msgspec.json.decode(entries.pop("__metadata__")[file.STORE], type=file.Header)
