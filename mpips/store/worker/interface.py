@@ -157,7 +157,7 @@ class Transfers(Protocol):
         """Write the keys' values into `outs`, with all earlier pushes of this worker."""
 
     def pushpull(self, keys: Sequence[Key], flats: Sequence[Array], outs: Sequence[Array], priority: int) -> Task[None]:
-        """Push and pull. Each array of `outs` may be the same as its array of `flats`, but must not overlap any other."""
+        """Push and pull. An array of `outs` may be the same as its array of `flats`, but must not overlap any other."""
 
     def push_rows(self, key: Key, rows: RowSparse, priority: int) -> Task[None]:
         """Contribute some rows to the key's next round."""
