@@ -376,8 +376,8 @@ class TablePlaces(msgspec.Struct, tag=True):
 class FreezeTables(msgspec.Struct, tag=True):
     """Freeze, under a number, the rows of tables that updates after `since` have named. Answered with FrozenTables.
 
-    `export` is the number of updates that an export is made after. It then also has the ids of rows that were dropped
-    after `since`; ids dropped later are kept for the next export.
+    `export` is the number of updates that an export contains. It also gets the ids of rows that were dropped after
+    `since`; ids dropped later are kept for the next export. -1: this is no export.
     """
 
     number: int

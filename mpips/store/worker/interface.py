@@ -199,7 +199,7 @@ class Tables(Protocol):
 
         Args:
             since: Only rows that updates after this one have named.
-            export: The number of updates that an export is made after; it then also has the ids of dropped rows. -1: no
+            export: The number of updates that an export contains. It also gets the ids of dropped rows. -1: no
                 export.
         """
 
