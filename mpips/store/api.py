@@ -63,7 +63,7 @@ class KVStore(Uncopied):
         self._operations = worker.operations
         self.generations = generations
 
-    # ---- who we are
+    # ---- this worker and the store
 
     @property
     def type(self) -> str:
@@ -184,18 +184,15 @@ class KVStore(Uncopied):
             dtype: "float32" or "float64".
             init: The rule of first values, `mpips.uniform(bound)`.
             optimizer: "sgd", "adagrad", "row_adagrad" (one accumulator for each row) or "adam" (its bias correction
-                counts
-                each row's own updates).
+                counts each row's own updates).
             seed: Any int.
             admit: Which ids get a row: `mpips.seen(times)` or `mpips.chance(probability)`. Gradients of other ids are
                 dropped, and a pull of them gives their first values. None: all ids get a row.
             evict: Drop rows that the last `evict` updates have not named. None: keep all rows.
             limit: The most rows that the table holds after an update. Rows that have not been named for longest are
-                dropped
-                first. Each server holds its share of the limit. None: no limit.
+                dropped first. Each server holds its share of the limit. None: no limit.
             options: The optimizer's numbers, such as `learning_rate`. A number may be a schedule, which counts updates
-                of
-                the table.
+                of the table.
 
         Raises:
             ValueError: An argument is bad or differs between workers, or the store has no servers. Nothing has changed.
@@ -216,8 +213,7 @@ class KVStore(Uncopied):
 
         Raises:
             ValueError: The number of elements or the dtypes differ, a new key exists already, or the optimizer has
-                updated
-                some of `keys` more often than others.
+                updated some of `keys` more often than others.
         """
         with self._route.marked("recut"):
             recut(self.worker, keys, new)
@@ -241,8 +237,7 @@ class KVStore(Uncopied):
         Args:
             path: The file to write.
             wait: False: return at once, and write while the training goes on. `wait()` of the returned object blocks
-                until
-                the file is complete.
+                until the file is complete.
 
         Raises:
             ValueError: The file cannot be written.
@@ -286,8 +281,7 @@ class KVStore(Uncopied):
 
         Args:
             grow: Let waiting ranks (`spares`) become workers, also if no rank has died. Either all workers call it
-                after the
-                same step, or one calls it and the calls of the others raise StoreError.
+                after the same step, or one calls it and the calls of the others raise StoreError.
 
         Returns:
             The last complete round of each key and table, which is the round that it now holds. It counts the pushes of
@@ -370,8 +364,7 @@ class KVStore(Uncopied):
 
         Args:
             newer_than: The version that `out` holds, or -1 if it holds none. For a list of keys, a list of versions.
-                Keys
-                that still have this version are skipped without a wait.
+                Keys that still have this version are skipped without a wait.
 
         Returns:
             With `newer_than`, the versions that `out` holds now. A version is the number of rounds that this worker has
@@ -436,8 +429,7 @@ class KVStore(Uncopied):
 
         Raises:
             StoreError: A death has undone pushes of this worker (in a store with `spares`). The store is still open:
-                call
-                `recover()` and make the pushes again.
+                call `recover()` and make the pushes again.
         """
         with self._route.marked("close"):
             self.generations.close()

@@ -367,7 +367,8 @@ def _one_more(comm: MPI.Intracomm, first: Layout, asked: OpenStore) -> Server | 
         refusal = str(error)
     try:
         layout = roles.create(comm, asked.kind, chosen, refusal)
-    except OptionError:  # all workers raise it
+    # All workers raise the same error.
+    except OptionError:
         return None
     server = _begun(layout, Generation(layout))
     assert isinstance(server, Server)

@@ -1,7 +1,7 @@
 """The options of a job: one frozen record, read once, from the arguments of `mpips.create` and the environment.
 
-Every field may be given as an argument (`create(kind, servers=2)`) or as a variable (`MPIPS_SERVERS=2`); an
-argument wins. `FIELDS` is the one table that documentation and `mpips run` are made from.
+Every field may be given as an argument (`create(kind, servers=2)`) or as a variable (`MPIPS_SERVERS=2`); an argument
+wins. `FIELDS` is the one table that documentation and `mpips run` are made from.
 """
 
 from __future__ import annotations

@@ -42,9 +42,9 @@ SETTINGS = ("PMIX_MCA_", "PMIX_PREFIX")
 # variables with a rank's number among the ranks of its own host: (how many, which one)
 LOCAL_RANKS = (("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"), ("MPI_LOCALNRANKS", "MPI_LOCALRANKID"))
 # Names the variables that mpips has set in the way of torchrun, as NAME=VALUE with commas between them. `mpips run`
-# sets
-# some and the rank itself the others, so that programs written for torchrun, as most DDP programs are, run unchanged.
-# Child processes inherit the variables, as under torchrun, but mpips does not take them for a child's own place.
+# sets some and the rank itself the others, so that programs written for torchrun, as most DDP programs are, run
+# unchanged. Child processes inherit the variables, as under torchrun, but mpips does not take them for a child's own
+# place.
 PLACE = "_MPIPS_PLACE"
 RANK, SIZE, LOCAL_RANK, MASTER, PORT = "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"
 # Comes before percent-encoded words of a `python -m mpips` line, which mpirun would take for options of its own.

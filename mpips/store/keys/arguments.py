@@ -120,7 +120,7 @@ def versions(key: object, newer_than: object) -> list[int]:
 
 
 def turns(given: Iterable[Hashable], what: str) -> list[Hashable]:
-    """Return the names on which a call takes turns beside its keys. TypeError if one is not hashable."""
+    """Return the names on which a call takes turns in addition to its keys. TypeError if one is not hashable."""
     chosen = list(given)
     for name in chosen:
         try:

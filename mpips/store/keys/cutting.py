@@ -85,8 +85,7 @@ class Cutting:
                     self._cut_piece(key, server, chunk, grain, lines[server], cards[server])
             by_server.append(key.pieces[first:])
         # Pieces of the servers in turn, so that the few pieces under way keep all servers busy. All workers use the
-        # same
-        # order, because a server takes only a few pieces at a time.
+        # same order, because a server takes only a few pieces at a time.
         key.pieces = [piece for row in zip_longest(*by_server) for piece in row if piece is not None]
         key.pushes = [shard for piece in key.pieces for shard in piece.pushes]
         if self._one_node and self._grouped and options.masters == "one":

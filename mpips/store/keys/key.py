@@ -176,8 +176,8 @@ class Shard:
     contributors: tuple[int, ...]
     block_elements: int
     blocks: int
-    # number of blocks that a pull on a node waits for before it copies them, while enough are left
-    # (see `sharding.pulled_at_once`)
+    # number of blocks that a pull on a node waits for before it copies them, while enough are left (see
+    # `sharding.pulled_at_once`)
     least: int = 1
     # index of the word that counts this worker's pushes read by the server; -1 if it does not contribute
     mine: int = -1

@@ -1,7 +1,4 @@
-"""Row-sparse gradients, as of embedding layers: arrays of which only some rows are not zero.
-
-Merged, packed, applied.
-"""
+"""Row-sparse gradients, as embedding layers have them: merged, packed for messages, and applied to weights."""
 
 from __future__ import annotations
 
@@ -96,8 +93,8 @@ class RowSparse:
 class EmptyPush(RowSparse):
     """A push that only counts as a round of its key.
 
-    If all contributors push it, the key and its optimizer's state and step count stay as they are. Beside other pushes
-    it counts as zeros.
+    If all contributors push it, the key and its optimizer's state and step count stay as they are. If others push
+    values, it counts as zeros.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: DTypeLike) -> None:
@@ -124,8 +121,7 @@ def sums_of_runs(values: np.ndarray, order: np.ndarray, starts: np.ndarray) -> n
         rest = values[order[starts[run] + done : starts[run] + counts[run]]]
         both = np.concatenate([sums[run : run + 1], rest])
         # NumPy adds pairwise only along the axis whose elements are neighbours in memory. With one element in a row
-        # that
-        # is this axis: then `accumulate` adds in order.
+        # that is this axis: then `accumulate` adds in order.
         if sums[run].size > 1:
             sums[run] = np.add.reduce(both, axis=0, dtype=values.dtype)
         else:
@@ -153,7 +149,7 @@ def add(parts: Sequence[RowSparse]) -> RowSparse:
 
 @quiet
 def merge(a: RowSparse, b: RowSparse) -> RowSparse:
-    """Add two merged arrays, without a copy of both beside the sum."""
+    """Add two merged arrays, without making a copy of both in addition to the sum."""
     rows = np.union1d(a.rows, b.rows)
     values = np.zeros((len(rows), *a.shape[1:]), a.dtype)
     values[np.searchsorted(rows, a.rows)] = a.values
@@ -164,7 +160,7 @@ def merge(a: RowSparse, b: RowSparse) -> RowSparse:
 
 
 def sum_of(parts: Sequence[RowSparse]) -> RowSparse:
-    """Sum one or more arrays, merged. They are added one after the other, without a copy of all beside the sum."""
+    """Sum one or more arrays, merged. They are added one by one, without making a copy of all of them."""
     return functools.reduce(merge, [part.merged() for part in parts])
 
 

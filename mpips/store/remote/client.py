@@ -50,8 +50,7 @@ class Alone(RowTransfers):
         """Push and pull a key. Between nodes later pieces go to the servers while the answers to earlier ones come."""
         if self._one_node or self._asynchronous or len(key.pieces) == 1:
             # If the arrays overlap, servers may still read later elements of `flat` while earlier ones of the result
-            # are
-            # written.
+            # are written.
             wait = self._asynchronous or (out is not flat and np.may_share_memory(flat, out))
             yield from self._push.push_part(key, 0, flat, priority, key.pushes, wait=wait)
             yield from self._pull.pull_part(key, out, key.shards)

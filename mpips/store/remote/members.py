@@ -1,8 +1,8 @@
 """Let the members of a client meet, for one call at a time, and sum and spread vectors among them.
 
 On one node members meet in `collectives`, which raises MismatchError on all of them if their calls differ. Between
-nodes each member tells all others its call beside the payload, and servers hear of the call only when all members have
-told the same one.
+nodes each member sends all others the name of its call along with the payload, and servers are told of the call only
+when all members have sent the same name.
 """
 
 from __future__ import annotations

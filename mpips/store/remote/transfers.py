@@ -1,4 +1,4 @@
-"""Push a worker's keys to the servers and pull them back, as tasks that yield where they have to wait.
+"""Push a worker's keys to the servers and pull them back, as tasks that yield while they wait.
 
 On a node a push is a frame that says where the payload lies: in the caller's own array if `mpips.empty` made it, else
 in the shard's outbox, which the worker fills while the server reads behind it. A synchronous pull copies blocks from

@@ -1,4 +1,4 @@
-"""Sum one key or a list straight through one collective, in a store without servers; the sums in steps beside compute.
+"""The fast paths of a store without servers, for one key and for a list, and the collectives behind all its sums.
 
 The fast paths serve plain arrays while nothing else is under way and pushes are not compressed. A worker that takes the
 general path meanwhile takes part in the same collective. The bits of the result do not depend on the path.
@@ -185,7 +185,7 @@ class Sums:
     def task(
         self, arrays: Sequence[Array], outs: Sequence[Array], text: str, direct: bool, blocks: Blocks = None
     ) -> Task[None]:
-        """Run `one` or `many`: blocking if `direct`, else beside compute."""
+        """Run `one` or `many`: blocking if `direct`, else in steps, during compute."""
         single = len(arrays) == 1
         if direct and single:
             self.one(arrays[0], outs[0], text)
@@ -209,7 +209,7 @@ class Sums:
         collectives.broadcast(array, self.comm, root, label=text)
 
     def broadcast(self, arrays: Sequence[Array], root: int, text: str, direct: bool) -> Task[None]:
-        """Run `broadcast_one` for several arrays: blocking if `direct`, else beside compute.
+        """Run `broadcast_one` for several arrays: blocking if `direct`, else in steps.
 
         Small ones travel together.
         """

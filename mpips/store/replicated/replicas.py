@@ -162,7 +162,7 @@ class Replicas:
             _share_blocks(replicas, table, self.sums.rank)
 
     def _allocate(self, size: int, dtype: np.dtype) -> Array:
-        """Allocate memory for a key, on one node where collectives are fastest: in memory that the node shares."""
+        """Allocate memory for a key. On one node it is shared memory, in which collectives are fastest."""
         return arena.empty(size, dtype) if self.sums.one_node else np.empty(size, dtype)
 
     def store_values(self, keys: Sequence[Key], values: Sequence[Array], direct: bool) -> Task[None]:

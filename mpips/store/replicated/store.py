@@ -77,7 +77,7 @@ class ReplicatedStore(Member[Recovered]):
         """Replace values by rank 0's. Rounds stay. Collective."""
         yield from self._replicas.store_values(keys, values, self.direct)
 
-    # ---- what keys have beside their values (`worker.interface.Stored`)
+    # ---- states of keys (`worker.interface.Stored`)
 
     @property
     def stored(self) -> ReplicatedStore:

@@ -1,4 +1,4 @@
-"""Operations of a store beside compute: in order on each key, then by priority, with errors where the user waits.
+"""Operations of a store during compute: in program order on each key, then by priority. `wait()` raises their errors.
 
 An operation is a task (`collectives.fabric.tasks`) with the names on which it takes turns: its keys, its communicators,
 and names that the user gives. (MXNET-MPI, sections 3.1, 4.2.2 and 4.2.3, orders operations by the variables that they
@@ -32,15 +32,14 @@ from mpips.store.runtime.errors import refused
 from mpips.store.runtime.rendezvous import Watch
 
 # A wait looks by itself for PATIENCE seconds. After that it leaves the work to the communication thread, and wakes
-# every
-# NOTICE seconds to notice stalls.
+# every NOTICE seconds to notice stalls.
 PATIENCE, NOTICE = 0.02, 0.1
 GRACE_SECONDS = 0.5
 # time between two looks at the generation that send and receive; its flag is read at every look
 LOOK_SECONDS = 2e-3
 # The thread sleeps this many times as long as a look took: it uses 1 / (1 + 24) = 4 % of a core.
 DUTY = 24
-# what falling asleep and waking up costs beside a look, in seconds
+# what falling asleep and waking up costs in addition to a look, in seconds
 WAKE = 2e-5
 # The longest sleep, however long a look took. A collective of many rounds needs a look for each round.
 LONGEST_SLEEP = 1e-3

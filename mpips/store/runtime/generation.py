@@ -60,8 +60,7 @@ class Generation:
         # stall_seconds and timeout_seconds of the store's options
         self.limits = layout.limits
         # Called once when this rank learns that the generation is over, before it raises. They make sure that nobody
-        # reads
-        # arrays that this rank has lent, and that everything is in place that others count on.
+        # reads arrays that this rank has lent, and that everything is in place that others count on.
         self.on_end: list[Callable[[], None]] = []
         # Called in long waits. Each raises CollectiveError if this rank waits for something that can no longer come.
         self.checks: list[Callable[[], None]] = []
@@ -71,7 +70,9 @@ class Generation:
         self.undescribed = ""
         # True while this rank looks from within a blocking collective of a smaller communicator
         self.inside = False
-        self._hearing, self._ending = threading.Lock(), threading.RLock()
+        # held by the thread that listens to other nodes, and by the one that ends the generation
+        self._hearing = threading.Lock()
+        self._ending = threading.RLock()
         self._closed = False
         self._begin()
         self._log_begin()
@@ -263,8 +264,7 @@ class Generation:
                 self._look(waited)
             except StoreError:
                 # The rank that has ended the generation may have been through this meeting before. Then all payloads
-                # are
-                # here or on their way: wait for them a moment.
+                # are here or on their way: wait for them a moment.
                 clock = Clock()
                 while room.missing():
                     if clock.seconds() > LAST_WORD_SECONDS:
@@ -430,7 +430,7 @@ class Succession:
         present = [word + b" %d" % self._attempt for word in words]
 
         def late() -> list[int]:
-            """Return the living ranks, as far as known, whose last word is none of the expected ones."""
+            """Return the living ranks, as far as known, that have not sent one of the expected words last."""
             others = self._others(*present)
             return [rank for rank in others if rank not in self._dead()] if others and self._survives else others
 
@@ -444,7 +444,7 @@ class Succession:
             self._room.begin(word)
 
     def _others(self, *words: bytes) -> list[int]:
-        """Return the ranks whose last word is none of these. Does not block."""
+        """Return the ranks that have not sent one of these words last. Does not block."""
         self._room.missing()
         return [rank for rank, said in enumerate(self._room.last_words()) if said not in words]
 
@@ -453,7 +453,7 @@ class Succession:
         return {rank for rank, how in self._gone().items() if self._survives and how == DEPARTURES[0]}
 
     def _why_not(self) -> str:
-        """Return why the ranks cannot go on together, or ""."""
+        """Return the reason why the ranks cannot go on together, or ""."""
         for rank in sorted(set(range(self._room.size)) - set(self._others(LEAVES))):
             return f"rank {rank} has closed the store"
         needed = {rank: how for rank, how in self._gone().items() if rank not in self._dead()}

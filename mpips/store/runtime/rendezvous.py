@@ -1,4 +1,4 @@
-"""The one rendezvous: ranks learn each other's bytes, or see that they ask for the same.
+"""A rendezvous of ranks: they exchange bytes, or check that all of them ask for the same.
 
 It serves calls that all workers (or all ranks) make together and that need not be fast: create, init, set_optimizer,
 barrier, save, load, the beginning of a training. `agree` compares what ranks ask for. If they differ, or one brings a

@@ -1,4 +1,4 @@
-"""Long waits at a server, who for whom: warnings, the end of a wait that is too long, and circles.
+"""Long waits at a server: warnings, the end of a wait that is too long, and workers that wait in a circle.
 
 A worker whose program has waited long for a round says so (`waits`). It does nothing else until that round is complete.
 So a server can tell that workers wait for one another's pushes in a circle, which they do if they use keys in different
@@ -86,7 +86,7 @@ class Late:
         Return warnings for workers that wait, once for each round. StallError if a round has waited longer than
         `timeout_seconds`.
         """
-        # who waits for whom -> (how long the first has waited, units to warn of now)
+        # (which workers wait for which) -> (how long the first unit has waited, units to warn of now)
         long: dict[str, tuple[float, list[InRounds]]] = {}
         for unit in units:
             if not unit.waits or not unit.missing:

@@ -52,7 +52,7 @@ YIELDS = 8
 SPIN_SECONDS = 1e-3
 # the shortest and the longest sleep between two looks
 SLEEP_SECONDS = (1e-4, 2e-3)
-# A sleep lasts this share of the idle time before it, so the server hears at most that much later what ends that time.
+# A sleep lasts this share of the idle time before it, so what ends the idle time is noticed at most that much later.
 SLEEP_SHARE = 0.02
 TICK_SECONDS = 0.05
 # number of turns after which a busy server looks at the clock, and an idle one, which mostly yields its core
@@ -141,7 +141,8 @@ class Server(Member[None]):
         here = sum(layout.same_node(layout.rank, server) for server in every)
         threads = max(1, min(MOST_THREADS, seat.usable // here))
         self._reduce = Reduce(threads, seat.step_aside, seat.shared)
-        self._copies, self._rounds = MirroredUnits(self._file), Rounds()
+        self._copies = MirroredUnits(self._file)
+        self._rounds = Rounds()
         self._table_rounds: dict[str, int] = {}
         self._last_serving: LastGeneration[Serving] = LastGeneration()
         self._now = self._serving([])

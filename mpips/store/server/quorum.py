@@ -1,4 +1,4 @@
-"""Rounds of an asynchronous store that close when a quorum has given: who is in, when they close, what late ones weigh.
+"""Rounds of an asynchronous store that close by a quorum: when they close, and what a late push weighs.
 
 A client is in time if it has read the value of the last round, or has contributed to it. Such a client waits until the
 open round closes. A client that has missed rounds since then is that many rounds late. Its push is in the open round
@@ -152,14 +152,17 @@ class QuorumState(ServerState):
         self._rounds: dict[int, OpenRound] = {}
         # unit number -> late contributions to its open round, which are no longer in the queues
         self._sources: dict[int, dict[Given, Contribution]] = {}
-        self._wakes, self._is_over = math.inf, False
+        # time of the next look at rounds whose grace is over, and True once the generation has ended
+        self._wakes = math.inf
+        self._is_over = False
         # late worker -> (the most late pushes of any key, the most rounds that any was late)
         self.late_pushes: dict[int, tuple[int, int]] = {}
         # (worker, unit number) -> number of late pushes
         self._late: dict[tuple[int, int], int] = {}
         self._said: dict[int, tuple[int, int]] = {}
         self._says_at = 0.0
-        self._closed, self._missed = 0, Counter[int]()
+        self._closed = 0
+        self._missed = Counter[int]()
 
     def pushed(self, unit: Unit, index: int, source: Contribution, priority: int, clock: float) -> None:
         queue = unit.queues[index]

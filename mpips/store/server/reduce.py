@@ -79,7 +79,7 @@ class Reduce:
         """True if blocks should be summed on all threads.
 
         Workers that wait leave their cores to the threads. Workers that still copy need their cores, unless this server
-        is far behind, or cores are shared, where workers that wait for it yield theirs.
+        is far behind. If processes share cores, workers that wait yield them, so all threads are used.
         """
         threads = self._team.threads
         if threads == 1 or unit.stored.nbytes < SHARED_BYTES:
@@ -118,7 +118,7 @@ class Reduce:
         self._team.share(work, range(len(parts)))
         _tell(unit, stop)
 
-    # ---- payloads of which some come as messages
+    # ---- sums in which some payloads come as messages
 
     def sum_arriving(self, unit: Unit, sources: Sequence[Contribution]) -> bool:
         """Add what is there of the next block, contributor by contributor. Write it when all have been added."""
@@ -138,8 +138,7 @@ class Reduce:
             unit.part += 1
         for source in sources[unit.part + 1 :]:
             # To ask may start to fetch the block. If only the next contributor were asked, all servers would wait for
-            # the
-            # link of the same worker.
+            # the link of the same worker.
             source.ready(number)
         return unit.part > first
 
@@ -153,7 +152,7 @@ class Reduce:
         unit.block += 1
         _tell(unit, unit.block)
 
-    # ---- payloads of which some are compressed or row-sparse
+    # ---- sums in which some payloads are compressed or row-sparse
 
     def sum_coded(self, unit: Unit, sources: Sequence[Contribution]) -> bool:
         """Add the next contributor. When all have been added, write the sum.
@@ -249,7 +248,8 @@ class _Task:
     """Work for all threads: `work(item, thread)` for each item that is left."""
 
     def __init__(self, work: Work, items: Iterable[int]) -> None:
-        self._work, self._left = work, deque(items)
+        self._work = work
+        self._left = deque(items)
         self.errors: list[Exception] = []
 
     def front(self) -> None:
@@ -314,7 +314,8 @@ class _Other:
     """
 
     def __init__(self, number: int, begin: Callable[[], None] | None) -> None:
-        self._number, self._begin = number, begin
+        self._number = number
+        self._begin = begin
         # released to wake the thread
         self._gate = threading.Lock()
         # held while it works

@@ -139,7 +139,7 @@ class Requests:
         return any(changed)
 
     def post_mirrored(self) -> None:
-        """Send answers, and hear requests, that have waited for the mirror. Called after each look at the mirror."""
+        """Send answers and handle requests that have waited for the mirror. Called after each look at the mirror."""
         for service in self.services:
             self._post(service.take_mirrored())
         deferred, self._deferred = self._deferred, []
@@ -239,7 +239,7 @@ class Requests:
         del before
 
     def repeat_change(self, change: frames.Change | None) -> str:
-        """Make the change that the end of the last generation has interrupted. Return why it cannot be made, or "".
+        """Make the change that the end of the last generation has interrupted. Return "", or why it is impossible.
 
         It also writes the ledger, for the ranks that need it if this server dies next.
         """

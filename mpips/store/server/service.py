@@ -1,8 +1,8 @@
-"""A service: what a server serves beside keys. The rest of the server knows no more of it than this.
+"""The protocol of a service, which is anything that a server serves besides keys, such as tables.
 
 A service has requests of its own and answers them when it likes: a push may be answered rounds later. It is told which
 workers have left or wait for all others. It says which of its rounds wait, so that long waits end in the same way as
-those of keys. Tables (`mpips.tables`) are the only service at present.
+those of keys.
 """
 
 from __future__ import annotations

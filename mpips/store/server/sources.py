@@ -150,7 +150,10 @@ class FillingOutbox(Contribution):
     def __init__(self, outbox: Array, blocks: int, block_elements: int, dtype: np.dtype) -> None:
         header = header_bytes(blocks)
         self._words = memoryview(outbox[:header].view(np.uint64))  # type: ignore[arg-type]
-        self._slots, self._blocks, self._step = outbox[header:].view(dtype), blocks, block_elements
+        self._slots = outbox[header:].view(dtype)
+        self._blocks = blocks
+        self._step = block_elements
+        # number of blocks in all rounds before the present one
         self._first = 0
 
     def begin(self, round_: int) -> None:
@@ -171,7 +174,8 @@ class Compressed(Contribution):
     coded = True
 
     def __init__(self, payload: Array, compressor: Compressor) -> None:
-        self._payload, self._compressor = payload, compressor
+        self._payload = payload
+        self._compressor = compressor
 
     def add_to(self, out: Array) -> None:
         self._compressor.decode(self._payload, out, add=True)
@@ -275,7 +279,8 @@ class CodedMessage(MessageBlocks):
         self, receiver: Receiver, line: MessageLine, worker: int, unit: Unit, frame: Frame, read: Read
     ) -> None:
         super().__init__(receiver, line, worker, unit, frame)
-        self._size, self._read = frame.nbytes, read
+        self._size = frame.nbytes
+        self._read = read
         self.empty = frame.coding == Coding.NOTHING
         self.sparse = self.empty or frame.coding == Coding.ROWS
 
@@ -309,7 +314,9 @@ class WholeMessage(Contribution):
         self._worker = worker
         self._unit = unit
         self._frame = frame
-        self.weight, self._read = frame.token, read
+        # The token of a push holds the weight of its worker.
+        self.weight = frame.token
+        self._read = read
         self._data = np.empty(frame.nbytes, np.uint8)
         step = frame.nbytes if read is not None else unit.block_elements * unit.stored.itemsize
         self._rest = deque(cut_bytes(self._data, step))
@@ -361,7 +368,8 @@ class Receiver:
     """One server's messages with payloads, from and to workers of other nodes."""
 
     def __init__(self, comm: MPI.Comm, in_flight: int) -> None:
-        self.comm, self.in_flight = comm, in_flight
+        self.comm = comm
+        self.in_flight = in_flight
         self.buffers = Buffers()
         self._shipping: list[_Shipment] = []
         # receives that are not complete

@@ -80,7 +80,8 @@ class ServerState(ABC):
         self.units: Known[int, Unit] = Known("unit")
         # the store's lane in records, set once it is known
         self.lane = LANE
-        self.optimizers, self.compressor = optimizers or Groups(), compressor
+        self.optimizers = optimizers or Groups()
+        self.compressor = compressor
         self.late = late or Late()
         # units that have something to apply
         self.ready: dict[int, Unit] = {}
@@ -105,8 +106,7 @@ class ServerState(ABC):
         self._every = False
         recorder.add_timeable(self)
         # True once any unit has a priority. Without one nothing is sorted: sorting hundreds of units at every step
-        # takes
-        # as long as summing them.
+        # takes as long as summing them.
         self._ranked = False
 
     # ---- events
@@ -578,8 +578,7 @@ class AsynchronousState(ServerState):
             if unit.is_timed and unit.number not in self._begun:
                 self._begin(unit, unit.done[index] + 1)
         # Readers look at an odd word only in units of one block. In longer units outboxes take this word for the number
-        # of
-        # blocks that have been summed, and must see none.
+        # of blocks that have been summed, and must see none.
         if unit.blocks == 1:
             unit.words[0] |= 1
         if unit.block == 0 and unit.undo is not None:

@@ -1,4 +1,4 @@
-"""A unit on its server: its values and optimizer's state, the sum and update of a block, who has pushed. No I/O."""
+"""A unit on its server: its values and optimizer state, the sum and update of a block, queues of pushes. No I/O."""
 
 from __future__ import annotations
 
@@ -115,7 +115,8 @@ class FrozenUnit:
     """Values and state of a unit at one moment: the unit's own arrays until it is about to be written, then copies."""
 
     def __init__(self, unit: Unit) -> None:
-        self.round, self.step = unit.round, unit.step
+        self.round = unit.round
+        self.step = unit.step
         self.arrays: list[Array] = [unit.stored, *(unit.state or ())]
 
     def copy(self) -> None:
@@ -166,8 +167,7 @@ class Unit:
         # True if some blocks are of a round that was never finished
         self.torn = False
         # False while its mirror has yet to receive the stored values. Until then they must not change, and workers must
-        # not
-        # hear of them.
+        # not hear of them.
         self.mirrored = True
         # synchronous: number of complete rounds
         self.round = 0
@@ -215,8 +215,7 @@ class Unit:
         # number of blocks that are applied
         self.block = 0
         # Number of contributors whose payload, or whose part of the present block, has been added to `total` or `rows`.
-        # Of
-        # the next contributor `part_block` blocks have been added.
+        # Of the next contributor `part_block` blocks have been added.
         self.part = 0
         self.part_block = 0
         # the sum of a block, or of all blocks, as far as it goes

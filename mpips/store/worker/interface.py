@@ -199,8 +199,7 @@ class Tables(Protocol):
 
         Args:
             since: Only rows that updates after this one have named.
-            export: The number of updates that an export contains. It also gets the ids of dropped rows. -1: no
-                export.
+            export: The number of updates that an export contains. It also gets the ids of dropped rows. -1: no export.
         """
 
     def reset(self, table: str, updates: int) -> Task[None]:
@@ -231,7 +230,7 @@ class Backend(Protocol):
 
     @property
     def stored(self) -> Stored:
-        """Access to the states of keys beside their values."""
+        """Access to everything that keys have besides their values."""
 
     @property
     def quick_list(self) -> FastList | None:

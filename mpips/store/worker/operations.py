@@ -198,8 +198,7 @@ class Operations:
 
         Args:
             names: Keys or tables of a call that the program waits for. If it makes no progress for LONG_SECONDS, peers
-                are
-                told, once.
+                are told, once.
         """
         since = 0.0
         try:

@@ -302,7 +302,7 @@ class WorkerStore:
         """
         self.operations.check_open()
         if self._alone:
-            # MPI does not allow the communication thread beside this one: stop its work first.
+            # MPI does not allow calls of two threads at once: let the communication thread finish first.
             self.engine.finish()
         with self.operations.guard(what):
             if self.layout.asynchronous and max(self.layout.options.staleness, self.layout.options.quorum) >= 0:
