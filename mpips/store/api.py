@@ -127,10 +127,9 @@ class KVStore(Uncopied):
         self.pull(key, out, priority)
 
     def set_optimizer(self, optimizer: str | Optimizer, keys: object = None, **keywords: Any) -> None:
-        """Let the store update keys by an optimizer from now on. Servers run it, or the workers if there are no
-        servers.
+        """Let the store update keys by an optimizer from now on. Collective over all workers.
 
-        Collective over all workers. The optimizer's state starts anew.
+        Servers run the optimizer, or the workers if there are no servers. Its state starts anew.
 
         Args:
             optimizer: A name with keywords (`"sgd", learning_rate=0.1`), or an `mpips.optimizers` record.
@@ -383,9 +382,7 @@ class KVStore(Uncopied):
         return None
 
     def _check_reads_alone(self) -> None:
-        """Raise ValueError if members of a client pull together: each might find another version of an asynchronous
-        key.
-        """
+        """Raise ValueError if members of a client pull together, since each might find another version of a key."""
         layout = self.layout
         members = max(len(range(*client)) for client in layout.clients)
         if layout.kind.startswith("mpi_") and members > 1:

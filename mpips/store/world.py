@@ -39,7 +39,7 @@ OF_RANK = (
     "HYDI_",
 )
 SETTINGS = ("PMIX_MCA_", "PMIX_PREFIX")
-# variables with a rank's number among the ranks of its own host: (how many, which one)
+# pairs of variables: the number of the job's ranks on this host, and this rank's number among them
 LOCAL_RANKS = (("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"), ("MPI_LOCALNRANKS", "MPI_LOCALRANKID"))
 # Names the variables that mpips has set in the way of torchrun, as NAME=VALUE with commas between them. `mpips run`
 # sets some and the rank itself the others, so that programs written for torchrun, as most DDP programs are, run

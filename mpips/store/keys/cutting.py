@@ -69,7 +69,7 @@ class Cutting:
         sharers = max(map(len, self._groups))
         grain = grain_of(key.shape, self._layout.num_servers * (sharers * MOST_CHUNKS if sharers > 1 else 1))
         if self._one_node and sharers > 1:
-            # `collectives.reduce_scatter` cuts between any elements.
+            # as `collectives.reduce_scatter` cuts, which the members use: between any elements
             grain = 1
         by_server = []
         if parts is None:

@@ -324,8 +324,8 @@ class Sender:
     def _admits(self, shard: Shard, data: Array) -> bool:
         """True if the payload may go to its server without being asked for.
 
-        A worker may have its share of the server's data under way, or two messages: while the news travels back that
-        the first has been read, the second is on the link.
+        A worker may have payloads under way up to its share of the server's data, but at least two messages: one is on
+        the link while the news travels back that the other has been read.
         """
         options = self._layout.options
         share = max(self._stored[shard.server] // self._senders, 2 * (options.chunk_bytes + FRAME_COST))

@@ -107,10 +107,9 @@ class Push:
     def push_coded(
         self, key: Key, round_: int, shard: Shard, payload: Array, coding: Coding, priority: int, count: int = 0
     ) -> Task[None]:
-        """Contribute a compressed or row-sparse payload (uint8) to a round of a shard. Over when the payload may be
-        freed.
+        """Contribute a compressed or row-sparse payload (uint8) to a round of a shard.
 
-        The shard's server must have read the round before.
+        The shard's server must have read the round before. The task is over when the payload may be freed.
 
         Args:
             count: The number of rows.

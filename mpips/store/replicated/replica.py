@@ -170,7 +170,7 @@ class Replica:
     def changed(self) -> None:
         """Note a change that is not a round."""
 
-    # ---- what comes from elsewhere
+    # ---- content from checkpoints and from other workers
 
     def put_state(self, step: int, arrays: Sequence[Array]) -> None:
         """Set the state from a checkpoint. ValueError, with nothing changed, if it does not fit the optimizer."""

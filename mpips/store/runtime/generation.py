@@ -129,12 +129,11 @@ class Generation:
                     raise of_kind(error) from None
 
     def end(self, what: str, error: BaseException) -> BaseException:
-        """End the generation for all ranks, because `what` has raised `error` on this one. Return the exception to
-        raise.
+        """End the generation for all ranks, because `what` has raised `error` on this one.
 
-        That is a StoreError with the sentence that all ranks raise, if the error comes from `collectives`, MPI or the
-        generation. Otherwise it is `error` itself. Idempotent. Blocks for some seconds at most, until nobody touches
-        arrays that this rank has lent.
+        Returns the exception to raise. That is a StoreError with the sentence that all ranks raise, if the error comes
+        from `collectives`, MPI or the generation. Otherwise it is `error` itself. Idempotent. Blocks for some seconds
+        at most, until nobody touches arrays that this rank has lent.
         """
         # Another thread may end it too.
         with self._ending:
@@ -216,8 +215,7 @@ class Generation:
             self.inside = False
 
     def meet(self, payload: bytes, what: str, everybody: bool = False) -> list[bytes]:
-        """Exchange payloads: return each worker's (`everybody`: each rank's) in the order of ranks. Collective,
-        blocking.
+        """Return each worker's payload (`everybody`: each rank's), in the order of ranks. Collective, blocking.
 
         Raises:
             StoreError: The generation ends meanwhile.
@@ -359,7 +357,11 @@ class Succession:
     """The agreement of the ranks after a generation: all begin the next one together, or each leaves.
 
     Making new communicators blocks in MPI until all ranks have come. So no rank may begin before it knows that all will
-    come: 1. Each tells that it would go on. 2. When it has heard that from all, it tells that it goes.
+    come:
+
+    1. Each rank tells the others that it would go on.
+    2. When it has heard that from all, it tells them that it goes on, and may not stay away any more.
+    3. When it has heard that from all, it begins to make communicators.
 
     Args:
         gone: Returns the ranks that have left, and how.
@@ -391,10 +393,9 @@ class Succession:
         return self._wait(limits, WOULD, WOULD, GOES)
 
     def wait_until_all_go(self, limits: Limits) -> str:
-        """Wait until all ranks go on. A rank that has told that it goes must not stay away. Then another attempt may
-        follow.
+        """Wait until all ranks go on. Return "", or why they cannot.
 
-        Return "", or why they cannot go on.
+        A rank that has told that it goes on must not stay away. If the attempt fails, another one may follow.
         """
         why = self._why_not() or self._wait(limits, GOES, GOES)
         self._attempt += not why

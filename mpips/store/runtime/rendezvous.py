@@ -31,7 +31,7 @@ TAG = 3
 GATHERING_TAG = 1017
 # first byte of a message: a rank comes to a meeting, or describes how far it is while it waits there
 COMES, STANDS = b"c", b"s"
-# how long a message may take from a rank that has left after sending it
+# Messages of a rank that has left may still arrive for this long.
 LAST_WORD_SECONDS = 0.2
 Items = Sequence[tuple[Any, str]]
 

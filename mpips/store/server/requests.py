@@ -33,7 +33,7 @@ REFUSALS = (ValueError, TypeError, MemoryError)
 
 
 class Requests:
-    """The requests to one server in one generation. `name`: the server, in sentences; `generation`: its number."""
+    """The requests to one server in one generation. `name` names the server in messages; `generation` is a number."""
 
     def __init__(
         self,

@@ -166,7 +166,7 @@ class ServerState(ABC):
         return self._see_absent()
 
     def _see_absent(self) -> Replies:
-        """Go on without workers that do not push, for now or for good."""
+        """Let units and readers go on without the workers that push nothing, for now or for good."""
         replies: Replies = []
         for unit in self.units.values():
             self._see_gone(unit)
@@ -177,7 +177,7 @@ class ServerState(ABC):
         """Look for waits that have become too long. Called now and then while idle.
 
         Args:
-            others: What services have open rounds of.
+            others: Parts of services that have rounds.
             waits: Workers that wait for a service, but not for a push.
 
         Raises:
@@ -577,8 +577,8 @@ class AsynchronousState(ServerState):
             self._word[0] = unit.token
             if unit.is_timed and unit.number not in self._begun:
                 self._begin(unit, unit.done[index] + 1)
-        # Readers look at an odd word only in units of one block. In longer units outboxes take this word for the number
-        # of blocks that have been summed, and must see none.
+        # An odd word tells readers that an update is being written. Only in units of one block: in longer units
+        # outboxes read this word as the number of summed blocks, and would use slots again too early.
         if unit.blocks == 1:
             unit.words[0] |= 1
         if unit.block == 0 and unit.undo is not None:
@@ -594,7 +594,7 @@ class AsynchronousState(ServerState):
         return True, self._end_update(unit) if unit.mirrored else []
 
     def _end_update(self, unit: Unit) -> Replies:
-        """End the update by the contributor whose turn it is."""
+        """End the update by the contribution that is being applied."""
         index = unit.active
         if self._begun:
             self._end(unit)

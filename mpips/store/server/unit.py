@@ -72,7 +72,7 @@ class Contribution:
         raise TypeError("the payload is not row-sparse")
 
     def whole(self) -> Array:
-        """Return all elements, in memory of their own. Payloads of a quorum only, after all of it has come."""
+        """Return all elements, in memory of their own. Only in stores with a quorum, once all of it has arrived."""
         raise TypeError("the payload is taken block by block")
 
     def drop(self) -> None:
@@ -189,7 +189,7 @@ class Unit:
         self.token = self.token_of_pulls = 0
         # the form of records of its rounds
         self.form = b""
-        # its rounds are recorded always, or at present
+        # is_long: its rounds are always recorded; is_timed: they are recorded at present
         self.is_long = self.is_timed = False
         # number of pushes of each contributor at the last `uncounted`
         self._counted: list[int] = []
@@ -218,9 +218,9 @@ class Unit:
         # Of the next contributor `part_block` blocks have been added.
         self.part = 0
         self.part_block = 0
-        # the sum of a block, or of all blocks, as far as it goes
+        # the running sum of the present block, or of all blocks
         self.total: Array | None = None
-        # stands for `total` as long as all contributions were rows
+        # used instead of `total` as long as all contributions are rows
         self.rows: list[RowSparse] = []
 
     def uncounted(self, asynchronous: bool) -> list[int]:

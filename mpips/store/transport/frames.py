@@ -53,7 +53,8 @@ class Op(IntEnum):
     WAITS = 9
     # The worker waits for all other workers, and pushes nothing until all do. In stores with `staleness` or `quorum`.
     MEETS = 11
-    # The worker wants the unit unchanged from when it has `round` pushes in it until RELEASE. In asynchronous stores.
+    # The worker wants the unit to stay unchanged, from the moment it has `round` pushes in it until RELEASE. In
+    # asynchronous stores.
     HOLD = 10
     # The contribution to this round has been read: the worker may overwrite it. Only between nodes; on a node a word in
     # memory tells it. Round 0: the first value has arrived.
@@ -579,8 +580,7 @@ def ids_at(count: int, row_bytes: int) -> int:
 
 
 def arrange(cards: Sequence[UnitCard], itemsizes: Sequence[int]) -> tuple[list[int], int]:
-    """Lay out the values of units in one piece of memory. Return the first byte of each, and the number of bytes in
-    all.
+    """Lay out the values of units in one piece of memory. Return the first byte of each, and the total of bytes.
 
     Each begins on a cache line.
     """
@@ -592,7 +592,7 @@ def arrange(cards: Sequence[UnitCard], itemsizes: Sequence[int]) -> tuple[list[i
 
 
 def arrange_words(cards: Sequence[UnitCard]) -> tuple[list[int], int]:
-    """Lay out the words of units in one region. Return the first word of each, and the number of words in all.
+    """Lay out the words of units in one region. Return the first word of each, and the total of words.
 
     A unit has a progress word and a word for each contributor. Each unit begins on a cache line.
     """

@@ -53,10 +53,9 @@ class Connection(NamedTuple):
 
 
 class _Offer(msgspec.Struct, array_like=True):
-    """Memory that a rank offers, so that others of its node can try to map it: a server's rings, or a worker's few
-    bytes.
+    """Memory that a rank offers to the others of its node, which try to map it.
 
-    With it a server tells where its ledger is.
+    A server offers its rings, and tells where its ledger is. A worker offers a few bytes.
     """
 
     region: tuple[int, ...]

@@ -66,7 +66,7 @@ class MessageGroup:
         return left
 
     def left(self) -> int:
-        """Return the number under way at the end of a generation, where those to and from dead ranks are over too."""
+        """Return the number under way at the end of a generation, without those to and from dead ranks."""
         self.receives = [request for request in self.receives if not over(request)]
         self.sends = [request for request in self.sends if not over(request)]
         return len(self.receives) + len(self.sends)
@@ -115,7 +115,7 @@ class MessagesUnderWay:
         return sum(group.pending() for group in list(self._open.values()))
 
     def left(self) -> int:
-        """Return the number under way at the end of a generation, where those to and from dead ranks are over too."""
+        """Return the number under way at the end of a generation, without those to and from dead ranks."""
         return sum(group.left() for group in list(self._open.values()))
 
     def leave(self) -> bool:

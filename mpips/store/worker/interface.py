@@ -181,11 +181,10 @@ class Tables(Protocol):
     known: Mapping[str, KnownTable]
 
     def push(self, pushes: Sequence[tuple[KnownTable, Array, Array]]) -> Task[None]:
-        """Contribute (table, ids, gradients) to each table's next round. When the task is over, the arrays may be
-        overwritten.
+        """Contribute (table, ids, gradients) to each table's next round.
 
-        RoomError if this round or an earlier one is refused. Then none of these pushes counts, and each table's `round`
-        is the last one that does.
+        When the task is over, the arrays may be overwritten. RoomError if this round or an earlier one is refused. Then
+        none of these pushes counts, and each table's `round` is the last one that does.
         """
 
     def pull(self, table: KnownTable, ids: Array, out: Array) -> Task[None]:
@@ -288,11 +287,7 @@ class Backend(Protocol):
     # ---- settings
 
     def check_updated(self, keys: Sequence[Key], what: str) -> None:
-        """Raise ValueError if nothing would apply a push of a key: in an asynchronous store, a key without an
-        optimizer.
-
-        Local.
-        """
+        """Raise ValueError if an asynchronous store has no optimizer to apply a push of a key. Local."""
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Name] | None) -> Task[None]:
         """Update keys by an optimizer from now on, with new state. Collective.

@@ -166,9 +166,7 @@ class Operations:
         return f"{text(what, names)}{after}"
 
     def guard(self, what: str, names: Sequence[Name] = ()) -> Guard:
-        """Return a context in which any exception ends the generation, except one that all workers raise for bad
-        arguments.
-        """
+        """Return a context in which any exception ends the generation, except those that change nothing (`refused`)."""
         return Guard(self._engine.generation, what, names)
 
     def pull(self, key: Key, out: Array) -> Task[None]:

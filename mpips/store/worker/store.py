@@ -237,9 +237,9 @@ class WorkerStore:
         self.run("settle", self.backend.settle(list(self.keys.values())))
 
     def hear_refusals(self, what: str) -> None:
-        """Learn of refused rounds of tables, in the call `what`. RoomError on a worker that has not heard of one.
+        """Exchange which rounds of tables were refused, in the call `what`. RoomError on a worker that did not know.
 
-        Collective in a synchronous store with tables. Workers that have heard of it wait for the others to call again.
+        Collective in a synchronous store with tables. Workers that knew wait for the others to make the call again.
         """
         tables = self.backend.tables
         while tables is not None and self.tables and not self.layout.asynchronous:
