@@ -201,7 +201,7 @@ class KVStore(Uncopied):
             return make_table(self.worker, self._route, name, asked)
 
     def recut(self, keys: Sequence[Name], new: Mapping[Name, int]) -> None:
-        """Replace 1-D keys by new 1-D keys that divide the same elements in another way. Collective over all workers.
+        """Replace keys by new 1-D keys that divide the same elements in another way. Collective over all workers.
 
         The elements of `keys`, one key after another, are dealt out to the keys of `new`. Values, the optimizer's state
         and residuals of compression move with them. `keys` then no longer exist, and their memory is given back.

@@ -1,4 +1,4 @@
-"""`create`: makes workers and servers of processes, and opens a second store on servers that are there already."""
+"""`mpips.create`: turns processes into workers and servers of a store, or makes another store on the same servers."""
 
 from __future__ import annotations
 
@@ -96,6 +96,7 @@ def create(kind: str, comm: MPI.Intracomm | None = None, **options: Any) -> KVSt
         if cause := world.lost(os.environ, MPI.Get_library_version(), comm.Get_size()):
             raise of_caller(RuntimeError(cause))
     before = _serving(comm)
+    # The servers run no program any more, so they must be asked to take part in what follows.
     if before is not None:
         if chosen is not None and not refusal:
             refusal = _unfit(chosen, before.layout)

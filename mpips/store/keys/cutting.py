@@ -1,4 +1,4 @@
-"""Cut a new key as `sharding` decides: its pieces and shards on a worker, the cards of its units for servers."""
+"""Cut a new key as `sharding` decides: pieces and shards for a worker, and descriptions of its units for servers."""
 
 from __future__ import annotations
 

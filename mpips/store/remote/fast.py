@@ -127,6 +127,7 @@ class OneBlock(FastRoute):
 
     def post(self, array: Array, priority: int) -> Task[None] | None:
         key = self._key
+        # As long as the server has not read the last push, its values must stay where they are.
         if self._flag[0] or self._words[self._mine] != key.round:
             return self._general.push(key, array, priority)
         pushes = self._lent.of(array) if self._lent is not None else None
@@ -151,6 +152,7 @@ class OneBlock(FastRoute):
 
     def pull(self, out: Array) -> Task[None] | None:
         key = self._key
+        # If the server has sent a message, such as a warning, the general path takes it in.
         if self._flag[0] or not has_come(self._words, 0, key.round) or self._line.waiting():
             return self._general.pull(key, out)
         out[...] = self._stored
@@ -237,6 +239,7 @@ class Blocks(FastRoute):
                 if words[0] < needed and not has_come(words, 0, needed):
                     return self._general.pull(key, flat)
                 there = words[0] - before
+                # One copy for the whole shard if all of it is there already.
                 if there == blocks and not done:
                     flat[start:stop] = stored
                 else:

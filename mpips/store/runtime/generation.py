@@ -113,7 +113,7 @@ class Generation:
             self._look(waited)
 
     def _look(self, waited: float) -> None:
-        """Look, also from a meeting, which may still be completed after the generation has ended."""
+        """Do the same within a meeting too, which may still be completed after the generation has ended."""
         if self.over is not None or self.flag[0]:
             raise self._error()
         # If it is locked, another thread is listening.

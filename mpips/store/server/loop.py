@@ -506,7 +506,7 @@ class WorkerTraffic:
         logged = ""
         for reply in replies:
             if reply.worker in self._state.gone:
-                # It has left and hears nothing more.
+                # The worker has left, and reads no messages any more.
                 continue
             line = self._lines[reply.worker]
             if reply.text:

@@ -47,11 +47,12 @@ VIEWS = 4096
 KEPT = 16
 # number of messages with rows that are under way to a worker at a time
 ROW_MESSAGES = 2
-# At the end of a generation a server takes in for this long what workers are sending, because they wait for that.
+# At the end of a generation a server receives for this long what workers are sending, because those workers wait
+# until it has been received.
 DRAIN_SECONDS = 0.2
-# unit, position of the contributor, source, priority
+# unit, position of the contributor, its contribution, priority
 Push = tuple[Unit, int, Contribution, int]
-# makes a source of a coded payload once that is read
+# makes a contribution from the bytes of a coded payload
 Read = Callable[[Array], Contribution]
 
 

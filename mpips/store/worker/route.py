@@ -250,10 +250,12 @@ class Route:
         else:
             record = self._one(key, value, priority, writes=out is None)
         if record is not None:
+            # Without a mark the call has to be timed, which `call` does before it comes back here.
             mark = record.marks[what] or self.marks.mark_first(what, record)
             if not mark:
                 return False
             self._word[0] = mark
+        # PyTorch's CPU tensors take the fast path too, as NumPy views.
         elif "torch" in sys.modules:
             views = arguments.viewed(value), arguments.viewed(out)
             if views[0] is not value or views[1] is not out:
@@ -325,7 +327,7 @@ class Route:
 
     @contextmanager
     def marked(self, what: str) -> Iterator[None]:
-        """Show other processes that this worker is in a call of no key or of many, for the length of the block."""
+        """Show other processes that this worker is in a call without a key, or with many, until the block ends."""
         self.mark(what)
         outer, self._inside = self._inside, get_ident()
         try:
@@ -339,7 +341,7 @@ class Route:
             self._inside = outer
 
     def mark(self, what: str) -> None:
-        """Show other processes that this worker has begun a call of no key."""
+        """Show other processes that this worker has begun a call without a key."""
         self._see_thread(what)
         self.marks.mark(what, [])
 
