@@ -50,6 +50,9 @@ class KVStore(Uncopied):
     A bad argument raises ValueError or TypeError on this worker alone, before anything is sent, and changes nothing.
     Any other failure ends the generation: every call of every worker raises `mpips.StoreError` until all of them call
     `recover()`.
+
+    Attributes:
+        layout: The roles of the store's ranks, and its communicators, such as `layout.workers`.
     """
 
     def __init__(self, worker: WorkerStore, route: Route | None = None, generations: Generations | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Operations of a store during compute: in program order on each key, then by priority. `wait()` raises their errors.
+"""Operations of a store during compute: in program order on each key, then by priority. `wait()` raises errors.
 
 An operation is a task (`collectives.fabric.tasks`) with the names on which it takes turns: its keys, its communicators,
 and names that the user gives. (MXNET-MPI, sections 3.1, 4.2.2 and 4.2.3, orders operations by the variables that they
