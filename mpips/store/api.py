@@ -47,9 +47,9 @@ class KVStore(Uncopied):
 
     Not thread-safe: only one thread of a process may use a store.
 
-    A bad argument raises ValueError or TypeError on this worker alone, before anything is sent, and changes nothing.
-    Any other failure ends the generation: every call of every worker raises `mpips.StoreError` until all of them call
-    `recover()`.
+    A bad argument raises ValueError or TypeError on this worker alone, before anything is sent, and changes nothing. In
+    a call that all workers make together, such as `init`, all of them raise it. Any other failure ends the generation:
+    every call of every worker raises `mpips.StoreError` until all of them call `recover()`.
 
     Attributes:
         layout: The roles of the store's ranks, and its communicators, such as `layout.workers`.

@@ -47,8 +47,8 @@ VIEWS = 4096
 KEPT = 16
 # number of messages with rows that are under way to a worker at a time
 ROW_MESSAGES = 2
-# At the end of a generation a server receives for this long what workers are sending, because those workers wait
-# until it has been received.
+# At the end of a generation a server receives for this long what workers are sending, because those workers wait until
+# it has been received.
 DRAIN_SECONDS = 0.2
 # unit, position of the contributor, its contribution, priority
 Push = tuple[Unit, int, Contribution, int]
