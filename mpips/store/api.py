@@ -28,35 +28,45 @@ from mpips.tables.initial import Uniform, uniform
 from mpips.tables.table import Asked, Table
 from mpips.tables.table import make as make_table
 
+# the rule of first values of a table made without `init`
 DEFAULT_INIT = uniform(0.05)
-"""First values of a table that asks for no others."""
+# any hashable names; operations that have one in common run in program order (see `KVStore.ipush`)
 Turns = Sequence[Hashable]
-"""Names, any that are hashable: operations with one in common run in program order (`ipush`)."""
 
 
 class KVStore(Uncopied):
-    """Made by `mpips.create`. Every worker of the job has one; calls block unless their name begins with i.
+    """A key-value store, as each worker of the job sees it. Made by `mpips.create`.
 
-    Arrays are C-contiguous, of float16, bfloat16, float32, float64 or integers: NumPy's, PyTorch's CPU tensors, what
-    has `__array_interface__` or DLPack, and arrays on GPUs (`__cuda_array_interface__`). JAX arrays are read only.
-    Arrays made by `mpips.empty` are exchanged on a node without being copied. A key is an int or a str. Calls take one
-    key or a list, and for each key one array or a list of arrays (one per device), which are summed first. A priority
-    is an int of at most 31 bits. Not thread-safe: one thread per process uses a store.
+    Calls block unless their name begins with i. Arrays are C-contiguous, of float16, bfloat16, float32, float64 or
+    integers: NumPy arrays, PyTorch CPU tensors, anything with `__array_interface__` or DLPack, and arrays on GPUs
+    (`__cuda_array_interface__`). JAX arrays can be read but not written. Arrays made by `mpips.empty` are exchanged
+    without a copy between ranks of one node.
 
-    A bad argument raises ValueError or TypeError on this worker alone, before anything was sent, and changes nothing.
-    Any other failure ends the generation: every call of every worker raises `mpips.StoreError` until all call
-    `recover()`.
+    A key is an int or a str. A call takes one key or a list of keys, and for each key one array or a list of arrays
+    (one per device), which are summed first. A priority is an int of at most 31 bits.
+
+    Not thread-safe: only one thread of a process may use a store.
+
+    A bad argument raises ValueError or TypeError on this worker alone, before anything is sent, and changes nothing. In
+    a call that all workers make together, such as `init`, all of them raise it. Any other failure ends the generation:
+    every call of every worker raises `mpips.StoreError` until all of them call `recover()`.
+
+    Attributes:
+        layout: The roles of the store's ranks, and its communicators, such as `layout.workers`.
     """
 
     def __init__(self, worker: WorkerStore, route: Route | None = None, generations: Generations | None = None) -> None:
-        """`route`: how pushes and pulls are made."""
         if route is None or generations is None:
             raise of_caller(TypeError("a store is made by mpips.create, on all ranks: kv = mpips.create('dist_sync')"))
-        self.worker, self.layout = worker, worker.layout
-        """What the workers agree on, for other packages of mpips; roles and communicators."""
-        self._route, self._operations, self.generations = route, worker.operations, generations
+        # what the workers of the store agree on; other packages of mpips use it
+        self.worker = worker
+        # roles of ranks, and communicators
+        self.layout = worker.layout
+        self._route = route
+        self._operations = worker.operations
+        self.generations = generations
 
-    # ---- who we are
+    # ---- this worker and the store
 
     @property
     def type(self) -> str:
@@ -75,56 +85,79 @@ class KVStore(Uncopied):
 
     @property
     def generation(self) -> int:
-        """The number of the present generation: 0, and one more after each `recover`."""
+        """The number of the present generation. It begins at 0, and each `recover` adds one."""
         return self.worker.generation.number
 
     @property
     def spares(self) -> int:
-        """Return how many ranks wait to take a place: the same on all workers until the next generation."""
+        """Number of ranks that wait to take a place. The same on all workers, and constant within a generation."""
         return self.layout.spares
 
     @property
     def resumed(self) -> int | None:
-        """The step to begin with: so many rounds of each key are stored. 0 where a training begins. More where a job
-        has started again, or this worker has joined one. None where its keys stand at several rounds."""
+        """The step to begin with: the number of rounds of each key that the store holds.
+
+        0 in a new training. More than 0 if the job has been started again from a checkpoint, or if this worker has
+        joined a running job. None if the keys are at different rounds.
+        """
         return self.worker.resumed
 
     @staticmethod
     def is_capable(capability: str) -> bool:
-        """Return whether the store can do it; the one capability that is asked for is "optimizer"."""
+        """True if the store can do this.
+
+        The only capability that may be asked for is "optimizer"; others raise ValueError.
+        """
         if capability.lower() != "optimizer":
             raise of_caller(ValueError(f"unknown capability {capability!r}; known: optimizer"))
         return True
 
-    # ---- all workers together; blocking. Bad or different arguments: all raise the same, and nothing has changed
+    # ---- calls of all workers together. They block. If arguments are bad or differ, all raise the same error, and
+    # nothing has changed.
 
     def init(self, key: object, value: object) -> None:
-        """Store the first values: rank 0's count. Keys, shapes and dtypes are the same everywhere."""
+        """Make keys and set their first values. Collective over all workers.
+
+        Keys, shapes and dtypes must be the same on every worker. Only rank 0's values are used.
+        """
         with self._route.marked("init"):
             self.worker.init(key, value)
 
     def broadcast(self, key: object, value: object, out: object, priority: int = 0) -> None:
-        """`init`, then `pull`; nothing is made where `out` is bad."""
+        """Call `init`, then `pull` into `out`. If `out` is bad, no key is made."""
         with self._route.marked("broadcast"):
             self.worker.init(key, value, lambda keys: self._operations.see_pull(keys, key, out, priority))
         self.pull(key, out, priority)
 
     def set_optimizer(self, optimizer: str | Optimizer, keys: object = None, **keywords: Any) -> None:
-        """Let the servers (without servers: the workers) update these keys, or all, by this optimizer from now on.
+        """Let the store update keys by an optimizer from now on. Collective over all workers.
 
-        By name and keywords (`"sgd", learning_rate=0.1`) or an `mpips.optimizers` record. State starts anew.
+        Servers run the optimizer, or the workers if there are no servers. Its state starts anew.
+
+        Args:
+            optimizer: A name with keywords (`"sgd", learning_rate=0.1`), or an `mpips.optimizers` record.
+            keys: The keys to update. None: all keys, also those made later.
         """
         with self._route.marked("set_optimizer"):
             self.worker.set_optimizer(optimizer, keys, keywords)
 
     def update_optimizer(self, keys: object = None, **numbers: Any) -> None:
-        """Change numbers of the optimizers of these keys, or of all, such as `learning_rate`, from the next round on.
-        State stays. A number may be a schedule (`mpips.optimizers.schedules`), counted in updates of the key."""
+        """Change numbers of optimizers, such as `learning_rate`, from the next round on. Collective over all workers.
+
+        The optimizers' state stays. A number may be a schedule (`mpips.optimizers.schedules`), which counts the updates
+        of its key.
+
+        Args:
+            keys: The keys whose optimizers to change. None: all keys.
+        """
         with self._route.marked("update_optimizer"):
             self.worker.update_optimizer(keys, numbers)
 
     def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
-        """Compress pushes of float keys from now on, e.g. `{"type": "2bit", "threshold": 0.5}`."""
+        """Compress pushes of float keys from now on. Collective over all workers.
+
+        Example: `{"type": "2bit", "threshold": 0.5}`.
+        """
         with self._route.marked("set_gradient_compression"):
             self.worker.set_compression(compression_params)
 
@@ -141,26 +174,27 @@ class KVStore(Uncopied):
         limit: int | None = None,
         **options: Any,
     ) -> Table:
-        """Make an embedding table, whose rows servers make when they are first pushed to. Collective over all workers.
+        """Make an embedding table. Servers make a row when it is first pushed to. Collective over all workers.
 
-        All give the same. Rows are spread over the servers by a hash of their ids. A first value depends on seed, table
-        name and id alone. Every worker is a contributor by itself, also in `mpi_*` kinds.
+        All workers must give the same arguments. Rows are spread over the servers by a hash of their ids. The first
+        value of a row depends on seed, table name and id alone. Every worker contributes by itself, also in `mpi_*`
+        kinds.
 
         Args:
-            name: No key and no other table has it.
-            dim: Values of a row.
+            name: A name that no key and no other table has.
+            dim: Number of values in a row.
             dtype: "float32" or "float64".
             init: The rule of first values, `mpips.uniform(bound)`.
-            optimizer: "sgd", "adagrad", "row_adagrad" (one accumulator for each row) or "adam" (corrected by each row's
-                own number of updates).
+            optimizer: "sgd", "adagrad", "row_adagrad" (one accumulator for each row) or "adam" (its bias correction
+                counts each row's own updates).
             seed: Any int.
-            admit: Which ids get a row: `mpips.seen(times)` or `mpips.chance(probability)`. Gradients of others are
-                dropped, and a pull gives their first values. None: all.
-            evict: Rows that no update has named for so many updates are dropped. None: none.
-            limit: The table holds at most so many rows after each update: those longest not named are dropped. Each
-                server holds its share. None: any number.
-            options: The optimizer's numbers, such as `learning_rate`, which may be a schedule; it counts updates of the
-                table.
+            admit: Which ids get a row: `mpips.seen(times)` or `mpips.chance(probability)`. Gradients of other ids are
+                dropped, and a pull of them gives their first values. None: all ids get a row.
+            evict: Drop rows that the last `evict` updates have not named. None: keep all rows.
+            limit: The most rows that the table holds after an update. Rows that have not been named for longest are
+                dropped first. Each server holds its share of the limit. None: no limit.
+            options: The optimizer's numbers, such as `learning_rate`. A number may be a schedule, which counts updates
+                of the table.
 
         Raises:
             ValueError: An argument is bad or differs between workers, or the store has no servers. Nothing has changed.
@@ -170,30 +204,45 @@ class KVStore(Uncopied):
             return make_table(self.worker, self._route, name, asked)
 
     def recut(self, keys: Sequence[Name], new: Mapping[Name, int]) -> None:
-        """Cut the elements of `keys`, one behind the other, anew into 1-D keys `new` of so many elements.
+        """Replace keys by new 1-D keys that divide the same elements in another way. Collective over all workers.
 
-        Values, the optimizer's state and what compression kept back go with them; `keys` exist no more, and their
-        memory is given back. ValueError where the elements differ in number or dtype, a new key exists already, or the
-        optimizer has updated some of `keys` more often than others.
+        The elements of `keys`, one key after another, are dealt out to the keys of `new`. Values, the optimizer's state
+        and residuals of compression move with them. `keys` then no longer exist, and their memory is given back.
+
+        Args:
+            keys: The keys to replace, in the order of their elements.
+            new: The number of elements of each new key.
+
+        Raises:
+            ValueError: The number of elements or the dtypes differ, a new key exists already, or the optimizer has
+                updated some of `keys` more often than others.
         """
         with self._route.marked("recut"):
             recut(self.worker, keys, new)
 
     def forget(self, keys: Sequence[Name]) -> None:
-        """Give up keys, one or a list, and their memory on workers and servers."""
+        """Remove keys, one or a list, and free their memory on workers and servers. Collective over all workers."""
         with self._route.marked("forget"):
             self.worker.forget(keys)
 
     def barrier(self) -> None:
-        """Wait until all workers have come. A pull after it sees all pushes before it."""
+        """Wait until all workers have called it. A pull after a barrier sees all pushes made before it."""
         with self._route.marked("barrier"):
             self.worker.barrier()
 
     def save(self, path: str | os.PathLike[str], wait: bool = True) -> Saving | None:
-        """Write one checkpoint file: keys, tables, optimizers and their state, residuals of compression, after a round.
+        """Write one checkpoint file of the whole store. Collective over all workers.
 
-        A kill at any moment leaves the old file or the new one. `wait=False`: training goes on; `wait()` of what is
-        returned blocks until the file is there. ValueError where it cannot be written.
+        It holds keys, tables, optimizers with their state, and residuals of compression, as they are after a round. A
+        kill at any moment leaves either the old file or the new one.
+
+        Args:
+            path: The file to write.
+            wait: False: return at once, and write while the training goes on. `wait()` of the returned object blocks
+                until the file is complete.
+
+        Raises:
+            ValueError: The file cannot be written.
         """
         with self._route.marked("save"):
             saving = save(self.worker, path, wait)
@@ -201,30 +250,46 @@ class KVStore(Uncopied):
         return saving
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Read back what `save` wrote, with any number of servers, clients and workers. Rank 0 reads.
+        """Read a checkpoint file that `save` wrote. Collective over all workers; rank 0 reads the file.
 
-        Keys and tables that the store does not have are made. ValueError where the file does not fit those that it has.
+        The numbers of servers, clients and workers may differ from those at the time of the save. Keys and tables that
+        the store does not have are made.
+
+        Raises:
+            ValueError: The file does not fit keys or tables of the store.
         """
         with self._route.marked("load"):
             load(self.worker, path)
 
     def save_optimizer_states(self, fname: str, dump_optimizer: bool = False) -> None:
-        """Rank 0 writes the optimizers' state of all keys (safetensors), if `dump_optimizer` with names and options."""
+        """Write the optimizer states of all keys to a safetensors file. Collective over all workers; rank 0 writes.
+
+        Args:
+            fname: The file to write.
+            dump_optimizer: Also write the names and options of the optimizers.
+        """
         with self._route.marked("save_optimizer_states"):
             save_states(self.worker, fname, dump_optimizer)
 
     def load_optimizer_states(self, fname: str) -> None:
-        """Read back what `save_optimizer_states` wrote, with any number of servers."""
+        """Read what `save_optimizer_states` wrote, with any number of servers. Collective over all workers."""
         with self._route.marked("load_optimizer_states"):
             load_states(self.worker, fname)
 
     def recover(self, grow: bool = False) -> Rounds:
-        """Begin the next generation after a StoreError. What was under way is forgotten, values stay.
+        """Begin the next generation after a StoreError. Collective over all workers that live.
 
-        Returns of each key and table the last complete round, which it stands at: so many pushes of each worker are in
-        it, in an asynchronous store of this one (of its client). `.step` is that of all. `.torn` names those of which a
-        round was applied in part: load a checkpoint of them. `grow`: ranks that wait (`spares`) become workers, also
-        where nobody has died; all call it after the same step, or one does and the others' calls raise StoreError.
+        Operations that were under way are given up. Values stay.
+
+        Args:
+            grow: Let waiting ranks (`spares`) become workers, also if no rank has died. Either all workers call it
+                after the same step, or one calls it and the calls of the others raise StoreError.
+
+        Returns:
+            The last complete round of each key and table, which is the round that it now holds. It counts the pushes of
+            each worker; in an asynchronous store, those of this worker (of its client in `mpi_*` kinds). `.step` is the
+            round that all keys hold. `.torn` names keys and tables to which a round was applied in part: load a
+            checkpoint of them.
         """
         with self._route.marked("recover"):
             rounds = self.generations.recover(grow)
@@ -235,25 +300,35 @@ class KVStore(Uncopied):
     # ---- pushes and pulls
 
     def push(self, key: object, value: object, priority: int = 0) -> None:
-        """Contribute to the keys; returns when the arrays may be overwritten. Higher priority goes first.
+        """Push a gradient (or any values) to each key. Returns when the arrays may be overwritten.
 
         Without an optimizer the stored value becomes the sum over all workers. A value may be an `mpips.RowSparse`.
+        Pushes of higher priority go first.
         """
         self._route.make("push", key, value, None, priority)
 
     def ipush(self, key: object, value: object, priority: int = 0, turns: Turns = ()) -> Handle:
-        """`push` that returns a handle at once; the arrays must stay as they are until it is done.
+        """Begin a `push` and return a handle at once. The arrays must not change until the handle is done.
 
-        Operations on one key run in program order; so do those with one of `turns` (any hashable names) in common. Of
-        those that may run, higher priority goes first; but in program order where they hold collectives (`mpi_*` kinds,
-        and stores without servers), as these must start in one order on all workers.
+        Operations on the same key run in program order, and so do those that have one of `turns` in common. Otherwise
+        operations of higher priority go first. Operations that contain collectives (in `mpi_*` kinds, and in stores
+        without servers) always run in program order, because all workers must start them in the same order.
+
+        Args:
+            turns: Any hashable names.
         """
         return self._route.start("push", key, value, None, priority, turns)
 
     def taken(self, key: object, push: Handle) -> Handle:
-        """A handle that ends when the servers have read what `push`, the last `ipush` of these keys, sends. (The push
-        ends when its arrays may be overwritten.) It is `push` itself where that is all that can be known: without
-        servers, and in asynchronous stores."""
+        """Return a handle that ends when the servers have read the values of a push.
+
+        The push itself ends earlier, when its arrays may be overwritten. Without servers and in asynchronous stores
+        nothing more can be known, and `push` itself is returned.
+
+        Args:
+            key: The keys of the push.
+            push: The handle of the last `ipush` of these keys.
+        """
         return self._operations.taken(key, push, self.layout.num_servers > 0 and not self.layout.asynchronous)
 
     @overload
@@ -285,11 +360,17 @@ class KVStore(Uncopied):
         ignore_sparse: bool = True,
         newer_than: int | Sequence[int] | None = None,
     ) -> int | list[int] | None:
-        """Write the keys' values into `out`, after this worker's pushes of them; returns when they are there.
+        """Write the keys' values into `out`. Returns when they are there.
 
-        `newer_than`: the version that `out` holds, -1 where none; for a list of keys a list. Keys that stand at it are
-        left as they are, at once. Returns the versions that `out` holds now. A version counts the rounds that this
-        worker has pushed, in an asynchronous store the pushes of all workers.
+        The values contain all pushes that this worker made before.
+
+        Args:
+            newer_than: The version that `out` holds, or -1 if it holds none. For a list of keys, a list of versions.
+                Keys that still have this version are skipped without a wait.
+
+        Returns:
+            With `newer_than`, the versions that `out` holds now. A version is the number of rounds that this worker has
+            pushed; in an asynchronous store, the number of pushes of all workers.
         """
         if newer_than is not None:
             if self.layout.asynchronous:
@@ -304,7 +385,7 @@ class KVStore(Uncopied):
         return None
 
     def _check_reads_alone(self) -> None:
-        """ValueError where members of a client pull together: each may find another version of an asynchronous key."""
+        """Raise ValueError if members of a client pull together, since each might find another version of a key."""
         layout = self.layout
         members = max(len(range(*client)) for client in layout.clients)
         if layout.kind.startswith("mpi_") and members > 1:
@@ -316,21 +397,24 @@ class KVStore(Uncopied):
             )
 
     def ipull(self, key: object, out: object, priority: int = 0, turns: Turns = ()) -> Handle:
-        """`pull` that returns a handle at once; `out` holds the values when it is done."""
+        """Begin a `pull` and return a handle at once. `out` holds the values when the handle is done."""
         return self._route.start("pull", key, None, out, priority, turns)
 
     def pushpull(self, key: object, value: object, out: object = None, priority: int = 0) -> None:
-        """`push` and `pull` in one, into `value` where `out` is None; returns when the result is there."""
+        """Push and pull in one call. Returns when the result is in `out`, or in `value` if `out` is None."""
         self._route.make("pushpull", key, value, out, priority)
 
     def ipushpull(self, key: object, value: object, out: object = None, priority: int = 0, turns: Turns = ()) -> Handle:
-        """`pushpull` that returns a handle at once."""
+        """Begin a `pushpull` and return a handle at once. See `ipush` about order and arrays."""
         return self._route.start("pushpull", key, value, out, priority, turns)
 
     def row_sparse_pull(self, key: object, out: object, priority: int = 0, row_ids: object = None) -> None:
-        """Write rows of the keys into `out` of shape (len(row_ids), ...), in the order of `row_ids`; blocking.
+        """Write rows of the keys into `out`, in the order of `row_ids`. Returns when they are there.
 
-        `row_ids`: integers (k,), any order, repeats allowed, or a list of them for a list of keys.
+        Args:
+            key: One key or a list of keys.
+            out: An array of shape (len(row_ids), ...) for each key.
+            row_ids: Integers of shape (k,) in any order, also repeated ones. For a list of keys, a list of them.
         """
         with self._route.marked("row_sparse_pull"):
             self._operations.pull_rows(key, out, row_ids, priority)
@@ -338,10 +422,14 @@ class KVStore(Uncopied):
     # ---- the end
 
     def close(self) -> None:
-        """Finish what is under way and let the servers go; a process that ends does so by itself. Collective.
+        """Finish all operations and release the servers. Collective over all workers.
 
-        Who closes while others wait for it in a call ends the generation there. StoreError where a death has undone
-        what this worker has pushed (`spares`): the store is open still.
+        A process that ends closes its stores by itself. If a worker closes the store while others wait for it in
+        another call, their generation ends.
+
+        Raises:
+            StoreError: A death has undone pushes of this worker (in a store with `spares`). The store is still open:
+                call `recover()` and make the pushes again.
         """
         with self._route.marked("close"):
             self.generations.close()
@@ -350,7 +438,7 @@ class KVStore(Uncopied):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """`close`. Where the block has raised, all other workers hear so at once, and nobody is waited for."""
+        """Close the store. If the block has raised, all other workers raise at once, and this one waits for nobody."""
         if error is None or (isinstance(error, SystemExit) and not error.code):
             self.close()
         else:
@@ -361,13 +449,17 @@ STORE = "the store"
 
 
 class Generations:
-    """The generations of a store on this worker: one begins, one is joined, the last one ends.
+    """Begins and ends the generations of a store on this worker.
 
-    `member`: this worker's part in a recovery. `closed` is called when the last one has ended.
+    Args:
+        member: This worker's part in a recovery.
+        closed: Called when the last generation has ended.
     """
 
     def __init__(self, store: WorkerStore, member: Member[Recovered], closed: Step) -> None:
-        self._store, self._member, self._closed = store, member, closed
+        self._store = store
+        self._member = member
+        self._closed = closed
         store.generation.checks.append(self._check_closing)
         at_exit(self._exit, store.layout.communicators)
 
@@ -386,7 +478,7 @@ class Generations:
         return rounds
 
     def join(self, recovered: Recovered) -> None:
-        """This worker has taken a dead one's place in a store that has this."""
+        """Begin as a worker that has taken a dead worker's place in a running store, with the content it has then."""
         store = self._store
         rounds = self._take(recovered)
         store.resumed, store.fresh = rounds.step, True
@@ -394,7 +486,7 @@ class Generations:
         store.restored = Restored(STORE, store.pushed, store.groups, store.compressor, strict=begun)
 
     def _take(self, recovered: Recovered) -> Rounds:
-        """The next generation has begun with this."""
+        """Take over the content with which the next generation begins."""
         store = self._store
         store.keys.clear()
         known = store.tables.copy()
@@ -417,7 +509,8 @@ class Generations:
     def close(self) -> None:
         generation = self._store.generation
         if self._is_open():
-            limits, generation.limits = generation.limits, NEVER  # who has more to do may take long
+            # A worker that has more work to do before it closes may take long: wait without a limit.
+            limits, generation.limits = generation.limits, NEVER
             try:
                 self._save_last(self._meet_to_close())
             finally:
@@ -425,49 +518,59 @@ class Generations:
             self._leave()
 
     def give_up(self, error: BaseException) -> None:
-        """The block of a `with` has raised this: end the generation for all, and leave. Waits for some seconds at
-        most."""
+        """End the generation for all workers after the block of a `with` has raised, and leave.
+
+        Takes a few seconds at most.
+        """
         if self._is_open():
             self._store.generation.end("the block of `with` that uses the store", error)
             self._leave()
 
     def _is_open(self) -> bool:
-        """Return whether there is a store to close: for a fork of this process there is none."""
+        """True if there is a store to close. In a fork of this process there is none."""
         return not self._store.operations.closed and not is_fork()
 
     def _exit(self) -> None:
         in_order(self.close, self._leave)
 
     def _save_last(self, told: Sequence[bytes]) -> None:
-        """Save what the store holds at its end, where it saves itself and all workers close it after the same step.
-        `told`: what each has pushed; empty: they have not met."""
+        """Write the last regular save of a store that saves itself, if all workers close it after the same step.
+
+        Args:
+            told: What each worker has pushed (`waiting.pushes_of`), or empty if they did not meet.
+        """
         store = self._store
         if store.regular is None or not told:
             return
-        with suppress(CollectiveError):  # somebody has died: what was saved before is there
+        # If a rank has died, the saves made before are still there.
+        with suppress(CollectiveError):
             store.regular.save_last(alike=all(said == told[0] for said in told))
 
     def _meet_to_save(self) -> Sequence[bytes]:
-        """Wait until all workers close a store that saves itself; what each has pushed, nothing where one does not."""
+        """In a store that saves itself, wait until all workers close it. Return what each has pushed, or nothing."""
         store = self._store
         if store.regular is None or store.generation.over is not None:
             return ()
         try:
             store.settle()
             return store.agree(waiting.CLOSE, data=waiting.pushes_of(store.pushed))
-        except (CollectiveError, ValueError):  # the others do something else, and hear of this
+        # The other workers are in another call, and learn there that this one closes.
+        except (CollectiveError, ValueError):
             return ()
 
     def _meet_to_close(self) -> Sequence[bytes]:
-        """Return where the store survives deaths, wait until all workers close it: one may die before, and the others
-        then need this one. StoreError where a death undoes what this worker has pushed: the others make that again.
-        What each has pushed; nothing where they have not met."""
+        """In a store that survives deaths, wait until every worker closes it.
+
+        One of them may die before that, and the rest would need this worker to recover. Return what each has pushed, or
+        nothing if they never met. StoreError if a death undoes pushes of this worker, which all have to make again.
+        """
         store = self._store
         if not store.layout.survives:
             return self._meet_to_save()
         if store.generation.over is not None:
             return ()
-        store.settle()  # what is complete then stays
+        # Rounds that are complete before the workers meet are not undone by a death.
+        store.settle()
         pushed = {name: one.round for name, one in store.pushed.items()}
         told = waiting.pushes_of(store.pushed)
         while True:
@@ -477,7 +580,8 @@ class Generations:
                 pass
             try:
                 rounds = self.recover()
-            except StoreError:  # nobody is left who could need this worker
+            # No rank is left that could need this worker.
+            except StoreError:
                 return ()
             undone = [name for name, round_ in rounds.items() if round_ < pushed.get(name, 0)]
             if undone and not store.layout.asynchronous:
@@ -486,11 +590,12 @@ class Generations:
                     f"close: a death has undone round {pushed[undone[0]]} of {one}, and the others make it again: call "
                     "recover(), and go on from its step, with close() inside the same try"
                 )
-            if not store.layout.changed:  # nobody has died: who makes more pushes is not to wait for this worker
+            # The ranks are the same, so nobody has died. Workers that push more must not wait for this one.
+            if not store.layout.changed:
                 return ()
 
     def _check_closing(self) -> None:
-        """CollectiveError where a worker closes the store whose next push this one waits for."""
+        """Raise CollectiveError if this worker waits for a push of a worker that closes the store."""
         store = self._store
         if store.layout.asynchronous or not (store.layout.survives or store.regular is not None):
             return
@@ -500,7 +605,7 @@ class Generations:
             raise CollectiveError(why)
 
     def _leave(self) -> None:
-        """Take the steps of the end in this order, each though another fails. Collective."""
+        """Close engine and backend, in this order and even if one of them fails. Collective."""
         store = self._store
         if store.operations.closed:
             return

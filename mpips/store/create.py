@@ -1,4 +1,4 @@
-"""`create`: makes workers and servers of processes, and opens a second store on servers that are there already."""
+"""`mpips.create`: turns processes into workers and servers of a store, or makes another store on the same servers."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ Create = TypeVar("Create", bound=Callable[..., Any])
 
 @dataclass
 class _Open:
-    """A store with servers that this worker has open. `comm`: what it was made on."""
+    """A store with servers that this worker has open."""
 
+    # the communicator that it was made on
     comm: MPI.Intracomm
     layout: Layout
     store: KVStore
@@ -47,16 +48,16 @@ class _Open:
 
 
 _open: list[_Open] = []
+# folders into which stores of this process save themselves, also stores that are closed
 _folders: set[str] = set()
-"""Where stores of this process save themselves, or have."""
+# the core that this process is bound to, while it has a store with servers (at most one entry)
 _seats: list[Seat] = []
-"""That of this process, while it has a store with servers."""
+# the number of spares of the one store of this process that survives deaths (at most one entry)
 _surviving: list[int] = []
-"""With how many spares this process has made its one store that survives deaths."""
 
 
 def _watched(call: Create) -> Create:
-    """Return `call`; in a job that `mpips chaos` watches, one that tells of itself and of the stores it makes."""
+    """In a job that `mpips chaos` watches, wrap `create` so that it reports this rank and the stores it makes."""
     if world.WATCHED not in os.environ:
         return call
     from mpips.chaos.injector import watched
@@ -66,12 +67,20 @@ def _watched(call: Create) -> Create:
 
 @_watched
 def create(kind: str, comm: MPI.Intracomm | None = None, **options: Any) -> KVStore:
-    """Make a store of a job. Collective over `comm` (COMM_WORLD; `local`: this process alone); blocking.
+    """Make a store. Collective over `comm`; blocking.
 
-    Options by name or `MPIPS_*` variable, see `mpips.store.options`. On a worker it returns the store. A server serves
-    inside its first call, this store and all that the workers make on the same `comm` later, and leaves by
-    SystemExit(0) when all workers have closed them or ended. Raises TypeError where `kind` is no string and
-    OptionError, the same on every rank, where options are bad or differ.
+    On a worker it returns the store. A server serves inside its first call: this store, and every store that the
+    workers make on the same `comm` later. It leaves by SystemExit(0) when all workers have closed their stores or
+    ended. A spare waits inside the call until it takes the place of a rank that has died.
+
+    Args:
+        kind: "local", "dist_sync", "dist_async", "mpi_sync" or "mpi_async".
+        comm: The ranks of the store. None: COMM_WORLD. A `local` store always has this process alone.
+        options: See `mpips.store.options`. Each may also be given by an `MPIPS_*` variable; an argument wins.
+
+    Raises:
+        TypeError: `kind` is not a string.
+        OptionError: Options are bad or differ between ranks. Every rank raises the same.
     """
     word, chosen, refusal = _asked(kind, options)
     if word == "local":
@@ -87,6 +96,7 @@ def create(kind: str, comm: MPI.Intracomm | None = None, **options: Any) -> KVSt
         if cause := world.lost(os.environ, MPI.Get_library_version(), comm.Get_size()):
             raise of_caller(RuntimeError(cause))
     before = _serving(comm)
+    # The servers run no program any more, so they must be asked to take part in what follows.
     if before is not None:
         if chosen is not None and not refusal:
             refusal = _unfit(chosen, before.layout)
@@ -107,7 +117,10 @@ def create(kind: str, comm: MPI.Intracomm | None = None, **options: Any) -> KVSt
 
 
 def _asked(kind: str, options: dict[str, Any]) -> tuple[str, Options | None, str]:
-    """The kind, the options, and what is wrong with them: all ranks raise that once they have met."""
+    """Return the kind, the options, and what is wrong with them.
+
+    A refusal is raised by all ranks once they have met.
+    """
     word, chosen = "", None
     try:
         word = table.kind_of(kind)
@@ -127,8 +140,13 @@ def _store(
     saves: Callable[[WorkerStore], RegularSaves] | None = None,
     joined: Recovered | None = None,
 ) -> KVStore:
-    """Return a worker's store. `saves`: how it saves itself. `joined`: the content of the store in which this worker
-    has taken a dead one's place."""
+    """Put together a worker's store.
+
+    Args:
+        closed: Called when the store has ended.
+        saves: Makes the schedule by which the store saves itself. None: it does not.
+        joined: The content of the running store in which this worker has taken a dead worker's place.
+    """
     worker = WorkerStore(layout, backend, generation)
     worker.operations.checks_finite = layout.options.check_finite
     route = Route(worker.keys, worker.engine.under_way, worker.operations, backend, layout.lane)
@@ -144,10 +162,11 @@ def _store(
 
 
 def _begun(layout: Layout, generation: Generation) -> Server | StandBy | RemoteStore | ReplicatedStore:
-    """Return what this rank is in a store's first generation. Collective over all its ranks, blocking.
+    """Make this rank's part (server, spare or worker) in the first generation of a store. Collective, blocking.
 
-    Where the store survives deaths, it waits until all are so far: no rank may go on as one of the store while another
-    still makes communicators. (Within MPI's own agreement, which follows, a long wait is not safe from deaths.)
+    In a store that survives deaths it returns only when all ranks are ready. Otherwise a rank could begin to use the
+    store while another still makes communicators. The wait is a meeting outside of MPI, because a long wait inside
+    MPI's own agreement, which follows, is not safe from deaths.
     """
     member: Server | StandBy | RemoteStore | ReplicatedStore
     with generation.failing(roles.WHAT):
@@ -168,7 +187,10 @@ def _begun(layout: Layout, generation: Generation) -> Server | StandBy | RemoteS
 def _opened(
     comm: MPI.Intracomm, layout: Layout, generation: Generation, member: RemoteStore | ReplicatedStore
 ) -> KVStore:
-    """Return this worker's store, which may go on from a folder. Collective over the workers, blocking."""
+    """Return this worker's store, loaded from its checkpoint folder if it has one.
+
+    Collective over the workers, blocking.
+    """
     with generation.failing(roles.WHAT):
         store = _store(layout, member, generation, _closer(layout, generation), _saves(layout))
     if isinstance(member, RemoteStore):
@@ -177,9 +199,11 @@ def _opened(
 
 
 def _saves(layout: Layout) -> Callable[[WorkerStore], RegularSaves] | None:
-    """Return how a store goes on from its folder, and saves itself there; None where it does not.
+    """Return a function that loads a store from its checkpoint folder and begins its regular saves.
 
-    It does if it is on all ranks of the job, and the first that names this folder."""
+    None if the store has no folder, does not span all ranks of the job, or another store of this process has named the
+    same folder before.
+    """
     folder = layout.options.checkpoint
     if not folder:
         return None
@@ -198,7 +222,7 @@ def _saves(layout: Layout) -> Callable[[WorkerStore], RegularSaves] | None:
 
 
 def _saves_from(step: int) -> Callable[[WorkerStore], RegularSaves]:
-    """Return the saves of a worker that joins a store which has gone on from this step."""
+    """Return a function that begins the regular saves of a worker that joins a running store, resumed from `step`."""
 
     def begin(worker: WorkerStore) -> RegularSaves:
         worker.base = step
@@ -208,7 +232,7 @@ def _saves_from(step: int) -> Callable[[WorkerStore], RegularSaves]:
 
 
 def _closer(layout: Layout, generation: Generation) -> Callable[[], None]:
-    """Return what a worker's store does at its end: part from the others, and be nobody's way to servers any more."""
+    """Return a function that ends a worker's store: it leaves the generation, and gives up its way to the servers."""
 
     def close() -> None:
         _open[:] = [other for other in _open if other.layout is not layout]
@@ -220,7 +244,7 @@ def _closer(layout: Layout, generation: Generation) -> Callable[[], None]:
 
 
 def _unable(options: Options | None) -> str:
-    """Return why a store of this job cannot survive a death, where it is asked to; "" where it can."""
+    """Return the reason why a store of this job cannot survive a death although it should, or ""."""
     if options is None or options.spares < 0:
         return ""
     if not able():
@@ -235,10 +259,12 @@ def _unable(options: Options | None) -> str:
 
 @contextmanager
 def _all_alive(comm: MPI.Intracomm, options: Options | None) -> Iterator[None]:
-    """Ranks make a store within. One that dies meanwhile ends that, on all, also where others live on after a death.
+    """Make a store inside the block, so that all ranks agree whether it was made.
 
-    All leave it together, uniformly: else a death that the store of one rank goes on after would end the making of
-    another's. A StallError is raised at once: somebody has not come, and would not come to that.
+    Without this, a death during `create` could leave one rank with a store, which then goes on after the death, while
+    another has none. If a rank dies inside the block, all ranks raise StoreError. A StallError is raised at once
+    without an agreement, because the missing rank would not come to that either. Does nothing in a store without
+    spares.
     """
     if options is None or options.spares < 0 or _unable(options):
         yield
@@ -249,7 +275,8 @@ def _all_alive(comm: MPI.Intracomm, options: Options | None) -> Iterator[None]:
         with making:
             try:
                 yield
-            except OptionError as error:  # nothing is to be broken off
+            # All ranks raise it alike, so no communicator has to be revoked.
+            except OptionError as error:
                 raised = error
     except StallError:
         raise
@@ -257,7 +284,8 @@ def _all_alive(comm: MPI.Intracomm, options: Options | None) -> Iterator[None]:
         raised = error
     try:
         all_made = bool(comm.Agree(not making.broken))
-    except MPI.Exception:  # uniformly, too: somebody has died
+    # A rank has died, which MPI tells all ranks alike.
+    except MPI.Exception:
         all_made = False
     if not all_made and (dead := deaths(comm)):
         why = f"rank {dead[0]} has died before the store was there, and nobody has its place: start the job again"
@@ -268,15 +296,16 @@ def _all_alive(comm: MPI.Intracomm, options: Options | None) -> Iterator[None]:
         raise raised
 
 
+# The recorder's lane for what a spare does. It lies above the lanes of workers' stores.
 LANE = 5 << 61
-"""Of the recorder: what a spare does. Above the lanes that stores of workers have."""
 
 
 class _Spare:
-    """This rank while it is a spare. Making it waits for worker 0 where the store saves itself."""
+    """This rank while it is a spare. If the store saves itself, the constructor waits for worker 0."""
 
     def __init__(self, layout: Layout, generation: Generation, stands_by: StandBy) -> None:
-        self._layout, self._generation = layout, generation
+        self._layout = layout
+        self._generation = generation
         self._seat = _seat(layout, generation) if layout.num_servers else None
         self._stands_by: StandBy | None = stands_by
         with generation.failing(roles.WHAT):
@@ -284,8 +313,11 @@ class _Spare:
         self._saves = None if step is None else _saves_from(step)
 
     def wait(self) -> KVStore:
-        """Return what a worker's `create` returns, once this rank has taken a worker's place; blocking. Where the
-        store ends before, or when it has ended after this rank took a server's, it leaves by SystemExit(0)."""
+        """Wait until this rank takes a dead worker's place, and return the store. Blocking.
+
+        Leaves by SystemExit(0) if the store ends before that, or when it has ended after this rank took a server's
+        place.
+        """
         layout, generation, what = self._layout, self._generation, "the wait of a spare"
         marks = Marks(LANE)
         marks.word[0] = marks.new_token(what)
@@ -307,7 +339,7 @@ class _Spare:
         return _store(layout, member, generation, _closer(layout, generation), self._saves, recovered)
 
     def _member(self) -> Member[Any]:
-        """Return what this rank is in the generation that is about to begin."""
+        """Make this rank's part in the generation that is about to begin."""
         layout, generation, seat, stands_by = self._layout, self._generation, self._seat, self._stands_by
         assert stands_by is not None
         if layout.is_spare:
@@ -320,14 +352,14 @@ class _Spare:
 
 
 def _serve(server: Server, opened: Callable[[OpenStore], Server | None] | None = None) -> NoReturn:
-    """Serve until all workers have left; see `serve`."""
+    """Serve until all workers have left, then leave the program. See `serve`."""
     serve([server], opened)
     _rise()
     raise SystemExit(0)
 
 
 def _one_more(comm: MPI.Intracomm, first: Layout, asked: OpenStore) -> Server | None:
-    """On a server: join in making one more store, for which all workers have asked; None where it is refused."""
+    """On a server, join in making another store that the workers have asked for. None if it is refused."""
     refusal, chosen = "", None
     try:
         chosen = table.read(asked.options, {})
@@ -336,7 +368,8 @@ def _one_more(comm: MPI.Intracomm, first: Layout, asked: OpenStore) -> Server | 
         refusal = str(error)
     try:
         layout = roles.create(comm, asked.kind, chosen, refusal)
-    except OptionError:  # all workers raise it
+    # All workers raise the same error.
+    except OptionError:
         return None
     server = _begun(layout, Generation(layout))
     assert isinstance(server, Server)
@@ -344,17 +377,19 @@ def _one_more(comm: MPI.Intracomm, first: Layout, asked: OpenStore) -> Server | 
 
 
 def workers_of(comm: MPI.Intracomm) -> MPI.Intracomm:
-    """Return the workers of the store with servers that this process has open on `comm`; `comm` where there is none.
+    """Return the workers of the store with servers that is open on `comm`, or `comm` if there is none.
 
-    The servers run no program of their own any more: whoever asks for all ranks means these.
+    Servers no longer run the program, so "all ranks" of a call inside the program means the workers.
     """
     found = next((other for other in _open if MPI.Comm.Compare(comm, other.comm) == MPI.IDENT), None)
     return comm if found is None or found.layout.workers is None else found.layout.workers
 
 
 def _serving(comm: MPI.Intracomm) -> _Open | None:
-    """The open store whose servers `comm` has, too: they serve, and have to be asked to come. RuntimeError where they
-    do not know `comm`."""
+    """Return the open store whose servers belong to `comm` too, or None.
+
+    They are serving, so they must be asked to join in a new store. RuntimeError if they do not know `comm`.
+    """
     for other in _open:
         if MPI.Comm.Compare(comm, other.comm) == MPI.IDENT:
             return other
@@ -369,7 +404,7 @@ def _serving(comm: MPI.Intracomm) -> _Open | None:
 
 
 def _unfit(options: Options, first: Layout) -> str:
-    """Return why servers of a first store cannot serve another one with these options; "" where they can."""
+    """Return the reason why servers of a first store cannot serve another one with these options, or ""."""
     if options.servers == first.num_servers:
         return ""
     return (
@@ -379,13 +414,16 @@ def _unfit(options: Options, first: Layout) -> str:
 
 
 def _seat(layout: Layout, generation: Generation) -> Seat:
-    """The seat of this process; taken with its first store. Collective over the layout's ranks, blocking."""
+    """Return the core binding of this process, made with its first store.
+
+    Collective over the layout's ranks, blocking.
+    """
     if not _seats:
         _seats.append(Seat(layout, generation))
     return _seats[0]
 
 
 def _rise() -> None:
-    """This process has no store with servers any more."""
+    """Undo the core binding, after the last store with servers of this process has ended."""
     while _seats:
         _seats.pop().leave()

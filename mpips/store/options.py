@@ -1,7 +1,7 @@
 """The options of a job: one frozen record, read once, from the arguments of `mpips.create` and the environment.
 
-Every field may be given as an argument (`create(kind, servers=2)`) or as a variable (`MPIPS_SERVERS=2`); an
-argument wins. `FIELDS` is the one table that documentation and `mpips run` are made from.
+Every field may be given as an argument (`create(kind, servers=2)`) or as a variable (`MPIPS_SERVERS=2`); an argument
+wins. `FIELDS` is the one table that documentation and `mpips run` are made from.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from mpips.collectives.kernels import engine
 from mpips.collectives.recorder import own as recorder
 
 PREFIX = "MPIPS_"
+# Variables with this prefix that are not options of a job: ranks may differ in them.
 OF_PROCESSES = (
     engine.VARIABLE,
     engine.FOLDER_VARIABLE,
@@ -28,9 +29,8 @@ OF_PROCESSES = (
     recorder.VARIABLE,
     recorder.DUMP_VARIABLE,
 )
-"""Variables with that prefix in which ranks may differ; they are no options."""
 
-# Kinds in the words of MXNet and, after the colon, the names that the paper (section 4.2.1) gives them.
+# Kinds have MXNet's names. The aliases are the names of the paper (section 4.2.1).
 KINDS = ("local", "dist_sync", "dist_async", "mpi_sync", "mpi_async")
 ALIASES = {"synchronous-mpi": "mpi_sync", "asynchronous-mpi": "mpi_async"}
 
@@ -42,17 +42,20 @@ class OptionError(ValueError):
 
 
 class Field(NamedTuple):
-    """One option: its name, default, the least value it may take (numbers), its choices (words), what it is."""
+    """One option of a job."""
 
     name: str
     default: int | float | str | bool
+    # the least value of a number
     least: float | None
+    # the words that are allowed, or () if it is not one of a list of words
     choices: tuple[str, ...]
+    # the meaning, as help and documentation show it
     text: str
 
 
+# Limits of whole numbers: what messages between ranks and files can hold, and what a processor can address.
 LEAST, MOST = -(2**63), 2**63 - 1
-"""Of a whole number: what messages between ranks and files hold, and the bytes that a processor can address."""
 
 FIELDS = (
     Field("servers", 0, 0, (), "server processes: the last ranks of the job; 0 is pure MPI"),
@@ -80,7 +83,7 @@ FIELDS = (
 
 @dataclass(frozen=True)
 class Options:
-    """Hold the options of a job. Equal on every rank (`roles` compares them); see `FIELDS` for the meaning."""
+    """The options of a job, equal on every rank (`roles` compares them). `FIELDS` has their meanings."""
 
     servers: int = 0
     clients: int = 1
@@ -131,12 +134,12 @@ class Options:
             raise OptionError(f"mirrors={self.mirrors} is more than 1: one copy on another node is all that there is")
 
     def environment(self) -> dict[str, str]:
-        """The variables that give another process these options: those that differ from their defaults."""
+        """Return the variables that give another process these options. Options at their defaults are left out."""
         values = {f.name: getattr(self, f.name) for f in FIELDS if getattr(self, f.name) != f.default}
         return {PREFIX + name.upper(): str(int(v) if isinstance(v, bool) else v) for name, v in values.items()}
 
     def workers_of(self, world_size: int) -> int:
-        """Workers in a job of `world_size` ranks; raises OptionError where the ranks do not suffice."""
+        """Return the number of workers in a job of `world_size` ranks. OptionError if there are too few ranks."""
         spares = max(self.spares, 0)
         workers = world_size - self.servers - spares
         also = f" and spares={spares}" if spares else ""
@@ -157,9 +160,10 @@ class Options:
         return workers
 
     def clients_of(self, kind: str, world_size: int) -> int:
-        """Return the number of clients of a store of this kind (dist_*: every worker is one).
+        """Return the number of clients of a store of this kind. In dist_* kinds every worker is a client.
 
-        OptionError if they are too many, or where the kind needs a server and there is none."""
+        OptionError if there are more clients than workers, or if the kind needs a server and the job has none.
+        """
         workers = self.workers_of(world_size)
         if kind.endswith("_async") and not self.servers:
             raise OptionError(
@@ -181,7 +185,7 @@ class Options:
 
 
 def _checked(field: Field, value: Any, name: str) -> Any:
-    """`value` as the type of the field; raises OptionError naming `name`, the value and what is allowed."""
+    """Convert a value to the type of the field. OptionError with the name, the value and what is allowed."""
     kind = type(field.default)
     try:
         if kind is bool:
@@ -209,7 +213,7 @@ def _checked(field: Field, value: Any, name: str) -> Any:
 
 
 def check_saves(options: Options) -> None:
-    """OptionError where a store is to save itself, and it is not said where, or how often."""
+    """Raise OptionError if only one of `checkpoint` and `every` is given."""
     if bool(options.checkpoint) != bool(options.every):
         raise OptionError(
             f"checkpoint={options.checkpoint!r} and every={options.every}: give both, a folder and the "
@@ -226,10 +230,11 @@ def _as_bool(value: object) -> bool:
 
 
 def read(arguments: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None) -> Options:
-    """Options from arguments, else from `MPIPS_*` variables, else defaults.
+    """Read the options: from arguments, else from `MPIPS_*` variables, else defaults. An argument of None is not given.
 
-    An unknown argument or variable raises OptionError and lists the known ones, and so does a word that names no
-    engine of kernels, level of the log, or state of the recorder; None means "not given".
+    Raises:
+        OptionError: An argument or variable is unknown (the message lists the known ones), or a value is bad. That
+            includes the variables that choose the engine of kernels, the log's level and the recorder.
     """
     env = os.environ if environment is None else environment
     known = {field.name: field for field in FIELDS}
@@ -258,16 +263,17 @@ def read(arguments: Mapping[str, Any] | None = None, environment: Mapping[str, s
 
 
 def _perhaps(name: str, known: Sequence[str], shown: Callable[[str], str]) -> str:
-    """Return what to say of a name that is not among the known ones."""
+    """Return the end of an error message: a name that was perhaps meant, and the known names."""
     near = difflib.get_close_matches(name, known, 1)
     return f"{f': did you mean {shown(near[0])}?' if near else ';'} known: {', '.join(map(shown, known))}"
 
 
 def check_kind(kind: str, arguments: Mapping[str, Any]) -> None:
-    """Raise OptionError where arguments ask for what a store of this kind has not.
+    """Raise OptionError if arguments ask for something that a store of this kind cannot have.
 
-    That is other processes of a `local` one, staleness or a quorum of one that is not asynchronous. Variables are those
-    of the job, whose stores may be of other kinds."""
+    A `local` store has no other processes, and only an asynchronous store has staleness or a quorum. Variables are not
+    checked: they hold for a whole job, whose stores may be of several kinds.
+    """
     chosen = read(arguments, {})
     if chosen.staleness >= 0 and not kind.endswith("_async"):
         others = " or ".join(name for name in KINDS if name.endswith("_async"))
@@ -288,12 +294,15 @@ def check_kind(kind: str, arguments: Mapping[str, Any]) -> None:
 
 
 def uneven(workers: int, clients: int) -> str:
-    """Return what to say once of clients that differ in their numbers of workers."""
+    """Return the warning that clients differ in their numbers of workers."""
     return f"mpips: {workers} workers do not split evenly over {clients} clients; some have one more"
 
 
 def kind_of(name: object) -> str:
-    """The store kind that `name` means, in any case; TypeError unless str, OptionError listing the known kinds."""
+    """Return the kind of store that a name means, in any case of letters.
+
+    TypeError unless it is a str; OptionError with the known kinds if it is unknown.
+    """
     if not isinstance(name, str):
         known = ", ".join(KINDS)
         raise of_caller(TypeError(f"the kind of a store is a string, one of {known}; got {type(name).__name__}"))
@@ -307,7 +316,7 @@ def kind_of(name: object) -> str:
 
 
 def table() -> str:
-    """All options as a Markdown table; the reference holds it and a test compares them."""
+    """Return all options as a Markdown table. The reference holds it, and a test compares them."""
     rows = [f"| `{f.name}` | `{PREFIX}{f.name.upper()}` | `{f.default}` | {f.text} |" for f in FIELDS]
     return "\n".join(["| argument | variable | default | meaning |", "|---|---|---|---|", *rows])
 

@@ -1,4 +1,4 @@
-"""`mpips.rank` and `mpips.size`: by what a program splits its data, with servers or without."""
+"""`mpips.rank` and `mpips.size`, by which a program splits its data, with servers or without."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from mpips.store.options import read
 if TYPE_CHECKING:
     from mpips.store.roles import Layout
 
-# the layout of the newest store on all ranks of the job; it follows deaths
+# the layout of the newest store that spans the whole job; a recovery changes it in place
 _layouts: list[Layout] = []
-# what `size` has given before there was a store
+# the number that `size` returned before there was a store
 _given: list[int] = []
 
 
 def rank() -> int:
-    """The number of this rank among those that train: 0 up to `mpips.size()` - 1.
+    """Return the number of this rank among those that train: 0 up to `mpips.size()` - 1.
 
-    Split data by these two, never by COMM_WORLD, which counts servers and spares. In a job without these both are
-    COMM_WORLD's. Local; the first call may start MPI, which waits for all ranks to come.
+    Split data by these two, never by COMM_WORLD, which also counts servers and spares. In a job without servers and
+    spares both are COMM_WORLD's. Local; the first call may start MPI, which waits for all ranks.
 
     Before the job has made a store, the roles are those of `mpips run` or the `MPIPS_*` variables. A server or a spare,
     which runs the program up to `mpips.create` without training anything, gets the number of the last worker. After a
-    death that the store survives, both count anew.
+    death that the store survives, ranks are numbered anew.
 
     Raises:
         OptionError: The variables ask for more servers and spares than the job has ranks.
@@ -42,10 +42,10 @@ def rank() -> int:
 
 
 def size() -> int:
-    """The number of ranks that train: all but servers and spares. See `mpips.rank`.
+    """Return the number of ranks that train: all but servers and spares. See `mpips.rank`.
 
-    If a store that the program makes later has servers which neither `mpips run -s` nor MPIPS_SERVERS has told of, the
-    number was wrong: `mpips.create` then gives a warning.
+    If the program later makes a store with servers that neither `mpips run -s` nor MPIPS_SERVERS announced, this number
+    was wrong, and `mpips.create` warns.
 
     Raises:
         OptionError: The variables ask for more servers and spares than the job has ranks.
@@ -58,7 +58,10 @@ def size() -> int:
 
 
 def keep_layout(layout: Layout) -> None:
-    """Take ranks from this layout from now on, where it is one of the whole job."""
+    """Use a new store's layout for `rank` and `size` from now on, if it spans the whole job.
+
+    Warn if `size` was wrong.
+    """
     if len(layout.nodes) != MPI.COMM_WORLD.size:
         return
     if _given and not _layouts and _given[0] != layout.num_workers and layout.rank == 0:

@@ -1,11 +1,11 @@
 """Roles of ranks (worker, client, server, spare) and their communicators: at `create`, and anew after each death.
 
-Workers are ranks 0..W-1, client c has the workers from c*W//C up to (c+1)*W//C. Servers come after them, and spares are
-the last ranks. Every communicator of a store comes from here, and each generation has its own.
+A job has W workers, then its servers, then its spares, in the order of ranks. Client c of C has the workers from c*W//C
+up to (c+1)*W//C. Every communicator of a store is made here, and each generation has its own.
 
-Where a machine has more processes than cores, each process gets one core, in turn (`Seat`), unless a launcher has bound
-any of them. A process that waits gives its core away at every look, which the kernel takes for work: it might leave
-both servers on one core for seconds. In containers, or on hosts of a lab, nobody is bound.
+If a machine has more processes than cores, each process is bound to one core, in turn (`Seat`), unless a launcher has
+bound any of them. The reason: a process that waits yields its core each time it looks, which the kernel counts as work.
+It might then leave both servers on one core for seconds. In containers and on hosts of a lab nothing is bound.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from mpips.store.runtime.errors import LostError
 from mpips.store.runtime.rendezvous import Gathering, MeetingPlace
 
 WHAT = "mpips.create"
+# Lanes of stores in the recorder begin here, above the lanes of communicators.
 STORE = 1 << 63
-"""Above the numbers of lanes that communicators have."""
 _stores = itertools.count()
 
 
 class _Card(msgspec.Struct, array_like=True):
-    """Carry a rank's wishes to `create`, or the reason why it cannot come."""
+    """What a rank tells the others in `create`: what it asks for, or the reason why it cannot take part."""
 
     kind: str
     options: dict[str, Any]
@@ -51,9 +51,9 @@ class _Card(msgspec.Struct, array_like=True):
 
 @dataclass
 class Layout:
-    """One rank's view of the job. Ranks are those of `world`, a duplicate of the communicator given to `create`.
+    """One rank's view of a store's ranks. Rank numbers are those of `world`, a duplicate of `create`'s communicator.
 
-    The communicators are those of the present generation: `again` replaces them.
+    The communicators are those of the present generation. `again` replaces them after a death.
     """
 
     kind: str
@@ -62,64 +62,63 @@ class Layout:
     num_workers: int
     num_servers: int
     clients: tuple[Interval, ...]
+    # The node of each rank, as the lowest rank on it. By MPI's definition: ranks that can share memory.
     nodes: tuple[int, ...]
-    """The node of every rank, named by the lowest rank on it: MPI's own word, ranks that can share memory."""
     world: MPI.Intracomm
+    # number of ranks that wait to take the place of one that dies: the last ranks of `world`
     spares: int = 0
-    """How many ranks wait to take the place of one that dies; the last of `world`."""
+    # all workers, in the order of ranks; None on other ranks
     workers: MPI.Intracomm | None = None
-    """All workers, in rank order; None elsewhere."""
+    # the workers of this worker's client; None on other ranks
     client: MPI.Intracomm | None = None
-    """The workers of this worker's client; None elsewhere."""
+    # The ranks among which the store itself sums pushes: all workers if it has no servers, the client in `mpi_*` kinds,
+    # else None. A communicator of its own, because the communication thread uses it while the program may use `workers`
+    # and `client`.
     sums: MPI.Intracomm | None = None
-    """Those among whom the store itself sums pushes: all workers where it has no servers, the client in `mpi_*` kinds;
-    else None. Its thread makes calls there beside the program's, which take `workers` and `client`."""
+    # all servers, in the order of ranks; None on other ranks
     servers: MPI.Intracomm | None = None
-    """All servers, in rank order; None elsewhere."""
+    # the roles of the generation before; None in the first
     before: Before | None = None
-    """What its ranks were in the generation before; None in the first."""
+    # the recorder's number of this store, the same on all its ranks
     lane: int = STORE
-    """What the recorder knows the store by, on all its ranks."""
 
     @property
     def is_server(self) -> bool:
-        """Return whether this rank is one."""
         return 0 <= self.rank - self.num_workers < self.num_servers
 
     @property
     def is_worker(self) -> bool:
-        """Return whether this rank is one."""
         return self.rank < self.num_workers
 
     @property
     def role(self) -> str:
-        """Return what this rank is: "worker", "server" or "spare"."""
+        """The role of this rank: "worker", "server" or "spare"."""
         return "worker" if self.is_worker else "spare" if self.is_spare else "server"
 
     @property
     def is_spare(self) -> bool:
-        """Return whether this rank waits to take the place of one that dies."""
+        """True if this rank waits to take the place of a rank that dies."""
         return self.rank >= self.num_workers + self.num_servers
 
     @property
     def survives(self) -> bool:
-        """Return whether the store goes on after a death."""
+        """True if the store goes on after a death."""
         return self.options.spares >= 0
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """The ranks that have died at the end of the generation before, as they were numbered in it."""
+        """Ranks that died at the end of the generation before, by their numbers in it."""
         return () if self.before is None else self.before.lost
 
     @property
     def changed(self) -> bool:
-        """Return whether its ranks are others than in the generation before."""
+        """True if the ranks are not the same as in the generation before."""
         before = self.before
         return before is not None and (bool(before.lost) or before.origin != tuple(range(len(self.nodes))))
 
     @property
     def fresh(self) -> bool:
-        """Return whether this rank was a spare in the generation before, and now has a role."""
+        """True if this rank was a spare in the generation before and has a role now."""
         before = self.before
         return (
             before is not None
@@ -129,37 +128,41 @@ class Layout:
 
     @property
     def asynchronous(self) -> bool:
-        """Return whether each push counts at once, without a round of all workers."""
+        """True if each push counts at once, without a round of all workers."""
         return self.kind.endswith("_async")
 
     @property
     def client_number(self) -> int:
-        """The client of this worker."""
+        """The number of this worker's client."""
         return next(number for number, client in enumerate(self.clients) if self.rank < client.stop)
 
     @property
     def limits(self) -> Limits:
-        """Return how long a wait may last."""
+        """How long a wait may last before it warns and before it fails."""
         return _limits(self.options)
 
     def groups(self) -> list[list[int]]:
-        """The groups that contribute once to a round, each as the workers that own its slices."""
+        """Return the groups of workers that contribute once to a round. See `sharding.owners`."""
         return owners(self.clients, self.kind, self.options.masters)
 
     def server_rank(self, server: int) -> int:
-        """The rank of a server in `world`."""
+        """Return the rank of a server in `world`."""
         return self.num_workers + server
 
     def same_node(self, a: int, b: int) -> bool:
-        """Return whether two ranks share a node."""
         return self.nodes[a] == self.nodes[b]
 
     def again(self, left: MPI.Intracomm, grow: bool = False) -> None:
-        """Take roles and communicators for the next generation, of the ranks of `left`: those of `world`, but for the
-        dead, in order. Where a worker asks for it by `grow`, spares that are left become workers. The old communicators
-        are the caller's to give back. Collective over `left`, blocking.
+        """Make roles and communicators for the next generation. Collective over `left`, blocking.
 
-        LostError, on all alike, where the store cannot go on with them.
+        The old communicators stay; the caller gives them back.
+
+        Args:
+            left: The ranks of `world` that are alive, in the same order.
+            grow: If any worker gives True, spares that no place needs become workers.
+
+        Raises:
+            LostError: On all ranks, if the store cannot go on with the ranks that are left.
         """
         there = left.Get_group().Translate_ranks(None, self.world.Get_group())
         old = Roles(self.num_workers, self.num_servers, self.spares, self.clients)
@@ -177,22 +180,25 @@ class Layout:
         self.world = _split(left, 0, new.origin.index(self.rank))
         self.rank = self.world.Get_rank()
         nodes = [self.nodes[rank] for rank in new.origin]
-        self.nodes = tuple(nodes.index(node) for node in nodes)  # the lowest rank on each
+        # Name each node by the lowest new rank on it.
+        self.nodes = tuple(nodes.index(node) for node in nodes)
         self.begin()
 
     def free(self) -> None:
-        """Give the communicators back, as all ranks do, each when it likes. Does not block."""
+        """Give the communicators back. All ranks do so, each when it is ready. Does not block."""
         for comm in self.communicators():
             leave(comm)
 
     def part(self) -> None:
-        """Free the communicators, with all that was sent on them. Collective over `world`, blocking until all ranks
-        have come."""
+        """Free the communicators and everything sent on them.
+
+        Collective over `world`; blocks until all ranks have come.
+        """
         for comm in self.communicators():
             part(comm)
 
     def abandon(self) -> None:
-        """Free the communicators where ranks have died, and none of the others uses them any more. Does not block."""
+        """Free the communicators after ranks have died. No other rank may still use them. Does not block."""
         for comm in self.communicators():
             abandon(comm)
 
@@ -213,8 +219,15 @@ class Layout:
 
 
 def create(comm: MPI.Intracomm, kind: str, options: Options | None, refusal: str = "") -> Layout:
-    """Agree on roles. Collective over `comm`, blocking; all ranks raise the same OptionError where some differ or one
-    refuses. `options` is None where they could not be read."""
+    """Agree on the roles of a new store. Collective over `comm`, blocking.
+
+    Args:
+        options: None if they could not be read.
+        refusal: The reason why this rank cannot take part, or "".
+
+    Raises:
+        OptionError: On all ranks, if any rank refuses or their wishes differ.
+    """
     limits = _limits(options or Options())
     _come(comm, limits)
     world = made(comm.Dup())
@@ -224,7 +237,8 @@ def create(comm: MPI.Intracomm, kind: str, options: Options | None, refusal: str
         except OptionError as error:
             refusal = str(error)
     try:
-        lane = STORE + (MPI.COMM_WORLD.Get_rank() << 32) + next(_stores)  # rank 0's becomes that of all
+        # All ranks take rank 0's lane (see _agree).
+        lane = STORE + (MPI.COMM_WORLD.Get_rank() << 32) + next(_stores)
         lane = _agree(world, _Card(kind, {} if options is None else asdict(options), refusal, lane), limits)
     except OptionError:
         part(world)
@@ -248,14 +262,17 @@ def _limits(options: Options) -> Limits:
 
 
 def _come(comm: MPI.Intracomm, limits: Limits) -> None:
-    """Wait until all ranks have come. What makes communicators blocks in MPI, and must not before."""
+    """Wait until all ranks have come to `create`.
+
+    What follows makes communicators, which blocks inside MPI without limit.
+    """
     who = "all must call it, servers too, which leave when their last store is closed"
     what = f"{WHAT}, to which not all {comm.Get_size()} ranks have come ({who}),"
     Roll(comm, what).wait(limits)
 
 
 def _agree(world: MPI.Intracomm, card: _Card, limits: Limits) -> int:
-    """Return the lane of the store that all ranks want alike; OptionError on all where they do not."""
+    """Check that all ranks ask for the same store, and return its lane. OptionError on all ranks if they do not."""
     encoded = Gathering(world, limits).meet(msgspec.msgpack.encode(card), WHAT)
     cards = [msgspec.msgpack.decode(data, type=_Card) for data in encoded]
     refused = [rank for rank, other in enumerate(cards) if other.refusal]
@@ -278,7 +295,7 @@ def _agree(world: MPI.Intracomm, card: _Card, limits: Limits) -> int:
 
 
 def _split(comm: MPI.Intracomm, number: int, rank: int) -> MPI.Intracomm:
-    """The ranks of `comm` with this number, in order. Collective, blocking."""
+    """Return a communicator of the ranks that give the same number, in the order of `rank`. Collective, blocking."""
     part = made(comm.Split(number, rank))
     assert isinstance(part, MPI.Intracomm)
     return part
@@ -295,13 +312,13 @@ def _nodes(world: MPI.Intracomm, shared_memory: bool) -> tuple[int, ...]:
     return tuple(nodes.tolist())
 
 
+# identifies one boot of a machine; the same in all containers on it
 BOOT = Path("/proc/sys/kernel/random/boot_id")
-"""Another one for each start of a machine, and the same in all its containers."""
 Cores = frozenset[int]
 
 
 class Processor(msgspec.Struct, array_like=True, frozen=True):
-    """Name the machine, cores and quota of a process."""
+    """The machine, cores and CPU quota of a process."""
 
     machine: str
     cores: list[int]
@@ -309,12 +326,21 @@ class Processor(msgspec.Struct, array_like=True, frozen=True):
 
 
 def crowded(allowed: Sequence[Cores], quotas: Sequence[Quota | None] = ()) -> bool:
-    """Return whether processes of a machine, which may use these cores within these quotas, are more than the cores."""
+    """True if the processes of a machine are more than the cores that they may use within their quotas.
+
+    Args:
+        allowed: The cores that each process may use.
+        quotas: The CPU quota of each process.
+    """
     return bound_cores(len(frozenset().union(*allowed)), quotas) < len(allowed)
 
 
 def spread(allowed: Sequence[Cores]) -> list[int] | None:
-    """A core for each process of a machine, from the cores that each may use; None where they stay as they are."""
+    """Choose a core for each process of a machine. None if they should stay as they are.
+
+    Args:
+        allowed: The cores that each process may use. If they differ, a launcher has bound processes.
+    """
     cores = sorted(allowed[0])
     if len(set(allowed)) > 1 or not 1 < len(cores) < len(allowed):
         return None
@@ -322,11 +348,10 @@ def spread(allowed: Sequence[Cores]) -> list[int] | None:
 
 
 class Seat:
-    """The core of this process, until it leaves."""
+    """The binding of this process to one core, until `leave`. `shared`: some process has no core of its own."""
 
     def __init__(self, layout: Layout, generation: MeetingPlace) -> None:
-        """Collective over all ranks of the store, blocking. `shared`: some process has no core alone. Spares sleep, and
-        do not count in that."""
+        """Find a core for this process. Collective over all ranks of the store, blocking."""
         self.before: Cores = frozenset(os.sched_getaffinity(0))
         self.usable = usable_cores()
         mine = Processor(BOOT.read_text(), sorted(self.before), find_quota())
@@ -336,6 +361,7 @@ class Seat:
         allowed = [frozenset(every[rank].cores) for rank in here]
         alone = all(layout.same_node(rank, layout.rank) for rank in here)
         busy = [rank for rank in here if rank < layout.num_workers + layout.num_servers]
+        # Spares sleep, and so are not counted, unless a machine has only spares.
         busy = busy or here
         self.shared = crowded([frozenset(every[rank].cores) for rank in busy], [every[rank].quota for rank in busy])
         cores = spread(allowed) if alone else None
@@ -343,14 +369,15 @@ class Seat:
         self._take(self.own)
 
     def step_aside(self) -> None:
-        """The calling thread leaves this process' core to its main thread, where it has but that one."""
+        """Let the calling thread run on other cores than the main thread, if this process may use others."""
         self._take(self.before - self.own or self.before)
 
     def leave(self) -> None:
-        """The process runs where it ran before."""
+        """Undo the binding: let the process run on all cores that it could use before."""
         self._take(self.before)
 
     def _take(self, cores: Cores) -> None:
         if cores != frozenset(os.sched_getaffinity(0)):
-            with suppress(OSError):  # where a container forbids it, all stays as it is
+            # In a container that forbids it the binding stays as it is.
+            with suppress(OSError):
                 os.sched_setaffinity(0, cores)

@@ -1,21 +1,21 @@
-"""Tell from the environment why a process is alone in its world though a launcher started several. Pure.
+"""Find out from the environment why a process is alone in its MPI world though a launcher started several. Pure.
 
-Every launcher hands its processes what they need to find each other in variables of its own, and an MPI that does not
-know those variables starts as a world of size 1, in silence: N processes then train N models.
+Every launcher tells its processes how to find each other by variables of its own. An MPI that does not know these
+variables starts as a world of size 1 without a word, and N processes then train N models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-# What a launcher tells each process about the number of its processes.
+# variables by which a launcher tells each process how many processes there are
 OPEN_MPI = "OMPI_COMM_WORLD_SIZE"
 HYDRA = "PMI_SIZE"
 SLURM = "SLURM_STEP_NUM_TASKS"
 JSRUN = "JSM_NAMESPACE_SIZE"
 RANKS = ((OPEN_MPI, "OMPI_COMM_WORLD_RANK"), (HYDRA, "PMI_RANK"))
 MPIRUN_SIGNS = (OPEN_MPI, "PRTE_LAUNCHED", "MPI_LOCALNRANKS")
-# Variables by which a launcher makes a process a rank, by their beginnings. Settings, which children share, are none.
+# Beginnings of the variables that make a process a rank. Settings, which child processes inherit, are not among them.
 OF_RANK = (
     "PMIX_",
     "PMI_",
@@ -39,31 +39,32 @@ OF_RANK = (
     "HYDI_",
 )
 SETTINGS = ("PMIX_MCA_", "PMIX_PREFIX")
-# The same of a rank among those of its own host.
+# pairs of variables: the number of the job's ranks on this host, and this rank's number among them
 LOCAL_RANKS = (("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"), ("MPI_LOCALNRANKS", "MPI_LOCALRANKID"))
-# What `mpips run`, and then the rank itself, has set of the variables by which torchrun tells a process its place:
-# NAME=VALUE, with commas between them. So programs that ask these, as most that train by DDP do, run as under torchrun.
-# Children inherit them, as there, but to mpips they say nothing of a child, nor of a job that it starts.
+# Names the variables that mpips has set in the way of torchrun, as NAME=VALUE with commas between them. `mpips run`
+# sets some and the rank itself the others, so that programs written for torchrun, as most DDP programs are, run
+# unchanged. Child processes inherit the variables, as under torchrun, but mpips does not take them for a child's own
+# place.
 PLACE = "_MPIPS_PLACE"
 RANK, SIZE, LOCAL_RANK, MASTER, PORT = "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"
-# Before words of `python -m mpips` that are percent-encoded, as mpirun would take one of them for its own.
+# Comes before percent-encoded words of a `python -m mpips` line, which mpirun would take for options of its own.
 ENCODED = "--encoded"
-# Ranks tell the `mpips run` of their machine, by a socket that this names, that they are there, and how they end.
+# names the socket on which ranks tell the `mpips run` of their machine that they have started, and how they end
 PRESENCE = "_MPIPS_PRESENCE"
-# Set where that `mpips run` hands its standard input to rank 0, over the same socket.
+# set if that `mpips run` hands its standard input to rank 0 over the same socket
 INPUT = "_MPIPS_INPUT"
 PRESENT, STARTED, STEP, ROLE, GOODBYE, FAILING = b"present", b"started", b"step", b"role", b"goodbye", b"failing"
-# What rank 0 says of a job that has ended well, to be said once all of it has.
+# a remark of rank 0 about a job that has ended well, printed when all of the job has ended
 REMARK = b"remark"
 
-# The same where the launcher is on another host, and others have died: the one word that is said for all.
+# Printed for the whole job, by one rank, if the launcher is on another host and other ranks have died.
 WELL_WITHOUT = b"mpips: the job has ended well without rank"
+# names the folder with the plan and the socket, in the environment of a job that `mpips chaos` watches
 WATCHED = "_MPIPS_CHAOS"
-"""Names, in the environment of a job that `mpips chaos` watches, the folder with the plan and the socket."""
 
 
 def implementation(library: str) -> str:
-    """`openmpi`, `mpich`, `intel` or `other`, from the text of MPI_Get_library_version."""
+    """Return `openmpi`, `mpich`, `intel` or `other` from the text of MPI_Get_library_version."""
     text = library.lower()
     if "open mpi" in text:
         return "openmpi"
@@ -73,10 +74,14 @@ def implementation(library: str) -> str:
 
 
 def lost(environment: Mapping[str, str], library: str, size: int | None = None) -> str | None:
-    """A sentence with cause and cure where the launcher promised several ranks and this one is alone; else None.
+    """Return a sentence with cause and cure if a launcher started several processes but this one is alone, else None.
 
-    `library` is MPI_Get_library_version's text. `size` is that of COMM_WORLD; None, before MPI_Init, tells only what is
-    certain without it. Slurm: `srun --mpi=pmix` is what Open MPI understands, `--mpi=pmi2` what MPICH and Intel MPI do.
+    For Slurm the cure depends on the MPI: Open MPI understands `srun --mpi=pmix`, MPICH and Intel MPI understand
+    `--mpi=pmi2`.
+
+    Args:
+        library: The text of MPI_Get_library_version.
+        size: The size of COMM_WORLD. None before MPI_Init: then only what is certain without it is told.
     """
     if size is not None and size > 1:
         return None
@@ -97,7 +102,7 @@ def lost(environment: Mapping[str, str], library: str, size: int | None = None) 
 
 
 def launched_as(environment: Mapping[str, str]) -> tuple[int, int] | None:
-    """This process' rank and the size of the job, as an mpirun tells them before MPI has started; None without one."""
+    """Return (rank, size) as an mpirun gives them before MPI has started. None without an mpirun."""
     for size, rank in RANKS:
         if size in environment and rank in environment:
             return _count(environment, rank), _count(environment, size)
@@ -105,7 +110,7 @@ def launched_as(environment: Mapping[str, str]) -> tuple[int, int] | None:
 
 
 def started_as(environment: Mapping[str, str]) -> tuple[int, int] | None:
-    """Return this process' rank and the size of the job where any launcher has started several ranks; else None."""
+    """Return (rank, size) if any launcher has started several ranks, else None."""
     for size, rank in (*RANKS, (SLURM, "SLURM_PROCID"), (JSRUN, "JSM_NAMESPACE_RANK")):
         if rank in environment and _count(environment, size) > 1:
             return _count(environment, rank), _count(environment, size)
@@ -113,9 +118,9 @@ def started_as(environment: Mapping[str, str]) -> tuple[int, int] | None:
 
 
 def variables_of_place(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that this rank has to set so that a program finds what torchrun sets; none without `PLACE`.
+    """Return the variables that this rank must set so that a program finds what torchrun would have set.
 
-    What the user has set on the rank's host stays.
+    Empty without `PLACE`. Variables that the user has set on the rank's host are left as they are.
     """
     job, theirs = launched_as(environment), without_place(environment)
     if job is None or PLACE not in environment:
@@ -129,13 +134,13 @@ def variables_of_place(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def without_place(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what `PLACE` says that mpips has set. What a program has changed since is its own."""
+    """Return the environment without the variables that mpips has set. One that a program has changed since is kept."""
     ours = _read_place(environment)
     return {name: value for name, value in environment.items() if name != PLACE and ours.get(name) != value}
 
 
 def write_place(variables: Mapping[str, str]) -> str:
-    """The value of `PLACE` for these variables."""
+    """Encode variables as the value of `PLACE`."""
     return ",".join(f"{name}={value}" for name, value in variables.items())
 
 
@@ -144,7 +149,7 @@ def _read_place(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def tells_rank(name: str) -> bool:
-    """Return whether a launcher makes a process a rank by the variable of this name."""
+    """True if a launcher makes a process a rank by a variable of this name."""
     return name.startswith(OF_RANK) and not name.startswith(SETTINGS)
 
 

@@ -1,5 +1,6 @@
 """Keys: what a caller may hand over, what a worker knows of a key, which server keeps what.
 
-`arguments`: a caller's keys and arrays, checked. `key`: a key, and its shards on servers. `sharding`, `cutting`: who
-keeps what. `row_sparse`: gradients of which only some rows are not zero.
+`arguments` checks a caller's keys and arrays. `key` is a key with its shards on servers. `sharding` decides which
+server keeps which elements, and `cutting` cuts a key by that. `row_sparse` has gradients with few rows that are not
+zero.
 """

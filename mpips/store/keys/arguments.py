@@ -1,9 +1,9 @@
 """Check what a caller hands to a store, as a whole before anything is sent, and view any library's arrays. Local.
 
-A call becomes pairs of a key and its arrays; errors name the key and the values. Host arrays are viewed, never copied:
-NumPy's, those with `__array_interface__` or DLPack, CPU tensors of PyTorch. JAX arrays are read and cannot be written.
-Arrays on GPUs are summed on the device into pinned host memory, and results are copied back from there
-(`collectives.tensor`), after the work that the user has queued on his streams.
+A call becomes pairs of a key and its arrays. Errors name the key and the values. Host arrays are viewed, never copied:
+NumPy arrays, those with `__array_interface__` or DLPack, CPU tensors of PyTorch. JAX arrays can be read but not
+written. Arrays on GPUs are summed on the device into pinned host memory, and results are copied back from there
+(`collectives.tensor`). This comes after the work that the user has queued on the device's streams.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PRIORITY_BITS = 31
 
 
 def names(key: object) -> list[Name]:
-    """One key or a list of keys as a list; int or str, never mixed, none twice."""
+    """Return one key or a list of keys as a list. All must be int or all str, and each may come only once."""
     if type(key) is str or type(key) is int:
         return [key]
     keys: list[Any] = list(key) if isinstance(key, (list, tuple)) else [key]
@@ -55,7 +55,7 @@ def names(key: object) -> list[Name]:
 
 
 def see_new(name: Name, what: str, noun: str = "key") -> None:
-    """ValueError unless messages and files can hold a key, or a table, of this name."""
+    """Raise ValueError if messages and files cannot hold a key or table of this name."""
     if isinstance(name, int):
         if not LEAST <= name <= MOST:
             raise ValueError(f"{what}: key {name} is out of range: pass an int from -2**63 to 2**63 - 1")
@@ -69,12 +69,12 @@ def see_new(name: Name, what: str, noun: str = "key") -> None:
 
 
 def of_other_kind(keys: Iterable[Name], name: Name) -> Name | None:
-    """The first of these keys that is a str where `name` is an int, or the other way round."""
+    """Return the first of these keys that is a str although `name` is an int, or the other way round, or None."""
     return next((one for one in keys if isinstance(one, str) != isinstance(name, str)), None)
 
 
 def find_key(keys: Mapping[Name, T], name: Name, what: str) -> T:
-    """Return what is kept of a key; ValueError where it was not initialised."""
+    """Return the entry of a key. ValueError if it was not initialised."""
     try:
         return keys[name]
     except KeyError:
@@ -85,7 +85,7 @@ def find_key(keys: Mapping[Name, T], name: Name, what: str) -> T:
 
 
 def see_priority(value: object, what: str) -> None:
-    """Raise TypeError or ValueError unless it is an int that a message holds."""
+    """Raise TypeError or ValueError if a priority is not an int that fits into a message."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{what}: priority={value!r} is no int: pass one, the highest goes first")
     if int(value).bit_length() > PRIORITY_BITS:
@@ -94,7 +94,10 @@ def see_priority(value: object, what: str) -> None:
 
 
 def versions(key: object, newer_than: object) -> list[int]:
-    """Return the version for each key, which a caller gives as it gives the keys; TypeError or ValueError otherwise."""
+    """Return the version for each key, as a caller gives it for one key or for a list.
+
+    TypeError or ValueError if bad.
+    """
     keys = names(key)
     given = newer_than if isinstance(key, (list, tuple)) else [newer_than]
     if not isinstance(given, (list, tuple)) or len(given) != len(keys):
@@ -117,7 +120,7 @@ def versions(key: object, newer_than: object) -> list[int]:
 
 
 def turns(given: Iterable[Hashable], what: str) -> list[Hashable]:
-    """Return what a call takes turns on, beside its keys; TypeError unless all are hashable."""
+    """Return the names on which a call takes turns in addition to its keys. TypeError if one is not hashable."""
     chosen = list(given)
     for name in chosen:
         try:
@@ -128,8 +131,10 @@ def turns(given: Iterable[Hashable], what: str) -> list[Hashable]:
 
 
 def pairs(key: object, value: object, what: str, argument: str = "value") -> list[tuple[Name, list[Any]]]:
-    """(key, its arrays) for one key or lists of equal length; a key's value is one array or a list of them.
-    `argument`: what the caller calls the values."""
+    """Pair keys with their arrays, for one key or for lists of equal length.
+
+    A key's value is one array or a list of arrays. `argument` is the caller's name for the values.
+    """
     keys = names(key)
     if not isinstance(key, (list, tuple)):
         return [(keys[0], _arrays(value, keys[0], what, argument))]
@@ -152,7 +157,7 @@ def _arrays(value: object, name: Name, what: str, argument: str) -> list[Any]:
 
 
 def readable(value: object, name: Name, what: str) -> Array:
-    """A host array to read from: C-contiguous."""
+    """Return a C-contiguous host array to read from."""
     return _contiguous(value, name, what, f"write {what}({name!r}, numpy.asarray(value))")
 
 
@@ -164,7 +169,7 @@ def _contiguous(value: object, name: Name, what: str, cure: str) -> Array:
 
 
 def writable(value: object, name: Name, what: str) -> Array:
-    """A host array to write to: C-contiguous and not read-only."""
+    """Return a C-contiguous host array that may be written."""
     if is_jax(value):
         raise TypeError(
             f"{what}: key {name!r} got an array of JAX to write to, which cannot be written: pass a NumPy array as "
@@ -193,7 +198,7 @@ def _host(value: object, name: Name, what: str, cure: str) -> Array:
 
 
 def see_dtype(dtype: np.dtype, name: Name, what: str) -> None:
-    """TypeError unless servers can sum such elements."""
+    """Raise TypeError if servers cannot sum elements of this dtype."""
     if not (dtype.isnative and (dtype.kind in "iu" or dtype.name in FLOATS)):
         cure = " (numbers that were read as text: array.astype(float))" if dtype.kind in "SU" else ""
         raise TypeError(
@@ -205,7 +210,7 @@ def see_dtype(dtype: np.dtype, name: Name, what: str) -> None:
 def fits(
     array: Array | RowSparse, shape: tuple[int, ...], dtype: np.dtype, name: Name, what: str, rows: int | None = None
 ) -> None:
-    """Raise ValueError unless shape and dtype are those that the key was initialised with, or those of `rows` of it."""
+    """Raise ValueError if shape or dtype are not those of the key, or of `rows` rows of it."""
     if array.shape != shape or array.dtype != dtype:
         cure = f"shape {shape}" if array.shape != shape else f"dtype {dtype.name}, as astype makes it"
         there = f"key {name!r} was initialised as" if rows is None else f"{rows} rows of key {name!r} are"
@@ -216,7 +221,7 @@ def fits(
 
 
 def see_alike(values: Sequence[Array], name: Name, what: str) -> None:
-    """ValueError unless a key's arrays (one per device) have one shape and one dtype."""
+    """Raise ValueError if a key's arrays (one per device) differ in shape or dtype."""
     kinds = [f"{value.dtype.name}{value.shape}" for value in values]
     if len(set(kinds)) > 1:
         given = ", ".join(kinds)
@@ -229,7 +234,7 @@ def _called(dtype: np.dtype) -> str:
 
 @quiet
 def total(values: Sequence[Array]) -> Array:
-    """The sum of a key's arrays (one per device), in their order; the array itself where there is one."""
+    """Sum a key's arrays (one per device) in their order. A single array is returned itself."""
     if len(values) == 1:
         return values[0]
     result = np.add(values[0], values[1], out=np.empty_like(values[0]))
@@ -249,7 +254,7 @@ class Pushed(Protocol):
 
 
 def see_one_round(what: str, keys: Sequence[Pushed], rounds: Sequence[Sequence[int]]) -> None:
-    """ValueError where workers, whose rounds of the keys are given by rank, have pushed a key differently often."""
+    """Raise ValueError if workers have pushed a key differently often. `rounds`: by rank, the rounds of each key."""
     for key, counts in zip(keys, zip(*rounds)):
         most, least = max(counts), min(counts)
         if most > least:
@@ -262,17 +267,17 @@ def see_one_round(what: str, keys: Sequence[Pushed], rounds: Sequence[Sequence[i
             )
 
 
+# Small arrays travel together in vectors of at most this many bytes.
 PACK_BYTES = 4 << 20
-"""Of many small arrays so many bytes travel as one."""
 
 
 def is_device(x: object) -> bool:
-    """Return whether it is an array in the memory of a GPU."""
+    """True for an array in the memory of a GPU."""
     return type(x) is not np.ndarray and arrays.is_device(x)
 
 
 def host(x: object) -> Array:
-    """The array as a NumPy view of its memory; TypeError, which says what to pass, where it has none on the host."""
+    """View an array as a NumPy array. TypeError, with what to pass instead, if it has no memory on the host."""
     if type(x) is np.ndarray:
         return x
     if is_jax(x):
@@ -281,12 +286,13 @@ def host(x: object) -> Array:
         return arrays.host(x)
     except TypeError:
         raise
-    except Exception as error:  # of whatever library it is
+    # The library of the array may raise anything.
+    except Exception as error:
         raise TypeError(f"{type(x).__name__} cannot be viewed as a host array ({error})") from error
 
 
 def viewed(x: Any) -> Any:
-    """A CPU tensor of PyTorch's as a view of it, a list with such views in it; anything else as it is."""
+    """View PyTorch CPU tensors as NumPy arrays, also those in a list. Return anything else as it is."""
     if type(x) is np.ndarray:
         return x
     if type(x) in (list, tuple):
@@ -296,17 +302,18 @@ def viewed(x: Any) -> Any:
         return x
     try:
         return arrays.host(x)
-    except (TypeError, RuntimeError):  # the checks of a call say why
+    # The checks of the call raise an error that says why.
+    except (TypeError, RuntimeError):
         return x
 
 
 def is_jax(x: object) -> bool:
-    """Return whether it is an array of JAX, which must not be written."""
+    """True for a JAX array, which must not be written."""
     return type(x).__module__.split(".")[0] in ("jax", "jaxlib")
 
 
 def runs(sizes: Iterable[int], most: int = PACK_BYTES) -> Iterator[slice]:
-    """Yield slices of neighbours that have at most `most` bytes together; what is larger comes alone."""
+    """Yield slices of neighbours that have at most `most` bytes together. A larger one comes alone."""
     start, end, total = 0, 0, 0
     for size in sizes:
         if end > start and total + size > most:
@@ -318,14 +325,15 @@ def runs(sizes: Iterable[int], most: int = PACK_BYTES) -> Iterator[slice]:
 
 
 def packed(given: Sequence[Array]) -> Array:
-    """Return the bytes of C-contiguous arrays, one behind the other; of one alone the array itself."""
+    """Join C-contiguous arrays to one vector of bytes. A single array is returned itself."""
     return given[0] if len(given) == 1 else np.concatenate([array.reshape(-1).view(np.uint8) for array in given])
 
 
 def unpack(vector: Array, into: Sequence[Array]) -> None:
-    """Write what `packed` returned on another rank to arrays like those."""
+    """Write a vector that `packed` made on another rank into arrays of the same shapes."""
     if len(into) == 1:
-        return  # it is the array itself
+        # `packed` has returned the array itself, which the caller has filled.
+        return
     at = 0
     for array in into:
         array.reshape(-1).view(np.uint8)[...] = vector[at : at + array.nbytes]
@@ -333,17 +341,21 @@ def unpack(vector: Array, into: Sequence[Array]) -> None:
 
 
 class HostStaging:
-    """Arrays of one shape on GPUs (and perhaps the host), with one host array beside them in pinned memory.
+    """Arrays of one shape on GPUs (and perhaps on the host), and one host array in pinned memory for their sum.
 
-    Made in the thread that calls the store, as what its streams hold comes first. `host` has the shape of the arrays.
-    ValueError or TypeError where the arrays do not suit. The arrays stay as they are until a task of this is over.
+    The constructor must run in the thread that calls the store, because work that this thread has queued on its streams
+    comes first. It raises ValueError or TypeError if the arrays do not fit together. The arrays must not change until a
+    task of this object is over.
+
+    `host` has the shape of the arrays.
     """
 
     def __init__(self, values: Sequence[Any], written: bool) -> None:
         from mpips.collectives.tensor.cuda import CudaVectors  # needs CuPy
         from mpips.collectives.tensor.vectors import place
 
-        self._values = values  # places keep no array alive
+        # `place` keeps no array alive.
+        self._values = values
         places = [place(value, f"array {index}", written) for index, value in enumerate(values)]
         shapes = {tuple(value.shape) for value in values}
         if len(shapes) > 1 or len({one.dtype for one in places}) > 1:
@@ -354,7 +366,10 @@ class HostStaging:
         self._open = False
 
     def begin(self) -> Ticket:
-        """Queue `host` = the sum of the arrays, after what the caller has queued; the ticket says when it is there."""
+        """Begin to sum the arrays into `host`, after the work that the caller has queued.
+
+        Return a ticket to wait with.
+        """
         self._vectors.begin()
         self._open = True
         flat = self.host.reshape(-1)
@@ -367,7 +382,7 @@ class HostStaging:
                 yield False
 
     def spread(self) -> Task[None]:
-        """Every array = `host`."""
+        """Copy `host` into every array."""
         self._vectors.begin()
         self._open = True
         with contextlib.closing(self):
@@ -376,7 +391,7 @@ class HostStaging:
                 yield False
 
     def close(self) -> None:
-        """Nothing runs on the arrays and the pinned memory any more."""
+        """Make sure that nothing runs on the arrays and the pinned memory any more."""
         if self._open:
             self._open = False
             self._vectors.finish()
@@ -390,23 +405,25 @@ Known = Mapping[Name, Key]
 
 
 class KeyCall(NamedTuple):
-    """One call for one key: what it contributes, where the result goes."""
+    """One call for one key: what it contributes, and where its result goes."""
 
     key: Key
+    # the sum of the caller's arrays, in the key's shape; None if the call only pulls
     payload: Array | RowSparse | None
-    """The sum of the caller's arrays, in the key's shape; None where the call only pulls."""
+    # empty if the call only pushes
     targets: Sequence[Array]
-    """Empty where the call only pushes."""
+    # waits until GPUs have summed the payload
     gathered: Task[None] | None = None
-    """Waits until GPUs have summed the payload."""
+    # copies the first target, which is its host array, to GPUs
     spread: HostStaging | None = None
-    """Copies the first target, its host array, to GPUs."""
 
 
 def check(known: Known, what: str, key: object, value: object = None, out: object = None) -> list[KeyCall]:
-    """The calls for one key or a list of keys; ValueError or TypeError where anything of any of them is bad.
+    """Check a call, and return it key by key. ValueError or TypeError if anything in it is bad.
 
-    `what`: push, pull, or pushpull, which writes to `value` where `out` is None.
+    Args:
+        known: The initialised keys.
+        what: "push", "pull", or "pushpull", which writes into `value` if `out` is None.
     """
     values = pairs(key, value, what) if what != "pull" else None
     target, argument = (value, "value") if out is None and what != "pull" else (out, "out")
@@ -423,7 +440,7 @@ def check(known: Known, what: str, key: object, value: object = None, out: objec
 
 
 def _see_apart(outs: Sequence[tuple[Name, Sequence[Any]]], what: str) -> None:
-    """ValueError where two keys have one array as out: the second value would be written over the first."""
+    """Raise ValueError if two keys have the same array as out: the second value would overwrite the first."""
     taken: dict[int, Name] = {}
     for name, targets in outs:
         for target in targets:
@@ -433,7 +450,7 @@ def _see_apart(outs: Sequence[tuple[Name, Sequence[Any]]], what: str) -> None:
 
 
 def rows(known: Known, key: object, out: object, row_ids: Any) -> list[tuple[Key, Array, NDArray[np.int64]]]:
-    """(key, target, row numbers) of every target of a `row_sparse_pull`; errors as in `check`."""
+    """Return (key, target, row numbers) for every target of a `row_sparse_pull`. Errors as in `check`."""
     what = "row_sparse_pull"
     if row_ids is None:
         raise ValueError("row_sparse_pull needs row_ids: pass the numbers of the rows, as row_ids=[0, 2]")
@@ -457,7 +474,7 @@ def rows(known: Known, key: object, out: object, row_ids: Any) -> list[tuple[Key
 
 
 def _lists(row_ids: object) -> object:
-    """A key's lists of row numbers: it may be given one, or a list of them."""
+    """Return a key's lists of row numbers as a list of lists. The caller may give one list, or several."""
     one = isinstance(row_ids, (list, tuple)) and not any(np.ndim(each) for each in row_ids)
     return [row_ids] if one else row_ids
 
@@ -508,7 +525,7 @@ def _targets(key: Key, outs: Sequence[Any], what: str) -> tuple[list[Array], Hos
 
 
 def _staged(key: Key, values: Sequence[Any], what: str, written: bool) -> HostStaging:
-    """Host memory beside arrays on GPUs that fit the key; ValueError or TypeError with the key's name."""
+    """Make host memory for arrays on GPUs that fit the key. ValueError or TypeError with the key's name."""
     for value in values:
         if is_jax(value):
             raise TypeError(f"{what}: key {key.name!r} got a JAX array on a GPU: pass numpy.asarray of it")
@@ -521,7 +538,7 @@ def _staged(key: Key, values: Sequence[Any], what: str, written: bool) -> HostSt
 
 
 def first_value(name: Name, values: Sequence[Any]) -> Array:
-    """Return what `init` stores: a host array of the sum of a key's arrays. From GPUs it is copied, blocking."""
+    """Return the value that `init` stores: the sum of a key's arrays on the host. A copy from GPUs blocks."""
     what = "init"
     given = [value.to_dense() if isinstance(value, RowSparse) else value for value in values]
     if not any(map(is_device, given)):

@@ -1,4 +1,4 @@
-"""Cut a new key as `sharding` decides: its pieces and shards on a worker, the cards of its units for servers."""
+"""Cut a new key as `sharding` decides: pieces and shards for a worker, and descriptions of its units for servers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,19 @@ from mpips.store.roles import Layout
 from mpips.store.transport.frames import UnitCard
 from mpips.store.transport.pending import UnitNumbers
 
-MOST_CHUNKS = 32  # of what a server has of a key
+# the most chunks of a server's part of a key
+MOST_CHUNKS = 32
+# server -> its new units
 Cards = dict[int, list[UnitCard]]
-"""New units by server."""
 
 
 class Cutting:
-    """Keep which server has which elements, and cut new keys. Clients push once. `side_by_side`: every
-    process has a core, so that a server sums one block while workers copy the next."""
+    """Knows which server has which elements, and cuts new keys.
+
+    Args:
+        one_node: All ranks of the store are on one node.
+        side_by_side: Every process has a core of its own, so that a server sums one block while workers copy the next.
+    """
 
     def __init__(
         self,
@@ -32,7 +37,9 @@ class Cutting:
         placement: Placement | None = None,
         numbers: UnitNumbers | None = None,
     ) -> None:
-        self._layout, self._one_node, self._side_by_side = layout, one_node, side_by_side
+        self._layout = layout
+        self._one_node = one_node
+        self._side_by_side = side_by_side
         self._grouped = layout.kind.startswith("mpi_")
         self._past_caches = past_caches(os.environ)
         self._groups = layout.groups()
@@ -40,12 +47,12 @@ class Cutting:
         self._numbers = numbers or UnitNumbers()
 
     def copy(self) -> Cutting:
-        """Return a copy, to try a change with."""
+        """Return a copy on which a change can be tried."""
         placement, numbers = self._placement.copy(), self._numbers.copy()
         return Cutting(self._layout, self._one_node, self._side_by_side, placement, numbers)
 
     def free(self, keys: Iterable[Key]) -> None:
-        """These keys are kept no more."""
+        """Take away keys that are no longer kept."""
         for key in keys:
             self._placement.remove_load(_parts(key), key.dtype.itemsize)
             self._numbers.release(shard.number for shard in key.shards)
@@ -53,13 +60,17 @@ class Cutting:
     def cut(
         self, key: Key, lines: Sequence[LineToServer], cards: Cards, parts: Sequence[tuple[int, Interval]] | None = None
     ) -> None:
-        """Give a key its pieces and shards, and append its units to `cards`. `parts`: what each server keeps, where
-        that is known. ValueError where there are too many units."""
+        """Give a key its pieces and shards, and append its units to `cards`. ValueError if there are too many units.
+
+        Args:
+            parts: Each server's part, if that is known. None: place the key.
+        """
         options = self._layout.options
         sharers = max(map(len, self._groups))
         grain = grain_of(key.shape, self._layout.num_servers * (sharers * MOST_CHUNKS if sharers > 1 else 1))
         if self._one_node and sharers > 1:
-            grain = 1  # as `collectives.reduce_scatter` cuts
+            # as `collectives.reduce_scatter` cuts, which the members use: between any elements
+            grain = 1
         by_server = []
         if parts is None:
             parts = self._placement.place(key.shape, key.dtype.itemsize)
@@ -73,11 +84,13 @@ class Cutting:
                 if chunk.size or not part.size:
                     self._cut_piece(key, server, chunk, grain, lines[server], cards[server])
             by_server.append(key.pieces[first:])
-        # In turn, so that the few pieces under way keep all servers busy; in one order everywhere, as servers take few.
+        # Pieces of the servers in turn, so that the few pieces under way keep all servers busy. All workers use the
+        # same order, because a server takes only a few pieces at a time.
         key.pieces = [piece for row in zip_longest(*by_server) for piece in row if piece is not None]
         key.pushes = [shard for piece in key.pieces for shard in piece.pushes]
         if self._one_node and self._grouped and options.masters == "one":
-            key.pieces = [Piece([0, key.size], key.pushes, 0)]  # one collective for the whole
+            # One collective sums the whole key.
+            key.pieces = [Piece([0, key.size], key.pushes, 0)]
 
     def _cut_piece(
         self, key: Key, server: int, chunk: Interval, grain: int, line: LineToServer, cards: list[UnitCard]
@@ -105,7 +118,7 @@ class Cutting:
         key.pieces.append(piece)
 
     def _block_elements(self, size: int, itemsize: int) -> int:
-        """Elements of a block of a unit of `size` elements, which is also a message's between nodes."""
+        """Return the number of elements in a block of a unit of `size`. Between nodes a message holds one block."""
         options = self._layout.options
         nbytes = options.chunk_bytes
         if self._one_node:

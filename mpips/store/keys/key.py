@@ -1,4 +1,4 @@
-"""Record one key on a worker: what all agreed on, where its elements lie on the servers, how often it was pushed."""
+"""One key on a worker: its shape, where its elements lie on the servers, how often it was pushed, its fast path."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from mpips.collectives.recorder.own import LONG_BYTES
 
 Array = NDArray[Any]
 Name = int | str
+# how many keys an error message names
 SHOWN = 4
-"""Keys that a sentence names."""
 NO_MARKS = {"push": 0, "pull": 0, "pushpull": 0}
 
 
 class Fast(Protocol):
     """The fast path of one key, bound at `init`, for C-contiguous arrays of the key's shape and dtype.
 
-    Every call does at once what takes no more than a moment, and returns None, or the task of what is left. Nothing
-    has been begun where a call returns a task that does all of it. Used only while no other operation is under way.
+    Each call waits for a moment at most. It returns None when it is done, or a task that does the rest. A call that
+    could not begin at all returns a task that does everything. Used only while no other operation is under way.
     """
 
+    # True if keys of a list take it too: `post` for all, `wait_until_read` for all, `pull` for all
     lists: bool
-    """Whether keys of lists take it, too: `post` all, `read` all, `pull` all."""
 
     def push(self, array: Array, priority: int) -> Task[None] | None:
-        """Contribute; when it is over the array may be overwritten."""
+        """Contribute to the next round. When it is over the array may be overwritten."""
 
     def post(self, array: Array, priority: int) -> Task[None] | None:
-        """Push, but without waiting until the servers have read what they read in place."""
+        """Contribute to the next round, without waiting until the servers have read arrays that they read in place."""
 
     def wait_until_read(self) -> Task[None] | None:
-        """Wait until they have, after a `post` that left nothing."""
+        """Wait until the servers have read the array, after a `post` that returned None."""
 
     def pull(self, out: Array) -> Task[None] | None:
         """Write the key's value into `out`."""
 
     def pushpull(self, array: Array, out: Array, priority: int) -> Task[None] | None:
-        """Both; `out` may be `array`. It may read the result behind the servers, while they sum what follows."""
+        """Push and pull. `out` may be `array`. Blocks may be read while the servers still sum later ones."""
 
 
 class FastList(Protocol):
-    """The fast path of a list of keys that each have one, in one step; `None` and tasks as in `Fast`."""
+    """The fast path of a list of keys that each have a fast path, in one step. Returns None or tasks as `Fast` does."""
 
     def push(self, keys: Sequence[Key], arrays: Sequence[Array], priority: int) -> Task[None] | None: ...
 
@@ -57,19 +57,22 @@ class FastList(Protocol):
     def pushpull(
         self, keys: Sequence[Key], arrays: Sequence[Array], outs: Sequence[Array], priority: int
     ) -> Task[None] | None:
-        """Both, wherever `outs` and `arrays` lie."""
+        """Push and pull. Arrays of `outs` and `arrays` may overlap in any way."""
 
 
 class Rounds(dict[Name, int]):
-    """Map every key and table to the last complete round, at which it stands after `recover`.
+    """The last complete round of every key and table, which it holds after `recover`.
 
-    In an asynchronous store: how many pushes of this worker, or of its client, are in it."""
+    In an asynchronous store: the number of pushes of this worker, or of its client, that are in it.
+
+    Attributes:
+        step: The round that all keys and tables hold that were ever pushed. None if they hold different rounds. In an
+            asynchronous store, the lowest of them.
+        torn: Keys of whose last round some blocks were applied and others were not: load a checkpoint of them.
+    """
 
     step: int | None = None
-    """The round that all keys and tables stand at which were ever pushed; None where they stand at several. In an
-    asynchronous store, the lowest of them."""
     torn: tuple[Name, ...] = ()
-    """Keys of whose last round some blocks were applied and others not: load a checkpoint of them."""
 
 
 @dataclass
@@ -79,47 +82,49 @@ class Key:
     name: Name
     shape: tuple[int, ...]
     dtype: np.dtype
+    # number of pushes that this worker has begun; after `recover`, the last round that is complete
     round: int = 0
-    """How often this worker has begun to push it; with `recover`, the last round that is complete."""
     shards: list[Shard] = field(default_factory=list)
+    # the shards that this worker contributes to
     pushes: list[Shard] = field(default_factory=list)
-    """Shards that this worker contributes to."""
+    # the parts of the key that go through the pipeline inside a client one by one: each server's part, or chunks of it
     pieces: list[Piece] = field(default_factory=list)
-    """What a server has of the key, or a chunk of that: the step of the pipeline inside a client."""
+    # the fast path, or None if it has none
     fast: Fast | None = None
-    """The fast path, where it has one."""
+    # the weight of this worker's next push in a round that a quorum closes
     weight: int = 1
-    """How much this worker's next push counts in a round that a quorum closes."""
+    # True if its value may have changed other than by rounds since it was last pulled with its version
     replaced: bool = True
-    """Whether its value may have changed otherwise than by rounds, since it was last pulled by its version."""
+    # Operation -> the mark by which others see a call of it on this rank's page. 0: not known yet, or the call is
+    # timed.
     marks: dict[str, int] = field(default_factory=NO_MARKS.copy, compare=False, repr=False)
-    """By which word others see each call of it on this rank's page; 0: not known yet, or the call is timed."""
     noun = "key"
 
     def __post_init__(self) -> None:
+        # each call of a long key is timed
         self.is_long = self.nbytes >= LONG_BYTES
-        """Whether each call of it is timed."""
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def floats(self) -> bool:
-        """Return whether its elements are floats, bfloat16 among them: optimizers and compression are for such keys."""
+        """True if its elements are floats, bfloat16 included. Only such keys can have optimizers and compression."""
         return self.dtype.kind not in "iu"
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a host array of it."""
+        """Size of the whole array in bytes."""
         return self.size * self.dtype.itemsize
 
 
 def label(what: str, names: Sequence[Name]) -> str:
-    """Return what workers compare, and sentences show: "push of key 'w'".
+    """Return the text by which workers compare calls, and which messages show, such as "push of key 'w'".
 
-    Of more than a few keys it tells their number, and a checksum that tells apart whatever is not shown."""
+    For more than a few keys it has their number and a checksum, so that different lists have different texts.
+    """
     keys = f"key{'' if len(names) == 1 else 's'} {', '.join(map(repr, names[:SHOWN]))}"
     if len(names) > SHOWN:
         checksum = zlib.crc32(repr(list(names)).encode())
@@ -128,7 +133,7 @@ def label(what: str, names: Sequence[Name]) -> str:
 
 
 class LineToServer(Protocol):
-    """Send frames to a server (`transport.lines`); fields as in `transport.frames.Frame`."""
+    """Sends frames to a server (`transport.lines`). Fields as in `transport.frames.Frame`."""
 
     local: bool
 
@@ -160,62 +165,63 @@ class LineToServer(Protocol):
 class Shard:
     """Elements [start, stop) of a key's flattened array: one unit of the state of one server."""
 
+    # the number of the unit on its server
     number: int
-    """The unit's number on its server."""
     server: int
     start: int
     stop: int
+    # the line to the server; None in a plan that a server makes
     line: LineToServer
-    """To that server; None in a plan that a server makes."""
+    # ranks of the workers that push it
     contributors: tuple[int, ...]
-    """Ranks of the workers that push it."""
     block_elements: int
     blocks: int
+    # number of blocks that a pull on a node waits for before it copies them, while enough are left (see
+    # `sharding.pulled_at_once`)
     least: int = 1
-    """Blocks that a pull on a node waits for before it copies them, if so many are left (`sharding.pulled_at_once`)."""
+    # index of the word that counts this worker's pushes read by the server; -1 if it does not contribute
     mine: int = -1
-    """Word that counts this worker's pushes read by the server; -1 where it does not contribute."""
+    # on one node: the unit's words in the server's memory; word 0 counts the blocks summed over all rounds
     words: Any = None
-    """The unit's words in the server's memory, on one node: word 0 counts blocks summed over all rounds."""
+    # on one node: the unit's values in the server's memory
     stored: Array | None = None
-    """The unit's values in the server's memory, on one node."""
+    # on one node: the outbox for arrays that the server cannot read in place
     outbox: Any = None
-    """Through which ordinary arrays go to a server of this node."""
+    # on one node: the push of the outbox's content
     copy: Any = None
-    """The push of what lies there."""
+    # on one node: the compressed or row-sparse payload that the server may still read
     kept: Array | None = None
-    """Between nodes: this worker's copy of what it pushed, until the server has asked for all of it."""
+    # between nodes: blocks that the server has asked for
     credits: list[int] = field(default_factory=list)
-    """Blocks that the server of another node has asked for."""
+    # not used at present
     sending: int = -1
-    """The round whose blocks this worker sends to a server of another node."""
+    # between nodes: number of pushes that the server has read
     told: int = 0
-    """Between nodes: pushes that the server said it has read."""
+    # in an asynchronous store: number of pushes in it, while the server holds it unchanged for this worker
     held: int = -1
-    """Asynchronous: how many pushes are in it, while the server keeps it as it is for this worker."""
+    # True once the server has granted this worker's read, or (between nodes) has received its first value
     granted: bool = False
-    """Between nodes: whether the server has let this worker's pull go on."""
 
     def __post_init__(self) -> None:
+        # True if the server is on this worker's node
         self.local = self.line is not None and self.line.local
-        """Whether its server shares this worker's node."""
 
     def enough(self, done: int) -> int:
-        """Of how many blocks a pull waits that has copied `done`."""
+        """Return the number of blocks that a pull waits for after it has copied `done` blocks."""
         return done + self.least if self.blocks - done >= 2 * self.least else self.blocks
 
     def consumed(self) -> int:
-        """Return how many of this worker's pushes the server has read."""
+        """Return the number of this worker's pushes that the server has read."""
         return int(self.words[self.mine]) if self.local else self.told
 
 
 @dataclass
 class Piece:
-    """Elements [cuts[0], cuts[-1]) of a key, on one server; member i of this client owns [cuts[i], cuts[i+1])."""
+    """Elements [cuts[0], cuts[-1]) of a key, on one server. Member i of this client owns [cuts[i], cuts[i+1])."""
 
     cuts: list[int]
     pushes: list[Shard]
+    # its index among the pieces of the key
     number: int
-    """Its place among the pieces of the key."""
+    # memory for the client's sum of the part that this worker owns
     reduced: Array | None = None
-    """Memory for the client's sum of what this worker owns of it."""

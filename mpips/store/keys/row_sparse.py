@@ -1,4 +1,4 @@
-"""Merge, pack and apply row-sparse gradients (embedding layers): rows of an array, of which all others are zero."""
+"""Row-sparse gradients, as embedding layers have them: merged, packed for messages, and applied to weights."""
 
 from __future__ import annotations
 
@@ -15,16 +15,23 @@ from mpips.collectives.kernels.quiet import quiet
 from mpips.optimizers.base import Optimizer
 from mpips.optimizers.equation import is_fused
 
+# how many rows are added, or gathered from weights and state, at a time
 ROWS_AT_A_TIME = 4096
-"""Rows that are added, or gathered of weights and state, at once."""
 
 
 @dataclass(frozen=True, eq=False)
 class RowSparse:
-    """Rows of an array of shape `shape`; all other rows are zero.
+    """Rows of an array of shape `shape`. All other rows are zero.
 
-    `rows`: integers (k,), any order; values of a row that comes several times add up. `values`: (k, *shape[1:]).
-    Checked once, in the constructor (ValueError, naming what does not fit); the arrays are not copied.
+    The arrays are checked once, in the constructor, and not copied.
+
+    Args:
+        rows: Integers of shape (k,), in any order. Values of a row that comes several times are added.
+        values: The rows, of shape (k, *shape[1:]).
+        shape: The shape of the whole array.
+
+    Raises:
+        ValueError: Something does not fit. The message names it.
     """
 
     rows: np.ndarray
@@ -52,11 +59,10 @@ class RowSparse:
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of the values."""
         return self.values.dtype
 
     def merged(self) -> RowSparse:
-        """Return the array with rows ascending and each once; values of one row are added in the order they stand."""
+        """Return the same array with ascending rows, each once. Values of one row are added in their order."""
         if np.all(self.rows[1:] > self.rows[:-1]):
             return self
         order = np.argsort(self.rows, kind="stable")
@@ -65,13 +71,13 @@ class RowSparse:
         return RowSparse(rows[starts], sums_of_runs(self.values, order, starts), self.shape)
 
     def to_dense(self) -> np.ndarray:
-        """The array of shape `shape`, zeros included."""
+        """Return the whole array, with zeros in all other rows."""
         dense = np.zeros(self.shape, self.dtype)
         self.add_to(dense)
         return dense
 
     def add_to(self, dense: np.ndarray) -> None:
-        """Add to an array of the same shape, in place."""
+        """Add the rows to an array of the same shape, in place."""
         if dense.shape != self.shape:
             raise ValueError(f"RowSparse of shape {self.shape} cannot be added to an array of shape {dense.shape}")
         once = self.merged()
@@ -79,14 +85,17 @@ class RowSparse:
             dense[once.rows] += once.values
 
     def between(self, start: int, stop: int) -> RowSparse:
-        """The rows of [start, stop) as an array of that many rows: a shard's part, its rows counted from 0."""
+        """Return the rows in [start, stop), as an array of stop - start rows: the part of a shard, counted from 0."""
         chosen = (self.rows >= start) & (self.rows < stop)
         return RowSparse(self.rows[chosen] - start, self.values[chosen], (stop - start, *self.shape[1:]))
 
 
 class EmptyPush(RowSparse):
-    """A push that counts as a round of its key and as nothing else. Where all contributors push it, the key and its
-    optimizer's state and step count stay as they are; beside other pushes it counts as zeros."""
+    """A push that only counts as a round of its key.
+
+    If all contributors push it, the key and its optimizer's state and step count stay as they are. If others push
+    values, it counts as zeros.
+    """
 
     def __init__(self, shape: tuple[int, ...], dtype: DTypeLike) -> None:
         for name, value in (("rows", np.empty(0, np.int64)), ("values", np.empty((0, *shape[1:]), dtype))):
@@ -96,21 +105,24 @@ class EmptyPush(RowSparse):
 
 @quiet
 def sums_of_runs(values: np.ndarray, order: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Return the sums of runs of `values[order]`, which begin at `starts`, each added from first to last.
+    """Sum runs of `values[order]`. The runs begin at `starts`, and each is added from first to last.
 
-    `np.add.reduceat` adds in another order, and for wide rows takes ten times as long.
+    `np.add.reduceat` adds in another order, and takes ten times as long for wide rows.
     """
     sums, counts = values[order[starts]], np.diff(starts, append=len(order))
     done, most = 1, int(counts.max())
     longer = np.flatnonzero(counts > done)
-    while len(longer) > most - done:  # so many additions for each run, or for each of these runs
+    # One addition for all runs at a time, as long as that needs fewer calls than to add up the longer runs one by one.
+    while len(longer) > most - done:
         sums[longer] += values[order[starts[longer] + done]]
         done += 1
         longer = longer[counts[longer] > done]
     for run in longer.tolist():
         rest = values[order[starts[run] + done : starts[run] + counts[run]]]
         both = np.concatenate([sums[run : run + 1], rest])
-        if sums[run].size > 1:  # NumPy adds in pairs only along the axis on which elements are neighbours
+        # NumPy adds pairwise only along the axis whose elements are neighbours in memory. With one element in a row
+        # that is this axis: then `accumulate` adds in order.
+        if sums[run].size > 1:
             sums[run] = np.add.reduce(both, axis=0, dtype=values.dtype)
         else:
             sums[run] = np.add.accumulate(both, dtype=values.dtype)[-1]
@@ -118,13 +130,13 @@ def sums_of_runs(values: np.ndarray, order: np.ndarray, starts: np.ndarray) -> n
 
 
 def _array(x: object, name: str) -> np.ndarray:
-    """As NumPy's; lists become arrays, tensors of PyTorch are viewed, whether they record gradients or not."""
+    """Return a NumPy array. Lists become arrays; PyTorch tensors are viewed, also those that record gradients."""
     arrays.see_unmasked(x, name)
     return arrays.host(x) if arrays.is_torch(x) else np.asarray(x)
 
 
 def add(parts: Sequence[RowSparse]) -> RowSparse:
-    """The sum of one or more arrays of one shape and dtype, merged; added in the order given, so it is reproducible."""
+    """Sum one or more arrays of one shape and dtype. Reproducible: they are added in the order given, and merged."""
     if not parts:
         raise ValueError("add needs at least one RowSparse")
     first = parts[0]
@@ -137,7 +149,7 @@ def add(parts: Sequence[RowSparse]) -> RowSparse:
 
 @quiet
 def merge(a: RowSparse, b: RowSparse) -> RowSparse:
-    """a + b, both merged, without a copy of both beside the sum."""
+    """Add two merged arrays, without making a copy of both in addition to the sum."""
     rows = np.union1d(a.rows, b.rows)
     values = np.zeros((len(rows), *a.shape[1:]), a.dtype)
     values[np.searchsorted(rows, a.rows)] = a.values
@@ -148,18 +160,18 @@ def merge(a: RowSparse, b: RowSparse) -> RowSparse:
 
 
 def sum_of(parts: Sequence[RowSparse]) -> RowSparse:
-    """Return the sum of one or more arrays, merged; added one after the other, without a copy of all beside it."""
+    """Sum one or more arrays, merged. They are added one by one, without making a copy of all of them."""
     return functools.reduce(merge, [part.merged() for part in parts])
 
 
 def packed(rows: RowSparse) -> np.ndarray:
-    """Row numbers (int64), then their values, as bytes."""
+    """Encode as bytes: row numbers (int64), then their values."""
     values = np.ascontiguousarray(rows.values).reshape(-1)
     return np.concatenate([rows.rows.view(np.uint8), values.view(np.uint8)])
 
 
 def unpacked(data: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> RowSparse:
-    """Return what `packed` made of rows of an array of this shape and dtype."""
+    """Decode rows of an array of this shape and dtype that `packed` has encoded."""
     count = data.size // (8 + math.prod(shape[1:]) * dtype.itemsize)
     values = data[8 * count :].view(dtype).reshape(count, *shape[1:])
     return RowSparse(data[: 8 * count].view(np.int64), values, shape)
@@ -168,10 +180,15 @@ def unpacked(data: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> RowSp
 def update_rows(
     optimizer: Optimizer, weights: np.ndarray, parts: Sequence[RowSparse], state: Sequence[np.ndarray], step: int
 ) -> None:
-    """Update the rows of one or more gradients, by their sum, and no others of `weights` and `state`, in place.
+    """Update the rows that gradients name, by the gradients' sum, in place in `weights` and `state`.
 
-    The rows left out keep their values and state ("lazy": no decay of momentum or weights for them), as in MXNet.
-    `weights` are C-contiguous, of the gradients' shape. `state` is what `optimizer.init(weights.reshape(-1))` gave.
+    Other rows keep their values and state ("lazy": no decay of momentum or weights for them), as in MXNet.
+
+    Args:
+        weights: C-contiguous, of the gradients' shape.
+        parts: One or more gradients.
+        state: As `optimizer.init(weights.reshape(-1))` has made it.
+        step: The number of this update.
     """
     for part in parts:
         if weights.shape != part.shape:

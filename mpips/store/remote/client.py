@@ -1,11 +1,11 @@
 """Push and pull whole keys: a worker by itself (`Alone`), or the members of a client, who push their sum (`Client`).
 
-With masters="one" rank 0 of the client pushes the members' sum and broadcasts what it pulls (the paper, section 4.2).
-With masters="all" the client reduce-scatters, every member pushes and pulls its own slices, and an allgather puts them
-together. Between nodes it does so in pieces, so that the phases overlap. A client that shares its node with all servers
-reads their memory instead, where the store is synchronous.
+With masters="one" rank 0 of the client pushes the members' sum and broadcasts the values that it pulls (the paper,
+section 4.2). With masters="all" the client does a reduce-scatter, every member pushes and pulls its own slice, and an
+allgather puts the slices together. Between nodes this is done piece by piece, so that the phases overlap. In a
+synchronous store the members of a client that shares its node with all servers read the servers' memory instead.
 
-Small keys of one list travel as one vector (`Vectors`), since a collective of a small key costs its latency only (as
+Small keys of one list travel as one vector (`Vectors`), because a collective of a small key costs only its latency (as
 MG-WFBP merges gradients, section 4). Servers and optimizers still see every key by itself.
 """
 
@@ -26,29 +26,31 @@ from mpips.store.roles import Layout
 
 
 class Alone(RowTransfers):
-    """A worker by itself. `one_node`: all servers are on its node."""
+    """The pushes and pulls of a worker by itself. `one_node`: all servers are on its node."""
 
     def __init__(self, layout: Layout, push: Push, pull: Pull, one_node: bool) -> None:
         super().__init__(layout, push, pull, None, True)
-        self._one_node, self._asynchronous = one_node, layout.asynchronous
+        self._one_node = one_node
+        self._asynchronous = layout.asynchronous
 
     def push(self, keys: Sequence[Key], flats: Sequence[Array], priority: int) -> Task[None]:
-        """Push all keys before one is waited for."""
+        """Push all keys before any is waited for."""
         return together([self._push.push_part(key, 0, flat, priority, key.pushes) for key, flat in zip(keys, flats)])
 
     def pull(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[None]:
-        """Ask for all keys before one is waited for."""
+        """Ask for all keys before any is waited for."""
         return together([self._pull.pull_part(key, out, key.shards) for key, out in zip(keys, outs)])
 
     def pushpull(self, keys: Sequence[Key], flats: Sequence[Array], outs: Sequence[Array], priority: int) -> Task[None]:
-        """Both, of all keys."""
+        """Push and pull all keys, side by side."""
         each = zip(keys, flats, outs, strict=True)
         return together([self._pushpull_key(key, flat, out, priority) for key, flat, out in each])
 
     def _pushpull_key(self, key: Key, flat: Array, out: Array, priority: int) -> Task[None]:
-        """Push and pull. Between nodes later pieces go to the servers while the answer to earlier ones comes."""
+        """Push and pull a key. Between nodes later pieces go to the servers while the answers to earlier ones come."""
         if self._one_node or self._asynchronous or len(key.pieces) == 1:
-            # Servers may still read later elements of `flat` while earlier ones of the result are written.
+            # If the arrays overlap, servers may still read later elements of `flat` while earlier ones of the result
+            # are written.
             wait = self._asynchronous or (out is not flat and np.may_share_memory(flat, out))
             yield from self._push.push_part(key, 0, flat, priority, key.pushes, wait=wait)
             yield from self._pull.pull_part(key, out, key.shards)
@@ -60,7 +62,7 @@ class Alone(RowTransfers):
 
 
 class Client(RowTransfers):
-    """One member of a client of several. `direct`: members read the servers' memory, each by itself."""
+    """The pushes and pulls of one member of a client of several. `direct`: each member reads the servers' memory."""
 
     def __init__(self, layout: Layout, push: Push, pull: Pull, members: Members, direct: bool) -> None:
         super().__init__(layout, push, pull, members, direct)
@@ -77,12 +79,12 @@ class Client(RowTransfers):
         yield from call.run(self._some([self._push_piece(call, key, piece, flat, priority) for piece in key.pieces]))
 
     def _pull_key(self, key: Key, out: Array) -> Task[None]:
-        """Read the key into `out` (1-D), where members do not read by themselves."""
+        """Read the key into `out` (1-D), in a client whose members do not read by themselves."""
         call = self._call(label("pull", [key]))
         yield from call.run(self._some([self._pull_piece(call, key, piece, out) for piece in key.pieces]))
 
     def _pushpull_key(self, key: Key, flat: Array, out: Array, priority: int) -> Task[None]:
-        """Both, where members do not read by themselves: each piece goes through both without waiting for others."""
+        """Push and pull, in a client whose members do not read by themselves. Pieces do not wait for each other."""
         key.round += 1
         call = self._call(label("pushpull", [key]))
         yield from call.run(self._some([self._through(call, key, piece, flat, out, priority) for piece in key.pieces]))
@@ -92,7 +94,7 @@ class Client(RowTransfers):
         yield from self._pull_piece(call, key, piece, out)
 
     def _push_piece(self, call: ClientCall, key: Key, piece: Piece, flat: Array, priority: int) -> Task[None]:
-        """Push to the servers what this member owns of the members' sum of a piece; they read it in place."""
+        """Sum a piece over the members, and push the part that this member owns. Servers read it in place."""
         start, stop = piece.cuts[0], piece.cuts[-1]
         flat = flat[start:stop]
         if self._all:
@@ -113,20 +115,20 @@ class Client(RowTransfers):
             yield from self._push.push_part(key, key.round, total, priority, piece.pushes, start, wait=False, own=True)
 
     def _pull_piece(self, call: ClientCall, key: Key, piece: Piece, out: Array) -> Task[None]:
-        """This member reads what it owns of a piece; then all have the whole."""
+        """Read the part of a piece that this member owns, then exchange the parts, so that all have the whole."""
         if piece.pushes:
             yield from self._pull.pull_part(key, out, piece.pushes)
         whole = out[piece.cuts[0] : piece.cuts[-1]]
         yield from call.allgather(piece, whole) if self._all else call.broadcast(piece, whole)
 
     def _some(self, tasks: list[Task[None]]) -> Task[None]:
-        """Run tasks from first to last, on several nodes a few of them at a time; each has tags of its own."""
+        """Run tasks in order: one at a time on one node, a few at a time between nodes, where each has its own tags."""
         return together(tasks, self._abreast)
 
     # ---- lists
 
     def push(self, keys: Sequence[Key], flats: Sequence[Array], priority: int) -> Task[None]:
-        """Push keys in this order, small ones of one dtype as one vector."""
+        """Push keys in this order. Small ones of one dtype go as one vector."""
         for chosen in self._steps(keys):
             if len(chosen) > 1:
                 yield from self._push_vector([keys[i] for i in chosen], [flats[i] for i in chosen], priority)
@@ -148,7 +150,7 @@ class Client(RowTransfers):
                 yield from self._pull_vector([keys[i] for i in chosen], [outs[i] for i in chosen])
 
     def _read_directly(self, keys: Sequence[Key], outs: Sequence[Array]) -> list[Task[None]]:
-        """Pull keys in turn, as far as it goes without waiting; what is left."""
+        """Pull keys in turn, as far as possible without waiting. Return tasks for the rest."""
         left: list[Task[None]] = []
         for key, out in zip(keys, outs, strict=True):
             task = self._pull.pull_part(key, out, key.shards) if left or key.fast is None else key.fast.pull(out)
@@ -157,7 +159,7 @@ class Client(RowTransfers):
         return left
 
     def pushpull(self, keys: Sequence[Key], flats: Sequence[Array], outs: Sequence[Array], priority: int) -> Task[None]:
-        """Push keys in this order; where members do not read by themselves, what goes alone is pulled at once."""
+        """Push keys in this order. If members do not read by themselves, a key that goes alone is pulled at once."""
         if self._direct:
             yield from self.push(keys, flats, priority)
             yield from self.pull(keys, outs)
@@ -173,7 +175,7 @@ class Client(RowTransfers):
             yield from self._pull_vector([keys[i] for i in chosen], [outs[i] for i in chosen])
 
     def _steps(self, keys: Sequence[Key]) -> Sequence[Sequence[int]]:
-        """Places in the list of what goes together."""
+        """Return the indices of keys that go together, in the order in which they go."""
         if self._all:
             return [[place] for place in range(len(keys))]
         return steps(keys)
@@ -206,14 +208,15 @@ class Client(RowTransfers):
             out[...] = vector[each]
 
 
+# Longest key with a fast path (True) and without one (False) that travels in a vector. Longer ones go alone, because
+# copying them takes as long as it saves.
 SMALL_BYTES = {True: 1 << 14, False: 1 << 16}
-"""Of a key with a fast path, and of one without: longer ones go alone, as to copy them takes as long as they save."""
+# the most bytes of one vector
 MOST_BYTES = 1 << 20
-"""Of one vector."""
 
 
 def steps(keys: Sequence[Key]) -> list[list[int]]:
-    """Return which keys of a list (by their places there) go together, in which order: the same on every worker."""
+    """Return the indices of keys that go together, in the order in which they go. The same on every worker."""
     result: list[list[int]] = []
     open_: dict[np.dtype, tuple[list[int], int]] = {}
     for place, key in enumerate(keys):
@@ -230,28 +233,28 @@ def steps(keys: Sequence[Key]) -> list[list[int]]:
 
 
 class Vectors:
-    """Memory for one vector at a time, and for its sum; `shared`: the first lies where all processes of the node can
-    read it."""
+    """Memory for one vector at a time, and for its sum. `shared`: all processes of the node can read the vector."""
 
     def __init__(self, shared: bool) -> None:
         self._empty = arena.empty if shared else np.empty
         self._memory: dict[np.dtype, tuple[Array, Array]] = {}
 
     def room(self, like: Sequence[Array]) -> tuple[Array, Array, list[slice]]:
-        """A vector as long as these 1-D arrays of one dtype, another for its sum, and where each one lies there."""
+        """Return a vector as long as these 1-D arrays of one dtype, another for its sum, and each array's slice."""
         dtype, cuts = like[0].dtype, [0, *accumulate(array.size for array in like)]
         if dtype not in self._memory or self._memory[dtype][0].size < cuts[-1]:
             size = max(cuts[-1], MOST_BYTES // dtype.itemsize)
             try:
                 vector = self._empty(size, dtype)
-            except MemoryError:  # of what the node shares: sums take any
+            # The node's shared memory is full. Sums take any other memory too.
+            except MemoryError:
                 vector = np.empty(size, dtype)
             self._memory[dtype] = vector, np.empty(size, dtype)
         vector, total = (memory[: cuts[-1]] for memory in self._memory[dtype])
         return vector, total, [slice(*ends) for ends in pairwise(cuts)]
 
     def lay(self, values: Sequence[Array]) -> tuple[Array, Array, list[Array]]:
-        """Arrays one behind the other, room for the sum of that vector, and the parts of the sum."""
+        """Copy arrays into a vector. Return it, the memory for its sum, and the parts of the sum."""
         vector, total, slices = self.room(values)
         np.concatenate(values, out=vector)
         return vector, total, [total[each] for each in slices]

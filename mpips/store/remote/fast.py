@@ -1,8 +1,8 @@
 """The fast path of plain arrays within a node: one straight-line function for a push, one for a pull, bound at `init`.
 
-For plain arrays of a key whose servers are all of this node, uncompressed, while nothing else is under way. It does
-what `push` and `pull` do in the general case, in a fraction of the time. Whatever has to be waited for longer than a
-moment is left to them: a call returns the task of what is left, or None.
+It serves keys whose servers are all on this node and whose pushes are not compressed, while nothing else is under way.
+It does the same as `Push` and `Pull`, in a fraction of the time. It waits only for a moment. If that is not enough, a
+call returns a task of the general path that does the rest. Otherwise it returns None.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ YIELDS = 500
 
 
 def has_come(words: memoryview, word: int, count: int) -> bool:
-    """Wait a moment for a word of the server; whether it came."""
+    """Spin until a word of a server has reached `count`. False if it has not after `YIELDS` looks."""
     for _ in range(YIELDS):
         if words[word] >= count:
             return True
@@ -37,18 +37,20 @@ def has_come(words: memoryview, word: int, count: int) -> bool:
 
 
 class General:
-    """The general path of a key, where its fast path does not do. `flag[0]`: the generation has ended."""
+    """What a fast path of a key falls back to when it cannot finish at once. `flag[0]`: the generation has ended."""
 
     def __init__(self, flag: memoryview, link: Link, push: Push, pull: Pull) -> None:
-        self.flag, self.link, self.copy_in = flag, link, push.copy_in
-        self._push, self._pull = push, pull
+        self.flag = flag
+        self.link = link
+        self.copy_in = push.copy_in
+        self._push = push
+        self._pull = pull
 
     def push(self, key: Key, array: Array, priority: int) -> Task[None]:
-        """Contribute to the key's next round; nothing is begun before the first step."""
+        """Contribute to the key's next round. Nothing happens before the task's first step."""
         return self._push.push_part(key, 0, array.reshape(-1), priority, key.pushes)
 
     def pull(self, key: Key, out: Array) -> Task[None]:
-        """Read the key."""
         return self._pull.pull_part(key, out.reshape(-1), key.shards)
 
     def wait_until_read(self, key: Key) -> Task[None]:
@@ -56,18 +58,23 @@ class General:
         return self._push.wait_until_read(key.round, key.pushes)
 
     def then_pull(self, key: Key, push: Task[None], out: Array) -> Task[None]:
-        """A push that takes longer, and the pull after it."""
+        """Finish a push that takes longer, then pull."""
         yield from push
         yield from self.pull(key, out)
 
 
 class FastRoute:
-    """A push, and a push with a pull, of what each kind of key does at once. See `keys.key.Fast`."""
+    """Base class of the fast paths of a key. See `keys.key.Fast`.
+
+    Subclasses implement post(), wait_until_read() and pull(). Each returns None when it is done, or a task to run if it
+    would have to wait.
+    """
 
     __slots__ = ("_general", "_key")
 
     def __init__(self, general: General, key: Key) -> None:
-        self._general, self._key = general, key
+        self._general = general
+        self._key = key
 
     def post(self, array: Array, priority: int) -> Task[None] | None:
         raise NotImplementedError
@@ -83,13 +90,13 @@ class FastRoute:
         return self.wait_until_read() if left is None else left
 
     def pushpull(self, array: Array, out: Array, priority: int) -> Task[None] | None:
-        """Push, then pull: whoever can read the result knows that the server has read the array."""
+        """Push, then pull. No wait between them: if the result can be read, the server has read the array."""
         left = self.post(array, priority)
         return self.pull(out) if left is None else self._general.then_pull(self._key, left, out)
 
 
 class OneBlock(FastRoute):
-    """A key that is one block on one server."""
+    """The fast path of a key that is one block on one server, in a synchronous store."""
 
     lists = True
     __slots__ = (
@@ -108,8 +115,11 @@ class OneBlock(FastRoute):
         shard = key.shards[0]
         assert shard.stored is not None
         super().__init__(general, key)
-        self._flag, self._shard = general.flag, shard
-        self._words, self._mine, self._line = shard.words, shard.mine, shard.line
+        self._flag = general.flag
+        self._shard = shard
+        self._words = shard.words
+        self._mine = shard.mine
+        self._line = shard.line
         self._lent = InPlacePushes([shard]) if key.nbytes > small_bytes else None
         self._stored = shard.stored.reshape(key.shape)
         self._in_place = False
@@ -117,6 +127,7 @@ class OneBlock(FastRoute):
 
     def post(self, array: Array, priority: int) -> Task[None] | None:
         key = self._key
+        # As long as the server has not read the last push, its values must stay where they are.
         if self._flag[0] or self._words[self._mine] != key.round:
             return self._general.push(key, array, priority)
         pushes = self._lent.of(array) if self._lent is not None else None
@@ -141,24 +152,26 @@ class OneBlock(FastRoute):
 
     def pull(self, out: Array) -> Task[None] | None:
         key = self._key
+        # If the server has sent a message, such as a warning, the general path takes it in.
         if self._flag[0] or not has_come(self._words, 0, key.round) or self._line.waiting():
             return self._general.pull(key, out)
         out[...] = self._stored
         return None
 
     def _room(self) -> Array:
-        """The outbox, as an array of the key's shape."""
+        """Return the outbox as an array of the key's shape. It is made at the first call."""
         self._copy = self._general.link.outbox(self._key, self._shard).slots.reshape(self._key.shape)
         return self._copy
 
 
 class AnyTime(OneBlock):
-    """Serve one key of an asynchronous store, where no pull waits for another worker."""
+    """The fast path of a key of one block in an asynchronous store, where no pull waits for another worker."""
 
     __slots__ = ()
 
     def post(self, array: Array, priority: int) -> Task[None] | None:
-        has_come(self._words, self._mine, self._key.round)  # only the server may be behind
+        # Only the server may be behind, so a short wait is enough.
+        has_come(self._words, self._mine, self._key.round)
         return super().post(array, priority)
 
     def pull(self, out: Array) -> Task[None] | None:
@@ -170,7 +183,7 @@ class AnyTime(OneBlock):
 
 
 class Blocks(FastRoute):
-    """A key of several blocks, perhaps on several servers."""
+    """The fast path of a key of several blocks, perhaps on several servers."""
 
     lists = True
     __slots__ = ("_flag", "_in_place", "_lent", "_mine", "_small", "_stored")
@@ -226,6 +239,7 @@ class Blocks(FastRoute):
                 if words[0] < needed and not has_come(words, 0, needed):
                     return self._general.pull(key, flat)
                 there = words[0] - before
+                # One copy for the whole shard if all of it is there already.
                 if there == blocks and not done:
                     flat[start:stop] = stored
                 else:
@@ -237,16 +251,18 @@ class Blocks(FastRoute):
         return None
 
     def pushpull(self, array: Array, out: Array, priority: int) -> Task[None] | None:
-        # Servers may still read later elements of `array` while earlier ones of the result are written.
+        # If the arrays overlap, servers may still read later elements of `array` while earlier ones of the result are
+        # written: then wait for the push.
         apart = out is array or not np.may_share_memory(array, out)
         left = self.post(array, priority) if apart else self.push(array, priority)
         return self.pull(out) if left is None else self._general.then_pull(self._key, left, out)
 
 
 class InClient(FastRoute):
-    """A key whose sum over a client of one node its rank 0 pushes, and which all members read from the servers' memory.
+    """The fast path of a key in a client of one node, for each member.
 
-    All members go through one collective, whether they take this route or the general one, which is `push`.
+    The members sum by one collective. Rank 0 pushes the sum, and all read the result from the servers' memory. Members
+    may take this path or the general one, `push`, in the same round: both go through the same collective.
     """
 
     lists = False
@@ -256,17 +272,20 @@ class InClient(FastRoute):
         self, general: General, key: Key, comm: MPI.Intracomm, push: Callable[[Key, Array, int], Task[None]]
     ) -> None:
         super().__init__(general, key)
-        self._flag, self._comm, self._push = general.flag, comm, push
+        self._flag = general.flag
+        self._comm = comm
+        self._push = push
         self._reading = Blocks(general, key, 0)
         self._mine = [(shard.words, shard.mine) for shard in key.pushes]
         self._label = label("push", [key])
+        # on rank 0: the client's sum, which the servers read in place
         self._total: Array | None = None
-        """The client's sum, on rank 0, which the servers read in place."""
         self._pushes: list[RepeatedPush] = []
 
     def post(self, array: Array, priority: int) -> Task[None] | None:
         key = self._key
-        flat = array if array.ndim == 1 else array.reshape(-1)  # collectives know an array again
+        # A 1-D array is passed on as it is: collectives find its plan by the array's identity.
+        flat = array if array.ndim == 1 else array.reshape(-1)
         if self._flag[0]:
             return self._push(key, flat, priority)
         for words, mine in self._mine:
@@ -284,13 +303,13 @@ class InClient(FastRoute):
         return None
 
     def wait_until_read(self) -> None:
-        """Wait for nothing: what was pushed is in the sum already."""
+        """Return at once: the array has been added to the client's sum already."""
 
     def pull(self, out: Array) -> Task[None] | None:
         return self._reading.pull(out)
 
     def _room(self) -> Array:
-        """Memory for the sum, and its pushes. The general path sums into the same."""
+        """Make memory for the sum, and its pushes. The general path uses the same memory."""
         piece = self._key.pieces[0]
         if piece.reduced is None:
             piece.reduced = arena.empty(self._key.size, self._key.dtype)
@@ -299,7 +318,7 @@ class InClient(FastRoute):
 
 
 def by_itself(general: General, key: Key, layout: Layout) -> Fast | None:
-    """The fast path of a worker that pushes and pulls by itself, where the key has one."""
+    """Return the fast path of a worker that pushes and pulls by itself, or None if the key has none."""
     if layout.options.staleness >= 0:
         return None
     if len(key.shards) > 1 or key.shards[0].blocks > 1:
@@ -308,7 +327,7 @@ def by_itself(general: General, key: Key, layout: Layout) -> Fast | None:
 
 
 def in_client(general: General, key: Key, layout: Layout, slow: Callable[[Key, Array, int], Task[None]]) -> Fast | None:
-    """The fast path of a member of a client, where the key has one. `slow`: a push by the general path."""
+    """Return the fast path of a member of a client, or None if the key has none. `slow`: a push by the general path."""
     if layout.options.masters != "one" or not key.size:
         return None
     assert layout.sums is not None

@@ -29,9 +29,9 @@ LOOK_SECONDS = 1e-4
 
 
 class Link:
-    """Lines to all servers of one store and the keys behind them. One thread at a time.
+    """The lines to all servers of one store, and the keys behind them. Used by one thread at a time.
 
-    Tasks of the store do not hear servers by themselves: who runs one listens before each step.
+    Tasks of the store do not listen to servers by themselves: whoever runs a task calls `listen` before each step.
     """
 
     def __init__(self, layout: Layout, lines: list[Line]) -> None:
@@ -39,8 +39,9 @@ class Link:
         self._keys: dict[Name, Key] = {}
         self._shards: dict[int, Shard] = {}
         self._tokens = 0
+        # Outboxes with the values to fill them. An outbox is listed before its server is told of it, and removed once
+        # full.
         self.filling: Grows = []
-        """Outboxes that servers have been told of, with what goes there: to be set before they are, emptied after."""
         self._connect(lines)
 
     def _connect(self, lines: list[Line]) -> None:
@@ -52,7 +53,7 @@ class Link:
         self.filling.clear()
 
     def renew(self, lines: list[Line]) -> None:
-        """Begin anew over these lines, in the next generation: nothing is under way, and there are no keys."""
+        """Begin the next generation over these lines, with no keys and nothing under way."""
         self._keys.clear()
         self._shards.clear()
         self._connect(lines)
@@ -60,27 +61,32 @@ class Link:
     # ---- keys
 
     def add(self, key: Key) -> None:
-        """Hear what servers say of a key, from its first value on."""
+        """Take in what servers say of a key, from its first value on."""
         self._keys[key.name] = key
         for shard in key.shards:
             self._shards[shard.number] = shard
             self._count(key, shard, 1)
 
     def remove(self, key: Key) -> None:
-        """A key that nobody uses any more. What is still said of it goes unheard."""
+        """Remove a key that nobody uses any more. Messages about it are ignored from now on."""
         del self._keys[key.name]
         for shard in key.shards:
             del self._shards[shard.number]
             self._count(key, shard, -1)
 
     def from_own_server(self, shards: Iterable[Shard]) -> list[Shard]:
-        """Shards from another server on for every worker, so that not all use the link of the same server first. What
-        one server has stays in order: it can answer the first shard when that has come from everybody."""
+        """Sort shards so that each worker begins with another server, and they do not all use the same link first.
+
+        The shards of one server stay in order, because it can answer the first shard once all workers have sent that.
+        """
         first = self._layout.rank * self._layout.num_servers // self._layout.num_workers
         return sorted(shards, key=lambda shard: (shard.server - first) % self._layout.num_servers)
 
     def outbox(self, key: Key, shard: Shard) -> Outbox:
-        """A shard's outbox, made where there is none yet, with the push of what lies there (`shard.copy`)."""
+        """Return a shard's outbox.
+
+        It is made at the first call, together with the push of its content (`shard.copy`).
+        """
         if shard.outbox is None:
             size = shard.stop - shard.start
             outbox = Outbox(shard.words, size, shard.blocks, shard.block_elements, key.dtype)
@@ -93,11 +99,11 @@ class Link:
     def _count(self, key: Key, shard: Shard, sign: int) -> None:
         self.sender.stored(shard.server, sign * (shard.stop - shard.start) * key.dtype.itemsize)
 
-    # ---- what servers say
+    # ---- messages from servers
 
     def listen(self) -> None:
-        """Take in what servers have said. Blocks nowhere."""
-        # One look at MPI for all servers of other nodes: each costs as much as everything else here.
+        """Take in messages from servers. Does not block."""
+        # One look at MPI for the servers of all other nodes: a look costs as much as everything else here.
         heard = not self.all_local and any_waiting(self._distant)
         for line in self.lines:
             if (heard or line.local) and line.waiting():
@@ -110,9 +116,11 @@ class Link:
         elif frame.op == Op.WARNING:
             warn(line.body(frame).tobytes().decode())
         elif (shard := self._shards.get(frame.unit)) is None:
-            return  # forgotten
+            # a key that is forgotten
+            return
         elif frame.op == Op.CONSUMED:
             shard.told = max(shard.told, frame.round)
+            # round 0: the first values have been received
             shard.granted = shard.granted or not frame.round
         elif frame.op == Op.GRANT:
             shard.granted = True
@@ -121,22 +129,23 @@ class Link:
         elif frame.op == Op.CREDIT:
             shard.credits.append(frame.aux)
 
-    # ---- what servers are asked
+    # ---- requests to servers
 
     def post_request(self, server: int, request: frames.Request) -> int:
-        """Tell one server something typed; the token of its answer."""
+        """Send a request to a server. Return the token of its answer."""
         return self.post_request_with(server, frames.encode(request), 0)
 
     def post_request_with(self, server: int, body: bytes | NDArray[np.uint8], rows: int) -> int:
-        """Tell one server something typed, with so many bytes of rows in front of it; the token of its answer.
+        """Send a request to a server, with `rows` bytes of data in front of it. Return the token of its answer.
 
-        An array in memory that the node shares is not copied."""
+        An array in memory that the node shares is not copied.
+        """
         self._tokens += 1
         self.lines[server].post_body(body, Op.CONTROL, token=self._tokens, aux=rows)
         return self._tokens
 
     def wait_for_answer(self, token: int) -> Task[Any]:
-        """Return what a server answers; ValueError with its sentence if it refuses."""
+        """Wait for the answer to a request. ValueError with the server's sentence if it refuses."""
         self.listen()
         while token not in self._answers:
             yield False
@@ -147,11 +156,14 @@ class Link:
         return frames.decode_answer(data)
 
     def request(self, server: int, request: frames.Request) -> Task[Any]:
-        """Ask one server something typed; its answer. ValueError with the server's sentence if it refuses."""
+        """Send a request to a server and wait for its answer. ValueError with the server's sentence if it refuses."""
         return (yield from self.wait_for_answer(self.post_request(server, request)))
 
     def set_first_values(self, pairs: Iterable[tuple[Key, Array]]) -> Task[None]:
-        """Give keys their first values (1-D); for one worker, before anybody uses them. Over when they are there."""
+        """Send keys their first values (1-D).
+
+        One worker does so, before any other uses the keys. Over when they are there.
+        """
         shards = ((shard, flat[shard.start : shard.stop]) for key, flat in pairs for shard in key.shards)
         return self.in_window((self._set(*part), part[1].nbytes) for part in shards)
 
@@ -163,7 +175,7 @@ class Link:
         shard.stored[...] = values
 
     def in_window(self, tasks: Iterable[tuple[Task[Any], int]]) -> Task[None]:
-        """Run tasks side by side, so many of them as servers keep the bytes of, given with each, for a worker."""
+        """Run (task, bytes) pairs side by side, as many at a time as fit into a worker's room at the servers."""
         waiting = iter(tasks)
         room = self._layout.options.chunks_in_flight * self._layout.options.chunk_bytes
         running: deque[tuple[Task[Any], int]] = deque()
@@ -185,7 +197,7 @@ class Link:
                 yield len(running) < before
 
     def goodbye(self) -> None:
-        """Tell all servers that this worker has finished. Waits for nobody."""
+        """Tell all servers that this worker has finished. Does not wait."""
         for line in self.lines:
             line.post(Op.BYE)
         for distant in self._distant:
@@ -194,11 +206,11 @@ class Link:
     # ---- the end of the generation
 
     def quiesce(self) -> None:
-        """The generation is over: see to it that nobody reads or writes memory that the caller has back.
+        """Make sure, at the end of a generation, that nothing touches memory that the caller gets back.
 
-        Fills the outboxes that servers count on, so that no round is half applied because of an interrupt here; then
-        waits until servers of this node have read what was lent, or have stopped, and until messages are over. Blocks
-        for some seconds at most. To be called again where an interrupt has ended it.
+        Outboxes that servers count on are filled, so that an interrupt here leaves no round half applied. Then it waits
+        until servers of this node have read, or have stopped reading, the caller's arrays, and until messages are over.
+        Blocks for some seconds at most. If an interrupt ends it, it must be called again.
         """
         if self.filling:
             fill(self.filling)
@@ -212,36 +224,37 @@ class Link:
 
 
 def _lent(keys: Iterable[Key]) -> bool:
-    """Return whether a server of this node may still read what this worker has pushed of keys."""
+    """True if a server of this node may still read what this worker has pushed."""
     pushes: Sequence[tuple[Key, Shard]] = [(key, shard) for key in keys for shard in key.pushes]
     return any(shard.local and shard.consumed() < key.round and not shard.line.stopped() for key, shard in pushes)
 
 
+# round, and first element in the key
 Place = tuple[int, int]
-"""Round, and first element in the key."""
+# what a payload costs a server in addition to its bytes, in bytes
 FRAME_COST = 2048
-"""Bytes that a small payload costs in addition."""
 
 
 class Sender:
     """One worker's messages with payloads, to and from all servers of other nodes, in one generation."""
 
     def __init__(self, layout: Layout) -> None:
-        self._layout, self._world = layout, layout.world
+        self._layout = layout
+        self._world = layout.world
         self._under_way = MessagesUnderWay()
         self._windows = [UnreadPayloads() for _ in range(layout.num_servers)]
+        # (server, key) -> places of shards that wait for room at the server
         self._waiting: dict[tuple[int, Name], list[Place]] = {}
-        """The places of shards of a key that wait for room at a server."""
         self._stored = [0] * layout.num_servers
         self._senders = sum(map(len, layout.groups()))
         self._ranks = [layout.num_workers + server for server in range(layout.num_servers)]
 
     def stored(self, server: int, nbytes: int) -> None:
-        """Note that a server keeps so many bytes of keys more."""
+        """Note that a server keeps `nbytes` more of keys."""
         self._stored[server] += nbytes
 
     def stop(self) -> bool:
-        """Stop, as the generation is over: see `MessagesUnderWay.stop`."""
+        """Stop at the end of a generation. See `MessagesUnderWay.stop`."""
         return self._under_way.stop()
 
     # ---- out
@@ -256,7 +269,7 @@ class Sender:
         coding: Coding = Coding.PLAIN,
         count: int = 0,
     ) -> Task[None]:
-        """Send a payload (uint8) of a round to a server of another node; over when it may be overwritten."""
+        """Send a payload (uint8) of a round to a server of another node. Over when the payload may be overwritten."""
         blocks = shard.blocks if coding == Coding.PLAIN else 1
         region = Region(0, 0, 0, 0, data.size)
         if blocks > 1:
@@ -273,7 +286,7 @@ class Sender:
             yield from self._as_asked(shard, data, data.size, 1)
 
     def send_first(self, shard: Shard, values: Array) -> Task[None]:
-        """Send the first value of a unit to a server of another node; over when it is there."""
+        """Send the first value of a unit to a server of another node. Over when it has arrived."""
         shard.granted = False
         slices = cut_bytes(values, shard.block_elements * values.itemsize)
         shard.line.post(Op.SET, shard.number, 0, Region(0, 0, 0, 0, slices[0].size), aux=len(slices))
@@ -282,7 +295,7 @@ class Sender:
             yield False
 
     def _as_asked(self, shard: Shard, data: Array, size: int, blocks: int) -> Task[None]:
-        """Send blocks of `size` bytes as the server asks for them."""
+        """Send blocks of `size` bytes when the server asks for them."""
         exchange, sent = self._under_way.begin(), 0
         while sent < blocks:
             for block in shard.credits:
@@ -295,9 +308,10 @@ class Sender:
         yield from exchange.wait()
 
     def _turn(self, key: Key, shard: Shard, data: Array, round_: int) -> Task[None]:
-        """Wait until the server has room, or has read all that comes before in the key (see `UnreadPayloads`).
+        """Wait until the server has room, or has read everything that comes before in the key (see `UnreadPayloads`).
 
-        So shards of a key end in turn, and are answered while later ones come."""
+        So shards of a key are finished one after another, and are answered while later ones arrive.
+        """
         window, where, place = self._windows[shard.server], (shard.server, key.name), (round_, shard.start)
         waiting = self._waiting.setdefault(where, [])
         waiting.append(place)
@@ -308,10 +322,10 @@ class Sender:
             del self._waiting[where]
 
     def _admits(self, shard: Shard, data: Array) -> bool:
-        """Return whether the payload may go to its server unasked.
+        """True if the payload may go to its server without being asked for.
 
-        This worker may have its share of what lies there under way, or two messages: one is on the link while the word
-        that the other has been read is on its way.
+        A worker may have payloads under way up to its share of the server's data, but at least two messages: one is on
+        the link while the news travels back that the other has been read.
         """
         options = self._layout.options
         share = max(self._stored[shard.server] // self._senders, 2 * (options.chunk_bytes + FRAME_COST))
@@ -324,14 +338,16 @@ class Sender:
     # ---- in
 
     def receive(self, shard: Shard, slices: Sequence[Array]) -> MessageGroup:
-        """Start to receive an answer of a shard's server, message by message. It is there when none is `pending`; what
-        is given up, `stop` cancels."""
+        """Begin to receive an answer of a shard's server, message by message.
+
+        It has arrived when none is `pending`. `stop` cancels what is given up.
+        """
         server, tag = self._ranks[shard.server], pull_tag(shard.number)
         return self._under_way.begin([self._world.Irecv(data, server, tag) for data in slices])
 
 
 class _Sent(NamedTuple):
-    """A payload on its way; the server has read it when `consumed()` reaches its round."""
+    """A payload on its way. The server has read it when `consumed()` reaches its round."""
 
     key: Hashable
     place: Place
@@ -340,11 +356,11 @@ class _Sent(NamedTuple):
 
 
 class UnreadPayloads:
-    """Payloads that a worker has sent to one server without being asked, and the server has not read yet.
+    """Payloads that a worker has sent to one server without being asked, and that the server has not read yet.
 
-    A payload has a place in its key: its round, and where in the key it begins. All workers send what a round of a key
-    consists of, and a server reads what has come from everybody. So a worker may wait only for what comes before in
-    the key: that can be read without what it holds back. Behind a later part, or another key, workers that go through
+    A payload has a place in its key: its round, and its first element. A server reads a part of a round when it has
+    come from all workers. So a worker may wait only for payloads at earlier places of the same key: they can be read
+    without the payload that it holds back. If it waited for later parts, or for another key, workers that go through
     them in different orders would wait for each other.
     """
 
@@ -353,17 +369,17 @@ class UnreadPayloads:
         self._bytes = 0
 
     def admits(self, nbytes: int, limit: int) -> bool:
-        """Return whether so many bytes more may be sent now: `limit` bytes in all at most, or one payload."""
+        """True if `nbytes` may be sent now. At most `limit` bytes may be under way, or a single payload of any size."""
         if self._open and self._bytes + nbytes + FRAME_COST > limit:
             self._open = [sent for sent in self._open if sent.consumed() < sent.place[0]]
             self._bytes = sum(sent.nbytes for sent in self._open)
         return not self._open or self._bytes + nbytes + FRAME_COST <= limit
 
     def holds(self, key: Hashable, before: Place) -> bool:
-        """Return whether a payload of the key is under way that comes before that place."""
+        """True if a payload of the key at an earlier place is under way."""
         return any(sent.key == key and sent.consumed() < sent.place[0] and sent.place < before for sent in self._open)
 
     def add(self, key: Hashable, place: Place, consumed: Callable[[], int], nbytes: int) -> None:
-        """A payload is sent; it has been read when `consumed()` reaches its round."""
+        """Note a payload that is sent. It has been read when `consumed()` reaches its round."""
         self._open.append(_Sent(key, place, consumed, nbytes + FRAME_COST))
         self._bytes += nbytes + FRAME_COST

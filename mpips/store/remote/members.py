@@ -1,7 +1,8 @@
 """Let the members of a client meet, for one call at a time, and sum and spread vectors among them.
 
-On one node members meet in `collectives`, which raises MismatchError on all where their calls differ. Between nodes
-each tells all others its call beside the payload, and no server hears of the call before all have said the same.
+On one node members meet in `collectives`, which raises MismatchError on all of them if their calls differ. Between
+nodes each member sends all others the name of its call along with the payload, and servers are told of the call only
+when all members have sent the same name.
 """
 
 from __future__ import annotations
@@ -24,38 +25,47 @@ from mpips.store.runtime.rendezvous import LeftRanks
 from mpips.store.transport.client_sums import ClientSums
 from mpips.store.transport.pending import COMPARE_TAG, MessageGroup, MessagesUnderWay, member_tag
 
+# time between two looks whether the other members are still there
 LOOK_SECONDS = 0.02
-"""Between two looks at whether the others are still there."""
+# How much of a call's text members tell each other. The rest of a longer text is compared by its checksum.
 TEXT_BYTES = 192
-"""Of what members tell each other of a call; the rest of a longer one is compared by its checksum."""
 
 
 def label(what: str, keys: Sequence[Key]) -> str:
-    """Return what a call of these keys is called where members of a client meet: the same if they do the same."""
+    """Return the name of a call, as members of a client compare it.
+
+    The same call of the same keys has the same name.
+    """
     return key_label(what, [key.name for key in keys])
 
 
 class Members:
     """The members of one client, as one of them sees them.
 
-    `home` is what `collectives` keeps for them; `first` is the first one's rank in the store. `one_node`: all workers
-    share a node with all servers.
+    Args:
+        home: The communicator of `collectives` for them.
+        first: The store's rank of the first member.
+        one_node: All workers share a node with all servers.
     """
 
     def __init__(self, home: Communicator, comm: MPI.Intracomm, first: int, one_node: bool) -> None:
-        self.home, self.comm, self.first, self.one_node = home, comm, first, one_node
-        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        self.home = home
+        self.comm = comm
+        self.first = first
+        self.one_node = one_node
+        self.rank = comm.Get_rank()
+        self.size = comm.Get_size()
         self.under_way = MessagesUnderWay()
         self.sums = None if one_node else ClientSums(comm)
         self.calls = 0
 
     def call(self, text: str) -> ClientCall:
-        """The next call, which all members make; they take turns on the client's communicator."""
+        """Begin the next call, which all members make. Calls take turns on the client's communicator."""
         self.calls += 1
         return ClientCall(self, text) if self.sums is None else CallBetweenNodes(self, self.sums, text)
 
     def stop(self) -> None:
-        """The generation is over: let nothing touch the caller's memory any more."""
+        """At the end of a generation, let nothing touch the caller's memory any more."""
         if self.sums is None:
             self.under_way.stop()
         else:
@@ -63,13 +73,13 @@ class Members:
 
 
 class ClientCall:
-    """One call of members of one node. Vectors are 1-D; each method is a task for all members."""
+    """One call of members on one node. Vectors are 1-D. Each method returns a task that all members run."""
 
     def __init__(self, members: Members, text: str) -> None:
-        self._members, self._text = members, text
+        self._members = members
+        self._text = text
 
     def run(self, task: Task[None]) -> Task[None]:
-        """Run what the call does."""
         return task
 
     def agreed(self) -> Task[None]:
@@ -77,48 +87,50 @@ class ClientCall:
         yield from ()
 
     def met(self) -> Task[None]:
-        """Wait until all members have come to it."""
+        """Wait until all members have come to this call."""
         self._members.home.agree(self._text)
         yield from ()
 
     def reduce(self, piece: Piece, flat: Array, total: Array | None) -> Task[None]:
-        """`total` on rank 0 = the members' sum; None elsewhere."""
+        """Sum `flat` over the members into `total` on rank 0. `total` is None on the others."""
         out = total if total is not None else flat if flat.flags.writeable else np.empty_like(flat)
         collectives.reduce(flat, self._members.comm, out=out, label=self._text)
         yield from ()
 
     def reduce_scatter(self, piece: Piece, flat: Array, total: Array) -> Task[None]:
-        """`total` = what this member owns of the members' sum of a piece."""
+        """Sum a piece over the members, and write the part that this member owns into `total`."""
         collectives.reduce_scatter(flat, self._members.comm, out=total, label=self._text)
         yield from ()
 
     def broadcast(self, piece: Piece, out: Array) -> Task[None]:
-        """`out` of rank 0, on all members."""
+        """Copy rank 0's `out` to all members."""
         collectives.broadcast(out, self._members.comm, label=self._text)
         yield from ()
 
     def allgather(self, piece: Piece, out: Array) -> Task[None]:
-        """Gather what each member owns of a piece on all members, in place."""
+        """Gather the parts of a piece that the members own, in place, on all members."""
         collectives.allgather(out, self._members.comm, label=self._text)
         yield from ()
 
 
 class CallBetweenNodes(ClientCall):
-    """Make a call of members between nodes. A piece's number tells its messages apart from those of other pieces under
-    way."""
+    """One call of members on several nodes. Message tags contain the piece's number, to tell pieces apart."""
 
     def __init__(self, members: Members, sums: ClientSums, text: str) -> None:
         super().__init__(members, text)
-        self._sums, self._number, self._data = sums, members.calls, text.encode()
+        self._sums = sums
+        self._number = members.calls
+        self._data = text.encode()
         self._others = [rank for rank in range(members.size) if rank != members.rank]
         self._mine = _told(text)
         self._theirs = np.zeros((members.size, TEXT_BYTES), np.uint8)
         self._receives: list[MPI.Request] = []
         self._exchange: MessageGroup | None = None
-        self._presence, self._due = LeftRanks(text), time.monotonic() + LOOK_SECONDS
+        self._presence = LeftRanks(text)
+        self._due = time.monotonic() + LOOK_SECONDS
 
     def run(self, task: Task[None]) -> Task[None]:
-        """Run what the call does; MismatchError where another member makes another call."""
+        """Run the task of the call. MismatchError if another member makes another call."""
         comm = self._members.comm
         self._receives = [comm.Irecv(self._theirs[rank], rank, COMPARE_TAG) for rank in self._others]
         sends = [send(comm, self._mine, rank, COMPARE_TAG) for rank in self._others]
@@ -129,22 +141,23 @@ class CallBetweenNodes(ClientCall):
         yield from self.agreed()
 
     def agreed(self) -> Task[None]:
-        """Wait until all have said that they make this call."""
+        """Wait until all members have told that they make this call."""
         while not self._look():
             yield False
 
     def met(self) -> Task[None]:
-        """They say so in `run`."""
+        """Wait until all members have come to this call, which they tell in `run`."""
         return self.agreed()
 
     def _look(self) -> bool:
-        """Return whether all have said so; MismatchError where another has told of another call."""
+        """True if all members have told that they make this call. MismatchError if one has told another call."""
         exchange = self._exchange
         if exchange is None:
             return True
         left = exchange.pending()
         for rank, request in zip(self._others, self._receives, strict=True):
-            if not request and not np.array_equal(self._theirs[rank], self._mine):  # it has come
+            # A null request has completed: the member's text has arrived.
+            if not request and not np.array_equal(self._theirs[rank], self._mine):
                 raise MismatchError(self._differ(rank, self._theirs[rank]))
         if left:
             self._look_around()
@@ -153,7 +166,7 @@ class CallBetweenNodes(ClientCall):
         return True
 
     def _look_around(self) -> None:
-        """CollectiveError where a member has left that has not said that it makes this call."""
+        """Raise CollectiveError if a member has left before it told that it makes this call."""
         if time.monotonic() > self._due:
             missing = [rank for rank, request in zip(self._others, self._receives, strict=True) if request]
             self._presence.see([self._members.first + rank for rank in missing], self._members.home.ended())
@@ -185,7 +198,7 @@ class CallBetweenNodes(ClientCall):
 
 
 def _told(text: str) -> Array:
-    """A text as members tell it: its beginning, filled with zeros, then its checksum."""
+    """Encode a text for other members: its beginning, filled up with zeros, then its checksum."""
     data = text.encode()
     told = np.zeros(TEXT_BYTES, np.uint8)
     beginning = np.frombuffer(data[: TEXT_BYTES - 4], np.uint8)
@@ -195,5 +208,5 @@ def _told(text: str) -> Array:
 
 
 def _said(told: Array) -> str:
-    """The text of what was told."""
+    """Decode a text that another member has sent."""
     return told[:-4].tobytes().rstrip(b"\0").decode(errors="replace")

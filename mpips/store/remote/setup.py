@@ -1,7 +1,8 @@
-"""Make, forget or begin keys anew on all workers and servers alike.
+"""Make, forget and recover keys, on all workers and servers alike.
 
-Rank 0 tells the servers. The others wait for it in one rendezvous, in which they learn where their memory lies. A key
-is there once this is over on all workers. Where the generation ends before, the next one begins without it.
+Rank 0 tells the servers. The other workers wait for it in one rendezvous, in which they learn where the keys' memory
+lies. A key exists once this is over on all workers. If the generation ends before that, the next one begins without the
+key.
 """
 
 from __future__ import annotations
@@ -27,19 +28,21 @@ from mpips.store.transport.frames import UnitCard
 
 
 class Setup:
-    """The keys of one worker. `keys`: those that are complete on all workers."""
+    """The keys of one worker. `keys` are those that are complete on all workers."""
 
     def __init__(self, layout: Layout, generation: Generation, link: Link) -> None:
-        self._layout, self._generation, self._link = layout, generation, link
+        self._layout = layout
+        self._generation = generation
+        self._link = link
         self.cutting = Cutting(layout, True, False)
         self.keys: dict[Name, Key] = {}
+        # keys that servers may have been told to forget
         self._going: set[Name] = set()
-        """Keys that servers may have been told to forget."""
 
     def at_rank_0(self, do: Callable[[], Task[bytes]], what: str) -> Task[bytes]:
-        """Rank 0 does it; all workers learn what it returns. Collective.
+        """Let rank 0 run a task, and tell all workers its result. Collective.
 
-        ValueError on all of them, where a server refuses (ValueError on rank 0): nothing has changed.
+        ValueError on all workers if a server refuses (ValueError on rank 0). Nothing has changed then.
         """
         done, failure, lacks_memory = b"", "", False
         if self._layout.rank == 0:
@@ -56,15 +59,17 @@ class Setup:
         return done
 
     def tell_all(self, request: frames.Request) -> Task[bytes]:
-        """For rank 0: tell all servers. ValueError where the first refuses; where only later ones do, servers differ:
-        CollectiveError."""
+        """Send a request to all servers. For rank 0.
+
+        ValueError if the first server refuses. If only a later one does, servers differ: CollectiveError.
+        """
         yield from self._link.request(0, request)
         for server in range(1, self._layout.num_servers):
             yield from self._surely(server, request)
         return b""
 
     def _surely(self, server: int, request: frames.Request) -> Task[Any]:
-        """Ask a server what it cannot refuse any more."""
+        """Send a request that the server can no longer refuse."""
         try:
             return (yield from self._link.request(server, request))
         except ValueError as error:
@@ -86,7 +91,7 @@ class Setup:
         self.keys.update((key.name, key) for key in keys)
 
     def _make(self, keys: Sequence[Key], values: Sequence[Array], cards: Cards) -> Task[bytes]:
-        """Tell the servers, and give the keys their first values; where each server has put its units."""
+        """Tell the servers, and send the keys' first values. Return where each server has put its units."""
         answers: list[frames.Created | None] = []
         for server, new in cards.items():
             try:
@@ -100,16 +105,17 @@ class Setup:
         self._know(keys, cards, told)
         yield from self._write(keys, values)
         if self._layout.options.mirrors:
-            yield from self._set_torn(keys, False)  # servers hear by it that all is there
+            # By this servers learn that all values have arrived, and may go to the mirrors.
+            yield from self._set_torn(keys, False)
         return told
 
     def store_values(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
-        """Overwrite what is stored by rank 0's values, while nothing is under way: no key is torn any more.
-        Collective."""
+        """Overwrite keys by rank 0's values, while nothing is under way. They are no longer torn. Collective."""
         yield from self.at_rank_0(lambda: self._put(keys, values), "load")
 
     def _put(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[bytes]:
-        yield from self._set_torn(keys, True)  # until all is there
+        # torn until all values have arrived
+        yield from self._set_torn(keys, True)
         yield from self._write(keys, values)
         yield from self._set_torn(keys, False)
         return b""
@@ -123,7 +129,7 @@ class Setup:
         yield from self._link.set_first_values(zip(keys, flat, strict=True))
 
     def _know(self, keys: Sequence[Key], cards: Cards, told: bytes) -> None:
-        """The servers have made these keys."""
+        """Register keys that the servers have made, and map their memory."""
         created = msgspec.msgpack.decode(told, type=list[frames.Created | None])
         shards = {shard.number: shard for key in keys for shard in key.shards}
         for server, new in cards.items():
@@ -134,7 +140,7 @@ class Setup:
             self._link.add(key)
 
     def forget(self, keys: Sequence[Key]) -> Task[None]:
-        """Give up keys. Collective; all workers have come to it, and have nothing under way on them."""
+        """Remove keys. Collective; all workers have agreed on it, and have nothing under way on them."""
         self._going.update(key.name for key in keys)
         yield from self.at_rank_0(lambda: self._forget(keys), "forget")
         self._going.difference_update(key.name for key in keys)
@@ -149,7 +155,7 @@ class Setup:
         return b""
 
     def _by_server(self, keys: Iterable[Key]) -> dict[int, list[Shard]]:
-        """The shards of keys on each server that has any."""
+        """Return the shards of keys by server."""
         found: dict[int, list[Shard]] = {}
         for key in keys:
             for shard in key.shards:
@@ -159,12 +165,16 @@ class Setup:
     # ---- the next generation
 
     def standing(self, known: Container[Name]) -> list[Key]:
-        """The keys that this worker has when the generation is over: those of `known` that nobody was about to
-        forget."""
+        """Return the keys of `known` at the end of a generation, without those that were about to be forgotten."""
         return [key for name, key in self.keys.items() if name in known and name not in self._going]
 
     def begin(self, keys: Sequence[Key], cutting: Cutting, cut: Cards, placed: Sequence[frames.Created | None]) -> None:
-        """The next generation's keys, cut so, and where servers keep them. The link is new."""
+        """Begin the next generation with these keys, over the new link.
+
+        Args:
+            cut: The units of each server.
+            placed: Where each server keeps its units.
+        """
         for key in keys:
             for shard in key.shards:
                 shard.told = key.round

@@ -1,9 +1,9 @@
-"""Row-sparse pushes and pulls of a worker with servers: only rows that somebody names move.
+"""Row-sparse pushes and pulls of a worker with servers: only rows that are named move.
 
-A key that is compressed, or whose shards cut rows, moves as a whole. On a node, rows are read from the server's memory.
-A server of another node is told which rows are wanted and answers those. Inside a client a row belongs to the member
-that exchanges it with the servers, its owner: members send owners what they push, or which rows they want. The owner
-adds the rows up in the order of the members, or asks the servers once for what anybody wants.
+A key moves as a whole if it is compressed or its shards cut rows. On a node rows are read from the server's memory. A
+server of another node is told which rows are wanted, and sends those. Inside a client each row has an owner, the member
+that exchanges it with the servers. Members send the owners their pushes, or the numbers of the rows they want. An owner
+adds up rows in the order of the members, and asks the servers once for the rows that any member wants.
 """
 
 from __future__ import annotations
@@ -28,22 +28,28 @@ from mpips.store.transport.pending import ROWS_TAG
 
 
 def elements(key: Key) -> int:
-    """Elements of one row."""
+    """Return the number of elements of one row."""
     return math.prod(key.shape[1:])
 
 
 def whole(key: Key) -> bool:
-    """Return whether every shard of the key is whole rows, and has any elements."""
+    """True if every shard of the key consists of whole rows, and the key has any elements."""
     row = elements(key)
     return key.size > 0 and all(shard.start % row == 0 and shard.stop % row == 0 for shard in key.shards)
 
 
 class RowTransfers:
-    """Push and pull rows, beside whole keys, for one worker. `members`: those of its client, where there are others;
-    `direct`: each pulls by itself."""
+    """Pushes and pulls rows for one worker. Subclasses push and pull whole keys.
+
+    Args:
+        members: The members of its client, or None if it is alone.
+        direct: Each member pulls by itself.
+    """
 
     def __init__(self, layout: Layout, push: Push, pull: Pull, members: Members | None, direct: bool) -> None:
-        self._push, self._pull, self._members = push, pull, members
+        self._push = push
+        self._pull = pull
+        self._members = members
         self._direct = direct or members is None
         self._size = 1 if members is None else members.size
         self._rank = 0 if members is None else members.rank
@@ -82,7 +88,7 @@ class RowTransfers:
         )
 
     def _push_nothing(self, key: Key, priority: int) -> Task[None]:
-        """Count the key's next round. The members of a client all do, so they need not meet."""
+        """Count the key's next round without values. All members of a client do so, and need not meet for it."""
         key.round += 1
         yield from self._push.wait_until_read(key.round - 1, key.pushes)
         nothing = np.empty(0, np.uint8)
@@ -91,7 +97,7 @@ class RowTransfers:
         )
 
     def pull_rows(self, key: Key, out: Array, ids: Array) -> Task[None]:
-        """Rows `ids` of the key to `out`, (len(ids), ...)."""
+        """Read rows `ids` of the key into `out` of shape (len(ids), ...)."""
         if not whole(key):
             dense = np.empty(key.shape, key.dtype)
             yield from self.pull([key], [dense.reshape(-1)])
@@ -109,7 +115,7 @@ class RowTransfers:
     # ---- owners
 
     def _split_rows(self, key: Key, ids: Array) -> list[Array]:
-        """The places in `ids` of every owner's rows."""
+        """Return, for each member, the indices in `ids` of the rows that it owns."""
         if len(self._masters) == 1:
             owners = np.zeros(len(ids), np.int64)
         else:
@@ -120,7 +126,7 @@ class RowTransfers:
         return [np.flatnonzero(owners == member) for member in range(self._size)]
 
     def _add_up(self, key: Key, rows: RowSparse, totals: list[RowSparse]) -> Task[None]:
-        """The members' sum of the rows that this one owns, appended to `totals`."""
+        """Sum the rows that this member owns over all members, and append the sum to `totals`."""
         places = self._split_rows(key, rows.rows)
         parts = [RowSparse(rows.rows[chosen], rows.values[chosen], key.shape) for chosen in places]
         sends = {to: packed(parts[to]) for to in self._masters if to != self._rank}
@@ -131,7 +137,7 @@ class RowTransfers:
         totals.append(reduce(merge, [everyone[rank] for rank in sorted(everyone)]))
 
     def _ask_owners(self, key: Key, ids: Array, table: Array) -> Task[None]:
-        """`table` = rows `ids`, which ascend, through their owners."""
+        """Read rows `ids` (ascending) into `table`, through their owners."""
         owner = self._rank in self._masters
         others = [rank for rank in range(self._size) if rank != self._rank]
         places = self._split_rows(key, ids)
@@ -152,7 +158,7 @@ class RowTransfers:
             table[places[source]] = data.view(key.dtype).reshape(-1, elements(key))
 
     def _swap(self, sends: Mapping[int, Array], sources: Sequence[int]) -> Task[dict[int, Array]]:
-        """Send members their bytes (uint8) and receive from each source what it sends, of whatever size."""
+        """Send bytes (uint8) to members, and receive what each source sends, of whatever size."""
         assert self._members is not None
         comm, under_way = self._members.comm, self._members.under_way
         exchanges = [under_way.begin([], [send(comm, data, to, ROWS_TAG) for to, data in sends.items()])]
@@ -167,7 +173,7 @@ class RowTransfers:
         return received
 
     def _read_rows(self, key: Key, ids: Array, table: Array) -> Task[None]:
-        """`table` = rows `ids`, which ascend, from the servers, after this worker's pushes."""
+        """Read rows `ids` (ascending) from the servers into `table`, after this worker's pushes."""
         row = elements(key)
         wanted: list[Rows] = []
         for shard in key.shards:

@@ -1,4 +1,4 @@
-"""Keep optimizers, compression, the state of both, and copies that go to files."""
+"""Optimizers and compression of a store with servers, their states, and copies that go to files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mpips.store.worker.interface import Frozen, States
 
 
 class Changes(NamedTuple):
-    """Changes of settings: how many a worker has begun, how many it has made, and the last one."""
+    """Changes of settings: the number that a worker has begun, the number it has made, and the last one, encoded."""
 
     begun: int = 0
     made: int = 0
@@ -33,34 +33,35 @@ class Changes(NamedTuple):
 
 
 class ServerSettings:
-    """Keep the settings that all workers make together. A change counts from the next push on, once all servers have
-    made it.
+    """The settings that all workers change together. A change counts from the next push after all servers have made it.
 
-    Where the generation ends before, the next one begins with it: the servers make it once more.
+    If the generation ends before that, the servers make the change at the beginning of the next one.
     """
 
     def __init__(self, layout: Layout, setup: Setup, push: Push) -> None:
-        self._setup, self._push, self._rank = setup, push, layout.rank
+        self._setup = setup
+        self._push = push
+        self._rank = layout.rank
         self._asynchronous = layout.asynchronous
+        # True if pushes of every key are applied: in a synchronous store, or with an optimizer for all keys
         self._all = not self._asynchronous
-        """Whether something applies pushes of every key."""
+        # keys that have an optimizer of their own
         self._own: set[Name] = set()
-        """Keys that have an optimizer of their own."""
         self.changes = Changes()
 
     def updates(self, name: Name) -> bool:
-        """Return whether something applies pushes of this key."""
+        """True if pushes of this key are applied."""
         return self._all or name in self._own
 
     def check_updated(self, keys: Sequence[Key], what: str) -> None:
-        """ValueError where nothing applies pushes of one of them."""
+        """Raise ValueError if pushes of one of the keys would not be applied."""
         for key in keys:
             if not self.updates(key.name):
                 why = f"key {key.name!r} has no optimizer, and an asynchronous store needs an optimizer"
                 raise of_caller(ValueError(f"{what}: {why}; call set_optimizer first"))
 
     def forget(self, names: Iterable[Name]) -> None:
-        """These keys are gone."""
+        """Forget keys that are gone."""
         self._own.difference_update(names)
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Name] | None) -> Task[None]:
@@ -73,7 +74,7 @@ class ServerSettings:
         return self._change(frames.SetCompression(compression.options(compressor)), "set_gradient_compression")
 
     def begin(self, changes: Changes, groups: Groups) -> None:
-        """A generation begins with these optimizers on the servers, after so many changes."""
+        """Begin a generation with these optimizers on the servers, after these changes."""
         self.changes = changes
         self._all = not self._asynchronous or groups.default is not None
         self._own = set(groups.own)
@@ -84,7 +85,8 @@ class ServerSettings:
         try:
             yield from self._setup.at_rank_0(lambda: self._setup.tell_all(change), what)
         except ValueError as error:
-            if not isinstance(error, CollectiveError):  # the servers refuse it: nothing has changed
+            # The servers have refused it: nothing has changed.
+            if not isinstance(error, CollectiveError):
                 self.changes = before
             raise
         self.changes = self.changes._replace(made=self.changes.begun)
@@ -96,15 +98,18 @@ class ServerSettings:
 
 
 class RemoteStates:
-    """The state of whole keys, put together from all servers, and back."""
+    """Reads the states of whole keys from all servers, and writes them back."""
 
     def __init__(self, layout: Layout, link: Link, setup: Setup, push: Push, members: int) -> None:
-        self._layout, self._link, self._setup, self._push = layout, link, setup, push
+        self._layout = layout
+        self._link = link
+        self._setup = setup
+        self._push = push
         self._members = members
         self._snapshots = 0
 
     def states(self, keys: Sequence[Key]) -> Task[States]:
-        """Each key's step and optimizer state, on rank 0; nothing elsewhere."""
+        """Return each key's step and optimizer state on rank 0, and nothing elsewhere."""
         if self._layout.rank:
             return {}
         found: dict[int, frames.StatePart] = {}
@@ -116,7 +121,7 @@ class RemoteStates:
         found[shard.number] = yield from self._link.request(shard.server, frames.GetState(shard.number))
 
     def put_states(self, keys: Sequence[Key], states: States) -> Task[None]:
-        """Give every unit its part of rank 0's states. Collective; ValueError on all where they do not fit."""
+        """Send every unit its part of rank 0's states. Collective; ValueError on all workers if they do not fit."""
         yield from self._setup.at_rank_0(lambda: self._put_all(keys, states), "load_optimizer_states")
 
     def _put_all(self, keys: Sequence[Key], states: States) -> Task[bytes]:
@@ -132,7 +137,7 @@ class RemoteStates:
         return b""
 
     def _put(self, parts: Sequence[tuple[Key, Shard]], states: States) -> Task[None]:
-        """Give units of one server, with their keys, their parts of the states."""
+        """Send units of one server their parts of the states."""
         given = []
         for key, shard in parts:
             step, arrays = states[key.name]
@@ -174,15 +179,16 @@ class RemoteStates:
 
 
 class RemoteSnapshot:
-    """Keep keys as they were after one round, whatever is pushed later (`worker.interface.Snapshot`)."""
+    """Keys as they were after one round, on the servers (`worker.interface.Snapshot`)."""
 
     def __init__(self, link: Link, number: int) -> None:
-        self._link, self._number = link, number
+        self._link = link
+        self._number = number
         self._servers: list[int] = []
         self.records: dict[Name, Frozen] = {}
 
     def freeze(self, keys: Sequence[Key]) -> Task[bytes]:
-        """Let the servers keep it; for rank 0."""
+        """Let the servers make the snapshot. For rank 0."""
         by_server: dict[int, list[int]] = {}
         for key in keys:
             for shard in key.shards:
@@ -199,7 +205,7 @@ class RemoteSnapshot:
         return b""
 
     def read(self, key: Key, slot: int, start: int, stop: int) -> Task[Array]:
-        """Elements [start, stop) of the values (slot -1) or of an array of state."""
+        """Return elements [start, stop) of the values (slot -1) or of a state array."""
         dtype = key.dtype if slot < 0 else frames.dtype_of(self.records[key.name].dtypes[slot])
         out = np.zeros(stop - start, dtype)
         for shard in key.shards:
@@ -211,7 +217,7 @@ class RemoteSnapshot:
         return out
 
     def release(self) -> Task[None]:
-        """The servers may forget it."""
+        """Let the servers drop it."""
         for server in self._servers:
             yield from self._link.request(server, frames.DropSnapshot(self._number))
 
@@ -221,12 +227,12 @@ def _names(keys: Sequence[Name] | None) -> list[Name] | None:
 
 
 def _nbytes(key: Key, shard: Shard) -> int:
-    """Bytes of a unit's state, as most optimizers have it."""
+    """Estimate the bytes of a unit's state: two arrays, as most optimizers have."""
     return 2 * (shard.stop - shard.start) * key.dtype.itemsize
 
 
 def _joined(parts: Sequence[frames.StatePart]) -> tuple[int, list[Array]]:
-    """A key's step and state from those of its units; one that was not updated yet has none."""
+    """Join the states of a key's units. A unit that was not updated yet has none."""
     pieces = [
         [np.frombuffer(data, frames.dtype_of(name)) for data, name in zip(part.arrays, part.dtypes)] for part in parts
     ]

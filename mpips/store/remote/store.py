@@ -1,6 +1,7 @@
-"""Serve the calls of a store with servers, on a worker.
+"""The operations of a store with servers, on a worker.
 
-dist_*: every worker pushes and pulls by itself. mpi_*: the members of a client push once (`client`).
+In dist_* kinds every worker pushes and pulls by itself. In mpi_* kinds the members of a client push together, once
+(`client`).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from mpips.tables.client import RemoteTables
 
 
 class Kept(NamedTuple):
-    """Keep a worker's keys and settings over the end of a generation."""
+    """A worker's keys and settings, kept from the end of a generation to the next one."""
 
     keys: list[Key]
     residuals: Residuals | None
@@ -44,19 +45,23 @@ class Kept(NamedTuple):
 
 
 class RemoteStore(Member[Recovered]):
-    """One worker of a store with servers; it may be used once it has begun, or recovered.
+    """One worker of a store with servers. It may be used after `begin` or `rebuild`.
 
-    `cores_shared`: processes of the store share cores. `memory`: what this rank kept while it was a spare.
+    Args:
+        cores_shared: Processes of the store share cores.
+        memory: What this rank kept of other ranks' memory while it was a spare.
     """
 
     def __init__(
         self, layout: Layout, generation: Generation, cores_shared: bool, memory: NodeMemory | None = None
     ) -> None:
         super().__init__(layout, generation, memory)
-        self._cores_shared, self._asynchronous = cores_shared, layout.asynchronous
+        self._cores_shared = cores_shared
+        self._asynchronous = layout.asynchronous
         self.direct = False
         self._link = Link(layout, [])
-        self._push, self._pull = Push(layout, self._link), Pull(layout, self._link)
+        self._push = Push(layout, self._link)
+        self._pull = Pull(layout, self._link)
         self._setup = Setup(layout, generation, self._link)
         self._settings = ServerSettings(layout, self._setup, self._push)
         self.tables = RemoteTables(layout, self._link, self._setup)
@@ -65,7 +70,7 @@ class RemoteStore(Member[Recovered]):
         generation.on_end.append(self._quiesce)
 
     def begin(self) -> None:
-        """The store's first generation. Collective over workers and servers, blocking."""
+        """Begin the store's first generation. Collective over workers and servers, blocking."""
         self._link.renew(self.connect().lines)
         self.memory = self.new_memory
         told = self.generation.meet(b"%d" % self._link.all_local, "create")
@@ -74,14 +79,17 @@ class RemoteStore(Member[Recovered]):
         self._setup.cutting = Cutting(self.layout, self.one_node, side_by_side)
 
     def _serve(self, near: Sequence[bool]) -> None:
-        """Make the parts that live as long as one generation. `near`: whether each worker shares its node with all
-        servers."""
+        """Make the parts that live as long as one generation.
+
+        Args:
+            near: For each worker, True if it shares its node with all servers.
+        """
         layout, self._members = self.layout, None
         names = range(*layout.clients[layout.client_number]) if layout.kind.startswith("mpi_") else [layout.rank]
         self.one_node = all(near)
         self._size = len(names)
+        # True if each member of this client reads the servers' memory by itself
         self._reads = all(near[worker] for worker in names) and not layout.asynchronous
-        """Whether the members of this client read the servers' memory, each by itself."""
         self.communicators: tuple[Hashable, ...] = (("communicator", "client"),) if self._size > 1 else ()
         self.transfers: Alone | Client = Alone(layout, self._push, self._pull, self.one_node)
         if self._size > 1:
@@ -93,12 +101,12 @@ class RemoteStore(Member[Recovered]):
         self._general = General(self.generation.flag, self._link, self._push, self._pull)
 
     def _quiesce(self) -> None:
-        """Let nobody touch memory that the caller has back, as the generation is over."""
+        """At the end of a generation, let nothing touch memory that the caller gets back."""
         in_order(self._link.quiesce, *([] if self._members is None else [self._members.stop]))
 
     @property
     def quick_list(self) -> FastList | None:
-        """See `Backend`: keys of a list go one by one."""
+        """None: keys of a list go one by one. See `Backend`."""
         return None
 
     # ---- keys
@@ -118,7 +126,7 @@ class RemoteStore(Member[Recovered]):
         return self._setup.store_values(keys, values)
 
     def bind(self, key: Key) -> Fast | None:
-        """The fast path of a key, where it has one."""
+        """Return the fast path of a key, or None if it has none."""
         if self._push.residuals is not None or not self._settings.updates(key.name) or not self._link.all_local:
             return None
         if isinstance(self.transfers, Client):
@@ -133,7 +141,8 @@ class RemoteStore(Member[Recovered]):
     # ---- pushes and pulls
 
     def versions(self, keys: Sequence[Key]) -> Task[list[int]]:
-        if not self._asynchronous:  # no round ends without this worker
+        # No round ends without this worker, so its own count is the version.
+        if not self._asynchronous:
             return [key.round for key in keys]
         for key in keys:
             yield from self._push.wait_until_read(key.round, key.pushes)
@@ -184,7 +193,7 @@ class RemoteStore(Member[Recovered]):
         return self._link.lines
 
     def take_inventory(self, known: Container[Name]) -> Inventory:
-        """Return also this worker's keys and changes of settings."""
+        """Add this worker's keys, tables and changes of settings."""
         tables = [card for card in self.tables.cards if card.table in known]
         now = Kept(self._setup.standing(known), self._push.residuals, self._settings.changes, tables)
         old = self._last_kept.before(self.generation.number, now)
@@ -214,7 +223,7 @@ class RemoteStore(Member[Recovered]):
         self._last_kept.forget()
 
     def open_store(self, request: frames.OpenStore) -> Task[None]:
-        """Ask all servers to take part in the making of one more store. All workers ask, and then make it."""
+        """Ask all servers to take part in making another store. All workers ask, and then make it."""
         for server in range(self.layout.num_servers):
             yield from self._link.request(server, request)
 
@@ -225,8 +234,7 @@ class RemoteStore(Member[Recovered]):
 def _residuals(
     old: Kept, keys: Sequence[Key], compressor: Compressor | None, changes: Changes, rank: int
 ) -> Residuals | None:
-    """Return what compression has kept back, for keys that may be cut otherwise now. What a dead worker kept is
-    lost."""
+    """Return the residuals of compression for keys that may be cut differently now. Those of a dead worker are lost."""
     if compressor is None:
         return None
     made, before = Residuals(compressor, rank), old.residuals

@@ -1,9 +1,9 @@
-"""Push a worker's keys to the servers and pull them back, as tasks that yield where they have to wait.
+"""Push a worker's keys to the servers and pull them back, as tasks that yield while they wait.
 
-On a node, a push is a frame that says where the payload lies: in the caller's own array if `mpips.empty` made it, else
-in the shard's outbox, which the worker fills while the server reads behind it. A synchronous pull reads the server's
-memory behind the server's progress, block by block. An asynchronous one reads between two updates (`snapshot`), or when
-the server has granted it. Between nodes payloads and answers go as messages (`link.Sender`).
+On a node a push is a frame that says where the payload lies: in the caller's own array if `mpips.empty` made it, else
+in the shard's outbox, which the worker fills while the server reads behind it. A synchronous pull copies blocks from
+the server's memory as the server finishes them. An asynchronous pull reads between two updates (`snapshot`), or when
+the server has granted it. Between nodes payloads and answers are messages (`link.Sender`).
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from mpips.store.transport.pending import MessageGroup, cut_bytes
 
 
 class Push:
-    """One worker's contributions. Whoever runs a task hears the servers meanwhile (`Operations.hearing`).
+    """The pushes of one worker to servers. Whoever runs a task listens to the servers meanwhile (`Operations.hearing`).
 
-    `residuals`: of compression, by numbers of shards; None where pushes are not compressed.
+    `residuals` are those of compression, by shard numbers. None if pushes are not compressed.
     """
 
     def __init__(self, layout: Layout, link: Link) -> None:
-        self._layout, self._link = layout, link
+        self._layout = layout
+        self._link = link
         self._small_bytes = layout.options.small_bytes
         self.residuals: Residuals | None = None
 
@@ -47,11 +48,13 @@ class Push:
         wait: bool = True,
         own: bool = False,
     ) -> Task[None]:
-        """Contribute to a round (0: the key's next one) of some shards. `values`, 1-D, holds the key's elements from
-        `base` on.
+        """Contribute to a round of some shards.
 
-        With `wait` it is over when `values` may be overwritten. `own`: they stay as they are until the servers have
-        read them (the caller sees to that), so they are read in place if they can be.
+        Args:
+            round_: The round, or 0 for the key's next one.
+            values: 1-D, the key's elements from `base` on.
+            wait: The task is over only when `values` may be overwritten.
+            own: The caller keeps `values` unchanged until the servers have read them, so they can be read in place.
         """
         if not round_:
             key.round = round_ = key.round + 1
@@ -79,9 +82,11 @@ class Push:
                 yield False
 
     def settle(self, keys: Sequence[Key], meets: bool = False) -> Task[None]:
-        """Wait until the servers have read this worker's contributions, and where asynchronous, applied them.
+        """Wait until the servers have read, and in an asynchronous store applied, this worker's contributions.
 
-        `meets`: this worker waits for all then, so that nobody waits for it."""
+        Args:
+            meets: This worker waits for all others afterwards. Servers hold nobody back for it.
+        """
         if self._layout.asynchronous:
             for line in self._link.lines if meets else ():
                 line.post(Op.MEETS)
@@ -92,7 +97,7 @@ class Push:
             yield from self.wait_until_read(key.round, key.pushes)
 
     def tell_wait(self, keys: Sequence[Key]) -> None:
-        """This worker's program has waited long for what it has called of these keys: the servers look for circles."""
+        """Tell servers that the program has waited long in a call of these keys, so that they look for circles."""
         if not self._layout.asynchronous:
             for key in keys:
                 for shard in key.shards:
@@ -102,21 +107,28 @@ class Push:
     def push_coded(
         self, key: Key, round_: int, shard: Shard, payload: Array, coding: Coding, priority: int, count: int = 0
     ) -> Task[None]:
-        """Contribute a compressed or row-sparse payload (uint8) to a round of a shard. `count`: its rows.
+        """Contribute a compressed or row-sparse payload (uint8) to a round of a shard.
 
-        Its server has read the round before. It is over when the payload may be forgotten."""
+        The shard's server must have read the round before. The task is over when the payload may be freed.
+
+        Args:
+            count: The number of rows.
+        """
         if not shard.local:
             yield from self._link.sender.send(key, shard, payload, round_, priority, coding, count)
             return
         shared = payload if arena.locate(payload) else arena.empty(payload.size, np.uint8)
         shared[...] = payload
-        shard.kept = shared  # until the next one, which waits until this one has been read
+        # Keep it until the next push, which waits until the server has read this one.
+        shard.kept = shared
         shard.line.post(Op.PUSH, shard.number, round_, arena.region_of(shared), coding, priority, aux=count)
 
     def copy_in(self, key: Key, round_: int, payloads: Sequence[tuple[Shard, Array]], priority: int) -> None:
         """Contribute copies of 1-D arrays to a round of shards of this node, whose servers have read all rounds before.
-        When it ends the arrays may be overwritten; it waits for no other worker. Where it is interrupted, the link
-        fills what servers count on (`Link.filling`)."""
+
+        Does not wait for other workers. When it returns the arrays may be overwritten. After an interrupt the link
+        fills the outboxes that servers count on (`Link.filling`).
+        """
         growing = self._link.filling
         for shard, values in payloads:
             outbox = shard.outbox or self._link.outbox(key, shard)
@@ -149,7 +161,7 @@ class Push:
             yield from self.wait_until_read(round_, lent)
 
     def _compressed(self, key: Key, round_: int, shard: Shard, values: Array, priority: int) -> Task[None]:
-        """Contribute what the compressor makes of a shard's elements."""
+        """Contribute a shard's elements, compressed."""
         assert self.residuals is not None
         yield from self.wait_until_read(round_ - 1, [shard])
         payload = self.residuals.payload(shard.number, values, key.name, shard.start)
@@ -157,14 +169,15 @@ class Push:
 
 
 TRIES = 4
+# a shard, row numbers within it, and the array for these rows, (number of rows, elements of a row)
 Rows = tuple[Shard, NDArray[np.int64], Array]
-"""A shard, numbers of rows within it, and where these go, (rows, elements of one)."""
 
 
 def snapshot(words: memoryview, stored: Array, out: Array) -> bool:
-    """Copy a unit of an asynchronous store; False where updates came between, several times.
+    """Copy a unit of an asynchronous store without asking its server. False if updates came between, several times.
 
-    Its `words[0]` is odd while an update is being written, and another number after it."""
+    `words[0]` is odd while an update is written, and has grown after it.
+    """
     for _ in range(TRIES):
         before = words[0]
         if not before & 1:
@@ -176,16 +189,21 @@ def snapshot(words: memoryview, stored: Array, out: Array) -> bool:
 
 
 class Pull:
-    """One worker's reads. Whoever runs a task hears the servers meanwhile (`Operations.hearing`)."""
+    """One worker's reads from servers. Whoever runs a task listens to the servers meanwhile (`Operations.hearing`)."""
 
     def __init__(self, layout: Layout, link: Link) -> None:
-        self._link, self._asynchronous = link, layout.asynchronous
+        self._link = link
+        self._asynchronous = layout.asynchronous
+        # True if a unit of an asynchronous store may be read between two updates, without asking
         self._between = layout.asynchronous and layout.options.staleness < 0
-        """Whether an asynchronous unit may be read between two updates, unasked."""
 
     def pull_part(self, key: Key, out: Array, shards: Sequence[Shard], asked: bool = False) -> Task[None]:
-        """Read shards of the key into `out` (1-D, the key's size) after this worker's pushes; over when it is there.
-        `asked`: servers of other nodes have been asked already."""
+        """Read shards of the key into `out`, after this worker's pushes.
+
+        Args:
+            out: 1-D, of the whole key's size.
+            asked: Servers of other nodes have been asked already.
+        """
         if self._asynchronous:
             behind, rest = [], shards
         else:
@@ -198,8 +216,11 @@ class Pull:
             yield from self._ask(key, out, rest, asked)
 
     def exchange(self, key: Key, push: Task[None], out: Array, shards: Sequence[Shard]) -> Task[None]:
-        """Do `push`, a contribution to these shards, and pull them. Servers of other nodes are asked for the answer as
-        soon as the payload is under way: behind payloads that follow, the question would wait in the link."""
+        """Run `push`, a contribution to these shards, and pull them.
+
+        Servers of other nodes are asked for the answer as soon as the payload is under way. Later the request would
+        wait in the link behind payloads that follow.
+        """
         asked = False
         for moved in push:
             if not asked:
@@ -211,8 +232,10 @@ class Pull:
         yield from self.pull_part(key, out, shards, asked)
 
     def versions(self, keys: Sequence[Key]) -> Task[list[int]]:
-        """Return how many pushes all shards of each key of an asynchronous store hold. On a node the server's words
-        tell it; other servers are asked, and answer at once."""
+        """Return the number of pushes that all shards of each key of an asynchronous store have in them.
+
+        On a node the servers' words tell it. Other servers are asked, and answer at once.
+        """
         distant: dict[int, list[int]] = {}
         for key in keys:
             for shard in key.shards:
@@ -227,10 +250,11 @@ class Pull:
         ]
 
     def whole(self, key: Key, out: Array, found: dict[Name, int]) -> Task[None]:
-        """Read all shards of a key of an asynchronous store after equally many pushes, and put into `found` how many.
+        """Read all shards of a key of an asynchronous store at one version, and write that into `found`.
 
-        First all shards are held: they change no more. Those that are behind the others let go, until they have caught
-        up: what the others hold has been sent to them, too. No other reader keeps them, as it lets them go likewise.
+        1. All shards are held: they no longer change. 2. Those that are behind the others are released until they have
+           caught up, which they do, because the pushes that the others have were sent to them too. 3. All are read.
+           Another reader cannot block this, because it releases shards in the same way.
         """
         shards = self._link.from_own_server(key.shards)
         for shard in shards:
@@ -257,12 +281,12 @@ class Pull:
             yield False
 
     def _hold(self, shard: Shard, pushes: int) -> None:
-        """Ask for a shard to stay as it is, once so many pushes are in it."""
+        """Ask the server to keep a shard unchanged once it has this many pushes in it."""
         shard.held = -1
         shard.line.post(Op.HOLD, shard.number, pushes)
 
     def pull_rows(self, key: Key, row: int, wanted: Sequence[Rows]) -> Task[None]:
-        """Read rows of `row` elements after this worker's pushes."""
+        """Read rows of `row` elements, after this worker's pushes."""
         waiting: list[Rows] = []
         coming: list[MessageGroup] = []
         for shard, numbers, table in wanted:
@@ -286,7 +310,7 @@ class Pull:
                 yield left < before
 
     def _follow(self, key: Key, out: Array, shards: Sequence[Shard]) -> Task[None]:
-        """Copy what the servers have finished, behind them. Nothing is overwritten before this worker's next push."""
+        """Copy blocks as the servers finish them. Nothing is overwritten before this worker's next push."""
         before = key.round - 1
         copied = [0] * len(shards)
         left, moved = len(shards), False
@@ -309,7 +333,7 @@ class Pull:
                 yield went_on
 
     def _between_updates(self, key: Key, out: Array, shards: Sequence[Shard]) -> Task[Sequence[Shard]]:
-        """Read units of one block on this node after this worker's pushes; those that are left."""
+        """Read units of one block on this node, after this worker's pushes. Return the shards that are left."""
         left = []
         for shard in shards:
             if not shard.local or shard.blocks > 1:
@@ -345,7 +369,7 @@ class Pull:
                 yield left < before
 
     def _take_rows(self, key: Key, row: int, shard: Shard, numbers: NDArray[np.int64], table: Array) -> bool:
-        """Copy rows out of a server's memory on this node, if they may be read now."""
+        """Copy rows out of a server's memory on this node. True if they could be read now."""
         ready = shard.granted if self._asynchronous else shard.words[0] >= key.round * shard.blocks
         if ready:
             assert shard.stored is not None

@@ -1,7 +1,7 @@
-"""Sum one key or a list straight through one collective, in a store without servers; the sums in steps beside compute.
+"""The fast paths of a store without servers, for one key and for a list, and the collectives behind all its sums.
 
-The fast paths serve plain arrays while nothing else is under way and nothing is compressed. A worker that goes the
-general path meanwhile takes part in the same collective. Bits depend on neither.
+The fast paths serve plain arrays while nothing else is under way and pushes are not compressed. A worker that takes the
+general path meanwhile takes part in the same collective. The bits of the result do not depend on the path.
 """
 
 from __future__ import annotations
@@ -28,22 +28,24 @@ from mpips.store.runtime.generation import Generation
 
 
 def flat(array: Array) -> Array:
-    """1-D; the array itself where it is that already, as collectives know it again."""
+    """Return the array as 1-D. A 1-D array is returned itself, because collectives find its plan by its identity."""
     return array if array.ndim == 1 else array.reshape(-1)
 
 
 class Fast:
-    """The route of one key (`keys.key.Fast`). Nothing is ever left to be waited for."""
+    """The fast path of one key (`keys.key.Fast`). It always finishes, so it returns no tasks."""
 
     __slots__ = ("_flag", "_generation", "_label", "_replica", "_sums")
     lists = False
 
     def __init__(self, replica: Replica, sums: Sums, generation: Generation) -> None:
-        self._replica, self._sums, self._generation, self._flag = replica, sums, generation, generation.flag
+        self._replica = replica
+        self._sums = sums
+        self._generation = generation
+        self._flag = generation.flag
         self._label = label("push", [replica.key.name])
 
     def push(self, array: Array, priority: int) -> None:
-        """Sum, then update."""
         replica = self._replica
         if replica.state is None:
             replica.prepare()
@@ -54,25 +56,25 @@ class Fast:
     post = push
 
     def wait_until_read(self) -> None:
-        """Nobody reads the array after the push."""
+        """Return at once: nobody reads the array after the push."""
 
     def pull(self, out: Array) -> None:
-        """Copy what is stored."""
         if self._flag[0]:
             self._generation.check()
         flat(out)[...] = self._replica.value
 
     def pushpull(self, array: Array, out: Array, priority: int) -> None:
-        """Both."""
         self.push(array, priority)
         flat(out)[...] = self._replica.value
 
 
 class Lists:
-    """The route of several keys of one call: one collective for all of them. `replicas`: by name, as they are now."""
+    """The fast path of several keys of one call: one collective for all. `replicas`: by name, as they are now."""
 
     def __init__(self, replicas: Mapping[Name, Replica], sums: Sums, generation: Generation) -> None:
-        self._replicas, self._sums, self._generation = replicas, sums, generation
+        self._replicas = replicas
+        self._sums = sums
+        self._generation = generation
         self._labels: dict[tuple[Name, ...], str] = {}
 
     def push(self, keys: Sequence[Key], arrays: Sequence[Array], priority: int) -> None:
@@ -87,19 +89,19 @@ class Lists:
             replica.take_sum(total)
 
     def pull(self, keys: Sequence[Key], outs: Sequence[Array]) -> None:
-        """Copy what is stored."""
         self._generation.check()
         for key, out in zip(keys, outs):
             flat(out)[...] = self._replicas[key.name].value
 
     def pushpull(self, keys: Sequence[Key], arrays: Sequence[Array], outs: Sequence[Array], priority: int) -> None:
-        """Both. The sums go into `outs`, which may be `arrays`, on their way, but for results that overlap arrays."""
+        """Push and pull. Sums go directly into `outs`, which may be `arrays`, unless results overlap other arrays."""
         if len(keys) > 1:
             replicas, text = self._prepared(keys)
             blocks = blocks_of(replicas)
             try:
                 self._sums.many(arrays, outs, text, blocks)
-            except OverlapError:  # nothing has been sent
+            # Nothing has been sent.
+            except OverlapError:
                 pass
             else:
                 take_from(replicas, outs, blocks)
@@ -120,14 +122,13 @@ class Lists:
 
 
 def blocks_of(replicas: Sequence[Replica]) -> Blocks:
-    """Return where a collective of several keys leaves this worker's blocks of the sums; None where it is to leave
-    none."""
+    """Return memory for this worker's blocks of the sums of several keys. None if no sum is left in blocks."""
     blocks = [replica.block_room() for replica in replicas]
     return blocks if any(block is not None for block in blocks) else None
 
 
 def take_from(replicas: Sequence[Replica], outs: Sequence[Array], blocks: Blocks) -> None:
-    """Sums lie in `outs`, and this worker's blocks of some in `blocks`: update, and write to `outs` what is stored."""
+    """Complete rounds whose sums are in `outs`, or in blocks. Update, and write the new values to `outs`."""
     for number, (replica, out) in enumerate(zip(replicas, outs)):
         if blocks is not None and blocks[number] is not None:
             replica.take_block()
@@ -138,37 +139,45 @@ def take_from(replicas: Sequence[Replica], outs: Sequence[Array], blocks: Blocks
             total[...] = replica.value
 
 
+# The algorithm of all sums. However keys are cut or put together in lists, every element is added in the same order.
 SUMS = "reproducible"
-"""The algorithm: however keys are cut, or put together in lists, every element is added up in the same order."""
+# for each array, memory for this worker's block of its sum, or None
 Blocks: TypeAlias = "Sequence[Array | None] | None"
-"""Of each of several arrays where this worker's block of the sum goes, too, if anywhere."""
 
 
 def in_steps(plan: Plan) -> Task[None]:
-    """Go on with a collective that has begun, until it is over."""
+    """Run a collective that has begun, step by step, until it is over."""
     while not plan.test():
         yield False
     plan.wait()
 
 
 class Sums:
-    """Collectives over one communicator of workers, `home`. Arrays are C-contiguous; `outs` may be the arrays
-    themselves. Workers that block and workers that go in steps take part in the same collective."""
+    """Collectives among the workers. Arrays are C-contiguous, and `outs` may be the arrays themselves.
+
+    Workers that block and workers that go in steps can take part in the same collective.
+
+    Args:
+        home: What `collectives` keeps for `comm`.
+    """
 
     def __init__(self, home: Communicator, comm: MPI.Intracomm) -> None:
-        self.comm, self.rank, self.size = comm, home.rank, home.size
+        self.comm = comm
+        self.rank = home.rank
+        self.size = home.size
+        # True if there are other workers, and all are on this node
         self.one_node = home.size > 1 and home.nodes == 1
-        """Whether there are other workers, all on this node."""
-        self.begun, self.text = 0, ""
-        """Sums that this worker has begun, and the last one."""
+        # number of sums that this worker has begun, and the name of the last one
+        self.begun = 0
+        self.text = ""
 
     def one(self, array: Array, out: Array, text: str) -> None:
-        """out = the sum of all workers' arrays. Collective, blocking."""
+        """Sum all workers' arrays into out. Collective, blocking."""
         self.begun, self.text = self.begun + 1, text
         collectives.allreduce(array, self.comm, algorithm=SUMS, out=None if out is array else out, label=text)
 
     def many(self, arrays: Sequence[Array], outs: Sequence[Array], text: str, blocks: Blocks = None) -> None:
-        """Sum each array, all at once; this worker's block of each sum goes into `blocks`, too."""
+        """Sum several arrays at once. This worker's block of each sum also goes into `blocks`."""
         self.begun, self.text = self.begun + 1, text
         out = None if all(map(is_, arrays, outs)) else outs
         collectives.grouped_allreduce(arrays, self.comm, algorithm=SUMS, out=out, label=text, blocks=blocks)
@@ -176,7 +185,7 @@ class Sums:
     def task(
         self, arrays: Sequence[Array], outs: Sequence[Array], text: str, direct: bool, blocks: Blocks = None
     ) -> Task[None]:
-        """`one` or `many`, beside compute unless `direct`."""
+        """Run `one` or `many`: blocking if `direct`, else in steps, during compute."""
         single = len(arrays) == 1
         if direct and single:
             self.one(arrays[0], outs[0], text)
@@ -196,11 +205,14 @@ class Sums:
             yield from in_steps(plan)
 
     def broadcast_one(self, array: Array, root: int, text: str) -> None:
-        """The root's array, on all workers. Collective, blocking."""
+        """Copy the root's array to all workers. Collective, blocking."""
         collectives.broadcast(array, self.comm, root, label=text)
 
     def broadcast(self, arrays: Sequence[Array], root: int, text: str, direct: bool) -> Task[None]:
-        """`broadcast_one` of several, beside compute unless `direct`. Small ones travel together."""
+        """Run `broadcast_one` for several arrays: blocking if `direct`, else in steps.
+
+        Small ones travel together.
+        """
         for run in runs(array.nbytes for array in arrays):
             vector = packed(arrays[run])
             if direct:
@@ -210,7 +222,7 @@ class Sums:
             unpack(vector, arrays[run])
 
     def gather(self, x: Array, out: Array | None, text: str, direct: bool) -> Task[None]:
-        """All workers' blocks, on all: x -> out; without `out` this worker's is in x already."""
+        """Gather all workers' blocks from x into out, on all workers. Without `out`, in place in x."""
         if direct:
             collectives.allgather(x, self.comm, out=out, label=text)
         else:
@@ -218,10 +230,10 @@ class Sums:
 
 
 class RowSums:
-    """Rows of all workers.
+    """The rows of all workers.
 
-    Rows travel in two allgathers: how many bytes each worker brings, then the bytes, in blocks as long as the longest.
-    All workers add the rows in the order of the workers.
+    Rows travel in two allgathers: first the number of bytes of each worker, then the bytes, in blocks as long as the
+    longest. All workers add the rows in the order of the workers.
     """
 
     def __init__(self, sums: Sums) -> None:
@@ -231,7 +243,7 @@ class RowSums:
         self._blocks = np.empty(0, np.uint8)
 
     def gather(self, key: Key, rows: RowSparse, direct: bool) -> Task[list[RowSparse]]:
-        """Return all workers' rows of the key, until the next call. Collective; `direct`: it may block."""
+        """Return all workers' rows of the key. Valid until the next call. Collective; `direct`: it may block."""
         text = label("push of rows", [key.name])
         self._sums.begun, self._sums.text = self._sums.begun + 1, text
         mine = packed_rows(rows.merged())
@@ -247,7 +259,7 @@ class RowSums:
         return [unpacked(piece, key.shape, key.dtype) for piece in pieces]
 
     def _room(self, block: int) -> Array:
-        """Return a block for each worker; the same memory again, so that collectives know it."""
+        """Return a block for each worker. The memory is used again, because collectives find their plan by it."""
         size = block * len(self._sizes)
         if self._blocks.size < size:
             self._blocks = np.empty(size, np.uint8)
@@ -255,5 +267,5 @@ class RowSums:
 
 
 def _round_up(size: int) -> int:
-    """Return the bytes of a block: of few lengths, so that there are few collectives to be prepared."""
+    """Return the length of a block. There are few different lengths, so that few collectives have to be prepared."""
     return max(64, 1 << (size - 1).bit_length())

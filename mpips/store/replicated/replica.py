@@ -1,11 +1,13 @@
 """A key of a store without servers, on one worker: its value, the optimizer's state, and after which round. No I/O.
 
-A value has two arrays, used in turn: a sum goes into the one that is free, so that nothing is lost where a round breaks
-off. An optimizer updates in place. On a node, a round may leave a long value *spread*: every worker has its own block,
-and takes the others' from their memory when it needs the whole. They stay there through the next round, which nobody
-can complete before all have come to it.
+A value has two arrays, used in turn. A sum goes into the free one, so that nothing is lost if a round breaks off. An
+optimizer updates in place.
 
-Where the store survives deaths, `SurvivingReplica` can be put back to the round before its last one.
+On a node a round may leave a long value *spread*: every worker has only its own block, and copies the others' blocks
+from their memory when it needs the whole. They stay valid through the next round, which no worker can complete before
+all have come to it.
+
+In a store that survives deaths, a `SurvivingReplica` can be put back to the round before its last one.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ Arrays = tuple[Array, Array]
 
 
 class Replica:
-    """A key as every worker has it, bit for bit, after the same rounds."""
+    """A worker's copy of a key. All workers have the same bits after the same rounds."""
 
     __slots__ = (
         "_allocate",
@@ -42,22 +44,25 @@ class Replica:
         self, key: Key, value: Array, optimizer: Optimizer | None, allocate: Callable[[int, np.dtype], Array]
     ) -> None:
         """`value`: 1-D, kept. `allocate` makes memory where collectives are fastest."""
-        self.key, self.optimizer = key, optimizer
+        self.key = key
+        self.optimizer = optimizer
+        # None before the first update
         self.state: list[Array] | None = None
-        """None before the first update."""
+        # number of updates by the optimizer
         self.step = 0
-        """How often the optimizer has updated it."""
+        # True during an update in place. If the update breaks off it stays True: the replica is torn.
         self.updating = False
-        """Whether an update in place is under way: where it has broken off, the replica is torn."""
         self._allocate = allocate
         self._arrays: list[Array | None] = [value, None]
         self._turn = 0
+        # the other workers' blocks: (start, stop, their two arrays)
         self._others: Sequence[tuple[int, int, Arrays]] = ()
+        # True while the value has only this worker's block of the last round
         self._spread = False
 
     @property
     def value(self) -> Array:
-        """Return what is stored, all of it, 1-D."""
+        """The whole value, 1-D. If it is spread, the other workers' blocks are copied first."""
         value = self._arrays[self._turn]
         assert value is not None
         if self._spread:
@@ -67,42 +72,44 @@ class Replica:
         return value
 
     def room(self) -> Array:
-        """Memory for the next sum: 1-D, as long as the key."""
+        """Return memory for the next sum: 1-D, as long as the key."""
         room = self._arrays[1 - self._turn]
         if room is None:
             room = self._arrays[1 - self._turn] = self._allocate(self.key.size, self.key.dtype)
         return room
 
     def arrays(self) -> Arrays:
-        """Both arrays."""
+        """Return both arrays, in the same order on all workers."""
         value, room = self.value, self.room()
         return (room, value) if self._turn else (value, room)
 
     def share(self, others: Sequence[tuple[int, int, Arrays]]) -> None:
-        """The other workers' blocks [start, stop), and their arrays, which are in this process's reach: sums may leave
-        the value spread from now on."""
+        """Give access to the other workers' blocks [start, stop) of their arrays.
+
+        Sums may be left spread from now on.
+        """
         self._others = others
 
     def block_room(self) -> Array | None:
-        """Return where a collective is to put this worker's block of the next sum, if that is all that `take_block`
-        needs."""
+        """Return memory for this worker's block of the next sum, if `take_block` needs no more than that, else None."""
         return self.room() if self._others and self.optimizer is None else None
 
     # ---- rounds
 
     def set_optimizer(self, optimizer: Optimizer | None) -> None:
-        """Update the whole value by it from now on; its state begins anew."""
+        """Update the value by this optimizer from now on, with new state."""
+        # Reading `value` gathers the whole value, which the optimizer will need.
         assert self.value.ndim == 1
         self.changed()
         self.optimizer, self.state, self.step = optimizer, None, 0
 
     def prepare(self) -> None:
-        """Make the optimizer's state, before anything has been sent: TypeError where it does not do for the key."""
+        """Make the optimizer's state before anything is sent. TypeError if the optimizer cannot serve the key."""
         if self.optimizer is not None and self.state is None:
             self.state = initial(self.optimizer, self.value)
 
     def take_sum(self, total: Array) -> None:
-        """A round is complete: the sum, 1-D, updates the value or becomes it. One in `room` is taken without a copy."""
+        """Complete a round by its sum (1-D), which updates or becomes the value. A sum in `room` is not copied."""
         if self.optimizer is not None:
             self._update(total)
         else:
@@ -113,12 +120,12 @@ class Replica:
         self.key.round += 1
 
     def take_block(self) -> None:
-        """A round is complete, and every worker's block of the sum is in its `block_room`."""
+        """Complete a round in which every worker has its block of the sum in its `block_room`."""
         self._turn, self._spread = 1 - self._turn, True
         self.key.round += 1
 
     def take_rows(self, parts: Sequence[RowSparse]) -> None:
-        """Apply row-sparse pushes of all workers: the optimizer leaves other rows, and their state, as they are."""
+        """Complete a round of row-sparse pushes. The optimizer leaves other rows, and their state, as they are."""
         if self.optimizer is None:
             room, total = self.room(), sum_of(parts)
             room[...] = 0
@@ -138,7 +145,7 @@ class Replica:
         self._turn, self._spread = 1 - self._turn, False
 
     def _replace(self) -> None:
-        """A round is complete, and its sum in `room` becomes the value."""
+        """Make the sum in `room` the value, at the end of a round."""
         self.swap_arrays()
 
     def _update(self, total: Array) -> None:
@@ -149,24 +156,24 @@ class Replica:
         self.step += 1
         self.updating = False
 
-    # ---- rounds that it stands at; `SurvivingReplica` may stand at others again
+    # ---- versions; a `SurvivingReplica` may have an older one too
 
     def now(self) -> Version:
-        """Return what it holds."""
+        """Return the present content."""
         step = None if self.state is None else self.step
         return Version(self.key.round, step, [self.value, *(self.state or ())])
 
     def versions(self) -> list[Version]:
-        """Return what it can be had as, whole; the newest first."""
+        """Return the whole versions that can be had, newest first."""
         return [] if self.updating else [self.now()]
 
     def changed(self) -> None:
-        """It is changed otherwise than by a round."""
+        """Note a change that is not a round."""
 
-    # ---- what comes from elsewhere
+    # ---- content from checkpoints and from other workers
 
     def put_state(self, step: int, arrays: Sequence[Array]) -> None:
-        """The state of a checkpoint; ValueError where it does not fit the optimizer, nothing has changed then."""
+        """Set the state from a checkpoint. ValueError, with nothing changed, if it does not fit the optimizer."""
         self.changed()
         if not step and not arrays:
             self.state, self.step = None, 0
@@ -184,8 +191,16 @@ class Replica:
         self.state, self.step = state, step
 
     def become(self, round_: int, step: int, dtypes: Sequence[str] | None, gives: bool) -> list[Array]:
-        """Make room for the replica of a worker after so many rounds and updates, which `gives` it: the arrays that
-        are to travel. Until they have come it is torn."""
+        """Prepare to take over a worker's replica, or to give it. Return the arrays that have to be sent.
+
+        A replica that takes over is torn until they have arrived.
+
+        Args:
+            round_: The round of the replica that is given.
+            step: Its number of updates.
+            dtypes: The dtypes of its state arrays, or None if it has no state.
+            gives: This worker gives the replica.
+        """
         if gives and self._turn:
             self.room()[...] = self.value
         elif gives:
@@ -201,10 +216,11 @@ class Replica:
 
 
 class SurvivingReplica(Replica):
-    """A replica that also keeps what it was before its last round.
+    """A replica that also keeps the version before its last round.
 
-    It dies with its process, so it needs no marks. An optimizer updates in place, so value and state are copied before.
-    Without an optimizer the array that was the value before still holds it, until the next sum goes there.
+    It dies with its process, so it needs no marks in memory. An optimizer updates in place, so value and state are
+    copied before. Without an optimizer the array that held the value before still holds it, until the next sum goes
+    there.
     """
 
     __slots__ = ("_before", "_copies")
@@ -212,31 +228,30 @@ class SurvivingReplica(Replica):
     def __init__(
         self, key: Key, value: Array, optimizer: Optimizer | None, allocate: Callable[[int, np.dtype], Array]
     ) -> None:
-        """As of a replica."""
         super().__init__(key, value, optimizer, allocate)
+        # the version before the last round, or None if there is none
         self._before: Version | None = None
-        """None where it is not known."""
         self._copies: list[Array] = []
 
     def room(self) -> Array:
-        """Return memory for the next sum; what the replica was is not kept there any more."""
+        """Return memory for the next sum. A version that is kept there is given up."""
         room = super().room()
         if self._before is not None and self._before.arrays[0] is room:
             self._before = None
         return room
 
     def take_rows(self, parts: Sequence[RowSparse]) -> None:
-        """Keep what it was, unless the rows take another array's place."""
+        """Complete a round of rows. An optimizer updates in place, so keep a copy first."""
         if self.optimizer is not None:
             self._copy()
         super().take_rows(parts)
 
     def versions(self) -> list[Version]:
-        """Also what it was before."""
+        """Return the whole versions that can be had, also the one before the last round."""
         return super().versions() + ([] if self._before is None else [self._before])
 
     def become_version(self, version: Version) -> None:
-        """Be as it was before, or as another worker's is; what it holds is kept instead. `updating` ends."""
+        """Take over a version, the one before or another worker's. The present content is kept instead."""
         now = None if self.updating else self.now()
         value, *state = version.arrays
         if value is self._arrays[1 - self._turn]:
@@ -249,22 +264,21 @@ class SurvivingReplica(Replica):
         self.step, self.state = (0, None) if version.step is None else (version.step, state)
 
     def changed(self) -> None:
-        """Forget what it was: there is no way back."""
+        """Forget the version before: there is no way back."""
         self._before = None
 
     def _replace(self) -> None:
-        """The old value is kept where it is."""
+        """Make the sum the value, and keep the old value where it is."""
         before = self.now()
         super()._replace()
         self._before = before
 
     def _update(self, total: Array) -> None:
-        """Keep a copy of what it was."""
         self._copy()
         super()._update(total)
 
     def _copy(self) -> None:
-        """Keep a copy, as it is about to be updated in place."""
+        """Keep a copy of the present content, which is about to be updated in place."""
         now, self._before = self.now(), None
         if [(array.size, array.dtype) for array in self._copies] != [(one.size, one.dtype) for one in now.arrays]:
             self._copies = [self._allocate(array.size, array.dtype) for array in now.arrays]

@@ -1,6 +1,6 @@
-"""Keep all keys of a store without servers, on one worker, with their optimizers and compression.
+"""All keys of a store without servers, on one worker, with their optimizers and compression.
 
-All workers make, replace and give up keys together, and make them alike again after a failure.
+All workers make, replace and remove keys together. After a failure they make them alike again.
 """
 
 from __future__ import annotations
@@ -35,79 +35,82 @@ from mpips.store.replicated.fast import Sums
 from mpips.store.replicated.replica import Replica, SurvivingReplica
 from mpips.store.worker.interface import States
 
+# Only for longer values does a sum of a list leave each worker its own block. Shorter ones are copied as fast.
 LEAST_BYTES = 64 << 10
-"""Of values that are longer, a list's sum leaves a worker its own block. Shorter ones are copied as fast."""
 WORDS = 2 * len(Region._fields)
 
 
 class ReplicaSettings:
-    """Optimizers and compression, which every worker applies alike. Changes are made by all workers, after they have
-    compared them; `changes` counts them."""
+    """Optimizers and compression, the same on every worker.
+
+    All workers change them together, after they have compared the changes. `changes` counts these.
+    """
 
     def __init__(self, rank: int = 0) -> None:
-        """`rank`: of this worker."""
-        self.changes, self._rank = 0, rank
+        self.changes = 0
+        self._rank = rank
         self.groups = Groups()
+        # None if pushes are not compressed
         self.residuals: Residuals | None = None
-        """None where nothing is compressed."""
 
     def optimizer_of(self, key: Key) -> Optimizer | None:
-        """Return the optimizer of a key, having asked for what it updates by."""
+        """Return the optimizer of a key, and request the compiled loops that it updates with."""
         optimizer = self.groups.of(key.name)
         prepare(optimizer, key.dtype)
         return optimizer
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Name] | None) -> None:
-        """Update these keys by this optimizer; None: all."""
+        """Update these keys (None: all) by this optimizer."""
         self.groups.set(optimizer, keys)
         self.changes += 1
 
     def update_optimizer(self, numbers: Mapping[str, Any], keys: Sequence[Name] | None) -> None:
-        """Change numbers of these keys' optimizers; ValueError or TypeError where they do not fit."""
+        """Change numbers of these keys' optimizers. ValueError or TypeError if they do not fit."""
         self.groups.update(numbers, keys)
         self.changes += 1
 
     def set_compression(self, compressor: Compressor) -> None:
-        """Compress from now on; residuals begin at zero."""
+        """Compress pushes from now on. Residuals begin at zero."""
         self.residuals = Residuals(compressor, self._rank)
         self.changes += 1
 
     def compressing(self, key: Key) -> Residuals | None:
-        """Return what compression keeps back, where it compresses the pushes of this key."""
+        """Return the residuals if pushes of this key are compressed, else None."""
         return self.residuals if key.floats else None
 
     def payload(self, key: Key, flat: Array) -> Array:
-        """Return what this worker adds for a push: where pushes are compressed, what the others would decode."""
+        """Return the values that a push adds: with compression, those that the other workers would decode."""
         residuals = self.compressing(key)
         return flat if residuals is None else residuals.decoded(key.name, flat)
 
     def residuals_of(self, keys: Sequence[Key]) -> Array | None:
-        """Return what compression has kept back of this worker's pushes, float64, one key behind the other; None where
-        nothing is compressed."""
+        """Return the residuals of this worker's pushes: float64, one key after another. None without compression."""
         if self.residuals is None:
             return None
         kept = [(key.size, self.residuals.get(key.name)) for key in keys]
         return np.concatenate([np.zeros(size) if each is None else each.astype(np.float64) for size, each in kept])
 
     def put_residuals(self, keys: Sequence[Key], values: Sequence[Array]) -> None:
-        """Give back what was kept back, one array a key."""
+        """Set the residuals, one array for each key."""
         for key, value in zip(keys, values, strict=True):
             if (residuals := self.compressing(key)) is not None:
                 residuals.put(key.name, value, key.dtype)
 
     def forget(self, names: Sequence[Name]) -> None:
-        """Drop keys that are gone."""
+        """Forget keys that are gone."""
         self.groups.forget(names)
         if self.residuals is not None:
             self.residuals.forget(names)
 
     def encode(self) -> bytes:
-        """Return all of it but the residuals, which each worker has of its own."""
+        """Encode optimizers and compressor. Residuals are not included, since each worker has its own."""
         return encode_settings(self.groups, None if self.residuals is None else self.residuals.compressor)
 
     def take_over(self, data: bytes, changes: int) -> None:
-        """Take over the settings that another worker has encoded, after so many changes. Residuals stay where the
-        compressor is the same."""
+        """Take over the settings that another worker has encoded after `changes` changes.
+
+        Residuals stay if the compressor is the same.
+        """
         self.groups, compressor = decode_settings(data)
         if self.residuals is None or self.residuals.compressor != compressor:
             self.residuals = None if compressor is None else Residuals(compressor, self._rank)
@@ -115,26 +118,33 @@ class ReplicaSettings:
 
 
 class Replicas:
-    """This worker's replicas, `by_name`. `sums`: those of the present generation. `survives`: whether a worker may
-    die."""
+    """This worker's replicas of all keys.
+
+    Args:
+        sums: The collectives of the present generation.
+        survives: A worker may die, and the store goes on.
+    """
 
     def __init__(self, settings: ReplicaSettings, sums: Sums, survives: bool) -> None:
-        self._settings, self.sums, self._survives = settings, sums, survives
+        self._settings = settings
+        self.sums = sums
+        self._survives = survives
         self.by_name: dict[Name, Replica] = {}
 
     def of(self, keys: Sequence[Key]) -> list[Replica]:
-        """Those of these keys."""
+        """Return the replicas of these keys."""
         return [self.by_name[key.name] for key in keys]
 
     def make(self, keys: Sequence[Key], values: Sequence[Array], direct: bool) -> Task[None]:
-        """Make keys, with rank 0's values. Collective; `direct`: it may block."""
+        """Make keys with rank 0's values. Collective. `direct`: it may block."""
         made = []
         for key, value in zip(keys, values, strict=True):
             stored = self._allocate(key.size, key.dtype)
             stored[...] = value.reshape(-1)
             made.append(self._replica(key, stored))
         yield from self.sums.broadcast([replica.value for replica in made], 0, _label("init", keys), direct)
-        if self.sums.one_node and not self._survives:  # a block that lies in a worker's memory alone dies with it
+        # A block that only one worker has in its memory would die with it, so a store that survives deaths shares none.
+        if self.sums.one_node and not self._survives:
             yield from self._share([replica for replica in made if replica.key.nbytes > LEAST_BYTES], direct)
         self.by_name.update((replica.key.name, replica) for replica in made)
 
@@ -152,11 +162,11 @@ class Replicas:
             _share_blocks(replicas, table, self.sums.rank)
 
     def _allocate(self, size: int, dtype: np.dtype) -> Array:
-        """Memory for a key, where collectives are fastest."""
+        """Allocate memory for a key. On one node it is shared memory, in which collectives are fastest."""
         return arena.empty(size, dtype) if self.sums.one_node else np.empty(size, dtype)
 
     def store_values(self, keys: Sequence[Key], values: Sequence[Array], direct: bool) -> Task[None]:
-        """Replace what is stored by rank 0's values; rounds stay. Collective."""
+        """Replace values by rank 0's. Rounds stay. Collective."""
         replicas = self.of(keys)
         rooms = [replica.room() for replica in replicas]
         for room, value in zip(rooms, values, strict=True):
@@ -168,7 +178,7 @@ class Replicas:
             replica.updating = False
 
     def forget(self, keys: Sequence[Key]) -> None:
-        """Give up keys."""
+        """Remove keys."""
         for key in keys:
             self.by_name.pop(key.name, None)
             key.fast = None
@@ -177,7 +187,7 @@ class Replicas:
     # ---- settings and states
 
     def take_settings(self, begin: bool, names: Sequence[Name] | None) -> None:
-        """Every key has the optimizer that settings say now; those of `names` (None: all) `begin` their states anew."""
+        """Give every key its present optimizer. With `begin` the states of `names` (None: all keys) begin anew."""
         for name, replica in self.by_name.items():
             optimizer = self._settings.optimizer_of(replica.key)
             if begin and (names is None or name in names):
@@ -186,7 +196,7 @@ class Replicas:
                 replica.optimizer = optimizer
 
     def states(self, keys: Sequence[Key]) -> States:
-        """Of each key the optimizer's steps and its state, not copied."""
+        """Return each key's optimizer step and state. The arrays are not copied."""
         return {replica.key.name: (replica.step, list(replica.state or ())) for replica in self.of(keys)}
 
     def put_states(self, keys: Sequence[Key], states: States) -> None:
@@ -197,7 +207,7 @@ class Replicas:
     # ---- the next generation
 
     def keep_only(self, known: Container[Name]) -> None:
-        """Forget all other keys."""
+        """Remove all keys that are not in `known`."""
         self.forget([replica.key for name, replica in self.by_name.items() if name not in known])
 
     def inventory(self, rank: int, fresh: bool) -> Inventory:
@@ -209,7 +219,7 @@ class Replicas:
         return Inventory([Shelf(rank, True, self._settings.encode(), units, self._settings.changes)], keys=keys)
 
     def take_over(self, plan: RecoveryPlan) -> None:
-        """Have what the plan says: settings, values and states. Collective, blocking."""
+        """Take over settings, values and states as the plan says. Collective, blocking."""
         best = plan.best_settings
         is_new = plan.inventories[self.sums.rank].keys is None
         if best is not None and (is_new or best.changes != self._settings.changes):
@@ -233,8 +243,11 @@ class Replicas:
             replica.updating = False
 
     def _stand(self, replica: Replica, plan: ReplicaPlan) -> None:
-        """Take a key over where what is there must stay until all is: others may die meanwhile, and it is begun
-        again."""
+        """Take a key over in a store that survives deaths.
+
+        What the worker has must stay until everything has arrived: another rank may die meanwhile, and then the
+        recovery begins again.
+        """
         key = replica.key
         there = (replica.versions() or [replica.now()]) if self.sums.rank in plan.holders else []
         version = next((one for one in there if one.round == plan.round), None)
@@ -250,7 +263,7 @@ class Replicas:
 
 
 def _holding(replica: Replica) -> Holding:
-    """Return what there is of a replica; of a torn one what it holds."""
+    """Describe the versions of a replica, for an inventory. For a torn replica, its present content."""
     whole = replica.versions()
     there = whole or [replica.now()]
     states = next((dtype_names(one.arrays[1:]) for one in there if one.step is not None), [])
@@ -262,17 +275,21 @@ def _label(what: str, keys: Sequence[Key]) -> str:
     return label(what, [key.name for key in keys])
 
 
-# ---- long values, of which a sum may leave each worker of a node its own block
+# ---- long values: a sum may leave each worker of a node only its own block
 
 
 def _regions(replicas: Sequence[Replica]) -> Array:
-    """Return where this worker's arrays of these keys lie, (keys, WORDS) numbers."""
+    """Return the places of this worker's arrays of these keys: an array of shape (keys, WORDS)."""
     found = [[number for array in replica.arrays() for number in arena.region_of(array)] for replica in replicas]
     return np.array(found, np.int64).reshape(len(replicas), WORDS)
 
 
 def _share_blocks(replicas: Sequence[Replica], table: Array, rank: int) -> None:
-    """Give the replicas of worker `rank` the other workers' blocks: `table` holds every worker's `_regions`."""
+    """Give the replicas of worker `rank` access to the other workers' blocks.
+
+    Args:
+        table: Every worker's `_regions`.
+    """
     workers = len(table)
     for number, replica in enumerate(replicas):
         key, others = replica.key, []

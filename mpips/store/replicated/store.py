@@ -1,4 +1,4 @@
-"""Serve the calls of a store without servers: every worker keeps the same values, bit for bit, and copies for files."""
+"""The calls of a store without servers: every worker keeps the same values, bit for bit, and copies for files."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ from mpips.store.worker.interface import Frozen, KnownTable, Recovered, States
 
 
 class ReplicatedStore(Member[Recovered]):
-    """A store's backend (`worker.interface`). All workers make the same calls in one order: pushes are collectives.
-    A pull is a copy. Making it is collective over the workers, blocking."""
+    """The backend of a store without servers (`worker.interface`).
+
+    All workers make the same calls in the same order, because pushes are collectives. A pull is a copy. The constructor
+    is collective over the workers, blocking.
+    """
 
     lists = True
     communicators: tuple[Hashable, ...] = (("communicator", "workers"),)
@@ -38,7 +41,7 @@ class ReplicatedStore(Member[Recovered]):
         self._join()
 
     def _joined(self) -> Sums:
-        """The collectives of the present generation."""
+        """Return the collectives of the present generation."""
         comm = self.layout.sums
         assert comm is not None
         return Sums(self.generation.within(comm), comm)
@@ -51,40 +54,38 @@ class ReplicatedStore(Member[Recovered]):
     # ---- keys
 
     def init(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
-        """Make keys, with rank 0's values."""
         yield from self._replicas.make(keys, values, self.direct)
         for key in keys:
             key.fast = self.bind(key)
 
     def bind(self, key: Key) -> Fast | None:
-        """The fast path of a key; None where its pushes are compressed."""
+        """Return the fast path of a key, or None if its pushes are compressed."""
         if self._settings.compressing(key) is not None:
             return None
         return Fast(self._replicas.by_name[key.name], self._sums, self.generation)
 
     @property
     def quick_list(self) -> Lists | None:
-        """The fast path of lists of keys that have one of their own."""
+        """The fast path of lists of keys, or None if pushes are compressed."""
         return self._lists if self._settings.residuals is None else None
 
     def forget(self, keys: Sequence[Key]) -> Task[None]:
-        """Give up keys."""
         self._replicas.forget(keys)
         yield from ()
 
     def store_values(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
-        """Replace what is stored by rank 0's values; rounds stay. Collective."""
+        """Replace values by rank 0's. Rounds stay. Collective."""
         yield from self._replicas.store_values(keys, values, self.direct)
 
-    # ---- what keys have beside their values (`worker.interface.Stored`)
+    # ---- states of keys (`worker.interface.Stored`)
 
     @property
     def stored(self) -> ReplicatedStore:
-        """Return this: every worker has all of it."""
+        """This object: every worker has all states."""
         return self
 
     def states(self, keys: Sequence[Key]) -> Task[States]:
-        """Of each key the optimizer's steps and its state, not copied."""
+        """Return each key's optimizer step and state. The arrays are not copied."""
         yield from ()
         return self._replicas.states(keys)
 
@@ -94,17 +95,16 @@ class ReplicatedStore(Member[Recovered]):
         yield from ()
 
     def residuals(self, keys: Sequence[Key]) -> Task[Array | None]:
-        """Return what compression has kept back of this worker's pushes."""
+        """Return the residuals of this worker's pushes."""
         yield from ()
         return self._settings.residuals_of(keys)
 
     def put_residuals(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
-        """Give it back."""
         self._settings.put_residuals(keys, values)
         yield from ()
 
     def snapshot(self, keys: Sequence[Key], alone: bool = False) -> Task[CopiedSnapshot]:
-        """Return what is stored now, on rank 0, which later rounds do not change; elsewhere nothing."""
+        """Return a copy of values and states on rank 0, and an empty snapshot elsewhere."""
         yield from ()
         return CopiedSnapshot(self._replicas.of(keys) if self.layout.rank == 0 else ())
 
@@ -112,27 +112,26 @@ class ReplicatedStore(Member[Recovered]):
 
     @property
     def tables(self) -> None:
-        """Return None: tables need servers."""
+        """None: tables need servers."""
 
     @property
     def transfers(self) -> ReplicatedStore:
         return self
 
     def versions(self, keys: Sequence[Key]) -> Task[list[int]]:
-        """A round has ended when its push has."""
+        """Return the keys' rounds. A round has ended when its push has."""
         yield from ()
         return [key.round for key in keys]
 
     def pull_versions(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[list[int]]:
-        """Pull what is stored."""
         yield from self.pull(keys, outs)
         return [key.round for key in keys]
 
     def listen(self) -> None:
-        """There are no servers to be heard."""
+        """Do nothing: there are no servers."""
 
     def push(self, keys: Sequence[Key], flats: Sequence[Array], priority: int) -> Task[None]:
-        """A round of several keys, in one collective."""
+        """Run a round of several keys, in one collective."""
         replicas = self._replicas.of(keys)
         totals = [replica.room() for replica in replicas]
         yield from self._sum(replicas, flats, totals)
@@ -140,19 +139,19 @@ class ReplicatedStore(Member[Recovered]):
             replica.take_sum(total)
 
     def pull(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[None]:
-        """Pull what is stored."""
         for key, out in zip(keys, outs):
             out[...] = self._replicas.by_name[key.name].value
         yield from ()
 
     def pushpull(self, keys: Sequence[Key], flats: Sequence[Array], outs: Sequence[Array], priority: int) -> Task[None]:
-        """Both. The sums of several keys go into `outs` on their way, but for results that overlap arrays."""
+        """Push and pull. The sums of several keys go directly into `outs`, unless results overlap other arrays."""
         if len(keys) > 1 and self._settings.residuals is None:
             replicas = self._replicas.of(keys)
             blocks = blocks_of(replicas)
             try:
                 yield from self._sum(replicas, flats, outs, blocks)
-            except OverlapError:  # nothing has been sent
+            # Nothing has been sent.
+            except OverlapError:
                 pass
             else:
                 take_from(replicas, outs, blocks)
@@ -170,7 +169,7 @@ class ReplicatedStore(Member[Recovered]):
         yield from self._sums.task(payloads, outs, text, self.direct, blocks)
 
     def push_rows(self, key: Key, rows: RowSparse, priority: int) -> Task[None]:
-        """A round of which every worker hears of all rows; where pushes are compressed the whole key is pushed."""
+        """Run a round in which every worker gets the rows of all. With compression the whole key is pushed."""
         if self._settings.compressing(key) is not None:
             yield from self.push([key], [rows.to_dense().reshape(-1)], priority)
             return
@@ -179,16 +178,16 @@ class ReplicatedStore(Member[Recovered]):
         replica.take_rows((yield from self._sparse.gather(key, rows, self.direct)))
 
     def pull_rows(self, key: Key, out: Array, ids: Array) -> Task[None]:
-        """Rows of what is stored, into `out` of shape (len(ids), ...)."""
+        """Copy rows of the value into `out` of shape (len(ids), ...)."""
         np.take(self._replicas.by_name[key.name].value.reshape(key.shape), ids, axis=0, out=out)
         yield from ()
 
     def settle(self, keys: Sequence[Key], meets: bool = False) -> Task[None]:
-        """Pushes have ended when they return."""
+        """Return at once: pushes have ended when they return."""
         return nothing()
 
     def tell_wait(self, keys: Sequence[Key], tables: Sequence[KnownTable]) -> None:
-        """`collectives` sees by itself that workers make different calls."""
+        """Do nothing: `collectives` finds out by itself that workers make different calls."""
 
     def sums(self) -> tuple[int, str]:
         return self._sums.begun, self._sums.text
@@ -196,22 +195,19 @@ class ReplicatedStore(Member[Recovered]):
     # ---- settings
 
     def check_updated(self, keys: Sequence[Key], what: str) -> None:
-        """Without an optimizer a push replaces the value."""
+        """Accept every key: without an optimizer a push replaces the value."""
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Name] | None) -> Task[None]:
-        """From the next round on; state anew."""
         self._settings.set_optimizer(optimizer, keys)
         self._replicas.take_settings(True, keys)
         yield from ()
 
     def update_optimizer(self, numbers: Mapping[str, Any], keys: Sequence[Name] | None) -> Task[None]:
-        """From the next round on; state stays."""
         self._settings.update_optimizer(numbers, keys)
         self._replicas.take_settings(False, keys)
         yield from ()
 
     def set_compression(self, options: dict[str, Any], compressor: Compressor) -> Task[None]:
-        """From the next push on."""
         self._settings.set_compression(compressor)
         self._bind_all()
         yield from ()
@@ -223,14 +219,14 @@ class ReplicatedStore(Member[Recovered]):
     # ---- generations and the end
 
     def take_inventory(self, known: Container[Name]) -> Inventory:
-        """See `Member`: what this worker has of each key, and its settings."""
+        """Return what this worker has of each key, and its settings. See `Member`."""
         self._replicas.sums = self._joined()
         self._join()
         self._replicas.keep_only(known)
         return self._replicas.inventory(self.layout.rank, self.layout.fresh)
 
     def transfer(self, plan: RecoveryPlan) -> Placed:
-        """See `Member`: workers that lack what was chosen take it from one that has it."""
+        """Let workers that lack the chosen version take it from one that has it. See `Member`."""
         self._replicas.take_over(plan)
         return Placed()
 
@@ -242,7 +238,7 @@ class ReplicatedStore(Member[Recovered]):
         return Recovered(plan.rounds, keys, groups, None if residuals is None else residuals.compressor)
 
     def finish(self) -> None:
-        """There is nobody to say goodbye to."""
+        """Do nothing: there are no servers."""
 
 
 class CopiedSnapshot:
@@ -258,11 +254,11 @@ class CopiedSnapshot:
             self.records[name] = Frozen(replica.key.round, replica.step, dtypes)
 
     def read(self, key: Key, slot: int, start: int, stop: int) -> Task[Array]:
-        """Elements [start, stop) of the values (slot -1) or of an array of state: a view, good until `release`."""
+        """Return elements [start, stop) of the values (slot -1) or of a state array: a view, valid until `release`."""
         yield from ()
         return self._arrays[key.name][slot + 1][start:stop]
 
     def release(self) -> Task[None]:
-        """Give the copies back."""
+        """Free the copies."""
         self._arrays.clear()
         return nothing()

@@ -1,1 +1,1 @@
-"""The ground of a store: its `generation`, `rendezvous` of ranks, `engine` (operations during compute), `errors`."""
+"""What every store is built on: its `generation`, `rendezvous` of ranks, `engine` (calls during compute), `errors`."""

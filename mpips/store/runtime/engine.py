@@ -1,14 +1,17 @@
-"""Operations of a store beside compute: in order on each key, then by priority, with errors where the user waits.
+"""Operations of a store during compute: in program order on each key, then by priority. `wait()` raises errors.
 
-An operation is a task (`collectives.fabric.tasks`) that names what it takes turns on: its keys, communicators, names
-of the user's (MXNET-MPI, sections 3.1, 4.2.2 and 4.2.3, orders operations by the variables that they read and mutate;
-every operation of a store mutates its keys). At most one thread advances operations at a time: the communication
-thread, or a thread inside `wait()`, which looks without sleeping at first and so answers sooner. Whoever advances
-operations also looks at the generation, and nobody else calls MPI then. So MPI_THREAD_SERIALIZED is enough as long as
-the program's own MPI calls happen while nothing is under way; under MPI_THREAD_MULTIPLE they may happen any time.
+An operation is a task (`collectives.fabric.tasks`) with the names on which it takes turns: its keys, its communicators,
+and names that the user gives. (MXNET-MPI, sections 3.1, 4.2.2 and 4.2.3, orders operations by the variables that they
+read and write. Every operation of a store writes its keys.)
 
-Collectives on one communicator must start in one order everywhere. Operations that use one take turns on it, so the
-order is the program's, whatever the threads do. An operation that fails ends the generation, and with it all others.
+At most one thread advances operations at a time: the communication thread, or a thread inside `wait()`, which at first
+looks without sleeping and so answers sooner. That thread also looks at the generation, and no other thread calls MPI
+meanwhile. So MPI_THREAD_SERIALIZED is enough if the program makes its own MPI calls only while nothing is under way.
+With MPI_THREAD_MULTIPLE it may make them at any time.
+
+Collectives on one communicator must start in the same order on all ranks. Operations that use a communicator take turns
+on it, so they run in program order, whatever the threads do. An operation that fails ends the generation, and with it
+all other operations.
 """
 
 from __future__ import annotations
@@ -28,23 +31,24 @@ from mpips.collectives.fabric.wait import Limits
 from mpips.store.runtime.errors import refused
 from mpips.store.runtime.rendezvous import Watch
 
+# A wait looks by itself for PATIENCE seconds. After that it leaves the work to the communication thread, and wakes
+# every NOTICE seconds to notice stalls.
 PATIENCE, NOTICE = 0.02, 0.1
-"""Seconds that a wait looks by itself; a longer one leaves it to the communication thread, and notices stalls."""
 GRACE_SECONDS = 0.5
+# time between two looks at the generation that send and receive; its flag is read at every look
 LOOK_SECONDS = 2e-3
-"""Between two looks at the generation that send and receive; its flag is read at every look."""
+# The thread sleeps this many times as long as a look took: it uses 1 / (1 + 24) = 4 % of a core.
 DUTY = 24
-"""The thread sleeps this many times as long as a look took: 1 / (1 + 24) = 4 % of a core."""
+# what falling asleep and waking up costs in addition to a look, in seconds
 WAKE = 2e-5
-"""Seconds that a look costs in addition: falling asleep and waking up."""
+# The longest sleep, however long a look took. A collective of many rounds needs a look for each round.
 LONGEST_SLEEP = 1e-3
-"""However long a look took. A collective of many rounds needs a look a round."""
+# When nothing has ended for QUIET seconds the thread sleeps longer: looks and wakes then take 1 / 33 of its time.
 QUIET, QUIET_SLEEP, QUIET_DUTY = 0.1, (4e-3, 8e-3), 32
-"""After so many seconds in which nothing ended it sleeps longer: looks and wakes then take 1 / 33 of its time."""
 
 
 class Ending(Protocol):
-    """The end of all operations at once: a store's generation (`runtime.generation`), as they see it."""
+    """What can end all operations at once, as they see it: a store's generation (`runtime.generation`)."""
 
     limits: Limits
 
@@ -56,20 +60,27 @@ class Ending(Protocol):
 
 
 class Handle(Uncopied):
-    """An operation under way. `wait()` returns its result when it has ended; both methods raise what made it fail."""
+    """An operation under way, as `ipush`, `ipull` and `ipushpull` return it.
+
+    `wait()` blocks until it has ended and returns its result. `test()` returns True once it has ended. Both raise the
+    error that made it fail.
+    """
 
     def __init__(
         self, engine: Engine, task: Task[Any], orders: Collection[Hashable], what: str, detached: bool
     ) -> None:
-        self._engine, self._task, self.orders, self.what = engine, task, orders, what
+        self._engine = engine
+        self._task = task
+        self.orders = orders
+        self.what = what
+        # True if only `close` waits for it
         self.detached = detached
-        """Whether only `close` waits for it."""
+        # True once it has ended and operations after it may go on
         self.done = False
-        """Whether it has ended, and the engine knows what follows from that."""
+        # True once its task has ended (for the engine)
         self.over = False
-        """Whether its task is over; for the engine."""
+        # time.perf_counter() when it was first looked at, and when it ended
         self.started = self.ended = 0.0
-        """time.perf_counter() when it was first looked at and when it ended."""
         self.error: BaseException | None = None
         self._result: object = None
 
@@ -77,7 +88,10 @@ class Handle(Uncopied):
         return f"<{self.what}, {'done' if self.done else 'under way'}>"
 
     def test(self) -> bool:
-        """Make everything go on a little; whether this operation has ended. Does not block."""
+        """Advance all operations a little.
+
+        True if this one has ended. Does not block. Raises its error if it has failed.
+        """
         if not self.done:
             self._engine.progress(wait=False)
         if self.done:
@@ -85,14 +99,14 @@ class Handle(Uncopied):
         return self.done
 
     def wait(self) -> Any:
-        """Block until the operation has ended; what it returned."""
+        """Block until the operation has ended, and return its result. Raises its error if it has failed."""
         if not self.done:
             self._engine.drive(self)
         self._engine.raise_failure(self)
         return self._result
 
     def step(self) -> None:
-        """Advance to the next wait; for the engine. An interrupt that comes meanwhile is raised here, too."""
+        """Advance the task to its next wait (for the engine). An interrupt that comes meanwhile is raised here too."""
         self.started = self.started or time.perf_counter()
         try:
             next(self._task)
@@ -105,7 +119,7 @@ class Handle(Uncopied):
                 raise
 
     def stop(self, error: BaseException | None) -> None:
-        """End the operation, with this error or none; for the engine. Its task closes, so that its arrays may go."""
+        """End the operation, with this error or none (for the engine). Closing the task frees its arrays."""
         self._task.close()
         self._task, self.error = nothing(), error
         self.ended = time.perf_counter()
@@ -113,17 +127,18 @@ class Handle(Uncopied):
 
 
 class Turns:
-    """The turns of operations: those go on that are first on each of their names, the highest priority first.
+    """The queues of operations. An operation may go on if it is the first on each of its names.
 
-    Not thread-safe. Priority only chooses among those that may go on: it never overtakes an earlier one on a name.
+    Of these, higher priority goes first. Priority never lets an operation overtake an earlier one on the same name. Not
+    thread-safe.
     """
 
     def __init__(self) -> None:
+        # all operations that were added and not removed, in program order
         self.under_way: dict[int, Handle] = {}
-        """All that were added and not yet removed, in program order; empty where there are none."""
         self._queues: dict[Hashable, deque[Handle]] = {}
+        # id of an operation -> the number of its names on which another one is first
         self._held: dict[int, int] = {}
-        """On how many names an operation is not the first, by its identity."""
         self._places: dict[int, tuple[int, int]] = {}
         self._ready: list[Handle] = []
         self._count = 0
@@ -142,11 +157,11 @@ class Turns:
             self._make_ready(handle)
 
     def ready(self) -> list[Handle]:
-        """Return those that nothing holds back, in the order in which they should be given attention."""
+        """Return the operations that may go on, highest priority first."""
         return self._ready[:]
 
     def remove(self, handle: Handle) -> None:
-        """Remove a ready operation that has ended: what comes next on its names may go on."""
+        """Remove an operation that has ended. The next ones on its names may then go on."""
         name = id(handle)
         del self.under_way[name], self._held[name], self._places[name]
         self._ready.remove(handle)
@@ -162,7 +177,7 @@ class Turns:
                 self._make_ready(first)
 
     def clear(self) -> None:
-        """Remove them all."""
+        """Remove all operations."""
         for each in (self.under_way, self._queues, self._held, self._places, self._ready):
             each.clear()
 
@@ -171,45 +186,54 @@ class Turns:
 
 
 class Engine:
-    """All operations under way on this process.
+    """All operations under way on this process. Its methods may be called from any thread.
 
-    `generation`: that of the store; its limits warn, and raise StallError, in waits that last too long. `background`:
-    whether a communication thread advances operations; without it they advance inside `test`, `wait`, `progress`. Its
-    methods may be called from any thread.
+    Args:
+        generation: The store's generation. Waits warn and raise StallError by its limits.
+        background: A communication thread advances operations. Without it they advance inside `test`, `wait` and
+            `progress`.
     """
 
     def __init__(self, generation: Ending, background: bool = True) -> None:
         self.generation = generation
+        # The lock of `_changed`, to be entered itself: an interrupt while a condition is being entered would leave it
+        # locked.
         self._lock = threading.RLock()
-        """That of `_changed`. An interrupt as a condition is entered would leave it taken, but not as a lock is."""
+        # notified when an operation was added or has ended, or a wait is over
         self._changed = threading.Condition(self._lock)
-        """Notified when something was added or has ended, or a wait is over."""
         self._turns = Turns()
+        # empty while nothing is under way
         self.under_way = self._turns.under_way
-        """Empty where nothing is under way."""
+        # operations whose failure nobody has seen
         self._failed: list[Handle] = []
-        """Those whose failure nobody has seen."""
+        # time.monotonic() when an operation began or ended last
         self._since = 0.0
-        """time.monotonic() when something began or ended last."""
         self._driver = threading.Lock()
+        # identity of the thread that may advance operations
         self._owner = 0
-        """Identity of the thread that may advance operations."""
+        # what the program waits for: the names on which it takes turns, and a function that returns its text
         self.blocked: tuple[Collection[Hashable], Callable[[], str]] | None = None
-        """What the program waits for: the names on which that takes turns, and what it is."""
+        # time.monotonic() of the next look at the generation
         self._due = 0.0
-        """time.monotonic() when the generation is looked at again."""
         self._background = background
         self._thread: threading.Thread | None = None
+        # threads that advance operations themselves
         self._waiting: set[int] = set()
-        """Threads that look themselves."""
 
     # ---- operations
 
     def submit(
         self, orders: Sequence[Hashable], task: Task[Any], priority: int, what: str, detached: bool = False
     ) -> Handle:
-        """Add an operation, which runs after the earlier ones on the same names, and return at once. If it fails it
-        ends the generation. `detached`: `finish` does not wait for it unless it is asked to."""
+        """Add an operation, and return at once. It runs after the earlier ones on the same names.
+
+        If it fails it ends the generation.
+
+        Args:
+            orders: The names on which it takes turns.
+            what: Its name in errors.
+            detached: `finish` waits for it only if asked to.
+        """
         handle = Handle(self, task, dict.fromkeys(orders), what, detached)
         with self._lock:
             if not self.under_way:
@@ -218,18 +242,23 @@ class Engine:
             self._changed.notify_all()
         if not self._background:
             self.progress()
-        elif self._thread is None or self._thread.ident is None:  # an interrupt came before it began
-            # A daemon: whoever owns the engine closes it before MPI is finalised.
+        # The thread has no identity if an interrupt came before it began.
+        elif self._thread is None or self._thread.ident is None:
+            # A daemon thread: the owner of the engine closes it before MPI is finalised.
             self._thread = threading.Thread(target=self._run, name="mpips communication", daemon=True)
             self._thread.start()
         return handle
 
     def run(self, orders: Sequence[Hashable], task: Task[Any], priority: int, what: Callable[[], str]) -> None:
-        """Run a task, blocking; directly where nothing else is under way. Raises what it does, or the generation."""
+        """Run a task, blocking, and directly if nothing else is under way.
+
+        Raises the task's or the generation's error.
+        """
         if self.under_way:
             self.submit(orders, task, priority, what()).wait()
             return
-        self.generation.check()  # what needs nobody's answer, as a read of memory, would never hear of its end
+        # A task that needs no answer, such as a read of memory, would never notice that the generation has ended.
+        self.generation.check()
         try:
             for _ in task:
                 break
@@ -239,7 +268,7 @@ class Engine:
             over = False
 
             def stretch() -> Iterator[None]:
-                """Step the task up to where it has gone on: from there another wait begins."""
+                """Step the task until it makes progress. The next wait is timed from there."""
                 nonlocal over
                 for moved in task:
                     if moved:
@@ -251,10 +280,15 @@ class Engine:
                 wait.drive(stretch(), self._watch(self.generation.look), what())
         finally:
             self.blocked = None
-            task.close()  # at once, not when the last who holds the error forgets it
+            # Close it now, and not when the last reference to the error is dropped.
+            task.close()
 
     def finish(self, detached: bool = False) -> None:
-        """Wait for everything under way, `detached` too or not, then raise the first failure that nobody has seen."""
+        """Wait for all operations under way. Then raise the first failure that nobody has seen.
+
+        Args:
+            detached: Wait for detached operations too.
+        """
         while True:
             with self._lock:
                 every = [handle for handle in self.under_way.values() if detached or not handle.detached]
@@ -267,13 +301,13 @@ class Engine:
                 self.drive(handle)
 
     def forget(self) -> None:
-        """Give up what is under way, and failures that nobody has seen, as the generation has ended."""
+        """Give up all operations, and failures that nobody has seen, after the generation has ended."""
         with self._alone():
             self._give_up(RuntimeError("the generation has ended"))
             self._failed = []
 
     def close(self) -> None:
-        """Stop the communication thread; operations under way stay where they are, and go on inside `wait` alone."""
+        """Stop the communication thread. Operations under way stay, and advance only inside `wait`."""
         with self._lock:
             self._background = False
             self._changed.notify_all()
@@ -288,7 +322,11 @@ class Engine:
             return {name for handle in self.under_way.values() for name in handle.orders}
 
     def progress(self, wait: bool = True) -> bool:
-        """Look once at everything that may go on; whether something ended. `wait`: for another thread's look to end."""
+        """Look once at all operations that may go on. True if one has ended.
+
+        Args:
+            wait: Wait until another thread's look is over. Otherwise return False at once if there is one.
+        """
         if not wait and self._driver.locked():
             return False
         with self._driver:
@@ -299,7 +337,7 @@ class Engine:
                 self._owner = 0
 
     def drive(self, handle: Handle) -> None:
-        """Make everything go on until the operation has ended, the communication thread standing aside at first."""
+        """Advance all operations until this one has ended. At first the communication thread stands aside."""
         steps = self._steps(handle)
         self.blocked = handle.orders, lambda: handle.what
         try:
@@ -311,7 +349,7 @@ class Engine:
             steps.close()
 
     def raise_failure(self, handle: Handle) -> None:
-        """Raise what made an ended operation fail; `finish` does not raise it again."""
+        """Raise the error of an operation that has failed. `finish` does not raise it again."""
         if handle.error is not None:
             with self._lock:
                 self._failed = [other for other in self._failed if other is not handle]
@@ -331,8 +369,11 @@ class Engine:
             yield
 
     def _watch(self, look: Callable[[float], None]) -> Watch:
-        """Return how this engine waits. Servers and collectives, which know who is late, end a wait that is too long a
-        little before it does."""
+        """Return the rule of this engine's waits.
+
+        Their time limit is a little longer than the store's. So servers and collectives, which know which rank is late,
+        end a wait first.
+        """
         stall, timeout = self.generation.limits
         return Watch(Limits(stall, timeout and 1.1 * timeout + GRACE_SECONDS), look)
 
@@ -341,11 +382,12 @@ class Engine:
         if self._owner == threading.get_ident():
             self.generation.look(waited)
         elif not self._driver.locked():
-            with self._driver:  # to acquire it without blocking is not safe from interrupts
+            # Not `acquire(blocking=False)`, which is not safe from interrupts.
+            with self._driver:
                 self.generation.look(waited)
 
     def _look(self) -> bool:
-        """Step what may go on, in order of priority, until something ends: that may free what has a higher one."""
+        """Step the operations that may go on, by priority, until one ends: that may free one of higher priority."""
         now = time.monotonic()
         try:
             if now < self._due:
@@ -375,7 +417,7 @@ class Engine:
         return handle.over
 
     def _give_up(self, error: BaseException) -> None:
-        """End everything under way with this error."""
+        """End all operations under way with this error."""
         with self._lock:
             handles = list(self.under_way.values())
         for handle in handles:
@@ -389,7 +431,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Let nobody else advance operations inside: the communication thread begins no look."""
+        """Let no other thread advance operations inside the block. The communication thread begins no look."""
         with self._lock:
             self._waiting.add(threading.get_ident())
         try:
@@ -405,8 +447,9 @@ class Engine:
                 self._changed.notify_all()
 
     def _run(self) -> None:
-        """Advance operations that nobody waits for, and sleep between two looks; the communication thread."""
-        last, used = 0.0, time.thread_time()  # when something was added or ended; CPU seconds
+        """Body of the communication thread: advance operations, and sleep between two looks."""
+        # when an operation was added or ended last, and this thread's CPU seconds
+        last, used = 0.0, time.thread_time()
         while True:
             with self._lock:
                 if not self.under_way:

@@ -1,7 +1,7 @@
 """Errors of a store whose generation has ended, and steps that are taken in spite of errors and interrupts.
 
-`in_order` is the one place where every kind of error, interrupts included, is caught and goes on. What ends at exit is
-closed in one order, newest store first, while threads and MPI still run.
+`in_order` is the only place that catches every kind of error, interrupts included, and goes on. Stores that are still
+open at exit are closed in one order, newest first, while threads and MPI still run.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ class StoreError(CollectiveError):
 
 
 class LostError(StoreError):
-    """The store, or the training, cannot go on: what is left of it does not suffice. All raise it, and it is not tried
-    again."""
+    """The store, or the training, cannot go on with what is left of it.
+
+    All ranks raise it, and nothing is tried again.
+    """
 
 
 class StoreMismatchError(StoreError, MismatchError):
@@ -48,7 +50,7 @@ class ServerMemoryError(ValueError, MemoryError):
 
 
 def refused(error: BaseException) -> bool:
-    """Return whether it is an error with which nothing has changed, of what was asked for or cannot be done."""
+    """True for an error after which nothing has changed: a bad request, or one that a server has no room for."""
     callers = isinstance(error, (ValueError, TypeError)) and not isinstance(error, CollectiveError)
     return isinstance(error, RoomError) or (callers and getattr(error, "of_caller", False))
 
@@ -63,18 +65,19 @@ def of_kind(error: BaseException, text: str = "") -> StoreError:
 
 
 Step = Callable[[], None]
+# function to call at exit -> function that returns the communicators it still needs
 _closing: dict[Step, Callable[[], Sequence[Any]]] = {}
-"""What is to be closed, with the communicators that it needs until then."""
 _pid = os.getpid()
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Hear Ctrl-C that comes within at the end, as others count on what is done here; for some seconds at most."""
+    """Defer Ctrl-C until the block ends, because others count on what is done in it. For a few seconds at most."""
     came: list[FrameType | None] = []
     main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGINT) if main else None
-    if before is None or before is signal.SIG_IGN:  # it is not heard here, or not by Python
+    # In this thread there is no Ctrl-C, it is ignored, or Python does not handle it.
+    if before is None or before is signal.SIG_IGN:
         yield
         return
     signal.signal(signal.SIGINT, lambda number, frame: came.append(frame))
@@ -89,32 +92,37 @@ def uninterrupted() -> Iterator[None]:
 
 
 def in_order(*steps: Step) -> None:
-    """Take all steps, each though an earlier one has raised; then raise the first error."""
+    """Call all steps, even if an earlier one has raised. Then raise the first error."""
     first: BaseException | None = None
     for step in steps:
         try:
             step()
-        except BaseException as error:  # the steps after it are to be taken all the same
+        # The steps after it must be taken all the same.
+        except BaseException as error:
             first = first or error
     if first is not None:
         raise first
 
 
 def at_exit(close: Step, needs: Callable[[], Sequence[Any]]) -> None:
-    """Call `close` when this process ends, before MPI does; the last one first. `needs()`: the communicators that it
-    needs until then."""
+    """Call `close` when this process ends, before MPI does. The function registered last is called first.
+
+    `needs` returns the communicators that `close` still needs.
+    """
     _closing[close] = needs
 
 
 def skip_at_exit(close: Step) -> None:
-    """Do not call `close` at exit: it has been called."""
+    """Do not call `close` at exit. It has been called already."""
     _closing.pop(close, None)
 
 
 def _close_all() -> None:
-    if os.getpid() != _pid or not _closing:  # a child that was forked has no store
+    # A forked child has no store.
+    if os.getpid() != _pid or not _closing:
         return
-    # A rank that waits for this one elsewhere, as in a process group, would never come to close its store.
+    # Leave all communicators that no store needs. A rank that waits for this one there, as in a process group, would
+    # never come to close its store.
     sys.modules["mpips.collectives.communicator"].leave_all([comm for needs in _closing.values() for comm in needs()])
     in_order(*reversed(_closing))
 

@@ -1,8 +1,9 @@
 """One generation of a store: it ends once, for all ranks, with one sentence; then all begin the next one, or leave.
 
-A generation stands on what `collectives` keeps for the store's world: a flag and a sentence in memory that the ranks of
-a node share, and notes between nodes. Who finds a failure calls `end`; every wait looks, and raises the same sentence.
-What comes after it the ranks tell each other by its `succession`. `recovery.recover` makes the next one.
+A generation uses what `collectives` keeps for the store's communicator: a flag and a sentence in memory that the ranks
+of a node share, and notes between nodes. The rank that finds a failure calls `end`. Every wait looks at the flag, and
+raises the same sentence. After the end the ranks tell each other by `succession` whether they go on. `recovery.recover`
+makes the next generation.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ from mpips.store.roles import Layout
 from mpips.store.runtime.errors import LostError, StoreError, of_kind, uninterrupted
 from mpips.store.runtime.rendezvous import LAST_WORD_SECONDS, LeftRanks, MeetingRoom, Watch
 
+# how long a rank that closes the store waits for the others after the generation has ended
 CLOSING_SECONDS = 5.0
-"""How long a rank that closes waits for the others once the generation is over."""
 FREEING_SECONDS = 1.0
+# In a wait longer than LONG_SECONDS the functions in `checks` are called too, every CHECK_SECONDS.
 LONG_SECONDS, CHECK_SECONDS = 0.2, 0.1
-"""A wait after which more is looked at than whether the generation has ended, and how often."""
 SUCCESSION_TAG = 4
 WOULD, GOES, TRIED, LEAVES = b"would go on", b"goes on", b"has tried", b"leaves"
 NEVER = Limits(math.inf, 0.0)
@@ -50,48 +51,50 @@ LOG = log.get("mpips.store")
 
 
 class Generation:
-    """The present generation of one store, as one rank sees it. Making it is collective over `layout.world`,
-    blocking."""
+    """The present generation of one store, as one rank sees it. The constructor is collective over `layout.world`."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
+        # number of generations that have ended before
         self.number = 0
-        """How many generations have ended before."""
+        # stall_seconds and timeout_seconds of the store's options
         self.limits = layout.limits
-        """`stall_seconds` and `timeout_seconds` of the store's options."""
+        # Called once when this rank learns that the generation is over, before it raises. They make sure that nobody
+        # reads arrays that this rank has lent, and that everything is in place that others count on.
         self.on_end: list[Callable[[], None]] = []
-        """What this rank does once when it learns that the generation is over, before it raises: it sees to it that
-        nobody reads arrays that it has lent, and that what others count on is there."""
+        # Called in long waits. Each raises CollectiveError if this rank waits for something that can no longer come.
         self.checks: list[Callable[[], None]] = []
-        """Each raises CollectiveError where what this rank waits for cannot come any more. Made in long waits."""
+        # time.monotonic() of the last checks
         self._checked = 0.0
-        """time.monotonic() of the last checks."""
+        # the call of the meeting in which this worker waits, until it has told the others how far it has pushed
         self.undescribed = ""
-        """The call in which this worker waits in a meeting, while it has not said to the others what it stands at."""
+        # True while this rank looks from within a blocking collective of a smaller communicator
         self.inside = False
-        """Whether this rank looks from within a blocking collective of a smaller communicator."""
-        self._hearing, self._ending = threading.Lock(), threading.RLock()
+        # held by the thread that listens to other nodes, and by the one that ends the generation
+        self._hearing = threading.Lock()
+        self._ending = threading.RLock()
         self._closed = False
         self._begin()
         self._log_begin()
 
     def _begin(self) -> None:
         layout = self.layout
-        self.rank, self.size = layout.world.Get_rank(), layout.world.Get_size()
+        self.rank = layout.world.Get_rank()
+        self.size = layout.world.Get_size()
+        # True if all ranks of the store share memory
         self.one_node = len(set(layout.nodes)) == 1
-        """Whether all ranks of the store share memory."""
         self._nap_after = NAP_AFTER_ON_NODE if self.one_node else NAP_AFTER_BETWEEN_NODES
         self._home = communicator(layout.world)
         self._home.patient(*self.limits)
         self._inner: list[Communicator] = []
+        # flag[0] is not 0 once the generation has ended on this node. The next generation has another flag.
         self.flag: memoryview = self._home.board.poison.flag
-        """flag[0] != 0 once the generation has ended on this node. The next generation has another."""
         self.over: StoreError | None = None
         self._meeting = False
         self._everybody = MeetingRoom(layout.world)
         self._workers = None if layout.workers is None else MeetingRoom(layout.workers)
+        # what the ranks tell each other about the time after this generation
         self.succession = Succession(layout.world, partial(_gone, layout.world, self._home), layout.survives)
-        """What ranks say of what comes after this generation."""
 
     # ---- its end
 
@@ -101,16 +104,19 @@ class Generation:
             raise self._error()
 
     def look(self, waited: float = 0.0) -> None:
-        """Raise StoreError if the generation has ended, within a wait of so many seconds: also hears other nodes, and
-        sees whose process has ended."""
+        """Raise StoreError if the generation has ended, after a wait of `waited` seconds so far.
+
+        It also receives notes from other nodes, and notices processes that have ended.
+        """
         if not self._meeting:
             self._look(waited)
 
     def _look(self, waited: float) -> None:
-        """Look, from a meeting too, which may be over though the generation has ended meanwhile."""
+        """Do the same within a meeting too, which may still be completed after the generation has ended."""
         if self.over is not None or self.flag[0]:
             raise self._error()
-        if not self._hearing.locked():  # else another thread hears
+        # If it is locked, another thread is listening.
+        if not self._hearing.locked():
             with self._hearing:
                 try:
                     self._home.listen(waited)
@@ -122,19 +128,21 @@ class Generation:
                     raise of_kind(error) from None
 
     def end(self, what: str, error: BaseException) -> BaseException:
-        """End the generation for all ranks, as `what` has raised `error` on this one; return what this rank raises.
+        """End the generation for all ranks, because `what` has raised `error` on this one.
 
-        That is a StoreError with the sentence that all ranks raise where the error is one of `collectives`, of MPI or
-        of the generation; else `error` itself. Idempotent. Blocks for some seconds at most, until nobody touches
-        arrays that this rank has lent.
+        Returns the exception to raise. That is a StoreError with the sentence that all ranks raise, if the error comes
+        from `collectives`, MPI or the generation. Otherwise it is `error` itself. Idempotent. Blocks for some seconds
+        at most, until nobody touches arrays that this rank has lent.
         """
-        with self._ending:  # another thread may end it, too
+        # Another thread may end it too.
+        with self._ending:
             if self.over is not None and isinstance(error, StoreError):
                 return error
             if self.over is None:
                 with uninterrupted():
                     self._end(what, error)
-        if isinstance(error, LostError):  # all raise it alike, and know by it that nothing is tried again
+        # All ranks raise a LostError alike, and know by its class that nothing is tried again.
+        if isinstance(error, LostError):
             return error
         return self._error() if isinstance(error, (CollectiveError, MPI.Exception)) else error
 
@@ -151,7 +159,8 @@ class Generation:
         for inner in self._inner:
             inner.fail(what, self.over)
         for step in self.on_end:
-            with suppress(MPI.Exception):  # what it waits for has died
+            # The rank that the step waits for may have died.
+            with suppress(MPI.Exception):
                 step()
 
     def _error(self) -> StoreError:
@@ -159,28 +168,34 @@ class Generation:
 
     @contextmanager
     def failing(self, what: str) -> Iterator[None]:
-        """End the generation by whatever is raised within."""
+        """End the generation if the block raises anything."""
         try:
             yield
         except BaseException as error:
             raise self.end(what, error) from None
 
     def gone(self) -> dict[int, str]:
-        """Return the ranks of the store that have closed it, or have ended; and how, as far as it is known here."""
+        """Return the ranks of the store that have closed it or ended, and how, as far as this rank knows."""
         return _gone(self.layout.world, self._home)
 
     # ---- waits
 
     def wait(self, ready: Callable[[], object], what: str, late: Callable[[], Sequence[int]] = tuple) -> None:
-        """Wait until `ready()`; blocking. Looks at the generation; after the limits it warns, and raises StallError,
-        which names the ranks of `late()`."""
+        """Wait until `ready()` is true. Blocking.
+
+        Looks at the generation meanwhile. After the limits it warns, and then raises StallError, with the ranks of
+        `late()`.
+        """
         drive(until(ready), Watch(self.limits, self.look, late, self._nap_after), what)
 
     def within(self, comm: MPI.Intracomm, names: Sequence[int] = ()) -> Communicator:
         """Return what `collectives` keeps for a smaller communicator of the store, such as that of the workers.
 
-        It has the store's limits; `names` are its ranks in the store's world. Waits there look at the generation, too:
-        it ends with the generation. Collective over `comm` at first.
+        It has the store's limits. Waits on it look at the generation too, so they end with it. The first call is
+        collective over `comm`.
+
+        Args:
+            names: The ranks of `comm` in the store's world.
         """
         self.check()
         home = communicator(comm, names=names or None)
@@ -198,22 +213,24 @@ class Generation:
             self.inside = False
 
     def meet(self, payload: bytes, what: str, everybody: bool = False) -> list[bytes]:
-        """Return each worker's payload (`everybody`: each rank's), in rank order. Collective, blocking.
+        """Return each worker's payload (`everybody`: each rank's), in the order of ranks. Collective, blocking.
 
-        StoreError where the generation ends meanwhile; StallError, naming the ranks that have not come, after the
-        limit.
+        Raises:
+            StoreError: The generation ends meanwhile.
+            StallError: Ranks have not come within the limit. It names them.
         """
         room = self._room(everybody)
         with self._in_meeting(room, what):
             return room.exchange(payload, what, self._watch(room, what))
 
     def meeting(self, payload: bytes, what: str) -> Task[list[bytes]]:
-        """Meet the workers in a task: what else is under way goes on. Others may need it before they come."""
+        """Meet the workers in a task, so that other tasks go on. The others may need those before they come."""
         room = self._room(False)
         watch = self._watch(room, what)
         clock, due = Clock(), time.monotonic() + LOOK_SECONDS
         room.begin(payload)
-        self._meeting = True  # who runs the task does not look at the generation, the meeting does
+        # The thread that runs the task must not look at the generation: the meeting itself does.
+        self._meeting = True
         try:
             with self._in_meeting(room, what):
                 while room.missing():
@@ -235,14 +252,15 @@ class Generation:
             self.undescribed = ""
 
     def _watch(self, room: MeetingRoom, what: str) -> Watch:
-        """Return how this rank waits in a room: it looks at the generation, and sees who comes no more."""
+        """Return the rule of a wait in a meeting: look at the generation, and notice ranks that can no longer come."""
         presence = LeftRanks(what)
 
         def look(waited: float) -> None:
             try:
                 self._look(waited)
             except StoreError:
-                # Who has ended it may have been through this meeting before: then all words are here, or on their way.
+                # The rank that has ended the generation may have been through this meeting before. Then all payloads
+                # are here or on their way: wait for them a moment.
                 clock = Clock()
                 while room.missing():
                     if clock.seconds() > LAST_WORD_SECONDS:
@@ -254,20 +272,22 @@ class Generation:
         return Watch(self.limits, look, room.missing, self._nap_after)
 
     def words(self) -> list[bytes]:
-        """Return what each worker has brought last to a meeting of the workers that is not over here; b"": nothing.
-        Does not block."""
+        """Return what each worker has brought last to a meeting of the workers that is not over here. b"" if nothing.
+
+        Does not block.
+        """
         assert self._workers is not None
         self._workers.missing()
         return self._workers.last_words()
 
     def describe_wait(self, word: bytes) -> None:
-        """Say to the other workers, which this one waits for in a meeting, what it stands at. Does not block."""
+        """Tell the workers that this one waits for in a meeting how far it has pushed. Does not block."""
         assert self._workers is not None
         self._workers.describe_wait(word)
         self.undescribed = ""
 
     def waits_elsewhere(self) -> dict[int, bytes]:
-        """Return what each worker says that waits in a meeting to which this one has not come. Does not block."""
+        """Return the descriptions of workers that wait in a meeting to which this one has not come. Does not block."""
         return {} if self._workers is None else self._workers.waits_elsewhere()
 
     def _room(self, everybody: bool) -> MeetingRoom:
@@ -279,7 +299,7 @@ class Generation:
     # ---- from generation to generation, see `recovery.recover`
 
     def advance(self) -> None:
-        """Be the next generation from now on, on the layout's new communicators. Collective, blocking."""
+        """Become the next generation, on the layout's new communicators. Collective, blocking."""
         self._begin()
         self.number += 1
         self._log_begin()
@@ -299,15 +319,14 @@ class Generation:
         )
 
     def put_back(self) -> Callable[[], None]:
-        """Return a function that makes this generation again what it is now."""
+        """Return a function that restores this generation as it is now."""
         before, on_end = dict(vars(self)), [*self.on_end]
         return lambda: vars(self).update(before, on_end=[*on_end])
 
     def close(self) -> None:
         """Close the store on this rank: wait for the others, and give all communicators back.
 
-        Collective over all ranks of the store. Waits for nobody for longer than some seconds once the generation is
-        over.
+        Collective over all ranks of the store. Once the generation is over it waits for some seconds at most.
         """
         if self._closed:
             return
@@ -319,7 +338,8 @@ class Generation:
             if self.over is None:
                 with self.failing("close"):
                     self.succession.wait_until_all_left(math.inf, self.look)
-        except CollectiveError:  # the generation has ended meanwhile
+        # The generation has ended meanwhile.
+        except CollectiveError:
             pass
         all_left = self.succession.wait_until_all_left(CLOSING_SECONDS)
         self.layout.free()
@@ -332,49 +352,66 @@ def _gone(world: MPI.Comm, home: Communicator) -> dict[int, str]:
 
 
 class Succession:
-    """The ranks' way on after a generation: all begin the next one together, or each leaves.
+    """The agreement of the ranks after a generation: all begin the next one together, or each leaves.
 
-    Calls that make new communicators block in MPI until all ranks have come, so no rank may begin with them before it
-    knows that all will. So each says that it would go on, then, when it has heard all say so, that it goes. `gone()`:
-    ranks that have left, and how. `survives`: whether others go on where one has died; "all" are then those who live.
+    Making new communicators blocks in MPI until all ranks have come. So no rank may begin before it knows that all will
+    come:
+
+    1. Each rank tells the others that it would go on.
+    2. When it has heard that from all, it tells them that it goes on, and may not stay away any more.
+    3. When it has heard that from all, it begins to make communicators.
+
+    Args:
+        gone: Returns the ranks that have left, and how.
+        survives: The store goes on after a death. "All ranks" are then those that live.
     """
 
     def __init__(self, comm: MPI.Comm, gone: Callable[[], dict[int, str]], survives: bool) -> None:
-        self._room, self._gone, self._survives = MeetingRoom(comm, SUCCESSION_TAG), gone, survives
+        self._room = MeetingRoom(comm, SUCCESSION_TAG)
+        self._gone = gone
+        self._survives = survives
         self._said = b""
         self._attempt = 0
 
     def is_due(self) -> bool:
-        """Return whether another rank goes on, or has left. Does not block."""
+        """True if another rank wants to go on, or has left. Does not block."""
         self._room.missing()
         return any(self._room.last_words()) or bool(self._gone())
 
     def is_closing(self) -> bool:
-        """Return whether another rank leaves. Does not block."""
+        """True if another rank leaves. Does not block."""
         self._room.missing()
         return LEAVES in self._room.last_words() or DEPARTURES[CLOSED] in self._gone().values()
 
     def wait_until_all_would(self, limits: Limits) -> str:
-        """Wait until all would go on; "", or why they cannot. StallError after the limits; a later call waits on."""
+        """Wait until all ranks would go on. Return "", or why they cannot.
+
+        StallError after the limits. A later call continues the wait.
+        """
         return self._wait(limits, WOULD, WOULD, GOES)
 
     def wait_until_all_go(self, limits: Limits) -> str:
-        """Wait until all go on: who has said that it goes must not stay away. Then another attempt may follow."""
+        """Wait until all ranks go on. Return "", or why they cannot.
+
+        A rank that has told that it goes on must not stay away. If the attempt fails, another one may follow.
+        """
         why = self._why_not() or self._wait(limits, GOES, GOES)
         self._attempt += not why
         return why
 
     def wait_until_all_have_tried(self) -> None:
-        """Wait until all that live are through with an attempt, well or not."""
+        """Wait until all living ranks have finished an attempt, whether it succeeded or not."""
         self._wait(NEVER, TRIED, TRIED, WOULD, GOES)
 
     def leave(self) -> None:
-        """Say that this rank leaves. Does not block."""
+        """Tell the others that this rank leaves. Does not block."""
         self._say(LEAVES)
 
     def wait_until_all_left(self, seconds: float, look: Callable[[float], None] = lambda waited: None) -> bool:
-        """Wait until all have left, for so many seconds at most; whether all have, and none by its end. `look` as in a
-        generation."""
+        """Wait until all ranks have left, for `seconds` at most. True if all have closed the store, and none has died.
+
+        `look` is called as in a generation's waits.
+        """
         clock = Clock()
 
         def over() -> bool:
@@ -385,11 +422,14 @@ class Succession:
         return all(gone.get(rank) == DEPARTURES[CLOSED] for rank in self._others(LEAVES))
 
     def _wait(self, limits: Limits, mine: bytes, *words: bytes) -> str:
-        """Say a word of this attempt, and wait until all have said one of `words`; why they cannot go on."""
+        """Send a word of this attempt, and wait until all have sent one of `words`.
+
+        Return "", or why they cannot go on.
+        """
         present = [word + b" %d" % self._attempt for word in words]
 
         def late() -> list[int]:
-            """Return the ranks that live, as far as is known, and have said none of the words last."""
+            """Return the living ranks, as far as known, that have not sent one of the expected words last."""
             others = self._others(*present)
             return [rank for rank in others if rank not in self._dead()] if others and self._survives else others
 
@@ -403,16 +443,16 @@ class Succession:
             self._room.begin(word)
 
     def _others(self, *words: bytes) -> list[int]:
-        """Return the ranks that have said something else last, or nothing. Does not block."""
+        """Return the ranks that have not sent one of these words last. Does not block."""
         self._room.missing()
         return [rank for rank, said in enumerate(self._room.last_words()) if said not in words]
 
     def _dead(self) -> set[int]:
-        """Return the ranks that have died, where that ends nothing."""
+        """Return the ranks that have died, in a store that goes on after a death."""
         return {rank for rank, how in self._gone().items() if self._survives and how == DEPARTURES[0]}
 
     def _why_not(self) -> str:
-        """Return why the ranks cannot go on together; "" where they may."""
+        """Return the reason why the ranks cannot go on together, or ""."""
         for rank in sorted(set(range(self._room.size)) - set(self._others(LEAVES))):
             return f"rank {rank} has closed the store"
         needed = {rank: how for rank, how in self._gone().items() if rank not in self._dead()}

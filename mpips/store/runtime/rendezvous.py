@@ -1,11 +1,11 @@
-"""The one rendezvous: ranks learn each other's bytes, or see that they ask for the same.
+"""A rendezvous of ranks: they exchange bytes, or check that all of them ask for the same.
 
-It serves what all workers (or all ranks) call together, and no call that has to be fast: create, init, set_optimizer,
-barrier, save, load, the beginning of a training. `agree` compares what ranks ask for: where they differ, or one brings
-a bad argument as a `refusal`, all ranks raise one sentence, nothing has changed, and everything lives on.
+It serves calls that all workers (or all ranks) make together and that need not be fast: create, init, set_optimizer,
+barrier, save, load, the beginning of a training. `agree` compares what ranks ask for. If they differ, or one brings a
+bad argument as a `refusal`, all ranks raise one sentence, nothing has changed, and the generation goes on.
 
-Ranks meet in a `MeetingRoom` of a communicator. The store's `Generation` looks in these waits at what may end it;
-`Gathering` serves communicators of which no store knows.
+Ranks meet in a `MeetingRoom` of a communicator. In a store's meetings its `Generation` looks at what may end them.
+`Gathering` is for communicators that belong to no store.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from mpips.collectives.errors import CollectiveError, of_caller
 from mpips.collectives.fabric.requests import received, tell
 from mpips.collectives.fabric.wait import NAP_AFTER_BETWEEN_NODES, Limits, drive, until
 
+# tag of messages on the store's communicators, which other modules do not use
 TAG = 3
-"""Of messages on the store's communicators; other modules leave it alone."""
+# tag of a `Gathering`, perhaps on a communicator of the user's
 GATHERING_TAG = 1017
-"""Of a `Gathering`, perhaps on a communicator of the user's."""
+# first byte of a message: a rank comes to a meeting, or describes how far it is while it waits there
 COMES, STANDS = b"c", b"s"
-"""How messages of a meeting begin: a rank comes to it, or says what it stands at while it waits there."""
+# Messages of a rank that has left may still arrive for this long.
 LAST_WORD_SECONDS = 0.2
-"""How long a message may take from a rank that has left since."""
 Items = Sequence[tuple[Any, str]]
 
 
 class MeetingPlace(Protocol):
-    """A place where ranks meet: a `Generation`, or a `Gathering`."""
+    """A place where ranks meet: a `Generation` or a `Gathering`."""
 
     def meet(self, payload: bytes, what: str, everybody: bool = False) -> list[bytes]:
-        """Return each worker's payload (`everybody`: each rank's), in rank order. Collective, blocking."""
+        """Return each worker's payload (`everybody`: each rank's), in the order of ranks. Collective, blocking."""
 
 
-# ---- seeing that all ask for the same
+# ---- compare what all ask for
 
 
 class _Word(msgspec.Struct, array_like=True):
-    """A rank's word: the call, what it calls it with, why it cannot (`refusal`, a TypeError or a ValueError)."""
+    """What a rank brings to `agree`: the call, its arguments, and in `refusal` why it cannot make it."""
 
     what: str
     items: list[tuple[str, str]]
@@ -67,18 +67,21 @@ def agree(
     everybody: bool = False,
     alike: str = "",
 ) -> list[bytes]:
-    """Return each worker's `data`, in rank order, once all are seen to ask for the same. Collective, blocking.
+    """Check that all workers make the same call, and return each worker's `data` in the order of ranks.
+
+    Collective, blocking.
 
     Args:
-        items: (name, what is asked for it), such as (key, "float32(3, 4)").
-        refusal: What was wrong with this rank's own arguments.
-        noun: What a name is of.
-        everybody: All ranks of the store meet, not the workers alone.
-        alike: Not empty: calls that say the same here may meet, whatever they are.
+        what: The call.
+        items: (name, what is asked for it), such as (key, "float32(3, 4)"). They must be the same on all workers.
+        refusal: The error of this rank's own arguments.
+        noun: What the names are, for error messages.
+        everybody: All ranks of the store take part, not only the workers.
+        alike: Calls that give the same word here, and not "", may meet although they are different.
 
     Raises:
-        ValueError: One refuses, or two differ: on all ranks, with one sentence. Nothing has changed. TypeError where
-            all refusals are of that type.
+        ValueError: A rank refuses, or two differ. All ranks raise the same sentence, and nothing has changed. It is a
+            TypeError if all refusals are.
         StoreError: The generation ends meanwhile.
         StallError: Ranks have not come within the limit.
     """
@@ -100,7 +103,7 @@ def agree(
 
 
 def _difference(first: _Word, other: _Word, rank: int, noun: str) -> str:
-    """Return what differs first between rank 0 and another; "" where nothing does."""
+    """Return a sentence about the first difference between rank 0 and another rank, or ""."""
     if (first.alike or first.what) != (other.alike or other.what):
         return f"rank 0 calls {first.what}, rank {rank} calls {other.what}: all make this call together"
     for mine, theirs in zip(first.items, other.items):
@@ -114,23 +117,24 @@ def _difference(first: _Word, other: _Word, rank: int, noun: str) -> str:
 
 
 def attempt(make: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """Return what `make` returns, or the ValueError or TypeError that it raises, to be brought as a `refusal`."""
+    """Call `make`. Return its result, and the ValueError or TypeError that it has raised, to be given as `refusal`."""
     try:
         return make(), None
-    except CollectiveError:  # the generation is over: nobody is to be told of it in a rendezvous
+    # The generation is over, so no rendezvous could carry this error.
+    except CollectiveError:
         raise
     except (ValueError, TypeError) as error:
         return None, error
 
 
 def data_of(word: bytes, what: str) -> bytes:
-    """Return the data of what a rank has brought to an `agree`; b"" where it has not, or to another call."""
+    """Return the data that a rank has brought to an `agree` of this call. b"" if it was another call, or none."""
     said = _decoded(word)
     return said.data if said is not None and said.what == what else b""
 
 
 def call_of(word: bytes) -> str:
-    """Return the call of what a rank has brought to an `agree`; "" of another meeting, or of nothing."""
+    """Return the call that a rank has brought to an `agree`. "" if it was another kind of meeting, or none."""
     said = _decoded(word)
     return "" if said is None else said.what
 
@@ -138,7 +142,8 @@ def call_of(word: bytes) -> str:
 def _decoded(word: bytes) -> _Word | None:
     try:
         return msgspec.msgpack.decode(word, type=_Word)
-    except msgspec.DecodeError:  # of another meeting
+    # It comes from another kind of meeting.
+    except msgspec.DecodeError:
         return None
 
 
@@ -147,7 +152,7 @@ def _decoded(word: bytes) -> _Word | None:
 
 @dataclass
 class Watch:
-    """The view of one wait: how long it may last, what else may end it, who is late."""
+    """The rule of one wait: how long it may last, what else may end it, and which ranks are late."""
 
     limits: Limits
     look: Callable[[float], None] = lambda waited: None
@@ -156,35 +161,39 @@ class Watch:
 
 
 class MeetingRoom:
-    """Meetings of the ranks of one communicator, one after the other. A rank that gives one up comes to no other.
+    """Meetings of the ranks of one communicator, one after another. A rank that gives up a meeting comes to no other.
 
-    Each rank sends its bytes to each other rank, so that each knows whom it waits for. Nothing blocks but `exchange`.
+    Each rank sends its bytes to every other rank, so that each knows which ranks it waits for. Only `exchange` blocks.
     """
 
     def __init__(self, comm: MPI.Comm, tag: int = TAG) -> None:
-        self.comm, self.rank, self.size, self._tag = comm, comm.Get_rank(), comm.Get_size(), tag
+        self.comm = comm
+        self.rank = comm.Get_rank()
+        self.size = comm.Get_size()
+        self._tag = tag
+        # by rank: what it has brought to meetings that are not over here
         self._heard: list[deque[bytes]] = [deque() for _ in range(self.size)]
-        """What each rank has brought to meetings that are not over here."""
+        # rank -> what it has told while it waited in a meeting, after the number of that meeting
         self._waits: dict[int, bytes] = {}
-        """What ranks have said while they waited in a meeting, with its number."""
+        # number of meetings that are over here
         self._over = 0
-        """Meetings that are over here."""
         self._receiving = threading.Lock()
 
     def exchange(self, payload: bytes, what: str, watch: Watch) -> list[bytes]:
-        """Return everybody's payload, in rank order. Collective, blocking."""
+        """Hold a meeting, and return every rank's payload in the order of ranks. Collective, blocking."""
         self.begin(payload)
         drive(until(lambda: not self.missing()), watch, what)
         return self.end()
 
     def begin(self, payload: bytes) -> None:
-        """Begin a meeting."""
+        """Come to the next meeting."""
         self._heard[self.rank].append(payload)
         self._tell(COMES, payload)
 
     def missing(self) -> list[int]:
         """Return the ranks that have not come to the present meeting."""
-        with self._receiving:  # two threads would mix up the order
+        # Two threads that receive at once could mix up the order of messages.
+        with self._receiving:
             while (message := received(self.comm, self._tag)) is not None:
                 source, data = message
                 if data[:1] == STANDS:
@@ -194,20 +203,20 @@ class MeetingRoom:
         return [rank for rank, heard in enumerate(self._heard) if not heard]
 
     def end(self) -> list[bytes]:
-        """Return what all have brought to the present meeting, which is over with that."""
+        """End the present meeting, and return what all ranks have brought to it."""
         self._over += 1
         return [heard.popleft() for heard in self._heard]
 
     def last_words(self) -> list[bytes]:
-        """Return what each rank has brought last, b"" where it has not come, while no meeting is over."""
+        """Return what each rank has brought last to meetings that are not over here. b"" if nothing."""
         return [heard[-1] if heard else b"" for heard in self._heard]
 
     def describe_wait(self, word: bytes) -> None:
-        """Say to the others what this rank, which waits in the present meeting, stands at."""
+        """Tell the others how far this rank is, which waits in the present meeting."""
         self._tell(STANDS, b"%d " % self._over + word)
 
     def waits_elsewhere(self) -> dict[int, bytes]:
-        """Return what each rank has said that stands in the meeting to which this one has not come."""
+        """Return the descriptions of ranks that wait in the meeting to which this one has not come."""
         self.missing()
         if self._heard[self.rank]:
             return {}
@@ -220,7 +229,7 @@ class MeetingRoom:
 
 
 class Gathering:
-    """A place where ranks of a communicator meet that belongs to no generation. The communicator keeps its room."""
+    """A meeting place of a communicator that belongs to no generation. The communicator keeps its `MeetingRoom`."""
 
     def __init__(self, comm: MPI.Comm, limits: Limits | None = None) -> None:
         found = comm.Get_attr(_room_key())
@@ -229,27 +238,33 @@ class Gathering:
         self._limits = limits or Limits()
 
     def meet(self, payload: bytes, what: str, everybody: bool = True) -> list[bytes]:
-        """Return each rank's payload, in rank order. Collective, blocking."""
+        """Return each rank's payload, in the order of ranks. Collective, blocking."""
         return self._room.exchange(payload, what, Watch(self._limits, late=self._room.missing))
 
 
 @cache
 def _room_key() -> int:
-    """Return under what a communicator keeps its room. Made at first use: this is imported without MPI, too."""
+    """Return the attribute key of a communicator's room.
+
+    Made at first use, as this module is imported without MPI too.
+    """
     return MPI.Comm.Create_keyval()
 
 
 class LeftRanks:
-    """Sees whether those whom `what` waits for are still there."""
+    """Finds out whether the ranks that `what` waits for have left."""
 
     def __init__(self, what: str) -> None:
         self._what = what
-        # since somebody who is missing was seen to have left
+        # runs since a missing rank was first seen to have left
         self._clock: Clock | None = None
 
     def see(self, missing: Sequence[int], gone: Mapping[int, str]) -> None:
-        """Raise CollectiveError where one who is missing has left some time ago, as its words may come later than that.
-        `gone` says how each has left."""
+        """Raise CollectiveError if a missing rank has left a while ago.
+
+        Not at once, because its last message may arrive after the news that it has left. `gone`: rank -> how it has
+        left.
+        """
         late = [rank for rank in missing if rank in gone]
         self._clock = (self._clock or Clock()) if late else None
         if self._clock and self._clock.seconds() > LAST_WORD_SECONDS:

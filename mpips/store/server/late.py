@@ -1,8 +1,8 @@
-"""Long waits at a server, who for whom: warnings, the end of a wait that is too long, and circles.
+"""Long waits at a server: warnings, the end of a wait that is too long, and workers that wait in a circle.
 
-A worker whose program has waited long for a round says so (`waits`). It stands still until that round is complete, so
-workers that wait for one another's pushes in a circle can be told: they use keys in different orders.
-`Late` is a machine without MPI; by `Gossip` the first server hears who waits at the others.
+A worker whose program has waited long for a round says so (`waits`). It does nothing else until that round is complete.
+So a server can tell that workers wait for one another's pushes in a circle, which they do if they use keys in different
+orders. `Late` is a state machine without MPI. By `Gossip` the first server learns who waits at the others.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from mpips.store.server.unit import Replies, Reply
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+# tag of messages from servers to the first one
 WAITS_TAG = 1
-"""Of what servers tell the first one."""
+# how long a circle must have been seen before it ends the generation
 CIRCLE_SECONDS = 0.5
-"""How long a circle must have been seen."""
 
+# the cure when a worker has left while others push on
 BEFORE_LEAVING = "give all workers the same number of batches, and close the store after the last one"
-"""What to do where a worker has left while others push on."""
 
 
 class Wait(msgspec.Struct, array_like=True, frozen=True):
-    """A worker waits for a round of a key (`noun`: of what else), to which `absent` have not pushed."""
+    """A worker's wait for a round to which the workers `absent` have not pushed. `noun`: what `key` names."""
 
     worker: int
     key: int | str
@@ -39,11 +39,11 @@ class Wait(msgspec.Struct, array_like=True, frozen=True):
 
 
 class InRounds(Protocol):
-    """What workers push to in rounds: a unit of a key, or something of a service."""
+    """Anything that workers push to in rounds: a unit of a key, or a part of a service."""
 
     warned: bool
+    # when the open round began to wait; None: set it at the next look at the clock
     opened: float | None
-    """When the open round began to wait; None: since the next look at the clock."""
 
     @property
     def noun(self) -> str: ...
@@ -65,22 +65,29 @@ class InRounds(Protocol):
 
 
 class Late:
-    """The long waits of one server; `clock` values are seconds of any monotonic clock."""
+    """The long waits at one server. `clock` values are seconds of any monotonic clock."""
 
     def __init__(self, stall_seconds: float = 60.0, timeout_seconds: float = 0.0) -> None:
-        self.stall_seconds, self.timeout_seconds = stall_seconds, timeout_seconds
+        self.stall_seconds = stall_seconds
+        self.timeout_seconds = timeout_seconds
+        # worker -> (unit, round) that its program waits for at this server
         self._said: dict[int, tuple[InRounds, int]] = {}
+        # server -> the waits at it
         self._told: dict[int, list[Wait]] = {}
+        # a circle that was seen at the last look, and since when
         self._suspected: list[Wait] = []
         self._since = 0.0
 
     # ---- rounds that wait
 
     def tick(self, clock: float, units: Iterable[InRounds]) -> Replies:
-        """Look at open rounds; call now and then while idle. Warnings for those who wait, once a round; StallError
-        where one has waited for longer than `timeout_seconds`."""
+        """Look at open rounds. Called now and then while idle.
+
+        Return warnings for workers that wait, once for each round. StallError if a round has waited longer than
+        `timeout_seconds`.
+        """
+        # (which workers wait for which) -> (how long the first unit has waited, units to warn of now)
         long: dict[str, tuple[float, list[InRounds]]] = {}
-        """How long the first has waited, and the units to warn of now, by who waits for whom."""
         for unit in units:
             if not unit.waits or not unit.missing:
                 continue
@@ -106,7 +113,7 @@ class Late:
         self._said[worker] = unit, round_
 
     def waits_here(self) -> list[Wait]:
-        """Return who waits at this server for whom, as of now."""
+        """Return the waits at this server, as of now."""
         waits = []
         for worker, (unit, round_) in list(self._said.items()):
             if unit.round >= round_:
@@ -116,12 +123,15 @@ class Late:
         return waits
 
     def note_elsewhere(self, server: int, waits: list[Wait]) -> None:
-        """Take what another server's `waits_here` says now."""
+        """Note the waits at another server."""
         self._told[server] = waits
 
     def check_circles(self, clock: float, more: Iterable[Wait] = ()) -> None:
-        """Raise MismatchError if workers have waited in a circle for a while: another server's words may be old.
-        `more`: other waits at this server."""
+        """Raise MismatchError if workers have waited in a circle for CIRCLE_SECONDS. News of other servers may be old.
+
+        Args:
+            more: Further waits at this server.
+        """
         waits = {wait.worker: wait for wait in self.waits_here()}
         for others in self._told.values():
             waits.update((wait.worker, wait) for wait in others)
@@ -148,8 +158,9 @@ class Late:
 
 
 def find_circle(waits: dict[int, Wait]) -> list[Wait]:
-    """Return waits in a circle, each for the next one's worker, from the lowest rank on; [] where there is none."""
-    free: set[int] = set()  # workers from which no circle is reached
+    """Return waits in a circle, each for the next one's worker, beginning at the lowest rank. [] if there is none."""
+    # workers from which no circle can be reached
+    free: set[int] = set()
     for start in sorted(waits):
         way: list[int] = []
         stack = [iter((start,))]
@@ -170,33 +181,36 @@ def find_circle(waits: dict[int, Wait]) -> list[Wait]:
 
 
 def _absent(unit: InRounds, round_: int, but: int) -> tuple[int, ...]:
-    """Return the workers that have not pushed to a round of the unit, but for one."""
+    """Return the workers other than `but` that have not pushed to a round of the unit."""
     behind = (worker for worker, queue in zip(unit.contributors, unit.queues) if unit.round + len(queue) < round_)
     return tuple(worker for worker in behind if worker != but)
 
 
 def _sentence(units: Sequence[InRounds], waited: float) -> str:
-    """Return the sentence on units that wait for the same workers, so long for the first."""
+    """Return a sentence about units that wait for the same workers. `waited`: how long the first one has."""
     first, others = units[0], {unit.key for unit in units} - {units[0].key}
     more = f" (and {len(others)} more {first.noun}{'s' * (len(others) > 1)})" if others else ""
     return f"{first.noun} {first.key!r}{more}: round {first.round + 1} has waited {waited:.3g} s for {_who(first)}"
 
 
 def _who(unit: InRounds) -> str:
-    """Return which workers have pushed to the unit's round, and which have not."""
+    """Return words that say which workers have pushed to the unit's round and which have not."""
     came = [worker for worker, queue in zip(unit.contributors, unit.queues) if queue]
     return f"ranks {unit.absent()}; ranks {came} have pushed"
 
 
 class Gossip:
-    """Words of the servers of one generation to the first one. `comm`: theirs."""
+    """Tells the first server of a generation which workers wait at the others. `comm`: all servers."""
 
     def __init__(self, comm: MPI.Comm, late: Late) -> None:
-        self._comm, self._late, self._alone = comm, late, comm.Get_size() == 1
+        self._comm = comm
+        self._late = late
+        self._alone = comm.Get_size() == 1
+        # what was told last
         self._said: list[Wait] = []
 
     def tick(self) -> None:
-        """Tell what has changed; or, on the first server, hear of it. Call it now and then while idle."""
+        """Send this server's waits to the first one if they have changed. On the first server, receive them."""
         if self._alone:
             return
         from mpips.collectives.fabric.requests import received, tell

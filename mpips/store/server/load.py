@@ -1,6 +1,7 @@
-"""Say on a server's page what it has taken in, and what waits: from outside, bytes a second and the queue are seen.
+"""Write on a server's page how many bytes it has taken in, and how many pushes wait, so that others can see it.
 
-Nothing is counted on the way of a push: rounds of units are known anyway, and are looked at while there is time.
+The path of a push counts nothing for this. The numbers of rounds, which units have anyway, are read while there is
+time.
 """
 
 from __future__ import annotations
@@ -14,25 +15,27 @@ from mpips.store.server.quorum import QuorumState
 from mpips.store.server.service import Service
 from mpips.store.server.state import ServerState
 
+# time between two looks; longer if a look takes more than 1 / SHARE of it
 EVERY_SECONDS = 0.2
-"""Between two looks, and more where a look takes more than 1 / `SHARE` of that."""
 SHARE = 500
+# how many workers' bytes a page shows at most
 MOST_WORKERS = 128
-"""Of which a page says what they have pushed."""
+# how many workers' missed rounds a page shows at most, those with the most
 MOST_LATE = 32
-"""Of which a page says how many rounds they have missed, those with the most."""
 
 
 class Load:
-    """Look at all stores of this process' server. Bytes are as pushed."""
+    """The load of this process' server, over all its stores. Bytes are counted as pushed, before any decoding."""
 
     def __init__(self) -> None:
+        # when to look again, in seconds of the caller's clock
         self.due = 0.0
-        """When to look again, in seconds of the caller's clock."""
-        self._pushed, self._missed, self._rounds = Counter[int](), Counter[int](), 0
+        self._pushed = Counter[int]()
+        self._missed = Counter[int]()
+        self._rounds = 0
 
     def write(self, now: float, states: list[tuple[ServerState, Sequence[Service]]]) -> None:
-        """Write it down, at `now`."""
+        """Write the figures to the page. `now`: seconds of the caller's clock."""
         began, queued, found = time.monotonic(), 0, dict[str, Counter[int]]()
         more: dict[str, object] = {}
         for state, services in states:

@@ -1,7 +1,7 @@
 """The loop of a server: frames in and out (`WorkerTraffic`), `ServerState` between them, until every worker has left.
 
-`serve` gives each store of this process its turn. What a turn raises ends that store's generation; the server then
-waits until the workers begin the next one, or close.
+`serve` gives each store of this process its turns. An exception in a turn ends that store's generation. The server then
+waits until the workers begin the next generation, or close the store.
 """
 
 from __future__ import annotations
@@ -45,36 +45,41 @@ from mpips.tables.service import ServerTables
 
 LOG = log.get("mpips.store")
 PUSH = int(Op.PUSH)
+# the clock for all time limits of this process' servers, which one loop turns
 CLOCK = Clock()
-"""Of the limits of all servers of this process, which one loop turns."""
+# How often an idle server yields its core before it reads the clock. On busy cores each yield may cost a time slice.
 YIELDS = 8
-"""Before the clock is looked at; where cores are busy each may cost a slice."""
 SPIN_SECONDS = 1e-3
+# the shortest and the longest sleep between two looks
 SLEEP_SECONDS = (1e-4, 2e-3)
-"""The shortest and the longest sleep between two looks."""
+# A sleep lasts this share of the idle time before it, so what ends the idle time is noticed at most that much later.
 SLEEP_SHARE = 0.02
-"""Of the time without anything to do so far: so much later it may hear what ends that."""
 TICK_SECONDS = 0.05
+# number of turns after which a busy server looks at the clock, and an idle one, which mostly yields its core
 BUSY_TURNS, IDLE_TURNS = 256, 32
-"""Turns of a busy server after which it looks at the clock, and of one that mostly gives way to others."""
+# Sums are bound by memory: more than a few cores only wait for it.
 MOST_THREADS = 4
-"""More than a few cores only wait for memory."""
+# How long a server goes on at the end of a generation: for frames that are being written, and for a round that is
+# complete but still being filled and cannot be undone.
 GRACE_SECONDS, END_SECONDS = 0.02, 1.0
-"""At the end of a generation: for frames that are being written; for a round that is complete and still being filled,
-where it cannot be undone."""
+# A server ends when its workers have done nothing for this long after the end of a generation, or for timeout_seconds
+# if that is longer.
 ORPHAN_SECONDS = 300.0
-"""Least time after which a server ends whose workers do nothing more."""
 
 
 def serve(servers: Sequence[Server], opened: Callable[[OpenStore], Server | None] | None = None) -> None:
     """Serve these stores, and others that their workers open, until all workers of all stores have left. Blocking.
 
-    A server that has nothing to do gives way, and then sleeps, the longer the longer it has waited. `opened` makes one
-    more store, collectively with all workers, which have asked for it; None where it cannot be. Raises what is neither
-    a worker's fault nor the network's.
+    A server that has nothing to do yields its core, and then sleeps, the longer the longer it has been idle. Errors
+    that are neither a worker's fault nor the network's are raised.
+
+    Args:
+        opened: Makes another store that all workers have asked for, collectively with them. Returns None if it is
+            refused.
     """
     here, turns, load = list(servers), 0, Load()
-    since, spins = 0.0, 0  # when it began to have nothing to do; looks since then
+    # when the server began to be idle, and how often it has looked since
+    since, spins = 0.0, 0
     while here:
         worked = False
         for server in here:
@@ -101,7 +106,8 @@ def serve(servers: Sequence[Server], opened: Callable[[OpenStore], Server | None
             if server.finished:
                 here.remove(server)
                 server.close()
-        # To sleep would cost more than the wait where a worker of this node may let a sum go on at any moment.
+        # Do not sleep if a worker of this node may complete a block of a sum at any moment: a sleep is longer than that
+        # wait.
         if since and now - since > SPIN_SECONDS and not any(server.is_summing for server in here):
             time.sleep(min(max(SLEEP_SHARE * (now - since), SLEEP_SECONDS[0]), SLEEP_SECONDS[1]))
 
@@ -115,25 +121,28 @@ class Serving(NamedTuple):
 
 
 class Server(Member[None]):
-    """One store on one server rank; it serves once it has begun, or rebuilt. `memory`: what this rank kept while it was
-    a spare."""
+    """One store on one server rank. It serves after `begin` or `rebuild`.
+
+    `memory` is what this rank kept of other ranks' memory while it was a spare.
+    """
 
     def __init__(self, layout: Layout, seat: Seat, generation: Generation, memory: NodeMemory | None = None) -> None:
         super().__init__(layout, generation, memory)
         if layout.survives:
             arena.in_one_segment()
+        # the memory in which rows of tables lie
         self._file = SparseFile()
-        """Where rows of tables lie."""
         self._ledger = Ledger(self._file) if layout.survives else None
         self.ledger = None if self._ledger is None else self._ledger.region
         self._units = UnitMemory(self._ledger)
         self._shared_cores = seat.shared
-        # Workers wait during a long sum, so the servers of a node share all cores that this one may use.
+        # Workers wait during a long sum, so the servers of a node share all cores that this process may use.
         every = range(layout.num_workers, layout.num_workers + layout.num_servers)
         here = sum(layout.same_node(layout.rank, server) for server in every)
         threads = max(1, min(MOST_THREADS, seat.usable // here))
         self._reduce = Reduce(threads, seat.step_aside, seat.shared)
-        self._copies, self._rounds = MirroredUnits(self._file), Rounds()
+        self._copies = MirroredUnits(self._file)
+        self._rounds = Rounds()
         self._table_rounds: dict[str, int] = {}
         self._last_serving: LastGeneration[Serving] = LastGeneration()
         self._now = self._serving([])
@@ -141,7 +150,7 @@ class Server(Member[None]):
     def _serving(
         self, lines: Sequence[Line], groups: Groups | None = None, compressor: Compressor | None = None
     ) -> Serving:
-        """Make what this server has of the present generation, without units."""
+        """Make this server's part in the present generation, without units."""
         layout, number = self.layout, self.generation.number
         options = layout.options
         self._mirror = Mirror(layout, self._copies, number) if options.mirrors and lines else None
@@ -181,7 +190,7 @@ class Server(Member[None]):
         LOG.info("the server has begun, for %d workers", len(lines))
 
     def _serve(self, lines: list[Line], rings: Rings | None, serving: Serving) -> None:
-        """Serve a generation over these lines."""
+        """Begin to serve a generation over these lines."""
         self._now = serving
         self._state, self._requests = serving.state, serving.requests
         self._traffic = WorkerTraffic(self.layout, lines, rings, self._state, self._requests)
@@ -192,21 +201,21 @@ class Server(Member[None]):
 
     @property
     def finished(self) -> bool:
-        """Return whether every worker has left."""
+        """True if every worker has left."""
         return self._closed or self._traffic.over
 
     @property
     def taken(self) -> tuple[ServerState, Sequence[Service]]:
-        """Return what has taken in the pushes of the present generation."""
+        """The state and services that count the pushes of the present generation, for the server's page."""
         return self._state, self._requests.services
 
     @property
     def is_summing(self) -> bool:
-        """Return whether a worker of this node may let a sum go on at any moment."""
+        """True if a worker of this node may let a sum go on at any moment."""
         return bool(self._state.ready) and not self._traffic.remote
 
     def opens(self) -> OpenStore | None:
-        """Return one more store, if all workers have asked for it since it was last so."""
+        """Return a store that all workers have asked to open since the last such call, or None."""
         asked = self._requests.opening
         if len(asked) < self.layout.num_workers:
             return None
@@ -215,16 +224,17 @@ class Server(Member[None]):
         return first
 
     def close(self) -> None:
-        """End with all ranks of the store, as every worker has left. Blocking."""
+        """End together with all ranks of the store, after every worker has left. Blocking."""
         if self._ended is None:
-            with suppress(CollectiveError):  # what is not taken now never is
+            # A message that fails to arrive now never will: there is nothing to wait for.
+            with suppress(CollectiveError):
                 self.generation.wait(self._traffic.done, "close")
         self.generation.close()
 
     # ---- turns
 
     def turn(self) -> bool:
-        """Look at everything once; whether anything was done. What is raised ends the generation."""
+        """Look at everything once. True if anything was done. An exception ends the generation."""
         if self._ended is not None:
             return not self._closed and self._next_generation()
         try:
@@ -251,7 +261,7 @@ class Server(Member[None]):
         return heard or worked
 
     def tick(self, now: float) -> None:
-        """Look for long waits, and at the generation, now and then; called while there is time, at `now`."""
+        """Do periodic work, called while there is time: look for long waits and at the generation. `now`: seconds."""
         if self._ended is not None or self.finished:
             return
         try:
@@ -268,16 +278,18 @@ class Server(Member[None]):
     # ---- the end of a generation
 
     def _end(self, error: Exception) -> None:
-        """End the generation, for all ranks, because of an error of this one; or learn that another has ended it."""
+        """End the generation for all ranks because of an error of this one, or learn that another rank has ended it."""
         raised = self.generation.end(f"server rank {self.layout.rank}", error)
         if not isinstance(raised, CollectiveError):
             raise raised
         self.at_end()
 
     def at_end(self) -> None:
-        """Finish rounds to which all have contributed, and drop all else, as the generation is over.
+        """End this server's part in a generation that is over. Blocks for a moment.
 
-        Then say that this server reads no worker's memory any more. Blocks for a moment."""
+        Rounds to which all have contributed are finished, and everything else is dropped. Then the workers are told
+        that this server no longer reads their memory.
+        """
         if self._mirror is not None:
             self._mirror.stop()
         now = CLOCK.seconds()
@@ -294,8 +306,10 @@ class Server(Member[None]):
         self._ended = now
 
     def _next_generation(self) -> bool:
-        """Begin the next generation as soon as the workers do; whether they have, or have closed the store. StallError
-        where none of them comes for long."""
+        """Begin the next generation once the workers do. True if they have begun it or closed the store.
+
+        StallError if no worker comes for long.
+        """
         assert self._ended is not None
         if not self.generation.succession.is_due():
             limit = self.generation.limits.timeout_seconds
@@ -308,7 +322,7 @@ class Server(Member[None]):
     # ---- the next generation: this server as a `recovery.recover.Member`
 
     def take_inventory(self, known: Container[Name] = ()) -> Inventory:
-        """Return also what this server holds, and the copies that it keeps."""
+        """Add the units and tables that this server holds, and its copies of other servers' units."""
         layout, number = self.layout, self.generation.number
         old = self._last_serving.before(number, self._now)
         if self._ledger is not None:
@@ -323,7 +337,7 @@ class Server(Member[None]):
         return mine
 
     def transfer(self, plan: RecoveryPlan) -> Placed:
-        """Make this server's units, fill them from old memory here and elsewhere, and send what others need."""
+        """Make this server's units, fill them from old memory on this and other ranks, and send what others need."""
         layout, number = self.layout, self.generation.number
         groups, compressor = plan.settings()
         self._next = serving = self._serving(self.connection.lines, groups, compressor)
@@ -346,7 +360,7 @@ class Server(Member[None]):
         return Placed(where, serving.requests.repeat_change(plan.change))
 
     def _journal(self, source: RowSource, table: str) -> Journal:
-        """Return what this server had of a table, or keeps of another one's."""
+        """Return the journal of a table, which this server had itself or keeps as a copy for another one."""
         before = self.layout.before
         if source.shelf < 0 and before is not None:
             return self._copies.tables.journal(table, source.owner - before.num_workers, before.num_servers)
@@ -358,7 +372,7 @@ class Server(Member[None]):
         self._serve(lines, rings, self._next)
 
     def commit(self) -> None:
-        """Let go what was before, as the next generation has begun."""
+        """Free the memory of the old generation after the next one has begun."""
         super().commit()
         self._last_serving.forget()
         self._copies.begin(None if self.layout.asynchronous else self._rounds)
@@ -366,21 +380,26 @@ class Server(Member[None]):
 
 
 class WorkerTraffic:
-    """The lines of one server in one generation: frames become events of its state, and replies go out. `lines` and
-    `rings` as `connect` gave them."""
+    """The lines of one server in one generation. Frames become events of its state, and replies go out.
+
+    `lines` and `rings` are those that `connect` returned.
+    """
 
     def __init__(
         self, layout: Layout, lines: list[Line], rings: Rings | None, state: ServerState, requests: Requests
     ) -> None:
-        self._lines, self._rings, self._state, self._requests = lines, rings, state, requests
+        self._lines = lines
+        self._rings = rings
+        self._state = state
+        self._requests = requests
+        # lines to workers of other nodes
         self.remote = [line for line in lines if isinstance(line, MessageLine)]
-        """To workers of other nodes."""
         self._receiver = Receiver(layout.world, layout.options.chunks_in_flight)
-        # From another worker on for every server, so that not all use the link of the same worker first.
+        # Each server begins with another worker, so that they do not all use the link of the same worker first.
         first = (layout.rank - layout.num_workers) * len(lines) // layout.num_servers
         self._callers = [*enumerate(lines)][first:] + [*enumerate(lines)][:first]
+        # first values on their way: (a test whether all have arrived, unit, the line of their worker)
         self._firsts: list[tuple[Callable[[], bool], int, Line]] = []
-        """First values on their way: whether one is there, its unit, and the line of its worker."""
         self._pushes = Pushes(state, self._receiver, layout.options.quorum >= 0)
         assert layout.servers is not None
         self._gossip = Gossip(layout.servers, state.late)
@@ -388,13 +407,13 @@ class WorkerTraffic:
 
     @property
     def over(self) -> bool:
-        """Return whether every worker has left."""
+        """True if every worker has left."""
         return not self._callers
 
     # ---- in
 
     def read_frames(self) -> bool:
-        """Take in what workers have said, if there is anything; whether there was."""
+        """Take in frames from workers. True if there were any."""
         if not ((self._rings is not None and self._rings.any_written()) or (self.remote and any_waiting(self.remote))):
             return False
         heard, now = False, 0.0
@@ -404,7 +423,8 @@ class WorkerTraffic:
                 heard = True
                 try:
                     self._read(worker, line, now)
-                except UnknownError as error:  # nothing is answered to a frame, so all hear of it
+                # A frame has no answer that could carry the error, so the generation ends and all hear of it.
+                except UnknownError as error:
                     raise CollectiveError(
                         f"{error}, and rank {worker} names it: make keys and tables on all workers, "
                         "and use none that was forgotten"
@@ -412,7 +432,7 @@ class WorkerTraffic:
         return heard
 
     def _read(self, worker: int, line: Line, now: float) -> None:
-        """Take in what a worker has said, at this time."""
+        """Take in the frames of one worker. `now`: seconds."""
         known, new, pushed = self._pushes.known, self._pushes.new, self._state.pushed
         for data in line.read():
             if data[0] == PUSH:
@@ -424,7 +444,7 @@ class WorkerTraffic:
                 self._handle(worker, line, Frame.of(data))
 
     def _handle(self, worker: int, line: Line, frame: Frame) -> None:
-        """Handle a frame that is no push."""
+        """Handle a frame that is not a push."""
         state, unit = self._state, frame.unit
         match frame.op:
             case Op.PULL:
@@ -457,13 +477,13 @@ class WorkerTraffic:
                 raise UnknownError(f"there is no operation {frame.op} of a server")
 
     def read_last_frames(self) -> None:
-        """Take in what workers of this node had pushed before they knew that the generation is over."""
+        """Take in what workers of this node pushed before they knew that the generation is over."""
         known = self._pushes.known
         for worker, line in self._callers:
             for data in line.read() if line.local else ():
                 if data[0] != PUSH or Frame.of(data).unit not in self._state.units:
                     continue
-                # Another worker, who has left, does not push to this round.
+                # MismatchError: a worker that has left cannot push to this round any more. The push is dropped.
                 with suppress(CollectiveError, UnknownError):
                     unit, index, source, _ = known.get(data[:ROUND_AT]) or self._pushes.new(worker, line, data)
                     if type(source) is FillingOutbox:
@@ -471,7 +491,7 @@ class WorkerTraffic:
                     self._state.pushed(unit, index, source, 0, CLOCK.seconds())
 
     def note_arrivals(self) -> None:
-        """See what messages from and to other nodes have come and gone; to be called where there are `remote` lines."""
+        """Handle messages from and to other nodes that have arrived. Called only if there are `remote` lines."""
         for unit, worker in self._receiver.delivered():
             self._state.released(unit, worker)
         for first in self._firsts[:]:
@@ -483,14 +503,15 @@ class WorkerTraffic:
     # ---- out
 
     def send(self, replies: Replies) -> None:
-        """Tell workers what they must hear."""
         logged = ""
         for reply in replies:
             if reply.worker in self._state.gone:
-                continue  # it hears nothing more
+                # The worker has left, and reads no messages any more.
+                continue
             line = self._lines[reply.worker]
             if reply.text:
-                if reply.text != logged:  # once, whoever hears it
+                # Log a warning once, however many workers it is sent to.
+                if reply.text != logged:
                     logged = reply.text
                     LOG.warning("%s", logged)
                 line.post_body(reply.text.encode(), Op[reply.what], reply.unit, reply.round)
@@ -500,7 +521,7 @@ class WorkerTraffic:
                 line.post(Op[reply.what], reply.unit, reply.round)
 
     def answer_waiting(self) -> None:
-        """Answer requests that have waited until all that was pushed has been applied, as it has."""
+        """Answer requests that had to wait until all pushes were applied. Called once they are."""
         if len(self._state.meeting | self._state.gone) == len(self._lines):
             self._state.all_met()
             self._requests.all_met()
@@ -508,13 +529,15 @@ class WorkerTraffic:
             self._units_changed()
 
     def flush(self) -> None:
-        """Send what found no room before: nobody rings when there is room again."""
+        """Send what found no room in a ring before. Nobody signals when there is room again."""
         for _, line in self._callers:
             line.flush()
 
     def tick(self, now: float) -> None:
-        """Look for waits that are too long, here and through other servers. StallError or MismatchError where one will
-        not end."""
+        """Look for waits that are too long, at this server and through others.
+
+        StallError or MismatchError if one will not end.
+        """
         self._gossip.tick()
         self.send(self._requests.tick(now))
 
@@ -526,12 +549,14 @@ class WorkerTraffic:
     # ---- the end
 
     def done(self) -> bool:
-        """Return whether everything sent has been taken."""
+        """True if everything sent has been taken."""
         return self._receiver.done(self._lines)
 
     def stop(self) -> None:
-        """Read no worker's memory any more, and say so, as the generation is over. Blocks for a moment between
-        nodes."""
+        """Stop reading workers' memory at the end of a generation, and tell them.
+
+        Between nodes it blocks for a moment.
+        """
         if self._rings is not None:
             self._rings.stop()
         self._receiver.stop(self._lines)

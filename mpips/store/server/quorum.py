@@ -1,12 +1,13 @@
-"""Rounds of an asynchronous store that close when a quorum has given: who is in, when they close, what late ones weigh.
+"""Rounds of an asynchronous store that close by a quorum: when they close, and what a late push weighs.
 
-A client that has read the value of the last round, or has given to it, is in time: it waits until the open round
-closes. One that has missed rounds since is late by so many: what it pushes is in the open round, too, with less weight,
-and it reads on at once. With that it is in time again, so a client has at most one late push in a round. `OpenRound` is
-that rule, without arithmetic, clock or MPI; `QuorumState` applies it to the units of a server.
+A client is in time if it has read the value of the last round, or has contributed to it. Such a client waits until the
+open round closes. A client that has missed rounds since then is that many rounds late. Its push is in the open round
+too, with less weight, and the client reads at once. After that it is in time again, so a client has at most one late
+push in a round. `OpenRound` is this rule without arithmetic, clock or MPI. `QuorumState` applies it to the units of a
+server.
 
-Sources: a least number of learners, a time of grace, and weights by tokens are those of Decoupled DiLoCo (2604.21428).
-A weight of 1 / (1 + rounds late) is the polynomial of FedAsync (1903.03934) with exponent 1.
+Sources: the least number of learners, the time of grace and weights by tokens are those of Decoupled DiLoCo
+(2604.21428). The weight 1 / (1 + rounds late) is the polynomial of FedAsync (1903.03934) with exponent 1.
 """
 
 from __future__ import annotations
@@ -30,42 +31,50 @@ from mpips.store.server.state import ServerState
 from mpips.store.server.unit import Contribution, Replies, Reply, Unit, UnitMirror
 
 LOG = log.get("mpips.store")
+# time between two lines of the log about late workers
 SAY_SECONDS = 10.0
-"""Between two lines of the log on who came late."""
 
 
 @dataclass(frozen=True)
 class Quorum:
-    """A round closes `grace_seconds` after `least` clients have given to it in time, and at once when all have."""
+    """The rule of a quorum: a round closes `grace_seconds` after `least` clients have contributed in time.
+
+    It closes at once when all have.
+    """
 
     least: int
     grace_seconds: float = 0.0
 
 
 class Given(NamedTuple):
-    """A contribution to a round: whose, which of its pushes, of how many tokens or steps, by how many rounds late."""
+    """A contribution to a round."""
 
+    # position of the contributor
     position: int
+    # number of this push among the contributor's pushes
     push: int
+    # its tokens or steps
     weight: float
+    # number of rounds that it is late
     late: int
 
 
 class OpenRound:
-    """The open round of one unit. `taken`: how many pushes of each contributor were taken in before."""
+    """The open round of one unit. `taken`: number of pushes of each contributor that were taken before."""
 
     def __init__(self, quorum: Quorum, taken: Iterable[int]) -> None:
-        self.quorum, self.number = quorum, 0
+        self.quorum = quorum
+        self.number = 0
         self.taken = list(taken)
+        # the last round that each contributor has read or contributed to
         self._seen = [0] * len(self.taken)
-        """The last round that each contributor has read or given to."""
         self.in_time: dict[int, Given] = {}
         self.late: list[Given] = []
+        # when the quorum was reached
         self._reached: float | None = None
-        """When the quorum was there."""
 
     def give(self, position: int, weight: float) -> Given:
-        """Take a contribution in. One that is in time is the only one of its contributor: see `in_time` before."""
+        """Take a contribution. A contributor in `in_time` must not give another one."""
         self.taken[position] += 1
         given = Given(position, self.taken[position], weight, max(self.number - self._seen[position], 0))
         self._seen[position] = self.number + (not given.late)
@@ -80,11 +89,14 @@ class OpenRound:
         self._seen[position] = max(self._seen[position], self.number)
 
     def answered(self, position: int) -> int:
-        """Return after how many of its pushes a contributor may read: it waits for none that came late."""
+        """Return the number of its pushes after which a contributor may read.
+
+        It does not wait for those that came late.
+        """
         return self.taken[position] - (position in self.in_time)
 
     def is_due(self, clock: float, expected: Collection[int]) -> bool:
-        """Return whether the round closes, at `clock` seconds. `expected`: who may still give to it."""
+        """True if the round closes at `clock` seconds. `expected`: contributors that may still contribute in time."""
         if not (self.in_time or self.late):
             return False
         rest = set(expected).difference(self.in_time)
@@ -98,13 +110,15 @@ class OpenRound:
 
     @property
     def closes_at(self) -> float:
-        """Return when the grace is over; infinity where there is no quorum yet."""
+        """When the grace is over. Infinity before the quorum is reached."""
         return math.inf if self._reached is None else self._reached + self.quorum.grace_seconds
 
     def close(self) -> list[tuple[Given, float]]:
-        """Begin the next round; return what is in this one, in the order of contributors and of their pushes.
+        """Close this round and begin the next. Return (contribution, factor) of all in it.
 
-        With each its factor, which is its weight over the mean of all weights."""
+        They are in the order of contributors and of their pushes. The factor is the weight over the mean of all
+        weights.
+        """
         given = sorted([*self.late, *self.in_time.values()])
         weights = [one.weight / (1 + one.late) for one in given]
         total = sum(weights)
@@ -116,9 +130,9 @@ class OpenRound:
 class QuorumState(ServerState):
     """Units of an asynchronous store whose rounds close by a quorum. All workers talk to it by messages.
 
-    The optimizer takes the weighted mean of what is in a round. Each contribution is received whole before it counts:
-    a worker that stands still in the middle of one holds nobody up. Workers read a copy of the value, so that a slow
-    link does not keep the next round from being written.
+    The optimizer gets the weighted mean of a round. A contribution counts when all of it has come, so a worker that
+    stands still in the middle of one holds nobody up. Workers read a copy of the value, so that a slow link does not
+    delay the writing of the next round.
     """
 
     asynchronous = True
@@ -136,19 +150,21 @@ class QuorumState(ServerState):
         super().__init__(remote, late, reduce, optimizers, mirror, compressor)
         self._quorum = quorum
         self._rounds: dict[int, OpenRound] = {}
+        # unit number -> late contributions to its open round, which are no longer in the queues
         self._sources: dict[int, dict[Given, Contribution]] = {}
-        """What is in the open round of a unit and came late: it has left the queue of its contributor."""
-        self._wakes, self._is_over = math.inf, False
+        # time of the next look at rounds whose grace is over, and True once the generation has ended
+        self._wakes = math.inf
+        self._is_over = False
+        # late worker -> (the most late pushes of any key, the most rounds that any was late)
         self.late_pushes: dict[int, tuple[int, int]] = {}
-        """Of each worker that came late: with how many pushes of a key at most, and by how many rounds at most."""
+        # (worker, unit number) -> number of late pushes
         self._late: dict[tuple[int, int], int] = {}
-        """The same of each of its units."""
         self._said: dict[int, tuple[int, int]] = {}
         self._says_at = 0.0
-        self._closed, self._missed = 0, Counter[int]()
+        self._closed = 0
+        self._missed = Counter[int]()
 
     def pushed(self, unit: Unit, index: int, source: Contribution, priority: int, clock: float) -> None:
-        """Take a contribution of the contributor at `index`."""
         queue = unit.queues[index]
         unit.missing -= not queue
         queue.append(source)
@@ -156,14 +172,14 @@ class QuorumState(ServerState):
         self.ready[unit.number] = unit
 
     def wake(self, clock: float) -> None:
-        """Look at rounds whose grace is over."""
+        """Take note of the time, and look at rounds whose grace is over."""
         super().wake(clock)
         if clock >= self._wakes:
             self._wakes = math.inf
             self.ready.update(self.open)
 
     def tick(self, clock: float, others: Iterable[InRounds] = (), waits: Iterable[Wait] = ()) -> Replies:
-        """Look for waits that are too long, and log who has come late."""
+        """Look for waits that are too long, and log which workers have come late."""
         if clock >= self._says_at:
             self._say_late()
         return super().tick(clock, others, waits)
@@ -182,13 +198,16 @@ class QuorumState(ServerState):
             LOG.warning("%s", told_late(self.late_pushes))
 
     def take_rounds(self) -> tuple[int, Counter[int]]:
-        """Return how many rounds of units have closed since the last such call, and how many without each worker that
-        was expected, or with what it had pushed too late."""
+        """Return counts since the last such call: closed rounds of units, and for each worker the rounds it missed.
+
+        A round counts as missed if the worker was expected, and its push was not there or late.
+        """
         counted, self._closed, self._missed = (self._closed, self._missed), 0, Counter()
         return counted
 
     def _see_gone(self, unit: Unit) -> None:
-        if unit.number in self.open:  # it may close without who has left, or waits for all
+        # The round may close now, without a worker that has left or waits for all others.
+        if unit.number in self.open:
             self.ready[unit.number] = unit
 
     def _may_read(self, unit: Unit, worker: int, round_: int) -> bool:
@@ -199,7 +218,8 @@ class QuorumState(ServerState):
         replies = super()._grant(unit)
         for reply in replies:
             if reply.what == "GRANT":
-                unit.readers.remove(reply.worker)  # it reads a copy
+                # The worker reads a copy, so it holds no update back.
+                unit.readers.remove(reply.worker)
                 if unit.copy is None:
                     unit.copy = unit.stored.copy()
                 if (index := unit.position.get(reply.worker)) is not None:
@@ -216,7 +236,8 @@ class QuorumState(ServerState):
         if unit.readers or not unit.mirrored:
             return False, []
         if unit.block == unit.blocks:
-            return True, self._end_round(unit)  # its mirror has it
+            # The round is written, and its mirror has it by now.
+            return True, self._end_round(unit)
         replies, coming = self._take(unit)
         open_round, absent = self._round(unit), self.gone | self.meeting | self.asking
         here = [index for index, worker in enumerate(unit.contributors) if worker not in absent or index in coming]
@@ -228,7 +249,10 @@ class QuorumState(ServerState):
         return bool(replies), replies
 
     def _take(self, unit: Unit) -> tuple[Replies, set[int]]:
-        """Take in what is there: return what to say, and whose contributions are still on their way."""
+        """Take the contributions that have come.
+
+        Return replies, and the contributors whose pushes are still on their way.
+        """
         open_round, replies, coming = self._round(unit), list[Reply](), set[int]()
         for index, queue in enumerate(unit.queues):
             while queue and index not in open_round.in_time:
@@ -254,7 +278,7 @@ class QuorumState(ServerState):
         self.late_pushes[worker] = max(pushes, count), max(most, rounds)
 
     def _close(self, unit: Unit, open_round: OpenRound) -> Replies:
-        """Update the unit by the mean of what is in its round."""
+        """Update the unit by the weighted mean of its round."""
         late = self._sources.pop(unit.number, {})
         self._word[0] = unit.token
         if unit.is_timed:
@@ -285,7 +309,7 @@ class QuorumState(ServerState):
         return self._end_round(unit) if unit.mirrored else []
 
     def _end_round(self, unit: Unit) -> Replies:
-        """Let those read who wait for the round."""
+        """End a round, and let workers read that wait for it."""
         if self._begun:
             self._end(unit)
         unit.begin()
@@ -294,11 +318,12 @@ class QuorumState(ServerState):
         for index, count in enumerate(unit.done):
             unit.words[1 + index] = count
         self.open.pop(unit.number, None)
-        self.ready[unit.number] = unit  # what comes next may be there
+        # Contributions to the next round may be there already.
+        self.ready[unit.number] = unit
         return self._grant(unit)
 
     def finish(self) -> bool:
-        """Close rounds with what is there, as the generation is over."""
+        """Close rounds with what is there, at the end of a generation."""
         self._is_over = True
         self.ready.update(self.open)
         return super().finish()
@@ -310,7 +335,7 @@ class QuorumState(ServerState):
 
 
 def told_late(pushes: dict[int, tuple[int, int]]) -> str:
-    """Return who has come late, by how many rounds, with how many pushes."""
+    """Return a sentence: which workers came late, by how many rounds, with how many pushes."""
     words = [
         f"rank {worker} with {count} push{'es' * (count > 1)} of a key, by at most {most} round{'s' * (most > 1)}"
         for worker, (count, most) in sorted(pushes.items())
@@ -319,7 +344,7 @@ def told_late(pushes: dict[int, tuple[int, int]]) -> str:
 
 
 def _weighed(array: NDArray[Any], factor: float) -> NDArray[Any]:
-    """Multiply an array, in its memory, by a factor; 0 gives zeros, whatever was there."""
+    """Multiply an array by a factor, in place. A factor of 0 gives zeros also for NaN and infinity."""
     if not factor:
         array[...] = 0
     return array if factor in (0.0, 1.0) else quietly(np.multiply, array, factor, out=array)

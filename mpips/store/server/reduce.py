@@ -1,7 +1,7 @@
 """Add workers' gradients for a unit, block by block, on the server's threads; `unit` adds and updates one block.
 
-Parts are added in the order of the contributors, so results are the same bit for bit, however many threads share a sum.
-A share of a long sum takes some 50 us, so little may go by around it (`Team`).
+Parts are always added in the order of the contributors. So results are the same bit for bit, however many threads share
+a sum. A share of a long sum takes some 50 us, so starting threads must take much less than that (`Team`).
 """
 
 from __future__ import annotations
@@ -18,20 +18,24 @@ from mpips.store.keys.key import Array
 from mpips.store.keys.row_sparse import sum_of
 from mpips.store.server.unit import Contribution, Unit
 
+# how many blocks each thread does before the server listens again
 BURST = 4
-"""Blocks that are done before the server listens again, for each thread."""
+# Sums shorter than this are not worth another thread.
 SHARED_BYTES = 1 << 21
-"""Least of a sum that is worth another thread."""
+# how much a thread sums at a time when several share a sum
 PART_BYTES = 1 << 20
-"""What a thread sums at a time where there are others."""
 
 
 class Reduce:
-    """Arithmetic of one server. Each call does what can be done now, counts blocks in `unit.block`, and says whether it
-    has done anything; the round is over when `unit.block` is `unit.blocks`.
+    """The arithmetic of one server.
 
-    `threads`: cores that it may use for long sums at once; `begin_thread` is called first on each of the others.
-    `cores_shared`: processes of the node are more than its cores.
+    Each call does what can be done now, and counts finished blocks in `unit.block`. It returns True if it has done
+    anything. The round is over when `unit.block` is `unit.blocks`.
+
+    Args:
+        threads: Number of cores that it may use at once for a long sum.
+        begin_thread: Called first in each thread other than the caller's.
+        cores_shared: The node has more processes than cores.
     """
 
     def __init__(
@@ -43,14 +47,14 @@ class Reduce:
     # ---- payloads that lie in memory of this node
 
     def sum_whole(self, unit: Unit, arrays: Sequence[Array]) -> None:
-        """Sum and write the only block of contributions that are all there."""
+        """Sum and write a unit of one block, whose contributions are all complete."""
         size = unit.stored.size
         unit.open_write(0, size)
         unit.write(0, size, arrays)
         unit.block = 1
 
     def sum_blocks(self, unit: Unit, sources: Sequence[Contribution]) -> bool:
-        """Sum and write those of the next blocks that are there, on all threads at once where that is long enough."""
+        """Sum and write the next blocks that are there, on all threads if that is worth it."""
         first = stop = unit.block
         limit = min(stop + BURST * self._team.threads, unit.blocks)
         while stop < limit and all(source.ready(stop) for source in sources):
@@ -72,10 +76,10 @@ class Reduce:
         return True
 
     def worth_sharing(self, unit: Unit, sources: Sequence[Contribution], first: int, stop: int) -> bool:
-        """Return whether blocks are summed on all threads.
+        """True if blocks should be summed on all threads.
 
-        Workers that wait leave their cores to them; those that still copy need them, unless this server is far behind,
-        or cores are shared, where who waits for it gives his away.
+        Workers that wait leave their cores to the threads. Workers that still copy need their cores, unless this server
+        is far behind. If processes share cores, workers that wait yield them, so all threads are used.
         """
         threads = self._team.threads
         if threads == 1 or unit.stored.nbytes < SHARED_BYTES:
@@ -88,7 +92,10 @@ class Reduce:
         return self._cores_shared or stop - first >= 2 * threads
 
     def _share(self, unit: Unit, sources: Sequence[Contribution], first: int, stop: int) -> None:
-        """Sum and write blocks on all threads; thread 0, which has the first parts, tells readers of each block."""
+        """Sum and write blocks on all threads.
+
+        Thread 0, which takes parts from the front, tells readers of each block.
+        """
         step = max(1, PART_BYTES // unit.stored.itemsize)
         parts = []
         for block in range(first, stop):
@@ -111,10 +118,10 @@ class Reduce:
         self._team.share(work, range(len(parts)))
         _tell(unit, stop)
 
-    # ---- payloads of which some come as messages
+    # ---- sums in which some payloads come as messages
 
     def sum_arriving(self, unit: Unit, sources: Sequence[Contribution]) -> bool:
-        """Add what is there of the next block, contributor by contributor; write it when all have been added."""
+        """Add what is there of the next block, contributor by contributor. Write it when all have been added."""
         number, first, last = unit.block, unit.part, len(sources) - 1
         start, stop = unit.bounds(number)
         while sources[unit.part].ready(number):
@@ -130,11 +137,13 @@ class Reduce:
                 add_parts([unit.total, part], unit.total)
             unit.part += 1
         for source in sources[unit.part + 1 :]:
-            source.ready(number)  # it may start to come; or else all servers would wait for the same worker's link
+            # To ask may start to fetch the block. If only the next contributor were asked, all servers would wait for
+            # the link of the same worker.
+            source.ready(number)
         return unit.part > first
 
     def _write_next(self, unit: Unit, parts: Sequence[Array]) -> None:
-        """Write the next block, by the sum of these."""
+        """Write the next block: the sum of these parts."""
         start, stop = unit.bounds(unit.block)
         if unit.block == 0:
             unit.open_write()
@@ -143,11 +152,13 @@ class Reduce:
         unit.block += 1
         _tell(unit, unit.block)
 
-    # ---- payloads of which some are compressed or row-sparse
+    # ---- sums in which some payloads are compressed or row-sparse
 
     def sum_coded(self, unit: Unit, sources: Sequence[Contribution]) -> bool:
-        """Add the next contributor; when all have been added, write the sum: only rows that somebody named, where all
-        gave rows."""
+        """Add the next contributor. When all have been added, write the sum.
+
+        If all contributions were rows, only the rows that they name are written.
+        """
         if unit.part < len(sources):
             return _add_next(unit, sources[unit.part])
         if unit.total is None:
@@ -169,7 +180,8 @@ class Reduce:
         if not source.ready(unit.block):
             return False
         if source.empty:
-            source.rows()  # takes it
+            # To read an empty payload frees its buffer.
+            source.rows()
             unit.pass_round()
             unit.block = unit.blocks
             return True
@@ -194,12 +206,13 @@ class Reduce:
 
 
 def _add_next(unit: Unit, source: Contribution) -> bool:
-    """Add a contributor, or a block of it, to what was read of the round: rows as long as all gave rows."""
+    """Add the next contributor, or one block of it, to the sum of the round. It stays rows while all give rows."""
     if not source.ready(unit.part_block):
         return False
     if source.sparse and unit.total is None:
         unit.rows.append(source.rows())
-        if not source.local:  # a copy of what came
+        # Its memory is a copy of a message: add it at once, so that at most one such copy is kept.
+        if not source.local:
             unit.rows = [sum_of(unit.rows)]
         unit.part += 1
         return True
@@ -223,7 +236,7 @@ def _add_next(unit: Unit, source: Contribution) -> bool:
 
 
 def _tell(unit: Unit, blocks: int) -> None:
-    """Tell readers that so many blocks of the round are written; of the last they hear when the round ends."""
+    """Tell readers that this many blocks of the round are written. They hear of the last one when the round ends."""
     if blocks < unit.blocks:
         unit.words[0] = unit.round * unit.blocks + blocks
 
@@ -232,21 +245,23 @@ Work = Callable[[int, int], None]
 
 
 class _Task:
-    """A task for all threads: `work(item, thread)` for every item that is left."""
+    """Work for all threads: `work(item, thread)` for each item that is left."""
 
     def __init__(self, work: Work, items: Iterable[int]) -> None:
-        self._work, self._left = work, deque(items)
+        self._work = work
+        self._left = deque(items)
         self.errors: list[Exception] = []
 
     def front(self) -> None:
-        """Do item after item from the front, as thread 0."""
+        """Work on items from the front, as thread 0."""
         try:
             self._take(0, self._left.popleft)
         finally:
-            self._left.clear()  # where it has raised, the others are to end
+            # If an item has raised, the other threads must end too.
+            self._left.clear()
 
     def back(self, thread: int) -> None:
-        """Do item after item from the back."""
+        """Work on items from the back."""
         try:
             self._take(thread, self._left.pop)
         except Exception as error:
@@ -263,7 +278,10 @@ class _Task:
 
 
 class Team:
-    """The calling thread, number 0, and `threads - 1` more, of which each calls `begin` first; they end with it."""
+    """The calling thread, which is number 0, and `threads - 1` others. They end with this object.
+
+    `begin` is called first in each of the other threads.
+    """
 
     def __init__(self, threads: int, begin: Callable[[], None] | None = None) -> None:
         self.threads = threads
@@ -272,9 +290,11 @@ class Team:
             weakref.finalize(self, other.give_task, None)
 
     def share(self, work: Work, items: Iterable[int]) -> None:
-        """Do `work(item, thread)` for every item. Thread 0 takes them from the front, the others from the back.
-        Blocking; raises what one of them raises, after all have ended. A thread that wakes up when nothing is
-        left is not waited for."""
+        """Call `work(item, thread)` for every item. Blocking.
+
+        Thread 0 takes items from the front, the others from the back. An exception of any thread is raised after all
+        have ended. A thread that wakes up when no item is left is not waited for.
+        """
         task = _Task(work, items)
         for other in self._others:
             other.give_task(task)
@@ -288,18 +308,24 @@ class Team:
 
 
 class _Other:
-    """One of the others; its thread begins when it is first needed. Who waits for it sleeps: who looked again and again
-    would keep the interpreter from it."""
+    """One of the other threads. It starts when it is first needed.
+
+    It sleeps on a lock while it waits. If it polled, it would keep the interpreter from the thread that it waits for.
+    """
 
     def __init__(self, number: int, begin: Callable[[], None] | None) -> None:
-        self._number, self._begin = number, begin
-        self._gate, self._busy = threading.Lock(), threading.Lock()
+        self._number = number
+        self._begin = begin
+        # released to wake the thread
+        self._gate = threading.Lock()
+        # held while it works
+        self._busy = threading.Lock()
         self._gate.acquire()
         self._tasks: deque[_Task | None] = deque(maxlen=1)
         self._begun = False
 
     def give_task(self, task: _Task | None) -> None:
-        """Take part in a task; None: no more follow."""
+        """Give it a task to take part in. None ends the thread."""
         if not self._begun:
             if task is None:
                 return
@@ -328,4 +354,5 @@ class _Other:
                 if task is None:
                     return
                 task.back(self._number)
-                del task  # nothing of it stays here: it holds a server's memory
+                # Keep no reference while waiting: the task holds memory of a server.
+                del task

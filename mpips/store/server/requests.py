@@ -1,11 +1,11 @@
 """Rare requests of workers to a server: new units, settings, states and snapshots.
 
-Settings count from the next push on, so they wait until everything that was pushed before has been applied. What
-concerns no push is answered at once: others may push only after it.
+Settings count from the next push on, so they wait until everything pushed before has been applied. Requests that
+concern no push are answered at once, because other workers may push only after the answer.
 
 A snapshot holds values and states of units as they were at one moment, while updates go on. Nothing is copied when it
-is taken. A unit that is about to be written to is copied first, whole; while the server has nothing else to do, it
-copies the others. So it needs memory for a copy of what is frozen, until that is dropped.
+is taken. A unit is copied as a whole just before it is written. While the server has nothing else to do, it copies the
+others. So until a snapshot is dropped it may need as much memory as the units in it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from mpips.store.transport import frames
 from mpips.store.transport.frames import Answer, Frame, Op, OpenStore, Request
 from mpips.store.transport.lines import Line
 
+# requests that concern no push, or only pushes that have been applied by now
 AT_ONCE = (frames.Create, OpenStore, frames.ReadSnapshot, frames.DropSnapshot, frames.GetVersions)
-"""What concerns no push, or what has been applied by now."""
+# errors that a server answers with their sentence; nothing has changed
 REFUSALS = (ValueError, TypeError, MemoryError)
-"""What a server answers with its sentence; it has changed nothing."""
 
 
 class Requests:
-    """The requests to one server in one generation, of this number. `name`: the server's, in sentences."""
+    """The requests to one server in one generation. `name` names the server in messages; `generation` is a number."""
 
     def __init__(
         self,
@@ -44,24 +44,27 @@ class Requests:
         services: Sequence[Service] = (),
     ) -> None:
         self.services = services
-        self._state, self._name, self._memory, self._generation = state, name, memory, generation
+        self._state = state
+        self._name = name
+        self._memory = memory
+        self._generation = generation
+        # snapshot number -> unit number -> (unit, its frozen content)
         self.snapshots: Known[int, Known[int, tuple[Unit, FrozenUnit]]] = Known("snapshot")
-        """Snapshots by number: their units by number, with what is frozen of each."""
+        # frozen units, to be copied while there is time
         self._due: list[Unit] = []
-        """Units that may be copied while there is time."""
+        # (worker, line, token, request) that wait until everything pushed has been applied
         self.waiting: list[tuple[int, Line, int, Request]] = []
-        """(worker, line, token, request) of what waits until all that was pushed has been applied."""
+        # (line, token, answer, units): answers that are sent once the mirror has these units
         self._unsaid: list[tuple[Line, int, bytes, list[Unit]]] = []
-        """(line, token, answer, units) of what is said once these units are with the mirror."""
+        # (service, worker, asker, request, payload) that wait until the mirror has what they need
         self._deferred: list[tuple[Service, int, Asker, Request, Payload]] = []
-        """(service, worker, asker, request, payload) of what is heard once the mirror has what it needs."""
+        # worker -> the store that it has asked to open
         self.opening: dict[int, OpenStore] = {}
-        """By workers that have asked for one more store: for which."""
 
     # ---- questions and answers
 
     def answer(self, worker: int, line: Line, frame: Frame) -> bool:
-        """Answer a request, or keep it for `answer_all`; return whether there are other units now."""
+        """Answer a request, or keep it for `answer_all`. True if units were made or forgotten."""
         body = line.body(frame)
         try:
             request = frames.decode_request(body[frame.aux :].data)
@@ -84,7 +87,7 @@ class Requests:
         return False
 
     def _ask(self, service: Service, worker: int, asker: Asker, request: Request, payload: Payload) -> None:
-        """Let a service have a request, and say what it answers by now, to whomever it is."""
+        """Give a request to its service, and send the answers that it can give by now."""
         if service.waits(request):
             self._deferred.append((service, worker, asker, request, payload))
             return
@@ -104,39 +107,39 @@ class Requests:
         line.post_body(f"{self._name}: {error}".encode(), Op.ANSWER, token=token, flags=flags)
 
     def left(self, worker: int) -> None:
-        """Let services know that a worker has left, and say what they answer."""
+        """Tell services that a worker has left, and send their answers."""
         for service in self.services:
             self._post(service.left(worker))
 
     def meets(self, worker: int) -> None:
-        """Let services know that a worker waits for all others, and say what they answer."""
+        """Tell services that a worker waits for all others, and send their answers."""
         for service in self.services:
             self._post(service.meets(worker))
 
     def all_met(self) -> None:
-        """Let services know that all workers have waited for all."""
+        """Tell services that all workers have waited for all others."""
         for service in self.services:
             service.all_met()
 
     def tick(self, clock: float) -> Replies:
-        """Look for waits that have become too long, of keys and services; see `ServerState.tick`."""
+        """Look for waits that have become too long, of keys and services. See `ServerState.tick`."""
         rounds = [one for service in self.services for one in service.open]
         return self._state.tick(clock, rounds, [wait for service in self.services for wait in service.waits_to_hear()])
 
     def _post(self, answers: Answers) -> None:
-        """Say what a service answers."""
+        """Send answers of a service."""
         for (line, token), answer in answers:
             line.post_body(frames.encode(answer), Op.ANSWER, token=token)
 
     def answer_all(self) -> bool:
-        """Answer what has waited, as all that was pushed has been applied; return whether there are other units now."""
+        """Answer the requests that have waited until all pushes were applied. True if units were made or forgotten."""
         waiting, self.waiting = self.waiting, []
         self._state.asking.clear()
         changed = [self._reply(*question) for question in waiting]
         return any(changed)
 
     def post_mirrored(self) -> None:
-        """Say what the mirror had to have first, and has by now; to be called after each look at the mirror."""
+        """Send answers and handle requests that have waited for the mirror. Called after each look at the mirror."""
         for service in self.services:
             self._post(service.take_mirrored())
         deferred, self._deferred = self._deferred, []
@@ -150,7 +153,7 @@ class Requests:
                 line.post_body(answer, Op.ANSWER, token=token)
 
     def drop(self) -> None:
-        """Drop all, as the generation is over: nobody waits for an answer."""
+        """Drop everything at the end of a generation. Nobody waits for an answer any more."""
         self.waiting.clear()
         self._unsaid.clear()
         self._deferred.clear()
@@ -159,7 +162,7 @@ class Requests:
             self._drop_snapshot(number)
 
     def _reply(self, worker: int, line: Line, token: int, request: Request) -> bool:
-        """Answer; where a request cannot be served, nothing has changed, and the worker hears why."""
+        """Answer a request. If it cannot be served, nothing has changed, and the worker is told why."""
         try:
             answer = frames.encode(self._answer(worker, request))
         except REFUSALS as error:
@@ -175,7 +178,6 @@ class Requests:
         return isinstance(request, frames.Create | frames.Forget)
 
     def _answer(self, worker: int, request: Request) -> Answer:
-        """Do what is asked."""
         units = self._state.units
         match request:
             case frames.Create():
@@ -188,7 +190,8 @@ class Requests:
                 gone = [units.get(number) for number in request.units]
                 self._state.forget(request.units)
                 self.publish()
-                del gone  # their memory may be another's only when the ledger does not name it any more
+                # Until the ledger no longer names their memory, it must not be freed and used again.
+                del gone
             case frames.SetOptimizer() | frames.UpdateOptimizer() | frames.SetCompression():
                 self.change(request)
             case frames.GetState():
@@ -227,7 +230,7 @@ class Requests:
     # ---- settings
 
     def change(self, request: frames.Change) -> None:
-        """Make a change of settings; one of `REFUSALS` where it cannot be made."""
+        """Change settings. Raises one of `REFUSALS` if that is not possible."""
         before = [unit.undo for unit in self._state.units.values()]
         if isinstance(request, frames.SetOptimizer):
             self._state.set_optimizer(optimizers.decode(request.optimizer), request.keys)
@@ -236,11 +239,14 @@ class Requests:
         else:
             self._state.set_compressor(compression.create(request.options))
         self.publish()
-        del before  # their memory may be another's only when the ledger does not name it any more
+        # Until the ledger no longer names their memory, it must not be freed and used again.
+        del before
 
     def repeat_change(self, change: frames.Change | None) -> str:
-        """Make the change that the end of the last generation has interrupted; return why it cannot be made, or "". The
-        ledger says then what there is, for whoever needs it if this server dies next."""
+        """Make the change that the end of the last generation has interrupted. Return "", or why it is impossible.
+
+        It also writes the ledger, for the ranks that need it if this server dies next.
+        """
         refused = ""
         if change is not None:
             try:
@@ -251,7 +257,7 @@ class Requests:
         return refused
 
     def publish(self) -> None:
-        """Tell those who outlive this server what it has."""
+        """Write into the ledger what this server has, for ranks that outlive it."""
         if self._memory.ledger is not None:
             settings = encode_settings(self._state.optimizers, self._state.compressor)
             entries = [entry for service in self.services for entry in service.entries()]
@@ -260,7 +266,7 @@ class Requests:
     # ---- snapshots
 
     def _take_snapshot(self, number: int, units: list[Unit]) -> frames.Snapshotted:
-        """Freeze these units, none of which is being written to."""
+        """Freeze units. None of them is being written."""
         taken = self.snapshots[number] = Known("unit of the snapshot")
         for unit in units:
             frozen = FrozenUnit(unit)
@@ -271,18 +277,18 @@ class Requests:
         return frames.Snapshotted([(it.round, it.step, [array.dtype.name for array in it.arrays[1:]]) for it in every])
 
     def copy_next(self) -> None:
-        """Copy one unit that is frozen; call it when there is nothing else to do."""
+        """Copy one frozen unit. Called when there is nothing else to do."""
         if self._due:
             self._due.pop().thaw()
 
     def _drop_snapshot(self, number: int) -> None:
-        """Let go what is frozen under this number; it may have gone already."""
+        """Drop a snapshot, if it is still there."""
         for unit, frozen in self.snapshots.pop(number, {}).values():
             unit.frozen = [other for other in unit.frozen if other is not frozen]
 
 
 def _fitting(unit: Unit, part: frames.StatePart) -> list[np.ndarray] | None:
-    """Return the arrays of a unit's new state, None where it has none yet; ValueError where they do not fit."""
+    """Return the arrays of a unit's new state, or None for no state. ValueError if they do not fit its optimizer."""
     if unit.optimizer is None:
         raise ValueError(f"key {unit.key!r} has no optimizer, so it takes no state: call set_optimizer first")
     if not part.arrays and not part.step:

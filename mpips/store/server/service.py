@@ -1,8 +1,8 @@
-"""A service: what a server serves beside keys. The rest of the server knows no more of it than this.
+"""The protocol of a service, which is anything that a server serves besides keys, such as tables.
 
-A service has requests of its own, and answers them when it likes: a push may be answered rounds later. It is told which
-workers have left or wait for all others, and says which of its rounds wait, so that long waits end as those of keys do.
-Tables (`mpips.tables`) are the only service so far.
+A service has requests of its own and answers them when it likes: a push may be answered rounds later. It is told which
+workers have left or wait for all others. It says which of its rounds wait, so that long waits end in the same way as
+those of keys.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from mpips.store.recovery.mirror import Mirror
     from mpips.store.server.late import InRounds, Late, Wait
 
+# the line of the worker that has asked, and the token of its request
 Asker = tuple[Line, int]
-"""Who has asked: the line of a worker, and the token of its request."""
 Answers = Sequence[tuple[Asker, Answer]]
 Payload = NDArray[np.uint8]
 
@@ -31,67 +31,75 @@ class Surroundings(NamedTuple):
     """What a service may use of its server in one generation."""
 
     workers: int
+    # the number of this server, from 0
     server: int
-    """Which of the servers it is, from 0, of this many."""
+    # how many servers the store has
     servers: int
+    # None: rounds are synchronous; -1: a worker may be any number of pushes ahead of others
     staleness: int | None
-    """None: rounds are synchronous; -1: a worker may be ahead of others by any number of pushes."""
+    # memory of the server; if the store survives deaths, other ranks find it after the server's death
     file: SparseFile
-    """Memory of the server. Where the store survives deaths, others find it there."""
     survives: bool
     mirror: Mirror | None
     late: Late
+    # the store's lane in records
     lane: int
-    """The store's, of records."""
 
 
 class Service(Protocol):
     """One service of one server in one generation."""
 
+    # the types of its requests, as `isinstance` takes them
     requests: Any
-    """The types of its requests, as `isinstance` takes them."""
 
     def waits(self, request: Any) -> bool:
-        """Return whether a request is to be heard only when the mirror has what it needs."""
+        """True if a request has to wait until the mirror has everything that it needs."""
 
     def answer(self, worker: int, asker: Asker, request: Any, payload: Payload) -> Answers:
-        """Take a worker's request; return what can be answered by now, to whomever it is.
+        """Take a worker's request. Return the answers that can be given by now, to any workers.
 
-        `payload`: what came in front of the request; it lies where the worker has it. ValueError, TypeError or
-        MemoryError: the worker hears the sentence, and nothing has changed. CollectiveError ends the generation."""
+        Args:
+            payload: The bytes that came in front of the request. They lie in the worker's memory.
+
+        Raises:
+            ValueError, TypeError, MemoryError: The worker is told the sentence, and nothing has changed.
+            CollectiveError: The generation ends.
+        """
 
     def take_changed(self) -> bool:
-        """Return whether those who outlive this server must be told of something new, since the last such call."""
+        """True if something has changed since the last such call that ranks must know if this server dies."""
 
     def entries(self) -> Sequence[Any]:
-        """Return where others find what it has when this server has died."""
+        """Return records by which other ranks find the service's memory after this server's death."""
 
     def take_mirrored(self) -> Answers:
-        """Return the answers that have waited for the mirror; to be called after each look at it."""
+        """Return answers that have waited for the mirror. Called after each look at it."""
 
     def left(self, worker: int) -> Answers:
-        """A worker has left: return what can be answered without it. MismatchError where a round waits for it."""
+        """Note that a worker has left. Return the answers it held up. MismatchError if a round needs it."""
 
     def meets(self, worker: int) -> Answers:
-        """A worker waits for all others: return what can be answered as it pushes nothing."""
+        """Note that a worker waits for all others and pushes nothing. Return the answers it held up."""
 
     def all_met(self) -> None:
-        """Count anew how far workers are ahead, as all have waited for all."""
+        """Count anew how far workers are ahead, after all have waited for all others."""
 
     @property
     def open(self) -> Sequence[InRounds]:
-        """Return what has rounds that somebody may wait for."""
+        """What has rounds that workers may wait for."""
 
     def waits_to_hear(self) -> Sequence[Wait]:
-        """Return who waits for anything but a push, and for whom."""
+        """Return the workers that wait for anything but a push, and the workers that they wait for."""
 
     @property
     def queued(self) -> int:
-        """Return how many pushes and pulls wait."""
+        """Number of pushes and pulls that wait."""
 
     def take_counts(self) -> Mapping[int, int]:
-        """Return how many bytes each worker has pushed since the last such call."""
+        """Return the number of bytes that each worker has pushed since the last such call."""
 
     def figures(self) -> tuple[Mapping[str, Sequence[int]], Mapping[str, object]]:
-        """Return what the server's page shows of it: numbers by name, which add up over a process' stores, and words
-        that all stores share."""
+        """Return what the server's page shows of the service.
+
+        These are numbers by name, which are added up over the stores of a process, and values that all stores share.
+        """

@@ -1,14 +1,14 @@
 """Contributions: what push frames say, and their payloads, in memory of this node or in messages from other nodes.
 
-A worker of another node sends a block when the server has a buffer for it and says so (CREDIT), except for payloads of
-one block, which come right behind their frame: a credit would wait in the server's link behind the answers that fill
-it. First values are received where the unit keeps them. Nothing here blocks, but the end of a generation.
+A worker of another node sends a block when the server has a buffer for it and tells it so (CREDIT). Payloads of one
+block come right behind their frame instead: a credit for them would wait in the server's link behind the answers that
+fill it. First values are received directly into the unit's memory. Nothing blocks here, except the end of a generation.
 
-Memory for payloads is bounded, however many pushes are under way. Beside weights and optimizer state, pushes keep at a
-server at most one copy of the model in sums that wait for other contributors, and a second one in payloads: what
-workers send without being asked (`remote.link.UnreadPayloads`), and blocks that the server asks for while there is room
-(`Buffers`). A block whose turn in the sum it is may be asked for at any rate where no other such block is on its way:
-it comes, is added and gone, so nothing waits for ever.
+Memory for payloads is bounded, however many pushes are under way. Besides weights and optimizer state, a server keeps
+at most one copy of the model in sums that wait for other contributors, and a second one in payloads. The latter are
+what workers send without being asked (`remote.link.UnreadPayloads`), and blocks that the server asks for while there is
+room (`Buffers`). A block whose turn it is in the sum may be asked for without room if no other such block is on its
+way. It comes, is added and is gone, so nothing waits for ever.
 """
 
 from __future__ import annotations
@@ -41,33 +41,38 @@ from mpips.store.transport.pending import LOOK_SECONDS, Bytes, cut_bytes, pull_t
 if TYPE_CHECKING:
     from mpips.store.server.state import ServerState
 
+# least number of regions that are kept mapped
 VIEWS = 4096
-"""Least number of regions that are kept mapped."""
+# number of buffers that are kept for later blocks
 KEPT = 16
-"""Buffers kept for the next block."""
+# number of messages with rows that are under way to a worker at a time
 ROW_MESSAGES = 2
-"""Messages with rows that are under way to a worker."""
+# At the end of a generation a server receives for this long what workers are sending, because those workers wait until
+# it has been received.
 DRAIN_SECONDS = 0.2
-"""How long a server takes in what workers have under way when the generation is over, so that they need not wait for
-it."""
+# unit, position of the contributor, its contribution, priority
 Push = tuple[Unit, int, Contribution, int]
-"""Unit, position of the contributor, source and priority."""
+# makes a contribution from the bytes of a coded payload
 Read = Callable[[Array], Contribution]
-"""Makes a source of a coded payload, whenever it is read."""
 
 
 class Pushes:
-    """The contributions that push frames name. Where the same region may be pushed again, what is known of it is kept
-    by the frame but for its round. `wholly`: what comes as messages counts when all of it is there."""
+    """Turns push frames into contributions.
+
+    A region that may be pushed again is remembered by its frame without the round. With `wholly` a message counts only
+    when all of it has come.
+    """
 
     def __init__(self, state: ServerState, receiver: Receiver, wholly: bool = False) -> None:
-        self._state, self._receiver, self._wholly = state, receiver, wholly
+        self._state = state
+        self._receiver = receiver
+        self._wholly = wholly
         self._views: dict[tuple[int, ...], Array] = {}
         self._most = VIEWS
         self.known: dict[bytes, Push] = {}
 
     def new(self, worker: int, line: Line, data: bytes) -> Push:
-        """Return what a frame pushes that is not known."""
+        """Return the contribution of a frame that is not in `known`."""
         frame = Frame.of(data)
         unit = self._state.units[frame.unit]
         if worker not in unit.position:
@@ -80,7 +85,7 @@ class Pushes:
         return push
 
     def forget_others(self) -> None:
-        """Forget pushes of units that are no more; make room for those of new ones."""
+        """Forget pushes of units that no longer exist, and make room for those of new ones."""
         units = self._state.units
         self._most = max(VIEWS, 2 * sum(len(unit.contributors) for unit in units.values()))
         for frame in [frame for frame, push in self.known.items() if push[0].number not in units]:
@@ -102,7 +107,7 @@ class Pushes:
         return self._reader(frame, unit)(payload)
 
     def _reader(self, frame: Frame, unit: Unit) -> Read:
-        """Return what makes a source of a coded payload, with the compressor of when it was pushed."""
+        """Return a function that decodes a payload, with the compressor in use at the time of the push."""
         if frame.coding == Coding.NOTHING:
             return lambda payload: Empty(unit)
         if frame.coding == Coding.ROWS:
@@ -114,7 +119,7 @@ class Pushes:
         return lambda payload: Compressed(payload, compressor)
 
     def _view(self, region: tuple[int, ...]) -> Array:
-        """Return the bytes of a region; the same one is mapped and touched once."""
+        """Return the bytes of a region. Each region is mapped only once."""
         view = self._views.get(region)
         if view is None:
             if len(self._views) >= self._most:
@@ -127,7 +132,7 @@ class Pushes:
 
 
 class Elements(Contribution):
-    """All elements of a unit."""
+    """All elements of a unit, in memory of this node."""
 
     def __init__(self, array: Array) -> None:
         self.array = array
@@ -138,12 +143,18 @@ class Elements(Contribution):
 
 
 class FillingOutbox(Contribution):
-    """A worker's `outbox`, perhaps still being filled; one round at a time, the next begins when it has been read."""
+    """A worker's `outbox`, perhaps still being filled.
+
+    It serves one round at a time: the next begins when it is read.
+    """
 
     def __init__(self, outbox: Array, blocks: int, block_elements: int, dtype: np.dtype) -> None:
         header = header_bytes(blocks)
         self._words = memoryview(outbox[:header].view(np.uint64))  # type: ignore[arg-type]
-        self._slots, self._blocks, self._step = outbox[header:].view(dtype), blocks, block_elements
+        self._slots = outbox[header:].view(dtype)
+        self._blocks = blocks
+        self._step = block_elements
+        # number of blocks in all rounds before the present one
         self._first = 0
 
     def begin(self, round_: int) -> None:
@@ -159,19 +170,20 @@ class FillingOutbox(Contribution):
 
 
 class Compressed(Contribution):
-    """A unit's elements as a compressor has made them; `payload` is uint8."""
+    """A unit's elements as a compressor has encoded them. `payload` is uint8."""
 
     coded = True
 
     def __init__(self, payload: Array, compressor: Compressor) -> None:
-        self._payload, self._compressor = payload, compressor
+        self._payload = payload
+        self._compressor = compressor
 
     def add_to(self, out: Array) -> None:
         self._compressor.decode(self._payload, out, add=True)
 
 
 class PushedRows(Contribution):
-    """Rows of a unit whose elements are whole rows: `payload` holds `count` row numbers (int64), then their values."""
+    """Rows of a unit that consists of whole rows. `payload` holds `count` row numbers (int64), then their values."""
 
     coded = True
     sparse = True
@@ -189,7 +201,7 @@ class PushedRows(Contribution):
 
 
 class Empty(PushedRows):
-    """A push that counts as a round only: no rows."""
+    """A push without values, which only counts as a round."""
 
     empty = True
 
@@ -207,11 +219,15 @@ class MessageBlocks(Contribution):
     local = False
 
     def __init__(self, receiver: Receiver, line: MessageLine, worker: int, unit: Unit, frame: Frame) -> None:
-        self._receiver, self._line, self._worker, self._unit, self._round = receiver, line, worker, unit, frame.round
+        self._receiver = receiver
+        self._line = line
+        self._worker = worker
+        self._unit = unit
+        self._round = frame.round
         self._blocks = unit.blocks if frame.coding == Coding.PLAIN else 1
         self._early = max(2, receiver.in_flight // len(unit.contributors))
+        # the blocks from `_asked - len(_coming)` up to `_asked`
         self._coming: deque[_Block] = deque()
-        """Blocks `_asked - len(_coming)` up to `_asked`."""
         self._asked = 0
         if frame.flags & ALONG:
             data = receiver.buffers.borrow(frame.nbytes, True, sent=True)
@@ -220,13 +236,13 @@ class MessageBlocks(Contribution):
             self._asked = 1
 
     def ready(self, block: int) -> bool:
-        """Return whether this block is there; asks for it, and for some that follow, where there is room."""
+        """True if this block has come. Asks for it, and for some of the next ones if there is room."""
         while self._asked < min(self._blocks, block + self._early) and self._ask(self._asked == block):
             self._asked += 1
         return block < self._asked and self._receiver.came(self._coming[0])
 
     def _ask(self, next_one: bool) -> bool:
-        """Ask for one more block; False where there is no room for it."""
+        """Ask for the next block. False if there is no room for it."""
         unit, receiver = self._unit, self._receiver
         due = next_one and unit.position.get(self._worker, unit.turn) == unit.turn
         data = receiver.buffers.borrow(self._nbytes(self._asked), due)
@@ -241,17 +257,17 @@ class MessageBlocks(Contribution):
         return int((stop - start) * self._unit.stored.itemsize)
 
     def _take(self) -> Bytes:
-        """Return the next block that has come; its memory is used again for what is asked for next."""
+        """Return the next block that has come. Its memory is used again for the next block that is asked for."""
         came = self._coming.popleft()
         self._receiver.buffers.give_back(came.data, came.due)
         return came.data
 
     def part(self, block: int, start: int, stop: int) -> Array:
-        """Return the elements of this block, which is ready; good until the next look at any payload."""
+        """Return the elements of this block, which must be ready. Valid until the next look at any payload."""
         return self._take().view(self._unit.stored.dtype)
 
     def drop(self) -> None:
-        """Drop it, as the generation is over; `Receiver.stop` sees to what is on its way."""
+        """Forget the blocks at the end of a generation. `Receiver.stop` handles those on their way."""
         self._coming.clear()
 
 
@@ -264,7 +280,8 @@ class CodedMessage(MessageBlocks):
         self, receiver: Receiver, line: MessageLine, worker: int, unit: Unit, frame: Frame, read: Read
     ) -> None:
         super().__init__(receiver, line, worker, unit, frame)
-        self._size, self._read = frame.nbytes, read
+        self._size = frame.nbytes
+        self._read = read
         self.empty = frame.coding == Coding.NOTHING
         self.sparse = self.empty or frame.coding == Coding.ROWS
 
@@ -278,22 +295,29 @@ class CodedMessage(MessageBlocks):
         self._read(self._take()).add_to(out)
 
     def rows(self) -> RowSparse:
-        """Return the payload as rows, in memory of its own: it is kept until the round ends."""
+        """Return the payload as rows, in memory of its own, because it is kept until the round ends."""
         return self._read(self._take().copy()).rows()
 
 
 class WholeMessage(Contribution):
-    """A payload that comes from another process into memory of its own, whether its turn has come or not.
+    """A payload that comes from another process into memory of its own, even before its turn.
 
-    `read` makes elements of a coded one. It keeps no buffer that others need, however slowly it comes."""
+    However slowly it comes, it keeps no buffer that others need. `read` decodes a coded payload.
+    """
 
     local = False
 
     def __init__(
         self, receiver: Receiver, line: MessageLine, worker: int, unit: Unit, frame: Frame, read: Read | None
     ) -> None:
-        self._receiver, self._line, self._worker, self._unit, self._frame = receiver, line, worker, unit, frame
-        self.weight, self._read = frame.token, read
+        self._receiver = receiver
+        self._line = line
+        self._worker = worker
+        self._unit = unit
+        self._frame = frame
+        # The token of a push holds the weight of its worker.
+        self.weight = frame.token
+        self._read = read
         self._data = np.empty(frame.nbytes, np.uint8)
         step = frame.nbytes if read is not None else unit.block_elements * unit.stored.itemsize
         self._rest = deque(cut_bytes(self._data, step))
@@ -307,7 +331,7 @@ class WholeMessage(Contribution):
         self._asked += 1
 
     def ready(self, block: int) -> bool:
-        """Return whether all of it is there; ask for more."""
+        """True if all of it has come. Asks for more."""
         while self._coming and self._receiver.came(self._coming[0]):
             self._coming.popleft()
         while self._rest and len(self._coming) < self._receiver.in_flight:
@@ -332,7 +356,7 @@ class _Block(NamedTuple):
 
 
 class _Shipment(NamedTuple):
-    """An answer under way to a worker; `blocks`: those not yet sent."""
+    """An answer under way to a worker. `blocks` are those not sent yet."""
 
     unit: int
     worker: int
@@ -345,18 +369,19 @@ class Receiver:
     """One server's messages with payloads, from and to workers of other nodes."""
 
     def __init__(self, comm: MPI.Comm, in_flight: int) -> None:
-        self.comm, self.in_flight = comm, in_flight
+        self.comm = comm
+        self.in_flight = in_flight
         self.buffers = Buffers()
         self._shipping: list[_Shipment] = []
+        # receives that are not complete
         self._coming: dict[int, MPI.Request] = {}
-        """Receives that are not over."""
+        # receives from workers that have died
         self._lost: dict[int, MPI.Request] = {}
-        """Those from workers that have died."""
 
     # ---- in
 
     def first(self, unit: Unit, worker: int) -> Callable[[], bool]:
-        """Receive the payload of a SET where the unit keeps its values; return what says whether all of it is there."""
+        """Receive the payload of a SET into the unit's memory. Return a function that is True once all has come."""
         slices = cut_bytes(unit.stored, unit.block_elements * unit.stored.itemsize)
         blocks = deque(self.receive(data, worker, unit.number, False) for data in slices)
 
@@ -368,15 +393,16 @@ class Receiver:
         return is_there
 
     def receive(self, data: Bytes, worker: int, unit: int, due: bool) -> _Block:
-        """Start to receive a block."""
+        """Begin to receive a block."""
         request = self.comm.Irecv(data, worker, push_tag(unit))
         self._coming[id(request)] = request
         return _Block(request, data, due)
 
     def came(self, block: _Block) -> bool:
-        """Return whether a block is there; never, where its worker has died before."""
+        """True if a block has come. Never true if its worker died before."""
         name = id(block.request)
-        if block.request:  # null once it has ended
+        # A request is null once it has completed.
+        if block.request:
             try:
                 if not block.request.Test():
                     return False
@@ -390,14 +416,15 @@ class Receiver:
     # ---- out
 
     def ship(self, unit: Unit, worker: int, rows: NDArray[np.int64] | None = None) -> None:
-        """Start to send a unit, or rows of it. Unless it has a copy, it must not change until `delivered` names it."""
+        """Begin to send a unit, or rows of it. A unit without a copy must not change until `delivered` names it."""
         stored = unit.stored if unit.copy is None else unit.copy
         if rows is None:
             blocks: Iterator[Bytes] = iter(cut_bytes(stored, unit.block_elements * stored.itemsize))
         else:
             table, step = stored.reshape(-1, unit.row_elements), max(1, unit.block_elements // unit.row_elements)
             blocks = (table[rows[at : at + step]].reshape(-1).view(np.uint8) for at in range(0, len(rows), step))
-        # What lies in the unit goes at once; rows are copied, so only a few messages of them are under way.
+        # The unit's own memory is sent at once. Rows are copied, so only a few messages of them are under way at a
+        # time.
         shipment = _Shipment(unit.number, worker, blocks, sys.maxsize if rows is None else ROW_MESSAGES, deque())
         self._post(shipment)
         self._shipping.append(shipment)
@@ -408,7 +435,7 @@ class Receiver:
             shipment.requests.append(send(self.comm, block, shipment.worker, tag))
 
     def delivered(self) -> list[tuple[int, int]]:
-        """Return (unit, worker) of everything that has gone since the last call."""
+        """Return (unit, worker) of all answers that have been sent since the last call."""
         gone, rest = [], []
         for shipment in self._shipping:
             while shipment.requests and shipment.requests[0].Test():
@@ -424,27 +451,30 @@ class Receiver:
     # ---- the end
 
     def done(self, lines: Iterable[Line]) -> bool:
-        """Return whether everything sent has been taken; when all workers have left."""
+        """True if everything sent has been taken. Asked when all workers have left."""
         self.delivered()
         return not self._shipping and all(line.done() for line in lines if isinstance(line, MessageLine))
 
     def stop(self, lines: Iterable[Line]) -> None:
-        """Give up all receives, as the generation is over.
+        """Give up all receives at the end of a generation.
 
-        First take in for a moment what workers have under way, as they wait until it is. What MPI may still touch is
-        kept. Nothing that comes here counts as a contribution."""
+        For a moment, first take in what workers are sending, because they wait until that is done. Nothing of it counts
+        as a contribution. Memory that MPI may still touch is kept alive.
+        """
         distant = [line for line in lines if isinstance(line, MessageLine)]
         dropped: list[MPI.Request] = []
         clock, heard = Clock(), list(distant)
         while heard and clock.seconds() < DRAIN_SECONDS:
             for line in list(heard):
                 try:
-                    for frame in map(Frame.of, line.read()):  # what follows it unasked is received for nothing
+                    # Payloads that follow a frame without a credit are received too, and dropped.
+                    for frame in map(Frame.of, line.read()):
                         unasked = frame.aux if frame.op == Op.SET else int(frame.op == Op.PUSH and frame.flags & ALONG)
                         tag = push_tag(frame.unit)
                         for _ in range(unasked):
                             dropped.append(self.comm.Irecv(np.empty(frame.nbytes, np.uint8), line.peer, tag))
-                except MPI.Exception:  # its worker has died
+                # The line's worker has died.
+                except MPI.Exception:
                     heard.remove(line)
             time.sleep(LOOK_SECONDS)
         receives = [*self._coming.values(), *dropped]
@@ -459,7 +489,7 @@ class Receiver:
 
 
 class Buffers:
-    """Buffers for blocks of a server; `limit`: bytes that they may fill, those of all units together."""
+    """Buffers for the blocks of a server. `limit` is the number of bytes that they may fill: the size of all units."""
 
     def __init__(self) -> None:
         self.limit = self.held = 0
@@ -467,8 +497,12 @@ class Buffers:
         self._spare: list[Bytes] = []
 
     def borrow(self, nbytes: int, due: bool, sent: bool = False) -> Bytes | None:
-        """Return a buffer, or None where there is no room. `due`: it is this block's turn; `sent`: it comes in any
-        case."""
+        """Return a buffer, or None if there is no room.
+
+        Args:
+            due: It is the turn of this block in its sum.
+            sent: The block comes in any case, so it needs a buffer.
+        """
         room = self.limit if due else self.limit // 2
         if self.held + nbytes > room and not sent and (not due or self._due):
             return None
@@ -480,7 +514,7 @@ class Buffers:
         return np.empty(nbytes, np.uint8)
 
     def give_back(self, buffer: Bytes, due: bool) -> None:
-        """Give back what `borrow` gave; it keeps its bytes until the next `borrow`."""
+        """Give back a buffer. Its bytes stay until the next `borrow`."""
         self.held -= buffer.size
         self._due -= due
         if len(self._spare) < KEPT:

@@ -1,24 +1,23 @@
 """Decide when a server applies pushes and lets pulls return: in rounds, or as they come within `staleness`. No MPI.
 
-Events come in, replies go out, arithmetic lies in between.
+A state machine. The loop turns frames into events (`pushed`, `pulled`, `released`, `waits`, `meets`, `left`), and calls
+`work` as long as that does anything. Each of these returns the replies to send. Units are independent of each other. An
+exception ends the generation: `finish` then applies what it still can, and `abandon` drops the rest. The next
+generation has a new state.
 
-The loop turns frames into events (`pushed`, `pulled`, `released`, `waits`, `meets`, `left`), and calls `work` as long
-as it says that something was done; each returns the replies to send. A unit is independent of all others. What is
-raised ends the generation: then `finish` goes on as far as it can, and `abandon` drops the rest. The next generation
-has another state.
+`SynchronousState` applies rounds. Round r of a unit is complete when every contributor has pushed the unit r times. It
+is summed in the order of the contributors, block by block. Each block is updated by the optimizer, or replaces the
+stored one without an optimizer. The unit's progress word tells readers how many blocks are done. A worker may be any
+number of rounds ahead.
 
-`SynchronousState` applies rounds: round r of a unit is complete when every contributor has pushed it r times. It is
-summed in the order of the contributors, block by block. Each block is updated by the optimizer, or replaces the stored
-one, and the unit's progress word tells readers how many blocks are done. A worker may be any number of rounds ahead.
+`AsynchronousState` applies every contribution as an update of its own, in the order of arrival. Pushes and pulls of a
+worker that is too far ahead of the slowest one are held back. A worker that waits for all others, in a barrier or to
+close, pushes nothing until all have come. So it holds nobody back, and pushes are counted anew from there.
 
-`AsynchronousState` applies every contribution as an update of its own, as they come. A worker that is too far ahead of
-the slowest has its pushes and pulls held back. Who waits for all workers, in a barrier or to close, pushes nothing
-until all do: it holds nobody back, and pushes are counted anew from there. Workers of this node may read a unit of one
-block unasked, between two updates: `words[0]` is odd while one is being written, and counts up. Updates that follow
-each other closely leave them no time: then they ask.
-
-Who reads under a grant holds updates back until it has finished. Workers of this node read a synchronous store without
-asking, behind its progress word.
+Reading: in a synchronous store workers of this node read without asking, behind the progress word. In an asynchronous
+store they may read a unit of one block without asking, between two updates: `words[0]` is odd while one is written, and
+grows with each. If updates follow each other too closely for that, they ask. A reader that has asked, and was granted,
+holds updates back until it has finished.
 """
 
 from __future__ import annotations
@@ -45,24 +44,26 @@ from mpips.store.server.late import BEFORE_LEAVING, InRounds, Late, Wait
 from mpips.store.server.reduce import Reduce
 from mpips.store.server.unit import Contribution, Known, Replies, Reply, Unit, UnitMirror
 
+# How much a server does before it listens again: turns of units of at most SHORT_BYTES, or one turn of a longer unit.
 TURNS, SHORT_BYTES = 8, 1 << 14
-"""What a server does before it listens again: turns of units of at most so many bytes, or one of a longer one."""
 PRIORITY = attrgetter("priority")
+# the recorder's lane for what this process' servers do, above the lanes of stores
 LANE = 3 << 62
-"""Of the recorder: what this process' servers do. Above the lanes that stores have."""
 Name = int | str
 
 
 @cache
 def _marks() -> recorder.Marks:
-    """Return the lane of this process' server."""
+    """Return the marks of this process' servers, made once."""
     return recorder.Marks(LANE)
 
 
 class ServerState(ABC):
     """All units of one server. `clock` values are seconds of any monotonic clock.
 
-    `remote`: workers of other nodes, which read by messages. `mirror`: where a unit is sent that has changed.
+    Args:
+        remote: Workers of other nodes, which read by messages.
+        mirror: Where changed units are sent.
     """
 
     asynchronous: bool
@@ -77,30 +78,36 @@ class ServerState(ABC):
         compressor: Compressor | None = None,
     ) -> None:
         self.units: Known[int, Unit] = Known("unit")
+        # the store's lane in records, set once it is known
         self.lane = LANE
-        """Of records: that of the store, once it is known."""
-        self.optimizers, self.compressor = optimizers or Groups(), compressor
+        self.optimizers = optimizers or Groups()
+        self.compressor = compressor
         self.late = late or Late()
+        # units that have something to apply
         self.ready: dict[int, Unit] = {}
-        """Units with something to apply."""
+        # Units to whose open round some worker has contributed. Always empty if no worker waits for another's
+        # contribution.
         self.open: dict[int, Unit] = {}
-        """Units to whose round anybody has contributed; none where nobody waits for another's contribution."""
+        # workers that have left
         self.gone: set[int] = set()
-        """Workers that have left."""
+        # workers that wait for all others
         self.meeting: set[int] = set()
-        """Workers that wait for all."""
+        # workers that wait until all pushes have been applied
         self.asking: set[int] = set()
-        """Workers that wait until all that was pushed has been applied."""
         self._clock = 0.0
-        self._remote, self._reduce, self._mirror = frozenset(remote), reduce or Reduce(), mirror
+        self._remote = frozenset(remote)
+        self._reduce = reduce or Reduce()
+        self._mirror = mirror
+        # shows other processes which unit this server has summed, or let a worker read, last
         self._word = _marks().word
-        """Where others see which unit this server summed, or let read, last."""
+        # unit number -> (ring, record id) of the round that is being summed
         self._begun: dict[int, tuple[Ring, int]] = {}
-        """Records of rounds that are being summed, by the unit's number,"""
+        # record the rounds of every unit, not only of long ones
         self._every = False
-        """of long units, or of all."""
         recorder.add_timeable(self)
-        self._ranked = False  # whether any unit has a priority: to sort hundreds at every step takes as long as to sum
+        # True once any unit has a priority. Without one nothing is sorted: sorting hundreds of units at every step
+        # takes as long as summing them.
+        self._ranked = False
 
     # ---- events
 
@@ -109,13 +116,13 @@ class ServerState(ABC):
         """Take a contribution of the contributor at `index`. MismatchError if its round can never end."""
 
     def pulled(self, number: int, worker: int, round_: int, rows: NDArray[Any] | None = None) -> Replies:
-        """Let a worker read a unit, or some rows of it, once `round_` of its own pushes count."""
+        """Let a worker read a unit, or some rows of it, once `round_` of its own pushes are in it."""
         unit = self.units[number]
         unit.pulls.append((worker, round_, rows))
         return self._grant(unit)
 
     def hold(self, number: int, worker: int, pushes: int) -> Replies:
-        """Let a worker hold a unit as it is, once so many pushes of all workers are in it."""
+        """Hold a unit unchanged for a worker, once the unit has this many pushes of all workers in it."""
         unit = self.units[number]
         unit.holds.append((worker, pushes))
         return self._grant(unit)
@@ -133,32 +140,33 @@ class ServerState(ABC):
             self.late.note_wait(unit, worker, round_)
 
     def meets(self, worker: int) -> Replies:
-        """Hold nobody back for a worker that waits for all, until `all_met`."""
+        """Note that a worker waits for all others. It holds nobody back until `all_met`."""
         self.meeting.add(worker)
         return self._see_absent()
 
     def asks(self, worker: int) -> None:
-        """Note that a worker waits until all that was pushed has been applied, and pushes nothing meanwhile."""
+        """Note that a worker waits until all pushes have been applied, and pushes nothing meanwhile."""
         self.asking.add(worker)
 
     def all_met(self) -> None:
-        """Count anew how far workers are ahead: all have waited for all, and what they had pushed is applied."""
+        """Count anew how far workers are ahead: all have waited for all others, and everything pushed is applied."""
         self.meeting.clear()
         for unit in self.units.values():
             unit.met = list(unit.done)
 
     def left(self, worker: int) -> Replies:
-        """Wait no more for a worker that has closed the store. MismatchError if a round needs it."""
+        """Stop waiting for a worker that has closed the store. MismatchError if an open round needs it."""
         self.gone.add(worker)
         for unit in self.units.values():
             unit.pulls = [pull for pull in unit.pulls if pull[0] != worker]
             unit.holds = [hold for hold in unit.holds if hold[0] != worker]
-            if worker not in self._remote:  # what is on its way to it ends by itself
+            # What is being sent to a worker of another node ends by itself.
+            if worker not in self._remote:
                 unit.readers = [reader for reader in unit.readers if reader != worker]
         return self._see_absent()
 
     def _see_absent(self) -> Replies:
-        """Go on without workers that push no more, for now or for good."""
+        """Let units and readers go on without the workers that push nothing, for now or for good."""
         replies: Replies = []
         for unit in self.units.values():
             self._see_gone(unit)
@@ -166,26 +174,35 @@ class ServerState(ABC):
         return replies
 
     def tick(self, clock: float, others: Iterable[InRounds] = (), waits: Iterable[Wait] = ()) -> Replies:
-        """Look for waits that have become too long; call now and then while idle. StallError or MismatchError where one
-        will not end. `others`, `waits`: what services have open, and who waits in them for anything but a push."""
+        """Look for waits that have become too long. Called now and then while idle.
+
+        Args:
+            others: Parts of services that have rounds.
+            waits: Workers that wait for a service, but not for a push.
+
+        Raises:
+            StallError: A wait has lasted longer than `timeout_seconds`.
+            MismatchError: Workers wait for one another in a circle.
+        """
         self.late.check_circles(clock, waits)
         return self.late.tick(clock, [*self.open.values(), *others])
 
     def wake(self, clock: float) -> None:
-        """Take note of the time; call it often while idle."""
+        """Take note of the time. Called often while idle."""
         self._clock = clock
 
     @property
     def quiet(self) -> bool:
-        """Return whether all that was pushed has been applied, and is with the mirror, where there is one.
+        """True if everything pushed has been applied, and the mirror, if any, has it.
 
-        Rounds that are too far ahead do not count."""
+        Pushes that are too far ahead to be applied do not count.
+        """
         return not self.ready and not self.open and (self._mirror is None or self._mirror.quiet)
 
     # ---- work
 
     def work(self) -> tuple[bool, Replies]:
-        """Do one slice of what can be done, the highest priority first: (whether anything was done, replies)."""
+        """Do a slice of the work, highest priority first. Return (True if anything was done, replies)."""
         ready = self.ready
         if len(ready) == 1:
             for unit in ready.values():
@@ -205,7 +222,10 @@ class ServerState(ABC):
         return turns > 0, said
 
     def _as_they_came(self) -> Iterator[Unit]:
-        """Yield units that are ready. Mostly the first is enough, and of thousands a list takes longer than a sum."""
+        """Yield the units that are ready.
+
+        Lists are made late: the first unit is mostly enough, and there may be thousands.
+        """
         first = next(iter(self.ready.values()))
         yield first
         few = [unit for unit in islice(self.ready.values(), TURNS) if unit is not first]
@@ -214,18 +234,18 @@ class ServerState(ABC):
 
     @abstractmethod
     def _turn(self, unit: Unit) -> tuple[bool, Replies]:
-        """Go on with a unit: (whether anything was done, replies). CollectiveError where an update fails."""
+        """Go on with a unit. Return (True if anything was done, replies). CollectiveError if an update fails."""
 
     @abstractmethod
     def _see_gone(self, unit: Unit) -> None:
-        """See what follows for a unit from who has left. MismatchError if the open round waits for such a worker."""
+        """Handle the absence of workers for one unit. MismatchError if its open round waits for one that has left."""
 
     @abstractmethod
     def _may_read(self, unit: Unit, worker: int, round_: int) -> bool:
-        """Return whether a worker may read after `round_` of its own pushes."""
+        """True if a worker may read the unit after `round_` of its own pushes."""
 
     def _grant(self, unit: Unit) -> Replies:
-        """Let those read whose own pushes count by now; nothing is written until they have finished."""
+        """Let workers read whose own pushes are in the unit. Nothing is written until they have finished."""
         if unit.block or not (unit.pulls or unit.holds):
             return []
         replies: Replies = []
@@ -247,20 +267,20 @@ class ServerState(ABC):
         return replies
 
     def _written(self, unit: Unit) -> None:
-        """Close what a unit's undo copy keeps, and send the unit to its mirror: all blocks are written."""
+        """Close the undo copy of a unit and send it to its mirror, after all blocks have been written."""
         if unit.undo is not None:
             unit.undo.close(unit.stands_at)
         if self._mirror is not None:
             self._mirror.changed(unit)
 
     def set_timed(self, every: bool) -> None:
-        """Record the rounds of every unit from now on, or of long ones; see `recorder.own.trace`."""
+        """Record the rounds of every unit from now on, or only of long ones. See `recorder.own.trace`."""
         self._every = every
         for unit in list(self.units.values()):
             unit.is_timed = every or unit.is_long
 
     def _begin(self, unit: Unit, number: int) -> None:
-        """Begin the record of a round, or of a contribution, that is being applied."""
+        """Begin the record of a round, or of a single contribution, that is being applied."""
         into = recorder.ring
         self._begun[unit.number] = into, into.begin(unit.form, 0, number)
 
@@ -270,7 +290,7 @@ class ServerState(ABC):
             begun[0].end(begun[1])
 
     def _failed(self, unit: Unit, error: Exception) -> CollectiveError:
-        """Return what is raised where an update has failed; nobody goes on with the unit."""
+        """Return the exception to raise after an update has failed. The unit is not worked on any more."""
         self._forget(unit)
         return unit.failed(error)
 
@@ -281,7 +301,7 @@ class ServerState(ABC):
     # ---- units and optimizers
 
     def create(self, unit: Unit) -> None:
-        """Add a unit that is new, with its optimizer."""
+        """Add a new unit, with its optimizer."""
         self.units[unit.number] = unit
         part = f", from element {unit.start}" if unit.start else ""
         name = f"of key {unit.key!r}{part}"
@@ -291,7 +311,7 @@ class ServerState(ABC):
         self._prepare(unit)
 
     def _prepare(self, unit: Unit) -> None:
-        """Ask for what will sum and update a unit, so that it is there in time."""
+        """Request the compiled loops that will sum and update a unit, so that they are ready in time."""
         if self.compressor is not None:
             self.compressor.prepare(unit.stored.dtype)
         nbytes, size, dtype = unit.stored.nbytes, unit.stored.size, unit.stored.dtype.name
@@ -302,7 +322,9 @@ class ServerState(ABC):
             parts = 1
         elif self._remote.isdisjoint(unit.contributors):
             parts = count
-        else:  # each is added when it comes; the last one is added and written
+        # Contributions from other nodes are added one by one as they come; the last one is added and written in one
+        # loop.
+        else:
             parts = min(2, count)
         if unit.optimizer is None:
             sums.prepare(np.add, unit.stored.dtype, parts, unit.stored.nbytes)
@@ -310,13 +332,15 @@ class ServerState(ABC):
             prepare(unit.optimizer, unit.stored.dtype, parts)
 
     def changed(self, unit: Unit) -> None:
-        """Let the mirror have a unit that was changed not by a push."""
+        """Send a unit to its mirror after a change that was not a push."""
         if self._mirror is not None:
             self._mirror.changed(unit)
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """Forget units that no worker will use again, though one may still say that it has read. Some may not be
-        there."""
+        """Forget units that no worker will use again.
+
+        Some may be unknown, and workers may still say that they have read.
+        """
         gone = [self.units.pop(number) for number in numbers if number in self.units]
         if self._mirror is not None:
             self._mirror.forget(gone)
@@ -328,11 +352,11 @@ class ServerState(ABC):
         self.optimizers.forget({unit.key for unit in gone} - kept)
 
     def idle(self, numbers: Iterable[int]) -> bool:
-        """Return whether all that was pushed of these units has been applied."""
+        """True if everything pushed to these units has been applied."""
         return not any(number in self.ready or number in self.open for number in numbers)
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Name] | None = None) -> None:
-        """Update these keys, or all, by an optimizer from now on; their state begins anew."""
+        """Update keys, or all, by an optimizer from now on, with new state."""
         self.optimizers.set(optimizer, keys)
         chosen = None if keys is None else set(keys)
         for unit in self.units.values():
@@ -342,14 +366,14 @@ class ServerState(ABC):
                 self.changed(unit)
 
     def update_optimizer(self, numbers: Mapping[str, Any], keys: Sequence[Name] | None = None) -> None:
-        """Change numbers of these keys' optimizers, or of all, from the next update on; state and steps stay."""
+        """Change numbers of keys' optimizers, or of all, from the next update on. State and steps stay."""
         self.optimizers.update(numbers, keys)
         for unit in self.units.values():
             unit.optimizer = self.optimizers.of(unit.key)
             self._prepare(unit)
 
     def set_compressor(self, compressor: Compressor) -> None:
-        """Decode by this compressor what is pushed compressed from now on."""
+        """Decode compressed pushes by this compressor from now on."""
         self.compressor = compressor
         for unit in self.units.values():
             self._prepare(unit)
@@ -357,8 +381,10 @@ class ServerState(ABC):
     # ---- the end of a generation
 
     def finish(self) -> bool:
-        """Go on with what all have contributed to, as the generation is over; whether anything was done. What fails is
-        left."""
+        """Apply rounds to which all have contributed, at the end of a generation. True if anything was done.
+
+        A unit that fails is left as it is.
+        """
         worked = False
         for unit in list(self.ready.values()):
             unit.readers.clear()
@@ -367,8 +393,10 @@ class ServerState(ABC):
         return worked
 
     def abandon(self) -> None:
-        """Drop every contribution that is left, as the generation is over. A unit with a round half applied
-        goes back, or is torn (`Unit.give_up`)."""
+        """Drop every contribution that is left, at the end of a generation.
+
+        A unit to which a round has been applied in part goes back a round, or is torn (`Unit.give_up`).
+        """
         self.late.clear()
         self._begun.clear()
         for unit in self.units.values():
@@ -377,12 +405,11 @@ class ServerState(ABC):
 
 
 class SynchronousState(ServerState):
-    """Units to whose round all must have contributed before it is applied."""
+    """Units whose rounds are applied when all contributors have pushed."""
 
     asynchronous = False
 
     def pushed(self, unit: Unit, index: int, source: Contribution, priority: int, clock: float) -> None:
-        """Take a contribution of the contributor at `index`. MismatchError if its round can never end."""
         if priority != unit.priority:
             unit.priority, self._ranked = priority, True
         queue = unit.queues[index]
@@ -413,7 +440,8 @@ class SynchronousState(ServerState):
         if unit.readers or not unit.mirrored:
             return False, []
         if unit.block == unit.blocks:
-            return True, self._end_round(unit)  # its mirror has it
+            # The round is written, and its mirror has it by now.
+            return True, self._end_round(unit)
         if not unit.block:
             self._word[0] = unit.token
             if unit.is_timed and unit.number not in self._begun:
@@ -429,7 +457,7 @@ class SynchronousState(ServerState):
         return worked, self._end_round(unit) if unit.mirrored else []
 
     def _sum(self, unit: Unit, sources: Sequence[Contribution]) -> bool:
-        """Sum what is there; whether anything was."""
+        """Sum the blocks whose contributions are there. True if there were any."""
         reduce = self._reduce
         if unit.blocks == 1 and not reduce.worth_sharing(unit, sources, 0, 1):
             steady = [array for source in sources if (array := source.steady) is not None]
@@ -443,12 +471,13 @@ class SynchronousState(ServerState):
         return reduce.sum_arriving(unit, sources)
 
     def _end_round(self, unit: Unit) -> Replies:
-        """End the round: readers may have it, contributors may go on, the next round may already be there."""
+        """End a round: readers may read it, and contributors may go on. The next round may be complete already."""
         if self._begun:
             self._end(unit)
         unit.round = round_ = unit.round + 1
         if unit.optimizer is None:
-            unit.torn = False  # nothing is left of what was there before
+            # The sum has replaced every value, so nothing is left of a round that was torn.
+            unit.torn = False
         unit.begin()
         missing = 0
         for queue in unit.queues:
@@ -481,7 +510,9 @@ class SynchronousState(ServerState):
 class AsynchronousState(ServerState):
     """Units to which every contribution is applied by itself.
 
-    `staleness`: how many steps of a unit a worker may be ahead of the slowest since all met; -1: any number.
+    Args:
+        staleness: How many steps of a unit a worker may be ahead of the slowest one, counted since all met. -1: any
+            number.
     """
 
     asynchronous = True
@@ -500,7 +531,6 @@ class AsynchronousState(ServerState):
         self.staleness = staleness
 
     def pushed(self, unit: Unit, index: int, source: Contribution, priority: int, clock: float) -> None:
-        """Take a contribution of the contributor at `index`."""
         if priority != unit.priority:
             unit.priority, self._ranked = priority, True
         queue = unit.queues[index]
@@ -510,7 +540,8 @@ class AsynchronousState(ServerState):
         self.ready[unit.number] = unit
 
     def _see_gone(self, unit: Unit) -> None:
-        if unit.waits:  # what the worker held back may go on
+        # Contributions that the absent worker held back may be applied now.
+        if unit.waits:
             self.ready[unit.number] = unit
 
     def _may_read(self, unit: Unit, worker: int, round_: int) -> bool:
@@ -518,7 +549,7 @@ class AsynchronousState(ServerState):
         return index is None or (unit.done[index] >= round_ and not self._too_far(unit, index, round_))
 
     def _too_far(self, unit: Unit, index: int, steps: int) -> bool:
-        """Return whether `steps` pushes of the unit are more than `staleness` ahead of the slowest contributor."""
+        """True if `steps` pushes of the unit are more than `staleness` ahead of the slowest contributor."""
         if self.staleness < 0:
             return False
         steps -= unit.met[index]
@@ -530,12 +561,14 @@ class AsynchronousState(ServerState):
         if unit.readers or not unit.mirrored:
             return False, []
         if unit.block == unit.blocks:
-            return True, self._end_update(unit)  # its mirror has it
+            # The update is written, and its mirror has it by now.
+            return True, self._end_update(unit)
         if unit.active < 0:
             unit.active = next((i for i in unit.arrivals if not self._too_far(unit, i, unit.done[i])), -1)
         index = unit.active
         if index < 0:
-            self.ready.pop(unit.number, None)  # until something comes, or somebody leaves
+            # Nothing can be applied until a push comes or a worker leaves.
+            self.ready.pop(unit.number, None)
             return False, []
         source = unit.queues[index][0]
         if not source.ready(unit.block):
@@ -544,7 +577,9 @@ class AsynchronousState(ServerState):
             self._word[0] = unit.token
             if unit.is_timed and unit.number not in self._begun:
                 self._begin(unit, unit.done[index] + 1)
-        if unit.blocks == 1:  # in a longer unit's word its outboxes look for blocks that have been summed: none here
+        # An odd word tells readers that an update is being written. Only in units of one block: in longer units
+        # outboxes read this word as the number of summed blocks, and would use slots again too early.
+        if unit.blocks == 1:
             unit.words[0] |= 1
         if unit.block == 0 and unit.undo is not None:
             unit.undo.note_pushes([count + (at == index) for at, count in enumerate(unit.done)])
@@ -559,7 +594,7 @@ class AsynchronousState(ServerState):
         return True, self._end_update(unit) if unit.mirrored else []
 
     def _end_update(self, unit: Unit) -> Replies:
-        """End the update by the contributor whose turn it is."""
+        """End the update by the contribution that is being applied."""
         index = unit.active
         if self._begun:
             self._end(unit)

@@ -1,4 +1,4 @@
-"""A unit on its server: its values and optimizer's state, the sum and update of a block, who has pushed. No I/O."""
+"""A unit on its server: its values and optimizer state, the sum and update of a block, queues of pushes. No I/O."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from mpips.store.recovery.undo import Undo
 
 K = TypeVar("K")
 V = TypeVar("V")
+# how many known names an error message shows
 SHOWN = 8
-"""Names that a sentence shows of all that are known."""
 
 
 class UnknownError(ValueError):
-    """A worker's message names what this server does not have. Its sender hears the sentence."""
+    """A worker's message names something that this server does not have. The sender is told."""
 
 
 class Known(dict[K, V]):
-    """Units, tables and their like by number or name. UnknownError where a message names another one."""
+    """Units, tables and the like, by number or name. UnknownError for a name that is not among them."""
 
     def __init__(self, noun: str) -> None:
         super().__init__()
@@ -37,28 +37,30 @@ class Known(dict[K, V]):
 
 
 class Contribution:
-    """A contribution's payload, wherever it lies (`server.sources`). As it stands here nothing has to be fetched."""
+    """The payload of a push, wherever it lies (`server.sources`). This base class has all of it at hand."""
 
+    # True if it lies in memory of this node
     local = True
-    """Whether it lies in memory of this node."""
+    # True if it is compressed or row-sparse. It is then taken as a whole once `ready(0)`, and else block by block.
     coded = False
-    """Whether it is compressed or row-sparse: then `ready(0)` is asked and it is taken whole, else block by block."""
+    # True if it is row-sparse
     sparse = False
-    """Whether it is row-sparse."""
+    # True if it holds nothing and only counts as a round
     empty = False
-    """Whether it counts as a round only."""
+    # all elements of the unit, if they are complete and in memory of this node
     steady: Array | None = None
-    """All elements of the unit, where they lie in memory of this node and are there."""
+    # its weight in a round that a quorum closes
     weight = 1
-    """How much it counts in a round that a quorum closes."""
 
     def ready(self, block: int) -> bool:
-        """Return whether this block can be read; asking may start to fetch it."""
+        """True if this block can be read. To ask may start to fetch it."""
         return True
 
     def part(self, block: int, start: int, stop: int) -> Array:
-        """Return elements [start, stop) of the unit, which are of this block; plain payloads only. To be used at once:
-        what came as a message is forgotten when the next block is looked for."""
+        """Return elements [start, stop) of the unit, which belong to this block. Plain payloads only.
+
+        They must be used at once: a block that came as a message is forgotten when the next one is looked for.
+        """
         raise TypeError("the payload has no plain elements")
 
     def add_to(self, out: Array) -> None:
@@ -70,34 +72,34 @@ class Contribution:
         raise TypeError("the payload is not row-sparse")
 
     def whole(self) -> Array:
-        """Return all elements in memory of their own. Payloads of a quorum only; all of it is there."""
+        """Return all elements, in memory of their own. Only in stores with a quorum, once all of it has arrived."""
         raise TypeError("the payload is taken block by block")
 
     def drop(self) -> None:
-        """Drop it: nobody will ask for it."""
+        """Forget the payload, which nobody will read."""
 
 
 class Reply(NamedTuple):
-    """Something a worker must hear. `what` names an `Op`: CONSUMED, GRANT, HELD or WARNING."""
+    """A message to a worker. `what` names an `Op`: CONSUMED, GRANT, HELD or WARNING."""
 
     what: str
     worker: int
     unit: int
     round: int = 0
     text: str = ""
+    # of a GRANT: the rows that were asked for; None: all
     rows: Array | None = None
-    """GRANT: the rows that were asked for, all where None."""
 
 
 Replies = list[Reply]
 
 
 class UnitMirror:
-    """The way of changed units to another server, which keeps a copy (`recovery.mirror`)."""
+    """The way by which changed units reach another server, which keeps copies (`recovery.mirror`)."""
 
     @property
     def quiet(self) -> bool:
-        """Return whether it has all that was sent."""
+        """True if the other server has everything that was sent."""
         raise NotImplementedError
 
     def changed(self, unit: Unit) -> None:
@@ -105,15 +107,16 @@ class UnitMirror:
         raise NotImplementedError
 
     def forget(self, units: Iterable[Unit]) -> None:
-        """Let it forget units that are no more."""
+        """Let the other server forget units that no longer exist."""
         raise NotImplementedError
 
 
 class FrozenUnit:
-    """Values and state of a unit as they were: the unit's own arrays until it is about to write there, then copies."""
+    """Values and state of a unit at one moment: the unit's own arrays until it is about to be written, then copies."""
 
     def __init__(self, unit: Unit) -> None:
-        self.round, self.step = unit.round, unit.step
+        self.round = unit.round
+        self.step = unit.step
         self.arrays: list[Array] = [unit.stored, *(unit.state or ())]
 
     def copy(self) -> None:
@@ -121,8 +124,11 @@ class FrozenUnit:
 
 
 class Unit:
-    """One unit on its server. `words[0]` counts finished blocks over all rounds (asynchronous: see `state`),
-    `words[1 + i]` the rounds of contributor i that have been read; all that readers on the same node need to see."""
+    """One unit on its server.
+
+    Readers on the same node see its progress in `words`. `words[0]` counts finished blocks over all rounds (in an
+    asynchronous store, see `state`). `words[1 + i]` is the number of rounds of contributor i that have been read.
+    """
 
     noun = "key"
 
@@ -138,74 +144,104 @@ class Unit:
         start: int = 0,
         undo: Undo | None = None,
     ) -> None:
-        self.number, self.key, self.stored, self.words = number, key, stored, words
+        self.number = number
+        self.key = key
+        self.stored = stored
+        self.words = words
         self.contributors = tuple(contributors)
         self.position = {worker: index for index, worker in enumerate(self.contributors)}
         self.block_elements = max(1, block_elements)
         self.blocks = max(1, -(-stored.size // self.block_elements))
         self.row_elements = row_elements
-        self.start = start  # its first element in the key
+        # its first element in the key
+        self.start = start
+        # the old values of the open round, if the store survives deaths
         self.undo = undo
-        """Where the store survives deaths."""
         self.optimizer: Optimizer | None = None
         self.state: State | None = None
         self.step = 0
-        self.frozen: list[FrozenUnit] = []  # to be copied before the next write
-        self.copy: Array | None = None  # with a quorum: of what is stored, which workers read
-        self.torn = False  # some blocks are of a round that was never finished
-        self.mirrored = True  # False: its mirror is to have what is stored before that changes, or is told to workers
-        self.round = 0  # synchronous: rounds that are complete
-        self.done = [0] * len(self.contributors)  # asynchronous: rounds of each contributor that are applied,
-        self.met = [0] * len(self.contributors)  # and that were when all workers met last
+        # snapshots of it that have to be copied before the next write
+        self.frozen: list[FrozenUnit] = []
+        # with a quorum: a copy of the stored values, which workers read
+        self.copy: Array | None = None
+        # True if some blocks are of a round that was never finished
+        self.torn = False
+        # False while its mirror has yet to receive the stored values. Until then they must not change, and workers must
+        # not hear of them.
+        self.mirrored = True
+        # synchronous: number of complete rounds
+        self.round = 0
+        # asynchronous: for each contributor, the number of its rounds that are applied
+        self.done = [0] * len(self.contributors)
+        # the same numbers when all workers met last
+        self.met = [0] * len(self.contributors)
         self.priority = 0
-        self.readers: list[int] = []  # workers that read now
-        self.pulls: list[tuple[int, int, Array | None]] = []  # (worker, its rounds, rows) that wait for a grant
-        self.holds: list[tuple[int, int]] = []  # (worker, pushes) that wait for so many to be in it
-        self.opened: float | None = 0.0  # when the open round began to wait; None: since the next look at the clock
+        # workers that are reading
+        self.readers: list[int] = []
+        # (worker, its rounds, rows) of pulls that wait for a grant
+        self.pulls: list[tuple[int, int, Array | None]] = []
+        # (worker, pushes) of workers that want to hold it once it has this many pushes in it
+        self.holds: list[tuple[int, int]] = []
+        # when the open round began to wait; None: set it at the next look at the clock
+        self.opened: float | None = 0.0
         self.warned = False
-        self.token = self.token_of_pulls = 0  # by which others see that it is summed, or read
-        self.form = b""  # of records of its rounds
-        self.is_long = self.is_timed = False  # whether its rounds are recorded always, and now
-        self._counted: list[int] = []  # of each contributor's pushes
+        # the marks by which other processes see that it is being summed, or read
+        self.token = self.token_of_pulls = 0
+        # the form of records of its rounds
+        self.form = b""
+        # is_long: its rounds are always recorded; is_timed: they are recorded at present
+        self.is_long = self.is_timed = False
+        # number of pushes of each contributor at the last `uncounted`
+        self._counted: list[int] = []
         self.reset()
 
     def reset(self) -> None:
         """Begin without contributions, and with no block of a round applied."""
         self.queues: list[deque[Contribution]] = [deque() for _ in self.contributors]
-        self.missing = len(self.contributors)  # contributors with an empty queue
-        self.arrivals: deque[int] = deque()  # asynchronous: positions in order of arrival
-        self.active = -1  # asynchronous: the contributor whose push is being applied
+        # number of contributors whose queue is empty
+        self.missing = len(self.contributors)
+        # asynchronous: positions of contributors, in the order of their pushes' arrival
+        self.arrivals: deque[int] = deque()
+        # asynchronous: position of the contributor whose push is being applied, or -1
+        self.active = -1
         self.begin()
 
     def begin(self) -> None:
         """Begin the next round."""
-        self.writes = 0  # parts of what is stored that the open round has changed
-        self.stepped = False  # whether the optimizer's step has been counted up for it
-        self.block = 0  # blocks that are applied
-        self.part = 0  # contributors whose payload, or block, has been added to what follows
-        self.part_block = 0  # blocks of the next one that have
-        self.total: Array | None = None  # sum of a block, or of all blocks, so far
-        self.rows: list[RowSparse] = []  # what is summed, in its place as long as all contribute rows
+        # number of writes to the stored values in the open round
+        self.writes = 0
+        # True if the optimizer's step has been counted for the open round
+        self.stepped = False
+        # number of blocks that are applied
+        self.block = 0
+        # Number of contributors whose payload, or whose part of the present block, has been added to `total` or `rows`.
+        # Of the next contributor `part_block` blocks have been added.
+        self.part = 0
+        self.part_block = 0
+        # the running sum of the present block, or of all blocks
+        self.total: Array | None = None
+        # used instead of `total` as long as all contributions are rows
+        self.rows: list[RowSparse] = []
 
     def uncounted(self, asynchronous: bool) -> list[int]:
-        """Return how many pushes of each contributor were applied since the last such call; 0 at the first one."""
+        """Return the number of pushes of each contributor that were applied since the last such call. At first 0."""
         now = list(self.done) if asynchronous else [self.round] * len(self.contributors)
         before, self._counted = self._counted or now, now
         return [new - old for new, old in zip(now, before)]
 
     @property
     def queued(self) -> int:
-        """Return how many contributions wait for others', or for their turn."""
+        """Number of contributions that wait for others, or for their turn."""
         return sum(map(len, self.queues))
 
     @property
     def waits(self) -> bool:
-        """Return whether anybody's contribution is here."""
+        """True if any contribution is here."""
         return self.missing < len(self.queues)
 
     @property
     def turn(self) -> int:
-        """Return the position of the contributor whose next block is awaited."""
+        """Position of the contributor whose next block is awaited."""
         return self.active if self.active >= 0 else self.part
 
     def bounds(self, block: int) -> tuple[int, int]:
@@ -220,8 +256,10 @@ class Unit:
         return [worker for worker, queue in zip(self.contributors, self.queues) if not queue]
 
     def abandon(self) -> None:
-        """Drop all contributions, as the generation is over. What an open round has changed goes back, where
-        the unit has an undo copy; else the unit is marked as torn."""
+        """Drop all contributions at the end of a generation.
+
+        Changes of an open round are undone if the unit has an undo copy. Otherwise the unit is marked as torn.
+        """
         for queue in self.queues:
             for source in queue:
                 source.drop()
@@ -229,38 +267,38 @@ class Unit:
         self.readers, self.pulls, self.holds = [], [], []
         self.reset()
 
-    # ---- what is stored; `recovery.memory` does more
+    # ---- what is stored; the subclass in `recovery.memory` does more
 
     @property
     def stands_at(self) -> int | None:
-        """Return the optimizer's step; None where there is no state yet."""
+        """The optimizer's step, or None while there is no state."""
         return None if self.state is None else self.step
 
     def set_optimizer(self, optimizer: Optimizer | None) -> None:
-        """Update by this optimizer from now on; its state begins anew."""
+        """Update by this optimizer from now on, with new state."""
         self.optimizer, self.state, self.step = optimizer, None, 0
 
     def begin_state(self, state: State) -> None:
-        """Take the optimizer's first state."""
+        """Set the optimizer's first state."""
         self.state, self.step = state, 0
 
     def put_state(self, state: State | None, step: int) -> None:
-        """Take another state of the optimizer, from outside; None: it begins anew."""
+        """Set the optimizer's state from outside. None: it begins anew."""
         self.state, self.step = state, step
 
     def note_overwrite(self, torn: bool) -> None:
-        """Note that values are being overwritten from outside, or (not `torn`) all of them have been."""
+        """Note that values are being overwritten from outside (`torn`), or that all of them have been (not `torn`)."""
         self.torn = torn
 
     def give_up(self) -> None:
-        """Give the open round up. What it has begun to change stays, and is marked."""
+        """Give up the open round. What it has changed stays, and the unit is marked as torn."""
         if self.writes:
             self.torn = True
         elif self.stepped:
             self.step -= 1
 
     def open_write(self, start: int = 0, stop: int = 0) -> None:
-        """Begin to change what is stored, in another step of the optimizer; first elements [start, stop)."""
+        """Begin to change the stored values, in the optimizer's next step. Elements [start, stop) are written first."""
         if self.frozen:
             self.thaw()
         if self.optimizer is not None:
@@ -270,26 +308,30 @@ class Unit:
             self.stepped = True
 
     def pass_round(self) -> None:
-        """Let a round pass that changes nothing: all its contributions are empty."""
+        """Count a round that changes nothing, because all its contributions are empty."""
 
     def keep_old(self, start: int, stop: int) -> None:
-        """Prepare to write elements [start, stop), as those before have been; to be called before `write`."""
+        """Prepare to write elements [start, stop), after all those before them. Called before `write`."""
 
     def keep_old_rows(self, parts: Sequence[RowSparse]) -> Sequence[RowSparse]:
-        """Prepare to write rows of the sum of gradients; return these as they are to be summed."""
+        """Prepare to write the rows of a sum. Return the parts in the form in which they are to be summed."""
         return parts
 
     def thaw(self) -> None:
-        """Copy what is frozen, so that it stays while this is written to; workers read no older copy any more."""
+        """Copy the arrays of snapshots, so that they stay while this unit is written.
+
+        Drop the copy that workers read.
+        """
         self.copy = None
         for frozen in self.frozen:
             frozen.copy()
         self.frozen = []
 
     def write(self, start: int, stop: int, parts: Sequence[Array]) -> None:
-        """Update stored elements [start, stop) by the sum of gradients, in the step that has begun.
+        """Update elements [start, stop) by the sum of `parts`, in the optimizer's step that has begun.
 
-        They are added from first to last. Without optimizer the sum replaces the elements."""
+        The parts are added from first to last. Without an optimizer the sum replaces the elements.
+        """
         stored = self.stored[start:stop]
         if self.optimizer is None:
             self.writes += 1
@@ -301,8 +343,10 @@ class Unit:
             self.writes += 1
 
     def write_rows(self, parts: Sequence[RowSparse]) -> None:
-        """Update the rows of gradients by their sum, in the step that has begun; without optimizer: replace all, those
-        of other rows by 0."""
+        """Update rows by the sum of `parts`, in the optimizer's step that has begun.
+
+        Without an optimizer the sum replaces all elements, and rows that no part names become 0.
+        """
         table = self.stored.reshape(parts[0].shape)
         if self.optimizer is None:
             self.keep_old(0, self.stored.size)
@@ -315,17 +359,22 @@ class Unit:
         self.writes += 1
 
     def failed(self, error: Exception) -> CollectiveError:
-        """Return what is raised where an update has raised an error."""
+        """Return the exception to raise after an update has failed."""
         refused = isinstance(error, (TypeError, ValueError))
         checked = self.state is None or type(self.optimizer).__module__.startswith("mpips.optimizers.")
-        if not (refused and checked):  # built-in ones look at their arguments before they change anything
+        # Built-in optimizers check their arguments before they change anything. After any other error the unit is torn.
+        if not (refused and checked):
             self.writes += 1
         why = str(error) if refused else f"{type(error).__name__}: {error}"
         return CollectiveError(f"key {self.key!r}: the server could not apply what was pushed: {why}")
 
     def begin_at(self, round_: int, pushes: Sequence[int] | None, state: State | None, step: int, torn: bool) -> None:
-        """Begin a generation with so many rounds complete, and read of every contributor; or, where asynchronous, with
-        so many `pushes` of each."""
+        """Begin a generation with this content.
+
+        Args:
+            round_: The number of complete rounds, which is also the number of rounds read of each contributor.
+            pushes: In an asynchronous store, the number of pushes of each contributor instead.
+        """
         self.round, self.done = round_, [round_] * len(self.contributors) if pushes is None else list(pushes)
         self.met = [0] * len(self.contributors)
         self.state, self.step, self.torn = state, step, torn

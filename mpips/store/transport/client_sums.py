@@ -1,8 +1,8 @@
 """Sums between the members of a client on several nodes: reduce, broadcast, reduce-scatter, allgather, as tasks.
 
 All sums add in the order of the ranks, so that an element's bits do not depend on how keys are cut. Several may be
-under way in any order, with different tags: non-blocking collectives of MPI would have to start in the same order
-everywhere.
+under way at the same time, in any order, with different tags. MPI's own non-blocking collectives would have to start in
+the same order on all ranks.
 """
 
 from __future__ import annotations
@@ -23,29 +23,30 @@ from mpips.collectives.schedule.model import cut
 from mpips.store.keys.key import Array
 from mpips.store.transport.pending import LOOK_SECONDS, QUIET_SECONDS, QUIET_TAG, MessagesUnderWay
 
+# Up to this size one message from every member to rank 0 counts as faster than two rounds of smaller messages.
 SHORT_BYTES = 8 << 10
-"""Up to here one message from everybody to rank 0 is taken for faster than two rounds of smaller ones."""
+# how long a member that sends nothing itself takes in what others send at the end of a generation
 ALONE_SECONDS = 1.0
-"""How long a member that sends nothing takes in what others send."""
 
 
 class ClientSums:
-    """The messages of one member; `comm` is the client's and carries nothing else. Vectors are 1-D, of any dtype.
+    """The sums of one member of a client. `comm` is the client's communicator, used for nothing else.
 
-    Each call is a task for all members of the client. It is over when this member may overwrite what it gave, and its
-    result is there. Tags come from `pending.member_tag`.
+    Each call returns a task that all members of the client run. It is over when this member may overwrite its input and
+    has its result. Vectors are 1-D, of any dtype. Tags come from `pending.member_tag`.
     """
 
     def __init__(self, comm: MPI.Comm) -> None:
         self._comm = comm
-        self._rank, self._size = comm.Get_rank(), comm.Get_size()
+        self._rank = comm.Get_rank()
+        self._size = comm.Get_size()
         self._under_way = MessagesUnderWay()
 
     def stop(self, other: MessagesUnderWay) -> None:
-        """Let nothing touch memory of the caller any more, here and in `other`, as the generation is over.
+        """At the end of a generation, let MPI touch the caller's memory no more, here and in `other`.
 
-        MPI cannot take back what is being sent, so members take in what others send until all have said that they send
-        nothing more, but for ALONE_SECONDS at most, or QUIET_SECONDS where this member is still sending itself.
+        MPI cannot cancel a send. So members take in what others send until all have told that they send nothing more.
+        This takes ALONE_SECONDS at most, or QUIET_SECONDS while this member is still sending itself.
         """
         ways, quiet = (self._under_way, other), _Quiet(self._comm)
         for way in ways:
@@ -63,7 +64,7 @@ class ClientSums:
             way.leave()
 
     def broadcast(self, x: Array, tag: int) -> Task[None]:
-        """Put rank 0's x on every rank."""
+        """Copy rank 0's x to every rank."""
         if x.nbytes > SHORT_BYTES:
             yield from self.spread(x, tag)
         elif self._rank:
@@ -72,7 +73,7 @@ class ClientSums:
             yield from self._all([], [self._send(x, to, tag) for to in range(1, self._size)])
 
     def reduce_scatter(self, x: Array, out: Array, cuts: Sequence[int], tag: int) -> Task[None]:
-        """Put elements [cuts[i], cuts[i+1]) of the sum of everybody's x into out on rank i: all send slices."""
+        """Sum x over the ranks, and write elements [cuts[i], cuts[i+1]) into out on rank i. All send slices to all."""
         rank, others = self._rank, [(self._rank + i) % self._size for i in range(1, self._size)]
         parts = dict(zip(others, np.empty((self._size - 1, out.size), x.dtype)))
         receives = [self._receive(parts[source], source, tag) for source in reversed(others) if out.size]
@@ -82,8 +83,10 @@ class ClientSums:
         add_parts([parts[member] for member in range(self._size)], out)
 
     def reduce_to_first(self, x: Array, out: Array | None, tag: int) -> Task[None]:
-        """Put the sum of everybody's x into out on rank 0; None elsewhere. A long vector is reduce-scattered, then
-        slices go to rank 0; a short one goes there whole."""
+        """Sum x over the ranks into out on rank 0. out is None on the others.
+
+        A long vector is reduce-scattered, and the slices go to rank 0. A short one goes there whole.
+        """
         owners = self._size if x.nbytes > SHORT_BYTES else 1
         cuts = [int(cut(x.size, owners, min(i, owners))) for i in range(self._size + 1)]
         mine = np.empty(cuts[self._rank + 1] - cuts[self._rank], x.dtype)
@@ -97,7 +100,7 @@ class ClientSums:
         yield from self._all([self._receive(slices[i], i, tag) for i in range(1, self._size) if slices[i].size])
 
     def spread(self, x: Array, tag: int) -> Task[None]:
-        """Put rank 0's x on every rank: slices from rank 0, then everybody's slice to all."""
+        """Copy rank 0's x to every rank in two rounds: a slice from rank 0 to each rank, then each slice to all."""
         rank, size = self._rank, self._size
         cuts = [int(cut(x.size, size, i)) for i in range(size + 1)]
         slices = [x[a:b] for a, b in pairwise(cuts)]
@@ -112,7 +115,7 @@ class ClientSums:
         yield from others.wait()
 
     def allgather(self, x: Array, cuts: Sequence[int], tag: int) -> Task[None]:
-        """Put rank i's elements [cuts[i], cuts[i+1]) of x on every rank, in place."""
+        """Copy rank i's elements [cuts[i], cuts[i+1]) of x to every rank, in place."""
         rank, size = self._rank, self._size
         slices = [x[a:b] for a, b in pairwise(cuts)]
         sources = [(rank - i) % size for i in range(1, size)]
@@ -134,10 +137,11 @@ class ClientSums:
 
 
 class _Quiet:
-    """The members that still send, as far as they have said."""
+    """The members that still send, as far as this one has been told."""
 
     def __init__(self, comm: MPI.Comm) -> None:
-        self._comm, self._said = comm, False
+        self._comm = comm
+        self._said = False
         self._others = set(range(comm.Get_size())) - {comm.Get_rank()}
 
     def say(self) -> None:
@@ -148,14 +152,15 @@ class _Quiet:
             tell(self._comm, b"", sorted(others), QUIET_TAG)
 
     def all_quiet(self) -> bool:
-        """Receive and drop what has come; whether nobody sends any more."""
+        """Receive and drop messages that have arrived. True if no member sends any more."""
         status = MPI.Status()
         try:
             while (message := self._comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:
                 keep([message.Irecv([bytearray(status.Get_count(MPI.BYTE)), MPI.BYTE])])
                 if status.Get_tag() == QUIET_TAG:
                     self._others.discard(status.Get_source())
-        except MPI.Exception:  # a member has died
+        # A member has died.
+        except MPI.Exception:
             self._comm.Ack_failed()
         self._others.difference_update(failed(self._comm))
         return self._said and not self._others

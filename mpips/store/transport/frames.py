@@ -1,8 +1,8 @@
-"""The words between workers and servers: a 64-byte frame for everything, typed bodies (msgspec) for rare things.
+"""The messages between workers and servers: a 64-byte frame for everything, typed bodies (msgspec) for rare things.
 
-A frame tells an operation, a unit, a round and where the payload lies: a region of node-shared memory (pid, fd, inode,
-offset, nbytes) between processes of one node. Between nodes only its nbytes count, and the payload follows as
-messages. Nothing is pickled.
+A frame gives an operation, a unit, a round and the place of the payload. Between processes of one node the place is a
+region of shared memory (pid, fd, inode, offset, nbytes). Between nodes only its nbytes count, and the payload follows
+as messages. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -22,75 +22,77 @@ FRAME_BYTES = 64
 FRAME = struct.Struct("<BBHiIIiiQQQqq")
 assert FRAME.size == FRAME_BYTES
 ROUND = struct.Struct("<q")
+# where `round` lies in a frame; everything before it is the same in all pushes of one region
 ROUND_AT = FRAME_BYTES - ROUND.size
-"""Where `round` lies in a frame; all before it is the same in pushes of one region."""
 NOWHERE = Region(0, 0, 0, 0, 0)
+# flag of a PUSH whose payload follows at once
 ALONG = 1
-"""Flag of a PUSH whose payload follows at once."""
+# flags of an ANSWER that is an error message: the server refuses the request, or has no memory for it
 REFUSED, NO_MEMORY = 1, 2
-"""Flags of an ANSWER that is a sentence: why a server does not do what it is asked, as there is no memory or else."""
 
 
 class Op(IntEnum):
-    """Operations that a frame asks for or tells. Worker to server first, then server to worker."""
+    """The operation of a frame. First those from a worker to a server, then those from a server to a worker."""
 
+    # A contribution to a round of a unit. The payload is a region, or follows as messages.
     PUSH = 1
-    """A contribution to a round of a unit; the payload is a region, or messages."""
+    # The worker wants to read a unit after `round` of its own pushes.
     PULL = 3
-    """Wants to read a unit after `round` of its own pushes."""
+    # The worker has read the unit that was granted or held.
     RELEASE = 4
-    """Has read the unit that was granted."""
+    # The first value of a unit, from another node: `aux` messages follow, each of `nbytes`, the last one perhaps
+    # shorter.
     SET = 5
-    """The first value of a unit, from another node: `aux` messages follow, of `nbytes` each but for the last."""
+    # A request: a typed body, with `aux` bytes of rows and ids in front of it. The server answers with ANSWER.
     CONTROL = 6
-    """A typed body, and `aux` bytes of rows and ids in front of it; the server answers with ANSWER."""
+    # The worker has finished. A server of another node answers with the same.
     BYE = 7
-    """The worker has finished; a server of another node answers with the same."""
+    # PULL of some rows, between nodes. The body has their numbers (int64).
     PULL_ROWS = 8
-    """PULL of some rows, whose numbers (int64) are the body; between nodes."""
+    # The worker has waited long for `round` of the unit.
     WAITS = 9
-    """The worker has waited long for `round` of the unit."""
+    # The worker waits for all other workers, and pushes nothing until all do. In stores with `staleness` or `quorum`.
     MEETS = 11
-    """The worker waits for all workers, and pushes nothing until all do; stores with `staleness` or `quorum`."""
+    # The worker wants the unit to stay unchanged, from the moment it has `round` pushes in it until RELEASE. In
+    # asynchronous stores.
     HOLD = 10
-    """Wants the unit to stay as it is once it holds `round` pushes, until RELEASE; asynchronous stores."""
+    # The contribution to this round has been read: the worker may overwrite it. Only between nodes; on a node a word in
+    # memory tells it. Round 0: the first value has arrived.
     CONSUMED = 16
-    """The contribution to this round has been read: the worker may overwrite it. (Between nodes; else a word tells.)
-    Round 0: the first value is there."""
+    # The worker shall send block `aux` of its contribution to this round.
     CREDIT = 17
-    """Send block `aux` of the contribution to this round."""
+    # The unit may be read now, and does not change until RELEASE. Between nodes its blocks follow as messages.
     GRANT = 18
-    """The unit may be read now; it does not change until RELEASE. Between nodes its blocks follow as messages."""
+    # A round has waited for long. The body is a sentence.
     WARNING = 20
-    """A round has waited for long; the body is the sentence."""
+    # The answer to a CONTROL. Its body is typed, or with the flag REFUSED or NO_MEMORY an error message.
     ANSWER = 21
-    """The typed answer to a CONTROL. flags: 1 where it is an error."""
 
+    # The unit has `round` pushes in it, and does not change until RELEASE.
     HELD = 22
-    """The unit holds `round` pushes, and stays as it is until RELEASE."""
 
 
+# operations that are always followed by a body
 WITH_BODY = frozenset({Op.CONTROL, Op.PULL_ROWS, Op.WARNING, Op.ANSWER})
-"""What is always followed by a body."""
 
 
 class Coding(IntEnum):
-    """Codings of a payload (the `coding` of a frame)."""
+    """The coding of a payload."""
 
+    # the elements, complete
     PLAIN = 0
-    """The elements, all there."""
+    # the elements in an `outbox`, which is being filled block by block
     GROWING = 1
-    """The elements, being filled block by block, as `outbox` lays them out."""
+    # the elements, encoded by the store's compressor
     COMPRESSED = 2
-    """What the compressor of the store made of them."""
+    # `aux` row numbers (int64), then the values of these rows
     ROWS = 3
-    """Row numbers (int64, `aux` of them), then their values."""
+    # no payload: the push only counts as a round
     NOTHING = 4
-    """No payload: the push counts as a round only."""
 
 
 class Frame(NamedTuple):
-    """One frame, unpacked."""
+    """A frame, unpacked."""
 
     op: int
     flags: int
@@ -108,17 +110,17 @@ class Frame(NamedTuple):
 
     @classmethod
     def of(cls, data: bytes) -> Frame:
-        """Return the fields of a packed frame."""
+        """Unpack a frame."""
         return cls._make(FRAME.unpack(data))
 
     @property
     def region(self) -> tuple[int, ...]:
-        """Return where the payload lies, as fields of `arena.Region`."""
+        """The place of the payload, as fields of `arena.Region`."""
         return self[6:11]
 
 
 class UnitCard(msgspec.Struct, array_like=True):
-    """A unit as the server is told of it."""
+    """The description of a unit, for its server."""
 
     number: int
     key: int | str
@@ -131,66 +133,72 @@ class UnitCard(msgspec.Struct, array_like=True):
 
 
 class Create(msgspec.Struct, tag=True):
-    """New units; answered with Created once their memory is there."""
+    """Make units. Answered with Created once their memory is there."""
 
     units: list[UnitCard]
 
 
 class Created(msgspec.Struct, tag=True):
-    """Regions of new units of one server: one with the words of all (`arrange_words`), and one of values for each."""
+    """Where one server keeps new units: a region of words for all (`arrange_words`), and one of values for each."""
 
     words: tuple[int, ...]
     values: list[tuple[int, ...]]
 
 
 class Forget(msgspec.Struct, tag=True):
-    """Units that nobody will use again."""
+    """Forget units that nobody will use again."""
 
     units: list[int]
 
 
 class Flush(msgspec.Struct, tag=True):
-    """Answered when all that was pushed before has been applied, but for what `staleness` holds back. That is nothing
-    where all workers have said MEETS before."""
+    """Answered when everything pushed before has been applied, except what `staleness` holds back.
+
+    If all workers have said MEETS before, nothing is held back.
+    """
 
 
 class OpenStore(msgspec.Struct, tag=True):
-    """One more store with these servers; sent by every worker. Answered before the server joins in making it, which is
-    collective over all ranks."""
+    """Make another store with these servers. Sent by every worker.
+
+    Answered before the server joins in making it, which is collective over all ranks.
+    """
 
     kind: str
     options: dict[str, str | int | float | bool]
 
 
 class SetOptimizer(msgspec.Struct, tag=True):
-    """The optimizer (`mpips.optimizers.encode`) of these keys, of all where None, from now on. State begins anew."""
+    """Use this optimizer (`mpips.optimizers.encode`) for these keys (None: all) from now on, with new state."""
 
     optimizer: bytes
     keys: list[int | str] | None = None
 
 
 class UpdateOptimizer(msgspec.Struct, tag=True):
-    """Other numbers (`mpips.optimizers.encode_numbers`) of these keys' optimizers, of all where None, from the next
-    round on. State is kept."""
+    """Change numbers (`mpips.optimizers.encode_numbers`) of these keys' optimizers (None: all) from the next round on.
+
+    State is kept.
+    """
 
     numbers: bytes
     keys: list[int | str] | None = None
 
 
 class SetCompression(msgspec.Struct, tag=True):
-    """The compressor of contributions from now on (`mpips.compression.create`)."""
+    """Decode contributions by this compressor from now on (`mpips.compression.create`)."""
 
     options: dict[str, str | int | float]
 
 
 class GetState(msgspec.Struct, tag=True):
-    """Ask for the optimizer's state of a unit: answered with StatePart."""
+    """Ask for the optimizer state of a unit. Answered with StatePart."""
 
     unit: int
 
 
 class StatePart(msgspec.Struct, tag=True):
-    """The optimizer's state of a unit: its step and its arrays, as bytes in their dtype."""
+    """The optimizer state of a unit: its step and its arrays, as bytes in their dtypes."""
 
     step: int
     dtypes: list[str]
@@ -198,46 +206,46 @@ class StatePart(msgspec.Struct, tag=True):
 
 
 class GetVersions(msgspec.Struct, tag=True):
-    """Ask how many pushes units of an asynchronous store hold: answered with Versions, at once."""
+    """Ask how many pushes units of an asynchronous store have in them. Answered with Versions, at once."""
 
     units: list[int]
 
 
 class Versions(msgspec.Struct, tag=True):
-    """The numbers of pushes that the units of a GetVersions hold."""
+    """The number of pushes in each unit of a GetVersions."""
 
     counts: list[int]
 
 
 class PutState(msgspec.Struct, tag=True):
-    """Replace the optimizer's state of units, of each by one of `states`."""
+    """Replace the optimizer state of each unit by the one of `states` at the same index."""
 
     units: list[int]
     states: list[StatePart]
 
 
 class SetTorn(msgspec.Struct, tag=True):
-    """Values of these units are about to be overwritten, or all of them have been (not `torn`)."""
+    """Note that values of units are about to be overwritten (`torn`), or that all of them have been (not `torn`)."""
 
     units: list[int]
     torn: bool
 
 
 class TakeSnapshot(msgspec.Struct, tag=True):
-    """Freeze values and states of units under a number; answered with Snapshotted."""
+    """Freeze values and states of units under a number. Answered with Snapshotted."""
 
     number: int
     units: list[int]
 
 
 class Snapshotted(msgspec.Struct, tag=True):
-    """For each unit that was frozen: its round, the optimizer's step, and the dtypes of its state arrays."""
+    """The frozen units: for each its round, the optimizer's step, and the dtypes of its state arrays."""
 
     units: list[tuple[int, int, list[str]]]
 
 
 class ReadSnapshot(msgspec.Struct, tag=True):
-    """Elements [start, stop) of a frozen unit's values (slot -1) or of state array `slot`; answered with Bytes."""
+    """Ask for elements [start, stop) of a frozen unit's values (slot -1) or of a state array. Answered with Bytes."""
 
     number: int
     unit: int
@@ -253,17 +261,19 @@ class Bytes(msgspec.Struct, tag=True):
 
 
 class DropSnapshot(msgspec.Struct, tag=True):
-    """Let what was frozen under this number go."""
+    """Drop what was frozen under this number."""
 
     number: int
 
 
 class MakeTable(msgspec.Struct, tag=True):
-    """A new table: rows of `dim` values of a dtype, their first values, and their optimizer by name and numbers.
+    """Make a table: rows of `dim` values of a dtype, the rule of their first values, and their optimizer.
 
-    Rows that no update has named for `evict` updates are dropped, and those longest not named where all servers
-    together have more than `limit`; 0: none. An id gets a row with the update that is the `seen`-th to name it, or by
-    `chance`; `seen` above 0: the table of counts has been made."""
+    `key` and `bound` give the first values. A row is dropped when `evict` updates have not named it (0: never). If all
+    servers together have more than `limit` rows, those not named for longest are dropped (0: no limit). An id gets a
+    row with the `seen`-th update that names it, or with probability `chance`. With `seen` above 0, the table that
+    counts ids must have been made before.
+    """
 
     table: str
     dim: int
@@ -279,17 +289,19 @@ class MakeTable(msgspec.Struct, tag=True):
 
 
 class UpdateTable(msgspec.Struct, tag=True):
-    """Other numbers of a table's optimizer, from the next update on. State is kept."""
+    """Change numbers of a table's optimizer from the next update on. State is kept."""
 
     table: str
     numbers: bytes
 
 
 class PushRows(msgspec.Struct, tag=True):
-    """A worker's contribution to the next round of a table: gradients of so many ids, each once, then the ids.
+    """A worker's contribution to the next round of a table: gradients of `count` different ids, then the ids.
 
-    Answered with RoomGranted once the one before it has been applied: then the worker may overwrite that. `refusals`:
-    how many refused rounds the worker has heard of; where there were more, the answer is RoundRefused."""
+    Answered with RoomGranted once the worker's push before it has been applied, so that the worker may overwrite that
+    one. `refusals` is the number of refused rounds that the worker has heard of. If there were more, the answer is
+    RoundRefused.
+    """
 
     table: str
     count: int
@@ -297,7 +309,10 @@ class PushRows(msgspec.Struct, tag=True):
 
 
 class AskForRoom(msgspec.Struct, tag=True):
-    """Ask for memory for rows of the next push's ids: RoomGranted once `round` own pushes count, or RoundRefused."""
+    """Ask for memory for rows of the next push.
+
+    Answered with RoomGranted once `round` own pushes count, or RoundRefused.
+    """
 
     table: str
     round: int
@@ -305,15 +320,16 @@ class AskForRoom(msgspec.Struct, tag=True):
     refusals: int = 0
 
 
+# name of a table, a round of it, and the number of the refusal that drops this round, from 1 on
 TableRound = tuple[str, int, int]
-"""The name of a table, a round of it, and which refusal it is that drops this, from 1 on."""
 
 
 class RefuseRound(msgspec.Struct, tag=True):
-    """Drop all pushes of a table that are not applied yet, from this round on, as a server has no memory for it.
+    """Drop all pushes of a table from this round on that are not applied yet, because a server has no memory for it.
 
-    `refusals`: so many rounds were refused by then. Servers tell all who wait, `why`, or have pushed to it. `step`:
-    what is dropped together, this round among it."""
+    Servers tell the workers that wait for the round, or have pushed to it, the reason `why`. `refusals` is the number
+    of refused rounds, including this one. `step` lists the rounds that are dropped together, this one among them.
+    """
 
     table: str
     round: int
@@ -323,7 +339,7 @@ class RefuseRound(msgspec.Struct, tag=True):
 
 
 class WaitForTable(msgspec.Struct, tag=True):
-    """Say that the worker has waited long for `round` of a table. Nothing is answered."""
+    """Note that the worker has waited long for `round` of a table. Not answered."""
 
     table: str
     round: int
@@ -331,8 +347,11 @@ class WaitForTable(msgspec.Struct, tag=True):
 
 
 class PullRows(msgspec.Struct, tag=True):
-    """Ask for rows of so many ids, each once, after `round` of the worker's own pushes. `shared`: in front of the ids
-    there is room, where the server writes the rows before it answers; else they are the answer, Bytes."""
+    """Ask for rows of `count` different ids after `round` of the worker's own pushes.
+
+    With `shared` there is room in front of the ids, and the server writes the rows there before it answers. Otherwise
+    the rows are the answer, Bytes.
+    """
 
     table: str
     round: int
@@ -342,13 +361,13 @@ class PullRows(msgspec.Struct, tag=True):
 
 
 class LocateTable(msgspec.Struct, tag=True):
-    """Ask where a worker of the node reads rows of a table in place: answered with TablePlaces."""
+    """Ask where a worker of the node can read rows of a table in place. Answered with TablePlaces."""
 
     table: str
 
 
 class TablePlaces(msgspec.Struct, tag=True):
-    """The region of a server's sparse file, the offsets of a table's arrays there, and for how many rows they are."""
+    """The region of a server's sparse file, the offsets of a table's arrays in it, and their capacity in rows."""
 
     file: tuple[int, ...]
     places: dict[str, int]
@@ -356,9 +375,10 @@ class TablePlaces(msgspec.Struct, tag=True):
 
 
 class FreezeTables(msgspec.Struct, tag=True):
-    """Freeze the rows of tables under a number that updates after `since` have named: answered with FrozenTables.
+    """Freeze, under a number, the rows of tables that updates after `since` have named. Answered with FrozenTables.
 
-    `export`: of so many updates, with the ids of rows dropped after `since`; those of later ones are kept for the next.
+    `export` is the number of updates that an export contains. It also gets the ids of rows that were dropped after
+    `since`; ids dropped later are kept for the next export. -1: this is no export.
     """
 
     number: int
@@ -368,7 +388,7 @@ class FreezeTables(msgspec.Struct, tag=True):
 
 
 class FrozenTable(msgspec.Struct, array_like=True):
-    """A table that was frozen, on one server: its rows, which lie before position `top`, and the updates made."""
+    """A frozen table on one server: the number of its rows, which lie before position `top`, and of updates made."""
 
     rows: int
     top: int
@@ -376,15 +396,16 @@ class FrozenTable(msgspec.Struct, array_like=True):
 
 
 class FrozenTables(msgspec.Struct, tag=True):
-    """The tables of a FreezeTables, in their order."""
+    """The tables of a FreezeTables, in the same order."""
 
     tables: list[FrozenTable]
 
 
 class ReadTable(msgspec.Struct, tag=True):
-    """Ask for the frozen rows that lie at [start, stop) on this server; what lies before was read. Answer: PutRows.
+    """Ask for the frozen rows at [start, stop) on this server. Earlier ones must have been read. Answered with PutRows.
 
-    `arrays`: which; all where empty."""
+    `arrays` names the arrays to send. Empty: all.
+    """
 
     number: int
     table: str
@@ -394,27 +415,27 @@ class ReadTable(msgspec.Struct, tag=True):
 
 
 class ReadDropped(msgspec.Struct, tag=True):
-    """Ask for the ids of a frozen table that were dropped: answered with Bytes."""
+    """Ask for the ids of a frozen table that were dropped. Answered with Bytes."""
 
     number: int
     table: str
 
 
 class ThawTables(msgspec.Struct, tag=True):
-    """Let the rows that were frozen under this number go."""
+    """Drop what was frozen under this number."""
 
     number: int
 
 
 class ResetTable(msgspec.Struct, tag=True):
-    """Forget all rows of a table, which counts so many updates from now on."""
+    """Forget all rows of a table, and set its number of updates."""
 
     table: str
     updates: int
 
 
 class EndLoad(msgspec.Struct, tag=True):
-    """All rows of a table that was reset have been put."""
+    """Note that all rows of a table have been put after a ResetTable."""
 
     table: str
 
@@ -427,7 +448,7 @@ class PutRows(msgspec.Struct, tag=True):
 
 
 class GetTableStats(msgspec.Struct, tag=True):
-    """Ask what a table holds on this server after `round` of the worker's own pushes: answered with TableStats."""
+    """Ask for a table's figures on this server after `round` of the worker's own pushes. Answered with TableStats."""
 
     table: str
     round: int = 0
@@ -435,9 +456,11 @@ class GetTableStats(msgspec.Struct, tag=True):
 
 
 class TableStats(msgspec.Struct, tag=True):
-    """A table on one server: rows, the position before which they lie, and their bytes with state and index.
+    """A table's figures on one server.
 
-    Then updates made, rows dropped, gradients of ids that got no row, and exports from which the next may go on."""
+    `rows` lie before position `top`. `nbytes` includes state and index. `updates` were made, and `evicted` rows
+    dropped. `refused` gradients were of ids that got no row. `exports` are those from which the next one may go on.
+    """
 
     rows: int
     top: int
@@ -449,14 +472,17 @@ class TableStats(msgspec.Struct, tag=True):
 
 
 class RoomGranted(msgspec.Struct, tag=True):
-    """Say how many ids the worker may push next without asking for room."""
+    """The number of new ids that the worker may push next without asking for room."""
 
     ids: int
 
 
 class RoundRefused(msgspec.Struct, tag=True):
-    """Say that a round of a table does not count, and why; `refusals`: which refusal that is, from 1 on. `step`: what
-    is dropped with it and itself; nothing yet where the answer is to AskForRoom."""
+    """A round of a table does not count, and `why`.
+
+    `refusals` is the number of this refusal, from 1 on. `step` lists the rounds that are dropped together. It is empty
+    in an answer to AskForRoom.
+    """
 
     round: int
     refusals: int
@@ -465,7 +491,7 @@ class RoundRefused(msgspec.Struct, tag=True):
 
 
 class RequestDone(msgspec.Struct, tag=True):
-    """It has been done."""
+    """The request has been carried out."""
 
 
 Request = (
@@ -515,6 +541,7 @@ Answer = (
     | TablePlaces
 )
 
+# requests about tables, which have rounds of their own
 TableRequest = (
     MakeTable
     | UpdateTable
@@ -533,10 +560,9 @@ TableRequest = (
     | LocateTable
     | WaitForTable
 )
-"""What a worker asks of tables, which have rounds of their own."""
 
+# settings that hold for all workers
 Change = SetOptimizer | UpdateOptimizer | SetCompression
-"""What workers set for all of them."""
 
 encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(Request).decode
@@ -544,18 +570,20 @@ decode_answer = msgspec.msgpack.Decoder(Answer).decode
 
 
 def ids_in(payload: NDArray[np.uint8], count: int, row_bytes: int) -> NDArray[np.int64]:
-    """Return so many ids that stand behind their rows."""
+    """Return the `count` ids that follow their rows in a payload."""
     return payload[ids_at(count, row_bytes) :][: 8 * count].view(np.int64)
 
 
 def ids_at(count: int, row_bytes: int) -> int:
-    """Return how many bytes behind the beginning of so many rows their ids stand."""
+    """Return where the ids begin behind `count` rows, in bytes."""
     return -(-count * row_bytes // 8) * 8
 
 
 def arrange(cards: Sequence[UnitCard], itemsizes: Sequence[int]) -> tuple[list[int], int]:
-    """Return where values of units lie in memory for all of them: the first byte of each, and bytes in all. They start
-    on cache lines."""
+    """Lay out the values of units in one piece of memory. Return the first byte of each, and the total of bytes.
+
+    Each begins on a cache line.
+    """
     values, byte = [], 0
     for card, itemsize in zip(cards, itemsizes, strict=True):
         values.append(byte)
@@ -564,8 +592,10 @@ def arrange(cards: Sequence[UnitCard], itemsizes: Sequence[int]) -> tuple[list[i
 
 
 def arrange_words(cards: Sequence[UnitCard]) -> tuple[list[int], int]:
-    """Return where words of units lie in their region: the first of each, and words in all. A unit has one word of
-    progress and one per contributor; they start on cache lines."""
+    """Lay out the words of units in one region. Return the first word of each, and the total of words.
+
+    A unit has a progress word and a word for each contributor. Each unit begins on a cache line.
+    """
     words, word = [], 0
     for card in cards:
         words.append(word)
@@ -574,7 +604,7 @@ def arrange_words(cards: Sequence[UnitCard]) -> tuple[list[int], int]:
 
 
 def dtype_of(name: str) -> np.dtype:
-    """Return the dtype of that name; bfloat16 and its like need the package ml_dtypes."""
+    """Return the dtype of a name. bfloat16 and the like need the package ml_dtypes."""
     try:
         return np.dtype(name)
     except TypeError:

@@ -1,10 +1,10 @@
 """Lines carry frames, and now and then a body, between one worker and one server, in order, both ways.
 
-`connect` makes them: a `SharedLine` of two rings where both ends can map each other's memory, a `MessageLine` of MPI
-messages elsewhere. A ring is a queue of slots in memory that both map, with one writer and one reader. The writer fills
-a slot, then raises its tail; the reader reads up to the tail, then raises its head. Processors with total store order
-(x86) keep that order; on others frames travel as messages. A server's tails lie side by side, so that one comparison
-tells whether any worker has written.
+`connect` makes them: a `SharedLine` of two rings if both ends can map each other's memory, else a `MessageLine` of MPI
+messages. A ring is a queue of slots in memory that both ends map, with one writer and one reader. The writer fills a
+slot, then raises the tail. The reader reads up to the tail, then raises the head. This needs a processor that keeps
+stores in order (total store order, as x86 has); on others frames travel as messages. The tails of all workers' rings
+lie side by side, so that one comparison tells a server whether any worker has written.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ from mpips.store.transport.frames import FRAME, FRAME_BYTES, NOWHERE, ROUND, ROU
 from mpips.store.transport.pending import TAG_BODY, TAG_FRAME
 
 WHAT = "mpips.create"
+# how many sends a line collects before it looks which of them MPI has completed
 SENT = 32
-"""Sends of a line after which it looks which of them MPI has taken."""
 SLOTS = 256
+# words of each worker: request tail, request head, reply tail, reply head
 WORDS = 4
-"""Of a worker: request tail, request head, reply tail, reply head."""
+# waits until a condition is true, as `Generation.wait`
 Wait = Callable[[Callable[[], object], str], object]
-"""Waits until it is so, as `Generation.wait`."""
 
 
 class Connection(NamedTuple):
-    """Hold a rank's lines, a server's own rings, and where the servers of its node keep their ledgers.
+    """A rank's lines, a server's own rings, and where other servers of the node keep their ledgers.
 
-    A worker has a line to every server, a server one from every worker, a spare none."""
+    A worker has a line to every server, a server has one to every worker, a spare has none.
+    """
 
     lines: list[Line]
     rings: Rings | None
@@ -52,19 +53,26 @@ class Connection(NamedTuple):
 
 
 class _Offer(msgspec.Struct, array_like=True):
-    """A rank's memory, for others of its node to try: a server's rings, a worker's few bytes; a server's ledger."""
+    """Memory that a rank offers to the others of its node, which try to map it.
+
+    A server offers its rings, and tells where its ledger is. A worker offers a few bytes.
+    """
 
     region: tuple[int, ...]
     ledger: tuple[int, ...] = ()
 
 
 def connect(layout: Layout, place: MeetingPlace, wait: Wait, ledger: Region | None = None) -> Connection:
-    """Connect workers and servers that meet in `place`. `ledger`: this server's, where it keeps one.
+    """Connect workers and servers. Collective over all ranks of the store, blocking; called once in each generation.
 
-    Collective over all ranks of the store, blocking; once a generation. A pair uses rings if MPI says that they share a
-    node and both could in fact map the other's memory. With a quorum all talk by messages: a worker that stands still
-    then holds up no memory that others use. RuntimeWarning on rank 0 where this processor does not keep the
-    order of stores, as messages then take the place of rings.
+    A pair uses rings if MPI says that they share a node, and both could in fact map the other's memory. With a quorum
+    all use messages, so that a worker that stands still holds up no memory that others use. Rank 0 warns
+    (RuntimeWarning) if this processor may reorder stores, because then messages take the place of rings.
+
+    Args:
+        place: Where the ranks meet.
+        wait: How a worker waits for room in a ring.
+        ledger: This server's ledger, if it keeps one.
     """
     own = Rings.create(layout.num_workers) if layout.is_server else None
     region = arena.region_of(own.memory if own else arena.empty(64, np.uint8))
@@ -77,7 +85,8 @@ def connect(layout: Layout, place: MeetingPlace, wait: Wait, ledger: Region | No
         if layout.same_node(layout.rank, peer) and ORDERED_STORES and layout.options.quorum < 0:
             try:
                 mapped[peer] = arena.attach(Region(*offers[peer].region))
-            except CollectiveError:  # another container: MPI shares memory there, we cannot
+            # The peer is in another container: MPI shares memory with it, and we cannot map it.
+            except CollectiveError:
                 continue
     verdicts = place.meet(bytes(peer in mapped for peer in range(len(offers))), WHAT, True)
     if layout.rank == 0 and not ORDERED_STORES and len(set(layout.nodes)) < len(layout.nodes):
@@ -105,23 +114,29 @@ def connect(layout: Layout, place: MeetingPlace, wait: Wait, ledger: Region | No
 
 
 class SharedLine:
-    """A line of two rings. A body lies in memory of its sender until the other end is through with its frame.
+    """A line of two rings. A body lies in its sender's memory until the other end has finished with its frame.
 
-    Where a ring is full, a worker waits by `wait`, as servers always read on. A server never waits for a worker: its
-    line has none, and keeps what finds no room until `flush`, which each later frame calls too. `gone`: whether the
-    process at the other end has ended.
+    Args:
+        wait: How to wait while the ring is full. A worker waits, because servers always read on. A server never waits
+            for a worker: it has no `wait`, and keeps frames that find no room until `flush`, which each later frame
+            calls too.
+        gone: Returns True if the process at the other end has ended.
     """
 
+    # True if both ends share memory
     local = True
-    """Whether both ends share memory."""
 
     def __init__(
         self, outgoing: FrameRing, incoming: FrameRing, wait: Wait | None = None, gone: Callable[[], bool] = bool
     ) -> None:
-        self._out, self._in, self._wait, self._gone = outgoing, incoming, wait, gone
+        self._out = outgoing
+        self._in = incoming
+        self._wait = wait
+        self._gone = gone
+        # (frame, body) that found no room in the ring
         self._backlog: deque[tuple[tuple[int, ...], NDArray[Any] | None]] = deque()
+        # (number of its frame, body) of each body that the other end may still read
         self._bodies: deque[tuple[int, NDArray[Any]]] = deque()
-        """Those under way, each with the number of its frame."""
 
     def post(
         self,
@@ -135,12 +150,11 @@ class SharedLine:
         token: int = 0,
         flags: int = 0,
     ) -> None:
-        """Send a frame."""
         if self._backlog or not self._out.post(op, flags, coding, priority, unit, aux, *region, token, round_):
             self._queue((op, flags, coding, priority, unit, aux, *region, token, round_), None)
 
     def repost(self, frame: bytes, round_: int) -> None:
-        """Send a packed frame with another round."""
+        """Send a packed frame, with another round."""
         if self._backlog or not self._out.repost(frame, round_):
             self._queue(Frame.of(frame)._replace(round=round_), None)
 
@@ -154,7 +168,7 @@ class SharedLine:
         flags: int = 0,
         aux: int = 0,
     ) -> None:
-        """Send a frame with a body. It is copied, but for an array in memory that the node shares."""
+        """Send a frame with a body. The body is copied, unless it is an array in memory that the node shares."""
         memory = body if isinstance(body, np.ndarray) else _shared(body)
         self._queue((op, flags, 0, 0, unit, aux, *arena.region_of(memory), token, round_), memory)
 
@@ -164,7 +178,7 @@ class SharedLine:
             self._wait(self.flush, "a server's ring has no room")
 
     def flush(self) -> bool:
-        """Send what found no room before; whether nothing is left of it. Lets go of bodies that were read."""
+        """Send frames that found no room before, and free bodies that were read. True if no frame is left."""
         while self._bodies and self._bodies[0][0] <= self._out.passed:
             self._bodies.popleft()
         while self._backlog:
@@ -177,46 +191,50 @@ class SharedLine:
         return True
 
     def waiting(self) -> bool:
-        """Return whether a frame has come."""
+        """True if a frame has arrived."""
         if self._backlog:
             self.flush()
         return self._in.waiting()
 
     def read(self) -> Iterator[bytes]:
-        """Yield the frames that have come, packed, in order."""
+        """Yield the frames that have arrived, packed, in order."""
         return self._in.read()
 
     def body(self, frame: Frame) -> NDArray[np.uint8]:
-        """Return the body of a frame that has been read, where its sender has it.
+        """Return the body of a frame that has been read, in its sender's memory.
 
-        It stays until the next frame is read, and longer where the sender keeps it."""
+        It stays until the next frame is read, and longer if the sender keeps it.
+        """
         region = Region(*frame.region)
         return arena.segment(region)[region.offset : region.offset + region.nbytes]
 
     def stopped(self) -> bool:
-        """Return whether the server at the other end reads no more of this worker's memory: its generation is over."""
+        """True if the server at the other end no longer reads this worker's memory, because its generation is over."""
         return self._in.rings.stopped() or self._gone()
 
 
 def _shared(data: bytes) -> NDArray[np.uint8]:
-    """Return a copy in memory that the node shares."""
+    """Copy data into memory that the node shares."""
     memory = arena.empty(max(len(data), 1), np.uint8)[: len(data)]
     memory[...] = np.frombuffer(data, np.uint8)
     return memory
 
 
 class MessageLine:
-    """Frames and bodies as messages; the sender's copies live until MPI has taken them. Nothing here blocks: a frame
-    that has a body is there when all of the body is."""
+    """Frames and bodies as MPI messages. Nothing here blocks.
+
+    The sender's copies are kept until MPI has taken them. A frame with a body has arrived when all of the body has.
+    """
 
     local = False
 
     def __init__(self, comm: MPI.Comm, peer: int) -> None:
-        self.comm, self.peer = comm, peer
+        self.comm = comm
+        self.peer = peer
         self._sends: list[MPI.Request] = []
         self._body = bytearray()
+        # a frame whose body is on its way
         self._frame = b""
-        """One whose body is on its way."""
         self._request = MPI.REQUEST_NULL
 
     def post(
@@ -231,11 +249,10 @@ class MessageLine:
         token: int = 0,
         flags: int = 0,
     ) -> None:
-        """Send a frame."""
         self._send(FRAME.pack(op, flags, coding, priority, unit, aux, *region, token, round_), TAG_FRAME)
 
     def repost(self, frame: bytes, round_: int) -> None:
-        """Send a packed frame with another round."""
+        """Send a packed frame, with another round."""
         self._send(frame[:ROUND_AT] + ROUND.pack(round_), TAG_FRAME)
 
     def post_body(
@@ -248,7 +265,7 @@ class MessageLine:
         flags: int = 0,
         aux: int = 0,
     ) -> None:
-        """Send a frame, then its body, which has to stay as it is until there is an answer."""
+        """Send a frame, then its body, which must not change before the answer."""
         self.post(op, unit, round_, (0, 0, 0, 0, len(body)), aux=aux, token=token, flags=flags)
         self._send(body, TAG_BODY)
 
@@ -258,20 +275,20 @@ class MessageLine:
         self._sends.append(send(self.comm, data, self.peer, tag))
 
     def flush(self) -> bool:
-        """Return True: MPI has everything."""
+        """Do nothing, and return True: MPI has everything."""
         return True
 
     @property
     def coming(self) -> bool:
-        """Return whether the body of a frame is on its way."""
+        """True if the body of a frame is on its way."""
         return bool(self._frame)
 
     def waiting(self) -> bool:
-        """Return whether a frame has come, or is coming with its body."""
+        """True if a frame has arrived, or its body is on its way."""
         return self.coming or self.comm.Iprobe(self.peer, TAG_FRAME)
 
     def read(self) -> Iterator[bytes]:
-        """Yield the frames that have come, packed, in order."""
+        """Yield the frames that have arrived, packed, in order."""
         while self.coming or self.comm.Iprobe(self.peer, TAG_FRAME):
             frame = self._frame or self._next()
             if frame[0] in WITH_BODY and not self._request.Test():
@@ -293,37 +310,38 @@ class MessageLine:
         return np.frombuffer(self._body, np.uint8)
 
     def stopped(self) -> bool:
-        """Return True: a server of another node reads no memory of this one."""
+        """Return True: a server of another node never reads this worker's memory."""
         return True
 
     def done(self) -> bool:
-        """Return whether MPI has taken everything sent."""
+        """True if MPI has taken everything sent."""
         self._sends = [request for request in self._sends if not request.Test()]
         return not self._sends
 
     def leave(self) -> None:
-        """Send nothing more: what MPI has not taken it takes when it likes."""
+        """End the line. MPI finishes sends that are under way."""
         keep(self._sends)
         self._sends = []
 
 
+# One end of a line. Nothing blocks, except a worker's post while its ring is full: servers always read on.
 Line = SharedLine | MessageLine
-"""One end of a line. Nothing blocks, but a worker's post where its ring is full: servers always read on."""
 
 
 def any_waiting(lines: Sequence[MessageLine]) -> bool:
-    """Return whether any of these lines of one communicator may have a frame: one look at MPI for all of them."""
+    """True if any of these lines may have a frame. Looks at MPI once for all of them; they share a communicator."""
     return bool(lines) and (lines[0].comm.Iprobe(MPI.ANY_SOURCE, TAG_FRAME) or any(line.coming for line in lines))
 
 
 class Rings:
-    """The rings between one server and `workers` workers, in one region that the server makes and workers attach.
+    """The rings between one server and `workers` workers, in a region that the server makes and workers attach.
 
-    In it lie the words of all rings, the word that says that the server has stopped, and the slots.
+    The region holds the words of all rings, a word that tells that the server has stopped, and the slots.
     """
 
     def __init__(self, workers: int, memory: NDArray[np.uint8]) -> None:
-        self.workers, self.memory = workers, memory
+        self.workers = workers
+        self.memory = memory
         self._stopped = WORDS * workers
         self.words = memoryview(memory[: 8 * (self._stopped + 1)].view(np.uint64))  # type: ignore[arg-type]
         self.slots = memoryview(memory[self._header(workers) :])  # type: ignore[arg-type]
@@ -331,7 +349,7 @@ class Rings:
 
     @staticmethod
     def _header(workers: int) -> int:
-        """Return the bytes before the slots, in whole cache lines."""
+        """Size of everything before the slots, in bytes, rounded up to whole cache lines."""
         return -(-(WORDS * workers + 1) * 8 // 64) * 64
 
     @classmethod
@@ -342,7 +360,7 @@ class Rings:
         return cls(workers, memory)
 
     def any_written(self) -> bool:
-        """Return whether any worker has written since the last call that said so; for the server."""
+        """True if any worker has written since the last call that returned True. For the server."""
         tails = self.words[: self.workers].tobytes()
         if tails == self._seen:
             return False
@@ -350,11 +368,11 @@ class Rings:
         return True
 
     def stop(self) -> None:
-        """Say that the generation is over and the server reads no more of workers' memory; for the server."""
+        """Tell workers that the generation is over, and the server no longer reads their memory. For the server."""
         self.words[self._stopped] = 1
 
     def stopped(self) -> bool:
-        """Return whether the server has said so."""
+        """True if the server has called `stop`."""
         return bool(self.words[self._stopped])
 
     def request_ring(self, worker: int) -> FrameRing:
@@ -367,19 +385,22 @@ class Rings:
 
 
 class FrameRing:
-    """One direction of one worker; `post` and `repost` for the writer, `waiting` and `read` for the reader."""
+    """One direction of one worker's rings. The writer uses `post` and `repost`, the reader `waiting` and `read`."""
 
     __slots__ = ("_base", "_head", "_head_word", "_slots", "_tail", "_tail_word", "_words", "rings")
 
     def __init__(self, rings: Rings, direction: int, worker: int) -> None:
-        self.rings, self._words, self._slots = rings, rings.words, rings.slots
+        self.rings = rings
+        self._words = rings.words
+        self._slots = rings.slots
         self._tail_word = 2 * direction * rings.workers + worker
         self._head_word = self._tail_word + rings.workers
         self._base = (direction * rings.workers + worker) * SLOTS * FRAME_BYTES
-        self._tail, self._head = self._words[self._tail_word], self._words[self._head_word]
+        self._tail = self._words[self._tail_word]
+        self._head = self._words[self._head_word]
 
     def post(self, *fields: int) -> bool:
-        """Write a frame; False where the ring is full."""
+        """Write a frame. False if the ring is full."""
         tail = self._tail
         if tail - self._words[self._head_word] >= SLOTS:
             return False
@@ -388,7 +409,7 @@ class FrameRing:
         return True
 
     def repost(self, frame: bytes, round_: int) -> bool:
-        """Write a packed frame with another round; False where the ring is full."""
+        """Write a packed frame, with another round. False if the ring is full."""
         tail = self._tail
         if tail - self._words[self._head_word] >= SLOTS:
             return False
@@ -399,11 +420,11 @@ class FrameRing:
         return True
 
     def waiting(self) -> bool:
-        """Return whether a frame is there."""
+        """True if there is a frame to read."""
         return self._words[self._tail_word] != self._head
 
     def read(self) -> Iterator[bytes]:
-        """Yield the frames that are there; packed, in order. The writer learns of each when the next is asked for."""
+        """Yield the frames in the ring, packed, in order. A slot is free again when the next frame is asked for."""
         tail = self._words[self._tail_word]
         while self._head < tail:
             slot = self._base + (self._head % SLOTS) * FRAME_BYTES
@@ -413,10 +434,10 @@ class FrameRing:
 
     @property
     def written(self) -> int:
-        """Return how many frames the writer has written."""
+        """Number of frames written since the ring was made."""
         return self._tail
 
     @property
     def passed(self) -> int:
-        """Return how many frames the reader is through with."""
+        """Number of frames that the reader has finished with."""
         return self._words[self._head_word]

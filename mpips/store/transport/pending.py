@@ -1,12 +1,12 @@
 """Messages of arrays between nodes: those under way, the bytes they carry, and their tags.
 
-A call that ends early must leave nothing under way in memory that the caller has back. So whoever sends or receives
-there notes it in `MessagesUnderWay` until it is over, and `MessagesUnderWay.stop` sees to what is left when the
-generation has ended.
+When a call ends early, MPI must no longer touch memory that the caller gets back. So every send and receive in such
+memory is noted in `MessagesUnderWay` until it has completed, and `MessagesUnderWay.stop` deals with what is left at the
+end of a generation.
 
-Units in use have two tags each, which no others have; MPI sets how many there are. Frames, bodies and payloads of units
-go over the store's communicator. What members of a client say to each other goes over one of its own, where a piece of
-a key in one call has a tag, and the comparison of calls another.
+Each unit in use has two tags of its own. MPI limits the number of tags, and by that the number of units. Frames, bodies
+and payloads of units go over the store's communicator. The members of a client have a communicator of their own, with a
+tag for each piece of a key in a call, and one for the comparison of calls.
 """
 
 from __future__ import annotations
@@ -27,37 +27,38 @@ from mpips.collectives.fabric.requests import keep, last_tag, over
 from mpips.collectives.fabric.tasks import Task
 
 Bytes = NDArray[np.uint8]
+# How long the end of a generation waits for messages in the caller's memory. A peer that answers at all is faster.
 QUIET_SECONDS = 5.0
-"""How long the end of a generation waits for messages whose memory is the caller's. Who answers at all does so
-sooner."""
 LOOK_SECONDS = 1e-4
 TAG_FRAME, TAG_BODY, TAG_DATA = 1, 2, 16
+# tags inside a client: the comparison of calls; row-sparse gradients, which go one call at a time; the end of a
+# generation
 COMPARE_TAG, ROWS_TAG, QUIET_TAG = 1, 2, 3
-"""Inside a client: what members call; row-sparse gradients, which go one call at a time; the end of a generation."""
+# The members' tags of a piece repeat after this many calls. Messages of one sender and tag stay in order anyway.
 CALLS = 4
-"""Calls after which the members' tags of a piece repeat: messages of one sender and tag stay in order anyway."""
+# The tags of a call repeat after this many pieces. Fewer are under way at a time.
 PIECES = 1024
-"""Pieces of a call after which tags repeat: never are so many under way at a time."""
 
 
 def cut_bytes(array: NDArray[Any], nbytes: int) -> list[Bytes]:
-    """Return the bytes of a 1-D array in messages of `nbytes` each but for the last; one at least. Views."""
+    """Cut a 1-D array into views of `nbytes` each; the last may be shorter. An empty array gives one empty view."""
     data = array.view(np.uint8)
     return [data[start : start + nbytes] for start in range(0, max(data.size, 1), max(nbytes, 1))]
 
 
 class MessageGroup:
-    """Messages that belong together, noted in `MessagesUnderWay` until they are over."""
+    """Messages that belong together, noted in `MessagesUnderWay` until all have completed."""
 
     def __init__(
         self, known: dict[int, MessageGroup], receives: Sequence[MPI.Request], sends: Sequence[MPI.Request]
     ) -> None:
-        self.receives, self.sends = list(receives), list(sends)
+        self.receives = list(receives)
+        self.sends = list(sends)
         self._known = known
         known[id(self)] = self
 
     def pending(self) -> int:
-        """Return how many are under way; one look at MPI for all that come, one for all that go."""
+        """Return the number under way. Looks at MPI twice: once for all receives, once for all sends."""
         self.receives, self.sends = _not_ended(self.receives), _not_ended(self.sends)
         left = len(self.receives) + len(self.sends)
         if not left:
@@ -65,13 +66,13 @@ class MessageGroup:
         return left
 
     def left(self) -> int:
-        """Return how many are under way when the generation is over: messages to and from the dead are over, too."""
+        """Return the number under way at the end of a generation, without those to and from dead ranks."""
         self.receives = [request for request in self.receives if not over(request)]
         self.sends = [request for request in self.sends if not over(request)]
         return len(self.receives) + len(self.sends)
 
     def wait(self) -> Task[None]:
-        """Wait until all are over."""
+        """Wait until all have completed."""
         before = len(self.receives) + len(self.sends)
         while left := self.pending():
             yield left < before
@@ -79,7 +80,7 @@ class MessageGroup:
 
 
 class MessagesUnderWay:
-    """The groups of messages of one rank that are not over."""
+    """The groups of messages of one rank that have not completed."""
 
     def __init__(self) -> None:
         self._open: dict[int, MessageGroup] = {}
@@ -89,11 +90,11 @@ class MessagesUnderWay:
         return MessageGroup(self._open, receives, sends)
 
     def stop(self, seconds: float = QUIET_SECONDS) -> bool:
-        """Let nothing touch memory of the caller any more, as the generation is over; whether nothing is under way.
+        """At the end of a generation, let MPI touch the caller's memory no more. True if nothing is under way any more.
 
-        Cancels receives, and waits for sends: blocking, so long at most. What is left, as its peer does not answer, is
-        kept with its memory until MPI is through with it. Not to be begun or waited for again before the next
-        generation.
+        Receives are cancelled. Sends are waited for, for `seconds` at most. If a peer does not answer, its requests are
+        kept with their memory until MPI has finished with them. Nothing may be begun or waited for afterwards, until
+        the next generation.
         """
         self.cancel()
         clock = Clock()
@@ -102,22 +103,23 @@ class MessagesUnderWay:
         return self.leave()
 
     def cancel(self) -> None:
-        """Receive nothing more, but for what is coming in already."""
+        """Cancel all receives, except those whose message is arriving already."""
         for group in list(self._open.values()):
-            for request in reversed(group.receives):  # what comes meanwhile belongs to an earlier one
+            # In reverse order: a message that arrives meanwhile belongs to an earlier receive.
+            for request in reversed(group.receives):
                 if request:
                     request.Cancel()
 
     def pending(self) -> int:
-        """Return how many messages are under way."""
+        """Return the number of messages under way."""
         return sum(group.pending() for group in list(self._open.values()))
 
     def left(self) -> int:
-        """Return how many are under way when the generation is over: messages to and from the dead are over, too."""
+        """Return the number under way at the end of a generation, without those to and from dead ranks."""
         return sum(group.left() for group in list(self._open.values()))
 
     def leave(self) -> bool:
-        """Forget all; what is under way is kept with its memory until MPI is through with it. Whether nothing was."""
+        """Forget all groups. True if none was under way; those that are keep their memory until MPI has finished."""
         left = [group for group in list(self._open.values()) if group.left()]
         for group in left:
             keep(group.receives + group.sends)
@@ -126,8 +128,10 @@ class MessagesUnderWay:
 
 
 def _not_ended(requests: list[Any]) -> list[Any]:
-    """Return those that have not ended; one look at MPI for all of them. Some may have been seen to end before, and an
-    interrupt have come then."""
+    """Return the requests that have not completed, with one look at MPI for all of them.
+
+    The list may hold requests that an earlier look has seen complete, if an interrupt came right after it.
+    """
     if not requests or MPI.Request.Testsome(requests) == []:
         return requests
     return [request for request in requests if request]
@@ -138,25 +142,30 @@ def _not_ended(requests: list[Any]) -> list[Any]:
 
 @cache
 def most_units() -> int:
-    """Return how many units may be in use at a time; the same on all ranks of a job."""
+    """Return how many units may be in use at a time. The same on all ranks of a job."""
     return (last_tag() - TAG_DATA) // 2
 
 
 def push_tag(unit: int) -> int:
-    """Return the tag of payloads that go to the server."""
+    """Return the tag of a unit's payloads to the server."""
     return TAG_DATA + 2 * (unit % most_units())
 
 
 def pull_tag(unit: int) -> int:
-    """Return the tag of payloads that come from the server."""
+    """Return the tag of a unit's payloads from the server."""
     return push_tag(unit) + 1
 
 
 def member_tag(piece: int, call: int, text: bytes = b"") -> int:
-    """Return the tag of a piece's messages inside a client, in its call of that number; none of the three above.
+    """Return the tag of a piece's messages inside a client, in a call. It differs from the three tags above.
 
-    Members that make calls of other texts must not get each other's messages: one that is longer than the memory for it
-    makes Open MPI write beyond its end.
+    The text of the call is part of it. Otherwise members that make different calls could get each other's messages, and
+    a message that is longer than the memory for it makes Open MPI write beyond its end.
+
+    Args:
+        piece: The number of the piece in its key.
+        call: The number of the call.
+        text: The call, as members compare it.
     """
     span = last_tag() - TAG_DATA
     place = (CALLS * piece + call % CALLS) % min(CALLS * PIECES, span)
@@ -164,22 +173,22 @@ def member_tag(piece: int, call: int, text: bytes = b"") -> int:
 
 
 class UnitNumbers:
-    """Numbers of units, each assigned once: a server may still speak of a unit that is forgotten."""
+    """Numbers of units. Each is assigned only once, because a server may still speak of a unit that is forgotten."""
 
     def __init__(self, used: Iterable[int] = ()) -> None:
-        """`used`: numbers that were assigned before, all of which are in use."""
+        """`used`: numbers that are in use already."""
         numbers = list(used)
         self._next = max(numbers, default=-1) + 1
         self._tagged = {number % most_units() for number in numbers}
 
     def copy(self) -> UnitNumbers:
-        """Return the same numbers, to assign some on trial."""
+        """Return a copy on which numbers can be assigned on trial."""
         numbers = UnitNumbers()
         numbers._next, numbers._tagged = self._next, self._tagged.copy()
         return numbers
 
     def assign(self, key: int | str) -> int:
-        """Return the number of a new unit of the key; ValueError where all tags are in use."""
+        """Return a number for a new unit of the key. ValueError if all tags are in use."""
         most = most_units()
         if len(self._tagged) >= most:
             raise of_caller(
@@ -195,5 +204,5 @@ class UnitNumbers:
         return self._next - 1
 
     def release(self, numbers: Iterable[int]) -> None:
-        """Units of these numbers are not in use any more."""
+        """Release the tags of units that are no longer in use. Their numbers are not assigned again."""
         self._tagged.difference_update(number % most_units() for number in numbers)

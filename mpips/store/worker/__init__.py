@@ -1,6 +1,7 @@
-"""The calls of a worker: checked, put in order, done now or started, by whichever backend the store has.
+"""The calls of a worker: checked, put in order, then run or started, whether the store has servers or not.
 
-`route`: every call's way, a short one for a plain array; small keys of one call go as one vector. `store`, `recut`:
-what all workers make together. `generations`: recovery and the end. `restored`: what a checkpoint has given. `waiting`:
-workers that wait in vain. `interface`: what a store with or without servers offers.
+`route` takes every push and pull, on a fast path for plain arrays. `operations` is the path of all other calls. `store`
+has the calls that all workers make together, and `recut` the one that replaces keys. `restored` knows what came from a
+checkpoint and is not asked for yet. `waiting` finds workers that wait in vain. `interface` is the protocol that stores
+with and without servers implement.
 """

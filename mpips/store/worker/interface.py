@@ -1,10 +1,11 @@
 """Define the protocol of a store's backend: with servers (`remote`) and without (`replicated`).
 
-Arguments have been checked: arrays are C-contiguous host arrays of the key's dtype; `flat` and `out` are 1-D and hold
-the whole key. Every method that returns a task does nothing before the task's first step. Tasks raise what they find:
-who runs them (`worker.operations`) ends the generation, but for a ValueError that all workers raise, marked by
-`of_caller`, or a RoomError, with which nothing has changed. Arrays may be read and written until the task is over, and
-no longer.
+Contract of all methods: arguments have been checked. Arrays are C-contiguous host arrays of the key's dtype; `flat` and
+`out` are 1-D and hold the whole key. A method that returns a task does nothing before the task's first step. Arrays may
+be read and written until the task is over, and not after.
+
+Errors: a task raises what goes wrong, and its runner (`worker.operations`) then ends the generation. Two errors do not
+end it, because nothing has changed: a ValueError that all workers raise (marked by `of_caller`), and a RoomError.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from mpips.store.keys.key import Array, FastList, Key, Name, Rounds
 from mpips.store.keys.row_sparse import RowSparse
 from mpips.store.transport.frames import FrozenTable, MakeTable, TableStats
 
+# key -> (number of updates by the optimizer, its 1-D state arrays, each as long as the key)
 States = dict[Name, tuple[int, list[Array]]]
-"""Of each key: how often the optimizer has updated it, and its 1-D state arrays, each as long as the key."""
 
 
 class Frozen(NamedTuple):
-    """A key in a snapshot: its last round, how often its optimizer has updated it, and the dtypes of its state."""
+    """A key in a snapshot: its last round, its number of optimizer updates, and the dtypes of its state."""
 
     round: int
     step: int
@@ -36,7 +37,7 @@ class Frozen(NamedTuple):
 
 
 class Recovered(NamedTuple):
-    """Hold the content of a store when the next generation begins, the same on all workers."""
+    """The content of a store when the next generation begins. The same on all workers."""
 
     rounds: Rounds
     keys: list[Key]
@@ -47,37 +48,39 @@ class Recovered(NamedTuple):
 
 @dataclass
 class KnownTable:
-    """A table as a worker knows it."""
+    """A table, as a worker knows it."""
 
+    # the description that servers are sent
     card: MakeTable
-    """How servers are told of it."""
+    # number of rounds that this worker has pushed; after `recover`, the number that still count
     round: int = 0
-    """How often this worker has pushed; with `recover`, how many of its pushes count."""
+    # number of refused rounds that this worker has heard of
     refusals: int = 0
-    """How many rounds were refused that this worker has heard of."""
+    # number of times that the rows were loaded from a file
     loads: int = 0
-    """How often its rows were loaded from a file."""
+    # server -> number of new ids that this worker may push there before it must ask for room
     room: dict[int, int] = field(default_factory=dict)
-    """By server how many ids this worker may push next without asking for room."""
     noun = "table"
 
     @functools.cached_property
     def numbers(self) -> memoryview:
-        """Return the numbers of what this worker has done with it, as others see them: `recorder.page.TABLE`."""
+        """Counters of this worker's calls, in its page, where other processes can read them (`recorder.page.TABLE`)."""
         return recorder.numbers_of(self.name)
 
     @property
     def name(self) -> str:
-        """Return its name."""
         return self.card.table
 
     def note_load(self) -> None:
-        """Note that its rows become those of a file, for which servers have promised no room."""
+        """Note that rows were loaded from a file. Servers have promised no room for those."""
         self.loads, self.room = self.loads + 1, {}
 
 
 class FrozenRows(Protocol):
-    """Tables as they were at one moment, for one worker. `parts`: of each what every server has, in their order."""
+    """Tables as they were at one moment, readable by one worker.
+
+    `parts`: table -> what each server has, in their order.
+    """
 
     @property
     def parts(self) -> Mapping[str, Sequence[FrozenTable]]: ...
@@ -85,130 +88,152 @@ class FrozenRows(Protocol):
     def read(
         self, table: str, server: int, start: int, stop: int, names: Sequence[str] = ()
     ) -> Task[Mapping[str, bytes]]:
-        """Return rows that lie at [start, stop) on a server, of these arrays or of all. What lies before was read."""
+        """Return rows [start, stop) of a server's part. Rows before them must have been read already.
+
+        Args:
+            names: The arrays of the table to read. Empty: all of them.
+        """
 
     def dropped(self, table: str, server: int) -> Task[bytes]:
         """Return the ids that were dropped on a server."""
 
     def release(self) -> Task[None]:
-        """Give its memory back."""
+        """Free its memory."""
 
 
 class Snapshot(Protocol):
-    """Keep the content of a store after one round. On worker 0 it can be read; on the others `records` is empty."""
+    """The content of a store after one round. Worker 0 can read it; on other workers `records` is empty."""
 
     @property
     def records(self) -> Mapping[Name, Frozen]: ...
 
     def read(self, key: Key, slot: int, start: int, stop: int) -> Task[Array]:
-        """Elements [start, stop) of the values (slot -1) or of an array of state; good until the next read."""
+        """Return elements [start, stop) of the key's values (slot -1) or of a state array.
+
+        Valid until the next read.
+        """
 
     def release(self) -> Task[None]:
-        """Give its memory back."""
+        """Free its memory."""
 
 
 class Stored(Protocol):
-    """Read and write the states of keys: their content goes to files and to other keys, and comes back."""
+    """Reads and writes the states of keys, for files and for `recut`."""
 
     def states(self, keys: Sequence[Key]) -> Task[States]:
-        """Steps and optimizer states; complete on rank 0 (without servers: everywhere). Collective."""
+        """Return steps and optimizer states. Complete on rank 0; without servers, on every rank. Collective."""
 
     def put_states(self, keys: Sequence[Key], states: States) -> Task[None]:
-        """Give them back. Rank 0's count; others' may be empty, but without servers they must be the same everywhere.
-        ValueError where they do not fit the optimizer. Collective."""
+        """Write steps and optimizer states. Collective.
+
+        Only rank 0's states are used, and other ranks may give none. Without servers they must be the same everywhere.
+        ValueError if they do not fit the optimizer.
+        """
 
     def residuals(self, keys: Sequence[Key]) -> Task[Array | None]:
-        """Return what compression kept back in this worker's client, float64, one key behind the other; None where
-        nothing is compressed. Collective."""
+        """Return the residuals of compression in this worker's client: float64, one key after another. Collective.
+
+        None if nothing is compressed.
+        """
 
     def put_residuals(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
-        """Give it back, one 1-D array a key, to this worker. Local."""
+        """Write residuals, one 1-D array for each key, to this worker. Local."""
 
     def snapshot(self, keys: Sequence[Key], alone: bool = False) -> Task[Snapshot]:
-        """A copy that nothing pushed later changes. Collective; `alone`: worker 0 of an asynchronous store makes it by
-        itself."""
+        """Make a copy that later pushes do not change. Collective.
+
+        Args:
+            alone: Worker 0 of an asynchronous store makes it by itself.
+        """
 
 
 class Transfers(Protocol):
-    """Push and pull keys, several as one step where that is faster. Where others take part, all give the same list."""
+    """Pushes and pulls keys, several in one step if that is faster. In collectives all workers give the same list."""
 
     def push(self, keys: Sequence[Key], flats: Sequence[Array], priority: int) -> Task[None]:
-        """Contribute to the keys' next rounds; when it is over, `flats` may be overwritten."""
+        """Contribute to the keys' next rounds. When the task is over, `flats` may be overwritten."""
 
     def pull(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[None]:
-        """Write the keys' values into `outs`, after this worker's pushes of them."""
+        """Write the keys' values into `outs`, with all earlier pushes of this worker."""
 
     def pushpull(self, keys: Sequence[Key], flats: Sequence[Array], outs: Sequence[Array], priority: int) -> Task[None]:
-        """Both; every `out` may be its own `flat`, and overlaps with no other."""
+        """Push and pull. An array of `outs` may be the same as its array of `flats`, but must not overlap any other."""
 
     def push_rows(self, key: Key, rows: RowSparse, priority: int) -> Task[None]:
         """Contribute some rows to the key's next round."""
 
     def pull_rows(self, key: Key, out: Array, ids: Array) -> Task[None]:
-        """Write rows of the key into `out` of shape (len(ids), ...); `ids`: int64 (k,), any order, repeats allowed."""
+        """Write rows of the key into `out` of shape (len(ids), ...). `ids`: int64 (k,), any order, repeats allowed."""
 
 
 class Tables(Protocol):
-    """Make, push and pull tables (`worker.table`). Ids are int64 (k,), any order, repeats allowed; rows (k, dim)."""
+    """Makes, pushes and pulls tables (`worker.table`).
+
+    Ids are int64 (k,), any order, repeats allowed; rows are (k, dim).
+    """
 
     def make(self, card: MakeTable) -> Task[None]:
-        """Make a table. Collective; ValueError on all workers where a server cannot."""
+        """Make a table. Collective; ValueError on all workers if a server cannot make it."""
 
     def update(self, table: str, numbers: bytes) -> Task[None]:
-        """Update rows with other numbers of the optimizer from the next update on. Collective."""
+        """Set numbers of the optimizer from the next update on. Collective."""
 
     known: Mapping[str, KnownTable]
 
     def push(self, pushes: Sequence[tuple[KnownTable, Array, Array]]) -> Task[None]:
-        """Contribute to the next round of each table, by ids and gradients; when it is over, these may be overwritten.
+        """Contribute (table, ids, gradients) to each table's next round.
 
-        RoomError where a round is refused, or one before it was: nothing of all counts, and each table's round says
-        which counts last."""
+        When the task is over, the arrays may be overwritten. RoomError if this round or an earlier one is refused. Then
+        none of these pushes counts, and each table's `round` is the last one that does.
+        """
 
     def pull(self, table: KnownTable, ids: Array, out: Array) -> Task[None]:
-        """Write the rows of `ids` into `out`, after this worker's pushes. RoomError where one of them was refused."""
+        """Write the rows of `ids` into `out`, with all earlier pushes of this worker. RoomError if one was refused."""
 
     def stats(self, table: KnownTable, ahead: int = 0) -> Task[list[TableStats]]:
-        """Return each server's figures after this worker's pushes and `ahead` more. Raises RoomError as `pull` does."""
+        """Return each server's figures after this worker's pushes and `ahead` more. RoomError as in `pull`."""
 
     def freeze(self, tables: Sequence[str], since: int = 0, export: int = -1) -> Task[FrozenRows]:
-        """Keep the rows of tables as they are now, those that updates after `since` have named. For one worker.
+        """Freeze rows of tables as they are now, for one worker to read.
 
-        `export`: of so many updates, with the ids of rows that were dropped."""
+        Args:
+            since: Only rows that updates after this one have named.
+            export: The number of updates that an export contains. It also gets the ids of dropped rows. -1: no export.
+        """
 
     def reset(self, table: str, updates: int) -> Task[None]:
-        """Let all servers forget the table's rows. For one worker."""
+        """Let all servers forget the table's rows, and set its number of updates. Called by one worker."""
 
     def put_rows(self, table: str, arrays: Mapping[str, Array]) -> Task[None]:
-        """Give the servers rows: all arrays of the table by name, ids each once. For one worker."""
+        """Send rows to the servers: all arrays of the table by name, each id once. Called by one worker."""
 
     def end_load(self, table: str) -> Task[None]:
-        """Let the servers know that they have all rows of the table. For one worker."""
+        """Tell the servers that they have all rows of the table. Called by one worker."""
 
     def at_rank_0(self, do: Callable[[], Task[bytes]], what: str) -> Task[bytes]:
-        """Rank 0 does it. Collective; ValueError on all where it raises one, and nothing has changed."""
+        """Let rank 0 run a task. Collective; if it raises ValueError, all workers do, and nothing has changed."""
 
 
 class Backend(Protocol):
-    """The operations of one store on one worker. "Collective": all workers call it, in the same order."""
+    """The operations of one store on one worker. "Collective" means: all workers call it, in the same order."""
 
+    # Set by `worker.operations` while it runs a task and no other is under way. The task may then block in a collective
+    # instead of yielding. Workers that block and workers that yield can take part in the same collective.
     direct: bool
-    """Set by `worker.operations` while it runs a task with nothing else under way: a task may then block in a
-    collective instead of yielding. A worker that does and one that does not take part in the same collective."""
+    # names of the communicators that all operations use; operations take turns on them, in program order
     communicators: tuple[Hashable, ...]
-    """Names of what all operations hold collectives on: operations that take turns on them start in program order."""
 
     @property
     def tables(self) -> Tables | None:
-        """Return the tables of a store with servers."""
+        """The tables, if the store has servers."""
 
     @property
     def stored(self) -> Stored:
-        """Return what keys have beside their values."""
+        """Access to everything that keys have besides their values."""
 
     @property
     def quick_list(self) -> FastList | None:
-        """The fast path of lists, where keys are not better pushed one by one."""
+        """The fast path of lists, or None if keys are better pushed one by one."""
 
     # ---- keys
 
@@ -216,98 +241,111 @@ class Backend(Protocol):
         """Make keys with rank 0's values, and bind their fast paths. Collective."""
 
     def forget(self, keys: Sequence[Key]) -> Task[None]:
-        """Give up keys and their memory; nothing is under way on them. Collective."""
+        """Remove keys and free their memory. No operation on them is under way. Collective."""
 
     def store_values(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
-        """Store worker 0's values under keys that are there; they are torn no more. Collective."""
+        """Set existing keys to worker 0's values. They are no longer torn. Collective."""
 
     # ---- pushes and pulls
 
     @property
     def transfers(self) -> Transfers:
-        """Return the pushes and pulls of the present generation."""
+        """The pushes and pulls of the present generation."""
 
     def versions(self, keys: Sequence[Key]) -> Task[list[int]]:
-        """Return how many rounds each key holds, where asynchronous how many pushes of all workers, after this worker's
-        own. Local."""
+        """Return each key's version after this worker's own pushes. Local.
+
+        That is the number of rounds; in an asynchronous store, the number of pushes of all workers.
+        """
 
     def pull_versions(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[list[int]]:
-        """Write the keys' values into `outs`, each as all its parts stand at one version; return these versions."""
+        """Write the keys' values into `outs`, each with all its parts at one version, and return these versions."""
 
     def listen(self) -> None:
-        """Take in what servers have said; to be called before each step of a task. Does not block."""
+        """Take in messages of the servers. Called before each step of a task. Does not block."""
 
     def settle(self, keys: Sequence[Key], meets: bool = False) -> Task[None]:
-        """Wait until the servers have read all that this worker has pushed, and where asynchronous, applied it.
+        """Wait until the servers have read, and in an asynchronous store applied, all pushes of this worker.
 
-        `meets`: this worker waits for all then, and pushes nothing until all do: `staleness` counts it not."""
+        Args:
+            meets: This worker waits for all others afterwards, and pushes nothing until all have come. `staleness` then
+                does not count it.
+        """
 
     def tell_wait(self, keys: Sequence[Key], tables: Sequence[KnownTable]) -> None:
-        """Tell servers that the program has waited long for a call with these keys, and does nothing else. Local.
+        """Tell servers that the program has waited long in a call with these keys. Local.
 
-        So workers that wait for one another in a circle are found."""
+        By this they find workers that wait for one another in a circle.
+        """
 
     def sums(self) -> tuple[int, str]:
-        """Return how many sums of all workers this one has begun, and what the last one is; (0, "") with servers.
-        Local."""
+        """Return the number of sums over all workers that this one has begun, and the last one's name. Local.
+
+        (0, "") in a store with servers.
+        """
 
     # ---- settings
 
     def check_updated(self, keys: Sequence[Key], what: str) -> None:
-        """ValueError where nothing would apply a push of one of them: in an asynchronous store a key without an
-        optimizer. Local."""
+        """Raise ValueError if an asynchronous store has no optimizer to apply a push of a key. Local."""
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Name] | None) -> Task[None]:
-        """Update these keys by it from now on, state anew; None: all keys, also those to come. Collective.
+        """Update keys by an optimizer from now on, with new state. Collective.
 
-        ValueError on all workers, and nothing has changed, where a server does not know it.
+        ValueError on all workers, with nothing changed, if a server does not know the optimizer.
+
+        Args:
+            keys: None: all keys, also those made later.
         """
 
     def update_optimizer(self, numbers: Mapping[str, Any], keys: Sequence[Name] | None) -> Task[None]:
-        """Change numbers of the optimizers of these keys from their next round on; state stays. Collective."""
+        """Change numbers of the optimizers of keys from their next round on. State stays. Collective."""
 
     def set_compression(self, options: dict[str, Any], compressor: Compressor) -> Task[None]:
-        """Compress pushes of float keys from now on; residuals start at zero. Collective."""
+        """Compress pushes of float keys from now on. Residuals start at zero. Collective."""
 
     # ---- the end
 
     def finish(self) -> None:
-        """This worker makes no more calls: say goodbye to the servers. Not collective; does not wait."""
+        """Tell the servers that this worker makes no more calls. Local; does not wait."""
 
 
 # ---- checkpoints, as the calls of a worker see them
 
 
 class Written(Protocol):
-    """A checkpoint that is written beside the training."""
+    """A checkpoint that is written while the training goes on."""
 
     def go_on(self) -> bool:
-        """Begin the next piece, if it is time; whether all is over. Does not block."""
+        """Begin the next piece if it is time. True once all is written. Does not block."""
 
     def finish(self) -> None:
-        """Wait until it is over."""
+        """Wait until all is written."""
 
 
 class Saves(Protocol):
     """The schedule by which a store saves itself (`resume.RegularSaves`)."""
 
+    # the key, or list of keys, of the push that is being made; () outside a push
     pushing: object
-    """The key, or list of keys, of the push that is being made; (): none."""
 
     def is_due(self, key: object) -> bool:
-        """Return whether a push of this key, or list of keys, begins a step before which the store has to be saved."""
+        """True if a push of this key, or list of keys, begins a step before which the store has to be saved."""
 
     def count(self, key: object) -> None:
-        """Such a push has been made."""
+        """Count a push of this key, or list of keys."""
 
     def save(self) -> Written | None:
-        """Begin to save what is stored, beside the training; None where nothing was begun."""
+        """Begin a save in the background. None if none was begun."""
 
     def save_last(self, alike: bool) -> None:
-        """Begin to save what is stored at the end, unless it has been. `alike`: all workers have pushed as often."""
+        """Begin the save at the end of the store, unless it is saved already.
+
+        `alike`: all workers have pushed as often.
+        """
 
     def set_rounds(self, rounds: Mapping[Name, int]) -> None:
-        """The store stands at these rounds, after `recover`."""
+        """Count from these rounds on, at which the store is after `recover`."""
 
     def leave(self) -> tuple[str, int]:
-        """Save no more, as the caller will: to which folder, and after how many rounds each."""
+        """Stop saving, because the caller will. Return the folder, and the number of rounds between two saves."""

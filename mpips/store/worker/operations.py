@@ -1,6 +1,6 @@
 """The general path of pushes and pulls: check the arguments, put calls in order, and run them as tasks.
 
-A bad argument is raised before anything was sent; nothing has changed. Any other error ends the generation.
+A bad argument is raised before anything is sent, and changes nothing. Any other error ends the generation.
 """
 
 from __future__ import annotations
@@ -25,18 +25,20 @@ from mpips.store.runtime.errors import refused
 from mpips.store.worker.interface import Backend, KnownTable
 
 T = TypeVar("T")
+# a record that has begun: its ring, its sequence number there, and its key or table
 Begun: TypeAlias = tuple[Ring, int, Key | KnownTable]
-"""A record that has begun: its ring, its sequence number there, and its key or table."""
+# Peers are told what this worker waits for when it has waited this long.
 LONG_SECONDS = 1.0
-"""Of a wait, after which peers hear what this worker waits for."""
 CLOSED = "the store is closed: make this call before close()"
 
 
 class Guard:
-    """A context in which whatever is raised ends the generation, but for what `refused` tells."""
+    """A context in which any exception ends the generation, except those that `refused` accepts."""
 
     def __init__(self, generation: Ending, what: str, names: Sequence[Name]) -> None:
-        self._generation, self._what, self._names = generation, what, names
+        self._generation = generation
+        self._what = what
+        self._names = names
 
     def __enter__(self) -> None:
         pass
@@ -47,7 +49,7 @@ class Guard:
 
 
 class Given:
-    """A context in which arguments are looked at: its errors are the caller's, and shown with the caller's lines."""
+    """A context in which arguments are checked. Its ValueErrors and TypeErrors are shown with the caller's lines."""
 
     def __enter__(self) -> None:
         pass
@@ -61,18 +63,22 @@ GIVEN = Given()
 
 
 class Operations:
-    """Check calls, put them in order, and run them as tasks. `known`: the keys that are initialised; and `tables`."""
+    """Checks calls, puts them in order, and runs them as tasks."""
 
     def __init__(
         self, rank: int, backend: Backend, engine: Engine, known: Mapping[Name, Key], tables: Mapping[str, KnownTable]
     ) -> None:
-        self.rank, self._backend, self._engine, self._known, self._tables = rank, backend, engine, known, tables
+        self.rank = rank
+        self._backend = backend
+        self._engine = engine
+        # the initialised keys, and tables
+        self._known = known
+        self._tables = tables
         self.closed = False
+        # refuse pushes that hold NaN or infinity
         self.checks_finite = False
-        """Whether a push of NaN or infinity is refused."""
 
     def do(self, what: str, key: object, value: Any, out: object, priority: int) -> None:
-        """Push, pull or pushpull, blocking."""
         names, task = self._prepare(what, key, value, out, priority)
         self.run(names, task, priority, what)
 
@@ -86,9 +92,11 @@ class Operations:
         turns: Sequence[Hashable],
         begun: Sequence[Begun] = (),
     ) -> Handle:
-        """Start a push, pull or pushpull, not blocking; it takes turns with others on its keys and on `turns`.
+        """Start a push, pull or pushpull. Does not block. It takes turns with others on its keys and on `turns`.
 
-        `begun`: its records, which start and end with it."""
+        Args:
+            begun: Its records, which start and end with it.
+        """
         with GIVEN:
             others = arguments.turns(turns, what)
         names, task = self._prepare(what, key, value, out, priority)
@@ -98,13 +106,15 @@ class Operations:
             return self._engine.submit(order, self.hearing(task), priority, text(what, names))
 
     def see_pull(self, keys: Sequence[Key], key: object, out: object, priority: int) -> None:
-        """ValueError or TypeError where a pull of these keys, which are yet to be made, could not be made so."""
+        """Check a pull of keys that are not made yet. ValueError or TypeError if it could not be made."""
         arguments.see_priority(priority, "pull")
         arguments.check({record.name: record for record in keys}, "pull", key, out=out)
 
     def taken(self, key: object, push: Handle, told: bool) -> Handle:
-        """A handle that ends when the servers have read what `push`, of these keys, sends; `push` where nobody is
-        `told` of that."""
+        """Return a handle that ends when the servers have read a push of these keys.
+
+        `told` is False if servers do not tell that: then `push` itself is returned.
+        """
         self.check_open()
         with GIVEN:
             if not isinstance(push, Handle):
@@ -117,7 +127,7 @@ class Operations:
             return self._engine.submit([("taken", push)], self.hearing(self._read(keys, push)), 0, what)
 
     def pull_rows(self, key: object, out: object, row_ids: object, priority: int) -> None:
-        """`KVStore.row_sparse_pull`."""
+        """See `KVStore.row_sparse_pull`."""
         what = "row_sparse_pull"
         self.check_open()
         with GIVEN:
@@ -127,8 +137,11 @@ class Operations:
             self.run([record.name], self._backend.transfers.pull_rows(record, target, ids), priority, what)
 
     def pull_newer(self, key: object, out: object, newer_than: object, priority: int, base: int) -> list[int]:
-        """`KVStore.pull` of keys that do not stand at the versions in `newer_than`; the versions that `out` then holds.
-        `base`: rounds of a job that went before."""
+        """Pull keys that are not at the versions in `newer_than`. Return the versions that `out` then holds.
+
+        Args:
+            base: Rounds of the job that this one continues. Versions count them too.
+        """
         self.check_open()
         with GIVEN:
             arguments.see_priority(priority, "pull")
@@ -139,7 +152,7 @@ class Operations:
         return [version + base for version in found]
 
     def run(self, names: Sequence[Name], task: Task[Any], priority: int, what: str, tables: Sequence[str] = ()) -> None:
-        """Do it, blocking; a failure ends the generation. `tables`: whose rounds it may wait for."""
+        """Run a task, blocking. A failure ends the generation. `tables`: tables for whose rounds it may wait."""
         with self.guard(what, names):
             self._backend.direct = not self._engine.under_way
             order, heard = [*self._order(names), *tables], self.hearing(task, [*names, *tables])
@@ -153,25 +166,23 @@ class Operations:
         return f"{text(what, names)}{after}"
 
     def guard(self, what: str, names: Sequence[Name] = ()) -> Guard:
-        """Whatever is raised within ends the generation, but for what all workers raise as they asked for what cannot
-        be."""
+        """Return a context in which any exception ends the generation, except those that change nothing (`refused`)."""
         return Guard(self._engine.generation, what, names)
 
     def pull(self, key: Key, out: Array) -> Task[None]:
-        """Pull one key."""
         return self._backend.transfers.pull([key], [out.reshape(-1)])
 
     def end_by(self, what: str, names: Sequence[Name], error: BaseException) -> BaseException:
-        """A fast path has failed: end the generation; what to raise."""
+        """End the generation after a fast path has failed. Return the exception to raise."""
         return self._engine.generation.end(text(what, names), error)
 
     def check_not_closed(self) -> None:
-        """RuntimeError where the store is closed."""
+        """Raise RuntimeError if the store is closed."""
         if self.closed:
             raise of_caller(RuntimeError(CLOSED))
 
     def check_open(self) -> None:
-        """RuntimeError where the store is closed, StoreError where the generation has ended."""
+        """Raise RuntimeError if the store is closed, StoreError if the generation has ended."""
         self.check_not_closed()
         try:
             self._engine.generation.check()
@@ -181,8 +192,12 @@ class Operations:
     # ---- inside
 
     def hearing(self, task: Task[T], names: Sequence[Name] | None = None) -> Task[T]:
-        """Run a task, and hear the servers before each step. `names`: keys or tables of a call that the program waits
-        for: where that does not go on for long, peers hear of it, once."""
+        """Run a task, and take in the servers' messages before each step.
+
+        Args:
+            names: Keys or tables of a call that the program waits for. If it makes no progress for LONG_SECONDS, peers
+                are told, once.
+        """
         since = 0.0
         try:
             while True:
@@ -204,7 +219,7 @@ class Operations:
             task.close()
 
     def _prepare(self, what: str, key: object, value: Any, out: object, priority: int) -> tuple[list[Name], Task[None]]:
-        """The keys, and what is to be done. ValueError or TypeError where an argument is bad."""
+        """Check a call, and return its keys and its task. ValueError or TypeError if an argument is bad."""
         self.check_open()
         with GIVEN:
             arguments.see_priority(priority, what)
@@ -222,8 +237,11 @@ class Operations:
         return names, self._several(made, priority, mixed)
 
     def _several(self, made: Sequence[KeyCall], priority: int, mixed: bool) -> Task[None]:
-        """Several keys: dense ones as one list, then those with some rows. `mixed`: what is written for one key may be
-        what is pushed of another."""
+        """Transfer several keys: dense ones as one list, then row-sparse ones one by one.
+
+        Args:
+            mixed: The result of one key may be written over the array that is pushed of another.
+        """
         yield from together([call.gathered for call in made if call.gathered is not None])
         dense = [call for call in made if not isinstance(call.payload, RowSparse)]
         if dense:
@@ -252,14 +270,14 @@ class Operations:
         return self._with_gpus(call, priority)
 
     def _with_gpus(self, call: KeyCall, priority: int) -> Task[None]:
-        """Transfer one key between arrays that GPUs sum, or results that go to several."""
+        """Transfer one key whose arrays are summed on GPUs, or whose result goes to several arrays."""
         if call.gathered is not None:
             yield from call.gathered
         yield from self._transfer(call, priority)
         yield from _finish(call)
 
     def _transfer(self, call: KeyCall, priority: int) -> Task[None]:
-        """Push, pull or both, of one key: the first target gets the result."""
+        """Push, pull or both, of one key. The first target gets the result."""
         transfers, key, payload = self._backend.transfers, call.key, call.payload
         outs = [call.targets[0].reshape(-1)] if call.targets else []
         if isinstance(payload, np.ndarray):
@@ -273,7 +291,7 @@ class Operations:
         return in_turn(push, transfers.pull([key], outs)) if outs else push
 
     def _newer(self, made: Sequence[KeyCall], found: list[int]) -> Task[None]:
-        """Pull the keys that do not stand at the versions in `found`, and put there those that they are read at."""
+        """Pull the keys whose version differs from that in `found`, and write their new versions there."""
         versions = yield from self._backend.versions([call.key for call in made])
         chosen = [at for at, version in enumerate(versions) if made[at].key.replaced or version != found[at]]
         if not chosen:
@@ -291,12 +309,12 @@ class Operations:
             yield from self._backend.settle(keys)
 
     def _order(self, names: Sequence[Name]) -> list[Hashable]:
-        """Return what an operation takes turns on: its keys, and communicators, used in one order everywhere."""
+        """Return what an operation takes turns on: its keys, and the communicators, which all use in the same order."""
         return [*names, *self._backend.communicators]
 
 
 def recorded(what: str, task: Task[T], begun: Sequence[Begun]) -> Task[T]:
-    """Say when a task starts, and ends."""
+    """Run a task, and record when it starts and ends."""
     for ring, sequence, key in begun:
         ring.start(sequence, 0, key.round + (what != "pull"))
     result = yield from task
@@ -306,18 +324,18 @@ def recorded(what: str, task: Task[T], begun: Sequence[Begun]) -> Task[T]:
 
 
 def text(what: str, names: Sequence[Name]) -> str:
-    """An operation, as errors name it."""
+    """Return the name of an operation, as errors show it."""
     word = f" of key{'s' if len(names) > 1 else ''} {', '.join(map(repr, names[:4]))}" if names else ""
     return f"{what}{word}{', ...' if len(names) > 4 else ''}"
 
 
 def step_of_push() -> str:
-    """Return, for a sentence, the step of this rank's training; "" where the program has noted none."""
+    """Return words that name the step of this rank's training, for an error. "" if the program has noted none."""
     return f" (the step noted last is {recorder.place.step})" if recorder.place.step >= 0 else ""
 
 
 def see_finite(rank: int, what: str, call: KeyCall) -> None:
-    """FloatingPointError where a push holds NaN or infinity: which rank, key and push, and where the first one is."""
+    """Raise FloatingPointError if a push holds NaN or infinity. It names rank, key, push and the first such element."""
     rows = call.payload if isinstance(call.payload, RowSparse) else None
     values = call.payload if rows is None else rows.values
     if not isinstance(values, np.ndarray) or values.dtype.kind in "iub":
@@ -338,7 +356,7 @@ def see_finite(rank: int, what: str, call: KeyCall) -> None:
 
 
 def _finish(call: KeyCall) -> Generator[bool | None, None, None]:
-    """The result is in the first target: it goes to the others, and to GPUs."""
+    """Copy the result from the first target to the others, and to GPUs."""
     for other in call.targets[1:]:
         np.copyto(other, call.targets[0])
     if call.spread is not None:

@@ -23,7 +23,8 @@ def recut(store: WorkerStore, keys: Sequence[Name], new: Mapping[Name, int]) -> 
     _, refusal = attempt(lambda: _see_steps(old, states))
     values = _values(store, old)
     kept = store.run("recut", store.backend.stored.residuals(old))
-    store.agree("recut", refusal=refusal)  # all have read what the servers are to forget
+    # All workers have read what the servers are about to forget.
+    store.agree("recut", refusal=refusal)
     store.drop(old, "recut")
     made = [Key(name, (size,), values.dtype) for name, size in sizes.items()]
     cuts = np.cumsum([key.size for key in made])[:-1]
@@ -36,7 +37,7 @@ def recut(store: WorkerStore, keys: Sequence[Name], new: Mapping[Name, int]) -> 
 
 
 def _asked(store: WorkerStore, keys: Sequence[Name], new: Mapping[Name, int]) -> tuple[list[Key], dict[Name, int]]:
-    """The old keys and the sizes of the new ones; ValueError or TypeError where they do not suit."""
+    """Return the old keys and the sizes of the new ones. ValueError or TypeError if they do not fit."""
     old = store.known(keys, "recut")
     if not isinstance(new, Mapping):
         raise TypeError(f"recut: the new keys are a dict of names and sizes, not {type(new).__name__}")
@@ -56,7 +57,6 @@ def _asked(store: WorkerStore, keys: Sequence[Name], new: Mapping[Name, int]) ->
 
 
 def _size(name: Name, size: object) -> int:
-    """The elements of a new key."""
     if isinstance(size, (bool, np.bool_)) or not isinstance(size, (int, np.integer)):
         raise TypeError(f"recut: key {name!r} is to have {size!r} elements: pass an int")
     if size < 0:
@@ -69,14 +69,14 @@ def _shown(keys: Sequence[Key]) -> list[Name]:
 
 
 def _see_steps(keys: Sequence[Key], states: States) -> None:
-    """ValueError where the states of the keys cannot be those of one key. Known where the states are."""
+    """Raise ValueError if keys were updated unequally often. Only rank 0 knows, if the store has servers."""
     steps = sorted({step for step, _ in states.values()})
     if len(steps) > 1:
         raise ValueError(f"keys {_shown(keys)} were updated {steps} times, not equally often")
 
 
 def _values(store: WorkerStore, keys: Sequence[Key]) -> Array:
-    """Return what is stored, one key behind the other."""
+    """Return the stored values, one key after another."""
     values = np.empty(sum(key.size for key in keys), keys[0].dtype)
     start = 0
     for key in keys:
@@ -86,7 +86,7 @@ def _values(store: WorkerStore, keys: Sequence[Key]) -> Array:
 
 
 def _cut(old: Sequence[Key], states: States, new: Sequence[Key], cuts: NDArray[np.int64]) -> States:
-    """The optimizer's states of the old keys, updated equally often, as those of the new ones."""
+    """Cut the optimizer's states of the old keys, which were updated equally often, for the new keys."""
     if not states:
         return {}
     rows = zip(*(states[key.name][1] for key in old), strict=True)

@@ -1,8 +1,8 @@
 """Route every push, pull and pushpull of a worker: the fast path for plain arrays, else the general path.
 
-`Route.try_fast` has one straight-line function for each key. Where it cannot serve a call it has done nothing. The
-general path (`Route.call`) then does what is due before and after the call, and lets `operations` make it. `CallMarks`
-shows others which call this worker is in.
+`Route.try_fast` is one straight-line function. If it cannot serve a call, it has done nothing. The general path
+(`Route.call`) then does what is due before and after the call, such as saves, and leaves the call itself to
+`operations`. `CallMarks` shows other processes which call this worker is in.
 """
 
 from __future__ import annotations
@@ -30,29 +30,35 @@ from mpips.store.worker.interface import Backend, KnownTable, Saves, Written
 from mpips.store.worker.operations import Array, Begun, Operations, text
 
 LISTS = (list, tuple)
+# how many texts of calls a worker keeps, one for each pair of operation and keys
 MOST_TOKENS = 4096
-"""Calls, by what they do with which keys, of which this worker has the texts at hand."""
 
 
 class CallMarks:
-    """Show others which call this worker has begun last, and time long calls, or all. `lane`: the store's."""
+    """Shows other processes which call this worker has begun last, and times long calls, or all of them."""
 
     def __init__(self, known: Mapping[Name, Key], lane: int) -> None:
         self._known = known
-        self._marks, self._tokens = Marks(lane), dict[Any, int]()
+        self._marks = Marks(lane)
+        self._tokens = dict[Any, int]()
         self.word = self._marks.word
         self._forms = dict[Any, bytes]()
-        self.every = self.records = False
-        """Whether calls of every key are timed, or of long ones only; whether this is one, whose records have begun."""
+        # time the calls of every key, not only of long ones
+        self.every = False
+        # True inside a call whose records have begun already
+        self.records = False
         recorder.add_timeable(self)
 
     def set_timed(self, every: bool) -> None:
-        """Time the calls of every key from now on, or of long ones; see `recorder.own.trace`."""
+        """Time the calls of every key from now on, or only of long ones. See `recorder.own.trace`."""
         self.every = every
         self._forget_marks()
 
     def mark_first(self, what: str, record: Key) -> int:
-        """Return the mark of a call of one key. The key keeps it, unless `call` times the call: then it is 0."""
+        """Return the mark of a call of one key, and store it in the key.
+
+        0 if the call has to be timed: then `call` makes the mark and the records.
+        """
         timed = self.every or record.is_long
         if timed and not self.records:
             return 0
@@ -66,11 +72,12 @@ class CallMarks:
             one.marks.update(NO_MARKS)
 
     def mark(self, what: str, key: Any) -> int:
-        """Let others see which call this worker has begun last; return its mark, 0 where there is none."""
+        """Show which call this worker begins. Return its mark, or 0 if the key is no valid key."""
         name = key if type(key) is not list else (*key[:1], len(key))
         try:
             token = self._tokens.get((what, name), 0)
-        except TypeError:  # it is no key, as the call will say
+        # An unhashable key. The call itself will raise.
+        except TypeError:
             return 0
         if not token:
             token = self._marks.new_token(text(what, key if type(key) is list else [key]))
@@ -102,7 +109,7 @@ class CallMarks:
         return begun
 
     def begin_table(self, what: str, table: KnownTable, rows: int, starts: bool = True) -> Begun:
-        """Begin the record of a call of a table that is about so many rows."""
+        """Begin the record of a call of a table that names `rows` rows."""
         made = self._forms.get((what, table.name, rows))
         if made is None:
             line, dtype = recorder.user_line(sys._getframe(2)), dtype_of(table.card.dtype)
@@ -117,19 +124,19 @@ class CallMarks:
 
 
 class ListTransfers:
-    """Push and pull a list of keys, each with one plain array, by their fast paths: all at once where there is one for
-    that."""
+    """Pushes and pulls a list of keys, each with one plain array, by fast paths: that of lists if there is one."""
 
     def __init__(self, operations: Operations, backend: Backend) -> None:
-        self._operations, self._backend = operations, backend
+        self._operations = operations
+        self._backend = backend
 
     def run(self, what: str, records: Sequence[Key], values: Any, outs: Any, priority: int) -> None:
-        """Make a call, blocking."""
         targets = (values if outs is None else outs) if what == "pushpull" else outs
         if self._backend.quick_list is not None:
             self._as_one(self._backend.quick_list, what, records, values, targets, priority)
             return
-        # what is written for one key may be what a server still reads for another
+        # If arrays overlap, the pull of one key may overwrite what a server still reads for another: wait before
+        # pulling.
         mixed = what == "pushpull" and (outs is not None or len(set(map(id, values))) < len(values))
         if what != "pull":
             self._push_all(records, values, priority, what == "push" or mixed, what)
@@ -139,7 +146,6 @@ class ListTransfers:
     def _as_one(
         self, route: FastList, what: str, records: Sequence[Key], values: Any, targets: Any, priority: int
     ) -> None:
-        """All keys in one step."""
         if what == "push":
             left = route.push(records, values, priority)
         elif what == "pull":
@@ -150,7 +156,7 @@ class ListTransfers:
             self._operations.run([record.name for record in records], left, priority, what)
 
     def _push_all(self, records: Sequence[Key], values: Sequence[Array], priority: int, wait: bool, what: str) -> None:
-        """Push; with `wait` until all arrays may be overwritten."""
+        """Push all keys. With `wait`, return when all arrays may be overwritten."""
         left: list[tuple[Key, Task[None]]] = []
         posted = []
         for record, value in zip(records, values):
@@ -167,7 +173,7 @@ class ListTransfers:
             self._run(left, priority, what)
 
     def _pull_all(self, records: Sequence[Key], outs: Sequence[Array], priority: int, what: str) -> None:
-        """Pull, in turn; from the first that has to be waited for, all together."""
+        """Pull the keys in turn. From the first one that has to wait, run the rest together as one task."""
         left: list[tuple[Key, Task[None]]] = []
         for record, out in zip(records, outs):
             task = self._operations.pull(record, out) if left else record.fast.pull(out)  # type: ignore[union-attr]
@@ -182,30 +188,38 @@ class ListTransfers:
 
 
 class Route:
-    """Make the calls of a store on a worker: `try_fast` first, and where that has done nothing, `call`.
+    """Makes the calls of a store on a worker: `try_fast` first, and if that has done nothing, `call`.
 
-    `known`: the initialised keys. `under_way`: empty where no operation is. `lane`: the store's. Of a list all keys are
-    pushed before one is waited for, as other workers may have another order. Then they are pulled in turn, from the
-    first that has to be waited for together.
+    Of a list, all keys are pushed before any is waited for, because other workers may have another order. They are then
+    pulled in turn, and together from the first one that has to wait.
+
+    Args:
+        known: The initialised keys.
+        under_way: The operations under way. Fast paths are used only while there are none.
+        lane: The recorder's number of the store.
     """
 
     def __init__(
         self, known: Mapping[Name, Key], under_way: Sized, operations: Operations, backend: Backend, lane: int
     ) -> None:
-        self._known, self._under_way, self._operations, self._backend = known, under_way, operations, backend
+        self._known = known
+        self._under_way = under_way
+        self._operations = operations
+        self._backend = backend
         self._saves: Saves | None = None
         self._written: Written | None = None
         self._first_push: Callable[[], None] | None = None
         self._checks = operations.checks_finite
-        self._extra = self._checks  # one of these four is there, and calls take the general path
+        # True while any of the four above is set: calls then take the general path.
+        self._extra = self._checks
         self._lists = ListTransfers(operations, backend)
         self.marks = CallMarks(known, lane)
         self._word = self.marks.word
+        # identifier of the thread that is in a call of the store, or 0
         self._inside = 0
-        """The thread that is in a call; 0: none."""
 
     def make(self, what: str, key: Any, value: Any, out: Any, priority: int) -> None:
-        """Make a call (push, pull or pushpull), blocking."""
+        """Make a push, pull or pushpull. Blocking."""
         if self._inside:
             self._see_thread(what)
         self._inside = get_ident()
@@ -216,7 +230,7 @@ class Route:
             self._inside = 0
 
     def _see_thread(self, what: str) -> None:
-        """StoreError, on all workers, where another thread is in a call of the store."""
+        """End the generation with an error if another thread is in a call of the store."""
         if self._inside not in (0, get_ident()):
             one, other = thread_name(get_ident()), thread_name(self._inside)
             error = CollectiveError(
@@ -226,7 +240,7 @@ class Route:
             raise self._operations.end_by(what, [], error)
 
     def try_fast(self, what: str, key: Any, value: Any, out: Any, priority: int) -> bool:
-        """Make a call (push, pull or pushpull), blocking. Return False, with nothing done, where `call` has to."""
+        """Make a push, pull or pushpull, blocking. Return False, with nothing done, if `call` has to make it."""
         if self._extra:
             return False
         if what == "push":
@@ -236,10 +250,12 @@ class Route:
         else:
             record = self._one(key, value, priority, writes=out is None)
         if record is not None:
+            # Without a mark the call has to be timed, which `call` does before it comes back here.
             mark = record.marks[what] or self.marks.mark_first(what, record)
             if not mark:
                 return False
             self._word[0] = mark
+        # PyTorch's CPU tensors take the fast path too, as NumPy views.
         elif "torch" in sys.modules:
             views = arguments.viewed(value), arguments.viewed(out)
             if views[0] is not value or views[1] is not out:
@@ -264,7 +280,7 @@ class Route:
         return True
 
     def call(self, what: str, key: object, value: object, out: object, priority: int) -> None:
-        """Make a call, blocking, with what is due before and after it: a save, the next piece of a checkpoint."""
+        """Make a call by the general path, blocking, and do what is due before and after it, such as saves."""
         self.marks.mark(what, key)
         begun = self.marks.begin_records(what, key)
         self.marks.records = True
@@ -299,7 +315,7 @@ class Route:
     def start(
         self, what: str, key: object, value: object, out: object, priority: int, turns: Sequence[Hashable]
     ) -> Handle:
-        """Start a call and return its handle, not blocking; it takes turns on its keys and on `turns`."""
+        """Start a call and return its handle. Does not block. The call takes turns on its keys and on `turns`."""
         self._see_thread(f"i{what}")
         self.marks.mark(what, key)
         saves = self._prepare(what, key) if self._extra else None
@@ -311,7 +327,7 @@ class Route:
 
     @contextmanager
     def marked(self, what: str) -> Iterator[None]:
-        """Let others see that this worker is in a call that is about no key, or about many: it is in the block."""
+        """Show other processes that this worker is in a call without a key, or with many, until the block ends."""
         self.mark(what)
         outer, self._inside = self._inside, get_ident()
         try:
@@ -325,23 +341,23 @@ class Route:
             self._inside = outer
 
     def mark(self, what: str) -> None:
-        """Let others see that this worker has begun a call that is about no key."""
+        """Show other processes that this worker has begun a call without a key."""
         self._see_thread(what)
         self.marks.mark(what, [])
 
     # ---- what is due before and after a call
 
     def save_regularly(self, saves: Saves) -> None:
-        """Let `saves` have its turn before each step."""
+        """Let a schedule of saves have its turn before each step."""
         self._saves, self._extra = saves, True
 
     def write(self, saving: Written | None) -> None:
-        """Go on with a checkpoint after each call, until it is there or another one begins."""
+        """Write a checkpoint piece by piece after each call, until it is complete or another one begins."""
         if saving is not None:
             self._written, self._extra = saving, True
 
     def before_a_push(self, do: Callable[[], None]) -> None:
-        """Before the next push `do`, once."""
+        """Call `do` once, before the next push."""
         self._first_push, self._extra = do, True
 
     @contextmanager
@@ -353,7 +369,7 @@ class Route:
             self._follow(saves, names)
 
     def _prepare(self, what: str, key: object) -> Saves | None:
-        """Do what is due before a call; return the saves in which this push counts."""
+        """Do what is due before a call. Return the schedule of saves in which this push has to be counted."""
         if what == "pull":
             return None
         if self._first_push is not None:
@@ -383,14 +399,18 @@ class Route:
         if what != "push" and not all(array.flags.writeable for array in targets):
             return False
         if outs is not None and len(set(map(id, outs))) < len(outs):
-            return False  # one is out of two keys, which the checks of a call name
+            # One array is `out` of two keys. The general path raises an error that names them.
+            return False
         self._lists.run(what, records, values, outs, priority)
         return True
 
     # ---- what can be made so
 
     def _one(self, key: Any, array: Any, priority: int, writes: bool = False) -> Key | None:
-        """The key, where a call for one plain array can be made, or (`writes`) one that writes into it."""
+        """Return the key if a call of one plain array can take a fast path, else None.
+
+        `writes`: the call writes into it.
+        """
         if type(array) is not ndarray or type(key) not in (str, int) or self._under_way:
             return None
         record = self._known.get(key)
@@ -402,7 +422,7 @@ class Route:
         return record if (flags.carray if writes else flags.c_contiguous) else None
 
     def _all(self, keys: Sequence[Any], arrays: Any, priority: int) -> list[Key] | None:
-        """The keys, where a call for one plain array each can be made."""
+        """Return the keys if a call with one plain array for each can take fast paths, else None."""
         if not keys or type(arrays) not in LISTS or len(arrays) != len(keys):
             return None
         records, as_one, any_length = [], self._backend.quick_list is not None, self.marks.records

@@ -1,6 +1,6 @@
-"""Make the calls that all workers make together: keys, optimizers, compression, barrier (`WorkerStore`).
+"""The calls that all workers make together: keys, optimizers, compression, barrier (`WorkerStore`).
 
-A bad argument is compared in the one rendezvous: all workers raise the same ValueError or TypeError, and nothing has
+Bad arguments are compared in one rendezvous: all workers raise the same ValueError or TypeError, and nothing has
 changed. Any error after that ends the generation.
 """
 
@@ -38,12 +38,12 @@ from mpips.store.worker.restored import Restored
 LOG = log.get("mpips.store")
 
 T = TypeVar("T")
+# all stores of this process that are in use, for `_end_in_fork`
 _here: weakref.WeakSet[WorkerStore] = weakref.WeakSet()
-"""Of all stores of this process that are in use, for `_end_in_fork`."""
 
 
 def _end_in_fork() -> None:
-    """A fork has its parent's memory, and would take its parent's messages: calls of stores raise there."""
+    """End the stores in a fork of this process: it has its parent's memory, and would take its parent's messages."""
     for settings in _here:
         rank = f"rank {settings.layout.rank}"
         settings.unbind()
@@ -55,13 +55,18 @@ os.register_at_fork(after_in_child=_end_in_fork)
 
 
 class WorkerStore:
-    """A store on one worker: its keys, tables, optimizers and compression, which all workers have alike, and the calls
-    that change them. `KVStore` is its front; checkpoints, tables and trainers work on it."""
+    """A store on one worker: its keys, tables, optimizers and compression, and the calls that change them.
+
+    All workers have these alike. `KVStore` is its front; checkpoints, tables and trainers use this class.
+    """
 
     def __init__(self, layout: Layout, backend: Backend, generation: Generation) -> None:
         level = MPI.Query_thread()
+        # MPI does not allow calls of two threads at the same time
         self._alone = level < MPI.THREAD_MULTIPLE
-        self.layout, self.backend, self.generation = layout, backend, generation
+        self.layout = layout
+        self.backend = backend
+        self.generation = generation
         self.engine = Engine(generation, level >= MPI.THREAD_SERIALIZED)
         generation.on_end.append(self.unbind)
         _here.add(self)
@@ -71,31 +76,31 @@ class WorkerStore:
         if backend.tables is not None:
             backend.tables.known = self.tables
         self.operations = Operations(layout.rank, backend, self.engine, self.keys, self.tables)
+        # the optimizers of keys
         self.groups = Groups()
-        """The optimizers."""
         self.compressor: Compressor | None = None
+        # the last checkpoint that was begun in the background
         self.saving: Written | None = None
-        """The last checkpoint that was begun in the background."""
+        # the step from which the job has resumed; rounds count from there
         self.base = 0
-        """The step that the job has resumed at: rounds count from there."""
+        # see `KVStore.resumed`
         self.resumed: int | None = 0
-        """See `KVStore.resumed`."""
+        # content of the store that the program has not asked for yet
         self.restored = Restored()
-        """What the store has, and the program has not asked for."""
+        # this worker has taken a dead worker's place, and has yet to reach the step that the others are at
         self.fresh = False
-        """Whether this worker has taken a dead one's place, and comes to where the others are already."""
+        # the schedule by which the store saves itself
         self.regular: Saves | None = None
-        """Where it saves itself."""
 
     @property
     def pushed(self) -> dict[Name, Key | KnownTable]:
-        """Return all that is pushed in rounds: keys and tables."""
+        """All that is pushed in rounds: keys and tables."""
         return dict([*self.keys.items(), *self.tables.items()])
 
     # ---- keys
 
     def init(self, key: object, value: object, see: Callable[[Sequence[Key]], None] = lambda keys: None) -> None:
-        """See `KVStore.init`. `see` raises where the keys that are to be made do not suit the caller."""
+        """See `KVStore.init`. `see` is called with the keys to be made, and raises if the caller cannot use them."""
 
         held: dict[Name, Key] = {}
         names: Sequence[Name] = ()
@@ -134,14 +139,14 @@ class WorkerStore:
         self.drop(records, "forget")
 
     def add(self, keys: Iterable[Key]) -> None:
-        """Keys that have been made."""
+        """Register keys that have been made."""
         for key in keys:
             self.keys[key.name] = key
             if self.compressor is not None:
                 self.compressor.prepare(key.dtype)
 
     def drop(self, keys: Sequence[Key], what: str) -> None:
-        """Give up keys; collective, after all have agreed on it."""
+        """Remove keys after all workers have agreed on it. Collective."""
         self.run(what, self.backend.forget(keys), [key.name for key in keys])
         self.groups.forget(key.name for key in keys)
         self.restored.claim(key.name for key in keys)
@@ -150,7 +155,7 @@ class WorkerStore:
             key.fast = None
 
     def known(self, names: object, what: str) -> list[Key]:
-        """The keys of these names, one or a list; ValueError or TypeError where there is none."""
+        """Return the keys of these names, one or a list. ValueError or TypeError if a name is unknown."""
         return [arguments.find_key(self.keys, name, what) for name in arguments.names(names)]
 
     # ---- what all keys have in common
@@ -207,32 +212,35 @@ class WorkerStore:
         self.agree("barrier")
 
     def pushes(self) -> None:
-        """The program makes its first push since it may claim what is held."""
+        """Note the first push after which restored content can no longer be claimed."""
         self.fresh = False
         self.restored.pushed()
 
     def unbind(self) -> None:
-        """No call takes a fast path any more: the general path sees why."""
+        """Disable all fast paths. The general path then raises the reason."""
         for key in self.keys.values():
             key.fast = None
 
     # ---- how such calls are made
 
     def finish(self) -> None:
-        """Wait for all operations that were started before; raise the first failure that nobody has seen."""
+        """Wait for all operations that were started before. Raise the first failure that nobody has seen."""
         self.operations.check_open()
         self.engine.finish()
 
     def settle(self) -> None:
-        """Finish, and wait until the servers have read, where asynchronous applied, what this worker has pushed.
+        """Wait for all operations, and until the servers have read (asynchronous: applied) this worker's pushes.
 
-        So a setting counts from the next push on."""
+        A setting that is changed afterwards counts from the next push on.
+        """
         self.finish()
         self.run("settle", self.backend.settle(list(self.keys.values())))
 
     def hear_refusals(self, what: str) -> None:
-        """Hear of rounds of tables that were refused, in the call `what`: RoomError on a worker that has not heard of
-        one. Collective in a synchronous store with tables; those who have heard wait for the others to come again."""
+        """Exchange which rounds of tables were refused, in the call `what`. RoomError on a worker that did not know.
+
+        Collective in a synchronous store with tables. Workers that knew wait for the others to make the call again.
+        """
         tables = self.backend.tables
         while tables is not None and self.tables and not self.layout.asynchronous:
             mine = msgspec.msgpack.encode([table.refusals for table in self.tables.values()])
@@ -247,8 +255,11 @@ class WorkerStore:
     def agree_settled(
         self, what: str, items: Items = (), refusal: BaseException | None = None, noun: str = "key", data: bytes = b""
     ) -> list[bytes]:
-        """`agree`, and `settle` of all workers. ValueError on all where one of a synchronous store has pushed more
-        rounds than another, as its servers wait for that one."""
+        """Run `agree` and `settle` on all workers.
+
+        ValueError on all workers of a synchronous store if they have pushed unequally often, because the servers would
+        wait for those that have pushed less.
+        """
         self.finish()
         self.hear_refusals(what)
         keys = list(self.pushed.values())
@@ -259,7 +270,8 @@ class WorkerStore:
         ]
         if not self.layout.asynchronous:
             arguments.see_one_round(what, keys, [rounds for rounds, _ in told])
-        if self.layout.num_servers:  # worker 0 speaks for all: the servers are to have everybody's pushes before
+        # Worker 0 speaks to the servers for all, so they must have everybody's pushes before.
+        if self.layout.num_servers:
             self.settle()
             self.agree(what)
         return [theirs for _, theirs in told]
@@ -273,13 +285,25 @@ class WorkerStore:
         data: bytes = b"",
         alike: str = "",
     ) -> list[bytes]:
-        """All workers ask for the same, and learn everybody's data, or all raise the same sentence. `alike`: other
-        calls that say this come to it, too.
+        """Check that all workers make the same call, and exchange data. All raise the same error if their calls differ.
 
-        In an asynchronous store neither `staleness` nor `quorum` holds anybody back for a worker that waits here."""
+        In an asynchronous store a worker that waits here holds up nobody else by `staleness` or `quorum`.
+
+        Args:
+            what: The call.
+            items: (name, value) of arguments that must be the same.
+            refusal: The error of this worker's arguments.
+            noun: What the names of `items` are, for error messages.
+            data: Bytes for the other workers.
+            alike: Other calls that give the same word meet this one too.
+
+        Returns:
+            The data of all workers.
+        """
         self.operations.check_open()
         if self._alone:
-            self.engine.finish()  # the communication thread may not use MPI beside this one
+            # MPI does not allow calls of two threads at once: let the communication thread finish first.
+            self.engine.finish()
         with self.operations.guard(what):
             if self.layout.asynchronous and max(self.layout.options.staleness, self.layout.options.quorum) >= 0:
                 task = self.operations.hearing(self.backend.settle([], meets=True))
@@ -287,21 +311,27 @@ class WorkerStore:
             return rendezvous.agree(self.generation, what, items, refusal, noun, data, alike=alike)
 
     def run(self, what: str, task: Task[T], names: Sequence[Name] = (), tables: Sequence[str] = ()) -> T:
-        """Run a task, blocking; what it returns. A failure ends the generation. `tables`: whose rounds it may wait
-        for."""
+        """Run a task, blocking, and return its result. A failure ends the generation.
+
+        Args:
+            tables: Tables for whose rounds it may wait.
+        """
         results: list[T] = []
         self.operations.run(names, kept(task, results), 0, what, tables)
         return results[0]
 
     def start(self, what: str, task: Task[Any], detached: bool = True, tables: Sequence[str] = ()) -> Handle:
-        """Run a task beside the training, in turn with others of that name or of these tables. `detached`: only the end
-        of the store waits for it."""
+        """Run a task in the background, in turn with others of the same `what` or of these tables.
+
+        Args:
+            detached: Only the end of the store waits for it.
+        """
         return self.engine.submit([("beside", what), *tables], self.operations.hearing(task), 0, what, detached)
 
     # ---- inside
 
     def _describe_wait(self, what: str) -> bytes:
-        """Return what this worker stands at in a call of all workers; b"" where what is under way may go on."""
+        """Describe how far this worker has pushed when it waits in a call of all workers. b"" if it may still push."""
         used = self.engine.names_in_use()
         if any(name in used for name in self.backend.communicators):
             return b""
@@ -309,8 +339,10 @@ class WorkerStore:
         return waiting.describe(what, self.backend.sums()[0], [*keys, *self.tables.values()])
 
     def _check_waits(self) -> None:
-        """Say what this worker stands at in a call of all workers. MismatchError where the program waits for one that
-        waits for it in such a call."""
+        """Tell the others how far this worker has pushed, if it waits in a call of all workers.
+
+        MismatchError if the program waits for a worker that waits for this one in such a call.
+        """
         if (what := self.generation.undescribed) and (word := self._describe_wait(what)):
             self.generation.describe_wait(word)
         inside, blocked = self.generation.inside, self.engine.blocked
@@ -322,7 +354,8 @@ class WorkerStore:
         if blocked is not None:
             names, call = blocked[0], blocked[1]()
             if any(name in names for name in self.backend.communicators):
-                names = self.engine.names_in_use() | set(names)  # those before it hold it up
+                # Operations that were started before it hold it up too.
+                names = self.engine.names_in_use() | set(names)
             elif not self.layout.num_servers:
                 return
         rounds = {key.name: waiting.needed(key, call) for key in self.keys.values() if key.name in names}
@@ -337,7 +370,7 @@ class WorkerStore:
 
 
 def _restored_keys(restored: Restored, known: Mapping[Name, Key], pairs: Sequence[tuple[Name, Any]]) -> dict[Name, Key]:
-    """Those of an `init` that are held; ValueError where they are not as they are asked for."""
+    """Return the keys of an `init` that are restored. ValueError if they differ from what is asked for."""
     restored.check_first_init([name for name, _ in pairs])
     found = {}
     for name, values in pairs:
@@ -348,7 +381,7 @@ def _restored_keys(restored: Restored, known: Mapping[Name, Key], pairs: Sequenc
 
 
 def _first_values(known: Mapping[Name, Key], key: object, value: object) -> list[tuple[Name, Array]]:
-    """New keys and what they begin with. ValueError or TypeError where one cannot be made."""
+    """Return new keys with their first values. ValueError or TypeError if one cannot be made."""
     result = []
     for name, values in arguments.pairs(key, value, "init"):
         if name in known:
@@ -362,7 +395,7 @@ def _first_values(known: Mapping[Name, Key], key: object, value: object) -> list
 
 
 def _optimizer(layout: Layout, optimizer: str | Optimizer, keywords: Mapping[str, Any]) -> Optimizer:
-    """Return an optimizer; ValueError where it takes no mean of gradients, as a quorum does."""
+    """Make an optimizer. ValueError if the store has a quorum, which gives means of gradients, and it takes none."""
     chosen = optimizers.create(optimizer, **keywords)
     takes_mean = is_dataclass(chosen) and "rescale" in {field.name for field in fields(chosen)}
     if layout.options.quorum >= 0 and layout.asynchronous and (isinstance(chosen, Elastic1) or not takes_mean):
@@ -375,14 +408,14 @@ def _optimizer(layout: Layout, optimizer: str | Optimizer, keywords: Mapping[str
 
 
 def _names_of_floats(store: WorkerStore, keys: object, what: str) -> list[Name] | None:
-    """The names of these keys, None of all; ValueError where an optimizer cannot update one."""
+    """Return the names of keys (None for all), after a check that an optimizer can update them."""
     found = list(store.keys.values()) if keys is None else store.known(keys, what)
     _see_floats(found, what, "give keys=[...] without it")
     return None if keys is None else [key.name for key in found]
 
 
 def _see_floats(keys: Iterable[Key], what: str, cure: str) -> None:
-    """ValueError where an optimizer cannot update one of the keys."""
+    """Raise ValueError if an optimizer cannot update one of the keys."""
     for key in keys:
         if not key.floats:
             raise ValueError(f"{what}: key {key.name!r} is {key.dtype.name}, and an optimizer needs floats: {cure}")

@@ -1,7 +1,8 @@
 """Find workers that wait in vain: for a push of one that has closed the store, or that waits for all in another call.
 
-A worker that closes says how often it has pushed each key and table. A worker that waits for all says the same of those
-that nothing under way pushes any more. Another worker that needs one push more compares, and names both. Pure.
+A worker that closes tells how often it has pushed each key and table. A worker that waits for all tells the same of
+keys and tables that no operation under way can still push. A worker that needs one more push compares these numbers
+with its own, and names both calls. Pure.
 """
 
 from __future__ import annotations
@@ -16,20 +17,25 @@ from mpips.store.roles import Layout
 from mpips.store.runtime.rendezvous import data_of
 from mpips.store.worker.interface import KnownTable
 
+# the call in which a worker that closes meets the others
 CLOSE = "close"
-"""The call in which it says so."""
 
 
 def pushes_of(keys: Mapping[Name, Key | KnownTable]) -> bytes:
-    """Return how often this worker has pushed each key and table."""
+    """Encode how often this worker has pushed each key and table."""
     return msgspec.msgpack.encode([(name, key.round) for name, key in keys.items()])
 
 
 def waits_for_closed(
     words: Sequence[bytes], keys: Mapping[Name, Key | KnownTable], pushing: Sequence[Name] = ()
 ) -> str:
-    """Return whose next push a worker with these keys and tables of a synchronous store waits for though that one
-    closes; "" where none. `words`: of each worker. `pushing`: keys of a push that is not counted yet."""
+    """Find a worker that closes a synchronous store although this one waits for its next push. A sentence, or "".
+
+    Args:
+        words: What each worker has said last in a rendezvous.
+        keys: This worker's keys and tables.
+        pushing: Keys of a push that is not counted yet.
+    """
     for rank, word in enumerate(words):
         data = data_of(word, CLOSE)
         for name, count in msgspec.msgpack.decode(data, type=list[tuple[Name, int]]) if data else ():
@@ -40,36 +46,37 @@ def waits_for_closed(
 
 
 class WaitingWorker(msgspec.Struct, array_like=True):
-    """Tell how far a worker is that waits in the call `what`."""
+    """How far a worker is that waits for all in the call `what`."""
 
     what: str
+    # without servers: number of sums over all keys that it has begun
     sums: int
-    """Without servers: sums that it has begun, of all keys."""
+    # with servers: (name, number of pushes) of keys and tables that no operation under way pushes
     rounds: list[tuple[Name, int]]
-    """With servers: how often it has pushed each key and table that nothing under way pushes."""
 
 
 class Blocked(NamedTuple):
-    """Tell what this worker's program waits for.
+    """What this worker's program waits for."""
 
-    `call` ("": a collective of its client), in which it has begun so many `sums`; with servers, of each key and table
-    the round that needs the others; and whether it blocks in a collective."""
-
+    # the call; "" stands for a collective of its client
     call: str
+    # number of sums that it has begun
     sums: int
+    # with servers: key or table -> the round that needs the other workers
     rounds: Mapping[Name, int]
+    # True if it blocks in a collective
     inside: bool
 
 
 def describe(what: str, sums: int, pushed: Iterable[Key | KnownTable]) -> bytes:
-    """Return a `WaitingWorker` as bytes. `pushed`: what nothing under way pushes."""
+    """Encode a `WaitingWorker`. `pushed`: keys and tables that no operation under way pushes."""
     return msgspec.msgpack.encode(WaitingWorker(what, sums, [(one.name, one.round) for one in pushed]))
 
 
 def needed(key: Key, call: str) -> int:
-    """Return the round of the key to which all have to push before the call ends.
+    """Return the round of the key that all workers must have pushed before the call ends.
 
-    A push of which the servers have yet to read the round before waits for that one.
+    A push whose previous round has not been read by the servers waits only for that previous round.
     """
     early = call.startswith("push ") and not all(
         shard.local and shard.consumed() >= key.round - 1 for shard in key.pushes
@@ -78,7 +85,10 @@ def needed(key: Key, call: str) -> int:
 
 
 def why_in_vain(mine: Blocked, layout: Layout, others: Mapping[int, bytes]) -> str:
-    """Return why this worker waits in vain, "" where it may not. `others`: what workers say that wait in a meeting."""
+    """Return a sentence that says why this worker waits in vain, or "".
+
+    `others`: rank -> its `WaitingWorker`, encoded.
+    """
     for rank, word in others.items():
         theirs = msgspec.msgpack.decode(word, type=WaitingWorker)
         if call := waits_for(mine, layout, rank, theirs):
@@ -90,7 +100,7 @@ def why_in_vain(mine: Blocked, layout: Layout, others: Mapping[int, bytes]) -> s
 
 
 def waits_for(mine: Blocked, layout: Layout, rank: int, theirs: WaitingWorker) -> str:
-    """Return the call in which this worker waits for a push that a worker which stands there has not made, or ""."""
+    """Return the call in which this worker waits for a push that worker `rank` has not made, or ""."""
     if not layout.num_servers:
         return mine.call if theirs.sums < mine.sums else ""
     fellow = layout.kind.startswith("mpi_") and any(
@@ -99,7 +109,8 @@ def waits_for(mine: Blocked, layout: Layout, rank: int, theirs: WaitingWorker) -
     if mine.inside and not fellow:
         return ""
     if layout.asynchronous and not fellow:
-        return ""  # servers hold nobody back for a worker that waits for all
+        # Servers hold up nobody for a worker that waits for all.
+        return ""
     for name, count in theirs.rounds:
         if mine.rounds.get(name, 0) > count:
             return mine.call or f"push of key {name!r}"
