@@ -46,8 +46,8 @@ MIDDLE = (
 """Modules that a call is in once it has begun,"""
 EDGES = "mpips.collectives.arrays", "mpips.collectives.recorder."
 """but for these, which look at arguments and note the call before it has."""
-ARGUMENTS = "mpips.store.keys.arguments"
-"""Where a call looks at its arguments, before it begins."""
+PREPARES = "mpips.store.worker.operations", "_prepare"
+"""The function in which a call looks at its arguments and makes its tasks, before it begins."""
 
 
 _WORKERS = [WORLD.Split(int(WORLD.rank >= WORLD.size - servers), WORLD.rank) for servers in range(4)]
@@ -338,9 +338,9 @@ def in_the_middle(frame: FrameType | None) -> bool:
     modules = []
     while frame is not None:
         modules.append(str(frame.f_globals.get("__name__", "")))
+        if (modules[-1], frame.f_code.co_name) == PREPARES:
+            return False
         frame = frame.f_back
-    if ARGUMENTS in modules:  # which sums arrays by functions of collectives
-        return False
     return any(module.startswith(MIDDLE) and not module.startswith(EDGES) for module in modules)
 
 
