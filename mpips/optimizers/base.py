@@ -97,8 +97,9 @@ def initial(optimizer: Optimizer, weights: np.ndarray) -> list[np.ndarray]:
 
 
 def state_dtypes(optimizer: Optimizer | None, dtype: np.dtype) -> list[np.dtype]:
-    """Return the dtypes of the optimizer's arrays of state for weights of this dtype. Without an optimizer the list is
-    empty.
+    """Return the dtypes of the optimizer's arrays of state for weights of this dtype.
+
+    Without an optimizer the list is empty.
     """
     return [] if optimizer is None else [array.dtype for array in optimizer.init(np.zeros(1, dtype))]
 

@@ -329,9 +329,7 @@ def _block(name: str, dtype: np.dtype, length: int, like: np.ndarray) -> np.ndar
 
 
 def prepare(optimizer: Optimizer | None, dtype: np.dtype, parts: int = 1) -> None:
-    """Start to compile the kernel that updates by the sum of `parts` gradients, so that it is ready when updates
-    begin.
-    """
+    """Start to compile the kernel for sums of `parts` gradients, so that it is ready when updates begin."""
     if isinstance(optimizer, Equation):
         optimizer.prepare(dtype, parts)
 

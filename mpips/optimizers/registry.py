@@ -145,8 +145,9 @@ def as_data(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def from_data(data: object) -> Optimizer:
-    """Return the optimizer that `as_data` described. Raises ValueError or TypeError for other data or an unknown
-    name.
+    """Return the optimizer that `as_data` described.
+
+    Raises ValueError or TypeError for other data or an unknown name.
     """
     return _created(msgspec.convert(data, _Record))
 

@@ -324,7 +324,7 @@ def placed(tape: Tape) -> Program:
     return Program(steps, blocks.count, masks.count)
 
 
-# ---- The text of a kernel: a loop over elements, over a sum, or over rows of a table. `lines` are those of `Tape.loop`.
+# ---- The text of a kernel: a loop over elements, a sum, or the rows of a table. `lines` are those of `Tape.loop`.
 
 
 # elements of the gradients that are summed before the weights are updated by the sum: it stays in a core's first cache
