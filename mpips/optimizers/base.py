@@ -40,8 +40,8 @@ class Optimizer(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def init(self, weights: np.ndarray) -> State:
-        """Return the first state for `weights` (1-D, n elements, any float dtype): arrays of shape (n,), of any
-        dtypes.
+        """Return the first state: arrays of shape (n,), of any dtypes, for 1-D weights of n elements and any float
+        dtype.
         """
 
     def update(self, weights: np.ndarray, gradient: np.ndarray, state: State, step: int) -> None:
@@ -203,8 +203,9 @@ def unlike(saved: Optimizer, given: Optimizer, leave: Collection[str] = ()) -> s
 
 
 def working_dtype(dtype: np.dtype) -> np.dtype:
-    """Return the dtype in which weights are updated and state is kept: float32 for 16-bit floats, otherwise `dtype`
-    itself.
+    """Return the dtype of updates and state: float32 for 16-bit floats, otherwise `dtype` itself.
+
+    Raises TypeError for weights that are not floats.
     """
     if dtype.name in ("float16", "bfloat16"):
         return np.dtype(np.float32)

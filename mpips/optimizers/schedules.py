@@ -128,10 +128,9 @@ class Cosine:
 
 @dataclass(frozen=True)
 class Warmup:
-    """A straight line from `start` (at step 0) up to `rate` at step `steps`, and `rate` from then on (Goyal et al.
-    2017).
+    """A straight line from `start` (at step 0) up to `rate` at step `steps`, and `rate` from then on.
 
-    start + (rate - start) * min(step, steps) / steps.
+    start + (rate - start) * min(step, steps) / steps (Goyal et al. 2017).
     """
 
     rate: float
@@ -150,8 +149,7 @@ class Warmup:
 
 @dataclass(frozen=True)
 class Chained:
-    """Several schedules, each after the one before: `schedules[i]` up to step `until[i]`, and the last one from then
-    on.
+    """Several schedules one after another: `schedules[i]` up to step `until[i]`, and the last one from then on.
 
     Each schedule counts its own steps from 1. `until` is ascending and one shorter than `schedules`.
     """

@@ -267,8 +267,9 @@ def see_samples(model: object, source: Source | None) -> None:
 
 
 def samples_shown(*sources: Source | None) -> np.ndarray:
-    """Return a few numbers of each array, float64 (numbers,), which workers compare to see whether theirs are the
-    same.
+    """Return a few numbers of each array, float64 (numbers,).
+
+    Workers compare them to see whether theirs are the same.
     """
     shown = [np.empty(0)]
     for source in sources:

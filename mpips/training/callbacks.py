@@ -138,13 +138,12 @@ def order_of(job: Job, source: Source, workers: int) -> str:
 
 
 def see_order(position: Position, order: str, same: Collection[str] = ()) -> None:
-    """Raise ValueError if a fit would continue in the middle of an epoch with other batches, or other exchanges of
-    them.
+    """Raise ValueError if a fit would continue in the middle of an epoch with other batches or other exchanges.
 
     Args:
         order: The order of this fit.
-        same: Orders that are also accepted. They differ only in the number of workers, to whom the rest of the epoch is
-            then dealt.
+        same: Orders that are also accepted. They differ only in the number of workers, to which the rest of the epoch
+            is then dealt.
     """
     if position.batches and position.order and position.order not in (order, *same):
         raise ValueError(
