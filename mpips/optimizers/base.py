@@ -40,8 +40,9 @@ class Optimizer(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def init(self, weights: np.ndarray) -> State:
-        """Return the first state: arrays of shape (n,), of any dtypes, for 1-D weights of n elements and any float
-        dtype.
+        """Return the first state for 1-D weights of n elements: arrays of shape (n,), of any dtypes.
+
+        The weights have any float dtype.
         """
 
     def update(self, weights: np.ndarray, gradient: np.ndarray, state: State, step: int) -> None:

@@ -439,10 +439,10 @@ def agreed(words: Sequence[Word | None], group: Sequence[int], stored: bool, asy
 
 
 def furthest_of(words: Sequence[Word | None]) -> list[int]:
-    """Return the worker that is furthest, as a list: the lowest rank if several are, or an empty list if no worker
-    knows.
+    """Return the rank of the worker that is furthest, the lowest if there are several, in a list of one.
 
-    When workers of a synchronous store train apart, all continue from its step.
+    When workers of a synchronous store train apart, all continue from its step. The list is empty if no worker knows
+    where it was.
     """
     steps = [(word.furthest, -rank) for rank, word in enumerate(words) if word is not None]
     return [-rank for _, rank in sorted(steps)[-1:]]

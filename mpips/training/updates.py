@@ -398,9 +398,7 @@ class LocalTraining(OnWorkers):
         return [client.start for client in self._kv.layout.clients]
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return also the centre of the last exchange, from which changes are counted, and the number of inner
-        steps.
-        """
+        """Return also the centre of the last exchange, from which changes are counted, and the number of steps."""
         centers = {f"center/{key}": center for key, center in zip(self.keys, self._rounds.centers)}
         return {**super().arrays(), **centers, "steps": np.array([self._rounds.steps], np.int64)}
 
