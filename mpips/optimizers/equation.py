@@ -1,4 +1,4 @@
-"""Write an optimizer as one equation of an element. Numba compiles it or NumPy runs it in blocks, with the same bits.
+"""Write an optimizer as one equation of an element. Numba compiles it or NumPy runs it in blocks, to the same bits.
 
 `update(w, g, state, step)` takes these steps (docs/why/kernels.md explains them):
 

@@ -92,8 +92,7 @@ def _table(problem: Problem, rest: Array, last: Array, of: Numbers) -> Array:
 
 
 def _forward(pull: Problem, of: Numbers) -> Array:
-    """Return to_go[i, m] for the m in `of`: the seconds from the start of pulling i + 1..m to the end of the forward
-    pass.
+    """Return to_go[i, m] for the m in `of`: seconds from the start of pulling i + 1..m to the end of forward.
 
     The best groups are taken. Layers 1..i and all above m have their parameters, and layers up to i are computed.
     to_go[0, m] is F[m].

@@ -1,4 +1,4 @@
-"""Make the next parameters from a step's gradients: by the store's optimizer, by every worker, or by elastic averaging.
+"""Turn a step's gradients into the next parameters: by the store's optimizer, by every worker, or elastic averaging.
 
 `Gradients` serves all kinds of store (MXNET-MPI, figures 6 and 7). `Summed` is for clipping in a synchronous store:
 only a rank that has the whole sum knows its norm, so the store sums without an optimizer and every worker updates.
