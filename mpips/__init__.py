@@ -1,6 +1,6 @@
 """mpips: a parameter server with MPI inside its clients, after MXNET-MPI (arXiv:1801.03855).
 
-    kv = mpips.create("mpi_sync")     # on a server this call returns when the training is over
+    kv = mpips.create("mpi_sync")     # servers serve inside this call, and exit there
     kv.init("w", weights)
     kv.pushpull("w", gradient, out=total)
 

@@ -26,6 +26,7 @@ def find_address(who: str, world: MPI.Intracomm = MPI.COMM_WORLD) -> str:
     `who` is the call that needs it, for the error. All ranks raise RuntimeError if there is no such address.
     """
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
+    # All ranks are on one host.
     if node.size == world.size:
         node.Free()
         return "127.0.0.1"
@@ -40,6 +41,7 @@ def find_address(who: str, world: MPI.Intracomm = MPI.COMM_WORLD) -> str:
         port, *addresses = told.rstrip(b"\0").decode().split()
         lacking: list[int] = []
         for address in addresses:
+            # One rank of each host tries to connect, for all ranks of its host.
             fine = np.empty(world.size, np.int8)
             world.Allgather(np.array([not first or _can_connect(address, int(port))], np.int8), fine)
             lacking = np.flatnonzero(fine == 0).tolist()

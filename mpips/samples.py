@@ -73,6 +73,8 @@ def table(name: str, given: Any) -> Any:
         raise TypeError(f"{name} is a {type(given).__name__}, whose rows cannot be taken by position: {CURE}")
     lazy = Rows(name, given)
     see_numbers(name, lazy, type(given).__name__)
+    # Read the first and the last row by slices and by their positions. A library that finds rows by labels gives
+    # others.
     try:
         ends = [lazy[part] for part in (slice(0, 1), slice(len(lazy) - 1, None))] if len(lazy) else []
         same = not ends or np.array_equal(np.concatenate(ends), lazy[np.array([0, len(lazy) - 1])], equal_nan=True)

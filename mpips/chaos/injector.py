@@ -122,6 +122,7 @@ class Injector:
             if isinstance(point, Point) and (point.rank, point.call, point.nth) == here:
                 self.tell(Reached(time.monotonic(), self.rank, number))
                 mine = (fault.whom.role, fault.whom.number) == ("rank", self.rank)
+                # Wait here for the SIGKILL from outside, so that the rank dies exactly at this point.
                 if mine and not fault.lasts and not point.delay:
                     time.sleep(TO_BE_KILLED)
 

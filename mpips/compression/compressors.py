@@ -317,6 +317,7 @@ class OneBit(Compressor):
             positive = block >= 0
             put_bits(payload[8:], part, positive)
             ones, both, size = np.count_nonzero(positive), float(np.sum(block)), float(np.sum(np.abs(block)))
+            # The sum of each sign follows from the sum of all elements and the sum of their absolute values.
             total += (size + both) / 2, (both - size) / 2
             count += ones, positive.size - ones
         payload[:8] = (total / np.maximum(count, 1)).astype(np.float32).view(np.uint8)
@@ -515,6 +516,7 @@ class TopK(Compressor):
         if not kernels.sample(gradient, residual, sizes):
             return False
         share = k * sizes.size / n
+        # Five standard deviations above the expected number: too few candidates are then very unlikely.
         rank = k if sizes.size == n else int(share + 5 * math.sqrt(share) + 8)
         least = np.partition(sizes, -rank)[-rank:][:1] if rank < sizes.size else np.zeros(1, residual.dtype)
         np.maximum(least, np.finfo(least.dtype).smallest_subnormal, out=least)

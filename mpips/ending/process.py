@@ -386,6 +386,7 @@ def hide_variables() -> None:
     for name in [name for name in os.environ if tells_rank(name)]:
         # This removes it from what children inherit, and not from `os.environ`.
         os.unsetenv(name)
+    # `subprocess` with env={**os.environ} iterates over it, and must not find them.
     os.environ.__class__ = _OfRank
 
 

@@ -225,6 +225,7 @@ def end(what: str, text: str = "", code: int = 1, same: Hashable = None, told: b
         say(text)
         return
     mark = hashlib.blake2b(repr(same or what).encode(), digest_size=DIGEST_BYTES).digest()
+    # Another thread than the main one may call MPI only with THREAD_MULTIPLE. Without it, no message is sent.
     shared = threading.current_thread() is threading.main_thread() or MPI.Query_thread() == MPI.THREAD_MULTIPLE
     sayer = _sayer(world, mark, told) if shared else None
     if sayer is None:

@@ -447,6 +447,7 @@ class Overlapped:
     def _take(self, wanted: JointPlan) -> bool:
         """Switch to rank 0's plan. Return True if it differs from the plan in use."""
         layers = len(self._elements)
+        # Layout: the last layers of the push groups, those of the pull groups, and `early`. Unused places are 0.
         words = np.zeros(2 * layers + 1, np.int64)
         words[: len(wanted.push)] = [last for _, last in wanted.push]
         words[layers : layers + len(wanted.pull)] = [last for _, last in wanted.pull]

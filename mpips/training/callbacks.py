@@ -326,7 +326,7 @@ class EarlyStop(Callback):
         self._restored = False
 
     def on_epoch(self, fit: Fitting, epoch: Epoch) -> bool:
-        """Return True when it has waited long enough."""
+        """Return True after `patience` epochs without improvement."""
         value = fit.mean(epoch.value(self.monitor))
         smaller = self.mode == "min" or (self.mode is None and self.monitor.endswith("loss"))
         gain = (

@@ -103,7 +103,7 @@ class Position:
     order: str = ""
     # samples of this epoch that had been used when the rest was dealt to another number of workers
     dealt: int = 0
-    # batches that this worker had taken in this epoch at that time
+    # batches that this worker had taken in this epoch when the rest was dealt
     since: int = 0
     history: list[Epoch] = field(default_factory=list)
     # name of a callback, its class and a number as "EarlyStop 0" -> its state

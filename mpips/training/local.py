@@ -210,7 +210,7 @@ class Exchange:
 class Open(NamedTuple):
     """An exchange that is under way: its fragment, and the step at which its centre is taken.
 
-    It was broken off by a failure if there is no handle and the centre has not come.
+    If there is no handle and `come` is False, a failure has broken the exchange off.
     """
 
     number: int
@@ -256,7 +256,7 @@ class LocalRounds:
         self._goals = [0] * len(keys)
         # for each fragment the weight of its last exchange: tokens, or inner steps
         self._counts = [0] * len(self.fragments)
-        # for each fragment the factor by which what was pushed then had been multiplied
+        # for each fragment the factor by which its last push was multiplied
         self._shares = [1.0] * len(self.fragments)
         self.open: Open | None = None
         self.centers = self._exchange.centers

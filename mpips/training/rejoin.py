@@ -242,6 +242,7 @@ class SurvivingFit:
         """
         self._hear()
         update = self._blocking.update
+        # max() takes the worker that is furthest, and the lowest rank if there are several.
         whole = [(word.done, -rank) for rank in group if (word := words[rank]) is not None and word.whole]
         arrays = None
         if update.owners() and whole:
@@ -442,7 +443,7 @@ def furthest_of(words: Sequence[Word | None]) -> list[int]:
     """Return the rank of the worker that is furthest, the lowest if there are several, in a list of one.
 
     When workers of a synchronous store train apart, all continue from its step. The list is empty if no worker knows
-    where it was.
+    where the training was.
     """
     steps = [(word.furthest, -rank) for rank, word in enumerate(words) if word is not None]
     return [-rank for _, rank in sorted(steps)[-1:]]

@@ -168,7 +168,9 @@ class Gradients:
         return found
 
     def share(self) -> None:
-        """Take the parameters that all workers have in common, if the store has such. All workers call it."""
+        """In an asynchronous store take the servers' parameters, so that all workers have the same. All workers call
+        it.
+        """
         if self._kv.layout.asynchronous:
             self._kv.barrier()
             self._pull()
@@ -298,6 +300,7 @@ class Summed(OnWorkers):
         gradients = list(self._model.gradients)
         self._kv.pushpull(self.keys, gradients)
         assert self._clip is not None
+        # The gradients are sums over the workers, and the limit is one for their mean, so scale the limit.
         clip(gradients, self._clip * self._kv.num_workers)
         self._updater.update(gradients)
 
