@@ -114,7 +114,7 @@ class Injector:
             self._line.send(msgspec.msgpack.encode(told))
 
     def reach(self, call: str) -> None:
-        """Note that the rank begins a call of this name. Reports the points of faults that it reaches thereby."""
+        """Note that the rank begins a call of this name, and report the points of faults that it has reached."""
         self._counts[call] += 1
         here = self.rank, call, self._counts[call]
         for number, fault in enumerate(self._plan.faults):

@@ -13,8 +13,9 @@ soon as MPI has started, and a child that imports MPI becomes a world of its own
 MPI runs. So it ends without mpi4py's last step, which would end MPI or the job.
 
 After a death, MPI_Finalize of Open MPI hangs in one of five runs, and mpi4py calls it after the interpreter has ended.
-So it is called earlier, in a thread that is abandoned if the call takes too long; mpi4py then sees that MPI has ended.
-The process then leaves through the C library's on_exit, which has the program's exit code, and skips all later steps.
+So it is called earlier, in a thread. If it returns in time, mpi4py sees that MPI has ended and does not call it. If
+not, the thread is abandoned, and an on_exit handler of the C library, which is given the program's exit code, ends the
+process before anything else can hang.
 """
 
 from __future__ import annotations

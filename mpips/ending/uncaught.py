@@ -43,7 +43,7 @@ INTERRUPTED = 130
 # tags of messages on COMM_WORLD when a job ends: "I print this error", and "I have it, too"
 SAID, SHARED = 32101, 32102
 DIGEST_BYTES = 16
-# seconds to wait for another rank to print the error, and a little more on every rank
+# seconds to wait for another rank to print the error. Rank r waits r * STAGGER longer, at most PATIENCE.
 PATIENCE = 0.4
 STAGGER = 0.01
 # seconds for the launcher to read what was printed; MPICH's launcher drops the rest when a rank aborts
@@ -75,7 +75,8 @@ def install_hooks() -> None:
             try:
                 _raised(kind, error, trace)
             except ImportError:
-                # A file beside the program hides a module, as numpy.py does. The error says so itself.
+                # A file beside the program, such as a numpy.py, hides a module that _raised() imports. The program's
+                # own error says so.
                 before(kind, error, trace)
 
     def thread_hook(args: threading.ExceptHookArgs) -> None:
@@ -134,12 +135,9 @@ def _is_handled(error: BaseException) -> bool:
 
 
 def show(error: BaseException) -> SystemExit | None:
-    """Show an error that has left the program, by `sys.excepthook`.
+    """Show an error that has left the program, by `sys.excepthook`. Return the SystemExit that the hook raises, if any.
 
-    If the hook fails, print both errors, as Python does.
-
-    Returns only if the hook is not ours or this process is alone. Return the SystemExit that the hook has raised, if
-    any.
+    If the hook fails, print both errors, as Python does. Returns only if the hook is not ours or this process is alone.
     """
     trace = error.__traceback__ = _users(error, _without_runner(error.__traceback__))
     try:
@@ -196,7 +194,7 @@ def end_unstarted(what: str, code: int = 1) -> None:
     time.sleep(LAST_WORDS)
     manager = os.environ.get("PMI_FD", "")
     if manager.isdigit():
-        # in the protocol of PMI 1
+        # These are messages of PMI 1, the protocol of MPICH's process manager.
         with suppress(OSError), socket.socket(fileno=int(manager)) as line:
             line.settimeout(ABORTED)
             line.sendall(b"cmd=init pmi_version=1 pmi_subversion=1\n")
@@ -225,7 +223,7 @@ def end(what: str, text: str = "", code: int = 1, same: Hashable = None, told: b
         say(text)
         return
     mark = hashlib.blake2b(repr(same or what).encode(), digest_size=DIGEST_BYTES).digest()
-    # Another thread than the main one may call MPI only with THREAD_MULTIPLE. Without it, no message is sent.
+    # A thread other than the main one may call MPI only with THREAD_MULTIPLE. Without it, no message is sent.
     shared = threading.current_thread() is threading.main_thread() or MPI.Query_thread() == MPI.THREAD_MULTIPLE
     sayer = _sayer(world, mark, told) if shared else None
     if sayer is None:

@@ -144,7 +144,7 @@ def predicted_s(profile: Profile, groups: JointPlan, link: Link | None) -> float
 def network_drifted(profile: Profile, groups: JointPlan, link: Link | None, waited_s: float) -> bool:
     """True if the compute of the profile plus `waited_s` seconds of waiting for messages is far from the prediction.
 
-    Messages then cost other times than those of the profile.
+    The costs of messages have then changed since they were measured.
     """
     predicted = predicted_s(profile, groups, link)
     return abs(profile.forward_s + profile.backward_s + waited_s - predicted) > DRIFT * predicted

@@ -91,7 +91,7 @@ class Position:
     batches: int = 0
     # exchanges since the training began
     step: int = 0
-    # of training alone
+    # seconds of training, without evaluation and callbacks
     seconds: float = 0.0
     # sum over the batches of this epoch
     loss_sum: float = 0.0
@@ -106,7 +106,7 @@ class Position:
     # batches that this worker had taken in this epoch when the rest was dealt
     since: int = 0
     history: list[Epoch] = field(default_factory=list)
-    # name of a callback, its class and a number as "EarlyStop 0" -> its state
+    # name of a callback (its class and a number, as "EarlyStop 0") -> its state
     callbacks: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -155,7 +155,7 @@ class Header(msgspec.Struct):
     update: str
     # how many workers have arrays in the file
     clients: int
-    # one for every worker, in rank order
+    # the positions of all workers, in rank order
     positions: list[Any]
     # the optimizer that runs on every worker, as data, or None if the store has it
     optimizer: dict[str, Any] | None
@@ -164,10 +164,10 @@ class Header(msgspec.Struct):
 class Found(NamedTuple):
     """A checkpoint from which a training can continue."""
 
-    # without the endings of the two files
+    # the path of the checkpoint's two files, without their endings
     path: str
     header: Header
-    # one for every worker that was saved, in rank order
+    # the positions of all workers that were saved, in rank order
     positions: list[Position]
 
 

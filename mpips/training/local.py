@@ -288,7 +288,7 @@ class LocalRounds:
         self.steps, self.open = steps, open_
         # for each fragment the step at which its last exchange began
         self._begun = [max(steps - self._after(number, steps), 0) for number in range(len(self.fragments))]
-        # for each fragment the tokens, or inner steps, since then
+        # for each fragment the tokens, or inner steps, since its last exchange began
         self.since = list(since) or [steps - begun for begun in self._begun]
 
     def _after(self, number: int, steps: int) -> int:
@@ -348,7 +348,8 @@ class LocalRounds:
     def _weigh(self, number: int, total: int) -> None:
         """Multiply a worker's changes of a fragment by its share of the total, times the number of workers.
 
-        The factor counters the mean that the store takes. An earlier factor in the same changes is divided out.
+        The store takes a plain mean over the workers. With this factor it becomes a mean weighted by tokens or steps.
+        If the changes were multiplied before, that factor is divided out.
         """
         share = self._counts[number] * self._kv.num_workers / total if total else 1.0
         before, self._shares[number] = self._shares[number], share

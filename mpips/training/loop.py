@@ -66,7 +66,7 @@ class Fit:
         self._on_step = [each for each in self._callbacks if type(each).on_step is not Callback.on_step]
         self._began = 0.0
         self._survival = survival
-        # what has been done at this step, as the constants of `rejoin` name it
+        # the stage to which the fit has come, a constant of `rejoin`
         self._stage = BEGIN
 
     def run(self) -> list[Epoch]:
@@ -350,7 +350,7 @@ def begin(job: Job, request: Request, resume: str | os.PathLike[str] | None, own
     job.kv.worker.agree("fit", refusal=refusal)
     if found is not None:
         checkpoint.take(job, found, any(isinstance(each, hooks.LearningRate) for each in request.callbacks))
-    # batches that `Trainer.step` has accumulated and not exchanged
+    # Exchange the batches that `Trainer.step` has accumulated.
     if job.blocking is not None and job.blocking.flush():
         position.step += 1
     started: Position = position

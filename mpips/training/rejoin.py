@@ -143,7 +143,7 @@ class SurvivingFit:
         Args:
             error: The error that began the recovery. It is raised again if no worker has died and training has not
                 advanced since the last recovery, as it would only occur again.
-            grow: Spares that wait join.
+            grow: Let waiting spares join.
         """
         while True:
             rounds = self._kv.recover(grow)
@@ -310,7 +310,7 @@ def survival_of(job: Job, source: Source, number: int, words: Items, grow: bool)
 #     OVER: The epoch that ended with this step is over, and `on_epoch` was called.
 #     ENDED: The fit is over, and `on_end` was called.
 BEGIN, COUNTED, TOLD, OVER, ENDED = range(-1, 4)
-# how many of the latest steps have marks
+# the number of latest steps whose marks are kept
 KEPT = 2
 
 # one worker's sum of losses in the epoch, its batches, and the loss of its last batch
@@ -320,16 +320,16 @@ Row = tuple[float, int, float]
 class Mark(msgspec.Struct, frozen=True):
     """A moment to which a worker can go back."""
 
-    # without its history
+    # the position, without its history
     position: Position
     stage: int
-    # epochs in the history
+    # number of epochs in the history
     ended: int
     # the number of workers at that moment
     workers: int
-    # one for each of them; empty in an asynchronous store, where each worker is at another step
+    # a row for each worker; empty in an asynchronous store, where each worker is at another step
     rows: list[Row]
-    # with its numbers of that moment: an Optimizer, or its data in a `Word`
+    # the optimizer with its numbers of that moment; in a `Word` as plain data
     optimizer: Any
 
     @property
@@ -450,7 +450,9 @@ def furthest_of(words: Sequence[Word | None]) -> list[int]:
 
 
 def rows_of(words: Sequence[Word | None], numbered: int, workers: int) -> list[int]:
-    """Return for each worker that is here now the rank whose place it has taken in the generation `numbered`.
+    """Return, for each worker that is here now, its rank in the generation `numbered`, by which rows are ordered.
+
+    A spare gets the rank of a worker that has died.
 
     Args:
         workers: How many workers that generation had.
@@ -461,7 +463,7 @@ def rows_of(words: Sequence[Word | None], numbered: int, workers: int) -> list[i
 
 
 def with_losses(history: Sequence[Epoch], losses: Sequence[Sequence[float]], row: int) -> list[Epoch]:
-    """Return another worker's history with the losses of the worker `row`."""
+    """Return a history in which the losses are those of the worker `row`."""
     if not losses:
         return list(history)
     return [Epoch(epoch.epoch, epoch.seconds, of[row], epoch.test) for epoch, of in zip(history, losses)]

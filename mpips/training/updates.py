@@ -168,9 +168,7 @@ class Gradients:
         return found
 
     def share(self) -> None:
-        """In an asynchronous store take the servers' parameters, so that all workers have the same. All workers call
-        it.
-        """
+        """In an asynchronous store take the servers' parameters, the same on all workers. All workers call it."""
         if self._kv.layout.asynchronous:
             self._kv.barrier()
             self._pull()
